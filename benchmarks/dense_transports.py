@@ -38,7 +38,7 @@ from hps.dense.onnx import OnnxModel
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.http import HttpTransport
-from hps.dense.triton.memory import Regions
+from hps.dense.triton.memory import ThreadRegions
 from hps.models.repository import Repository
 from hps.models.writer import write_version
 from hps.triton.export import export_dense
@@ -118,7 +118,7 @@ def ways(random: np.random.Generator) -> Iterator[dict[str, DenseModel]]:
                     (here.inputs, here.outputs),
                     timeout_s=10,
                     retries=0,
-                    regions=Regions() if memory else None,
+                    regions=ThreadRegions() if memory else None,
                 )
                 stack.callback(there.close)
                 found[kind + (" + memory" if memory else "")] = there

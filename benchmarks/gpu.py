@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hps.cuda import launch
-from hps.cuda.layout import Policy
+from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.tiers.base import Part
 from hps.tiers.gpu.cache import GpuCache
@@ -85,7 +85,7 @@ class Filled:
 
     def scores(self, stamps: Any) -> Any:
         """What rows are worth where the caller says it: the later, the more."""
-        scored = self.cache.held(self.table).policy is Policy.SCORE
+        scored = self.cache.held(self.table).policy is EvictionPolicy.SCORE
         return stamps if scored else None
 
     def overfill(self, capacity: int) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from benchmarks.common import Report
 from benchmarks.gpu import CALL, NOW, Filled, part_of
 from benchmarks.measure import zipf_keys
-from hps.cuda.layout import Policy
+from hps.cuda.layout import EvictionPolicy
 from hps.tiers.base import FetchContext
 from hps.tiers.gpu.cache import GpuCache
 from hps.types import EmbeddingTable
@@ -27,10 +27,10 @@ def measure_policies(report: Report, capacity: int) -> None:
     and its insert into a full table."""
     rows = []
     for policy, advance in (
-        (Policy.LRU, "clock"),
-        (Policy.EPOCH_LRU, "epoch"),
-        (Policy.LFU, "epoch"),
-        (Policy.SCORE, ""),
+        (EvictionPolicy.LRU, "clock"),
+        (EvictionPolicy.EPOCH_LRU, "epoch"),
+        (EvictionPolicy.LFU, "epoch"),
+        (EvictionPolicy.SCORE, ""),
     ):
         filled = Filled.make(32, capacity, policy=policy)
         filled.settle()
@@ -66,9 +66,9 @@ def measure_hit_rates(report: Report, seed: int) -> None:
             exact, ours = exact_lru(trace, capacity), hit_rate(trace, capacity)
             worst = max(worst, (exact - ours) * 100)
             row = {"trace": name, "rows": capacity, "exact LRU": exact, "LRU": ours}
-            row["epoch LRU"] = hit_rate(trace, capacity, Policy.EPOCH_LRU, epochs=True)
-            row["LFU"] = hit_rate(trace, capacity, Policy.LFU)
-            row["epoch LFU"] = hit_rate(trace, capacity, Policy.LFU, epochs=True)
+            row["epoch LRU"] = hit_rate(trace, capacity, EvictionPolicy.EPOCH_LRU, epochs=True)
+            row["LFU"] = hit_rate(trace, capacity, EvictionPolicy.LFU)
+            row["epoch LFU"] = hit_rate(trace, capacity, EvictionPolicy.LFU, epochs=True)
             rows.append(row)
     report.tables["hit rates"] = rows
     if len(traces) == 2:
@@ -109,7 +109,7 @@ def exact_lru(trace: NDArray[np.int64], capacity: int) -> float:
 def hit_rate(
     trace: NDArray[np.int64],
     capacity: int,
-    policy: Policy = Policy.LRU,
+    policy: EvictionPolicy = EvictionPolicy.LRU,
     *,
     epochs: bool = False,
 ) -> float:

@@ -37,7 +37,7 @@ from benchmarks.measure import Spread, alternate, ratio, versions
 from benchmarks.peers.environments import PeerMissing
 from benchmarks.peers.rocksdb import MultiGet
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning
 from hps.types import EmbeddingTable, VectorArray
 
 # Table files of 1.5 GB each: more would be read from the disk where others use the memory as well.
@@ -178,7 +178,7 @@ def _compare(
 ) -> dict[str, list[float]]:
     """CPU seconds of each round but the first, which warms up."""
     with ExitStack() as stack:
-        tier = RocksDbTier(db, access="read_only", tuning=Tuning(mmap_reads=mmap))
+        tier = RocksDbTier(db, access="read_only", tuning=RocksDbTuning(mmap_reads=mmap))
         stack.callback(tier.close)
         sides: dict[str, Callable[[Batches], float]] = {"ours": lambda b: _ours(tier, table, b)}
         try:

@@ -41,8 +41,8 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, make_
 from hps.updates.codec import decode_native, encode_native
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import UpdateBatch
-from hps.updates.stream_positions import Store, StreamPlaces
-from hps.updates.topics import Topics, table_name
+from hps.updates.stream_positions import FedStore, StoreStreamPositions
+from hps.updates.topics import TopicTables, table_name
 from hps.updates.writer import CacheWriter
 
 ROWS, QUICK_ROWS = 10_000_000, 300_000
@@ -85,10 +85,10 @@ class Node:
             self.cache.insert(table, resident, rows, np.ones(len(resident), np.uint64))
             writer = CacheWriter(self.cache, [self.store], 1)
             stack.callback(writer.close)
-            topics = Topics([table], lambda _model: True)
+            topics = TopicTables([table], lambda _model: True)
             self.ingestor = Ingestor(
-                _Nothing(), topics.tables, StreamPlaces([Store("rocksdb", self.store)], topics.readers),
-                writer, _Nothing(), UpdateMeter(Metrics()),
+                _Nothing(), topics.tables, StoreStreamPositions([FedStore("rocksdb", self.store)],
+                topics.readers), writer, _Nothing(), UpdateMeter(Metrics()),
             )  # fmt: skip
             self._offset = 0
             self._resources = stack.pop_all()

@@ -19,13 +19,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from hps.errors import DeadlineExceeded, TierError, Unavailable
 
 log = logging.getLogger(__name__)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # of `Again`
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # of `RetryThread`
 T = TypeVar("T")
 U = TypeVar("U")
 _STATE_DONE = "FINISHED"  # concurrent.futures' own word, read by asyncio and by wait()
 
 
-class Done(Future[T], Generic[T]):
+class CompletedFuture(Future[T], Generic[T]):
     """A future that was born with its result.
 
     A quarter of the cost of ``Future()`` plus ``set_result``, which are a condition variable and two
@@ -72,8 +72,8 @@ class Done(Future[T], Generic[T]):
 
 def then(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:
     """The future of what ``go_on`` starts with the result of ``first``, on the thread that has it; the
-    errors of all three are its own. Cancelled as `_Chained.cancel` says."""
-    answer = _Chained[U](first)
+    errors of all three are its own. Cancelled as `_ChainedFuture.cancel` says."""
+    answer = _ChainedFuture[U](first)
 
     def first_is_done(done: Future[T]) -> None:
         if done.cancelled() or answer.is_given_up:
@@ -98,7 +98,7 @@ def then(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:
     return answer
 
 
-class _Chained(Future[U], Generic[U]):
+class _ChainedFuture(Future[U], Generic[U]):
     """The future of two stages, one after the other. ``stage`` is the one that is awaited."""
 
     def __init__(self, first: Future[Any]) -> None:
@@ -127,7 +127,7 @@ class _Chained(Future[U], Generic[U]):
         self.set_running_or_notify_cancel()  # for those in concurrent.futures.wait()
 
 
-class Workers:
+class BoundedThreadPool:
     """At most ``threads`` daemon threads, started when they are first needed, behind a queue of at
     most ``queued`` waiting jobs. ``setting`` is the name of that bound in the configuration.
 
@@ -139,7 +139,7 @@ class Workers:
         self._most_threads = threads
         self._name = name
         self._setting = setting
-        self._queue: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        self._queue: SimpleQueue[_PoolTask[Any] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
@@ -177,7 +177,7 @@ class Workers:
                     f"overloaded: Exceeds maximum queue size ({self._limit} requests wait "
                     f"already{where}); retry later"
                 )
-            self._queue.put(_Job(future, work, deadline))
+            self._queue.put(_PoolTask(future, work, deadline))
         return future
 
     def check_open(self) -> None:
@@ -227,19 +227,19 @@ class Workers:
             last()
 
 
-class Lanes(NamedTuple):
+class LookupPools(NamedTuple):
     """Where lookups go that can't be answered on the caller's thread: ``memory`` for those that are only
     large, ``stores`` for those that wait for a disk or a network, and must not hold up the others."""
 
-    memory: Workers
-    stores: Workers
+    memory: BoundedThreadPool
+    stores: BoundedThreadPool
 
     @property
     def waiting(self) -> int:
         return self.memory.waiting + self.stores.waiting
 
 
-class Again:
+class RetryThread:
     """Tries ``work`` on a thread of its own until it does not raise TierError, with growing pauses: for
     what could not be done at the start because a server was not there."""
 
@@ -269,7 +269,7 @@ class Again:
         self._thread.join(1.0)
 
 
-class Repeated:
+class PeriodicThread:
     """Does ``work`` every ``every_s`` seconds on a thread of its own, the first time at once. What it raises
     is logged, once for each kind of error, and does not end it."""
 
@@ -298,7 +298,7 @@ class Repeated:
         self._thread.join(1.0)
 
 
-class _Job(Generic[T]):
+class _PoolTask(Generic[T]):
     __slots__ = ("_deadline", "_future", "_queued_at", "_work")
 
     def __init__(self, future: Future[T], work: Callable[[], T], deadline: float | None) -> None:

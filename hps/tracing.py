@@ -21,10 +21,10 @@ _TRACEPARENT = re.compile(
 )
 _TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}")
 _recorder: Recorder | None = None
-_current: ContextVar[Origin | None] = ContextVar("hps_origin", default=None)
+_current: ContextVar[RequestContext | None] = ContextVar("hps_origin", default=None)
 
 
-class Origin:
+class RequestContext:
     """A request as those know it who work for it. May be used by any thread."""
 
     __slots__ = ("request_id", "traceparent", "tracestate")
@@ -56,7 +56,7 @@ class Origin:
         state = {"tracestate": self.tracestate} if self.tracestate else {}
         return {"traceparent": self.traceparent, **state}
 
-    def begin(self, name: str) -> Origin:
+    def begin(self, name: str) -> RequestContext:
         """A part of the work, to be ended by ``end``."""
         return self
 
@@ -76,12 +76,12 @@ class Origin:
         """A part that another process has done, between two instants; ``told``: what it says of it, as
         `hps.profile` has it, or nothing."""
 
-    def part(self, name: str) -> AbstractContextManager[Origin]:
+    def part(self, name: str) -> AbstractContextManager[RequestContext]:
         """A part of the work, done by this thread: `current` meanwhile."""
         return self.begin(name).whole()
 
     @contextmanager
-    def whole(self) -> Iterator[Origin]:
+    def whole(self) -> Iterator[RequestContext]:
         """All of it is done by this thread: `current` meanwhile."""
         token = _current.set(self)
         try:
@@ -95,7 +95,7 @@ class Origin:
             _current.reset(token)
 
 
-def timed(origin: Origin | None, name: str, call: Callable[..., T], *arguments: Any) -> T:
+def timed(origin: RequestContext | None, name: str, call: Callable[..., T], *arguments: Any) -> T:
     """``call(*arguments)``, as a part of ``origin``'s work where it is profiled."""
     if origin is None or not origin.is_profiled:
         return call(*arguments)
@@ -103,7 +103,7 @@ def timed(origin: Origin | None, name: str, call: Callable[..., T], *arguments: 
         return call(*arguments)
 
 
-def waited(origin: Origin | None, call: Callable[..., T]) -> Callable[..., T]:
+def waited(origin: RequestContext | None, call: Callable[..., T]) -> Callable[..., T]:
     """``call``, to be made later: the time until then is a part of ``origin``'s, where it is profiled."""
     if origin is None or not origin.is_profiled:
         return call
@@ -144,7 +144,7 @@ def tracestate_of(header: str) -> str:
     return header if _TRACESTATE.fullmatch(header) else ""
 
 
-def current() -> Origin | None:
+def current() -> RequestContext | None:
     """On whose behalf this thread works, where that was said."""
     return _current.get()
 
@@ -152,7 +152,7 @@ def current() -> Origin | None:
 class Recorder(Protocol):
     """Who keeps spans in this process."""
 
-    def batch(self, name: str, traceparents: Iterable[str]) -> Origin:
+    def batch(self, name: str, traceparents: Iterable[str]) -> RequestContext:
         """Work done for several requests or messages at once: a trace of its own, linked to theirs."""
         ...
 
@@ -168,7 +168,7 @@ def recorder() -> Recorder | None:
     return _recorder
 
 
-def on_behalf_of(name: str, origins: Iterable[Origin | None]) -> Origin | None:
+def on_behalf_of(name: str, origins: Iterable[RequestContext | None]) -> RequestContext | None:
     """On whose behalf ``name`` is done for several at once, to be ended by ``end``: where spans are kept, one
     that is linked to theirs, else the first of them."""
     known = [origin for origin in origins if origin is not None]
@@ -179,7 +179,7 @@ def on_behalf_of(name: str, origins: Iterable[Origin | None]) -> Origin | None:
 
 
 def followed(
-    part: Origin, begin: Callable[[], Future[T]], describe: Callable[[T], Any]
+    part: RequestContext, begin: Callable[[], Future[T]], describe: Callable[[T], Any]
 ) -> Future[T]:
     """What ``begin`` starts; ``part`` ends with it, having noted what ``describe`` says of its result."""
 

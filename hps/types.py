@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.tracing import Origin
+from hps.tracing import RequestContext
 
 KeyArray = NDArray[np.int64]
 VectorArray = NDArray[Any]
@@ -248,7 +248,7 @@ class LookupRequest:
     want_source: bool = False
     out: Mapping[str, VectorArray] | None = None
     by_table: bool = False
-    origin: Origin | None = None
+    origin: RequestContext | None = None
 
 
 @dataclass(slots=True)
@@ -283,7 +283,7 @@ class PredictRequest:
     deadline: float | None = None
     want_source: bool = False
     outputs: tuple[str, ...] | None = None
-    origin: Origin | None = None
+    origin: RequestContext | None = None
 
 
 @dataclass(slots=True)

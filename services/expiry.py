@@ -19,7 +19,7 @@ _READ_AGAIN = ("server.", "lookup.")
 _KAFKAS = {"ssl.certificate.location": False, "ssl.ca.location": True}
 
 
-class File(NamedTuple):
+class CertificateFile(NamedTuple):
     """Certificates by the ``setting`` that names them."""
 
     setting: str
@@ -45,7 +45,7 @@ def publish_expiry(metrics: Metrics, settings: Settings) -> None:
     metrics.gauges(m.CERTIFICATE_EXPIRY, told)
 
 
-def certificate_files(settings: Settings) -> list[File]:
+def certificate_files(settings: Settings) -> list[CertificateFile]:
     """Those that a deployment's settings name, whichever of its processes uses them."""
     found = list(_named(settings, ""))
     if settings.updates.kafka is not None:
@@ -53,13 +53,13 @@ def certificate_files(settings: Settings) -> list[File]:
         for name, roots in _KAFKAS.items():
             if name in options:
                 path = Path(str(options[name]))
-                found.append(File(f"updates.kafka.options.{name}", path, roots))
+                found.append(CertificateFile(f"updates.kafka.options.{name}", path, roots))
     return found
 
 
-def _named(settings: BaseModel, within: str) -> Iterator[File]:
+def _named(settings: BaseModel, within: str) -> Iterator[CertificateFile]:
     for name, value in settings:
         if isinstance(value, BaseModel):
             yield from _named(value, f"{within}{name}.")
         elif isinstance(value, Path) and name in (*_OWN, *_ROOTS):
-            yield File(f"{within}{name}", value, name in _ROOTS)
+            yield CertificateFile(f"{within}{name}", value, name in _ROOTS)

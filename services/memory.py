@@ -25,7 +25,7 @@ _FORMS = (
 )
 
 
-class Memory(NamedTuple):
+class ContainerMemory(NamedTuple):
     """Bytes."""
 
     used: int
@@ -38,7 +38,7 @@ def publish_memory(metrics: Metrics) -> None:
     metrics.gauges(m.MEMORY_LIMIT, lambda: [((), each.limit) for each in _told()])
 
 
-def _told() -> list[Memory]:
+def _told() -> list[ContainerMemory]:
     """None where the system shows a process itself alone (systemd's ProcSubset=pid)."""
     try:
         return [memory()]
@@ -46,29 +46,31 @@ def _told() -> list[Memory]:
         return []
 
 
-def memory(proc: Path = PROC, groups: Path = GROUPS) -> Memory:
+def memory(proc: Path = PROC, groups: Path = GROUPS) -> ContainerMemory:
     """Of this process's container, or of the group above it that has the least left; without limits, of the
     machine."""
     told = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE))
     total, free = (int(told[name]) * _KILOBYTE for name in ("MemTotal", "MemAvailable"))
     limited = [each for each in _limited(proc, groups) if each.limit < total]
     return max(
-        limited, key=lambda each: each.used / each.limit, default=Memory(total - free, total)
+        limited,
+        key=lambda each: each.used / each.limit,
+        default=ContainerMemory(total - free, total),
     )
 
 
-def _limited(proc: Path, groups: Path) -> Iterator[Memory]:
+def _limited(proc: Path, groups: Path) -> Iterator[ContainerMemory]:
     """The groups that this process is in, from its own up, as far as they are limited and can be seen."""
     for controller, limit, use, files in _FORMS:
         for group in own_groups(controller, proc, groups):
             yield from _read(group, limit, use, files)
 
 
-def _read(group: Path, limit: str, use: str, files: tuple[str, ...]) -> Iterator[Memory]:
+def _read(group: Path, limit: str, use: str, files: tuple[str, ...]) -> Iterator[ContainerMemory]:
     try:
         most, used = (group / limit).read_text().strip(), int((group / use).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
         return  # not seen from within the container
     if most.isdigit() and int(most):
-        yield Memory(used - sum(int(stat.get(name, 0)) for name in files), int(most))
+        yield ContainerMemory(used - sum(int(stat.get(name, 0)) for name in files), int(most))

@@ -27,7 +27,7 @@ from hps.observability import otel
 from hps.tracing import record
 from hps.types import NoProgress, Progress
 from services.frontend.certificates import server_context
-from services.frontend.http.asgi import Application
+from services.frontend.http.asgi import PortApplication
 from services.frontend.http.server import HttpServer, listen
 from services.frontend.loading import LoadProgress, open_in_background
 from services.frontend.logs import fields, log
@@ -39,7 +39,7 @@ Urls = Mapping[str, str]
 OnUrls = Callable[[Urls], None]
 
 
-class Server(Protocol):
+class PortServer(Protocol):
     """One listening port. Used on the event loop."""
 
     url: str
@@ -54,7 +54,7 @@ class Server(Protocol):
         ...
 
 
-class Process(ABC, Generic[Node]):
+class ServerProcess(ABC, Generic[Node]):
     """One server. ``run`` blocks; ``stop`` ends it from any thread."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Process(ABC, Generic[Node]):
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
         self._drain_delay_s = self._settings.drain_delay_s
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, PortServer] = {}
         self._owns_process = False
 
     @abstractmethod
@@ -81,10 +81,10 @@ class Process(ABC, Generic[Node]):
         """Where to listen for HTTP, by the setting's name below ``server``; the last closes last."""
 
     @abstractmethod
-    def _app(self, port: str) -> Application:
+    def _app(self, port: str) -> PortApplication:
         """What answers on a port."""
 
-    def _others(self) -> Mapping[str, Server]:
+    def _others(self) -> Mapping[str, PortServer]:
         """Servers of other protocols, listening already. ``ConfigError`` when they cannot."""
         return {}
 

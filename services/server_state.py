@@ -28,8 +28,8 @@ _REASONS: dict[Phase, str] = {
 }
 
 
-class Opened(Protocol):
-    """What a server runs: `hps.node.node.Node` or `hps.node.ingest.Ingest`."""
+class ServerBackend(Protocol):
+    """What a server runs: `hps.node.node.Node` or `hps.node.ingest.IngestNode`."""
 
     @property
     def metrics(self) -> Metrics: ...
@@ -42,7 +42,7 @@ class Opened(Protocol):
     def close(self) -> None: ...
 
 
-Node = TypeVar("Node", bound=Opened)
+Node = TypeVar("Node", bound=ServerBackend)
 
 
 class ServerState(Generic[Node]):

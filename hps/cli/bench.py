@@ -31,7 +31,7 @@ _DAY = 86_400
 INTERRUPTED = 130
 
 
-class Arrivals(StrEnum):
+class ArrivalProcess(StrEnum):
     poisson = "poisson"
     constant = "constant"
 
@@ -84,7 +84,9 @@ def bench(
             min=0.01, max=1e6, help="Requests due per second, however quick the server is."
         ),
     ] = None,
-    arrivals: Annotated[Arrivals, typer.Option(help="With --rate: when.")] = Arrivals.poisson,
+    arrivals: Annotated[
+        ArrivalProcess, typer.Option(help="With --rate: when.")
+    ] = ArrivalProcess.poisson,
     batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1,
     keys: Annotated[
         str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
@@ -141,11 +143,11 @@ def bench(
     url = server or former or HTTP
     if requests is not None and repository is not None:
         raise ConfigError("give --requests or --repository, not both")
-    from hps.tools.bench.load import Recipe, Source
+    from hps.tools.bench.load import LoadRecipe, RequestSource
     from hps.tools.bench.report import errors_of, save
-    from hps.tools.bench.run import Plan
+    from hps.tools.bench.run import BenchPlan
 
-    plan = Plan(
+    plan = BenchPlan(
         duration,
         warmup,
         concurrency or (CALLERS if rate is None else MOST_DUE),
@@ -155,9 +157,9 @@ def bench(
         timeout,
         seed,
     )
-    recipe = Recipe(distinct, batch, keys, rows, hotness, seed)
+    recipe = LoadRecipe(distinct, batch, keys, rows, hotness, seed)
     lines = connections or min(CONNECTIONS, plan.concurrency)
-    source = Source(requests, repository, version)
+    source = RequestSource(requests, repository, version)
     told = _run(url, model, plan, recipe, source, lines, keys_from, api_key, tls_of(tls))
     if json is not None:
         save(json, told)
@@ -179,7 +181,7 @@ def _run(
     tls: Tls | None,
 ) -> dict[str, Any]:
     from hps.client import Client
-    from hps.client.calls import Call
+    from hps.client.calls import InferCall
     from hps.tools.bench.hot import sources_of
     from hps.tools.bench.load import different_keys, made_requests, samples
     from hps.tools.bench.report import report
@@ -198,7 +200,7 @@ def _run(
             raise
 
         def prepare(sender: Sender) -> Sequence[Any]:
-            return [sender.message(Call(name, dict(each))) for each in tensors]
+            return [sender.message(InferCall(name, dict(each))) for each in tensors]
 
         outcome = run(lambda: open_sender(url, api_key, tls, connections), prepare, plan)
         sources = None if outcome.interrupted else sources_of(client, name, tensors)

@@ -38,7 +38,7 @@ def keys_of(
     empty cell of a feature; without it, that is a sample without keys. ``hotness``: keys per sample, where
     the feature takes a fixed number."""
     values, lengths = _flat(name, column, first_row)
-    where = _Where(name, first_row, lengths)
+    where = _ValueLocation(name, first_row, lengths)
     if _is_text(values.type):
         keys = _parse_keys(values, where, is_hex=is_hex)
     elif pa.types.is_integer(values.type):
@@ -99,7 +99,7 @@ def dense_of(
 ) -> NDArray[Any]:
     """An Arrow array of ``n`` samples as a tensor ``(n, *shape[1:])`` of ``dtype``."""
     values, lengths = _flat(name, column, first_row)
-    where = _Where(name, first_row, lengths)
+    where = _ValueLocation(name, first_row, lengths)
     is_fixed = all(size > 0 for size in shape[1:])
     width = math.prod(shape[1:]) if is_fixed or not len(lengths) else int(lengths[0])
     if (lengths != width).any():
@@ -122,7 +122,7 @@ def dense_of(
         ) from None
 
 
-class _Where:
+class _ValueLocation:
     """Where values stand in the file: finds the first one that cannot be read (errors only)."""
 
     def __init__(self, name: str, first_row: int, lengths: IndexArray) -> None:
@@ -178,7 +178,7 @@ def _split(column: Any) -> tuple[Any, IndexArray]:
     return words.filter(pc.not_equal(words, pa.scalar(""))), lengths
 
 
-def _parse_keys(text: Any, where: _Where, *, is_hex: bool = False) -> KeyArray:
+def _parse_keys(text: Any, where: _ValueLocation, *, is_hex: bool = False) -> KeyArray:
     """Whole numbers from -2^63 to 2^64-1, each to its own 64 bits. Hexadecimal ones begin with ``0x``; with
     ``is_hex`` all are."""
     if is_hex:

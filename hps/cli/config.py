@@ -45,7 +45,7 @@ SetOption = Annotated[
 ]
 
 
-class Schema(StrEnum):
+class SchemaFile(StrEnum):
     settings = "settings"
     model = "model"
     api_key = "api-key"
@@ -141,8 +141,8 @@ def validate(
 
 @app.command(epilog=SCHEMA_EXAMPLES)
 def schema(
-    of: Annotated[Schema, typer.Argument(help="Which file: settings, model, api-key.")] = (
-        Schema.settings
+    of: Annotated[SchemaFile, typer.Argument(help="Which file: settings, model, api-key.")] = (
+        SchemaFile.settings
     ),
 ) -> None:
     """Print the JSON Schema of a file, for editors and validators."""

@@ -16,11 +16,11 @@ from hps.errors import HpsError
 if TYPE_CHECKING:
     from hps.config import Configuration
     from hps.config.schema import Settings
-    from hps.config.validation import Report
+    from hps.config.validation import ValidationReport
     from hps.models.repository import ModelVersion
 
 
-def check_parts(report: Report, path: Path) -> list[ModelVersion]:
+def check_parts(report: ValidationReport, path: Path) -> list[ModelVersion]:
     """Add to ``report``, on the file at ``path``, what is wrong with its parts; returns the models opened."""
     if report.errors:
         return []
@@ -32,7 +32,9 @@ def check_parts(report: Report, path: Path) -> list[ModelVersion]:
     return []
 
 
-def _check_configuration(report: Report, configuration: Configuration) -> list[ModelVersion]:
+def _check_configuration(
+    report: ValidationReport, configuration: Configuration
+) -> list[ModelVersion]:
     settings = configuration.settings
     for each in (*port_certificates(settings), *_kafka_options(settings)):
         report.run_file_check(each)
@@ -53,7 +55,7 @@ def _absent_models(configuration: Configuration) -> Path | None:
     return None if any(folder.exists() for folder in folders) else folders[0]
 
 
-def _check_models(report: Report, configuration: Configuration) -> list[ModelVersion]:
+def _check_models(report: ValidationReport, configuration: Configuration) -> list[ModelVersion]:
     from hps.node.opened_models import check_models
 
     opened = []
@@ -66,7 +68,7 @@ def _check_models(report: Report, configuration: Configuration) -> list[ModelVer
     return opened
 
 
-def _check_description(report: Report, path: Path) -> ModelVersion | None:
+def _check_description(report: ValidationReport, path: Path) -> ModelVersion | None:
     """The newest version beside a ``model.yaml``. None where there is none. Raises ModelError."""
     from hps.config import Settings
     from hps.models.repository import SPEC_FILE, Repository

@@ -25,7 +25,7 @@ from hps.tools.output import (
 
 if TYPE_CHECKING:
     from hps.client import Tls
-    from hps.tools.conformance import Target
+    from hps.tools.conformance import CheckedServer
 
 _SCHEMES = ("", "http", "https", "grpc", "grpcs")
 GOOD, DIFFERS, KNOWN, LACKS = "as it should", "differs", "known", "not offered"
@@ -146,11 +146,11 @@ def _told(row: dict[str, Any], server: str) -> str:
 
 def _target(
     addresses: Sequence[str], models: Sequence[str], headers: dict[str, str], tls: Tls | None
-) -> tuple[Target, str]:
+) -> tuple[CheckedServer, str]:
     """The server with requests that it answers, and how it calls itself. Raises ConfigError, Unavailable."""
     import grpc
 
-    from hps.tools.conformance import Deviation, Target
+    from hps.tools.conformance import CheckedServer, Deviation
     from hps.tools.conformance.sampling import named, samples_of
 
     by = _by_protocol(addresses)
@@ -158,7 +158,7 @@ def _target(
         _secured(by[protocol], tls) if protocol in by else ("", None)
         for protocol in ("http", "grpc")
     )
-    bare = Target(http, rpc, (), headers, http_tls, rpc_tls)
+    bare = CheckedServer(http, rpc, (), headers, http_tls, rpc_tls)
     try:
         samples, left_out = samples_of(bare, models)
         if http and not samples:  # it may have tensors in JSON alone

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.errors import ConfigError
-from hps.tools.output import Number, count, print_table, say, share
+from hps.tools.output import FormattedNumber, count, print_table, say, share
 
 if TYPE_CHECKING:
     from hps.cli.demo_data import DemoData
-    from hps.cli.demo_run import Findings
+    from hps.cli.demo_run import DemoResults
 
 app = typer.Typer(add_completion=False)
 
@@ -128,7 +128,7 @@ def _write(data: DemoData, folder: Path, repository: Path, http: str) -> None:
     say(f"The trainer's own {output} for this request is {data.scores[output][0]:.6f}.")
 
 
-def _report(data: DemoData, found: Findings) -> None:
+def _report(data: DemoData, found: DemoResults) -> None:
     say()
     say("Scores", style="bold")
     output = next(iter(data.scores))
@@ -137,7 +137,12 @@ def _report(data: DemoData, found: Findings) -> None:
     for i in range(min(5, data.samples)):
         served, trained = found.scores[output][i], data.scores[output][i]
         rows.append(
-            (i, Number(f"{served:.6f}"), Number(f"{trained:.6f}"), _origins(found, data, i))
+            (
+                i,
+                FormattedNumber(f"{served:.6f}"),
+                FormattedNumber(f"{trained:.6f}"),
+                _origins(found, data, i),
+            )
         )
     print_table(columns, rows)
     say()
@@ -164,14 +169,14 @@ def _report(data: DemoData, found: Findings) -> None:
     say(f"     largest difference to the trainer's scores: {found.difference:.1e}")
 
 
-def _percentiles(found: Findings) -> tuple[float, float]:
+def _percentiles(found: DemoResults) -> tuple[float, float]:
     import numpy as np
 
     p50, p99 = np.percentile(found.milliseconds, [50, 99])
     return float(p50), float(p99)
 
 
-def _origins(found: Findings, data: DemoData, sample: int) -> str:
+def _origins(found: DemoResults, data: DemoData, sample: int) -> str:
     """``cpu: user ad; rocksdb: title``: the features by the tier of their first key's row."""
     from hps.types import Source
 
@@ -183,7 +188,7 @@ def _origins(found: Findings, data: DemoData, sample: int) -> str:
 
 
 def _try_next(
-    data: DemoData, found: Findings, ready: dict[str, str], folder: Path, once: bool
+    data: DemoData, found: DemoResults, ready: dict[str, str], folder: Path, once: bool
 ) -> None:
     body = json.dumps(found.sample, separators=(",", ":"))
     http, admin = ready["http"], ready["admin"]

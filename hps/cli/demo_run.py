@@ -23,7 +23,7 @@ CANDIDATES, TOP_K = 20, 3
 
 
 @dataclass(slots=True)
-class Findings:
+class DemoResults:
     """What came back. ``rounds[i]``: keys by the tier that had the row, in the i-th pass over the
     requests. ``difference`` is the largest one to the trainer's scores; ``checks`` are named."""
 
@@ -43,9 +43,9 @@ class Findings:
         return all(self.checks.values())
 
 
-def ask(data: DemoData, http: str, admin: str) -> Findings:
+def ask(data: DemoData, http: str, admin: str) -> DemoResults:
     """Send every request twice, in batches, then one by one for the time; compare all scores."""
-    found = Findings()
+    found = DemoResults()
     with Client(http) as client, Admin(admin) as operator:
         for _ in range(ROUNDS):
             scores, sources = _round(client, data)
@@ -111,7 +111,7 @@ def _time(client: Client, data: DemoData) -> NDArray[np.float64]:
     return np.array(took)
 
 
-def _rank(client: Client, data: DemoData, found: Findings) -> bool:
+def _rank(client: Client, data: DemoData, found: DemoResults) -> bool:
     """What a model calls context comes once, the rest ``CANDIDATES`` times; ``top_k`` picks."""
     context = client.metadata(data.model).get("parameters", {}).get("context", [])
     tensors = data.tensors(slice(0, CANDIDATES))

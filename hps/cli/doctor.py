@@ -24,7 +24,7 @@ from hps.tools.output import (
 
 if TYPE_CHECKING:
     from hps.client import Tls
-    from hps.tools.doctor.check import Check
+    from hps.tools.doctor.check import DoctorCheck
 
 app = typer.Typer(add_completion=False)
 
@@ -88,10 +88,10 @@ def run(
     servers: list[str],
     api_key: str | None,
     tls: Tls | None = None,
-) -> Iterator[Check]:
+) -> Iterator[DoctorCheck]:
     from hps.config import load_config
     from hps.errors import HpsError
-    from hps.tools.doctor.check import Check, guarded
+    from hps.tools.doctor.check import DoctorCheck, guarded
     from hps.tools.doctor.configured import configured
     from hps.tools.doctor.machine import machine
     from hps.tools.doctor.servers import servers as each_of
@@ -104,17 +104,17 @@ def run(
         except HpsError as error:
             mend = "correct it; hps config validate shows the place"
             for mistake in problems(error):
-                yield Check(CONFIGURATION, "FAIL", mistake, mend)
+                yield DoctorCheck(CONFIGURATION, "FAIL", mistake, mend)
         else:
             for warning in loaded.warnings:
-                yield Check(CONFIGURATION, "WARN", warning, "see docs/ps-json.md")
-            yield Check(CONFIGURATION, "OK", str(config or "defaults"))
+                yield DoctorCheck(CONFIGURATION, "WARN", warning, "see docs/ps-json.md")
+            yield DoctorCheck(CONFIGURATION, "OK", str(config or "defaults"))
             yield from guarded("deployment", configured(loaded, api_key, tls))
     if servers:
         yield from each_of(servers, api_key, tls)
 
 
-def show(checks: list[Check], failed: int) -> None:
+def show(checks: list[DoctorCheck], failed: int) -> None:
     print_table(
         ("", "check", "found", "mend"),
         [(c.verdict, c.name, c.found, c.mend) for c in checks],

@@ -22,7 +22,7 @@ INPUTS = (".parquet", ".csv", ".tsv", ".jsonl")
 OUTPUTS = (".parquet", ".csv", ".jsonl", ".npz")
 
 
-class Reader(Protocol):
+class SampleReader(Protocol):
     """Batches of a file's wanted columns, with the progress each one makes."""
 
     total: int
@@ -31,12 +31,12 @@ class Reader(Protocol):
     def batches(self, size: int) -> Iterator[tuple[Mapping[str, Any], int]]: ...
 
 
-def open_reader(path: Path, names: tuple[str, ...], header: Sequence[str] = ()) -> Reader:
+def open_reader(path: Path, names: tuple[str, ...], header: Sequence[str] = ()) -> SampleReader:
     """``names``: the columns to read; a missing one is an error that lists what there is. ``header``: the
     names of all columns of a CSV or TSV file without a header line."""
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
-    kinds: dict[str, Callable[[Path, tuple[str, ...]], Reader]] = {
+    kinds: dict[str, Callable[[Path, tuple[str, ...]], SampleReader]] = {
         ".parquet": ParquetReader,
         ".csv": partial(CsvReader, delimiter=",", header=header),
         ".tsv": partial(CsvReader, delimiter="\t", header=header),
@@ -53,7 +53,7 @@ def open_reader(path: Path, names: tuple[str, ...], header: Sequence[str] = ()) 
         raise BadRequest(f"{path}: {error}") from None
 
 
-def read(reader: Reader, path: Path, size: int) -> Iterator[tuple[Mapping[str, Any], int]]:
+def read(reader: SampleReader, path: Path, size: int) -> Iterator[tuple[Mapping[str, Any], int]]:
     """The reader's batches; a damaged file ends them with an error that names it."""
     try:
         yield from reader.batches(size)
@@ -190,7 +190,7 @@ def _text_column(cells: list[Any]) -> Any:
     return pa.array([None if cell is None else str(cell) for cell in cells], pa.string())
 
 
-class Writer:
+class SampleWriter:
     """Collects the outputs of batches into ``path``; nothing is left under that name on failure.
 
     Use as a context manager. An output ``(n,)`` or ``(n, 1)`` is a column of numbers, ``(n, k)`` one
@@ -209,7 +209,7 @@ class Writer:
         self._kept: dict[str, list[NDArray[Any]]] = {}
         self.rows = 0
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> SampleWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:

@@ -20,7 +20,7 @@ class Preset(StrEnum):
     hugectr = "hugectr"
 
 
-class Form(StrEnum):
+class RequestForm(StrEnum):
     features = "features"
     tables = "tables"
 
@@ -99,9 +99,9 @@ def requests(
     version: VersionOption = None,
     count: Annotated[int, typer.Option(min=1, help="How many.")] = 100,
     batch: Annotated[int, typer.Option(min=1, help="Samples in each.")] = 1,
-    form: Annotated[Form, typer.Option(help="A tensor per feature, or KEYS and NUMKEYS.")] = (
-        Form.features
-    ),
+    form: Annotated[
+        RequestForm, typer.Option(help="A tensor per feature, or KEYS and NUMKEYS.")
+    ] = (RequestForm.features),
     distribution: Annotated[
         str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
     ] = "zipf:1.2",
@@ -119,9 +119,9 @@ def requests(
 ) -> None:
     """Write requests to a model: for perf_analyzer, or as arrays."""
     from hps.models.repository import Repository
-    from hps.tools.generate.requests import Recipe, Requests, save
+    from hps.tools.generate.requests import GeneratedRequests, RequestRecipe, save
 
-    recipe = Recipe(form.value, batch, distribution, hotness, ragged, unknown)
-    made = Requests(Repository(repository).open(model, version), recipe, seed)
+    recipe = RequestRecipe(form.value, batch, distribution, hotness, ragged, unknown)
+    made = GeneratedRequests(Repository(repository).open(model, version), recipe, seed)
     save(out, made.many(count), form.value)
     say(f"{out}: {count} requests of {batch}")

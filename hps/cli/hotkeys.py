@@ -16,7 +16,7 @@ from hps.cli.options import (
     open_admin,
 )
 from hps.errors import BadRequest, NotFound
-from hps.tools.output import Number, Output, OutputFormat, print_json, print_table, warn
+from hps.tools.output import FormattedNumber, Output, OutputFormat, print_json, print_table, warn
 
 app = typer.Typer(add_completion=False)
 
@@ -60,7 +60,7 @@ def hotkeys(
     print_table(
         ("model", "table", "key", "score"),
         [
-            (entry["model"], entry["table"], Number(key), Number(score))
+            (entry["model"], entry["table"], FormattedNumber(key), FormattedNumber(score))
             for entry in found
             for key, score in zip(entry["keys"], entry["scores"], strict=True)
         ],

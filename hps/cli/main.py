@@ -22,7 +22,7 @@ OK, FAILED, USAGE = 0, 1, 2
 database or the command line is wrong."""
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """Where a command lives and what the overview says of it; ``group``: it has sub-commands."""
 
     panel: str
@@ -32,27 +32,41 @@ class Entry(NamedTuple):
 
 START, ASK, CARE = "Start here", "Ask a server", "Models and settings"
 COMMANDS = {
-    "demo": Entry(START, "Serve the model that comes with hps, ask it and check every answer."),
-    "serve": Entry(START, "Serve models: hps serve --config FILE (our YAML, or HPS's ps.json)."),
-    "ingest": Entry(START, "Feed the Redis that several nodes share, from Kafka."),
-    "healthcheck": Entry(START, "Ask this machine's server whether it is ready; for containers."),
-    "doctor": Entry(START, "Check this machine and a deployment's parts; say how to mend."),
-    "predict": Entry(ASK, "Score one request, or a Parquet, CSV or JSONL file of them."),
-    "lookup": Entry(ASK, "Show rows of a table; --explain: which tier they came from, how old."),
-    "tables": Entry(ASK, "List the tables: rows, bytes, what is cached."),
-    "status": Entry(ASK, "Show what a server is doing: models, tiers, hit rates."),
-    "top": Entry(ASK, "Watch servers: requests/s, latency, queues, hit rates, freshness."),
-    "bench": Entry(ASK, "Send requests, tell how long they take; compare two such runs."),
-    "profile": Entry(ASK, "Show where a request's time goes: parsing, tiers, pooling, network."),
-    "hotkeys": Entry(ASK, "List the hottest keys of the CPU cache, of a server or of a snapshot."),
-    "conformance": Entry(ASK, "Check that any server speaks the Open Inference Protocol."),
-    "model": Entry(CARE, "Import, inspect and verify models of a repository.", group=True),
-    "store": Entry(CARE, "Look into Redis and RocksDB; load, compare, convert.", group=True),
-    "generate": Entry(CARE, "Make models and requests for load tests.", group=True),
-    "triton": Entry(CARE, "Make model repositories for a Triton server.", group=True),
-    "updates": Entry(CARE, "Send rows to serving nodes; show what they refused.", group=True),
-    "config": Entry(CARE, "Show, check and describe the configuration.", group=True),
-    "version": Entry(CARE, "Print the version of hps and of what it stands on."),
+    "demo": CommandEntry(
+        START, "Serve the model that comes with hps, ask it and check every answer."
+    ),
+    "serve": CommandEntry(
+        START, "Serve models: hps serve --config FILE (our YAML, or HPS's ps.json)."
+    ),
+    "ingest": CommandEntry(START, "Feed the Redis that several nodes share, from Kafka."),
+    "healthcheck": CommandEntry(
+        START, "Ask this machine's server whether it is ready; for containers."
+    ),
+    "doctor": CommandEntry(START, "Check this machine and a deployment's parts; say how to mend."),
+    "predict": CommandEntry(ASK, "Score one request, or a Parquet, CSV or JSONL file of them."),
+    "lookup": CommandEntry(
+        ASK, "Show rows of a table; --explain: which tier they came from, how old."
+    ),
+    "tables": CommandEntry(ASK, "List the tables: rows, bytes, what is cached."),
+    "status": CommandEntry(ASK, "Show what a server is doing: models, tiers, hit rates."),
+    "top": CommandEntry(ASK, "Watch servers: requests/s, latency, queues, hit rates, freshness."),
+    "bench": CommandEntry(ASK, "Send requests, tell how long they take; compare two such runs."),
+    "profile": CommandEntry(
+        ASK, "Show where a request's time goes: parsing, tiers, pooling, network."
+    ),
+    "hotkeys": CommandEntry(
+        ASK, "List the hottest keys of the CPU cache, of a server or of a snapshot."
+    ),
+    "conformance": CommandEntry(ASK, "Check that any server speaks the Open Inference Protocol."),
+    "model": CommandEntry(CARE, "Import, inspect and verify models of a repository.", group=True),
+    "store": CommandEntry(CARE, "Look into Redis and RocksDB; load, compare, convert.", group=True),
+    "generate": CommandEntry(CARE, "Make models and requests for load tests.", group=True),
+    "triton": CommandEntry(CARE, "Make model repositories for a Triton server.", group=True),
+    "updates": CommandEntry(
+        CARE, "Send rows to serving nodes; show what they refused.", group=True
+    ),
+    "config": CommandEntry(CARE, "Show, check and describe the configuration.", group=True),
+    "version": CommandEntry(CARE, "Print the version of hps and of what it stands on."),
 }
 
 

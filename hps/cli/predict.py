@@ -21,14 +21,14 @@ from hps.tools.output import Output, OutputFormat, plural, print_json, print_tab
 
 if TYPE_CHECKING:
     from hps.cli.request import Features
-    from hps.cli.targets import Submit, Target
-    from hps.tools.signature import Signature
+    from hps.cli.targets import PredictTarget, Submit
+    from hps.tools.signature import ModelSignature
     from hps.types import KeyArray, PredictRequest, PredictResult
 
 app = typer.Typer(add_completion=False)
 
 
-class Missing(StrEnum):
+class EmptyCells(StrEnum):
     """Meaning of an empty cell of a feature."""
 
     empty = "empty"
@@ -88,12 +88,12 @@ def predict(
         typer.Option("--hex-keys", help="Keys in text are hexadecimal, with or without 0x."),
     ] = False,
     missing: Annotated[
-        Missing,
+        EmptyCells,
         typer.Option(
             "--missing",
             help="An empty cell or null of a feature: a sample without keys, or the table's default.",
         ),
-    ] = Missing.empty,
+    ] = EmptyCells.empty,
     server: ServerOption = HTTP,
     config: ConfigOption = None,
     overrides: SetOption = None,
@@ -113,38 +113,42 @@ def predict(
         raise ConfigError("give one of a file, --json or --input; see hps predict --help")
     if file is not None and (explain or top_k):
         raise ConfigError("--explain and --top-k are for one request, not for a file")
-    if file is None and (out is not None or columns or hex_keys or missing is not Missing.empty):
+    if file is None and (out is not None or columns or hex_keys or missing is not EmptyCells.empty):
         raise ConfigError("--out, --columns, --hex-keys and --missing are for a file of samples")
     from hps.cli.targets import open_target
 
     with open_target(server, config, overrides, api_key, tls) as target:
         if file is not None:
-            source = _Source(file, tuple(columns.split(",")) if columns else (), hex_keys, missing)
+            source = _SampleFile(
+                file, tuple(columns.split(",")) if columns else (), hex_keys, missing
+            )
             _file(target, model, source, out, batch_size)
         else:
             _one(target, model, json_text, inputs or [], top_k, explain, output)
 
 
-class _Source(NamedTuple):
+class _SampleFile(NamedTuple):
     """A file of samples and how it is read."""
 
     file: Path
     header: tuple[str, ...]
     is_hex: bool
-    missing: Missing
+    missing: EmptyCells
 
 
-def _file(target: Target, model: str, source: _Source, out: Path | None, batch_size: int) -> None:
-    from hps.cli.files import Writer, json_lines, open_reader, read
+def _file(
+    target: PredictTarget, model: str, source: _SampleFile, out: Path | None, batch_size: int
+) -> None:
+    from hps.cli.files import SampleWriter, json_lines, open_reader, read
     from hps.cli.progress import ConsoleProgress
 
     signature = target.signature(model)
     file = source.file
     reader = open_reader(file, signature.names, source.header)
-    writer = None if out is None else Writer(out)
+    writer = None if out is None else SampleWriter(out)
     unknown = cache(partial(_unknown_keys, target, model, signature))
-    missing = None if source.missing is Missing.empty else unknown
-    score = _Scores(model, signature, is_hex=source.is_hex, missing=missing)
+    missing = None if source.missing is EmptyCells.empty else unknown
+    score = _ScoreStream(model, signature, is_hex=source.is_hex, missing=missing)
     started = time.monotonic()
     with (
         ConsoleProgress().task(f"Scoring {file.name}", reader.total, reader.unit) as advance,
@@ -164,7 +168,9 @@ def _file(target: Target, model: str, source: _Source, out: Path | None, batch_s
         _summary(out, score, time.monotonic() - started)
 
 
-def _unknown_keys(target: Target, model: str, signature: Signature, feature: str) -> KeyArray:
+def _unknown_keys(
+    target: PredictTarget, model: str, signature: ModelSignature, feature: str
+) -> KeyArray:
     """Keys without a row in the feature's tables, as many as a sample has. Raises ``Unsupported``."""
     import numpy as np
 
@@ -184,13 +190,13 @@ def _unknown_keys(target: Target, model: str, signature: Signature, feature: str
     raise Unsupported(f"feature {feature!r}: no unknown key found; its table may have all keys")
 
 
-class _Scores:
+class _ScoreStream:
     """Batches of a file in, their scores out, in the same order; counts what went by."""
 
     def __init__(
         self,
         model: str,
-        signature: Signature,
+        signature: ModelSignature,
         *,
         is_hex: bool = False,
         missing: Callable[[str], KeyArray] | None = None,
@@ -247,7 +253,7 @@ class _Scores:
         return result, step
 
 
-def _summary(out: Path, score: _Scores, seconds: float) -> None:
+def _summary(out: Path, score: _ScoreStream, seconds: float) -> None:
     from hps.tools.output import console, count, plural, share
 
     rows, keys, defaulted = score.rows, score.keys, score.defaulted
@@ -260,7 +266,7 @@ def _summary(out: Path, score: _Scores, seconds: float) -> None:
 
 
 def _one(
-    target: Target,
+    target: PredictTarget,
     model: str,
     json_text: str | None,
     inputs: list[str],
@@ -297,7 +303,7 @@ def _one(
         _show(report)
 
 
-def _account(target: Target, model: str, features: Features) -> dict[str, Any]:
+def _account(target: PredictTarget, model: str, features: Features) -> dict[str, Any]:
     """For each feature, and each table that takes its keys: the keys, where each row came from, and the
     vectors that the network takes."""
     from hps.cli.targets import source_names

@@ -25,8 +25,8 @@ from hps.cli.options import (
 )
 from hps.errors import ConfigError
 from hps.tools.output import (
+    FormattedNumber,
     JsonOption,
-    Number,
     Output,
     OutputFormat,
     plural,
@@ -74,7 +74,7 @@ class WireProtocol(StrEnum):
     grpc = "grpc"
 
 
-class Target(Protocol):
+class ProfileTarget(Protocol):
     def metadata(self, model: str) -> dict[str, Any]: ...
 
     def models(self) -> list[str]: ...
@@ -134,9 +134,9 @@ def profile(
     any. No other request is looked at or slowed down.
     """
     from hps.cli.stages import account
-    from hps.tools.bench.load import Recipe, Source, made_requests
+    from hps.tools.bench.load import LoadRecipe, RequestSource, made_requests
 
-    recipe = Recipe(min(count, 256), batch, keys, rows, hotness, seed)
+    recipe = LoadRecipe(min(count, 256), batch, keys, rows, hotness, seed)
     former, model = former_target(model, second)
     if former is not None and "://" in former:
         server = former
@@ -144,7 +144,7 @@ def profile(
         config = Path(former)
     with _opened(server, config, overrides, api_key, tls_of(tls)) as asked:
         name = model or _only(asked.models())
-        source = Source(requests, repository)
+        source = RequestSource(requests, repository)
         made, keys_of = made_requests(name, recipe, source, asked.metadata, asked.hot_keys)
         sent = _messages(name, made, protocol)
         told = [asked.profile(name, sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
@@ -169,17 +169,17 @@ def _only(names: Sequence[str]) -> str:
 
 
 def _messages(model: str, made: Sequence[Tensors], protocol: WireProtocol) -> list[Request]:
-    from hps.client.calls import Call
-    from hps.client.http_wire import HttpWire
+    from hps.client.calls import InferCall
+    from hps.client.http_wire import HttpCodec
 
-    calls = [Call(model, dict(tensors)) for tensors in made]
+    calls = [InferCall(model, dict(tensors)) for tensors in made]
     if protocol is WireProtocol.http:
-        wire = HttpWire("", None)
+        wire = HttpCodec("", None)
         return [wire.request(call) for call in calls]
     from hps.cli.profiled import of_grpc
-    from hps.client.grpc import GrpcWire
+    from hps.client.grpc import GrpcCodec
 
-    grpc = GrpcWire(None)
+    grpc = GrpcCodec(None)
     return [of_grpc(grpc.request(call).content.SerializeToString()) for call in calls]
 
 
@@ -190,16 +190,16 @@ def _opened(
     overrides: list[str] | None,
     api_key: str | None,
     tls: Tls | None,
-) -> Iterator[Target]:
-    from hps.cli.profiled import Here, There
+) -> Iterator[ProfileTarget]:
+    from hps.cli.profiled import LocalProfileTarget, ServerProfileTarget
 
     if config is None:
         refuse_overrides(overrides)
-        with There(server, api_key, tls) as there:
+        with ServerProfileTarget(server, api_key, tls) as there:
             yield there
         return
     with open_here(config, overrides) as node:
-        yield Here(node)
+        yield LocalProfileTarget(node)
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -220,10 +220,10 @@ def _show(found: dict[str, Any]) -> None:
         [
             (
                 "  " * (len(part["path"]) - 1) + part["path"][-1],
-                Number(f"{part['mean_us']:,.1f}"),
+                FormattedNumber(f"{part['mean_us']:,.1f}"),
                 share(part["share"], 1.0),
-                Number(f"{part['p50_us']:,.1f}"),
-                Number(f"{part['p99_us']:,.1f}"),
+                FormattedNumber(f"{part['p50_us']:,.1f}"),
+                FormattedNumber(f"{part['p99_us']:,.1f}"),
                 part["requests"],
                 _meaning(part["path"]),
             )

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from hps.client import Admin, Client
 from hps.client.address import address
 from hps.client.http_messages import Request, key_headers
-from hps.client.rest import Http
+from hps.client.rest import HttpConnectionPool
 from hps.errors import ConfigError, NotFound
 from hps.tools.bench.hot import MOST
 
@@ -23,17 +23,17 @@ _LENGTH = "Inference-Header-Content-Length"
 _GRPC = "application/grpc"
 
 
-class There:
+class ServerProfileTarget:
     """A server, by its admin address."""
 
     def __init__(self, url: str, api_key: str | None, tls: Tls | None) -> None:
         at = address(url, tls, ("http", "https"))
         self._url, self._api_key, self._tls = at.base, api_key, tls
         self._headers = key_headers(api_key)
-        self._line = Http(at)
+        self._line = HttpConnectionPool(at)
         self._client = Client(url, api_key=api_key, tls=tls)
 
-    def __enter__(self) -> There:
+    def __enter__(self) -> ServerProfileTarget:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -73,22 +73,22 @@ class There:
         return self._line.send(request._replace(headers=headers), time.monotonic() + _PATIENCE_S)
 
 
-class Here:
+class LocalProfileTarget:
     """A node in this process: requests are read and answers written as its server would."""
 
     def __init__(self, node: Node) -> None:
         from hps.config import Settings
         from services.frontend.grpc.profile import grpc_wire
         from services.frontend.http.profile import http_wire
-        from services.frontend.profiling import Profiler
-        from services.frontend.state import State
+        from services.frontend.profiling import RequestProfiler
+        from services.frontend.state import FrontendState
 
         self._node = node
         settings = Settings()
-        self._state = state = State("node", settings)
+        self._state = state = FrontendState("node", settings)
         state.serve(node)
         wires = {"http": http_wire(settings.server), "grpc": grpc_wire(state, settings.server)}
-        self._profiler = Profiler(state, settings.server, wires)
+        self._profiler = RequestProfiler(state, settings.server, wires)
 
     def metadata(self, model: str) -> dict[str, Any]:
         return self._state.entry(model).info.metadata()

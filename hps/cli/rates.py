@@ -10,29 +10,31 @@ from typing import TYPE_CHECKING, Any
 from hps.observability import metric_names as m
 
 if TYPE_CHECKING:
-    from hps.client.admin import Sample
+    from hps.client.admin import MetricSample
 
 _SUCCESS = ("200", "OK")
 Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MetricsReading:
     """``at``: an instant of ``time.monotonic``."""
 
     at: float
     values: Mapping[Series, float]
 
     @staticmethod
-    def of(at: float, samples: Iterable[Sample]) -> Reading:
-        return Reading(at, {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples})
+    def of(at: float, samples: Iterable[MetricSample]) -> MetricsReading:
+        return MetricsReading(
+            at, {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
+        )
 
 
-class Between:
+class MetricsInterval:
     """Rates and quantiles between two readings. A counter that fell was begun anew by a server that was
     restarted: it counts from zero."""
 
-    def __init__(self, before: Reading, after: Reading) -> None:
+    def __init__(self, before: MetricsReading, after: MetricsReading) -> None:
         self.seconds = max(after.at - before.at, 1e-9)
         self._grown = {
             series: value - before.values.get(series, 0.0)
@@ -89,9 +91,9 @@ def _chosen(
             yield found, value
 
 
-def account(before: Reading, after: Reading) -> dict[str, Any]:
+def account(before: MetricsReading, after: MetricsReading) -> dict[str, Any]:
     """How a server did between two readings."""
-    it = Between(before, after)
+    it = MetricsInterval(before, after)
     keys = it.rate(m.LOOKUP_KEYS)
     version = it.labels(m.BUILD_INFO, "version")
     tiers = dict.fromkeys([*it.labels(m.TIER_AVAILABLE, "tier"), *it.labels(m.TIER_KEYS, "tier")])
@@ -118,7 +120,7 @@ def account(before: Reading, after: Reading) -> dict[str, Any]:
     }
 
 
-def _requests(it: Between, **labels: str) -> dict[str, Any]:
+def _requests(it: MetricsInterval, **labels: str) -> dict[str, Any]:
     name = m.REQUEST_SECONDS
     return {
         "requests_per_s": it.rate(f"{name}_count", **labels),
@@ -128,7 +130,7 @@ def _requests(it: Between, **labels: str) -> dict[str, Any]:
     }
 
 
-def _node(it: Between, address: str) -> dict[str, Any]:
+def _node(it: MetricsInterval, address: str) -> dict[str, Any]:
     """One that a front end asks."""
     requests = m.LOOKUP_NODE_REQUESTS
     return {
@@ -141,7 +143,7 @@ def _node(it: Between, address: str) -> dict[str, Any]:
     }
 
 
-def _tier(it: Between, tier: str) -> dict[str, Any]:
+def _tier(it: MetricsInterval, tier: str) -> dict[str, Any]:
     found, missed, skipped = (
         it.rate(m.TIER_KEYS, tier=tier, result=result) for result in ("found", "missed", "skipped")
     )

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from hps.cli.columns import as_samples
 from hps.errors import BadRequest, ConfigError
-from hps.tools.signature import Dense, Signature
+from hps.tools.signature import DenseInput, ModelSignature
 from hps.types import JaggedKeys
 
 Features = dict[str, JaggedKeys]
 DenseInputs = dict[str, NDArray[Any]]
 
 
-def parse_json(text: str, signature: Signature) -> tuple[Features, DenseInputs]:
+def parse_json(text: str, signature: ModelSignature) -> tuple[Features, DenseInputs]:
     """A request written as JSON; ``BadRequest`` says what is wrong with it."""
     import orjson
 
@@ -40,7 +40,7 @@ def parse_json(text: str, signature: Signature) -> tuple[Features, DenseInputs]:
     return parse_values(data, signature)
 
 
-def parse_flags(flags: list[str], signature: Signature) -> tuple[Features, DenseInputs]:
+def parse_flags(flags: list[str], signature: ModelSignature) -> tuple[Features, DenseInputs]:
     """``name=1,2,3`` (a batch of three) or ``name=[[1,2],[3]]`` (JSON)."""
     import orjson
 
@@ -56,7 +56,9 @@ def parse_flags(flags: list[str], signature: Signature) -> tuple[Features, Dense
     return parse_values(values, signature)
 
 
-def parse_values(values: Mapping[str, Any], signature: Signature) -> tuple[Features, DenseInputs]:
+def parse_values(
+    values: Mapping[str, Any], signature: ModelSignature
+) -> tuple[Features, DenseInputs]:
     signature.check_known(values)
     signature.check_complete(values)
     features = {name: keys_from(name, values[name]) for name in signature.features}
@@ -80,7 +82,7 @@ def keys_from(name: str, value: Any) -> JaggedKeys:
     return as_samples(keys, np.array([len(bag) for bag in bags], np.int64))
 
 
-def dense_from(name: str, value: Any, wanted: Dense) -> NDArray[Any]:
+def dense_from(name: str, value: Any, wanted: DenseInput) -> NDArray[Any]:
     """Numbers as a tensor ``(batch, *shape[1:])``; one sample may come without the outer list."""
     try:
         array = np.asarray(value, wanted.dtype)
@@ -106,7 +108,7 @@ def dense_from(name: str, value: Any, wanted: Dense) -> NDArray[Any]:
     return np.ascontiguousarray(array)
 
 
-def _from_protocol(inputs: list[Any], signature: Signature) -> tuple[Features, DenseInputs]:
+def _from_protocol(inputs: list[Any], signature: ModelSignature) -> tuple[Features, DenseInputs]:
     tensors: dict[str, tuple[list[Any], list[int]]] = {}
     try:
         for tensor in inputs:

@@ -103,12 +103,12 @@ def serve(
     # Imported late: the common mistakes are told before a server's worth of packages is loaded.
     from hps.cli.progress import ConsoleProgress
     from services.frontend import logs
-    from services.frontend.main import Addresses, Frontend
+    from services.frontend.main import FrontendServer, ServerUrls
 
     logs.setup_for(configuration.settings.server)
-    frontend = Frontend(configuration, ConsoleProgress())
+    frontend = FrontendServer(configuration, ConsoleProgress())
 
-    def ready(addresses: Addresses) -> None:
+    def ready(addresses: ServerUrls) -> None:
         found = {"http": addresses.http, "admin": addresses.admin, "grpc": addresses.grpc}
         endpoints = {name: url for name, url in found.items() if url is not None}
         report = summary(configuration, frontend.state.status(), endpoints)

@@ -16,7 +16,7 @@ from hps.cli.options import (
     open_admin,
 )
 from hps.tools.output import (
-    Number,
+    FormattedNumber,
     Output,
     OutputFormat,
     age,
@@ -31,7 +31,7 @@ from hps.tools.output import (
 )
 
 if TYPE_CHECKING:
-    from hps.client.admin import Sample
+    from hps.client.admin import MetricSample
 
 app = typer.Typer(add_completion=False)
 
@@ -65,7 +65,7 @@ def status(
         _show(report)
 
 
-def keys_by_tier(samples: Iterable[Sample]) -> dict[str, int]:
+def keys_by_tier(samples: Iterable[MetricSample]) -> dict[str, int]:
     """Keys answered since the start, by the tier that had the row; ``default``: none had it."""
     counted: dict[str, int] = {}
     for sample in samples:
@@ -75,7 +75,7 @@ def keys_by_tier(samples: Iterable[Sample]) -> dict[str, int]:
     return counted
 
 
-def dead_letters(samples: Iterable[Sample]) -> dict[str, int]:
+def dead_letters(samples: Iterable[MetricSample]) -> dict[str, int]:
     """Update messages that could not be taken since the start, by reason."""
     return {
         sample.labels["reason"]: int(sample.value)
@@ -84,7 +84,7 @@ def dead_letters(samples: Iterable[Sample]) -> dict[str, int]:
     }
 
 
-def requests(samples: Iterable[Sample]) -> list[dict[str, Any]]:
+def requests(samples: Iterable[MetricSample]) -> list[dict[str, Any]]:
     """Per model and method: how many requests, and the time that half of and 99 % of them took. The model
     is empty where a request named none that is served.
 
@@ -131,7 +131,7 @@ def _show(report: dict[str, Any]) -> None:
         [
             (
                 model["name"],
-                Number(model["version"]),
+                FormattedNumber(model["version"]),
                 _answers(model),
                 count(len(model["tables"])),
                 count(len(model.get("features", ()))),
@@ -175,7 +175,7 @@ def _show_processes(report: dict[str, Any]) -> None:
         [
             (
                 f"{p['role']} {p['number']}" if "number" in p else p["role"],
-                Number(p["pid"] or "-"),
+                FormattedNumber(p["pid"] or "-"),
                 p["state"],
                 count(p["restarts"]) if "restarts" in p else "",
             )
@@ -250,5 +250,5 @@ def _show_loading(report: dict[str, Any]) -> None:
         say(f"{task['title']}: {amount}, {share(done, total)}")
 
 
-def _time(seconds: float | None) -> Number:
-    return Number("-" if seconds is None else f"{1000 * seconds:g} ms")
+def _time(seconds: float | None) -> FormattedNumber:
+    return FormattedNumber("-" if seconds is None else f"{1000 * seconds:g} ms")

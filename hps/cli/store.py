@@ -11,7 +11,7 @@ from hps.cli import store_backup, store_compare, store_copy, store_rows
 from hps.cli.options import SetOption
 from hps.cli.store_open import (
     ConfigFile,
-    Models,
+    ConfiguredModels,
     TierOption,
     chosen_tiers,
     open_models,
@@ -22,7 +22,7 @@ from hps.cli.store_open import (
 )
 from hps.errors import ConfigError, NotFound, TierError
 from hps.tools.output import (
-    Number,
+    FormattedNumber,
     Output,
     OutputFormat,
     approximate,
@@ -75,7 +75,7 @@ def ls(
         models = open_models(configuration)
     except ConfigError as error:
         warn(f"{error}; shown is what is stored")
-        models = Models()
+        models = ConfiguredModels()
     entries: list[dict[str, Any]] = []
     failed = False
     for name in chosen_tiers(configuration, tier):
@@ -95,7 +95,7 @@ def ls(
         raise typer.Exit(1)
 
 
-def _listed(store: RedisRows | RocksDbRows, models: Models) -> list[dict[str, Any]]:
+def _listed(store: RedisRows | RocksDbRows, models: ConfiguredModels) -> list[dict[str, Any]]:
     """The tables a store holds, and the configured ones that it lacks."""
     from hps.rows.tiers import name_of, stand_in
 
@@ -132,7 +132,7 @@ def _listed(store: RedisRows | RocksDbRows, models: Models) -> list[dict[str, An
     return entries
 
 
-def _unconfigured(name: TableName, models: Models) -> str:
+def _unconfigured(name: TableName, models: ConfiguredModels) -> str:
     """Why no table is configured by that name; a node may serve a version that was loaded after its start."""
     version = models.versions.get(name.model)
     if version is None or name.name not in version.tables:
@@ -156,11 +156,11 @@ def _show_tables(entries: list[dict[str, Any]]) -> None:
             (
                 e["tier"],
                 e["model"],
-                Number("-" if e["version"] is None else e["version"]),
+                FormattedNumber("-" if e["version"] is None else e["version"]),
                 e["table"],
                 count(e["rows"], about=e["rows_approximate"]),
                 approximate(size(e["bytes"]), about=e["rows_approximate"]),
-                Number("-" if e["dim"] is None else e["dim"]),
+                FormattedNumber("-" if e["dim"] is None else e["dim"]),
                 e["layout"],
                 e["state"],
             )

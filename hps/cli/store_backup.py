@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from hps.client import Admin
-    from hps.tiers.dump import Dump, Rows
+    from hps.tiers.dump import BinDump, Rows
     from hps.tiers.rocksdb.sst import SstDump
 
 _CHECKPOINT_S = 3600.0  # another disk may be slow
@@ -252,7 +252,7 @@ def import_dump(
         )
 
 
-def _opened(file: Path) -> AbstractContextManager[Dump | SstDump]:
+def _opened(file: Path) -> AbstractContextManager[BinDump | SstDump]:
     """A dump by its file's extension, as in HPS."""
     if file.suffix == ".sst":
         from hps.tiers.rocksdb import open_sst

@@ -13,7 +13,7 @@ from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
     ConfigFile,
-    Models,
+    ConfiguredModels,
     OneTierOption,
     SomeModel,
     SomeTable,
@@ -37,18 +37,18 @@ from hps.tools.output import (
 
 if TYPE_CHECKING:
     from hps.rows.base import RowSource
-    from hps.rows.compare import Difference
+    from hps.rows.compare import TableDifference
     from hps.rows.tiers import RedisRows, RocksDbRows
     from hps.types import EmbeddingTable
 
 
-class Against(StrEnum):
+class CompareTarget(StrEnum):
     files = "files"
     redis = "redis"
     rocksdb = "rocksdb"
 
 
-class Kind(StrEnum):
+class DifferenceKind(StrEnum):
     missing = "missing"
     deleted = "deleted"
     older = "older"
@@ -79,8 +79,8 @@ def diff(
     table: SomeTable = None,
     tier: OneTierOption = None,
     against: Annotated[
-        Against, typer.Option("--against", "-a", help="What the store is compared with.")
-    ] = Against.files,
+        CompareTarget, typer.Option("--against", "-a", help="What the store is compared with.")
+    ] = CompareTarget.files,
     other: Annotated[
         Path | None,
         typer.Option("--other", metavar="FILE", help="--against is of this configuration."),
@@ -90,7 +90,7 @@ def diff(
         typer.Option("--sample", "-n", min=1, help="Compare about so many random rows a table."),
     ] = None,
     ignore: Annotated[
-        list[Kind] | None,
+        list[DifferenceKind] | None,
         typer.Option("--ignore", help="Differences that are all right; repeatable."),
     ] = None,
     overrides: SetOption = None,
@@ -112,7 +112,7 @@ def diff(
         their_models = open_models(theirs) if other else models
         pairs = [(each, _counterpart(their_models, each)) for each in chosen]
         other_store = None
-        if against is not Against.files:
+        if against is not CompareTarget.files:
             chosen_tier = TierName(against.value)
             other_store = resources.enter_context(open_store(theirs, chosen_tier))
         for mine, their in pairs:
@@ -128,7 +128,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def _counterpart(models: Models, table: EmbeddingTable) -> EmbeddingTable:
+def _counterpart(models: ConfiguredModels, table: EmbeddingTable) -> EmbeddingTable:
     """The same table of another configuration."""
     found = models.one(table.model, table.name)
     if found.dim != table.dim or found.dtype != table.dtype:
@@ -144,9 +144,9 @@ def _compared(
     against: RowSource,
     table: EmbeddingTable,
     other: EmbeddingTable,
-    models: Models,
+    models: ConfiguredModels,
     sample: int | None,
-) -> Difference:
+) -> TableDifference:
     from hps.rows.compare import compare
 
     keys = None if sample is None else models.files(table).draw(table, sample)
@@ -158,7 +158,7 @@ def _show(
     store: str,
     against: str,
     tables: list[EmbeddingTable],
-    found: list[Difference],
+    found: list[TableDifference],
     output: OutputFormat,
 ) -> None:
     from hps.rows.compare import KINDS
@@ -258,7 +258,7 @@ def verify(
 
 
 def _verified(
-    store: RedisRows | RocksDbRows, models: Models, table: EmbeddingTable
+    store: RedisRows | RocksDbRows, models: ConfiguredModels, table: EmbeddingTable
 ) -> tuple[str, str]:
     from hps.rows.compare import compare
 

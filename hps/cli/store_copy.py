@@ -13,8 +13,8 @@ from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
     ConfigFile,
+    ConfiguredModels,
     ModelArgument,
-    Models,
     OneTierOption,
     SomeModel,
     SomeTable,
@@ -32,7 +32,7 @@ from hps.tools.output import Output, OutputFormat, count, plural, print_json, pr
 
 if TYPE_CHECKING:
     from hps.config import Configuration
-    from hps.rows.convert import Converted
+    from hps.rows.convert import ConversionReport
     from hps.rows.tiers import RedisRows, RocksDbRows
     from hps.types import EmbeddingTable
 
@@ -77,7 +77,11 @@ def load(
 
 
 def _loaded(
-    store: RedisRows | RocksDbRows, models: Models, table: EmbeddingTable, *, rebuild: bool
+    store: RedisRows | RocksDbRows,
+    models: ConfiguredModels,
+    table: EmbeddingTable,
+    *,
+    rebuild: bool,
 ) -> dict[str, Any]:
     from hps.models.loader import load_tables
     from hps.models.preload import preload_tables
@@ -198,7 +202,7 @@ def convert(
     old, new = open_models(source), open_models(target)
     tiers = _convertible(source, target, tier)
     pairs = [(each, _same_shape(new, each)) for each in old.chosen(model, table)]
-    done: list[tuple[TierName, Converted]] = []
+    done: list[tuple[TierName, ConversionReport]] = []
     for each in tiers:
         with ExitStack() as resources:
             here = resources.enter_context(open_store(source, each))
@@ -267,7 +271,7 @@ def _settings(configuration: Configuration, tier: TierName) -> Any:
     return tiers.rocksdb if tiers.rocksdb.enabled else None
 
 
-def _same_shape(models: Models, table: EmbeddingTable) -> EmbeddingTable:
+def _same_shape(models: ConfiguredModels, table: EmbeddingTable) -> EmbeddingTable:
     found = models.one(table.model, table.name)
     if found.dim != table.dim or found.key_bits != table.key_bits:
         raise ConfigError(
@@ -282,8 +286,8 @@ def _converted(
     target: RedisRows | RocksDbRows,
     table: EmbeddingTable,
     into: EmbeddingTable,
-    models: Models,
-) -> Converted:
+    models: ConfiguredModels,
+) -> ConversionReport:
     from hps.models.loader import load_tables
     from hps.rows.convert import convert
     from hps.rows.tiers import RocksDbRows

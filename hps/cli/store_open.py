@@ -46,7 +46,7 @@ SomeTable = Annotated[str | None, typer.Argument(help="Only this table.")]
 
 
 @dataclass(slots=True)
-class Models:
+class ConfiguredModels:
     """The configured models' tables."""
 
     versions: dict[str, ModelVersion] = field(default_factory=dict)
@@ -93,10 +93,10 @@ def read_config(config: Path, overrides: list[str] | None) -> Configuration:
     return configuration
 
 
-def open_models(configuration: Configuration) -> Models:
+def open_models(configuration: Configuration) -> ConfiguredModels:
     from hps.node.opened_models import open_versions
 
-    models = Models()
+    models = ConfiguredModels()
     for version in open_versions(configuration):
         models.versions[version.name] = version
         models.tables[version.name] = version.embedding_tables()
@@ -171,7 +171,7 @@ def _open_rocksdb(
     configuration: Configuration, resources: ExitStack, *, writing: bool, repair: bool
 ) -> RocksDbRows:
     from hps.rows.tiers import RocksDbRows
-    from hps.tiers.rocksdb import RocksDbTier, Tuning
+    from hps.tiers.rocksdb import RocksDbTier, RocksDbTuning
     from hps.tiers.rocksdb.open import existing_families
 
     chosen = configuration.settings.tiers.rocksdb
@@ -183,7 +183,7 @@ def _open_rocksdb(
         chosen.path,
         layout=chosen.layout,
         access=chosen.access if writing else "read_only",
-        tuning=Tuning(
+        tuning=RocksDbTuning(
             block_cache_bytes=chosen.block_cache_bytes,
             block_size=chosen.block_size,
             threads=chosen.threads,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hps.cli.progress import ConsoleProgress
-from hps.cli.store_open import Models, TierName, open_store, work
+from hps.cli.store_open import ConfiguredModels, TierName, open_store, work
 from hps.errors import ConfigError, TierError
 from hps.tools.output import count
 
 if TYPE_CHECKING:
     from hps.config import Configuration
     from hps.rows.tiers import RocksDbRows
-    from hps.tiers.rocksdb import Saved
+    from hps.tiers.rocksdb import SalvagedTable
     from hps.types import EmbeddingTable
 
 Finding = tuple[str, str, str, str]
@@ -33,7 +33,9 @@ def files_of(store: RocksDbRows, table: EmbeddingTable) -> Finding:
     return table.id, "table files", "FAIL", text
 
 
-def repaired(configuration: Configuration, models: Models, tier: TierName | None) -> list[Finding]:
+def repaired(
+    configuration: Configuration, models: ConfiguredModels, tier: TierName | None
+) -> list[Finding]:
     """Repair every damaged table of the database. Raises what opening it raises."""
     from hps.rows.repair import repair_table
     from hps.rows.tiers import RocksDbRows, name_of, stand_in
@@ -66,7 +68,7 @@ def repaired(configuration: Configuration, models: Models, tier: TierName | None
 
 
 def _told(
-    store: RocksDbRows, table: EmbeddingTable, saved: Saved, *, loaded: bool
+    store: RocksDbRows, table: EmbeddingTable, saved: SalvagedTable, *, loaded: bool
 ) -> tuple[str, str]:
     from hps.rows.repair import describe_gaps
 

@@ -32,7 +32,7 @@ from hps.cli.values import (
 )
 from hps.errors import ConfigError, NotFound, TierError
 from hps.tools.output import (
-    Number,
+    FormattedNumber,
     Output,
     OutputFormat,
     plural,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hps.config import Configuration
-    from hps.rows.base import Held, Rows
+    from hps.rows.base import StoredKeys, TableRows
     from hps.rows.tiers import RedisRows, RocksDbRows
     from hps.types import EmbeddingTable, KeyArray
 
@@ -101,7 +101,7 @@ def scan(
 
 def _scanned(
     store: RedisRows | RocksDbRows, table: EmbeddingTable, first: int | None
-) -> Iterator[Rows]:
+) -> Iterator[TableRows]:
     from hps.rows.tiers import RocksDbRows
 
     if first is None:
@@ -184,7 +184,7 @@ def _in_each_store(
     return found, bool(failures)
 
 
-def _held(tier: str, keys: list[int], held: Held) -> list[dict[str, Any]]:
+def _held(tier: str, keys: list[int], held: StoredKeys) -> list[dict[str, Any]]:
     return [
         {
             "key": key,
@@ -201,9 +201,9 @@ def _held(tier: str, keys: list[int], held: Held) -> list[dict[str, Any]]:
 def _cells(row: dict[str, Any]) -> list[Any]:
     version = row["version"]
     if version is None:
-        return [row["key"], row["tier"], Number("-"), Number("-"), "not there"]
+        return [row["key"], row["tier"], FormattedNumber("-"), FormattedNumber("-"), "not there"]
     text = "deleted" if row["deleted"] else shown_vector(row["vector"])
-    return [row["key"], row["tier"], Number(version), shown_age(version), text]
+    return [row["key"], row["tier"], FormattedNumber(version), shown_age(version), text]
 
 
 PUT_EXAMPLES = """\b

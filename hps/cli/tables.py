@@ -20,7 +20,7 @@ from hps.cli.options import (
 )
 from hps.errors import NotFound, Unavailable
 from hps.tools.output import (
-    Number,
+    FormattedNumber,
     Output,
     OutputFormat,
     approximate,
@@ -127,9 +127,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         [
             (
                 row["model"],
-                Number(row["version"]),
+                FormattedNumber(row["version"]),
                 row["table"],
-                Number(row["dim"]),
+                FormattedNumber(row["dim"]),
                 row["dtype"],
                 count(row["rows"], about=row["rows_approximate"]),
                 approximate(size(row["bytes"]), about=row["rows_approximate"]),
@@ -143,9 +143,9 @@ def show(rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _held(found: dict[str, Any]) -> Number:
+def _held(found: dict[str, Any]) -> FormattedNumber:
     """Rows of a table in a shared tier, and the memory they take there where it has told."""
     if found["rows"] is None:
-        return Number("-")
+        return FormattedNumber("-")
     taken = "" if found["bytes"] is None else f" ({size(found['bytes'])})"
-    return Number(f"{count(found['rows'], about=found['rows_approximate'])}{taken}")
+    return FormattedNumber(f"{count(found['rows'], about=found['rows_approximate'])}{taken}")

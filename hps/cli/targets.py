@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cli.options import open_here, refuse_overrides, tls_of
-from hps.threads import Done, Workers
-from hps.tools.signature import MAX_BATCH, Signature
+from hps.threads import BoundedThreadPool, CompletedFuture
+from hps.tools.signature import MAX_BATCH, ModelSignature
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 Submit = Callable[[str, PredictRequest], "Future[PredictResult]"]
 
 
-class Target(Protocol):
+class PredictTarget(Protocol):
     """Something that answers requests for models."""
 
-    def signature(self, model: str) -> Signature: ...
+    def signature(self, model: str) -> ModelSignature: ...
 
     def predict(self, model: str, request: PredictRequest) -> PredictResult: ...
 
@@ -55,20 +55,22 @@ class ServerTarget:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def signature(self, model: str) -> Signature:
+    def signature(self, model: str) -> ModelSignature:
         metadata = self._client.metadata(model)
         if any(tensor["name"] == "NUMKEYS" for tensor in metadata["inputs"]):
             # A model without a dense part describes itself in HPS's form; its features stand here.
             metadata = self._client.metadata(f"{model}.lookup") | {"name": model}
         config = self._client.config(model)
-        return Signature.of_metadata(metadata, config.get("max_batch_size") or MAX_BATCH)
+        return ModelSignature.of_metadata(metadata, config.get("max_batch_size") or MAX_BATCH)
 
     def predict(self, model: str, request: PredictRequest) -> PredictResult:
         return _ask(self._client, model, request)
 
     @contextmanager
     def submitting(self, threads: int) -> Iterator[Submit]:
-        workers = Workers(threads, threads, name="ask")  # a server that hangs keeps none waiting
+        workers = BoundedThreadPool(
+            threads, threads, name="ask"
+        )  # a server that hangs keeps none waiting
         try:
             yield lambda model, request: workers.submit(partial(_ask, self._client, model, request))
         finally:
@@ -95,8 +97,8 @@ class NodeTarget:
     def __init__(self, node: Node) -> None:
         self.node = node
 
-    def signature(self, model: str) -> Signature:
-        return Signature.of_spec(self.node.model(model).spec)
+    def signature(self, model: str) -> ModelSignature:
+        return ModelSignature.of_spec(self.node.model(model).spec)
 
     def predict(self, model: str, request: PredictRequest) -> PredictResult:
         served = self.node.model(model)
@@ -109,7 +111,7 @@ class NodeTarget:
     @contextmanager
     def submitting(self, threads: int) -> Iterator[Submit]:
         """Answers at once: a node in this process has the machine's cores to itself as it is."""
-        yield lambda model, request: Done(self.predict(model, request))
+        yield lambda model, request: CompletedFuture(self.predict(model, request))
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
         return self.node.lookup(model, features, want_source=True)
@@ -129,7 +131,7 @@ def open_target(
     overrides: list[str] | None,
     api_key: str | None,
     tls: str | None = None,
-) -> Iterator[Target]:
+) -> Iterator[PredictTarget]:
     """The node of ``config`` when it is given, else the server."""
     if config is not None:
         with open_here(config, overrides) as node:

@@ -20,7 +20,7 @@ from hps.tools.output import JsonOption, Output, OutputFormat, console, print_js
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from hps.cli.rates import Reading
+    from hps.cli.rates import MetricsReading
     from hps.client import Admin
 
 app = typer.Typer(add_completion=False)
@@ -65,7 +65,9 @@ def top(
     narrow terminal shows fewer columns. With --once, exit 1 when a server does not answer.
     """
     with ExitStack() as resources:
-        watch = _Watch(former_urls(server, urls) or [ADMIN], interval, api_key, tls, resources)
+        watch = _ServerWatch(
+            former_urls(server, urls) or [ADMIN], interval, api_key, tls, resources
+        )
         watch.look()
         if once or json or output is OutputFormat.json or not sys.stdout.isatty():
             time.sleep(interval)
@@ -80,7 +82,7 @@ def top(
         _live(watch, interval)
 
 
-class _Watch:
+class _ServerWatch:
     """The servers, and what each told last."""
 
     def __init__(
@@ -97,7 +99,7 @@ class _Watch:
         self._admins: list[Admin] = [
             resources.enter_context(open_admin(url, api_key, tls, timeout_s=wait_s)) for url in urls
         ]
-        self._last: dict[Admin, Reading] = {}
+        self._last: dict[Admin, MetricsReading] = {}
         self._threads: Executor = resources.enter_context(ThreadPoolExecutor(len(urls)))
 
     def look(self) -> list[dict[str, Any]]:
@@ -105,10 +107,10 @@ class _Watch:
         return list(self._threads.map(self._one, self._admins))
 
     def _one(self, admin: Admin) -> dict[str, Any]:
-        from hps.cli.rates import Reading, account
+        from hps.cli.rates import MetricsReading, account
 
         try:
-            reading = Reading.of(time.monotonic(), admin.metrics())
+            reading = MetricsReading.of(time.monotonic(), admin.metrics())
         except HpsError as error:
             self._last.pop(admin, None)
             return {"server": admin.url, "state": "away", "problem": str(error)}
@@ -124,14 +126,14 @@ class _Watch:
         return {"server": admin.url, "state": state, "problem": "", **told}
 
 
-def _rolling(watch: _Watch, interval: float) -> NoReturn:
+def _rolling(watch: _ServerWatch, interval: float) -> NoReturn:
     """For a terminal that cannot be drawn over: a look below the other, until Ctrl-C."""
     while True:
         time.sleep(interval)
         console().print(screen(watch.look()))
 
 
-def _live(watch: _Watch, interval: float) -> None:
+def _live(watch: _ServerWatch, interval: float) -> None:
     from rich.live import Live
 
     with _keys() as pressed, Live(screen([]), console=console(), screen=True) as live:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hps.tools.output import Number, age, count, table_of
+from hps.tools.output import FormattedNumber, age, count, table_of
 
 _STYLES = {"ready": "green", "not ready": "yellow", "away": "bold red"}
 _SERVER = (
@@ -63,7 +63,7 @@ def screen(told: Sequence[Mapping[str, Any]]) -> Any:
 
 def _server_row(told: Mapping[str, Any]) -> tuple[Any, ...]:
     if told["state"] == "away":
-        return told["server"], told["state"], *[Number("")] * 13
+        return told["server"], told["state"], *[FormattedNumber("")] * 13
     requests, errors, *times = _requests(told)
     return (
         told["server"],
@@ -78,12 +78,12 @@ def _server_row(told: Mapping[str, Any]) -> tuple[Any, ...]:
         _number(told["keys_per_s"]),
         _share(told["defaulted"]),
         _number(told["degraded_per_s"]),
-        Number("-" if told["age_s"] is None else f"{told['age_s']:.1f} s"),
-        Number("-" if told["lag_messages"] is None else f"{told['lag_messages']:,.0f}"),
+        FormattedNumber("-" if told["age_s"] is None else f"{told['age_s']:.1f} s"),
+        FormattedNumber("-" if told["lag_messages"] is None else f"{told['lag_messages']:,.0f}"),
     )
 
 
-def _requests(told: Mapping[str, Any]) -> tuple[Number, ...]:
+def _requests(told: Mapping[str, Any]) -> tuple[FormattedNumber, ...]:
     return (
         _number(told["requests_per_s"]),
         _number(told["errors_per_s"]),
@@ -114,15 +114,15 @@ def _node_row(node: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _number(value: float) -> Number:
-    return Number(f"{value:,.1f}" if 0 < value < 100 else f"{value:,.0f}")
+def _number(value: float) -> FormattedNumber:
+    return FormattedNumber(f"{value:,.1f}" if 0 < value < 100 else f"{value:,.0f}")
 
 
-def _share(value: float | None) -> Number:
-    return Number("-" if value is None else f"{100 * value:.1f} %")
+def _share(value: float | None) -> FormattedNumber:
+    return FormattedNumber("-" if value is None else f"{100 * value:.1f} %")
 
 
-def _ms(seconds: float | None) -> Number:
+def _ms(seconds: float | None) -> FormattedNumber:
     if seconds is None:
-        return Number("-")
-    return Number("> all" if math.isinf(seconds) else f"{1000 * seconds:.3g}")
+        return FormattedNumber("-")
+    return FormattedNumber("> all" if math.isinf(seconds) else f"{1000 * seconds:.3g}")

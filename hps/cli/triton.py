@@ -17,7 +17,7 @@ from hps.tools.output import say
 app = typer.Typer(no_args_is_help=True, help="Make model repositories for a Triton server.")
 
 
-class Dense(StrEnum):
+class DenseTarget(StrEnum):
     onnxruntime = "onnxruntime"
     python = "python"
     pytorch = "pytorch"
@@ -51,12 +51,12 @@ def export(
     repository: RepositoryOption = DEFAULT_REPOSITORY,
     version: VersionOption = None,
     dense: Annotated[
-        Dense,
+        DenseTarget,
         typer.Option(
             help="Triton's backend; python where its onnxruntime is missing. The last three want a network "
             "in their own format, which you put there."
         ),
-    ] = Dense.onnxruntime,
+    ] = DenseTarget.onnxruntime,
     config: Annotated[
         Path | None,
         typer.Option(

@@ -14,7 +14,16 @@ from hps.cli.options import (
     TlsOption,
     open_admin,
 )
-from hps.tools.output import Number, Output, OutputFormat, count, print_json, print_table, say, warn
+from hps.tools.output import (
+    FormattedNumber,
+    Output,
+    OutputFormat,
+    count,
+    print_json,
+    print_table,
+    say,
+    warn,
+)
 
 if TYPE_CHECKING:
     from hps.client import Admin
@@ -122,7 +131,7 @@ def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
         ],
     )
     rows = [
-        (each["group"], part["topic"], Number(str(part["partition"])), count(part["lag"]))
+        (each["group"], part["topic"], FormattedNumber(str(part["partition"])), count(part["lag"]))
         for each in streams
         for part in each["partitions"]
     ]
@@ -130,7 +139,11 @@ def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
         say()
         print_table(("group", "topic", "partition", "behind"), rows)
     tables = [
-        (each["group"], f"{table['model']}/{table['table']}", Number(f"{table['age_s']:.1f} s"))
+        (
+            each["group"],
+            f"{table['model']}/{table['table']}",
+            FormattedNumber(f"{table['age_s']:.1f} s"),
+        )
         for each in streams
         for table in each["tables"]
     ]

@@ -25,7 +25,7 @@ from hps.tools.output import (
 )
 
 if TYPE_CHECKING:
-    from hps.updates.kafka.dead_letters import Letter
+    from hps.updates.kafka.dead_letters import StoredDeadLetter
 
 EXAMPLES = """\b
 Examples:
@@ -36,7 +36,7 @@ Examples:
 _SHOWN = 20
 
 
-class Cause(StrEnum):
+class DeadLetterReason(StrEnum):
     truncated = "truncated"
     bad_magic = "bad_magic"
     unknown_version = "unknown_version"
@@ -55,9 +55,11 @@ def dlq(
         str | None, typer.Option("--topic", help="Default: updates.kafka.dead_letters.")
     ] = None,
     reason: Annotated[
-        list[Cause] | None,
+        list[DeadLetterReason] | None,
         typer.Option(
-            "--reason", metavar="REASON", help=f"Only these: {', '.join(Cause)}. Repeatable."
+            "--reason",
+            metavar="REASON",
+            help=f"Only these: {', '.join(DeadLetterReason)}. Repeatable.",
         ),
     ] = None,
     limit: Annotated[
@@ -78,12 +80,12 @@ def dlq(
     sends them again; they are not listed any more, unless they come back. They keep their timestamps, and
     so their versions.
     """
-    from hps.updates.kafka.dead_letters import DeadLetterBox
+    from hps.updates.kafka.dead_letters import DeadLetterReader
 
     settings = kafka_settings(brokers, configuration_of(config, overrides))
     if topic is not None:
         settings = settings.model_copy(update={"dead_letters": topic})
-    with closing(DeadLetterBox(settings)) as box:
+    with closing(DeadLetterReader(settings)) as box:
         found = [each for each in box.letters(again=again) if not reason or each.reason in reason]
         matching = len(found)
         if limit is None and not requeue and output is OutputFormat.table:
@@ -97,7 +99,7 @@ def dlq(
         _show(found, matching, settings.dead_letters, output)
 
 
-def _show(letters: list[Letter], matching: int, topic: str, output: OutputFormat) -> None:
+def _show(letters: list[StoredDeadLetter], matching: int, topic: str, output: OutputFormat) -> None:
     if output is OutputFormat.json:
         print_json([asdict(each) for each in letters])
         return
@@ -124,7 +126,9 @@ def _show(letters: list[Letter], matching: int, topic: str, output: OutputFormat
 
 
 def _tell_requeued(
-    letters: list[Letter], failed: list[tuple[Letter, str]], output: OutputFormat
+    letters: list[StoredDeadLetter],
+    failed: list[tuple[StoredDeadLetter, str]],
+    output: OutputFormat,
 ) -> None:
     sent = len(letters) - len(failed)
     if output is OutputFormat.json:

@@ -16,7 +16,7 @@ from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
-from hps.cli.updates_sources import BLOCK, Outgoing, from_file, from_versions
+from hps.cli.updates_sources import BLOCK, PublishedRows, from_file, from_versions
 from hps.cli.values import parse_version
 from hps.errors import ConfigError
 from hps.tools.output import Output, OutputFormat, count, plural, print_json, print_table, say, warn
@@ -37,7 +37,7 @@ Examples:
 _PAUSES_PER_S = 10
 
 
-class Wire(StrEnum):
+class WireFormat(StrEnum):
     native = "native"
     hps = "hps"
 
@@ -68,7 +68,9 @@ def publish(
     ] = None,
     brokers: BrokersOption = None,
     config: SomeConfig = None,
-    format: Annotated[Wire, typer.Option("--format", help="The messages' format.")] = Wire.native,
+    format: Annotated[
+        WireFormat, typer.Option("--format", help="The messages' format.")
+    ] = WireFormat.native,
     partitions: Annotated[
         int,
         typer.Option("--partitions", min=1, help="Key groups; as many as HPS's producers have."),
@@ -107,9 +109,9 @@ def publish(
     Rows get the version of the files they come from, so that what was streamed later stays; --at says
     another one. --file takes what `hps store export` writes. When it ends with 0, Kafka has all of it.
     """
-    if format is Wire.hps and (at is not None or ttl):
+    if format is WireFormat.hps and (at is not None or ttl):
         raise ConfigError("--at and --ttl: HPS's format has no room for them; take --format native")
-    if format is Wire.native and key_bits is not None:
+    if format is WireFormat.native and key_bits is not None:
         raise ConfigError("--key-bits: native messages have room for every key; leave it out")
     configuration = configuration_of(config, overrides)
     if repository is None:
@@ -156,10 +158,10 @@ Send = Callable[["TableChanges"], None]
 
 @contextmanager
 def _sender(
-    part: Outgoing,
+    part: PublishedRows,
     model: str,
     kafka: KafkaSettings | None,
-    wire: Wire,
+    wire: WireFormat,
     partitions: int,
     ttl: int,
 ) -> Iterator[Send]:
@@ -182,7 +184,7 @@ def _sender(
 
         def send(some: TableChanges) -> None:
             rows = some.vectors
-            if wire is Wire.hps:
+            if wire is WireFormat.hps:
                 producer.send(part.table, some.keys, rows.astype(np.float32, copy=False), ttl_s=ttl)
             else:
                 versions = np.concatenate([some.versions, some.deleted_versions])
@@ -191,13 +193,15 @@ def _sender(
         yield send
 
 
-def _send(part: Outgoing, send: Send, wire: Wire, rate: int | None, *, deletions: bool) -> None:
+def _send(
+    part: PublishedRows, send: Send, wire: WireFormat, rate: int | None, *, deletions: bool
+) -> None:
     piece = BLOCK if rate is None else max(1, min(BLOCK, rate // _PAUSES_PER_S))
     began = time.monotonic()
     with ConsoleProgress().task(f"sending {part.table}", part.total) as step:
         for changes in part.changes(step):
             kept = changes
-            if wire is Wire.hps or not deletions:
+            if wire is WireFormat.hps or not deletions:
                 part.unsent += len(changes.deleted) if deletions else 0
                 none = slice(0)
                 kept = replace(
@@ -230,7 +234,7 @@ def _pieces(changes: TableChanges, size: int) -> Iterator[TableChanges]:
 
 
 def _show(
-    parts: list[Outgoing], model: str, seconds: float, *, dry_run: bool, output: OutputFormat
+    parts: list[PublishedRows], model: str, seconds: float, *, dry_run: bool, output: OutputFormat
 ) -> None:
     if output is OutputFormat.json:
         print_json(

@@ -20,7 +20,7 @@ Step = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class Outgoing:
+class PublishedRows:
     """What is to be sent of one table. ``changes(step)``: told how many of the ``total`` rows were looked
     at. ``rows`` and ``deleted`` were sent, ``unsent`` deletions could not be."""
 
@@ -33,7 +33,7 @@ class Outgoing:
     unsent: int = 0
 
 
-def from_file(path: Path, model: str, table: str | None, version: int | None) -> Outgoing:
+def from_file(path: Path, model: str, table: str | None, version: int | None) -> PublishedRows:
     from hps.updates.files.row_files import open_rows
     from hps.updates.version_clock import VersionClock
 
@@ -54,12 +54,12 @@ def from_file(path: Path, model: str, table: str | None, version: int | None) ->
             yield each if version is None else _with_version(each, version)
             step(len(each.keys) + len(each.deleted))
 
-    return Outgoing(table, opened.rows, 64, changes)
+    return PublishedRows(table, opened.rows, 64, changes)
 
 
 def from_versions(
     repository: Path, model: str, table: str | None, base: int | None, new: int, at: int | None
-) -> Iterator[Outgoing]:
+) -> Iterator[PublishedRows]:
     from hps.models.repository import Repository
     from hps.rows.changes import difference, whole
     from hps.rows.files import FileRows
@@ -85,7 +85,7 @@ def from_versions(
                 )
             changes = partial(difference, before, known, files, wanted, version)
             total = before.entries(known) + files.entries(wanted)
-        yield Outgoing(name, total, wanted.key_bits, changes)
+        yield PublishedRows(name, total, wanted.key_bits, changes)
 
 
 def _base(models: Repository, new: ModelVersion, base: int) -> ModelVersion:

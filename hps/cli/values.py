@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from hps.errors import ConfigError
-from hps.tools.output import Number, age
+from hps.tools.output import FormattedNumber, age
 
 if TYPE_CHECKING:
     from hps.types import EmbeddingTable, KeyArray, VectorArray
@@ -86,11 +86,11 @@ def shown_vector(vector: Any) -> str:
     return " ".join(values)
 
 
-def shown_age(version: int) -> Number:
+def shown_age(version: int) -> FormattedNumber:
     """The time since a row was written, where its version tells."""
     from hps.types import version_unix_ms
 
     unix_ms = version_unix_ms(version)
     if unix_ms < DATED_SINCE_MS:
-        return Number("-")
+        return FormattedNumber("-")
     return age(datetime.now(UTC).timestamp() - unix_ms / 1000)

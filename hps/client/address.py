@@ -40,7 +40,7 @@ class Tls(NamedTuple):
         return ca, key, certificate
 
 
-class Address(NamedTuple):
+class ServerAddress(NamedTuple):
     """``base`` is what paths are added to."""
 
     base: str
@@ -61,7 +61,9 @@ class Address(NamedTuple):
         return f"{host}:{self.port}"
 
 
-def address(url: str, tls: Tls | None = None, schemes: tuple[str, ...] = tuple(_PORTS)) -> Address:
+def address(
+    url: str, tls: Tls | None = None, schemes: tuple[str, ...] = tuple(_PORTS)
+) -> ServerAddress:
     """What ``url`` says; ``host:port`` alone means http. ConfigError for what is no address."""
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     parts = urlsplit(base)
@@ -76,4 +78,4 @@ def address(url: str, tls: Tls | None = None, schemes: tuple[str, ...] = tuple(_
     if tls is not None and not secured:
         raise ConfigError(f"server address {url!r} is not secured; write {parts.scheme}s://…")
     used = (tls or Tls()) if secured else None
-    return Address(base, parts.scheme, host, port or _PORTS[parts.scheme], parts.path, used)
+    return ServerAddress(base, parts.scheme, host, port or _PORTS[parts.scheme], parts.path, used)

@@ -10,11 +10,11 @@ from urllib.parse import urlencode
 
 from hps.client.address import Tls, address
 from hps.client.http_messages import Request, key_headers
-from hps.client.rest import Http
+from hps.client.rest import HttpConnectionPool
 from hps.errors import NotFound
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One number of the server's metrics."""
 
     name: str
@@ -38,7 +38,7 @@ class Admin:
         self.url = at.base
         self._timeout_s = timeout_s
         self._headers = key_headers(api_key)
-        self._http = Http(at)
+        self._http = HttpConnectionPool(at)
 
     def __enter__(self) -> Admin:
         return self
@@ -70,14 +70,14 @@ class Admin:
         query = urlencode({name: value for name, value in asked.items() if value is not None})
         return list(self.ask(f"/v1/hotkeys?{query}")["tables"])
 
-    def metrics(self) -> list[Sample]:
+    def metrics(self) -> list[MetricSample]:
         """The server's metrics: name, labels, value."""
         reply = self._ask(Request("GET", "/metrics", self._headers)).checked(self.url)
         found = re.findall(
             r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", reply.body.decode(), re.MULTILINE
         )
         return [
-            Sample(name, dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels)), float(value))
+            MetricSample(name, dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels)), float(value))
             for name, labels, value in found
         ]
 

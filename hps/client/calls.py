@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hps.client.errors import Unreachable, retry_after_s
+from hps.client.errors import ServerUnreachable, retry_after_s
 from hps.client.wire import Answer, Keys, numpy_type, tensors_of
 from hps.errors import BadRequest, HpsError, Unavailable
 from hps.types import LookupResult, PredictResult
@@ -23,18 +23,18 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 T = TypeVar("T")
 
 
-class Send(NamedTuple):
+class SendStep(NamedTuple):
     """A message whose reply must be there at an instant of ``time.monotonic``."""
 
     message: Any
     until: float
 
 
-Flow = Generator[Send | float, Any, T]
+Flow = Generator[SendStep | float, Any, T]
 """Messages to be sent and, as numbers, seconds to wait; ends with a result."""
 
 
-class Call(NamedTuple):
+class InferCall(NamedTuple):
     """A request of the Open Inference Protocol. ``outputs`` None: all there are. ``timeout_s``: what its
     caller gives it, None when nothing was said."""
 
@@ -46,7 +46,7 @@ class Call(NamedTuple):
     timeout_s: float | None = None
 
 
-class _Tensors(NamedTuple):
+class _ModelTensors(NamedTuple):
     """What has to be known of a model: NumPy's types of its inputs, and the names of its outputs. So it is in
     ``versions``, of which a server serves others later on."""
 
@@ -58,17 +58,17 @@ class _Tensors(NamedTuple):
         """Whether this may be of ``version``, the one that answered; it is not always told."""
         return not version or not self.versions or version in self.versions
 
-    def same(self, other: _Tensors) -> bool:
+    def same(self, other: _ModelTensors) -> bool:
         """Whether a request by ``other`` would be the same."""
         return (self.inputs, self.outputs) == (other.inputs, other.outputs)
 
 
-class Calls:
+class ClientOperations:
     """What both clients can ask. ``wire`` writes messages and reads replies, as `HttpWire` does."""
 
     def __init__(self, wire: Any, timeout_s: float, retries: int) -> None:
         self._wire, self._timeout_s, self._retries = wire, timeout_s, retries
-        self._known: dict[str, _Tensors] = {}
+        self._known: dict[str, _ModelTensors] = {}
         self.closed = False
 
     def predict(
@@ -94,17 +94,17 @@ class Calls:
         except TypeError:
             raise BadRequest(f"top_k must be a whole number, got {top_k!r}") from None
 
-        def ask(about: _Tensors) -> Flow[Answer]:
+        def ask(about: _ModelTensors) -> Flow[Answer]:
             inputs = tensors_of(features)
             for name, value in (dense or {}).items():  # in the model's types
                 inputs[name] = np.ascontiguousarray(value, about.inputs.get(name))
             best = ["top_k_index"] if top_k else []
             outputs = [*about.outputs, *best, *_sources(features)] if want_source else None
-            call = Call(model, inputs, outputs, parameters, request_id, timeout_s)
+            call = InferCall(model, inputs, outputs, parameters, request_id, timeout_s)
             return self._infer(call, patience)
 
         if not dense and not want_source:
-            answer = yield from ask(_Tensors())
+            answer = yield from ask(_ModelTensors())
             return PredictResult(*_split(answer), **answer.account)
         about = self._known.get(model) or (yield from self._about(model, patience))
         try:
@@ -133,7 +133,7 @@ class Calls:
         """Pooled vectors per feature; ``want_source`` adds the tier's code of every key."""
         wanted = [*features, *(_sources(features) if want_source else ())]
         inputs = tensors_of(features)
-        call = Call(f"{model}.lookup", inputs, wanted, {}, request_id, timeout_s)
+        call = InferCall(f"{model}.lookup", inputs, wanted, {}, request_id, timeout_s)
         answer = yield from self._infer(call, self._patience(timeout_s))
         return LookupResult(*_split(answer), **answer.account)
 
@@ -148,7 +148,7 @@ class Calls:
         timeout_s: float | None = None,
     ) -> Flow[Answer]:
         """One request of the Open Inference Protocol with binary tensors, as they are."""
-        call = Call(model, inputs, outputs, parameters or {}, request_id, timeout_s)
+        call = InferCall(model, inputs, outputs, parameters or {}, request_id, timeout_s)
         return (yield from self._infer(call, self._patience(timeout_s)))
 
     def metadata(self, model: str) -> Flow[dict[str, Any]]:
@@ -178,42 +178,42 @@ class Calls:
         """Whether the server answers requests by now; ``Unavailable`` when nobody is there. Whatever requests
         need is loaded and connected then."""
         try:
-            told = yield from self._ask("ready", "", Patience(self._timeout_s, 0))
-        except Unreachable:
+            told = yield from self._ask("ready", "", RetryDeadline(self._timeout_s, 0))
+        except ServerUnreachable:
             raise
         except Unavailable:  # it is there, and says so
             return False
         return bool(told["ready"])
 
-    def _about(self, model: str, patience: Patience) -> Flow[_Tensors]:
+    def _about(self, model: str, patience: RetryDeadline) -> Flow[_ModelTensors]:
         """What the server tells of the model now."""
         told = yield from self._ask("metadata", model, patience)
-        found = self._known[model] = _Tensors(
+        found = self._known[model] = _ModelTensors(
             {t["name"]: numpy_type(t["datatype"]) for t in told["inputs"]},
             tuple(t["name"] for t in told["outputs"]),
             tuple(told.get("versions", ())),
         )
         return found
 
-    def _infer(self, call: Call, patience: Patience) -> Flow[Answer]:
+    def _infer(self, call: InferCall, patience: RetryDeadline) -> Flow[Answer]:
         return self._sent(self._wire.request(call), self._wire.answer, patience)
 
-    def _ask(self, what: str, model: str, patience: Patience) -> Flow[dict[str, Any]]:
+    def _ask(self, what: str, model: str, patience: RetryDeadline) -> Flow[dict[str, Any]]:
         read = partial(self._wire.told, what)
         return self._sent(self._wire.question(what, model), read, patience)
 
-    def _sent(self, message: Any, read: Callable[[Any], T], patience: Patience) -> Flow[T]:
+    def _sent(self, message: Any, read: Callable[[Any], T], patience: RetryDeadline) -> Flow[T]:
         while True:
             if self.closed:
                 raise HpsError("this client was closed; make another one")
             try:
-                return read((yield Send(message, patience.until)))
+                return read((yield SendStep(message, patience.until)))
             except HpsError as error:
                 pause_s = patience.pause_s(error)
             yield pause_s
 
-    def _patience(self, timeout_s: float | None = None) -> Patience:
-        return Patience(self._timeout_s if timeout_s is None else timeout_s, self._retries)
+    def _patience(self, timeout_s: float | None = None) -> RetryDeadline:
+        return RetryDeadline(self._timeout_s if timeout_s is None else timeout_s, self._retries)
 
 
 def _sources(features: Mapping[str, Keys]) -> list[str]:
@@ -230,7 +230,7 @@ def _split(answer: Answer) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[n
     return values, sources
 
 
-class Patience:
+class RetryDeadline:
     """The time that one call and its repetitions have. ``until``: when it is over, by
     ``time.monotonic``."""
 

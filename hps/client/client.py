@@ -1,4 +1,5 @@
-"""The clients, for threads and for asyncio: each does in its own manner what `Calls` wants done."""
+"""The clients, for threads and for asyncio: each does in its own manner what `ClientOperations` wants
+done."""
 
 from __future__ import annotations
 
@@ -8,33 +9,33 @@ from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from hps.client.address import Address, Tls, address
-from hps.client.calls import Calls, Flow, Send
-from hps.client.http_wire import HttpWire
+from hps.client.address import ServerAddress, Tls, address
+from hps.client.calls import ClientOperations, Flow, SendStep
+from hps.client.http_wire import HttpCodec
 from hps.errors import HpsError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _opened(at: Address, api_key: str | None, *, aio: bool) -> tuple[Any, Any]:
-    """How calls are written and answers read, and what sends them: a ``HttpWire`` and a ``Http``, or what is
-    like them. What is not used is not imported."""
+def _opened(at: ServerAddress, api_key: str | None, *, aio: bool) -> tuple[Any, Any]:
+    """How calls are written and answers read, and what sends them: a ``HttpCodec`` and a
+    ``HttpConnectionPool``, or what is like them. What is not used is not imported."""
     if at.is_grpc:
-        from hps.client.grpc import AsyncGrpcChannel, GrpcChannel, GrpcWire
+        from hps.client.grpc import AsyncGrpcChannel, GrpcChannel, GrpcCodec
 
-        return GrpcWire(api_key), AsyncGrpcChannel(at) if aio else GrpcChannel(at)
-    wire = HttpWire(at.base, api_key)
+        return GrpcCodec(api_key), AsyncGrpcChannel(at) if aio else GrpcChannel(at)
+    wire = HttpCodec(at.base, api_key)
     if aio:
-        from hps.client.rest_aio import AsyncHttp
+        from hps.client.rest_aio import AsyncHttpConnectionPool
 
-        return wire, AsyncHttp(at)
-    from hps.client.rest import Http
+        return wire, AsyncHttpConnectionPool(at)
+    from hps.client.rest import HttpConnectionPool
 
-    return wire, Http(at)
+    return wire, HttpConnectionPool(at)
 
 
-class _Opened:
+class _ClientBase:
     """What both clients are made of."""
 
     _aio = False
@@ -55,11 +56,11 @@ class _Opened:
         at = address(url, tls)
         self.url = at.base
         wire, self._line = _opened(at, api_key, aio=self._aio)
-        self._calls = Calls(wire, timeout_s, retries)
+        self._calls = ClientOperations(wire, timeout_s, retries)
 
 
 def _blocking(
-    flow: Callable[Concatenate[Calls, P], Flow[T]],
+    flow: Callable[Concatenate[ClientOperations, P], Flow[T]],
 ) -> Callable[Concatenate[Client, P], T]:
     @wraps(flow)
     def ask(client: Client, /, *args: P.args, **given: P.kwargs) -> T:
@@ -68,20 +69,20 @@ def _blocking(
     return ask
 
 
-class Client(_Opened):
+class Client(_ClientBase):
     """Asks one server. Any number of threads may use it. Every failure is an ``HpsError``: ``Unavailable``
     when nobody answers, ``DeadlineExceeded`` when nobody did in time, else the class that fits the server's
     reply."""
 
-    predict = _blocking(Calls.predict)
-    lookup = _blocking(Calls.lookup)
-    infer = _blocking(Calls.infer)
-    metadata = _blocking(Calls.metadata)
-    config = _blocking(Calls.config)
-    ready = _blocking(Calls.ready)
-    about = _blocking(Calls.about)
-    is_hps = _blocking(Calls.is_hps)
-    models = _blocking(Calls.models)
+    predict = _blocking(ClientOperations.predict)
+    lookup = _blocking(ClientOperations.lookup)
+    infer = _blocking(ClientOperations.infer)
+    metadata = _blocking(ClientOperations.metadata)
+    config = _blocking(ClientOperations.config)
+    ready = _blocking(ClientOperations.ready)
+    about = _blocking(ClientOperations.about)
+    is_hps = _blocking(ClientOperations.is_hps)
+    models = _blocking(ClientOperations.models)
 
     def _run(self, flow: Flow[T]) -> T:
         try:
@@ -97,8 +98,8 @@ class Client(_Opened):
             result: T = end.value
             return result
 
-    def _do(self, step: Send | float) -> Any:
-        if isinstance(step, Send):
+    def _do(self, step: SendStep | float) -> Any:
+        if isinstance(step, SendStep):
             return self._line.send(*step)
         time.sleep(step)
         return None
@@ -116,7 +117,7 @@ class Client(_Opened):
 
 
 def _awaited(
-    flow: Callable[Concatenate[Calls, P], Flow[T]],
+    flow: Callable[Concatenate[ClientOperations, P], Flow[T]],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     @wraps(flow)
     async def ask(client: AsyncClient, /, *args: P.args, **given: P.kwargs) -> T:
@@ -125,20 +126,20 @@ def _awaited(
     return ask
 
 
-class AsyncClient(_Opened):
+class AsyncClient(_ClientBase):
     """``Client`` for asyncio: the same methods, awaited. Used on one event loop."""
 
     _aio = True
 
-    predict = _awaited(Calls.predict)
-    lookup = _awaited(Calls.lookup)
-    infer = _awaited(Calls.infer)
-    metadata = _awaited(Calls.metadata)
-    config = _awaited(Calls.config)
-    ready = _awaited(Calls.ready)
-    about = _awaited(Calls.about)
-    is_hps = _awaited(Calls.is_hps)
-    models = _awaited(Calls.models)
+    predict = _awaited(ClientOperations.predict)
+    lookup = _awaited(ClientOperations.lookup)
+    infer = _awaited(ClientOperations.infer)
+    metadata = _awaited(ClientOperations.metadata)
+    config = _awaited(ClientOperations.config)
+    ready = _awaited(ClientOperations.ready)
+    about = _awaited(ClientOperations.about)
+    is_hps = _awaited(ClientOperations.is_hps)
+    models = _awaited(ClientOperations.models)
 
     async def _run(self, flow: Flow[T]) -> T:
         try:
@@ -154,8 +155,8 @@ class AsyncClient(_Opened):
             result: T = end.value
             return result
 
-    async def _do(self, step: Send | float) -> Any:
-        if isinstance(step, Send):
+    async def _do(self, step: SendStep | float) -> Any:
+        if isinstance(step, SendStep):
             return await self._line.send(*step)
         await asyncio.sleep(step)
         return None

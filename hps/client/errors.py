@@ -48,11 +48,11 @@ _LATE = "did not answer in time; is it overloaded or stopped?"
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 
 
-class Unreachable(Unavailable):
+class ServerUnreachable(Unavailable):
     """Nobody answered at the address, or not to the end."""
 
 
-class Later(Unavailable):
+class RetryLater(Unavailable):
     """The server says when it wants to be asked again: in ``after_s`` seconds."""
 
     def __init__(self, message: str, after_s: float) -> None:
@@ -62,7 +62,7 @@ class Later(Unavailable):
 
 def retry_after_s(error: HpsError) -> float:
     """How long the server wants not to be asked; 0 when it said nothing."""
-    return error.after_s if isinstance(error, Later) else 0.0
+    return error.after_s if isinstance(error, RetryLater) else 0.0
 
 
 def replied(status: int, body: bytes, retry_after: str | None, base: str) -> HpsError:
@@ -82,29 +82,29 @@ def ended(base: str, code: str, message: str, pushback_ms: str | None = None) ->
     if code == "DEADLINE_EXCEEDED" and "Deadline Exceeded" in message:  # gRPC's own word
         return DeadlineExceeded(f"{base} {_LATE}")
     if code == "UNAVAILABLE" and any(sign in message for sign in _NEVER_ARRIVED):
-        return Unreachable(f"{base} cannot be reached: {message}")
+        return ServerUnreachable(f"{base} cannot be reached: {message}")
     if code == "CANCELLED":  # the client cancels nothing: a server that stops does
-        return Unreachable(f"{base} went away before it had answered")
+        return ServerUnreachable(f"{base} went away before it had answered")
     if (
         pushback_ms is not None
         and not pushback_ms.isdigit()
         and _BY_STATUS.get(code) is Unavailable
     ):
-        return Later(message, math.inf)  # gRFC A6: it is not to be repeated
+        return RetryLater(message, math.inf)  # gRFC A6: it is not to be repeated
     return _error(code, message, pushback_ms, 1e-3)
 
 
 def _error(status: int | str, message: str, later: str | None, unit_s: float) -> HpsError:
     kind = _BY_STATUS.get(status, HpsError)
     if kind is Unavailable and later is not None and later.strip().isdigit():
-        return Later(message, int(later) * unit_s)
+        return RetryLater(message, int(later) * unit_s)
     return kind(message)
 
 
 def unreachable(base: str, error: Exception) -> HpsError:
     """Why nobody answered at ``base``, and what to do."""
     if isinstance(error, ConnectionRefusedError):
-        return Unreachable(
+        return ServerUnreachable(
             f"nothing listens at {base}; start a server (hps serve --config FILE) or give the "
             "address that it printed when it started"
         )
@@ -116,14 +116,14 @@ def unreachable(base: str, error: Exception) -> HpsError:
             "its root as tls=Tls(ca_file=…)"
         )
     if isinstance(error, http.client.IncompleteRead):
-        return Unreachable(f"{base} broke off in the middle of its answer")
+        return ServerUnreachable(f"{base} broke off in the middle of its answer")
     if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
         return HpsError(f"{base} does not speak TLS; write {base.replace('s:', ':', 1)}")
     hint = ""
     if isinstance(error, ConnectionResetError) or "isconnected" in type(error).__name__:
         asked = "want a certificate of its clients" if base.startswith("https") else "speak https"
         hint = f"; does it {asked}?"
-    return Unreachable(f"{base} cannot be reached: {error or type(error).__name__}{hint}")
+    return ServerUnreachable(f"{base} cannot be reached: {error or type(error).__name__}{hint}")
 
 
 def left_s(until: float) -> float:

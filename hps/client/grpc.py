@@ -9,8 +9,8 @@ from google.protobuf.json_format import MessageToDict
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
-from hps.client.address import Address
-from hps.client.calls import Call
+from hps.client.address import ServerAddress
+from hps.client.calls import InferCall
 from hps.client.errors import ended, left_s
 from hps.client.http_messages import checked_key
 from hps.client.trace import trace_headers
@@ -34,7 +34,7 @@ _QUESTIONS = {
 _KINDS = {bool: "bool_param", int: "int64_param", float: "double_param"}
 
 
-class Message(NamedTuple):
+class GrpcMessage(NamedTuple):
     """What is sent, by which method, and what goes beside it."""
 
     method: str
@@ -43,7 +43,7 @@ class Message(NamedTuple):
 
 
 class _Channel:
-    def __init__(self, at: Address, *, is_shared: bool = True) -> None:
+    def __init__(self, at: ServerAddress, *, is_shared: bool = True) -> None:
         """``is_shared``: its connection may be that of others in this process to the same server."""
         self._at = at
         self._options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", int(not is_shared))]
@@ -60,7 +60,7 @@ class _Channel:
             self._channel = kind.secure_channel(self._at.target, self._credentials, self._options)
         self._stub = GRPCInferenceServiceStub(self._channel)
 
-    def _call(self, message: Message, until: float) -> Any:
+    def _call(self, message: GrpcMessage, until: float) -> Any:
         method, content, metadata = message
         return getattr(self._stub, method)(content, timeout=left_s(until), metadata=metadata)
 
@@ -72,11 +72,11 @@ class _Channel:
 class GrpcChannel(_Channel):
     """A connection to one server. Any number of threads may use it."""
 
-    def __init__(self, at: Address) -> None:
+    def __init__(self, at: ServerAddress) -> None:
         super().__init__(at)
         self._open(grpc)
 
-    def send(self, message: Message, until: float) -> Any:
+    def send(self, message: GrpcMessage, until: float) -> Any:
         """The response. Raises the status that the call ended with, and DeadlineExceeded at ``until``."""
         try:
             return self._call(message, until)
@@ -92,7 +92,7 @@ class GrpcChannel(_Channel):
 class AsyncGrpcChannel(_Channel):
     """Used on the event loop of its first call: a channel belongs to the one that runs when it is made."""
 
-    async def send(self, message: Message, until: float) -> Any:
+    async def send(self, message: GrpcMessage, until: float) -> Any:
         """See ``GrpcChannel.send``."""
         if self._channel is None:
             self._open(grpc.aio)
@@ -107,15 +107,15 @@ class AsyncGrpcChannel(_Channel):
             await channel.close()
 
 
-class GrpcWire:
+class GrpcCodec:
     """Calls and questions of one client as messages, and what is answered."""
 
     def __init__(self, api_key: str | None) -> None:
         self._metadata = (("x-api-key", checked_key(api_key)),) if api_key else ()
 
-    def question(self, what: str, model: str) -> Message:
+    def question(self, what: str, model: str) -> GrpcMessage:
         method, request = _QUESTIONS[what]
-        return Message(method, request(name=model) if model else request(), self._metadata)
+        return GrpcMessage(method, request(name=model) if model else request(), self._metadata)
 
     def told(self, what: str, response: Any) -> dict[str, Any]:
         """As HTTP has it: protobuf's JSON form writes 64-bit numbers as text, leaves out what is false."""
@@ -127,7 +127,7 @@ class GrpcWire:
                 tensor["shape"] = [int(size) for size in tensor["shape"]]
         return dict(found["config"]) if what == "config" else found
 
-    def request(self, call: Call) -> Message:
+    def request(self, call: InferCall) -> GrpcMessage:
         """Its deadline travels with the call."""
         request = pb.ModelInferRequest(model_name=call.model, id=call.request_id)
         for name, value in call.inputs.items():
@@ -139,7 +139,7 @@ class GrpcWire:
         for name, value in call.parameters.items():
             kind = _KINDS.get(type(value), "string_param")
             setattr(request.parameters[name], kind, value)
-        return Message("ModelInfer", request, (*self._metadata, *trace_headers().items()))
+        return GrpcMessage("ModelInfer", request, (*self._metadata, *trace_headers().items()))
 
     def answer(self, response: Any) -> Answer:
         """The arrays own their memory."""

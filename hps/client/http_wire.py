@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from hps.client.calls import Call
+from hps.client.calls import InferCall
 from hps.client.http_messages import Reply, Request, key_headers
 from hps.client.trace import trace_headers
 from hps.client.wire import Answer, decoded, encoded, numpy_type
@@ -26,7 +26,7 @@ _PATHS = {
 }
 
 
-class HttpWire:
+class HttpCodec:
     """Calls and questions of one client as requests, and what their replies say. The same bytes go out
     again for calls that differ in their elements alone, but for a request id, which is a header, and the
     caller's trace: a server may recognise them."""
@@ -48,7 +48,7 @@ class HttpWire:
             return {"models": found}
         return {"ready": True} if what == "ready" else dict(found)
 
-    def request(self, call: Call) -> Request:
+    def request(self, call: InferCall) -> Request:
         inputs: list[Any] = []
         tensors: list[Any] = []
         for name, value in call.inputs.items():

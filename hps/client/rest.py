@@ -8,18 +8,18 @@ import select
 import socket
 from typing import Any
 
-from hps.client.address import Address
+from hps.client.address import ServerAddress
 from hps.client.errors import left_s, unreachable
 from hps.client.http_messages import Reply, Request
 
 _JOINED_BYTES = 256 << 10
 
 
-class Http:
+class HttpConnectionPool:
     """Connections to one server. Each call has one to itself while it lasts; as many as were needed at a
     time are kept. Any number of threads may use it."""
 
-    def __init__(self, at: Address) -> None:
+    def __init__(self, at: ServerAddress) -> None:
         self._at = at
         self._context = None if at.tls is None else at.tls.context()
         self._idle: list[socket.socket] = []
@@ -86,7 +86,7 @@ def _exchange(
     for piece in pieces:
         connection.settimeout(left_s(until))
         connection.sendall(piece)
-    coming: Any = _Coming(connection, until)
+    coming: Any = _TimedResponse(connection, until)
     response = http.client.HTTPResponse(coming, method=verb)
     with response:
         response.begin()
@@ -94,7 +94,7 @@ def _exchange(
         return Reply(response.status, headers, response.read()), not response.will_close
 
 
-class _Coming(io.RawIOBase):
+class _TimedResponse(io.RawIOBase):
     """What comes on a connection until an instant, as http.client reads it: a timeout of the socket's own
     would begin anew with every piece."""
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import aiohttp
 
-from hps.client.address import Address
+from hps.client.address import ServerAddress
 from hps.client.errors import left_s, unreachable
 from hps.client.http_messages import Reply, Request
 
 
-class AsyncHttp:
+class AsyncHttpConnectionPool:
     """Connections to one server. Used on the event loop of its first call."""
 
-    def __init__(self, at: Address) -> None:
+    def __init__(self, at: ServerAddress) -> None:
         self._base = at.base
         self._ssl = True if at.tls is None else at.tls.context()
         self._session: aiohttp.ClientSession | None = None

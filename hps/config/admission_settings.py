@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from hps.config.model_schema import Strict
+from hps.config.model_schema import StrictModel
 
 
-class BatchingSettings(Strict):
+class BatchingSettings(StrictModel):
     """Requests that wait at the same time, answered as one; see docs/overload.md."""
 
     max_rows: int = Field(1024, ge=1)
@@ -20,7 +20,7 @@ class BatchingSettings(Strict):
     """Batches of a model under way at a time; more requests wait and are the next batch."""
 
 
-class ClientSettings(Strict):
+class ClientSettings(StrictModel):
     """What one client may ask, known by its API key or else by its address; of each worker as much."""
 
     running: int | None = Field(None, ge=1)
@@ -31,7 +31,7 @@ class ClientSettings(Strict):
     """Requests it may send at once after a pause; null: those of one second."""
 
 
-class AdmissionSettings(Strict):
+class AdmissionSettings(StrictModel):
     """How many inference requests are worked at, and how many wait; see docs/overload.md."""
 
     running: int | None = Field(None, ge=1)

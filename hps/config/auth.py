@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol
 from hps.config.checks import Path as KeyPath
 from hps.config.checks import duplicates, is_loopback
 from hps.config.model_file import place
-from hps.config.model_schema import Strict
-from hps.config.problems import InvalidConfiguration, Problem, validate
+from hps.config.model_schema import StrictModel
+from hps.config.problems import ConfigProblem, InvalidConfiguration, validate
 from hps.config.schema import Settings
 from hps.config.server_settings import ApiKey, AuthSettings
 from hps.config.yaml_text import read_yaml
@@ -78,7 +78,7 @@ class _Roles:
             )
 
 
-class OpenDoor(_Roles):
+class NoApiKeys(_Roles):
     """``auth.mode: off``: everybody is an administrator."""
 
     enabled = False
@@ -91,7 +91,7 @@ class OpenDoor(_Roles):
         return self._anybody
 
 
-class KeyRing(_Roles):
+class ApiKeyRing(_Roles):
     """The keys of the settings and of ``keys_file``, which is read again when it changes.
 
     A change that cannot be read keeps the former keys in force and is logged once; it is tried again at
@@ -135,7 +135,7 @@ class KeyRing(_Roles):
         keys = [*self._fixed, *(read_keys_file(self._file) if self._file else ())]
         source = str(self._file) if self._file else ""
         for finding in duplicates([k.name for k in keys], "keys", "API keys"):
-            raise InvalidConfiguration([Problem(source, (), finding.message)])
+            raise InvalidConfiguration([ConfigProblem(source, (), finding.message)])
         owners: dict[bytes, Identity] = {}
         certificates: dict[str, Identity] = {}
         for key in keys:
@@ -143,17 +143,17 @@ class KeyRing(_Roles):
                 if key.certificate in certificates:
                     other = certificates[key.certificate].name
                     message = f"callers {other!r} and {key.name!r} have the same certificate"
-                    raise InvalidConfiguration([Problem(source, (), message)])
+                    raise InvalidConfiguration([ConfigProblem(source, (), message)])
                 certificates[key.certificate] = Identity(key.name, key.role, "certificate of")
                 continue
             assert key.key is not None
             digest = sha256(key.key.encode()).digest()
             if digest in owners:
                 message = f"API keys {owners[digest].name!r} and {key.name!r} are the same secret"
-                raise InvalidConfiguration([Problem(source, (), message)])
+                raise InvalidConfiguration([ConfigProblem(source, (), message)])
             owners[digest] = Identity(key.name, key.role)
         if not owners and not certificates:
-            raise InvalidConfiguration([Problem(source, (), "holds no API key")])
+            raise InvalidConfiguration([ConfigProblem(source, (), "holds no API key")])
         return list(owners.items()), certificates
 
     def _look_in_time(self) -> None:
@@ -182,7 +182,7 @@ class KeyRing(_Roles):
             self._lock.release()
 
 
-class _KeysFile(Strict):
+class _ApiKeysFile(StrictModel):
     keys: list[ApiKey]
 
 
@@ -191,12 +191,12 @@ def read_keys_file(path: Path) -> list[ApiKey]:
     document = read_yaml(path, "API key file")
     if not isinstance(document.data, list):
         message = "expected a list of mappings with name, role, key"
-        raise InvalidConfiguration([Problem(str(path), (), message)])
+        raise InvalidConfiguration([ConfigProblem(str(path), (), message)])
 
     def where(key: KeyPath) -> str:
         return place(str(path), document.lines, key[1:])
 
-    return validate(_KeysFile, {"keys": document.data}, where, document.faults).keys
+    return validate(_ApiKeysFile, {"keys": document.data}, where, document.faults).keys
 
 
 def load_api_keys(settings: AuthSettings) -> ApiKeys:
@@ -206,10 +206,10 @@ def load_api_keys(settings: AuthSettings) -> ApiKeys:
     read is logged as a warning (see ``key_file_warnings``).
     """
     if settings.mode != "api_key":
-        return OpenDoor()
+        return NoApiKeys()
     for warning in key_file_warnings(settings):
         log.warning("%s", warning)
-    return KeyRing(settings.keys, settings.keys_file)
+    return ApiKeyRing(settings.keys, settings.keys_file)
 
 
 def key_file_warnings(settings: AuthSettings) -> list[str]:
@@ -232,7 +232,7 @@ def check_exposure(settings: Settings) -> None:
         return
     server = settings.server
     exposed = [
-        Problem("", ("server", *name, "host"), _exposed(at.host))
+        ConfigProblem("", ("server", *name, "host"), _exposed(at.host))
         for name, at in (
             (("http",), server.http),
             (("grpc",), server.grpc),

@@ -9,13 +9,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from hps.config import checks
-from hps.config.model_schema import Strict
+from hps.config.model_schema import StrictModel
 
 Eviction = Literal["lru", "lfu", "random", "fifo"]
 GpuEviction = Literal["lru", "lfu", "version"]
 
 
-class SharedCacheSettings(Strict):
+class SharedCacheSettings(StrictModel):
     """The cache in memory that other processes of this machine can attach to."""
 
     name: str | None = Field(None, pattern=r"^[a-zA-Z0-9_\-]{1,100}$")
@@ -26,7 +26,7 @@ class SharedCacheSettings(Strict):
     """Keep the rows of an owner that was killed; only where nothing else changes the stores meanwhile."""
 
 
-class SnapshotSettings(Strict):
+class SnapshotSettings(StrictModel):
     """Which keys are hot, kept in a file, so that the cache is warm after a restart."""
 
     path: Path | None = None
@@ -39,7 +39,7 @@ class SnapshotSettings(Strict):
     """How fast it is written at most; a key takes 9 bytes."""
 
 
-class CpuCacheSettings(Strict):
+class CpuCacheSettings(StrictModel):
     """The cache in host memory."""
 
     enabled: bool = True
@@ -70,7 +70,7 @@ class CpuCacheSettings(Strict):
         )
 
 
-class GpuCacheSettings(Strict):
+class GpuCacheSettings(StrictModel):
     """The cache in the memory of GPUs, above the one in host memory."""
 
     use: Literal["auto", "required", "off"] = "auto"

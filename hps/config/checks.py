@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Finding:
+class ConfigFinding:
     """``path`` below the checked object, ``message`` as it is shown; ``also``: the other paths at fault."""
 
     path: Path
@@ -25,14 +25,16 @@ class Finding:
     also: tuple[Path, ...] = ()
 
 
-def duplicates(names: Sequence[str], where: str, what: str) -> list[Finding]:
+def duplicates(names: Sequence[str], where: str, what: str) -> list[ConfigFinding]:
     """One finding per name that stands more than once; it names both places."""
     first: dict[str, int] = {}
     findings = []
     for i, name in enumerate(names):
         if name in first:
             message = f"two {what} are called {name!r} ({where}[{first[name]}] and {where}[{i}])"
-            findings.append(Finding((where, i, "name"), message, ((where, first[name], "name"),)))
+            findings.append(
+                ConfigFinding((where, i, "name"), message, ((where, first[name], "name"),))
+            )
         else:
             first[name] = i
     return findings
@@ -50,18 +52,18 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
-def shared_memory(on: bool, workers: int) -> list[Finding]:
+def shared_memory(on: bool, workers: int) -> list[ConfigFinding]:
     """Regions are registered with one process, and used by the requests that come to it."""
     if on and workers > 1:
         message = (
             f"can't be used with {workers} workers: what is registered with one is unknown to the others; "
             "set workers to 0 or 1"
         )
-        return [Finding(("shared_memory",), message, (("workers",),))]
+        return [ConfigFinding(("shared_memory",), message, (("workers",),))]
     return []
 
 
-def ports(listeners: Mapping[str, tuple[str, int]]) -> list[Finding]:
+def ports(listeners: Mapping[str, tuple[str, int]]) -> list[ConfigFinding]:
     """Two listeners must not share a port, unless their addresses differ."""
     findings = []
     seen: list[tuple[str, str, int]] = []
@@ -74,45 +76,53 @@ def ports(listeners: Mapping[str, tuple[str, int]]) -> list[Finding]:
                 )
                 one, two = tuple(name.split(".")), tuple(other.split("."))
                 also = ((*two, "port"), (*two, "host"), (*one, "host"))
-                findings.append(Finding((*one, "port"), message, also))
+                findings.append(ConfigFinding((*one, "port"), message, also))
         seen.append((name, host, port))
     return findings
 
 
-def auth(mode: str | None, given: Sequence[str]) -> list[Finding]:
+def auth(mode: str | None, given: Sequence[str]) -> list[ConfigFinding]:
     """Keys without a stated mode: the author expects protection that is not there."""
     if mode is None and given:
         message = f"must be stated when auth.{given[0]} is given: api_key or off"
-        return [Finding(("mode",), message, ((given[0],),))]
+        return [ConfigFinding(("mode",), message, ((given[0],),))]
     if mode == "api_key" and not given:
-        return [Finding(("mode",), "is api_key, but neither auth.keys_file nor auth.keys is given")]
+        return [
+            ConfigFinding(
+                ("mode",), "is api_key, but neither auth.keys_file nor auth.keys is given"
+            )
+        ]
     return []
 
 
-def caller(key: bool, certificate: bool) -> list[Finding]:
+def caller(key: bool, certificate: bool) -> list[ConfigFinding]:
     """A caller is known by one thing."""
     if key and certificate:
-        return [Finding(("certificate",), "is given beside key; a caller is known by one of them")]
+        return [
+            ConfigFinding(("certificate",), "is given beside key; a caller is known by one of them")
+        ]
     if not key and not certificate:
-        return [Finding(("key",), "is missing, and so is certificate; one of them is needed")]
+        return [ConfigFinding(("key",), "is missing, and so is certificate; one of them is needed")]
     return []
 
 
-def pair(name: str, value: object, other: str, other_value: object) -> list[Finding]:
+def pair(name: str, value: object, other: str, other_value: object) -> list[ConfigFinding]:
     """Two settings of which one is of no use alone."""
     for given, found, lacking, absent in (
         (name, value, other, other_value),
         (other, other_value, name, value),
     ):
         if found is not None and absent is None:
-            return [Finding((lacking,), f"must be given together with {given}", ((given,),))]
+            return [ConfigFinding((lacking,), f"must be given together with {given}", ((given,),))]
     return []
 
 
-def either(name: str, value: object, other: str, other_value: object) -> list[Finding]:
+def either(name: str, value: object, other: str, other_value: object) -> list[ConfigFinding]:
     """Two ways to say one thing."""
     if value is not None and other_value is not None:
-        return [Finding((other,), f"is given beside {name}; leave one of them out", ((name,),))]
+        return [
+            ConfigFinding((other,), f"is given beside {name}; leave one of them out", ((name,),))
+        ]
     return []
 
 
@@ -123,118 +133,118 @@ def redis(
     database: int,
     layout: str,
     ttls: Sequence[str],
-) -> list[Finding]:
+) -> list[ConfigFinding]:
     findings = []
     if mode == "single" and len(addresses) > 1:
         message = f"has {len(addresses)} entries, but mode single has one server"
-        findings.append(Finding(("addresses",), message, (("mode",),)))
+        findings.append(ConfigFinding(("addresses",), message, (("mode",),)))
     for i, address in enumerate(addresses):
         port = int(address.rpartition(":")[2])
         if not 0 < port < 65_536:
             message = f"has port {port}; a port is a number from 1 to 65535"
-            findings.append(Finding(("addresses", i), message))
+            findings.append(ConfigFinding(("addresses", i), message))
     if mode == "sentinel" and service is None:
         message = "must be given with mode sentinel: the name the sentinels watch the server under"
-        findings.append(Finding(("sentinel_service",), message, (("mode",),)))
+        findings.append(ConfigFinding(("sentinel_service",), message, (("mode",),)))
     if mode == "cluster" and database:
         message = f"is {database}, but a cluster has only database 0"
-        findings.append(Finding(("database",), message, (("mode",),)))
+        findings.append(ConfigFinding(("database",), message, (("mode",),)))
     if layout == "hps":
         message = "needs layout native: rows of HPS's layout have no version to tell their age"
-        findings += [Finding((name,), message, (("layout",),)) for name in ttls]
+        findings += [ConfigFinding((name,), message, (("layout",),)) for name in ttls]
     return findings
 
 
-def stores(redis: str | None, rocksdb: str | None, *, overflow: bool) -> list[Finding]:
+def stores(redis: str | None, rocksdb: str | None, *, overflow: bool) -> list[ConfigFinding]:
     """Every row has a place to stay (the stores are given by their layouts, ``overflow``: Redis drops
     rows); and beside rows with versions, those without would always count as the older ones."""
     if redis is None and rocksdb is None:
         message = "is false, and there is no tiers.redis either; every row needs a place"
-        return [Finding(("rocksdb", "enabled"), message, (("redis",),))]
+        return [ConfigFinding(("rocksdb", "enabled"), message, (("redis",),))]
     if rocksdb is None and overflow:
         message = "would lose rows for good, because tiers.rocksdb.enabled is false; leave it null"
-        return [Finding(("redis", "overflow_margin"), message, (("rocksdb", "enabled"),))]
+        return [ConfigFinding(("redis", "overflow_margin"), message, (("rocksdb", "enabled"),))]
     if redis is None or rocksdb is None or redis == rocksdb:
         return []
     message = (
         f"is {redis}, but tiers.rocksdb.layout is {rocksdb}; rows without versions would always "
         "lose against rows with versions: take the same layout for both"
     )
-    return [Finding(("redis", "layout"), message, (("rocksdb", "layout"),))]
+    return [ConfigFinding(("redis", "layout"), message, (("rocksdb", "layout"),))]
 
 
-def cpu_cache(*, shared: bool, huge_pages: str) -> list[Finding]:
+def cpu_cache(*, shared: bool, huge_pages: str) -> list[ConfigFinding]:
     if shared and huge_pages == "reserved":
         message = "reserved pages can't be shared by name; take transparent"
-        return [Finding(("huge_pages",), message, (("shared", "name"),))]
+        return [ConfigFinding(("huge_pages",), message, (("shared", "name"),))]
     return []
 
 
-def workers(count: int, gpu: str, huge_pages: str) -> list[Finding]:
+def workers(count: int, gpu: str, huge_pages: str) -> list[ConfigFinding]:
     """Workers read the node's CPU cache in shared memory; what is on a GPU they can't."""
     findings = []
     if count and gpu == "required":
         message = (
             f"is {count}, but workers can't use the node's GPU cache; set tiers.gpu.use to off"
         )
-        findings.append(Finding(("server", "workers"), message, (("tiers", "gpu", "use"),)))
+        findings.append(ConfigFinding(("server", "workers"), message, (("tiers", "gpu", "use"),)))
     if count and huge_pages == "reserved":
         message = "is reserved, which can't be shared with server.workers; take transparent"
         also = (("server", "workers"),)
-        findings.append(Finding(("tiers", "cpu_cache", "huge_pages"), message, also))
+        findings.append(ConfigFinding(("tiers", "cpu_cache", "huge_pages"), message, also))
     return findings
 
 
-def lookup_nodes(nodes: Sequence[str]) -> list[Finding]:
+def lookup_nodes(nodes: Sequence[str]) -> list[ConfigFinding]:
     """Each is an address, or a name of several."""
     findings = []
     for i, node in enumerate(nodes):
         host, _, port = node.removeprefix("dns:///").rpartition(":")
         if not _HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65_536:
             message = f"expected host:port or dns:///name:port, found {node!r}"
-            findings.append(Finding(("nodes", i), message))
+            findings.append(ConfigFinding(("nodes", i), message))
     return findings
 
 
-def role(role: str, workers: int, *, grpc: bool, nodes: bool) -> list[Finding]:
+def role(role: str, workers: int, *, grpc: bool, nodes: bool) -> list[ConfigFinding]:
     """A process has what its role needs of the one file that may serve all of them."""
     findings = []
     if role == "frontend" and not nodes:
         message = "is empty, but server.role is frontend; name the gRPC ports of the lookup nodes"
-        findings.append(Finding(("lookup", "nodes"), message, (("server", "role"),)))
+        findings.append(ConfigFinding(("lookup", "nodes"), message, (("server", "role"),)))
     if role == "frontend" and workers:
         message = f"is {workers}, but server.role is frontend; start several front ends instead"
-        findings.append(Finding(("server", "workers"), message, (("server", "role"),)))
+        findings.append(ConfigFinding(("server", "workers"), message, (("server", "role"),)))
     if role == "lookup" and not grpc:
         message = "is null, but server.role is lookup: front ends ask by gRPC"
-        findings.append(Finding(("server", "grpc"), message, (("server", "role"),)))
+        findings.append(ConfigFinding(("server", "grpc"), message, (("server", "role"),)))
     return findings
 
 
 def gpu(
     devices: Sequence[int], eviction: str, epoch_s: float | None, host_bytes: int, *, static: bool
-) -> list[Finding]:
+) -> list[ConfigFinding]:
     findings = []
     if len(set(devices)) != len(devices):
-        findings.append(Finding(("devices",), f"names a GPU twice: {list(devices)}"))
+        findings.append(ConfigFinding(("devices",), f"names a GPU twice: {list(devices)}"))
     if epoch_s is not None and eviction != "lfu":
         message = f"acts only with eviction lfu, found {epoch_s:g} with eviction {eviction}"
-        findings.append(Finding(("epoch_s",), message, (("eviction",),)))
+        findings.append(ConfigFinding(("epoch_s",), message, (("eviction",),)))
     if static and host_bytes:
         message = f"is {host_bytes}, but static tables lie in the GPU's memory as a whole"
-        findings.append(Finding(("host_bytes",), message, (("static",),)))
+        findings.append(ConfigFinding(("host_bytes",), message, (("static",),)))
     return findings
 
 
-def triton(shared_memory: str, url: str) -> list[Finding]:
+def triton(shared_memory: str, url: str) -> list[ConfigFinding]:
     """Shared memory needs a Triton on this machine."""
     findings = []
     host, _, port = url.rpartition(":")
     if not _HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 65_536:
         findings.append(
-            Finding(("triton", "url"), f"expected host:port without a scheme, found {url!r}")
+            ConfigFinding(("triton", "url"), f"expected host:port without a scheme, found {url!r}")
         )
     elif shared_memory != "none" and not is_loopback(url.rpartition(":")[0]):
         message = f"is {shared_memory}, but {url} is not this machine"
-        findings.append(Finding(("triton", "shared_memory"), message, (("triton", "url"),)))
+        findings.append(ConfigFinding(("triton", "shared_memory"), message, (("triton", "url"),)))
     return findings

@@ -8,10 +8,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from hps.config import checks
-from hps.config.model_schema import Name, Strict
+from hps.config.model_schema import Name, StrictModel
 
 
-class TritonTlsSettings(Strict):
+class TritonTlsSettings(StrictModel):
     """How a Triton is asked over TLS."""
 
     ca_file: Path | None = None
@@ -27,7 +27,7 @@ class TritonTlsSettings(Strict):
         return self.consistent(checks.pair(*files))
 
 
-class TritonTarget(Strict):
+class TritonTarget(StrictModel):
     """What a model's network is called in Triton."""
 
     name: str = Field(min_length=1)
@@ -36,7 +36,7 @@ class TritonTarget(Strict):
     """Which of Triton's versions; empty leaves the choice to Triton's own policy."""
 
 
-class TritonSettings(Strict):
+class TritonSettings(StrictModel):
     """A Triton server that runs dense networks."""
 
     url: str = Field(min_length=1)
@@ -59,7 +59,7 @@ class TritonSettings(Strict):
     """Run `dense.onnx` in this process while Triton is not available."""
 
 
-class DenseSettings(Strict):
+class DenseSettings(StrictModel):
     """How dense networks run."""
 
     provider: Literal["auto", "cpu", "cuda", "tensorrt"] = "auto"

@@ -8,27 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
-from hps.config.problems import InvalidConfiguration, Problem, dotted, has, leaves
+from hps.config.problems import ConfigProblem, InvalidConfiguration, dotted, has, leaves
 from hps.config.schema import Settings
-from hps.config.shape import Slot, is_secret, walk
+from hps.config.shape import SchemaSlot, is_secret, walk
 from hps.config.yaml_text import parse_yaml
 from hps.environment import PREFIX
 from hps.errors import ConfigError
 from hps.suggestions import hint_for
 
-ROOT = Slot(Settings, Settings)
+ROOT = SchemaSlot(Settings, Settings)
 DEFAULT = "default"
 
 
 @dataclass(frozen=True)
-class Layer:
+class ConfigLayer:
     """One source: its values as nested plain data, and the name of the place of each."""
 
     data: dict[str, Any]
     where: Callable[[KeyPath], str]
 
 
-def merged(layers: Sequence[Layer]) -> dict[str, Any]:
+def merged(layers: Sequence[ConfigLayer]) -> dict[str, Any]:
     """The later layers over the earlier: mappings are merged, all else is replaced."""
     result: dict[str, Any] = {}
     for layer in layers:
@@ -36,25 +36,25 @@ def merged(layers: Sequence[Layer]) -> dict[str, Any]:
     return result
 
 
-def origin(layers: Sequence[Layer], path: KeyPath) -> str:
+def origin(layers: Sequence[ConfigLayer], path: KeyPath) -> str:
     """The place that decided ``path``, or ``default``."""
     return next((x.where(path) for x in reversed(layers) if has(x.data, path)), DEFAULT)
 
 
-def nearest(layers: Sequence[Layer], path: KeyPath) -> str:
+def nearest(layers: Sequence[ConfigLayer], path: KeyPath) -> str:
     """The place to look at when ``path`` is wrong: its own, else that of the value around it."""
     places = (origin(layers, path[:length]) for length in range(len(path), 0, -1))
     return next((place for place in places if place != DEFAULT), "")
 
 
-def from_environment(variables: Mapping[str, str]) -> tuple[Layer, list[Problem]]:
+def from_environment(variables: Mapping[str, str]) -> tuple[ConfigLayer, list[ConfigProblem]]:
     """``HPS__SERVER__HTTP__PORT=8080`` sets ``server.http.port``; names match in any case.
 
     Returns what is right and the problems with the rest.
     """
     data: dict[str, Any] = {}
     names: dict[KeyPath, str] = {}
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     # The shorter name first: HPS__TIERS may hold a mapping that HPS__TIERS__… refines.
     for name in sorted(variables, key=lambda n: (n.count("__"), n)):
         try:
@@ -69,16 +69,16 @@ def from_environment(variables: Mapping[str, str]) -> tuple[Layer, list[Problem]
     def where(path: KeyPath) -> str:
         return f"environment {_longest(names, path)}"
 
-    return Layer(data, where), problems
+    return ConfigLayer(data, where), problems
 
 
-def from_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
+def from_overrides(overrides: Sequence[str]) -> tuple[ConfigLayer, list[ConfigProblem]]:
     """``server.http.port=8080``, as given to ``--set``; of two for the same setting the last wins.
 
     Returns what is right and the problems with the rest.
     """
     data: dict[str, Any] = {}
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     for override in overrides:
         key, equals, text = override.partition("=")
         try:
@@ -88,10 +88,10 @@ def from_overrides(overrides: Sequence[str]) -> tuple[Layer, list[Problem]]:
             data = _merge(data, _nested(path, _value(slot, path, text, "--set")))
         except InvalidConfiguration as error:
             problems += error.problems
-    return Layer(data, lambda path: "--set"), problems
+    return ConfigLayer(data, lambda path: "--set"), problems
 
 
-def seen_by_all(given: Layer) -> list[str]:
+def seen_by_all(given: ConfigLayer) -> list[str]:
     """Warnings on secrets that a command line gives."""
     shown = [
         dotted(path)
@@ -105,7 +105,7 @@ def seen_by_all(given: Layer) -> list[str]:
     ]
 
 
-def without_empty_sections(data: dict[str, Any], slot: Slot = ROOT) -> dict[str, Any]:
+def without_empty_sections(data: dict[str, Any], slot: SchemaSlot = ROOT) -> dict[str, Any]:
     """``data`` without sections of which only the heading is left (``server:`` with nothing below)."""
     result: dict[str, Any] = {}
     for key, value in data.items():
@@ -127,7 +127,7 @@ def anchored(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     return data
 
 
-def _match(source: str, parts: Sequence[str], *, fold: bool) -> tuple[KeyPath, Slot]:
+def _match(source: str, parts: Sequence[str], *, fold: bool) -> tuple[KeyPath, SchemaSlot]:
     slot = ROOT
     path: KeyPath = ()
     for part in parts:
@@ -142,14 +142,14 @@ def _match(source: str, parts: Sequence[str], *, fold: bool) -> tuple[KeyPath, S
     return path, slot
 
 
-def _unknown(slot: Slot, part: str) -> str:
+def _unknown(slot: SchemaSlot, part: str) -> str:
     names = list(slot.fields)
     if names:
         return f"no such setting{hint_for(part, names, 'the settings are')}"
     return "has nothing below it; a list is set as a whole, as in [a, b]"
 
 
-def _value(slot: Slot, path: KeyPath, text: str, source: str) -> Any:
+def _value(slot: SchemaSlot, path: KeyPath, text: str, source: str) -> Any:
     if slot.takes_text:
         return None if slot.optional and text in ("", "null", "~") else text
     try:
@@ -159,7 +159,7 @@ def _value(slot: Slot, path: KeyPath, text: str, source: str) -> Any:
 
 
 def _wrong(source: str, path: KeyPath, message: str) -> InvalidConfiguration:
-    return InvalidConfiguration([Problem(source, path, message)])
+    return InvalidConfiguration([ConfigProblem(source, path, message)])
 
 
 def _longest(names: Mapping[KeyPath, str], path: KeyPath) -> str:

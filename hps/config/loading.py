@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.layers import (
-    Layer,
+    ConfigLayer,
     anchored,
     from_environment,
     from_overrides,
@@ -19,7 +19,7 @@ from hps.config.layers import (
     without_empty_sections,
 )
 from hps.config.model_file import place
-from hps.config.problems import InvalidConfiguration, Problem, dotted, leaves, validate
+from hps.config.problems import ConfigProblem, InvalidConfiguration, dotted, leaves, validate
 from hps.config.ps_json.legacy import LegacyModel
 from hps.config.schema import Settings
 from hps.config.shape import describe_value
@@ -63,7 +63,7 @@ def load_config(
         from hps.config.ps_json.converter import read_ps_json
 
         legacy = read_ps_json(path)
-        layer = Layer(legacy.settings, legacy.where)
+        layer = ConfigLayer(legacy.settings, legacy.where)
         return _configuration(
             [layer], path, overrides, environ, legacy=legacy.models, warnings=legacy.warnings
         )
@@ -74,7 +74,7 @@ def load_config(
         raise ConfigError(f"{path}: {message}, found {describe_value(data)}")
     lines = document.lines
     data = anchored(without_empty_sections(data), path.absolute().parent)
-    file = Layer(data, lambda key: place(str(path), lines, key))
+    file = ConfigLayer(data, lambda key: place(str(path), lines, key))
     return _configuration([file], path, overrides, environ, faults=document.faults)
 
 
@@ -85,7 +85,7 @@ def configuration_from(
     environ: Mapping[str, str] | None = None,
 ) -> Configuration:
     """A configuration from plain data of the YAML's shape; relative paths start at the working folder."""
-    return _configuration([Layer(dict(data), lambda key: "")], None, overrides, environ)
+    return _configuration([ConfigLayer(dict(data), lambda key: "")], None, overrides, environ)
 
 
 def as_configuration(
@@ -102,14 +102,14 @@ def as_configuration(
 
 
 def _configuration(
-    base: Sequence[Layer],
+    base: Sequence[ConfigLayer],
     path: Path | None,
     overrides: Sequence[str],
     environ: Mapping[str, str] | None,
     *,
     legacy: tuple[LegacyModel, ...] = (),
     warnings: tuple[str, ...] = (),
-    faults: Sequence[Problem] = (),
+    faults: Sequence[ConfigProblem] = (),
 ) -> Configuration:
     variables, wrong_variables = from_environment(setting_variables(environ))
     flags, wrong_flags = from_overrides(overrides)

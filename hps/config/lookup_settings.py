@@ -8,10 +8,10 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from hps.config import checks
-from hps.config.model_schema import Strict
+from hps.config.model_schema import StrictModel
 
 
-class LookupTlsSettings(Strict):
+class LookupTlsSettings(StrictModel):
     """How nodes are asked over TLS."""
 
     ca_file: Path | None = None
@@ -27,7 +27,7 @@ class LookupTlsSettings(Strict):
         return self.consistent(checks.pair(*files))
 
 
-class EjectionSettings(Strict):
+class EjectionSettings(StrictModel):
     """When a node that fails is left out, and for how long."""
 
     failures: int = Field(5, ge=1, le=10)
@@ -38,7 +38,7 @@ class EjectionSettings(Strict):
     """For how long at most."""
 
 
-class LookupSettings(Strict):
+class LookupSettings(StrictModel):
     """The nodes that answer the lookups of front ends (`server.role: frontend`, `hps.connect`)."""
 
     nodes: list[str] = []

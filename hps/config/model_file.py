@@ -7,7 +7,7 @@ from typing import Any
 
 from hps.config.checks import Path as KeyPath
 from hps.config.model_schema import ModelSpec
-from hps.config.problems import InvalidConfiguration, Problem, validate
+from hps.config.problems import ConfigProblem, InvalidConfiguration, validate
 from hps.config.schema import ModelOverride
 from hps.config.yaml_text import dump_yaml, read_yaml
 from hps.suggestions import hint_for
@@ -48,7 +48,7 @@ def apply_override(spec: ModelSpec, override: ModelOverride | None) -> ModelSpec
     if unknown:
         raise InvalidConfiguration(
             [
-                Problem(
+                ConfigProblem(
                     "",
                     (*base, "tables", name),
                     f"model {spec.name!r} has no table {name!r}{hint_for(name, names, 'the tables are')}",

@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from hps.config import model_checks
-from hps.config.checks import Finding
+from hps.config.checks import ConfigFinding
 
 # HPS's own rule for model and table names (hier_parameter_server.cpp); safe in paths and URLs too.
 NAME_PATTERN = r"^[a-zA-Z0-9_\-]{1,120}$"
@@ -42,7 +42,7 @@ Datatype = Literal[
 REMOTE_PATH = "remote locations are not read in this release; copy the files to a local folder"
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
@@ -60,7 +60,7 @@ class Strict(BaseModel):
                 raise PydanticCustomError("remote_path", REMOTE_PATH)
         return value
 
-    def consistent(self, findings: list[Finding]) -> Self:
+    def consistent(self, findings: list[ConfigFinding]) -> Self:
         """Return self, or raise one error that carries all findings."""
         if findings:
             text = "; ".join(f.message for f in findings)
@@ -70,7 +70,7 @@ class Strict(BaseModel):
         return self
 
 
-class MissPolicySpec(Strict):
+class MissPolicySpec(StrictModel):
     """What happens to keys that no memory tier holds."""
 
     kind: Literal["wait", "default_then_promote"] = "wait"
@@ -83,7 +83,7 @@ class MissPolicySpec(Strict):
         return self.consistent(model_checks.miss_policy(self.kind, self.min_hit_rate))
 
 
-class TableSpec(Strict):
+class TableSpec(StrictModel):
     """One embedding table."""
 
     name: Name
@@ -106,7 +106,7 @@ class TableSpec(Strict):
         return self.consistent(model_checks.default_vector(self.default, self.dim, self.dtype))
 
 
-class FeatureSpec(Strict):
+class FeatureSpec(StrictModel):
     """One categorical field of a request; its keys select rows of a table, or of several."""
 
     name: FeatureName
@@ -142,7 +142,7 @@ class FeatureSpec(Strict):
         return {f"{self.name}.{table}": table for table in self.tables}
 
 
-class TensorSpec(Strict):
+class TensorSpec(StrictModel):
     """An input or output of the dense network."""
 
     name: TensorName
@@ -159,7 +159,7 @@ class TensorSpec(Strict):
         return self.consistent(model_checks.shape(self.shape))
 
 
-class DenseSpec(Strict):
+class DenseSpec(StrictModel):
     """The dense part, `dense.onnx` in the version's folder."""
 
     inputs: list[TensorSpec] = []
@@ -184,7 +184,7 @@ class DenseSpec(Strict):
         )
 
 
-class ModelSpec(Strict):
+class ModelSpec(StrictModel):
     """A whole model: tables, features and the dense part."""
 
     name: Name

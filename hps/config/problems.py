@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from hps.config.checks import Finding
+from hps.config.checks import ConfigFinding
 from hps.config.checks import Path as KeyPath
-from hps.config.shape import Slot, describe, describe_value, is_secret, walk
+from hps.config.shape import SchemaSlot, describe, describe_value, is_secret, walk
 from hps.config.units import unit_hint
 from hps.errors import ConfigError
 from hps.suggestions import did_you_mean, hint_for
@@ -28,7 +28,7 @@ _USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigProblem:
     """One thing that is wrong: where it was written, the key path, and what to do about it."""
 
     where: str
@@ -43,7 +43,7 @@ class Problem:
 class InvalidConfiguration(ConfigError):
     """A ConfigError with every problem of the input at once, one line each."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
         super().__init__("\n".join(str(p) for p in problems))
         self.problems = tuple(problems)
 
@@ -56,7 +56,9 @@ def dotted(path: KeyPath) -> str:
     return text
 
 
-def validate(model: type[Model], data: Any, where: Where, faults: Sequence[Problem] = ()) -> Model:
+def validate(
+    model: type[Model], data: Any, where: Where, faults: Sequence[ConfigProblem] = ()
+) -> Model:
     """Build ``model`` from plain ``data``; InvalidConfiguration names all problems at once, the
     ``faults`` found before among them."""
     try:
@@ -77,7 +79,7 @@ def validate(model: type[Model], data: Any, where: Where, faults: Sequence[Probl
     raise InvalidConfiguration(sorted([*faults, *problems], key=_line))
 
 
-def _line(problem: Problem) -> float:
+def _line(problem: ConfigProblem) -> float:
     """The line of the file, so that problems come in its order; other sources after it."""
     found = re.search(r":(\d+)(:\d+)?$", problem.where)
     return float(found[1]) if found else float("inf")
@@ -89,12 +91,12 @@ def _translate(
     error: ValidationError,
     where: Where,
     ignore: Sequence[KeyPath] = (),
-) -> tuple[list[Problem], list[KeyPath]]:
+) -> tuple[list[ConfigProblem], list[KeyPath]]:
     """Problems in the order of the file, and the paths whose values are at fault."""
-    found: dict[KeyPath, Problem] = {}
+    found: dict[KeyPath, ConfigProblem] = {}
     for detail in error.errors(include_url=False):
         slot, path = walk(model, detail["loc"])
-        findings: list[Finding] = detail.get("ctx", {}).get("findings", [])
+        findings: list[ConfigFinding] = detail.get("ctx", {}).get("findings", [])
         if detail["type"] != "inconsistent":
             if not ignore:
                 found.setdefault(path, _problem(slot, path, data, detail, where))
@@ -105,29 +107,31 @@ def _translate(
             if not any(_overlap(p, bad) for p in involved for bad in ignore):
                 # The place to look at is the first of these that somebody wrote down.
                 stated = next((p for p in involved if has(data, p)), at)
-                found.setdefault(at, Problem(where(stated), at, finding.message))
+                found.setdefault(at, ConfigProblem(where(stated), at, finding.message))
     return list(found.values()), list(found)
 
 
-def _problem(slot: Slot, path: KeyPath, data: Any, detail: Any, where: Where) -> Problem:
+def _problem(
+    slot: SchemaSlot, path: KeyPath, data: Any, detail: Any, where: Where
+) -> ConfigProblem:
     value = _at(data, path)
     if detail["type"] == "extra_forbidden":
         parent, _ = walk(slot.root, path[:-1])
         names = list(parent.fields)
         hint = hint_for(path[-1], names, "the keys are")
-        return Problem(where(path), path, f"unknown key{hint}")
+        return ConfigProblem(where(path), path, f"unknown key{hint}")
     if detail["type"] == "missing" or value is _ABSENT:
-        return Problem(where(path), path, f"is missing; expected {describe(slot)}")
+        return ConfigProblem(where(path), path, f"is missing; expected {describe(slot)}")
     if detail["loc"] and detail["loc"][-1] == "[key]":
         message = f"the name {path[-1]!r} must be 1 to 120 of the characters a-z A-Z 0-9 _ -"
-        return Problem(where(path), path, message)
+        return ConfigProblem(where(path), path, message)
     if detail["type"] == "remote_path":
-        return Problem(where(path), path, detail["msg"])
+        return ConfigProblem(where(path), path, detail["msg"])
     shown = describe_value(value, secret=is_secret(slot))
     hint = ""
     if isinstance(value, str):
         hint = did_you_mean(value, slot.choices) or unit_hint(str(path[-1]), value)
-    return Problem(where(path), path, f"expected {describe(slot)}, found {shown}{hint}")
+    return ConfigProblem(where(path), path, f"expected {describe(slot)}, found {shown}{hint}")
 
 
 def _overlap(a: KeyPath, b: KeyPath) -> bool:

@@ -20,13 +20,13 @@ from hps.config.cache_settings import (
 )
 from hps.config.dense_settings import DenseSettings
 from hps.config.lookup_settings import LookupSettings
-from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, Strict
+from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, StrictModel
 from hps.config.server_settings import AuthSettings, ServerSettings
 from hps.config.store_settings import RedisSettings, RocksDbSettings
 from hps.config.update_settings import UpdatesSettings
 
 
-class TableOverride(Strict):
+class TableOverride(StrictModel):
     """Overrides one table's entry of `model.yaml`."""
 
     default: float | list[float] | None = None
@@ -51,7 +51,7 @@ class TableOverride(Strict):
     """Whether the whole table is in the GPU cache, read-only; null: as `tiers.gpu.static` says."""
 
 
-class ModelOverride(Strict):
+class ModelOverride(StrictModel):
     """Overrides parts of one model's `model.yaml`."""
 
     version: int | None = Field(None, ge=1)
@@ -64,7 +64,7 @@ class ModelOverride(Strict):
     """Largest batch of one request."""
 
 
-class ModelsSettings(Strict):
+class ModelsSettings(StrictModel):
     """What is served."""
 
     repository: Path = Path("models")
@@ -79,7 +79,7 @@ class ModelsSettings(Strict):
     """How long a version that was replaced still answers the lookups of front ends that have not noticed."""
 
 
-class TiersSettings(Strict):
+class TiersSettings(StrictModel):
     """Where rows are kept, fastest first, and how lookups reach them."""
 
     gpu: GpuCacheSettings = GpuCacheSettings()
@@ -103,7 +103,7 @@ class TiersSettings(Strict):
         return self.consistent(checks.stores(redis, rocksdb, overflow=overflow))
 
 
-class Settings(Strict):
+class Settings(StrictModel):
     """The server's settings."""
 
     models: ModelsSettings = ModelsSettings()

@@ -10,12 +10,12 @@ from pydantic import Field, model_validator
 
 from hps.config import checks
 from hps.config.admission_settings import AdmissionSettings, BatchingSettings
-from hps.config.model_schema import Strict
+from hps.config.model_schema import StrictModel
 
 KEY_PATTERN = r"^[\x21-\x7e]{16,512}$"
 
 
-class TlsSettings(Strict):
+class TlsSettings(StrictModel):
     """Certificates of a port: PEM files, read again when they change."""
 
     certificate_file: Path
@@ -26,7 +26,7 @@ class TlsSettings(Strict):
     """Roots that clients' certificates must lead to; null asks for none."""
 
 
-class Listener(Strict):
+class Listener(StrictModel):
     """A port."""
 
     host: str = Field("127.0.0.1", min_length=1)
@@ -76,14 +76,14 @@ class AdminSettings(Listener):
     """0 picks a free port, printed at start."""
 
 
-class MetricsSettings(Strict):
+class MetricsSettings(StrictModel):
     """What `/metrics` on the admin port has."""
 
     triton_names: bool = False
     """Also Triton's metrics, `nv_inference_*`, for dashboards and autoscalers that were made for Triton."""
 
 
-class ServerSettings(Strict):
+class ServerSettings(StrictModel):
     """Ports and limits of the server."""
 
     http: HttpSettings = HttpSettings()
@@ -143,7 +143,7 @@ class ServerSettings(Strict):
         return self.consistent(checks.ports(listeners) + shared)
 
 
-class ApiKey(Strict):
+class ApiKey(StrictModel):
     """One caller of the server."""
 
     name: str = Field(min_length=1, max_length=120)
@@ -160,7 +160,7 @@ class ApiKey(Strict):
         return self.consistent(checks.caller(self.key is not None, self.certificate is not None))
 
 
-class AuthSettings(Strict):
+class AuthSettings(StrictModel):
     """Who may use the server."""
 
     mode: Literal["off", "api_key"] | None = None

@@ -21,7 +21,7 @@ _UNION = (Union, types.UnionType)
 
 
 @dataclass(frozen=True)
-class Slot:
+class SchemaSlot:
     """A place in the schema: its type, its limits and the field it belongs to."""
 
     root: type[BaseModel]
@@ -66,13 +66,13 @@ class Slot:
         """Whether a value written as plain text is meant literally."""
         return all(_plain(o) in (str, Path) or get_origin(o) is Literal for o in self.options)
 
-    def below(self, part: str | int) -> Slot | None:
+    def below(self, part: str | int) -> SchemaSlot | None:
         """The place under ``part`` (a field, a mapping's key or a list's index)."""
         if self.model is not None:
             info = self.model.model_fields.get(str(part))
             if info is None or isinstance(part, int):
                 return None
-            return Slot(self.root, info.annotation, info, tuple(info.metadata))
+            return SchemaSlot(self.root, info.annotation, info, tuple(info.metadata))
         for option in self.options:
             origin, args = get_origin(option), get_args(option)
             if origin is dict and isinstance(part, str):
@@ -82,24 +82,24 @@ class Slot:
         return None
 
 
-def _slot(parent: Slot, annotation: Any) -> Slot:
+def _slot(parent: SchemaSlot, annotation: Any) -> SchemaSlot:
     if get_origin(annotation) is Annotated:
         base, *metadata = get_args(annotation)
-        return Slot(parent.root, base, parent.info, tuple(metadata))
-    return Slot(parent.root, annotation, parent.info)
+        return SchemaSlot(parent.root, base, parent.info, tuple(metadata))
+    return SchemaSlot(parent.root, annotation, parent.info)
 
 
 def _plain(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def walk(root: type[BaseModel], loc: KeyPath) -> tuple[Slot, KeyPath]:
+def walk(root: type[BaseModel], loc: KeyPath) -> tuple[SchemaSlot, KeyPath]:
     """The deepest place that ``loc`` leads to, and the real path there.
 
     pydantic puts union members and ``[key]`` into its locations; these are dropped. An unknown key
     ends the walk and stays the last part of the path.
     """
-    slot = Slot(root, root)
+    slot = SchemaSlot(root, root)
     path: KeyPath = ()
     for part in loc:
         if part == "[key]":
@@ -113,14 +113,14 @@ def walk(root: type[BaseModel], loc: KeyPath) -> tuple[Slot, KeyPath]:
     return slot, path
 
 
-def is_secret(slot: Slot) -> bool:
+def is_secret(slot: SchemaSlot) -> bool:
     """Whether the value here is, or may contain, something that must not be shown."""
     if slot.info is not None and slot.info.repr is False:
         return True
     return any(is_secret(child) for _, child in children(slot))
 
 
-def children(slot: Slot) -> Iterator[tuple[str, Slot]]:
+def children(slot: SchemaSlot) -> Iterator[tuple[str, SchemaSlot]]:
     """The places directly below: fields, ``*`` for a mapping's values, ``[]`` for a list's items."""
     for name in slot.fields:
         below = slot.below(name)
@@ -134,14 +134,14 @@ def children(slot: Slot) -> Iterator[tuple[str, Slot]]:
 
 def settings_of(
     root: type[BaseModel], closed: tuple[type[BaseModel], ...] = ()
-) -> Iterator[tuple[str, Slot]]:
+) -> Iterator[tuple[str, SchemaSlot]]:
     """Every single setting of ``root`` by its dotted key, in the order of the schema.
 
     ``*`` stands for a name in a mapping, ``[]`` for an item of a list. What holds settings and may
     be left out comes before them. What is described elsewhere (``closed``) is not entered.
     """
 
-    def visit(key: str, slot: Slot) -> Iterator[tuple[str, Slot]]:
+    def visit(key: str, slot: SchemaSlot) -> Iterator[tuple[str, SchemaSlot]]:
         below = [
             (name, child) for name, child in children(slot) if name.isidentifier() or child.model
         ]
@@ -153,10 +153,10 @@ def settings_of(
         for name, child in below:
             yield from visit(key + name if name == "[]" or not key else f"{key}.{name}", child)
 
-    return visit("", Slot(root, root))
+    return visit("", SchemaSlot(root, root))
 
 
-def describe(slot: Slot) -> str:
+def describe(slot: SchemaSlot) -> str:
     """What is expected here, as in `a whole number from 0 to 65535`."""
     words: list[str] = []
     for option in slot.options:

@@ -14,7 +14,7 @@ from hps.config.problems import dotted, leaves
 from hps.config.ps_json.legacy import PsJson
 from hps.config.schema import Settings
 from hps.config.server_settings import ApiKey
-from hps.config.shape import Slot, is_secret, walk
+from hps.config.shape import SchemaSlot, is_secret, walk
 from hps.config.yaml_text import dump_yaml
 
 HIDDEN = "********"
@@ -41,7 +41,7 @@ def effective(configuration: Configuration) -> dict[str, tuple[Any, str]]:
 def public_settings(settings: Settings) -> dict[str, Any]:
     """The settings as plain nested data, secrets hidden."""
     data = settings.model_dump(mode="json")
-    return dict(_masked(Slot(Settings, Settings), data))
+    return dict(_masked(SchemaSlot(Settings, Settings), data))
 
 
 def identity(settings: Settings) -> dict[str, str | None]:
@@ -55,7 +55,7 @@ def identity(settings: Settings) -> dict[str, str | None]:
     }
 
 
-def _masked(slot: Slot, value: Any) -> Any:
+def _masked(slot: SchemaSlot, value: Any) -> Any:
     if not is_secret(slot) or value is None:
         return value
     if isinstance(value, Mapping):

@@ -8,13 +8,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from hps.config import checks
-from hps.config.model_schema import Strict
+from hps.config.model_schema import StrictModel
 
 ADDRESS_PATTERN = r"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\],;]+):[0-9]{1,5}$"
 TABLE_PATTERN = r"^[a-zA-Z0-9_\-]{1,120}/[a-zA-Z0-9_\-]{1,120}$"
 
 
-class GuardSettings(Strict):
+class GuardSettings(StrictModel):
     """Protection around a tier that may block."""
 
     deadline_ms: float = Field(1000.0, gt=0)
@@ -27,7 +27,7 @@ class GuardSettings(Strict):
     """Fetches at a time, further ones skip the tier; null: one per thread that may ask."""
 
 
-class RocksDbSettings(Strict):
+class RocksDbSettings(StrictModel):
     """The store on the local disk; it holds every row."""
 
     enabled: bool = True
@@ -72,7 +72,7 @@ class RedisGuardSettings(GuardSettings):
     """Fetches at a time, further ones skip the tier; null: fewer than `lookup_threads` and `connections`."""
 
 
-class RedisTlsSettings(Strict):
+class RedisTlsSettings(StrictModel):
     """Encryption of the connections to Redis."""
 
     ca: Path | None = None
@@ -89,7 +89,7 @@ class RedisTlsSettings(Strict):
         return self.consistent(checks.pair("certificate", self.certificate, "key", self.key))
 
 
-class RedisSettings(Strict):
+class RedisSettings(StrictModel):
     """Warm rows in a Redis or Valkey that all nodes share."""
 
     addresses: list[Annotated[str, Field(pattern=ADDRESS_PATTERN)]] = Field(

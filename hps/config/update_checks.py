@@ -4,40 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hps.config.checks import Finding
+from hps.config.checks import ConfigFinding
 
 
 def kafka_options(
     options: Mapping[str, object], files: Mapping[str, object], ours: Sequence[str]
-) -> list[Finding]:
+) -> list[ConfigFinding]:
     """Options of librdkafka, given or in files: none of ours, and none in both places."""
     findings = [
-        Finding((where, name), "is set by hps itself; take it out")
+        ConfigFinding((where, name), "is set by hps itself; take it out")
         for where, given in (("options", options), ("options_files", files))
         for name in given
         if name in ours
     ]
     message = "is among options too; leave one of them out"
     return findings + [
-        Finding(("options_files", name), message) for name in files if name in options
+        ConfigFinding(("options_files", name), message) for name in files if name in options
     ]
 
 
-def staleness(limit_s: float | None, on_stale: str, *, streams: bool) -> list[Finding]:
+def staleness(limit_s: float | None, on_stale: str, *, streams: bool) -> list[ConfigFinding]:
     if limit_s is not None and not streams:
         message = (
             "acts only with updates.kafka or updates.directory; without them nothing is waited for"
         )
-        return [Finding(("max_staleness_s",), message, (("kafka",), ("directory",)))]
+        return [ConfigFinding(("max_staleness_s",), message, (("kafka",), ("directory",)))]
     if limit_s is None and on_stale != "flag":
         message = (
             f"is {on_stale}, which acts only with max_staleness_s: from when on rows are stale"
         )
-        return [Finding(("on_stale",), message, (("max_staleness_s",),))]
+        return [ConfigFinding(("on_stale",), message, (("max_staleness_s",),))]
     return []
 
 
-def updates(rocksdb: str | None, *, redis: bool, kafka: bool, directory: bool) -> list[Finding]:
+def updates(
+    rocksdb: str | None, *, redis: bool, kafka: bool, directory: bool
+) -> list[ConfigFinding]:
     """Updates reach a store (``rocksdb``: its access): caches forget, and get their rows from there again."""
     if redis or rocksdb in (None, "primary"):
         return []
@@ -48,12 +50,12 @@ def updates(rocksdb: str | None, *, redis: bool, kafka: bool, directory: bool) -
             f"needs a store to write, but tiers.rocksdb.access is {rocksdb} and there is no tiers.redis: let "
             "the primary read the folder"
         )
-        findings.append(Finding(("updates", "directory"), message, also))
+        findings.append(ConfigFinding(("updates", "directory"), message, also))
     if kafka and rocksdb == "read_only":
         message = (
             "needs a store that gets the updates, but tiers.rocksdb.access is read_only and there is no "
             "tiers.redis: rows that leave a cache would come back as they were before; take access primary, "
             "or secondary beside a primary that reads the same stream"
         )
-        findings.append(Finding(("updates", "kafka"), message, also))
+        findings.append(ConfigFinding(("updates", "kafka"), message, also))
     return findings

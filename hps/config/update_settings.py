@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from hps.config import update_checks
-from hps.config.model_schema import Strict
+from hps.config.model_schema import StrictModel
 from hps.config.secrets import read_secret
 
 NODE = "hps.node."
@@ -32,7 +32,7 @@ def _pattern(text: str) -> str:
     return text
 
 
-class _SourceSettings(Strict):
+class _SourceSettings(StrictModel):
     """What all sources of rows have."""
 
     models: list[Annotated[str, AfterValidator(_pattern)]] = [".+"]
@@ -92,7 +92,7 @@ class DirectorySettings(_SourceSettings):
     """Move files that were applied to `applied/` below the folder; off: remove them."""
 
 
-class UpdatesSettings(Strict):
+class UpdatesSettings(StrictModel):
     """How rows change while they are served."""
 
     max_staleness_s: float | None = Field(None, gt=0)

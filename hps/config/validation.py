@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hps.config.auth import KeyRing, check_exposure, key_file_warnings, read_keys_file
+from hps.config.auth import ApiKeyRing, check_exposure, key_file_warnings, read_keys_file
 from hps.config.certificates import client_context
 from hps.config.loading import Configuration, load_config
 from hps.config.model_file import load_model_spec
@@ -27,7 +27,7 @@ _LOOKUPS_KEY = "lookup.api_key_file"
 
 
 @dataclass
-class Report:
+class ValidationReport:
     """``kind`` is what the file was taken for; it is in order when there are no ``errors``."""
 
     kind: str
@@ -58,11 +58,11 @@ class Report:
             )
 
 
-def validate_file(path: Path, overrides: Sequence[str] = ()) -> Report:
+def validate_file(path: Path, overrides: Sequence[str] = ()) -> ValidationReport:
     """Judge a configuration, a ``ps.json``, a ``model.yaml`` or an API key file."""
     if path.suffix.lower() == ".json":
-        return _configuration(Report("HPS's ps.json"), path, overrides)
-    report = Report("configuration")
+        return _configuration(ValidationReport("HPS's ps.json"), path, overrides)
+    report = ValidationReport("configuration")
     data = report.run(lambda: read_yaml(path).data)
     if report.errors:
         return report
@@ -84,7 +84,9 @@ def _is_model(data: Mapping[str, Any]) -> bool:
     return len(data.keys() & ModelSpec.model_fields) > len(data.keys() & Settings.model_fields)
 
 
-def _configuration(report: Report, path: Path, overrides: Sequence[str]) -> Report:
+def _configuration(
+    report: ValidationReport, path: Path, overrides: Sequence[str]
+) -> ValidationReport:
     report.configuration = report.run(lambda: load_config(path, overrides))
     if report.configuration is None:
         return report
@@ -155,7 +157,7 @@ def secret_files(settings: Settings) -> dict[str, Path]:
 def _check_keys(auth: AuthSettings) -> None:
     if auth.keys_file is not None and not auth.keys_file.is_file():
         read_secret(auth.keys_file, "auth.keys_file")
-    KeyRing(auth.keys, auth.keys_file)
+    ApiKeyRing(auth.keys, auth.keys_file)
 
 
 def _certificates(

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from hps.config.checks import Path as KeyPath
-from hps.config.problems import InvalidConfiguration, Problem
+from hps.config.problems import ConfigProblem, InvalidConfiguration
 from hps.errors import ConfigError
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -54,7 +54,7 @@ class _StrictLoader(_Loader):  # type: ignore[misc, valid-type] # C or Python, b
         super().flatten_mapping(node)
 
 
-class _Dumper(yaml.SafeDumper):
+class _YamlDumper(yaml.SafeDumper):
     """Quotes what any YAML reader, 1.1 or 1.2, would take for something else than text."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
@@ -68,13 +68,13 @@ for _tag, _pattern, _first in _RESOLVERS:
         _StrictLoader.yaml_implicit_resolvers.setdefault(_key, []).append(
             (f"tag:yaml.org,2002:{_tag}", _compiled)
         )
-    _Dumper.add_implicit_resolver(
+    _YamlDumper.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", _compiled, ["" if c == "\0" else c for c in _first]
     )
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """A file's values and the line each of them stands on (counted from 1).
 
     ``faults``: keys that stand twice or are no text. The rest is there all the same, so that whoever
@@ -83,14 +83,14 @@ class Document:
 
     data: Any
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    faults: list[Problem] = field(default_factory=list)
+    faults: list[ConfigProblem] = field(default_factory=list)
 
 
 def dump_yaml(data: Any) -> str:
     """Block style, keys in the order given."""
     return yaml.dump(
         data,
-        Dumper=_Dumper,
+        Dumper=_YamlDumper,
         sort_keys=False,
         default_flow_style=None,
         width=100,
@@ -111,7 +111,7 @@ def read_text(path: Path, what: str = "configuration file") -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def parse_yaml(text: str, name: str) -> Document:
+def parse_yaml(text: str, name: str) -> YamlDocument:
     """Parse one YAML document; ConfigError with ``name``, line and column when something is wrong."""
     document = parse_leniently(text, name)
     if document.faults:
@@ -119,19 +119,19 @@ def parse_yaml(text: str, name: str) -> Document:
     return document
 
 
-def read_yaml(path: Path, what: str = "configuration file") -> Document:
+def read_yaml(path: Path, what: str = "configuration file") -> YamlDocument:
     """The file's document; its ``faults`` are the caller's to refuse."""
     return parse_leniently(read_text(path, what), str(path))
 
 
-def parse_leniently(text: str, name: str) -> Document:
-    """As ``parse_yaml``, but wrong keys are left to the caller, in ``Document.faults``."""
+def parse_leniently(text: str, name: str) -> YamlDocument:
+    """As ``parse_yaml``, but wrong keys are left to the caller, in ``YamlDocument.faults``."""
     loader = _StrictLoader(text)
     try:
         node = loader.get_single_node()
-        document = Document(None)
+        document = YamlDocument(None)
         if node is not None:
-            builder = _Builder(loader, name, document)
+            builder = _YamlBuilder(loader, name, document)
             builder.check_keys(node)
             document.data = builder.build(node, ())
         return document
@@ -151,10 +151,10 @@ def parse_leniently(text: str, name: str) -> Document:
         loader.dispose()
 
 
-class _Builder:
+class _YamlBuilder:
     """Turns a node tree into values and notes their lines."""
 
-    def __init__(self, loader: Any, name: str, document: Document) -> None:
+    def __init__(self, loader: Any, name: str, document: YamlDocument) -> None:
         self._loader = loader
         self._name = name
         self._lines = document.lines
@@ -182,10 +182,10 @@ class _Builder:
             return
         if not _is_text(key):
             message = f"the key {_shown(key)} must be text; put it in quotes"
-            self._faults.append(Problem(self._place(key), (), message))
+            self._faults.append(ConfigProblem(self._place(key), (), message))
         elif key.value in seen:
             message = f"key {key.value!r} stands here and on line {seen[key.value]}"
-            self._faults.append(Problem(self._place(key), (), message))
+            self._faults.append(ConfigProblem(self._place(key), (), message))
         else:
             seen[key.value] = key.start_mark.line + 1
 

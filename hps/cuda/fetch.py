@@ -24,9 +24,9 @@ from hps.cuda.launch import (
     unit_of,
     windows_of,
 )
-from hps.cuda.loader import Kernel, Struct, cupy, kernel
-from hps.cuda.readers import Readers
-from hps.cuda.staging import Staging, padded, staged
+from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
+from hps.cuda.readers import ReaderEvents
+from hps.cuda.staging import StagingBuffer, padded, staged
 from hps.cuda.table import GpuTable
 
 # FETCH_PART, packed in one go: setting the fields one by one takes longer than the fetch.
@@ -36,7 +36,7 @@ PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plai
 
 
 @dataclass(slots=True)
-class Ask:
+class FetchArguments:
     """One table's share of a fetch. ``keys`` and ``positions`` (or None for all) on host or device; ``out``,
     ``versions`` and ``source`` on the device; ``n`` keys are asked for."""
 
@@ -50,18 +50,18 @@ class Ask:
     oldest_tombstone: int
 
 
-class Workspace:
+class FetchWorkspace:
     """Buffers and counters of one fetch (or pooling) at a time on the current device."""
 
     def __init__(self) -> None:
         cp = cupy()
-        self.staging = Staging()
+        self.staging = StagingBuffer()
         self.counts = cp.zeros(2, np.uint32)
         self._pinned = cp.cuda.alloc_pinned_memory(4)
         self.result = np.frombuffer(self._pinned, np.uint32, 1)
         self.result_at = self._pinned.ptr
         self._plans: dict[tuple[GpuTable, ...], _Plan] = {}
-        self._args = Struct(FETCH_ARGS)
+        self._args = KernelStruct(FETCH_ARGS)
         self._args["miss_count"] = self.counts.data.ptr
         self._args["done"] = self.counts.data.ptr + 4
         self._args["result"] = self.result_at
@@ -69,7 +69,7 @@ class Workspace:
         cp.cuda.get_current_stream().synchronize()
 
     def fetch(
-        self, readers: Readers, stream: Any, asks: Sequence[Ask], code: int
+        self, readers: ReaderEvents, stream: Any, asks: Sequence[FetchArguments], code: int
     ) -> NDArray[np.uint32]:
         """Run ``asks`` (1 … PARTS of them, none empty) on ``stream``. Returns, ascending, the misses as
         positions in the batch: ask after ask, each key asked for counted. Waits for the stream."""
@@ -92,7 +92,9 @@ class Workspace:
         misses = staging.bring(start, 4 * int(self.result[0]), stream)
         return np.sort(misses.view(np.uint32))
 
-    def _fill(self, asks: Sequence[Ask], code: int, plan: _Plan) -> tuple[int, FetchKernels]:
+    def _fill(
+        self, asks: Sequence[FetchArguments], code: int, plan: _Plan
+    ) -> tuple[int, FetchKernels]:
         """The arguments and the staging buffer; the blocks to launch, and the kernels."""
         base, blocks, addresses = 0, 0, plan.row_bytes
         data, at, put = self._args.array.data, PARTS_AT, self.staging.put
@@ -150,9 +152,11 @@ class FetchKernels:
         self._first = fetch_name(tile, unit, moves, form, stamp=stamp, sweep=True)
         self._other = sweep_name(tile, unit, moves)
         self._defines = defines
-        self._one: Kernel | None = None
+        self._one: CudaKernel | None = None
 
-    def launch(self, blocks: int, args: Struct, stream: Any, windows: int, later: Any) -> None:
+    def launch(
+        self, blocks: int, args: KernelStruct, stream: Any, windows: int, later: Any
+    ) -> None:
         """Fetch on ``stream``. ``later`` is for as many row numbers as keys, on the device, where there is
         more than one window."""
         if windows == 1:
@@ -189,11 +193,11 @@ class _Plan:
         return found
 
 
-class Direct:
+class DirectFetch:
     """Fetches from one table without host work: device keys in, rows or row numbers out, misses left on
     the device. For callers that keep everything there, and for measuring the kernel alone."""
 
-    def __init__(self, readers: Readers) -> None:
+    def __init__(self, readers: ReaderEvents) -> None:
         self._readers = readers
         self._kernels: dict[tuple[Any, ...], FetchKernels] = {}
 
@@ -214,7 +218,7 @@ class Direct:
         order."""
         numbers = form == launch.NUMBERS
         tile = tile or tile_of(4 if numbers else table.table.row_bytes, len(keys))
-        args = Struct(FETCH_ARGS)
+        args = KernelStruct(FETCH_ARGS)
         args["misses"], args["miss_count"] = misses.data.ptr + 16, misses.data.ptr
         args["parts"] = 1
         part = args["part"][0]
@@ -239,4 +243,4 @@ class Direct:
         self._readers.run(stream, lambda: run.launch(blocks, args, stream, windows, later))
 
 
-__all__ = ["PART", "PARTS", "PARTS_AT", "Ask", "Direct", "Workspace"]
+__all__ = ["PART", "PARTS", "PARTS_AT", "DirectFetch", "FetchArguments", "FetchWorkspace"]

@@ -64,7 +64,7 @@ MAX_ROWS = (ROW_MASK - MAX_SPARE) // WAYS * WAYS
 SLOT = np.dtype([("key", np.int64), ("word", np.uint32), ("score", np.uint32)])
 
 
-class Policy(IntEnum):
+class EvictionPolicy(IntEnum):
     """What a slot's score means. The lowest score goes first, tombstones before all rows.
 
     ``NONE``: nothing, no row makes room for another (static tables). ``LRU``: the clock's tick at the
@@ -81,13 +81,13 @@ class Policy(IntEnum):
     EPOCH_LRU = 4
 
     @property
-    def rule(self) -> Policy:
+    def rule(self) -> EvictionPolicy:
         """The policy by which kernels go: what `EPOCH_LRU` adds is the host's affair."""
-        return Policy.LRU if self is Policy.EPOCH_LRU else self
+        return EvictionPolicy.LRU if self is EvictionPolicy.EPOCH_LRU else self
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GpuTableShape:
     """Sizes of one table. ``buckets`` of 8 slots; ``rows`` that lie ``stride`` bytes apart, the last
     ``host_rows`` of them in pinned host memory; ``spare`` of them belong to no slot at first. ``scored``:
     there are scores of 64 bits beside the slots."""
@@ -139,7 +139,7 @@ def shape_of(
     *,
     static: bool = False,
     scored: bool = False,
-) -> Shape:
+) -> GpuTableShape:
     """Room for ``capacity`` (> 0) rows of ``table``, rounded up to whole buckets, ``host_rows`` of them
     in pinned host memory. Of a ``static`` table all ``capacity`` rows find a slot; it is never ``scored``.
 
@@ -155,9 +155,9 @@ def shape_of(
             f"{MAX_ROWS:,}. Lower its cache_rows"
         )
     if static:
-        return Shape(buckets, capacity, capacity, stride)
+        return GpuTableShape(buckets, capacity, capacity, stride)
     host_rows = min(host_rows, buckets * WAYS)
-    return Shape(buckets, buckets * WAYS + spare, spare, stride, host_rows, scored)
+    return GpuTableShape(buckets, buckets * WAYS + spare, spare, stride, host_rows, scored)
 
 
 def fitting_capacity(

@@ -92,7 +92,7 @@ def options() -> list[str]:
     return ["-std=c++17", f"-I{FOLDER}", f"-DHPS_SOURCES=0x{digest()}"]
 
 
-class Struct:
+class KernelStruct:
     """A kernel's argument struct, all zero at first; fields are set by name."""
 
     __slots__ = ("_pointers", "array", "at")
@@ -109,31 +109,31 @@ class Struct:
         self.array[name] = value
 
 
-class Kernel:
+class CudaKernel:
     """A compiled kernel that takes one struct by value."""
 
     def __init__(self, pointer: int, owner: Any) -> None:
         self._pointer, self._owner = pointer, owner
         self._launch = cupy().cuda.driver.launchKernel
 
-    def launch(self, blocks: int, args: Struct, stream: int) -> None:
+    def launch(self, blocks: int, args: KernelStruct, stream: int) -> None:
         """Start ``blocks`` blocks of `BLOCK` threads with ``args`` on ``stream`` (a CUDA stream's pointer).
         ``args`` is read before this returns."""
         self._launch(self._pointer, blocks, 1, 1, BLOCK, 1, 1, 0, stream, args.at, 0)
 
 
-def kernel(expression: str, defines: tuple[str, ...] = ()) -> Kernel:
+def kernel(expression: str, defines: tuple[str, ...] = ()) -> CudaKernel:
     """The kernel named, ``gather_kernel<8, 16>`` say, for the current device; ``defines``
     (``NAME=VALUE``) make special builds for tests."""
     return _kernel(cupy().cuda.runtime.getDevice(), expression, defines)
 
 
 @cache
-def _kernel(_device: int, expression: str, defines: tuple[str, ...]) -> Kernel:
+def _kernel(_device: int, expression: str, defines: tuple[str, ...]) -> CudaKernel:
     code = (FOLDER / FILES[expression.partition("<")[0]]).read_text()
     flags = (*options(), *(f"-D{define}" for define in defines))
     module = cupy().RawModule(
         code=code, options=flags, name_expressions=(expression,), backend="nvrtc"
     )
     function = module.get_function(expression)
-    return Kernel(function.kernel.ptr, (module, function))
+    return CudaKernel(function.kernel.ptr, (module, function))

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 from hps.cuda import layout
-from hps.cuda.layout import Shape
+from hps.cuda.layout import GpuTableShape
 from hps.cuda.loader import cupy
 from hps.errors import ConfigError
 from hps.types import EmbeddingTable
@@ -51,7 +51,7 @@ def free_host_bytes() -> int:
     return int(_MEMINFO.read_text().split("MemAvailable:")[1].split()[0]) * 1024
 
 
-def pinned(table: EmbeddingTable, shape: Shape) -> Any:
+def pinned(table: EmbeddingTable, shape: GpuTableShape) -> Any:
     """Pinned host memory for the rows of ``shape`` that lie there, which kernels can read and write; None
     for none. Raises ConfigError when it can't be had."""
     cp, size = cupy(), shape.host_bytes
@@ -65,7 +65,7 @@ def pinned(table: EmbeddingTable, shape: Shape) -> Any:
         raise _too_much_pinned(table, shape) from error
 
 
-def too_large(table: EmbeddingTable, shape: Shape) -> ConfigError:
+def too_large(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError:
     """That the arrays of ``shape`` on the device can't be had."""
     free, static = free_bytes(), shape.spare == shape.rows
     fitting = layout.fitting_capacity(
@@ -78,7 +78,7 @@ def too_large(table: EmbeddingTable, shape: Shape) -> ConfigError:
     )
 
 
-def _too_much_pinned(table: EmbeddingTable, shape: Shape) -> ConfigError:
+def _too_much_pinned(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError:
     size, free = shape.host_bytes, free_host_bytes()
     fitting = _offered(free, size)
     return ConfigError(

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.fetch import Workspace
+from hps.cuda.fetch import FetchWorkspace
 from hps.cuda.launch import BAGS_ARGS, PARTS, POOL_ARGS, blocks_of
-from hps.cuda.loader import Struct, kernel
-from hps.cuda.readers import Readers
-from hps.cuda.staging import Staging, staged
+from hps.cuda.loader import KernelStruct, kernel
+from hps.cuda.readers import ReaderEvents
+from hps.cuda.staging import StagingBuffer, staged
 from hps.cuda.table import GpuTable
 
 PART = struct.Struct("<7Q12I")
@@ -25,7 +25,7 @@ _WIDEST = 32
 
 
 @dataclass(slots=True)
-class Bags:
+class KernelBags:
     """One table's share of a pooling. ``keys (n,) int64``, ``offsets (bags + 1,) int64`` or None for
     ``hotness`` keys a bag, ``weights (n,) float32`` or None: each on host or device. ``out (bags, dim)``
     on the device."""
@@ -39,7 +39,9 @@ class Bags:
     mean: bool
 
 
-def pool(space: Workspace, readers: Readers, stream: Any, asks: Sequence[Bags]) -> int:
+def pool(
+    space: FetchWorkspace, readers: ReaderEvents, stream: Any, asks: Sequence[KernelBags]
+) -> int:
     """Pool ``asks`` (none without bags) on ``stream``; returns how many keys have no row, and then the
     outs have no meaning. Waits for the stream."""
     missing = 0
@@ -48,11 +50,13 @@ def pool(space: Workspace, readers: Readers, stream: Any, asks: Sequence[Bags]) 
     return missing
 
 
-def _pool_some(space: Workspace, readers: Readers, stream: Any, asks: Sequence[Bags]) -> int:
+def _pool_some(
+    space: FetchWorkspace, readers: ReaderEvents, stream: Any, asks: Sequence[KernelBags]
+) -> int:
     staging = space.staging
     staging.begin(sum(staged(ask.keys, ask.offsets, ask.weights) for ask in asks))
     tile, unit = tile_and_unit([ask.table.table.dim for ask in asks])
-    args, blocks = Struct(POOL_ARGS), 0
+    args, blocks = KernelStruct(POOL_ARGS), 0
     for index, ask in enumerate(asks):
         table, bags = ask.table, len(ask.out)
         buckets, stride, _, on_device = table.sizes
@@ -89,7 +93,7 @@ def tile_and_unit(dims: Sequence[int]) -> tuple[int, int]:
 @dataclass(slots=True)
 class RowBags:
     """Bags of rows that were fetched: ``rows (n, dim)`` and ``source (n,) uint8`` on the device, one per key;
-    ``fallback (dim,)``, on the host, for source 0. The other fields as in `Bags`."""
+    ``fallback (dim,)``, on the host, for source 0. The other fields as in `KernelBags`."""
 
     rows: Any
     source: Any
@@ -101,17 +105,17 @@ class RowBags:
     mean: bool
 
 
-def pool_rows(staging: Staging, stream: Any, asks: Sequence[RowBags]) -> None:
+def pool_rows(staging: StagingBuffer, stream: Any, asks: Sequence[RowBags]) -> None:
     """Pool ``asks`` (none without bags) on ``stream``. Waits for it."""
     for start in range(0, len(asks), PARTS):
         _pool_some_rows(staging, stream, asks[start : start + PARTS])
         stream.synchronize()
 
 
-def _pool_some_rows(staging: Staging, stream: Any, asks: Sequence[RowBags]) -> None:
+def _pool_some_rows(staging: StagingBuffer, stream: Any, asks: Sequence[RowBags]) -> None:
     staging.begin(sum(staged(ask.fallback, ask.offsets, ask.weights) for ask in asks))
     tile, unit = tile_and_unit([len(ask.fallback) for ask in asks])
-    args, blocks = Struct(BAGS_ARGS), 0
+    args, blocks = KernelStruct(BAGS_ARGS), 0
     for index, ask in enumerate(asks):
         bags, dim = len(ask.out), len(ask.fallback)
         ROWS_PART.pack_into(

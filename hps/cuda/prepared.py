@@ -29,10 +29,10 @@ from hps.cuda.launch import (
     unit_of,
     windows_of,
 )
-from hps.cuda.loader import Kernel, Struct, cupy, kernel
+from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.pool import PART, PARTS_AT, ROWS_PART, ROWS_PARTS_AT, tile_and_unit
-from hps.cuda.readers import Readers
-from hps.cuda.staging import Staging, padded
+from hps.cuda.readers import ReaderEvents
+from hps.cuda.staging import StagingBuffer, padded
 from hps.cuda.table import GpuTable
 
 _ALIGN = 256
@@ -50,20 +50,20 @@ class FixedBags:
     out: Any
 
 
-class Prepared:
+class PreparedPooling:
     """A pooling whose arguments were made once. The caller fills in ``keys``, each ``(n,) int64`` and in
     pinned memory, calls `launch`, and asks for `missing` when the stream has come that far. One thread at a
     time; on the current device; the tables must stay."""
 
-    def __init__(self, readers: Readers, asks: Sequence[FixedBags]) -> None:
+    def __init__(self, readers: ReaderEvents, asks: Sequence[FixedBags]) -> None:
         self._readers = readers
-        self._staging = Staging()
+        self._staging = StagingBuffer()
         self._staging.begin(sum(padded(8 * ask.n) for ask in asks))
         room = [self._staging.room(ask.n, np.int64) for ask in asks]
         self.keys = [keys for keys, _ in room]
         parts = [(ask, at) for ask, (_, at) in zip(asks, room, strict=True)]
         self._launches = [
-            _Launch(parts[start : start + PARTS]) for start in range(0, len(parts), PARTS)
+            _PoolingLaunch(parts[start : start + PARTS]) for start in range(0, len(parts), PARTS)
         ]
 
     def launch(self, stream: Any) -> None:
@@ -77,14 +77,14 @@ class Prepared:
         return sum(int(each.result[0]) for each in self._launches)
 
 
-class _Launch:
+class _PoolingLaunch:
     """One launch of a prepared pooling."""
 
     def __init__(self, parts: Sequence[tuple[FixedBags, int]]) -> None:
         cp = cupy()
         self._tables = [ask.table for ask, _ in parts]
         tile, unit = tile_and_unit([table.table.dim for table in self._tables])
-        self._args, self._blocks = Struct(POOL_ARGS), 0
+        self._args, self._blocks = KernelStruct(POOL_ARGS), 0
         for index, (ask, keys_at) in enumerate(parts):
             table, bags = ask.table, ask.n // ask.hotness
             buckets, stride, _, on_device = table.sizes
@@ -105,7 +105,7 @@ class _Launch:
         self._args["parts"], self._args["result"] = len(parts), self._pinned.ptr
         self._args["missing"] = self._counts.data.ptr
         self._args["done"] = self._counts.data.ptr + 4
-        self._kernel: Kernel = kernel(f"pool_kernel<{tile}, {unit}>")
+        self._kernel: CudaKernel = kernel(f"pool_kernel<{tile}, {unit}>")
         self._now = self._args.array["part"]["now"]
         cp.cuda.get_current_stream().synchronize()
 
@@ -127,7 +127,7 @@ class FixedRows:
     out: Any
 
 
-class PreparedRows:
+class PreparedRowPooling:
     """Poolings of fetched rows, to be launched again and again."""
 
     def __init__(self, asks: Sequence[FixedRows]) -> None:
@@ -141,9 +141,9 @@ class PreparedRows:
             run.launch(blocks, args, stream.ptr)
 
     @staticmethod
-    def _prepare(asks: Sequence[FixedRows]) -> tuple[Kernel, int, Struct]:
+    def _prepare(asks: Sequence[FixedRows]) -> tuple[CudaKernel, int, KernelStruct]:
         tile, unit = tile_and_unit([len(ask.fallback) for ask in asks])
-        args, blocks = Struct(BAGS_ARGS), 0
+        args, blocks = KernelStruct(BAGS_ARGS), 0
         for index, ask in enumerate(asks):
             bags, dim = len(ask.out), len(ask.fallback)
             ROWS_PART.pack_into(
@@ -164,11 +164,11 @@ class PreparedFetch:
     and ``sources`` are the answers' arrays on the device; ``sources_block`` is the memory of all of the
     latter. One thread at a time; on the current device; the tables must stay."""
 
-    def __init__(self, readers: Readers, asks: Sequence[tuple[GpuTable, int]]) -> None:
+    def __init__(self, readers: ReaderEvents, asks: Sequence[tuple[GpuTable, int]]) -> None:
         cp = cupy()
         self._readers = readers
         total = sum(n for _, n in asks)
-        self._staging = Staging()
+        self._staging = StagingBuffer()
         self._staging.begin(sum(padded(8 * n) for _, n in asks))
         room = [self._staging.room(n, np.int64) for _, n in asks]
         self.keys = [keys for keys, _ in room]
@@ -219,7 +219,7 @@ class _FetchLaunch:
         total = sum(part[1] for part in parts)
         widest = max(table.table.row_bytes for table in self._tables)
         tile = tile_of(widest, 0)
-        self._args, self._blocks, base, addresses = Struct(FETCH_ARGS), 0, 0, 0
+        self._args, self._blocks, base, addresses = KernelStruct(FETCH_ARGS), 0, 0, 0
         for index, (table, n, keys_at, rows, versions, source) in enumerate(parts):
             FETCH_PART.pack_into(
                 self._args.array.data,

@@ -9,7 +9,7 @@ from typing import Any
 from hps.cuda.loader import cupy
 
 
-class Readers:
+class ReaderEvents:
     """Remembers, per CUDA stream, the end of the last reading kernel launched on it.
 
     `run` may be called from many threads; `hold_back` by the one writer.

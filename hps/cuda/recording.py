@@ -19,7 +19,7 @@ _FROM, _TO = 4, 15
 """The fields that say on which side the memory is."""
 
 
-class Recording:
+class CudaGraph:
     """May be launched on any stream of its device, by one thread at a time."""
 
     def __init__(self, graph: int) -> None:
@@ -35,7 +35,7 @@ class Recording:
             self._runtime.graphExecDestroy(executable)
 
 
-def record(stream: Any, work: Callable[[], None]) -> Recording | None:
+def record(stream: Any, work: Callable[[], None]) -> CudaGraph | None:
     """What ``work`` asks of ``stream``, which does not do it yet; None when that can't be recorded or is not
     to be repeated. Other threads may use the device meanwhile. ``work`` must use no memory of the device
     that will be given to others."""
@@ -52,7 +52,7 @@ def record(stream: Any, work: Callable[[], None]) -> Recording | None:
     except runtime.CUDARuntimeError:
         return None
     try:
-        return None if failed or not _is_repeatable(graph) else Recording(graph)
+        return None if failed or not _is_repeatable(graph) else CudaGraph(graph)
     except runtime.CUDARuntimeError:
         return None
     finally:

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.launch import PARTS, SCATTER_ARGS, blocks_of
-from hps.cuda.loader import Kernel, Struct, cupy, kernel
+from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.prepared import PreparedFetch
 from hps.cuda.scatter import tile_and_unit
-from hps.cuda.staging import Staging, padded
+from hps.cuda.staging import StagingBuffer, padded
 from hps.types import EmbeddingTable
 
 
-class PreparedRefill:
+class PreparedMissFill:
     """Completes ``fetch``, whose keys are of ``tables``, with rows of the source ``code``. The caller asks
     for `room`, fills that, and calls `launch`; what was launched before must have ended. Versions are not
     brought: the rows' are 0 afterwards. One thread at a time; on the current device."""
@@ -24,12 +24,12 @@ class PreparedRefill:
     def __init__(self, fetch: PreparedFetch, tables: Sequence[EmbeddingTable], code: int) -> None:
         cp = cupy()
         self._tables = tuple(tables)
-        self._staging = Staging()
+        self._staging = StagingBuffer()
         most = max(len(rows) for rows in fetch.rows)
         # The same for all rows, so they need not come over the bus.
         self._same = cp.full(most, code, np.uint8), cp.zeros(most, np.uint64)
         self._launches = [
-            _Launch(fetch, self._same, self._tables, start)
+            _MissFillLaunch(fetch, self._same, self._tables, start)
             for start in range(0, len(self._tables), PARTS)
         ]
         cp.cuda.get_current_stream().synchronize()
@@ -62,7 +62,7 @@ class PreparedRefill:
             each.run(stream)
 
 
-class _Launch:
+class _MissFillLaunch:
     """The tables from ``start`` on, as many as one launch takes."""
 
     def __init__(
@@ -75,7 +75,7 @@ class _Launch:
         self._mine = slice(start, start + PARTS)
         tables, outs = tables[self._mine], fetch.rows[self._mine]
         self._fetch = fetch  # whose memory the kernel writes to
-        self._args, self._blocks = Struct(SCATTER_ARGS), 0
+        self._args, self._blocks = KernelStruct(SCATTER_ARGS), 0
         self._args["parts"] = len(tables)
         self._part = part = self._args["part"][: len(tables)]
         codes, versions = same
@@ -85,7 +85,7 @@ class _Launch:
         part["source"] = [each.data.ptr for each in fetch.sources[self._mine]]
         part["row_bytes"] = [table.row_bytes for table in tables]
         self._tile, unit = tile_and_unit(tables, outs)
-        self._kernel: Kernel = kernel(f"scatter_kernel<{self._tile}, {unit}>")
+        self._kernel: CudaKernel = kernel(f"scatter_kernel<{self._tile}, {unit}>")
 
     def fill(self, rows_at: Any, positions_at: Any, counts: Any) -> None:
         part, mine = self._part, self._mine

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.launch import PARTS, SCATTER_ARGS, blocks_of, unit_of
-from hps.cuda.loader import Struct, kernel
-from hps.cuda.staging import Staging, padded
+from hps.cuda.loader import KernelStruct, kernel
+from hps.cuda.staging import StagingBuffer, padded
 from hps.types import EmbeddingTable
 
 _PART = struct.Struct("<8Q4I")
@@ -22,7 +22,7 @@ _PARTS_AT = SCATTER_ARGS.fields["part"][1]  # type: ignore[index] # None for a p
 
 
 @dataclass(slots=True)
-class Answers:
+class ScatterInputs:
     """Arrays in a staging buffer for ``n`` distinct keys of one table, rows (n, dim), versions (n,) and
     sources (n,), and for ``m`` places where they are wanted: positions (m,) and, unless each key is wanted
     once and in order, picks (m,) of the keys. ``at``: their addresses for kernels."""
@@ -41,12 +41,12 @@ class Answers:
 
     @staticmethod
     def make(
-        staging: Staging,
+        staging: StagingBuffer,
         table: EmbeddingTable,
         n: int,
         places: NDArray[np.int64],
         picks: NDArray[np.int64] | None,
-    ) -> Answers:
+    ) -> ScatterInputs:
         """Room for the answers; where they are wanted is filled in."""
         rows, rows_at = staging.room(n * table.dim, table.dtype)
         versions, versions_at = staging.room(n, np.uint64)
@@ -54,11 +54,14 @@ class Answers:
         positions, positions_at = staging.room(len(places), np.int64)
         positions[:] = places
         at = (rows_at, versions_at, sources_at, positions_at, staging.put(picks))
-        return Answers(table, rows.reshape(n, table.dim), versions, sources, positions, at)
+        return ScatterInputs(table, rows.reshape(n, table.dim), versions, sources, positions, at)
 
 
 def scatter(
-    args: Struct, stream: Any, answers: Sequence[Answers], targets: Sequence[tuple[Any, Any, Any]]
+    args: KernelStruct,
+    stream: Any,
+    answers: Sequence[ScatterInputs],
+    targets: Sequence[tuple[Any, Any, Any]],
 ) -> None:
     """Write ``answers`` to ``targets``, each the device arrays out, versions and source of its table, on
     ``stream``. Keys whose source is `UNANSWERED` are left out. ``args`` of `SCATTER_ARGS` are used up."""
@@ -77,7 +80,10 @@ def tile_and_unit(tables: Sequence[EmbeddingTable], outs: Sequence[Any]) -> tupl
 
 
 def _scatter_some(
-    args: Struct, stream: Any, answers: Sequence[Answers], targets: Sequence[tuple[Any, Any, Any]]
+    args: KernelStruct,
+    stream: Any,
+    answers: Sequence[ScatterInputs],
+    targets: Sequence[tuple[Any, Any, Any]],
 ) -> None:
     blocks, at = 0, _PARTS_AT
     tile, unit = tile_and_unit(

@@ -15,7 +15,7 @@ copies is worth more than the traffic."""
 _ALIGN = 16
 
 
-class Staging:
+class StagingBuffer:
     """One buffer of the current device, filled anew for each launch. One thread at a time."""
 
     def __init__(self) -> None:

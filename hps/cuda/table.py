@@ -17,12 +17,12 @@ from hps.cuda.layout import (
     SCORE_MASK,
     TICKS_A_TURN,
     WAYS,
-    Policy,
-    Shape,
+    EvictionPolicy,
+    GpuTableShape,
     ranks_of,
     shape_of,
 )
-from hps.cuda.loader import Struct, cupy, kernel
+from hps.cuda.loader import KernelStruct, cupy, kernel
 from hps.cuda.memory import free_bytes, pinned, too_large
 from hps.types import EmbeddingTable, KeyArray
 
@@ -53,7 +53,7 @@ class GpuTable:
         self,
         table: EmbeddingTable,
         capacity: int,
-        policy: Policy = Policy.LRU,
+        policy: EvictionPolicy = EvictionPolicy.LRU,
         host_rows: int = 0,
         *,
         static: bool = False,
@@ -66,9 +66,11 @@ class GpuTable:
         self._epoch_s = epoch_s
         self._since = time.monotonic()
         self.static = static
-        self.policy = Policy.NONE if static else policy
-        scored = self.policy is Policy.SCORE
-        self.shape: Shape = shape_of(table, capacity, host_rows, static=static, scored=scored)
+        self.policy = EvictionPolicy.NONE if static else policy
+        scored = self.policy is EvictionPolicy.SCORE
+        self.shape: GpuTableShape = shape_of(
+            table, capacity, host_rows, static=static, scored=scored
+        )
         shape = self.shape
         if shape.bytes > free_bytes():
             raise too_large(table, shape)
@@ -90,7 +92,7 @@ class GpuTable:
         # What fetch is told of the policy: 0 when hits leave no trace.
         self.stamping = 0 if scored else int(self.policy.rule)
         self.age = 0
-        if self.policy.rule is Policy.LRU:
+        if self.policy.rule is EvictionPolicy.LRU:
             self.age = max(1, ticks // AGES_A_TURN)
             self.stamping |= self.age << POLICY_BITS
         self.filled = 0  # of a static table: rows written, which no later write takes
@@ -98,7 +100,7 @@ class GpuTable:
         self.clock = 1
         self.epoch = 0
         self._began = 0, self.clock
-        self._has_epochs = self.policy in (Policy.LFU, Policy.EPOCH_LRU)
+        self._has_epochs = self.policy in (EvictionPolicy.LFU, EvictionPolicy.EPOCH_LRU)
         self._admitted = 0
         self.evicted = 0
         self.dropped = 0
@@ -128,7 +130,7 @@ class GpuTable:
         if self._epoch_s is not None:
             self.epoch = int((time.monotonic() - self._since) / self._epoch_s)
         ticks = 0
-        if self.policy is Policy.EPOCH_LRU:
+        if self.policy is EvictionPolicy.EPOCH_LRU:
             if self._began[0] != self.epoch:
                 self._began = self.epoch, self.clock
             # An age is left before the next epoch, whose first hits stamp therefore.
@@ -138,12 +140,12 @@ class GpuTable:
     @property
     def first_score(self) -> int:
         """The score of a row when it comes, unless the caller gives one."""
-        by_time = self.policy.rule is Policy.LRU
-        return self.now if by_time else self.now + 1 if self.policy is Policy.LFU else 0
+        by_time = self.policy.rule is EvictionPolicy.LRU
+        return self.now if by_time else self.now + 1 if self.policy is EvictionPolicy.LFU else 0
 
-    def scan_args(self, **fields: int) -> Struct:
+    def scan_args(self, **fields: int) -> KernelStruct:
         """Arguments of scan.cu's kernels for this table."""
-        args = Struct(SCAN_ARGS)
+        args = KernelStruct(SCAN_ARGS)
         args["lines"], args["rows"], args["host_rows"], args["row_versions"] = self.pointers
         args["buckets"], args["stride"], args["row_bytes"], args["on_device"] = self.sizes
         args["slot_scores"], args["now"] = self.slot_scores_at, self.now

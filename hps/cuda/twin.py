@@ -19,8 +19,8 @@ from hps.cuda.layout import (
     ROW_MASK,
     SCORE_MASK,
     TOMBSTONE,
-    Policy,
-    Shape,
+    EvictionPolicy,
+    GpuTableShape,
     ranks_of,
 )
 from hps.types import KeyArray, VectorArray, VersionArray
@@ -34,13 +34,17 @@ class TwinTable:
     """Rows of ``dim`` values in host arrays shaped as the device's. One thread at a time."""
 
     def __init__(
-        self, shape: Shape, dim: int, dtype: Any = np.float32, policy: Policy = Policy.LRU
+        self,
+        shape: GpuTableShape,
+        dim: int,
+        dtype: Any = np.float32,
+        policy: EvictionPolicy = EvictionPolicy.LRU,
     ) -> None:
         self.shape = shape
         self.policy = policy
         self.keys = np.zeros((2 * shape.buckets, HALF), np.int64)
         self.words = np.arange(shape.slots, dtype=np.uint32).reshape(-1, HALF) | np.uint32(EMPTY)
-        scores = np.uint64 if policy is Policy.SCORE else np.uint32
+        scores = np.uint64 if policy is EvictionPolicy.SCORE else np.uint32
         self.scores = np.zeros((2 * shape.buckets, HALF), scores)
         self.rows = np.zeros((shape.rows, dim), dtype)
         self.versions = np.zeros(shape.rows, np.uint64)
@@ -55,10 +59,10 @@ class TwinTable:
     @property
     def now(self) -> int:
         """What a hit brings a score up to: the clock, or the epoch above uses or ticks."""
-        if self.policy is Policy.LRU:
+        if self.policy is EvictionPolicy.LRU:
             return self.clock & SCORE_MASK
         ticks = 0
-        if self.policy is Policy.EPOCH_LRU:
+        if self.policy is EvictionPolicy.EPOCH_LRU:
             if self.epoch != self._began[0]:
                 self._began = self.epoch, self.clock
             ticks = min(self.clock - self._began[1], (1 << COUNT_BITS) - 1 - AGE)
@@ -105,7 +109,11 @@ class TwinTable:
     ) -> None:
         """Insert or update unique ``keys``; deletions where ``vectors`` is None. At most `spare` keys."""
         admitted = 0
-        first = 0 if self.policy is Policy.SCORE else self.now + (self.policy is Policy.LFU)
+        first = (
+            0
+            if self.policy is EvictionPolicy.SCORE
+            else self.now + (self.policy is EvictionPolicy.LFU)
+        )
         for i, key in enumerate(keys.tolist()):
             row = None if vectors is None else vectors[i]
             score = 0 if row is None else first if scores is None else int(scores[i])
@@ -113,7 +121,7 @@ class TwinTable:
             if place is not None:
                 if self._outdated(place, int(versions[i]), oldest_tombstone, update):
                     continue
-                by_time = self.policy.rule is Policy.LRU and not update
+                by_time = self.policy.rule is EvictionPolicy.LRU and not update
                 if scores is not None or by_time or (row is None and not update):
                     self.scores[place] = score
             elif update or (place := self._choose(key, first if scores is None else score)) is None:
@@ -138,7 +146,7 @@ class TwinTable:
     def resident(self, least: int = 0) -> KeyArray:
         """The keys that have a row with a score of at least ``least``, ascending."""
         ranks: NDArray[Any] = self.scores
-        if self.policy is not Policy.SCORE:
+        if self.policy is not EvictionPolicy.SCORE:
             ranks = ranks_of(ranks.astype(np.int64), self.now)
             least = least and ranks_of(least, self.now)
         return np.sort(self.keys[(self.words < TOMBSTONE) & (ranks >= least)])
@@ -151,10 +159,10 @@ class TwinTable:
 
     def _stamp(self, place: Place) -> None:
         score, now = int(self.scores[place]), self.now
-        if self.policy.rule is Policy.LRU:
+        if self.policy.rule is EvictionPolicy.LRU:
             if (now - score) & SCORE_MASK >= AGE:
                 self.scores[place] = max(score, now)
-        elif self.policy is Policy.LFU:
+        elif self.policy is EvictionPolicy.LFU:
             if (score ^ now) >> COUNT_BITS:
                 self.scores[place] = now + 1
             elif (score + 1) % (1 << COUNT_BITS):
@@ -182,7 +190,7 @@ class TwinTable:
         halves = self._halves(key)
         vacant = [np.flatnonzero(self.words[half] & EMPTY) for half in halves]
         here, there = len(vacant[0]) + len(vacant[1]), len(vacant[2]) + len(vacant[3])
-        spread = 2 if self.policy is Policy.NONE else HALF
+        spread = 2 if self.policy is EvictionPolicy.NONE else HALF
         if len(vacant[0]) and (here > 1 or there < spread):
             order = [0]
         else:
@@ -190,16 +198,16 @@ class TwinTable:
         for choice in order:
             if len(vacant[choice]):
                 return halves[choice], int(vacant[choice][0])
-        if self.policy is Policy.NONE:
+        if self.policy is EvictionPolicy.NONE:
             return None
-        if self.policy is Policy.SCORE:
+        if self.policy is EvictionPolicy.SCORE:
             ranks = self.scores[halves].astype(object)  # 64 bits, and below them the tombstones
         else:
             ranks = ranks_of(self.scores[halves].astype(np.int64), self.now)
-        if self.policy.rule is Policy.LRU:
+        if self.policy.rule is EvictionPolicy.LRU:
             ranks[1:] += AGE
         ranks[self.words[halves] >= TOMBSTONE] = -1
         best = int(ranks.reshape(-1).argmin())
-        if self.policy is Policy.SCORE and ranks.reshape(-1)[best] > score:
+        if self.policy is EvictionPolicy.SCORE and ranks.reshape(-1)[best] > score:
             return None
         return halves[best // HALF], best % HALF

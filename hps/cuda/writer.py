@@ -9,17 +9,17 @@ import numpy as np
 
 from hps.cuda.launch import WRITE_ARGS, WRITE_TILE, blocks_of, unit_of, write_name
 from hps.cuda.layout import MAX_SPARE, NO_ROW
-from hps.cuda.loader import Struct, cupy, kernel
-from hps.cuda.readers import Readers
+from hps.cuda.loader import KernelStruct, cupy, kernel
+from hps.cuda.readers import ReaderEvents
 from hps.cuda.table import GpuTable
 
 ARGS = struct.Struct("<15Q10I")  # WRITE_ARGS, packed in one go as fetch's are
 
 
-class Writer:
+class GpuTableWriter:
     """Changes tables on the current device, on a stream of its own. One thread at a time."""
 
-    def __init__(self, readers: Readers) -> None:
+    def __init__(self, readers: ReaderEvents) -> None:
         cp = cupy()
         self.stream = cp.cuda.Stream(non_blocking=True)
         self._readers = readers
@@ -29,7 +29,7 @@ class Writer:
         self._counters = cp.zeros(4, np.uint32)
         self._pinned = cp.cuda.alloc_pinned_memory(12)
         self._counted = np.frombuffer(self._pinned, np.uint32, 3)
-        self._args = Struct(WRITE_ARGS)
+        self._args = KernelStruct(WRITE_ARGS)
         cp.cuda.get_current_stream().synchronize()
 
     def after(self, stream: Any) -> None:

@@ -29,7 +29,7 @@ DATATYPES: Mapping[str, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
+class NetworkTensor:
     """A named tensor; -1 in ``shape`` is a variable dimension, the first one is the batch."""
 
     name: str
@@ -48,10 +48,10 @@ class DenseModel(Protocol):
     """A network. ``predict`` may be called from many threads at once."""
 
     @property
-    def inputs(self) -> tuple[TensorInfo, ...]: ...
+    def inputs(self) -> tuple[NetworkTensor, ...]: ...
 
     @property
-    def outputs(self) -> tuple[TensorInfo, ...]: ...
+    def outputs(self) -> tuple[NetworkTensor, ...]: ...
 
     @property
     def takes_device_arrays(self) -> bool:
@@ -78,7 +78,7 @@ class DenseModel(Protocol):
 
 
 def check_network(
-    model: str, network: DenseModel, fed: Iterable[TensorInfo], served: Iterable[TensorInfo]
+    model: str, network: DenseModel, fed: Iterable[NetworkTensor], served: Iterable[NetworkTensor]
 ) -> None:
     """The network takes exactly what is ``fed`` and gives at least what is ``served``.
 
@@ -102,7 +102,9 @@ def check_network(
         _compare(model, "output", tensor, gives)
 
 
-def _compare(model: str, kind: str, said: TensorInfo, network: Mapping[str, TensorInfo]) -> None:
+def _compare(
+    model: str, kind: str, said: NetworkTensor, network: Mapping[str, NetworkTensor]
+) -> None:
     has = network.get(said.name)
     if has is None:
         raise ModelError(

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from hps.config.certificates import client_context
 from hps.config.dense_settings import DenseSettings, TritonSettings, TritonTarget
 from hps.cuda.loader import lacking
-from hps.dense.base import DenseModel, TensorInfo
-from hps.dense.fallback import Fallback
-from hps.dense.onnx import OnGpu, OnnxModel
+from hps.dense.base import DenseModel, NetworkTensor
+from hps.dense.fallback import FallbackModel
+from hps.dense.onnx import GpuOptions, OnnxModel
 from hps.errors import ConfigError, ModelError, Unavailable
 
 if TYPE_CHECKING:
-    from hps.dense.triton.memory import Regions
-    from hps.dense.triton.transport import Transport
+    from hps.dense.triton.memory import ThreadRegions
+    from hps.dense.triton.transport import TritonTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class NetworkSpec:
 
     name: str
     path: Path | None
-    fed: Mapping[str, TensorInfo]
-    served: Sequence[TensorInfo]
+    fed: Mapping[str, NetworkTensor]
+    served: Sequence[NetworkTensor]
     check: Callable[[DenseModel], object]
     verified: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -48,7 +48,7 @@ def open_network(network: NetworkSpec, settings: DenseSettings, device: int) -> 
     there = _there(target, triton, network, device)
     if not triton.fallback:
         return there
-    return Fallback(network.name, there, _here(network, settings, device))
+    return FallbackModel(network.name, there, _here(network, settings, device))
 
 
 def check_here(network: NetworkSpec, settings: DenseSettings) -> None:
@@ -66,7 +66,7 @@ def target_of(name: str, triton: TritonSettings) -> TritonTarget | None:
     return triton.models.get(name) if triton.models else TritonTarget(name=f"{name}.dense")
 
 
-def transport_to(target: TritonTarget, triton: TritonSettings) -> Transport:
+def transport_to(target: TritonTarget, triton: TritonSettings) -> TritonTransport:
     """How that is asked. Raises ConfigError for certificates that cannot be used."""
     # Imported when it is needed: Triton's clients take a tenth of a second.
     from hps.client.address import Tls
@@ -91,7 +91,7 @@ def _here(described: NetworkSpec, settings: DenseSettings, device: int) -> OnnxM
             f"{described.name}: dense.onnx is missing, but model.yaml describes a dense part; add the file, "
             "or have a Triton run the network (dense.triton, without fallback)"
         )
-    gpu = OnGpu(device, settings.precision, settings.tf32, settings.graphs)
+    gpu = GpuOptions(device, settings.precision, settings.tf32, settings.graphs)
     with described.verified():
         network = OnnxModel(
             described.path, settings.provider, settings.threads, settings.inline_us, gpu
@@ -123,15 +123,15 @@ def _there(
     )
 
 
-def _regions(triton: TritonSettings, device: int) -> Regions | None:
+def _regions(triton: TritonSettings, device: int) -> ThreadRegions | None:
     from hps.dense.triton.host_memory import remove_stale_regions
-    from hps.dense.triton.memory import SMALLEST, Regions
+    from hps.dense.triton.memory import SMALLEST, ThreadRegions
 
     if triton.shared_memory == "none":
         return None
     if triton.shared_memory == "system":
         remove_stale_regions()
-        return Regions()
+        return ThreadRegions()
     if (why := lacking()) is not None:
         raise ConfigError(
             f"dense.triton.shared_memory is cuda, but {why}. Set it to system, or to none"
@@ -142,4 +142,4 @@ def _regions(triton: TritonSettings, device: int) -> Regions | None:
         DeviceRegion(device, SMALLEST).release()
     except Unavailable as error:
         raise ConfigError(f"dense.triton.shared_memory is cuda, but {error}") from None
-    return Regions(partial(DeviceRegion, device), on_device=True)
+    return ThreadRegions(partial(DeviceRegion, device), on_device=True)

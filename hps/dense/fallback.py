@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _REST_S = 1.0
 
 
-class Fallback:
+class FallbackModel:
     """``first``, and while that raises Unavailable or is late ``second``, the same network. ``count`` is
     called with the number of runs that the second took over. Any number of threads may call it."""
 

@@ -1,8 +1,8 @@
 """Networks fed from a device's memory: no array comes down but the outputs.
 
 A lane is one session of ONNX Runtime on one stream of one device; what feeds it is on the same stream, so
-nothing waits in between. Inputs and outputs of a batch size lie at fixed places (a `Form`), bound once:
-binding 27 inputs takes as long as a small network.
+nothing waits in between. Inputs and outputs of a batch size lie at fixed places (a `LaneBinding`), bound
+once: binding 27 inputs takes as long as a small network.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.dense.base import TensorInfo
+from hps.dense.base import NetworkTensor
 from hps.dense.onnx import OnnxModel, first_line
 from hps.errors import DenseModelError
 
@@ -25,20 +25,20 @@ _RECORD_AT = 4
 """The run of a form that is recorded: libraries choose their kernels and take their memory in the first."""
 
 
-class _Place(NamedTuple):
+class _TensorSlot(NamedTuple):
     """Where a tensor of a form lies in its lane's block."""
 
-    tensor: TensorInfo
+    tensor: NetworkTensor
     shape: tuple[int, ...]
     start: int
     nbytes: int
 
 
-class Form:
+class LaneBinding:
     """The network's tensors for one batch on one lane. ``feeds`` are the device arrays to be filled on the
     lane's stream, by the network's names. Only while the lane is leased."""
 
-    def __init__(self, lane: Lane, batch: int, names: Sequence[str]) -> None:
+    def __init__(self, lane: NetworkLane, batch: int, names: Sequence[str]) -> None:
         network = lane.network
         sent = [_sized(t, batch, network.tails) for t in network.inputs if t.name in lane.sent]
         fed = [_sized(t, batch, network.tails) for t in network.inputs if t.name not in lane.sent]
@@ -97,7 +97,7 @@ class Form:
         return {p.tensor.name: _view(self._lane.pinned, p).copy() for p in self._down}
 
 
-class Lane:
+class NetworkLane:
     """One run at a time. ``sent`` are the inputs that come from the host; ``kept`` is for what belongs to a
     batch size, as the forms do, and goes with them when the lane's memory moves."""
 
@@ -112,15 +112,15 @@ class Lane:
         self.pinned = space.pinned(1 << 16)
         self._block = space.bytes(1 << 16)
         self._device = device
-        self._forms: dict[tuple[int, tuple[str, ...]], Form] = {}
+        self._forms: dict[tuple[int, tuple[str, ...]], LaneBinding] = {}
 
-    def form(self, batch: int, names: tuple[str, ...]) -> Form:
+    def form(self, batch: int, names: tuple[str, ...]) -> LaneBinding:
         """The form for ``batch`` (> 0) samples and the outputs ``names``."""
         form = self._forms.get((batch, names))
         if form is None:
             if len(self._forms) >= _FORMS_KEPT:
                 self._forget()
-            form = self._forms[batch, names] = Form(self, batch, names)
+            form = self._forms[batch, names] = LaneBinding(self, batch, names)
         return form
 
     def block(self, size: int) -> Any:
@@ -132,7 +132,7 @@ class Lane:
         return self._block
 
     def binding(
-        self, tensor: TensorInfo, shape: tuple[int, ...], at: int
+        self, tensor: NetworkTensor, shape: tuple[int, ...], at: int
     ) -> tuple[str, str, int, Any, tuple[int, ...], int]:
         return tensor.name, self.space.kind, self._device, tensor.dtype, shape, at
 
@@ -147,12 +147,12 @@ class DeviceLanes:
     def __init__(
         self, network: OnnxModel, space: Any, device: int, sent: frozenset[str], count: int
     ) -> None:
-        self._free: queue.LifoQueue[Lane] = queue.LifoQueue()
+        self._free: queue.LifoQueue[NetworkLane] = queue.LifoQueue()
         for _ in range(count):
-            self._free.put(Lane(network, space, device, sent))
+            self._free.put(NetworkLane(network, space, device, sent))
 
     @contextmanager
-    def lease(self) -> Iterator[Lane]:
+    def lease(self) -> Iterator[NetworkLane]:
         """A lane of one's own, the one used last if it is free: its batch sizes are known."""
         lane = self._free.get()
         try:
@@ -167,26 +167,26 @@ def address(array: Any) -> int:
 
 
 def _sized(
-    tensor: TensorInfo, batch: int, tails: Mapping[str, tuple[int, ...]]
-) -> tuple[TensorInfo, tuple[int, ...]]:
+    tensor: NetworkTensor, batch: int, tails: Mapping[str, tuple[int, ...]]
+) -> tuple[NetworkTensor, tuple[int, ...]]:
     return tensor, (batch, *tails[tensor.name])
 
 
 def _places(
-    tensors: Sequence[tuple[TensorInfo, tuple[int, ...]]], start: int
-) -> tuple[list[_Place], int]:
+    tensors: Sequence[tuple[NetworkTensor, tuple[int, ...]]], start: int
+) -> tuple[list[_TensorSlot], int]:
     """One after the other from ``start`` on, aligned; and where they end."""
     places = []
     for tensor, shape in tensors:
         nbytes = int(np.prod(shape)) * tensor.dtype.itemsize
-        places.append(_Place(tensor, shape, start, nbytes))
+        places.append(_TensorSlot(tensor, shape, start, nbytes))
         start += -(-nbytes // _ALIGN) * _ALIGN
     return places, start
 
 
-def _view(block: Any, place: _Place) -> Any:
+def _view(block: Any, place: _TensorSlot) -> Any:
     raw = block[place.start : place.start + place.nbytes]
     return raw.view(place.tensor.dtype).reshape(place.shape)
 
 
-__all__ = ["DeviceLanes", "Form", "Lane", "address"]
+__all__ = ["DeviceLanes", "LaneBinding", "NetworkLane", "address"]

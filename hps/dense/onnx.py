@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.loader import device_kept, lacking
-from hps.dense.base import TensorInfo
+from hps.dense.base import NetworkTensor
 from hps.environment import keep_onnxruntime_quiet
 from hps.errors import ConfigError, DenseModelError, ModelError
 
@@ -44,7 +44,7 @@ _WARM_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class OnGpu:
+class GpuOptions:
     """How a network runs on a GPU; see the settings of the same names."""
 
     device: int = 0
@@ -70,13 +70,13 @@ class OnnxModel:
         provider: Provider = "auto",
         threads: int = 1,
         inline_us: float = 150.0,
-        gpu: OnGpu | None = None,
+        gpu: GpuOptions | None = None,
     ) -> None:
         keep_onnxruntime_quiet()
         import onnxruntime as ort
 
         self.path = path
-        self._gpu = gpu or OnGpu()
+        self._gpu = gpu or GpuOptions()
         self._threads = threads
         self._asked = _choose(ort, provider)
         self._beside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -190,7 +190,7 @@ class OnnxModel:
     def runs_inline(self, batch: int) -> bool:
         return self._one_us + self._sample_us * (batch - 1) <= self._inline_us
 
-    def warm_up(self, fed: Mapping[str, TensorInfo] | None = None) -> None:
+    def warm_up(self, fed: Mapping[str, NetworkTensor] | None = None) -> None:
         """Run on zeros, for the allocations and for the time of small and larger batches.
 
         ``fed`` says the shapes where the network leaves them open; open ones count as 1.
@@ -199,7 +199,7 @@ class OnnxModel:
         self._sample_us = max(0.0, (many - one) / (_WARM_BATCH - 1))
         self._one_us = one
 
-    def _time(self, batch: int, fed: Mapping[str, TensorInfo]) -> float:
+    def _time(self, batch: int, fed: Mapping[str, NetworkTensor]) -> float:
         """Microseconds of the best of five runs."""
         zeros = {}
         for tensor in self.inputs:
@@ -263,14 +263,14 @@ def narrowed(path: Path) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _info(path: Path, node: Any) -> TensorInfo:
+def _info(path: Path, node: Any) -> NetworkTensor:
     datatype = _DATATYPE_OF.get(node.type)
     if datatype is None:
         raise ModelError(
             f"{path}: tensor {node.name!r} is {node.type}; use one of {', '.join(_DATATYPE_OF)}"
         )
     shape = tuple(size if isinstance(size, int) else -1 for size in node.shape)
-    return TensorInfo(node.name, datatype, shape)
+    return NetworkTensor(node.name, datatype, shape)
 
 
 def first_line(error: Exception) -> str:

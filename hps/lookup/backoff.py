@@ -5,7 +5,7 @@ from __future__ import annotations
 _LONGEST_PAUSE = 64
 
 
-class Patience:
+class Backoff:
     """Leaves out what was in vain last time, for longer each time. Any thread may ask: none minds a turn more
     or less."""
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from hps.config.ps_json.tables import is_fused
-from hps.tracing import Origin
+from hps.tracing import RequestContext
 from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult, Pooling
 
 
@@ -88,12 +88,16 @@ class LookupModel:
     max_table_keys: Mapping[str, int] = field(default_factory=dict)
 
 
-class Submit(Protocol):
+class PreparedSubmit(Protocol):
     """A prepared lookup, begun with the keys of each feature, ``(n,) int64`` in the request's order, the
-    deadline, and on whose behalf. What is recorded of that (`Origin.is_recorded`) is not prepared."""
+    deadline, and on whose behalf. What is recorded of that (`RequestContext.is_recorded`) is not prepared."""
 
     def __call__(
-        self, keys: Sequence[KeyArray], deadline: float | None, origin: Origin | None = None, /
+        self,
+        keys: Sequence[KeyArray],
+        deadline: float | None,
+        origin: RequestContext | None = None,
+        /,
     ) -> Future[LookupResult]: ...
 
 
@@ -117,7 +121,7 @@ class Lookup(Protocol):
         """
         ...
 
-    def prepare(self, request: LookupRequest) -> Submit:
+    def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """``submit`` for requests that differ from this one in their keys and deadline alone: not in
         how many keys a feature has, nor in their batch. For requests without offsets, weights and
         ``out``. Raises ``BadRequest``."""

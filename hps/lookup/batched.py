@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from hps.lookup.base import Feature, Lookup, Submit
-from hps.lookup.batching import Batcher, Bounds, Size
-from hps.lookup.merged import Merged, checked, kind
-from hps.threads import Done, then
-from hps.tracing import Origin, followed, on_behalf_of
+from hps.lookup.base import Feature, Lookup, PreparedSubmit
+from hps.lookup.batching import Batcher, BatchLimits, BatchSize
+from hps.lookup.merged import MergedLookup, checked, kind
+from hps.threads import CompletedFuture, then
+from hps.tracing import RequestContext, followed, on_behalf_of
 from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult
 
 
@@ -23,12 +23,12 @@ class BatchedLookup:
     def __init__(
         self,
         lookup: Lookup,
-        bounds: Bounds,
+        bounds: BatchLimits,
         observe: Callable[[float], None] = lambda _requests: None,
     ) -> None:
         self._lookup = lookup
         self._batcher: Batcher[LookupRequest, LookupResult] = Batcher(
-            _Lookups(lookup), bounds, observe
+            _LookupWork(lookup), bounds, observe
         )
 
     @property
@@ -47,14 +47,17 @@ class BatchedLookup:
         """See ``Lookup.submit``."""
         return self._batcher.submit(request)
 
-    def prepare(self, request: LookupRequest) -> Submit:
+    def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
         alone, batcher = self._lookup.prepare(request), self._batcher
         batches = [(name, keys.batch) for name, keys in request.features.items()]
         bare = replace(request, features={})
 
         def submit(
-            keys: Sequence[KeyArray], deadline: float | None, origin: Origin | None = None, /
+            keys: Sequence[KeyArray],
+            deadline: float | None,
+            origin: RequestContext | None = None,
+            /,
         ) -> Future[LookupResult]:
             if batcher.is_idle:
                 return batcher.began(alone(keys, deadline, origin))
@@ -68,13 +71,13 @@ class BatchedLookup:
         return submit
 
 
-class _Lookups:
+class _LookupWork:
     """Lookups as the work of a `Batcher`."""
 
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
         self.alone = lookup.submit
-        self.together = Together(lookup.submit, self._merged).begin
+        self.together = MergingSubmit(lookup.submit, self._merged).begin
 
     def kind(self, request: LookupRequest) -> tuple[Hashable, LookupRequest] | None:
         known = self._lookup.tables if request.by_table else self._lookup.features
@@ -84,7 +87,7 @@ class _Lookups:
         found = kind(fit)
         return None if found is None else (found, fit)
 
-    def size(self, request: LookupRequest) -> Size:
+    def size(self, request: LookupRequest) -> BatchSize:
         size = keys_size(request.features)
         # Keys by table are one sample, however many; what a batch may hold goes by their number.
         return size._replace(samples=1) if request.by_table else size
@@ -93,34 +96,34 @@ class _Lookups:
         return request.deadline
 
     def _merged(
-        self, requests: Sequence[LookupRequest], want_source: bool, origin: Origin | None
-    ) -> Merged:
-        return Merged(requests, self._lookup.features, want_source=want_source, origin=origin)
+        self, requests: Sequence[LookupRequest], want_source: bool, origin: RequestContext | None
+    ) -> MergedLookup:
+        return MergedLookup(requests, self._lookup.features, want_source=want_source, origin=origin)
 
 
-class Report(Protocol):
+class CountsDefaults(Protocol):
     """Of a result: how many keys were answered with a default."""
 
     @property
     def defaulted(self) -> int: ...
 
 
-class Sourced(Protocol):
+class RequestsSources(Protocol):
     """Of a request: whether it asks where its rows come from, and on whose behalf it is."""
 
     @property
     def want_source(self) -> bool: ...
 
     @property
-    def origin(self) -> Origin | None: ...
+    def origin(self) -> RequestContext | None: ...
 
 
-Request = TypeVar("Request", bound=Sourced)
-Result = TypeVar("Result", bound=Report)
+Request = TypeVar("Request", bound=RequestsSources)
+Result = TypeVar("Result", bound=CountsDefaults)
 Asked = TypeVar("Asked", covariant=True)
 
 
-class Joined(Protocol[Asked, Result]):
+class MergedRequests(Protocol[Asked, Result]):
     """Several requests made one."""
 
     @property
@@ -129,7 +132,7 @@ class Joined(Protocol[Asked, Result]):
     def split(self, result: Result) -> list[Result]: ...
 
 
-class Together(Generic[Request, Result]):
+class MergingSubmit(Generic[Request, Result]):
     """Several requests begun by ``submit`` as the one that ``merge`` makes of them, with sources or without,
     and on whose behalf it is.
 
@@ -140,7 +143,9 @@ class Together(Generic[Request, Result]):
     def __init__(
         self,
         submit: Callable[[Request], Future[Result]],
-        merge: Callable[[Sequence[Request], bool, Origin | None], Joined[Request, Result]],
+        merge: Callable[
+            [Sequence[Request], bool, RequestContext | None], MergedRequests[Request, Result]
+        ],
     ) -> None:
         self._submit = submit
         self._merge = merge
@@ -160,19 +165,19 @@ class Together(Generic[Request, Result]):
             some = self._defaults = result.defaulted > 0
             if some and not sourced:
                 return self._begin(requests, True)
-            return Done(merged.split(result))
+            return CompletedFuture(merged.split(result))
 
         begin = partial(self._submit, merged.request)
         asked = begin() if origin is None else followed(origin, begin, lambda _: {})
         return split(asked.result()) if asked.done() else then(asked, split)
 
 
-def keys_size(features: Mapping[str, JaggedKeys]) -> Size:
+def keys_size(features: Mapping[str, JaggedKeys]) -> BatchSize:
     """Samples and keys of a request by feature."""
     rows = keys = 0
     for each in features.values():
         rows, keys = max(rows, each.batch), keys + len(each.keys)
-    return Size(rows, keys, rows)
+    return BatchSize(rows, keys, rows)
 
 
-__all__ = ["BatchedLookup", "Together", "keys_size"]
+__all__ = ["BatchedLookup", "MergingSubmit", "keys_size"]

@@ -30,7 +30,7 @@ def is_of_the_server(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class BatchLimits:
     """At most ``rows`` samples and ``keys`` keys a batch, a larger request being one alone; ``delay_s`` to
     wait for others; ``at_once`` batches under way."""
 
@@ -40,7 +40,7 @@ class Bounds:
     at_once: int = 1
 
 
-class Size(NamedTuple):
+class BatchSize(NamedTuple):
     """What a request adds to a batch. ``samples`` are what it counts as where batches are told of; they bound
     nothing."""
 
@@ -49,7 +49,7 @@ class Size(NamedTuple):
     samples: int
 
 
-class Work(Protocol[Taken, Result]):
+class BatchWork(Protocol[Taken, Result]):
     """What is batched. Any thread may call it."""
 
     def kind(self, request: Taken) -> tuple[Hashable, Any] | None:
@@ -57,7 +57,7 @@ class Work(Protocol[Taken, Result]):
         None for one that must be alone. Raises ``BadRequest`` for one at fault."""
         ...
 
-    def size(self, request: Taken) -> Size: ...
+    def size(self, request: Taken) -> BatchSize: ...
 
     def deadline(self, request: Taken) -> float | None: ...
 
@@ -80,15 +80,15 @@ class Batcher(Generic[Request, Result]):
 
     def __init__(
         self,
-        work: Work[Request, Result],
-        bounds: Bounds,
+        work: BatchWork[Request, Result],
+        bounds: BatchLimits,
         observe: Callable[[float], None] = lambda _requests: None,
     ) -> None:
         self._work = work
         self._bounds = bounds
         self._observe = observe
         self._under_way = 0
-        self._lines: dict[Hashable, _Line] = {}
+        self._lines: dict[Hashable, _BatchQueue] = {}
         self._changed = threading.Condition()
         self._timer: threading.Thread | None = None
 
@@ -99,7 +99,8 @@ class Batcher(Generic[Request, Result]):
         return not (bounds.delay_s or self._lines) and self._under_way < bounds.at_once
 
     def submit(self, request: Request) -> Future[Result]:
-        """Begin ``request``, alone or with others. Raises as ``Work.kind`` and ``Work.alone`` do."""
+        """Begin ``request``, alone or with others. Raises as ``BatchWork.kind`` and ``BatchWork.alone``
+        do."""
         if self.is_idle:
             return self.began(self._work.alone(request))
         joined = self._work.kind(request)
@@ -107,11 +108,11 @@ class Batcher(Generic[Request, Result]):
             return self._work.alone(request)
         kind, request = joined
         size, deadline = self._work.size(request), self._work.deadline(request)
-        waiting = _Waiting(request, size, deadline, self._bounds.delay_s)
+        waiting = _QueuedItem(request, size, deadline, self._bounds.delay_s)
         with self._changed:
             line = self._lines.get(kind)
             if line is None:
-                line = self._lines[kind] = _Line(self._bounds)
+                line = self._lines[kind] = _BatchQueue(self._bounds)
             line.add(waiting)
             if self._bounds.delay_s:
                 self._wake_timer()
@@ -154,7 +155,7 @@ class Batcher(Generic[Request, Result]):
         if self._go_on(answers):
             self._ended()
 
-    def _next(self) -> list[_Waiting]:
+    def _next(self) -> list[_QueuedItem]:
         """The requests of the next batch; it counts as under way. Empty when none may begin yet."""
         now = time.monotonic()
         with self._changed:
@@ -179,7 +180,7 @@ class Batcher(Generic[Request, Result]):
                 found, since = kind, line.due
         return found
 
-    def _answers(self, batch: list[_Waiting]) -> Iterator[Future[Any]]:
+    def _answers(self, batch: list[_QueuedItem]) -> Iterator[Future[Any]]:
         """Answer ``batch``; gives the futures it waits for, one after another."""
         alone = len(batch) == 1
         error: BaseException | None
@@ -208,7 +209,7 @@ class Batcher(Generic[Request, Result]):
             yield from self._answers(batch[:half])
             yield from self._answers(batch[half:])
 
-    def _forget(self, kind: Hashable, waiting: _Waiting, future: Future[Any]) -> None:
+    def _forget(self, kind: Hashable, waiting: _QueuedItem, future: Future[Any]) -> None:
         """A request that was given up makes room."""
         if not future.cancelled():
             return
@@ -240,14 +241,14 @@ class Batcher(Generic[Request, Result]):
             self._begin_batches()
 
 
-class _Line:
+class _BatchQueue:
     """Requests of one kind, in the order they came."""
 
     __slots__ = ("_bounds", "keys", "rows", "waiting")
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: BatchLimits) -> None:
         self._bounds = bounds
-        self.waiting: deque[_Waiting] = deque()
+        self.waiting: deque[_QueuedItem] = deque()
         self.rows = self.keys = 0
 
     @property
@@ -260,17 +261,17 @@ class _Line:
         """Whether there is enough for a batch."""
         return self.rows >= self._bounds.rows or self.keys >= self._bounds.keys
 
-    def add(self, waiting: _Waiting) -> None:
+    def add(self, waiting: _QueuedItem) -> None:
         self.waiting.append(waiting)
         self._count(waiting, 1)
 
-    def remove(self, waiting: _Waiting) -> None:
+    def remove(self, waiting: _QueuedItem) -> None:
         self.waiting.remove(waiting)
         self._count(waiting, -1)
 
-    def take(self) -> list[_Waiting]:
+    def take(self) -> list[_QueuedItem]:
         """The next batch: as many as fit, at least one."""
-        taken: list[_Waiting] = []
+        taken: list[_QueuedItem] = []
         rows = keys = 0
         while self.waiting:
             size = self.waiting[0].size
@@ -281,12 +282,12 @@ class _Line:
             self._count(taken[-1], -1)
         return taken
 
-    def _count(self, waiting: _Waiting, sign: int) -> None:
+    def _count(self, waiting: _QueuedItem, sign: int) -> None:
         self.rows += sign * waiting.size.rows
         self.keys += sign * waiting.size.keys
 
 
-class _Answer(Future[Any]):
+class _BatchedFuture(Future[Any]):
     """The answer to a request that waited for its batch, with what statistics are to know of it."""
 
     queued_ns = 0
@@ -296,18 +297,20 @@ class _Answer(Future[Any]):
     are answered is not known before, as their time may be up by then."""
 
 
-class _Waiting:
+class _QueuedItem:
     """A request that waits for its batch. ``due``: when it may begin, though the batch is not full."""
 
     __slots__ = ("deadline", "due", "future", "request", "since", "size")
 
-    def __init__(self, request: Any, size: Size, deadline: float | None, delay_s: float) -> None:
+    def __init__(
+        self, request: Any, size: BatchSize, deadline: float | None, delay_s: float
+    ) -> None:
         self.request = request
         self.size = size
         self.deadline = deadline
         self.since = time.monotonic()
         self.due = self.since + delay_s
-        self.future = _Answer()
+        self.future = _BatchedFuture()
 
     def starts(self, now: float) -> bool:
         """Whether anybody still waits for it. Those whose time is up are told so."""

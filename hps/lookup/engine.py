@@ -14,20 +14,20 @@ from dataclasses import replace
 from functools import partial
 
 from hps.errors import DeadlineExceeded
-from hps.lookup.base import Feature, LookupModel, Submit
+from hps.lookup.base import Feature, LookupModel, PreparedSubmit
 from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets
-from hps.lookup.fused import ShortWay
-from hps.lookup.lookup_job import Job, WholeJob
-from hps.lookup.partial_hits import GapJob, Gaps
-from hps.lookup.plans import Plans
-from hps.lookup.table_keys import Share, make_share
+from hps.lookup.fused import FastPath
+from hps.lookup.lookup_job import FullLookupJob, LookupJob
+from hps.lookup.partial_hits import PartialHit, PartialHitJob
+from hps.lookup.plans import FeatureGroupCache
+from hps.lookup.table_keys import TableKeys, make_share
 from hps.lookup.traced import traced
 from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
-from hps.threads import Done, Lanes, Workers, then
+from hps.threads import BoundedThreadPool, CompletedFuture, LookupPools, then
 from hps.tiers.base import Part, Tier
 from hps.tiers.fused import fused
-from hps.tracing import Origin, timed
+from hps.tracing import RequestContext, timed
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -58,7 +58,7 @@ class LookupEngine:
         model: LookupModel,
         caches: Tier,
         stores: Tier,
-        workers: Workers | Lanes,
+        workers: BoundedThreadPool | LookupPools,
         promote: Promote = lambda _table, _keys: None,
         meter: LookupMeter | None = None,
     ) -> None:
@@ -66,14 +66,14 @@ class LookupEngine:
         self._caches = caches
         self._stores = stores
         self._stores_block = stores.info.blocking
-        self._lanes = workers if isinstance(workers, Lanes) else Lanes(workers, workers)
+        self._lanes = workers if isinstance(workers, LookupPools) else LookupPools(workers, workers)
         self._promote = promote
         self._meter = meter or LookupMeter(Metrics(), model.name, model.version)
         # Not a method of ours: whoever drops a model waits until nothing refers to its engine.
-        self._plan = Plans(model)
-        self._short: ShortWay | None = None
+        self._plan = FeatureGroupCache(model)
+        self._short: FastPath | None = None
         if tier := fused(caches):
-            self._short = ShortWay(model, tier, self._plan, self._meter, INLINE_KEYS)
+            self._short = FastPath(model, tier, self._plan, self._meter, INLINE_KEYS)
 
     @property
     def features(self) -> Mapping[str, Feature]:
@@ -101,12 +101,16 @@ class LookupEngine:
         keys = [keys.keys for keys in request.features.values()]
         if form.inline:
             found = timed(request.origin, "memory", form, keys)
-            return Done(found) if type(found) is LookupResult else self._rest(request, found)
+            return (
+                CompletedFuture(found)
+                if type(found) is LookupResult
+                else self._rest(request, found)
+            )
         ask = partial(timed, request.origin, "memory", form, keys)
         asked = self._lanes.memory.submit(ask, request.deadline)
         return then(asked, partial(self._rest, request))
 
-    def prepare(self, request: LookupRequest) -> Submit:
+    def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
         form = self._short.form(request) if self._short else None
         batches = [(name, keys.batch) for name, keys in request.features.items()]
@@ -114,13 +118,16 @@ class LookupEngine:
         from_memory = form if form is not None and form.inline else None
 
         def submit(
-            keys: Sequence[KeyArray], deadline: float | None, origin: Origin | None = None, /
+            keys: Sequence[KeyArray],
+            deadline: float | None,
+            origin: RequestContext | None = None,
+            /,
         ) -> Future[LookupResult]:
             found = None
             if from_memory is not None and not _is_past(deadline):
                 found = from_memory(keys)
                 if type(found) is LookupResult:
-                    return Done(found)
+                    return CompletedFuture(found)
             features = {
                 name: JaggedKeys(mine, batch)
                 for (name, batch), mine in zip(batches, keys, strict=True)
@@ -131,19 +138,19 @@ class LookupEngine:
         return submit
 
     def _rest(
-        self, request: LookupRequest, found: LookupResult | Gaps | None
+        self, request: LookupRequest, found: LookupResult | PartialHit | None
     ) -> Future[LookupResult]:
         """After the short way, which ``found`` something, or nothing."""
         if isinstance(found, LookupResult):
-            return Done(found)
+            return CompletedFuture(found)
         if found is None:
             return self._ordinary(request)
-        job = timed(request.origin, "dedup", GapJob, request, found)
+        job = timed(request.origin, "dedup", PartialHitJob, request, found)
         return self._go_on(job, self._ask_caches(job))
 
     def _ordinary(self, request: LookupRequest) -> Future[LookupResult]:
         shares, keys = timed(request.origin, "dedup", self._shares, request)
-        job = WholeJob(request, shares)
+        job = FullLookupJob(request, shares)
         if _is_past(request.deadline):
             raise DeadlineExceeded("the request's deadline had passed when it came")
         if keys > INLINE_KEYS:
@@ -153,7 +160,7 @@ class LookupEngine:
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _go_on(self, job: Job, waiting: list[Part]) -> Future[LookupResult]:
+    def _go_on(self, job: LookupJob, waiting: list[Part]) -> Future[LookupResult]:
         """After the caches: answer, on a thread that may wait if a store must be asked."""
         # Caches are cleared after the workers are closed: what they lack then is no default.
         self._lanes.stores.check_open()
@@ -161,9 +168,9 @@ class LookupEngine:
             run = partial(self._run_after_waiting, job, waiting, time.perf_counter())
             return self._lanes.stores.submit(run, job.request.deadline)
         result = self._run_below(job, waiting)
-        return self._ordinary(job.request) if result is None else Done(result)
+        return self._ordinary(job.request) if result is None else CompletedFuture(result)
 
-    def _run_after_waiting(self, job: Job, waiting: list[Part], since: float) -> LookupResult:
+    def _run_after_waiting(self, job: LookupJob, waiting: list[Part], since: float) -> LookupResult:
         """Ask the caches again if it took a while to get a thread: many may wait for the same rows, and
         those before this one had them promoted."""
         if job.request.origin is not None and job.request.origin.is_profiled:
@@ -173,17 +180,17 @@ class LookupEngine:
             waiting = [part for part in waiting if len(part.missing)]
         result = self._run_below(job, waiting)
         while result is None:
-            job = WholeJob(job.request, self._shares(job.request)[0])
+            job = FullLookupJob(job.request, self._shares(job.request)[0])
             result = self._run_below(job, self._ask_caches(job))
         return result
 
-    def _ask_caches(self, job: Job) -> list[Part]:
+    def _ask_caches(self, job: LookupJob) -> list[Part]:
         """Fetch what memory holds; the parts that must wait for the stores."""
         self._caches.fetch(job.parts, job.context)
         waiting = [part for part in job.parts if len(part.missing)]
         return self._apply_miss_policies(job, waiting) if waiting else waiting
 
-    def _apply_miss_policies(self, job: Job, parts: list[Part]) -> list[Part]:
+    def _apply_miss_policies(self, job: LookupJob, parts: list[Part]) -> list[Part]:
         """The parts that wait; the others' missing keys are promoted and get defaults for now."""
         waiting = []
         for part in parts:
@@ -193,7 +200,7 @@ class LookupEngine:
                 self._promote(part.table, part.keys[part.missing])
         return waiting
 
-    def _run_below(self, job: Job, waiting: list[Part]) -> LookupResult | None:
+    def _run_below(self, job: LookupJob, waiting: list[Part]) -> LookupResult | None:
         """Fetch ``waiting`` from the stores, have what they held promoted, and answer; None when the request
         must be begun again."""
         if waiting:
@@ -219,7 +226,7 @@ class LookupEngine:
 
     # -- request -> parts --------------------------------------------------------------------------
 
-    def _shares(self, request: LookupRequest) -> tuple[list[Share], int]:
+    def _shares(self, request: LookupRequest) -> tuple[list[TableKeys], int]:
         """The request's keys, checked, gathered by table, each key once."""
         groups = self._plan(tuple(request.features), request.by_table)
         total = check_sizes(self.model, request)
@@ -239,7 +246,7 @@ def _is_past(deadline: float | None) -> bool:
     return deadline is not None and time.monotonic() > deadline
 
 
-def _must_wait(job: Job, part: Part) -> bool:
+def _must_wait(job: LookupJob, part: Part) -> bool:
     """Whether the miss policy has the part's missing keys asked for in the stores."""
     policy = part.table.miss
     if policy.kind == "wait" or not policy.min_hit_rate:

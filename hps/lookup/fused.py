@@ -2,7 +2,7 @@
 
 Most requests are such. For them the deduplication and the reports per key of the ordinary way cost
 more than the rows: a repeated key is read again, which is cheaper than being recognised. Bags are
-pooled as their rows are read; rows of bags that are not in memory are left as `Gaps`, for which alone
+pooled as their rows are read; rows of bags that are not in memory are left as `PartialHit`, for which alone
 the other tiers are asked. What this way can't answer goes the ordinary way from the start, as if
 nothing had happened.
 """
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import check_keys, check_sizes
-from hps.lookup.partial_hits import Gaps, TableGaps
+from hps.lookup.partial_hits import PartialHit, TablePartialHit
 from hps.lookup.plans import Group
 from hps.lookup.pooling import divisors, is_pooled, offsets_of, weights_of
 from hps.observability.meters import LookupMeter
 from hps.tiers.bags import POOLED_DTYPES, Ask, Bags
-from hps.tiers.fused import FusedLookup, Gather, gather_alike
+from hps.tiers.fused import FusedLookup, GatherFunction, gather_alike
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -42,7 +42,7 @@ Plan = Callable[[tuple[str, ...], bool], tuple[Group, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Slice:
+class _FeatureSlice:
     """One feature's keys: where they stand in the request (``position``) and among the keys of their
     table (``start``), and how many there are."""
 
@@ -57,7 +57,7 @@ class _Slice:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pooled(_Slice):
+class _PooledFeature(_FeatureSlice):
     """One feature's keys that are pooled; see `Bags`."""
 
     shape: tuple[int, int]
@@ -71,8 +71,8 @@ class _Pooled(_Slice):
         return Bags(table, self.keys(keys), out, self.offsets, self.weights, self.divisors)
 
 
-def _pooled(feature: Feature, keys: JaggedKeys, position: int, start: int) -> _Pooled:
-    return _Pooled(
+def _pooled(feature: Feature, keys: JaggedKeys, position: int, start: int) -> _PooledFeature:
+    return _PooledFeature(
         feature,
         position,
         start,
@@ -84,13 +84,13 @@ def _pooled(feature: Feature, keys: JaggedKeys, position: int, start: int) -> _P
     )
 
 
-def _concatenated(slices: Sequence[_Slice], keys: Sequence[KeyArray]) -> KeyArray:
+def _concatenated(slices: Sequence[_FeatureSlice], keys: Sequence[KeyArray]) -> KeyArray:
     """The table's keys ``(n,)`` for all of these features of the request."""
     shifted = [each.keys(keys) for each in slices]
     return shifted[0] if len(shifted) == 1 else np.concatenate(shifted)
 
 
-class _Rows:
+class _UnpooledFeatures:
     """The features of one table whose vectors are its rows.
 
     ``as_sent``: their keys are one feature's, as they came. ``alone``: the one feature's name.
@@ -98,7 +98,7 @@ class _Rows:
 
     __slots__ = ("alone", "as_sent", "dtype", "position", "shape", "slices", "table")
 
-    def __init__(self, table: EmbeddingTable, slices: Sequence[_Slice]) -> None:
+    def __init__(self, table: EmbeddingTable, slices: Sequence[_FeatureSlice]) -> None:
         first = slices[0].feature
         self.table = table
         self.slices = slices
@@ -121,7 +121,7 @@ class _Rows:
             start += each.n
 
 
-class Form:
+class PreparedLookup:
     """What requests of the same features and sizes have in common, checked once; called with the keys
     of one of them. Any number of threads may. ``inline``: it takes no longer than its caller has."""
 
@@ -141,7 +141,7 @@ class Form:
         self,
         tier: FusedLookup,
         meter: LookupMeter,
-        groups: Sequence[tuple[EmbeddingTable, list[_Slice]]],
+        groups: Sequence[tuple[EmbeddingTable, list[_FeatureSlice]]],
         names: tuple[str, ...],
         *,
         inline: bool,
@@ -150,9 +150,11 @@ class Form:
         self.inline = inline
         self._tier = tier
         self._groups = [(table, tuple(slices)) for table, slices in groups]
-        plain = [(table, [s for s in slices if type(s) is _Slice]) for table, slices in groups]
-        self._rows = [_Rows(table, slices) for table, slices in plain if slices]
-        self._pooled = [s for _, slices in groups for s in slices if isinstance(s, _Pooled)]
+        plain = [
+            (table, [s for s in slices if type(s) is _FeatureSlice]) for table, slices in groups
+        ]
+        self._rows = [_UnpooledFeatures(table, slices) for table, slices in plain if slices]
+        self._pooled = [s for _, slices in groups for s in slices if isinstance(s, _PooledFeature)]
         filled = [s.feature.name for each in self._rows for s in each.slices]
         filled += [each.feature.name for each in self._pooled]
         self._names = None if names == tuple(filled) else names
@@ -164,9 +166,9 @@ class Form:
         self._finished = meter.finished_alike(self._answers)
         sizes = [(each.table, each.shape[0]) for each in self._rows]
         sizes += [(each.feature.table, each.n) for each in self._pooled]
-        self._gather: Gather = gather_alike(tier, sizes)
+        self._gather: GatherFunction = gather_alike(tier, sizes)
 
-    def __call__(self, keys: Sequence[KeyArray]) -> LookupResult | Gaps | None:
+    def __call__(self, keys: Sequence[KeyArray]) -> LookupResult | PartialHit | None:
         """Answer for each feature's keys ``(n,)``, in the request's order; None when the request must go the
         ordinary way."""
         started = perf_counter()
@@ -206,7 +208,7 @@ class Form:
         bags: list[Bags],
         vectors: dict[str, VectorArray],
         started: float,
-    ) -> Gaps:
+    ) -> PartialHit:
         lacking: dict[EmbeddingTable, list[tuple[int, Bags]]] = {}
         for slice_, bag in zip(self._pooled, bags, strict=True):
             if bag.missing is not None:
@@ -215,11 +217,11 @@ class Form:
         for position, (table, slices) in enumerate(self._groups):
             if table in lacking:
                 every_key = partial(_concatenated, slices, keys)
-                tables.append(TableGaps(table, position, lacking[table], every_key))
-        return Gaps(self._tier, tables, self._answers, vectors, started)
+                tables.append(TablePartialHit(table, position, lacking[table], every_key))
+        return PartialHit(self._tier, tables, self._answers, vectors, started)
 
 
-class ShortWay:
+class FastPath:
     """The short way through ``tier``. Any number of threads may call it."""
 
     def __init__(
@@ -235,9 +237,9 @@ class ShortWay:
         self._plan = plan
         self._meter = meter
         self._inline_keys = inline_keys
-        self._forms: dict[tuple[object, ...], Form | None] = {}
+        self._forms: dict[tuple[object, ...], PreparedLookup | None] = {}
 
-    def form(self, request: LookupRequest) -> Form | None:
+    def form(self, request: LookupRequest) -> PreparedLookup | None:
         """What answers requests of this form from memory; None when the request wants what only the
         ordinary way gives: sources, ``out``, conversion of keys, or many rows that are not pooled.
         Raises ``BadRequest`` as that does."""
@@ -261,15 +263,15 @@ class ShortWay:
             self._forms[key] = self._check(request)
         return self._forms[key]
 
-    def _check(self, request: LookupRequest) -> Form | None:
+    def _check(self, request: LookupRequest) -> PreparedLookup | None:
         """The form of a request of a kind that was not seen before."""
         names = tuple(request.features)
         groups = self._plan(names, request.by_table)
         total = check_sizes(self._model, request)
-        parts: list[tuple[EmbeddingTable, list[_Slice]]] = []
+        parts: list[tuple[EmbeddingTable, list[_FeatureSlice]]] = []
         some_pooled, possible = False, True
         for table, features in groups:
-            slices: list[_Slice] = []
+            slices: list[_FeatureSlice] = []
             start = 0
             for feature in features:
                 keys = check_keys(feature, request.features[feature.name])
@@ -278,10 +280,10 @@ class ShortWay:
                     slices.append(_pooled(feature, keys, position, start))
                     some_pooled, possible = True, possible and table.dtype in POOLED_DTYPES
                 else:
-                    slices.append(_Slice(feature, position, start, n))
+                    slices.append(_FeatureSlice(feature, position, start, n))
                 start += n
             parts.append((table, slices))
         inline = total <= self._inline_keys
         if not possible or not (inline or some_pooled):
             return None
-        return Form(self._tier, self._meter, parts, names, inline=inline)
+        return PreparedLookup(self._tier, self._meter, parts, names, inline=inline)

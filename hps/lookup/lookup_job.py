@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from hps.lookup.pooling import pool
-from hps.lookup.table_keys import Share
+from hps.lookup.table_keys import TableKeys
 from hps.observability.meters import Answers
 from hps.tiers.base import FetchContext, Part
 from hps.tracing import counted
@@ -22,7 +22,7 @@ from hps.types import (
 _DEFAULT = int(Source.DEFAULT)
 
 
-class Job(ABC):
+class LookupJob(ABC):
     """``parts``: what the tiers are asked for. ``context``: what they met."""
 
     __slots__ = ("context", "parts", "request", "started")
@@ -48,12 +48,12 @@ class Job(ABC):
         key. None when rows got lost on the way and the request must be begun again."""
 
 
-class WholeJob(Job):
+class FullLookupJob(LookupJob):
     """The ordinary way: every key of the request goes through the tiers."""
 
     __slots__ = ("shares",)
 
-    def __init__(self, request: LookupRequest, shares: list[Share]) -> None:
+    def __init__(self, request: LookupRequest, shares: list[TableKeys]) -> None:
         super().__init__(request, [share.part for share in shares], time.perf_counter())
         self.shares = shares
 
@@ -109,7 +109,7 @@ def _put(out: VectorArray | None, vectors: VectorArray) -> VectorArray:
     return out
 
 
-def _report(result: LookupResult, name: str, share: Share, keys: slice) -> None:
+def _report(result: LookupResult, name: str, share: TableKeys, keys: slice) -> None:
     """Per-key sources and versions of the feature that owns ``keys`` of the share."""
     if share.inverse is None:
         positions: slice | Sequence[int] | IndexArray = keys

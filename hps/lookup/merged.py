@@ -11,7 +11,7 @@ import numpy as np
 
 from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys
-from hps.tracing import Origin
+from hps.tracing import RequestContext
 from hps.types import JaggedKeys, LookupRequest, LookupResult, Source, SourceArray, as_keys
 
 
@@ -42,7 +42,7 @@ def checked(request: LookupRequest, features: Mapping[str, Feature]) -> LookupRe
     return replace(request, features={**request.features, **fit})
 
 
-class Merged:
+class MergedLookup:
     """One request for those of ``requests``, which are of one ``kind`` and ``checked``; ``features`` are the
     model's. Without ``want_source`` it can't be told whose keys were answered with a default. ``origin``: on
     whose behalf it is, see `on_behalf_of`."""
@@ -53,11 +53,11 @@ class Merged:
         features: Mapping[str, Feature],
         *,
         want_source: bool = True,
-        origin: Origin | None = None,
+        origin: RequestContext | None = None,
     ) -> None:
         self._requests = requests
         by_table = requests[0].by_table
-        self._shares: dict[str, _Shares] = {}
+        self._shares: dict[str, _FeatureShares] = {}
         spans: dict[tuple[int, ...], list[slice]] = {}  # mostly the same for all features
         joined = {}
         everybody = range(len(requests))
@@ -73,7 +73,7 @@ class Merged:
             for sizes in (asked, rows):
                 if sizes not in spans:
                     spans[sizes] = bounds(sizes)
-            self._shares[name] = _Shares(who, spans[rows], spans[asked])
+            self._shares[name] = _FeatureShares(who, spans[rows], spans[asked])
         deadlines = [each.deadline for each in requests]
         latest = None if None in deadlines else max(d for d in deadlines if d is not None)
         self.request = LookupRequest(joined, latest, want_source, None, by_table, origin)
@@ -95,27 +95,27 @@ class Merged:
                         answer.versions[name] = result.versions[name][keys]
         return answers
 
-    def told(self, sources: Mapping[str, SourceArray]) -> list[Told]:
+    def told(self, sources: Mapping[str, SourceArray]) -> list[LookupReport]:
         """What ``sources``, of all keys, tell each request of its own."""
-        told = [Told({}, 0) for _ in self._requests]
+        told = [LookupReport({}, 0) for _ in self._requests]
         for name, codes in sources.items():
             for index, _, keys in zip(*self._shares[name], strict=True):
                 mine = codes[keys]
                 found, defaulted = told[index]
                 found[name] = mine
                 defaulted += int(np.count_nonzero(mine == Source.DEFAULT))
-                told[index] = Told(found, defaulted)
+                told[index] = LookupReport(found, defaulted)
         return told
 
 
-class Told(NamedTuple):
+class LookupReport(NamedTuple):
     """Where a request's rows came from, and how many keys were answered with a default."""
 
     sources: dict[str, SourceArray]
     defaulted: int
 
 
-class _Shares(NamedTuple):
+class _FeatureShares(NamedTuple):
     """Which requests ask for a feature, and what is each one's own of it: its rows, and its keys."""
 
     requests: Sequence[int]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hps.lookup.lookup_job import Job, fill_defaults
+from hps.lookup.lookup_job import LookupJob, fill_defaults
 from hps.native import dedup
 from hps.observability.meters import Answers
 from hps.tiers.bags import Bags
@@ -33,7 +33,7 @@ _DEFAULT = int(Source.DEFAULT)
 
 
 @dataclass(frozen=True, slots=True)
-class TableGaps:
+class TablePartialHit:
     """One table's: its position among the request's tables, its ``bags`` that lack rows, each with the
     position of its first key among all of the table's, and what makes these ``(n,)``."""
 
@@ -49,23 +49,23 @@ class TableGaps:
 
 
 @dataclass(frozen=True, slots=True)
-class Gaps:
+class PartialHit:
     """A request that memory answered but for some rows. ``tables``: those that lack some; ``answers``: of all
     tables, as if none did; ``vectors``: by feature, to be completed in place."""
 
     tier: FusedLookup
-    tables: Sequence[TableGaps]
+    tables: Sequence[TablePartialHit]
     answers: Answers
     vectors: dict[str, VectorArray]
     started: float
 
 
-class GapJob(Job):
+class PartialHitJob(LookupJob):
     """The rest of the way of a request that memory answered in part: each missing key once."""
 
     __slots__ = ("_gaps", "_inverses")
 
-    def __init__(self, request: LookupRequest, gaps: Gaps) -> None:
+    def __init__(self, request: LookupRequest, gaps: PartialHit) -> None:
         self._gaps = gaps
         parts, self._inverses = [], []
         for each in gaps.tables:
@@ -92,7 +92,9 @@ class GapJob(Job):
             answers[gaps.position] = gaps.table, told, answers[gaps.position][2]
         return result, answers
 
-    def _fill(self, gaps: TableGaps, part: Part, inverse: IndexArray, codes: SourceArray) -> bool:
+    def _fill(
+        self, gaps: TablePartialHit, part: Part, inverse: IndexArray, codes: SourceArray
+    ) -> bool:
         """Complete the table's bags and the ``codes`` of its keys ``(n,)``; False when rows got lost."""
         start = 0
         for first, bags in gaps.bags:

@@ -12,7 +12,7 @@ Group = tuple[EmbeddingTable, tuple[Feature, ...]]
 _KEPT = 256
 
 
-class Plans:
+class FeatureGroupCache:
     """Of one model. May be called from any thread."""
 
     def __init__(self, model: LookupModel) -> None:

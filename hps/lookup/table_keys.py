@@ -15,7 +15,7 @@ from hps.types import EmbeddingTable, IndexArray, JaggedKeys, VectorArray
 
 
 @dataclass(slots=True)
-class Share:
+class TableKeys:
     """One table's share of a request. ``inverse (n,)`` finds each key's row in ``part``; None when
     every key stood once. ``keys[i]`` belongs to ``features[i]``."""
 
@@ -35,7 +35,7 @@ def make_share(
     features: tuple[Feature, ...],
     keys: list[JaggedKeys],
     out: Mapping[str, VectorArray],
-) -> Share:
+) -> TableKeys:
     """Every distinct key of ``features`` once, in order of first appearance."""
     if len(features) == 1:
         flat = features[0].shift(keys[0].keys)
@@ -50,4 +50,4 @@ def make_share(
     alone = inverse is None and len(features) == 1
     if out and alone and not is_pooled(features[0].pooling, keys[0]):
         target = out.get(features[0].name)  # rows land in the caller's array
-    return Share(Part.make(table, unique, target), inverse, features, keys)
+    return TableKeys(Part.make(table, unique, target), inverse, features, keys)

@@ -23,7 +23,7 @@ _MIXER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class VersionFinding:
     """One check: what was looked at, how it came out, and what to do about it."""
 
     what: str
@@ -31,13 +31,13 @@ class Finding:
     text: str
 
 
-def check_version(version: ModelVersion, progress: Progress) -> Iterator[Finding]:
+def check_version(version: ModelVersion, progress: Progress) -> Iterator[VersionFinding]:
     """Checksums, NaN and infinite values, duplicate keys; sizes and row counts were checked when the
     version was opened."""
     for warning in version.warnings:
-        yield Finding("layout", "WARN", warning)
+        yield VersionFinding("layout", "WARN", warning)
     for files in version.tables.values():
-        yield Finding(
+        yield VersionFinding(
             f"table {files.name}", "OK", f"rows: {files.rows:,} of dim {files.dim}; sizes fit"
         )
         yield check_files(files, progress)
@@ -47,21 +47,23 @@ def check_version(version: ModelVersion, progress: Progress) -> Iterator[Finding
         yield _dense(version)
 
 
-def check_files(files: TableFiles, progress: Progress) -> Finding:
+def check_files(files: TableFiles, progress: Progress) -> VersionFinding:
     """A table's checksums against its manifest's."""
     what = f"table {files.name}: checksums"
     if not files.entries():
-        return Finding(what, "WARN", "no manifest to compare with; import the version to have one")
+        return VersionFinding(
+            what, "WARN", "no manifest to compare with; import the version to have one"
+        )
     with progress.task(f"checking {files.name}", files.bytes, "bytes") as step:
         try:
             for path, entry in files.entries():
                 compare_checksum(path, entry.checksum, checksum_file(path, step))
         except ModelError as error:
-            return Finding(what, "FAIL", str(error))
-    return Finding(what, "OK", "as in the manifest")
+            return VersionFinding(what, "FAIL", str(error))
+    return VersionFinding(what, "OK", "as in the manifest")
 
 
-def _contents(files: TableFiles, progress: Progress) -> Iterator[Finding]:
+def _contents(files: TableFiles, progress: Progress) -> Iterator[VersionFinding]:
     what = f"table {files.name}: values"
     with progress.task(f"reading {files.name}", files.rows) as step:
         broken = done = 0
@@ -75,16 +77,16 @@ def _contents(files: TableFiles, progress: Progress) -> Iterator[Finding]:
             step(len(keys))
     if broken:
         text = f"{broken:,} rows hold NaN or infinity, the first is {first}"
-        yield Finding(what, "WARN", text)
+        yield VersionFinding(what, "WARN", text)
     else:
-        yield Finding(what, "OK", "all finite")
+        yield VersionFinding(what, "OK", "all finite")
 
 
-def _repeated(files: TableFiles, key_bits: int) -> Finding:
+def _repeated(files: TableFiles, key_bits: int) -> VersionFinding:
     what = f"table {files.name}: keys"
     if count := repeated_keys(files, key_bits):
-        return Finding(what, "WARN", repeated_text(count))
-    return Finding(what, "OK", "each stands once")
+        return VersionFinding(what, "WARN", repeated_text(count))
+    return VersionFinding(what, "OK", "each stands once")
 
 
 def repeated_text(count: int) -> str:
@@ -139,14 +141,14 @@ def _key_bits(version: ModelVersion, table: str) -> int:
     return 32 if spec.key_dtype == "uint32" else 64
 
 
-def _dense(version: ModelVersion) -> Finding:
+def _dense(version: ModelVersion) -> VersionFinding:
     if version.dense is None:
-        return Finding("dense.onnx", "WARN", "missing: only a Triton can run the network")
+        return VersionFinding("dense.onnx", "WARN", "missing: only a Triton can run the network")
     entry = version.manifest.dense if version.manifest else None
     if entry is None:
-        return Finding("dense.onnx", "WARN", "no checksum to compare with")
+        return VersionFinding("dense.onnx", "WARN", "no checksum to compare with")
     try:
         compare_checksum(version.dense, entry.checksum, checksum_file(version.dense))
     except ModelError as error:
-        return Finding("dense.onnx", "FAIL", str(error))
-    return Finding("dense.onnx", "OK", "checksum as in the manifest")
+        return VersionFinding("dense.onnx", "FAIL", str(error))
+    return VersionFinding("dense.onnx", "OK", "checksum as in the manifest")

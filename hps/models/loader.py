@@ -29,7 +29,7 @@ from hps.errors import ModelError, TierError
 from hps.models.check import check_apart
 from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
-from hps.models.sorting import Chunk, Duplicates, ahead, block_rows, sorted_chunks
+from hps.models.sorting import Chunk, DuplicateCounter, ahead, block_rows, sorted_chunks
 from hps.models.tables import TableFiles
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.types import EmbeddingTable, Progress, make_version
@@ -136,8 +136,8 @@ def _load(
         table.dtype.name,
         stamp=" ".join(map(str, files.stamps)),
     )
-    duplicates = Duplicates()
-    with _Verifier(files) as verifier:
+    duplicates = DuplicateCounter()
+    with _ChecksumVerifier(files) as verifier:
         if how == "merged":
             with progress.task(f"merging {table.name}", files.rows) as step:
                 rows = _merge(files, table, store, record, step)
@@ -172,7 +172,7 @@ def _chunks(
     files: TableFiles,
     table: EmbeddingTable,
     store: RocksDbTier,
-    duplicates: Duplicates,
+    duplicates: DuplicateCounter,
     progress: Progress,
 ) -> Generator[Chunk, None, None]:
     scratch = store.scratch / f"{time.monotonic_ns()}"
@@ -186,8 +186,8 @@ def _bulk_load(
     table: EmbeddingTable,
     store: RocksDbTier,
     record: LoadRecord,
-    duplicates: Duplicates,
-    verifier: _Verifier,
+    duplicates: DuplicateCounter,
+    verifier: _ChecksumVerifier,
     progress: Progress,
 ) -> int:
     with (
@@ -220,14 +220,14 @@ def row_version(version: ModelVersion, files: TableFiles) -> int:
     return make_version(max(stamp.mtime_ns for stamp in files.stamps) // 1_000_000)
 
 
-class _Verifier:
+class _ChecksumVerifier:
     """Compares a table's files with the manifest's checksums, beside the load; at its end they must be the
     files that were opened."""
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
 
-    def __enter__(self) -> _Verifier:
+    def __enter__(self) -> _ChecksumVerifier:
         self._pool = ThreadPoolExecutor(1, "hps-verify")
         self._sums = [
             (path, entry.checksum, self._pool.submit(checksum_file, path))

@@ -25,18 +25,18 @@ _BLOCK = 1 << 20
 Checksum = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 
 
-class _Strict(BaseModel):
+class _ManifestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FileEntry(_Strict):
+class FileEntry(_ManifestModel):
     """Size and checksum of a file."""
 
     bytes: int = Field(ge=0)
     checksum: Checksum
 
 
-class TableEntry(_Strict):
+class TableEntry(_ManifestModel):
     """A table's files."""
 
     rows: int = Field(ge=0)
@@ -46,7 +46,7 @@ class TableEntry(_Strict):
     emb_vector: FileEntry
 
 
-class Manifest(_Strict):
+class Manifest(_ManifestModel):
     """What a version holds, as its manifest.json says."""
 
     format: Literal[1] = FORMAT

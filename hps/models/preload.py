@@ -37,7 +37,7 @@ def preload_tables(
         with progress.task(f"loading {name} into {redis.info.name}", files.rows) as step:
             rows += redis.preload(
                 table,
-                _Chunks(files, table),
+                _PreloadChunks(files, table),
                 row_version(version, files),
                 share=share,
                 mark=files.digest,
@@ -53,7 +53,7 @@ def _verify(files: TableFiles, table: EmbeddingTable) -> None:
         compare_checksum(path, entry.checksum, checksum_file(path))
 
 
-class _Chunks:
+class _PreloadChunks:
     """The rows in the order of the files, so that of a key that stands twice the last row wins. May be read
     again."""
 

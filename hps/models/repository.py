@@ -25,7 +25,7 @@ from hps.models.manifest import (
     digest_of,
     read_manifest,
 )
-from hps.models.stamp import Stamp
+from hps.models.stamp import FileStamp
 from hps.models.tables import TableFiles, open_table
 from hps.types import EmbeddingTable, MissPolicy
 
@@ -35,7 +35,7 @@ TABLES_FOLDER = "tables"
 _NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
 
 
-class Legacy(Protocol):
+class LegacySource(Protocol):
     """A `ps.json` model: its description, and each table's HugeCTR directories."""
 
     @property
@@ -61,7 +61,7 @@ class ModelVersion:
     manifest: Manifest | None
     digest: str
     warnings: tuple[str, ...] = ()
-    dense_stamp: Stamp | None = None
+    dense_stamp: FileStamp | None = None
 
     @property
     def key(self) -> str:
@@ -83,7 +83,7 @@ class ModelVersion:
         if self.dense_stamp is not None:
             self.dense_stamp.check()
 
-    def stamps(self) -> Iterator[tuple[Stamp, FileEntry | None]]:
+    def stamps(self) -> Iterator[tuple[FileStamp, FileEntry | None]]:
         """Its files but for the manifest as they were found, with what the manifest says of them."""
         for files in self.tables.values():
             entry = files.entry
@@ -245,13 +245,13 @@ def check_unchanged(served: ModelVersion, found: ModelVersion) -> None:
         )
 
 
-def _dense(folder: Path, spec: ModelSpec, manifest: Manifest | None) -> Stamp | None:
+def _dense(folder: Path, spec: ModelSpec, manifest: Manifest | None) -> FileStamp | None:
     path = folder / DENSE_FILE
     if spec.dense is None:
         return None
     if not path.is_file():
         return None  # a Triton may run it
-    stamp = Stamp.of(path)
+    stamp = FileStamp.of(path)
     if manifest and manifest.dense and manifest.dense.bytes != stamp.bytes:
         raise ModelError(
             f"{path}: the manifest says {manifest.dense.bytes} bytes, found {stamp.bytes}; the file was "
@@ -260,11 +260,11 @@ def _dense(folder: Path, spec: ModelSpec, manifest: Manifest | None) -> Stamp | 
     return stamp
 
 
-def _size_and_time(stamp: Stamp | None) -> list[int] | None:
+def _size_and_time(stamp: FileStamp | None) -> list[int] | None:
     return None if stamp is None else [stamp.bytes, stamp.mtime_ns]
 
 
-def open_legacy(model: Legacy) -> ModelVersion:
+def open_legacy(model: LegacySource) -> ModelVersion:
     """A `ps.json` model as version 1, read from its HugeCTR directories where they lie."""
     tables = {}
     for spec in model.spec.tables:

@@ -42,7 +42,7 @@ _SAMPLE = 1 << 17
 
 
 @dataclass(slots=True)
-class Duplicates:
+class DuplicateCounter:
     """Counts rows that were dropped because their key stands again later in the files."""
 
     count: int = 0
@@ -51,7 +51,7 @@ class Duplicates:
 def sorted_chunks(
     files: TableFiles,
     to_codes: Callable[[KeyArray], Codes],
-    duplicates: Duplicates,
+    duplicates: DuplicateCounter,
     scratch: Path,
     spreading: Task = lambda: NoProgress().task("", 0),
 ) -> Generator[Chunk, None, None]:
@@ -70,7 +70,10 @@ def block_rows(dim: int) -> int:
 
 
 def _gathered(
-    files: TableFiles, to_codes: Callable[[KeyArray], Codes], duplicates: Duplicates, scratch: Path
+    files: TableFiles,
+    to_codes: Callable[[KeyArray], Codes],
+    duplicates: DuplicateCounter,
+    scratch: Path,
 ) -> Generator[Chunk, None, None]:
     code, at = sort_last(to_codes(files.keys()), duplicates)
     vectors, step = _apart(files, scratch), block_rows(files.dim)
@@ -98,7 +101,7 @@ def _apart(files: TableFiles, scratch: Path) -> NDArray[np.float32]:
         shutil.rmtree(scratch, ignore_errors=True)  # what is mapped stays
 
 
-def sort_last(code: Codes, duplicates: Duplicates) -> tuple[Codes, IndexArray]:
+def sort_last(code: Codes, duplicates: DuplicateCounter) -> tuple[Codes, IndexArray]:
     """Distinct ascending codes, and for each the last position at which it stands."""
     if len(code) < 2 or bool((code[1:] > code[:-1]).all()):
         return code, np.arange(len(code))
@@ -115,7 +118,7 @@ def sort_last(code: Codes, duplicates: Duplicates) -> tuple[Codes, IndexArray]:
 def _bucketed(
     files: TableFiles,
     to_codes: Callable[[KeyArray], Codes],
-    duplicates: Duplicates,
+    duplicates: DuplicateCounter,
     scratch: Path,
     spreading: Task,
 ) -> Generator[Chunk, None, None]:
@@ -143,7 +146,7 @@ def _bucketed(
 def _spread(
     files: TableFiles,
     to_codes: Callable[[KeyArray], Codes],
-    duplicates: Duplicates,
+    duplicates: DuplicateCounter,
     scratch: Path,
     record: np.dtype[Any],
     buckets: int,

@@ -10,7 +10,7 @@ from hps.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class FileStamp:
     """A file as it was found. Another one lies there, or it was written to, when its stamp differs;
     contents put in place within the same tick of the file system's clock, and as long, go unnoticed."""
 
@@ -21,10 +21,10 @@ class Stamp:
     mtime_ns: int
 
     @staticmethod
-    def of(path: Path) -> Stamp:
+    def of(path: Path) -> FileStamp:
         """Raises OSError."""
         found = os.stat(path)
-        return Stamp(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return FileStamp(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
     def __str__(self) -> str:
         return f"{self.device}:{self.inode}:{self.bytes}:{self.mtime_ns}"
@@ -32,7 +32,7 @@ class Stamp:
     def check(self) -> None:
         """Raises ModelError when the file is not as it was."""
         try:
-            now = Stamp.of(self.path)
+            now = FileStamp.of(self.path)
         except OSError as error:
             raise ModelError(
                 f"{self.path} went away while it was read: {error.strerror}"

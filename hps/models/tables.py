@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hps.errors import ModelError
 from hps.models.manifest import FileEntry, Manifest, TableEntry, digest_of
-from hps.models.stamp import Stamp
+from hps.models.stamp import FileStamp
 from hps.types import IndexArray, KeyArray
 
 KEY_FILE = "key"
@@ -38,7 +38,7 @@ class TableFiles:
     rows: int
     dim: int
     digest: str
-    stamps: tuple[Stamp, ...]
+    stamps: tuple[FileStamp, ...]
     entry: TableEntry | None = None
 
     @property
@@ -151,7 +151,9 @@ def open_table(folder: Path, name: str, dim: int, manifest: Manifest | None) -> 
     return TableFiles(name, folder, rows, dim, _digest(name, dim, entry, stamps), stamps, entry)
 
 
-def _digest(name: str, dim: int, entry: TableEntry | None, stamps: tuple[Stamp, Stamp]) -> str:
+def _digest(
+    name: str, dim: int, entry: TableEntry | None, stamps: tuple[FileStamp, FileStamp]
+) -> str:
     if entry:
         return digest_of(
             {"table": name, "dim": dim, "key": entry.key.checksum, "vec": entry.emb_vector.checksum}
@@ -170,9 +172,9 @@ def _row_mismatch(vector: Path, rows: int, dim: int, found: int) -> str:
     return text
 
 
-def _stamp(path: Path, table: str) -> Stamp:
+def _stamp(path: Path, table: str) -> FileStamp:
     try:
-        return Stamp.of(path)
+        return FileStamp.of(path)
     except FileNotFoundError:
         missing = path.parent if not path.parent.is_dir() else path
         raise ModelError(f"table '{table}': {missing} is missing") from None

@@ -127,7 +127,10 @@ def _write_table(
 ) -> TableEntry:
     folder.mkdir(parents=True)
     rows = 0
-    with _Summed(folder / KEY_FILE) as key_file, _Summed(folder / VECTOR_FILE) as vector_file:
+    with (
+        _ChecksummedFile(folder / KEY_FILE) as key_file,
+        _ChecksummedFile(folder / VECTOR_FILE) as vector_file,
+    ):
         for keys, vectors in _chunks(source):
             k, v = _checked(spec, keys, vectors)
             key_file.write(k)
@@ -163,7 +166,7 @@ def _checked(spec: TableSpec, keys: Any, vectors: Any) -> tuple[np.ndarray, np.n
 
 
 def _write_dense(path: Path, dense: Path | bytes) -> FileEntry:
-    with _Summed(path) as out:
+    with _ChecksummedFile(path) as out:
         if isinstance(dense, bytes):
             out.write(memoryview(dense))
         else:
@@ -176,7 +179,7 @@ def _write_dense(path: Path, dense: Path | bytes) -> FileEntry:
     return out.entry()
 
 
-class _Summed:
+class _ChecksummedFile:
     """A new file whose checksum is taken while it is written."""
 
     def __init__(self, path: Path) -> None:
@@ -184,7 +187,7 @@ class _Summed:
         self._digest = hashlib.sha256()
         self._bytes = 0
 
-    def __enter__(self) -> _Summed:
+    def __enter__(self) -> _ChecksummedFile:
         self._file = self._path.open("wb", buffering=0)
         return self
 

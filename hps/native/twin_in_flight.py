@@ -16,7 +16,7 @@ Share = tuple[int, int, int, IndexArray, IndexArray]
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _TwinFlight:
     number: int
     wanted: list[list[int]]
     own: list[tuple[int, int]] = field(default_factory=list)
@@ -30,7 +30,7 @@ class _Flight:
 class _Read:
     """Who reads a key, at which position of its ask, to be kept at which place (-1: nobody wants it)."""
 
-    flight: _Flight
+    flight: _TwinFlight
     ask: int
     position: int
     place: int = -1
@@ -46,7 +46,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._flights: dict[int, _Flight] = {}  # the oldest first
+        self._flights: dict[int, _TwinFlight] = {}  # the oldest first
         self._reads: dict[tuple[int, int], _Read] = {}
 
     def claim(
@@ -132,7 +132,7 @@ class InFlight:
                 followed.add(other)
                 self._flights[other].followers += 1
             follows_one_of_few |= 0 < count < few
-        flight = self._flights[number] = _Flight(number, [[] for _ in names])
+        flight = self._flights[number] = _TwinFlight(number, [[] for _ in names])
         own: list[IndexArray] = []
         shares: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
         for ask, some in enumerate(names):
@@ -156,7 +156,7 @@ class InFlight:
         left = [(*name, *np.array(pairs, np.int64).T.copy()) for name, pairs in shares.items()]
         return own, left
 
-    def _remove(self, flight: _Flight, *, unwanted_only: bool) -> None:
+    def _remove(self, flight: _TwinFlight, *, unwanted_only: bool) -> None:
         for name in flight.own:
             read = self._reads.get(name)
             if (
@@ -166,6 +166,6 @@ class InFlight:
             ):
                 del self._reads[name]
 
-    def _forget(self, flight: _Flight) -> None:
+    def _forget(self, flight: _TwinFlight) -> None:
         self._remove(flight, unwanted_only=False)
         del self._flights[flight.number]

@@ -20,21 +20,21 @@ from hps.config import Configuration, Settings, as_configuration
 from hps.config.store_settings import GuardSettings
 from hps.errors import ConfigError, ModelError, TierError, TierMisfit
 from hps.models.repository import ModelVersion
-from hps.node.devices import Devices
+from hps.node.devices import NodeGpus
 from hps.node.opened_models import open_model, open_versions
-from hps.node.serving import Serving, dense_runs, freshness_of, lookup_lanes
+from hps.node.serving import ServingContext, dense_runs, freshness_of, lookup_lanes
 from hps.node.tier_status import TierStatus
-from hps.node.version_sync import LOOK_S, Following, FollowingModels, Opened
+from hps.node.version_sync import LOOK_S, OpenedVersion, SyncedModels, VersionSync
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
 from hps.observability.metrics import Metrics
-from hps.threads import Repeated
+from hps.threads import PeriodicThread
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.attached_cache import AttachedCache
-from hps.tiers.node import Connections, NodeTier
+from hps.tiers.node import NodeConnectionPool, NodeTier
 from hps.tiers.node.frames import SOCKET
-from hps.tiers.wrappers import Guarded, Metered
+from hps.tiers.wrappers import GuardedTier, MeteredTier
 from hps.types import EmbeddingTable, NoProgress, Progress, Source
 from hps.updates.arrivals import LOOK_EVERY_S
 
@@ -44,7 +44,7 @@ _LOOK_FOR_NODE_S = 0.05
 _WAY_S = 0.25
 
 
-class Attached(FollowingModels):
+class Attached(SyncedModels):
     """What ``hps.attach`` returns. Any number of threads may call it until ``close``. It goes on from the
     shared cache while the node is away, and finds it again. Answers that lack rows then name the node in
     ``degraded``; those that the cache has whole do not; ``updates.max_staleness_s`` bounds how old
@@ -52,8 +52,10 @@ class Attached(FollowingModels):
 
     __slots__ = ("_connections",)
 
-    def __init__(self, connections: Connections, following: Following, **given: Any) -> None:
-        FollowingModels.__init__(self, following, **given)
+    def __init__(
+        self, connections: NodeConnectionPool, following: VersionSync, **given: Any
+    ) -> None:
+        SyncedModels.__init__(self, following, **given)
         self._connections = connections
 
     def ask_node(self, what: str, timeout_s: float = 5.0, **given: Any) -> Any:
@@ -82,7 +84,7 @@ def attach(
     with ExitStack() as resources:
         path = folder / SOCKET
         told = _find_node(path, wait_s, progress or NoProgress())
-        attached = _Attaching(configuration, path, told, resources).attached()
+        attached = _AttachBuilder(configuration, path, told, resources).attached()
         attached._resources.push(resources.pop_all())
         return attached
     raise AssertionError  # an ExitStack swallows nothing; for the type checker
@@ -90,7 +92,7 @@ def attach(
 
 def _find_node(path: Path, wait_s: float, progress: Progress) -> dict[str, Any]:
     """What the node tells of itself, once it is there."""
-    connections, until = Connections(path), time.monotonic() + wait_s
+    connections, until = NodeConnectionPool(path), time.monotonic() + wait_s
     with progress.task("waiting for the node", 1, "node") as step:
         while True:
             try:
@@ -105,10 +107,10 @@ def _find_node(path: Path, wait_s: float, progress: Progress) -> dict[str, Any]:
                 connections.close()
             step(0)
             time.sleep(_LOOK_FOR_NODE_S)
-            connections = Connections(path)
+            connections = NodeConnectionPool(path)
 
 
-class _Attaching:
+class _AttachBuilder:
     """Puts the parts together; ``resources`` closes them in reverse."""
 
     def __init__(
@@ -117,7 +119,7 @@ class _Attaching:
         self._configuration, self._settings = configuration, configuration.settings
         self._path, self._told, self._resources = path, told, resources
         self._metrics = metrics = Metrics()
-        self._following = Following(Connections(path), self._open)
+        self._following = VersionSync(NodeConnectionPool(path), self._open)
         resources.callback(self._following.close)  # when no lookup is under way any more
         dropped = metrics.counter(m.PROMOTIONS, Source.CPU.name.lower(), "dropped").add
         self._node = NodeTier(dropped=dropped)
@@ -129,15 +131,15 @@ class _Attaching:
         ]
         runs = dense_runs(self._settings, resources)
         *caches, stores = [
-            Metered(t.tier, TierMeter(metrics, t.tier.info.name)) for t in self._tiers
+            MeteredTier(t.tier, TierMeter(metrics, t.tier.info.name)) for t in self._tiers
         ]
         lanes = lookup_lanes(self._settings, resources)
-        self._serving = Serving(TierChain(caches), stores, self._node.promote, lanes, runs)
+        self._serving = ServingContext(TierChain(caches), stores, self._node.promote, lanes, runs)
         self._serving.publish(metrics)
-        self._devices = Devices(self._settings, [], metrics, resources)  # none is opened
+        self._devices = NodeGpus(self._settings, [], metrics, resources)  # none is opened
 
     def attached(self) -> Attached:
-        connections, following = Connections(self._path), self._following
+        connections, following = NodeConnectionPool(self._path), self._following
         self._resources.callback(connections.close)
         following.start()
         attached = Attached(
@@ -148,10 +150,10 @@ class _Attaching:
             workers=self._serving.lookups,
         )
         self._watch_ages(attached)
-        self._resources.callback(Repeated(following.look, LOOK_S, "hps-follow").close)
+        self._resources.callback(PeriodicThread(following.look, LOOK_S, "hps-follow").close)
         return attached
 
-    def _open(self, name: str, number: int) -> Opened:
+    def _open(self, name: str, number: int) -> OpenedVersion:
         """The node's version of a model, even when the repository has a newer one by now."""
         with ExitStack() as own:
             versions = open_versions(self._configuration, {name: number})
@@ -159,7 +161,7 @@ class _Attaching:
             self._require_same(version)
             model = open_model(version, self._settings, own)
             tables = list(model.tables.values())
-            connections = Connections(self._path, tables)
+            connections = NodeConnectionPool(self._path, tables)
             self._node.add(connections)
             own.callback(self._node.remove, connections)
             if self._cache is not None:
@@ -168,12 +170,12 @@ class _Attaching:
             freshness = freshness_of(self._settings, name, self._metrics)
             served = self._serving.serve(model, self._metrics, self._devices, freshness)
             own.callback(self._metrics.let_go, name, number)
-            return Opened(served, own.pop_all().close)
+            return OpenedVersion(served, own.pop_all().close)
         raise AssertionError  # an ExitStack swallows nothing; for the type checker
 
     def _require_same(self, version: ModelVersion) -> None:
         """Raise ModelError when the version's files are not those that the node has loaded."""
-        with closing(Connections(self._path)) as connections:
+        with closing(NodeConnectionPool(self._path)) as connections:
             loaded = connections.ask("versions").get(version.key)
         if loaded != version.fingerprint:
             raise ModelError(
@@ -196,12 +198,12 @@ class _Attaching:
         self._resources.callback(cache.close)
         return cache
 
-    def _guarded(self, node: Tier) -> Guarded:
+    def _guarded(self, node: Tier) -> GuardedTier:
         """The node's own guards keep its answers in time; this one is for a node that does not answer."""
         tiers, default = self._settings.tiers, GuardSettings()
         guards: list[GuardSettings] = [tiers.redis.guard] if tiers.redis is not None else []
         guards += [tiers.rocksdb.guard] if tiers.rocksdb.enabled else []
-        guarded = Guarded(
+        guarded = GuardedTier(
             node,
             sum(guard.deadline_ms for guard in guards) / 1e3 + _WAY_S,
             default.failures_to_open,
@@ -217,7 +219,7 @@ class _Attaching:
         limit_s = self._settings.updates.max_staleness_s
         if limit_s is None:
             return
-        ages = _Ages(attached)
+        ages = _NodeAges(attached)
 
         def look() -> None:
             told = ages.now()
@@ -225,14 +227,14 @@ class _Attaching:
                 model.freshness.judge({table: told(table) for table in model.tables.values()})
 
         look()
-        watch = Repeated(look, min(LOOK_EVERY_S, limit_s / 4), "hps-update-age")
+        watch = PeriodicThread(look, min(LOOK_EVERY_S, limit_s / 4), "hps-update-age")
         self._resources.callback(watch.close)
 
     def _facts(self) -> dict[str, Any]:
         return {"socket": str(self._path), "process": self._told["process"]}
 
 
-class _Ages:
+class _NodeAges:
     """How old rows may be, as the node tells; while it does not, since it last did."""
 
     def __init__(self, attached: Attached) -> None:

@@ -15,22 +15,22 @@ from hps.config import Configuration, Settings, as_configuration
 from hps.config.runtime import attachable
 from hps.errors import ConfigError
 from hps.native import COMPILED
-from hps.node.caches import Caches
-from hps.node.devices import Devices
+from hps.node.caches import NodeCaches
+from hps.node.devices import NodeGpus
 from hps.node.model_control import ModelControl
 from hps.node.node import Node, ServedModel
 from hps.node.opened_models import OpenedModel, open_model, open_versions, watermarks_of
-from hps.node.serving import Serving, dense_runs, freshness_of, lookup_lanes
-from hps.node.stores import Stores
-from hps.node.streams import Limited, Streams
+from hps.node.serving import ServingContext, dense_runs, freshness_of, lookup_lanes
+from hps.node.stores import NodeStores
+from hps.node.streams import Limited, UpdateStreams
 from hps.node.tier_status import publish_tiers
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
 from hps.observability.metrics import Metrics
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
-from hps.tiers.node import Followers, NodeServer
-from hps.tiers.wrappers import Metered
+from hps.tiers.node import AttachedProcesses, NodeServer
+from hps.tiers.wrappers import MeteredTier
 from hps.types import NoProgress, Progress
 from hps.updates.arrivals import LOOK_EVERY_S
 from hps.updates.writer import CacheWriter
@@ -61,14 +61,14 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
     with ExitStack() as resources:
         versions = open_versions(configuration)
         opened = [open_model(version, settings, resources) for version in versions]
-        builder = _Builder(settings, opened, progress or NoProgress(), resources)
+        builder = _NodeBuilder(settings, opened, progress or NoProgress(), resources)
         node = builder.node((*configuration.warnings, *(w for v in versions for w in v.warnings)))
         node._resources.push(resources.pop_all())
         return node
     raise AssertionError  # an ExitStack swallows nothing; for the type checker
 
 
-class _Builder:
+class _NodeBuilder:
     """Puts the parts of one node together, in order; ``resources`` closes them in reverse."""
 
     def __init__(
@@ -83,11 +83,11 @@ class _Builder:
         self._progress = progress
         self._resources = resources
         self._metrics = Metrics()
-        self._stores = Stores(settings, opened, self._metrics, resources)
-        self._devices = Devices(settings, opened, self._metrics, resources)
+        self._stores = NodeStores(settings, opened, self._metrics, resources)
+        self._devices = NodeGpus(settings, opened, self._metrics, resources)
         self._tables = [table for model in opened for table in model.tables.values()]
         parts = self._stores, self._devices, self._metrics, resources
-        self._caches = Caches(settings, opened, self._tables, *parts)
+        self._caches = NodeCaches(settings, opened, self._tables, *parts)
 
     def node(self, warnings: tuple[str, ...]) -> Node:
         later = self._resources.enter_context(ExitStack())
@@ -99,15 +99,15 @@ class _Builder:
         caches.fill(self._progress)
         # Two pools: a slow store never holds up a network whose rows are there.
         runs = dense_runs(self._settings, self._resources)
-        serving = Serving(
-            TierChain([Metered(c.tier, self._meter(c.tier)) for c in caches.statuses]),
+        serving = ServingContext(
+            TierChain([MeteredTier(c.tier, self._meter(c.tier)) for c in caches.statuses]),
             stores.asked(),
             caches.promote,
             lookup_lanes(self._settings, self._resources),
             runs,
         )
         in_memory = [caches.in_memory] if caches.in_memory else []
-        metered = [Metered(c.tier, self._meter(c.tier)) for c in in_memory]
+        metered = [MeteredTier(c.tier, self._meter(c.tier)) for c in in_memory]
         self._devices.bridge(metered, serving.stores, caches.lift, caches.promote)
         served = [
             serving.serve(
@@ -125,7 +125,7 @@ class _Builder:
             workers=serving.lookups,
             warnings=(*warnings, *stores.warnings),
             writer=writer,
-            streams=Streams(
+            streams=UpdateStreams(
                 self._tables, self._metrics, self._resources, watermarks_of(self._opened)
             ),
             promotions_into_stores=lambda: stores.promotions_waiting,
@@ -135,7 +135,7 @@ class _Builder:
         )
         self._publish(node, serving)
         self._read_updates(node, writer)
-        followers = Followers({model.name: model.version for model in served})
+        followers = AttachedProcesses({model.name: model.version for model in served})
         followers.fingerprints.update((m.version.key, m.version.fingerprint) for m in self._opened)
         node.socket = self._let_attach(node, serving, followers)
         node.control = ModelControl(
@@ -154,7 +154,9 @@ class _Builder:
         node.checkpoints = stores.checkpoints
         return node
 
-    def _let_attach(self, node: Node, serving: Serving, followers: Followers) -> NodeServer | None:
+    def _let_attach(
+        self, node: Node, serving: ServingContext, followers: AttachedProcesses
+    ) -> NodeServer | None:
         """The socket for other processes, which may read the CPU cache themselves if that is shared."""
         folder, cache = self._settings.server.runtime, self._settings.tiers.cpu_cache
         if folder is None:
@@ -210,7 +212,7 @@ class _Builder:
     def _meter(self, tier: Tier) -> TierMeter:
         return TierMeter(self._metrics, tier.info.name)
 
-    def _publish(self, node: Node, serving: Serving) -> None:
+    def _publish(self, node: Node, serving: ServingContext) -> None:
         """Gauges that are read when metrics are asked for."""
         from hps import __version__
 

@@ -15,26 +15,26 @@ from hps.lookup.engine import Promote
 from hps.models.tables import TableFiles
 from hps.native import dedup
 from hps.node.cache_plan import eviction_of, planned_beside, planned_rows
-from hps.node.devices import Devices
+from hps.node.devices import NodeGpus
 from hps.node.opened_models import OpenedModel
-from hps.node.stores import Stores
+from hps.node.stores import NodeStores
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import count_promotion
 from hps.observability.metrics import Metrics
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CacheMemory, CpuCache
 from hps.tiers.cpu.segments import Segments
-from hps.tiers.ranking import HotKeys, RankedTogether
+from hps.tiers.ranking import HotKeys, MergedRanking
 from hps.types import EmbeddingTable, KeyArray, Progress, Source
-from hps.updates.cache_warmup import Warming, promote_keys
-from hps.updates.gpu_promotion import Lifting
-from hps.updates.snapshot import Snapshots, hot_keys_at_start
+from hps.updates.cache_warmup import CacheWarmup, promote_keys
+from hps.updates.gpu_promotion import GpuPromotion
+from hps.updates.snapshot import HotKeySnapshots, hot_keys_at_start
 from hps.updates.writer import CacheWriter
 
 log = logging.getLogger(__name__)
 
 
-class Caches:
+class NodeCaches:
     """Opened by `open`, then filled; ``resources`` closes them. ``statuses`` lists them fastest first,
     ``in_memory`` is the CPU cache, if there is one. ``tables`` is kept up to date by whoever has it."""
 
@@ -43,8 +43,8 @@ class Caches:
         settings: Settings,
         opened: Sequence[OpenedModel],
         tables: Sequence[EmbeddingTable],
-        stores: Stores,
-        devices: Devices,
+        stores: NodeStores,
+        devices: NodeGpus,
         metrics: Metrics,
         resources: ExitStack,
     ) -> None:
@@ -56,7 +56,7 @@ class Caches:
         self._metrics = metrics
         self._resources = resources
         self._hot: dict[str, HotKeys] = {}
-        self._lifting: Lifting | None = None
+        self._lifting: GpuPromotion | None = None
         self._writer: CacheWriter
         self._cpu_cache: CpuCache | None = None
         self.in_memory: TierStatus | None = None
@@ -82,7 +82,7 @@ class Caches:
         )
         self._resources.callback(self._writer.close)
         if self.in_memory is not None and on_gpu is not None:
-            self._lifting = Lifting(
+            self._lifting = GpuPromotion(
                 self._writer,
                 self.in_memory.tier,
                 on_gpu.tier,
@@ -120,8 +120,8 @@ class Caches:
         if chosen.snapshot.path is not None:
             self._hot = hot_keys_at_start(chosen.snapshot.path)
             on_gpu = self._devices.replicas
-            snapshots = Snapshots(
-                RankedTogether([on_gpu, cache]) if on_gpu else cache,
+            snapshots = HotKeySnapshots(
+                MergedRanking([on_gpu, cache]) if on_gpu else cache,
                 self._tables,
                 chosen.snapshot.path,
                 interval_s=chosen.snapshot.interval_s,
@@ -135,7 +135,7 @@ class Caches:
 
     def fill(self, progress: Progress) -> None:
         """Fill the caches with what was hot, or else from the start of the files, as far as they reach."""
-        warming = Warming(self._writer, progress)
+        warming = CacheWarmup(self._writer, progress)
         for model in self._opened:
             for name, table in model.tables.items():
                 files = model.version.tables[name]
@@ -190,7 +190,7 @@ class Caches:
             new,
             {table: cache.capacity(table) for table in beside},
         )
-        warming = Warming(self._writer, progress)
+        warming = CacheWarmup(self._writer, progress)
         for name, table in model.tables.items():
             cache.add_table(table, plan[table], eviction_of(self._settings, table))
             rows = cache.capacity(table)

@@ -18,45 +18,45 @@ from hps.config import Configuration, Settings, as_configuration
 from hps.config.certificates import ClientCertificates
 from hps.config.lookup_settings import LookupSettings
 from hps.config.secrets import Secret
-from hps.dense.fallback import Fallback
+from hps.dense.fallback import FallbackModel
 from hps.errors import ConfigError, TierError
 from hps.lookup.remote import (
     Candidates,
-    Certificates,
-    Nodes,
-    Outliers,
-    Picker,
+    ClientTls,
+    LookupNode,
+    NodePicker,
+    NodeRegistry,
+    OutlierEjection,
     RemoteLookup,
     RetryBudget,
-    Target,
 )
-from hps.lookup.remote.versions import Versions
+from hps.lookup.remote.versions import VersionVote
 from hps.models.repository import Repository
 from hps.native import COMPILED
 from hps.node.opened_models import OpenedModel, open_model
 from hps.node.served_models import OpenModels, ServedModel
 from hps.node.serving import dense_runs, lookup_lanes
-from hps.node.version_sync import LOOK_S, Following, FollowingModels, Opened
+from hps.node.version_sync import LOOK_S, OpenedVersion, SyncedModels, VersionSync
 from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter
 from hps.observability.metrics import Metrics
 from hps.predict.pipeline import InferencePipeline
-from hps.threads import Repeated
+from hps.threads import PeriodicThread
 from hps.types import NoProgress, Progress
 
 _LOOK_AGAIN_S = 0.05
 
 
-class Connected(FollowingModels):
+class Connected(SyncedModels):
     """What ``hps.connect`` returns. Any number of threads may call it until ``close``. ``models`` are others
     when the nodes' are."""
 
     __slots__ = ("_nodes", "_outliers")
 
     def __init__(
-        self, nodes: Nodes, outliers: Outliers, following: Following, **given: Any
+        self, nodes: NodeRegistry, outliers: OutlierEjection, following: VersionSync, **given: Any
     ) -> None:
-        FollowingModels.__init__(self, following, **given)
+        SyncedModels.__init__(self, following, **given)
         self._nodes, self._outliers = nodes, outliers
 
     @property
@@ -81,7 +81,7 @@ class Connected(FollowingModels):
         nodes = [self._node_status(target) for target in self._nodes.all]
         return {**OpenModels.status(self), "lookup_nodes": nodes}
 
-    def _node_status(self, target: Target) -> dict[str, Any]:
+    def _node_status(self, target: LookupNode) -> dict[str, Any]:
         current = {name: n for (name, n), told in target.models.items() if not told.former}
         return {
             "address": target.address,
@@ -92,7 +92,7 @@ class Connected(FollowingModels):
             "models": current,
         }
 
-    def _ready(self) -> list[Target]:
+    def _ready(self) -> list[LookupNode]:
         return [target for target in self._nodes.all if target.may_serve]
 
 
@@ -101,7 +101,7 @@ def connect(
     *,
     wait_s: float | None = 10.0,
     progress: Progress | None = None,
-    picker: Picker | None = None,
+    picker: NodePicker | None = None,
 ) -> Connected:
     """The models of the nodes named by ``lookup.nodes``: lookups are theirs, networks run here. Waits up to
     ``wait_s`` for one of the nodes to say which versions it serves; None: not at all, and models come when
@@ -115,7 +115,7 @@ def connect(
         raise ConfigError("lookup.nodes is empty: the nodes that answer lookups")
     Repository(settings.models.repository).names()
     with ExitStack() as resources:
-        connecting = _Connecting(settings, picker, resources)
+        connecting = _ConnectBuilder(settings, picker, resources)
         connecting.wait(wait_s, progress or NoProgress())
         connected = connecting.connected()
         connected._resources.push(resources.pop_all())
@@ -123,14 +123,14 @@ def connect(
     raise AssertionError  # an ExitStack swallows nothing; for the type checker
 
 
-class _Connecting:
+class _ConnectBuilder:
     """Puts the parts together; ``resources`` closes them in reverse."""
 
-    def __init__(self, settings: Settings, picker: Picker | None, resources: ExitStack) -> None:
+    def __init__(self, settings: Settings, picker: NodePicker | None, resources: ExitStack) -> None:
         self._settings, self._resources = settings, resources
         lookup = self._lookup = settings.lookup
         self._metrics = Metrics()
-        self._nodes = nodes = Nodes(
+        self._nodes = nodes = NodeRegistry(
             lookup.nodes,
             certificates(lookup),
             Secret(None, lookup.api_key_file, "lookup.api_key_file", api_key=True),
@@ -138,7 +138,7 @@ class _Connecting:
         )
         resources.callback(nodes.close)
         ejection = lookup.ejection
-        self._outliers = Outliers(
+        self._outliers = OutlierEjection(
             lambda: nodes.all,
             picker,
             failures=ejection.failures,
@@ -148,7 +148,7 @@ class _Connecting:
         self._budget = RetryBudget(lookup.in_flight)
         chosen = settings.models.serve
         stated = None if chosen is None else {name: each.version for name, each in chosen.items()}
-        self._following = Following(Versions(nodes, stated), self._open)
+        self._following = VersionSync(VersionVote(nodes, stated), self._open)
         resources.callback(self._following.close)  # when no lookup is under way any more
         self._runs = dense_runs(settings, resources)
         self._lanes = lookup_lanes(settings, resources)
@@ -181,11 +181,11 @@ class _Connecting:
             workers=self._lanes,
         )
         self._publish(connected)
-        look = Repeated(self._following.look, LOOK_S, "hps-follow")
+        look = PeriodicThread(self._following.look, LOOK_S, "hps-follow")
         self._resources.callback(look.close)
         return connected
 
-    def _open(self, name: str, number: int) -> Opened:
+    def _open(self, name: str, number: int) -> OpenedVersion:
         """The nodes' version of a model, even when the repository has a newer one by now."""
         with ExitStack() as own:
             override = (self._settings.models.serve or {}).get(name)
@@ -195,7 +195,7 @@ class _Connecting:
             own.callback(candidates.close)
             self._metrics.hold(name, number)
             own.callback(self._metrics.let_go, name, number)
-            return Opened(self._served(model, candidates), own.pop_all().close)
+            return OpenedVersion(self._served(model, candidates), own.pop_all().close)
         raise AssertionError  # an ExitStack swallows nothing; for the type checker
 
     def _served(self, model: OpenedModel, candidates: Candidates) -> ServedModel:
@@ -213,7 +213,7 @@ class _Connecting:
         pipeline = None
         if model.dense is not None and model.spec.dense is not None:
             meter = DenseMeter(self._metrics, *of)
-            if isinstance(model.dense, Fallback):
+            if isinstance(model.dense, FallbackModel):
                 model.dense.count = meter.fell_back
             pipeline = InferencePipeline(
                 of[0], model.spec.dense, lookup, model.dense, self._runs, meter
@@ -232,7 +232,7 @@ class _Connecting:
             m.MODEL_VERSION,
             lambda: [((model.name,), model.version) for model in connected.models.values()],
         )
-        by_node: dict[str, Callable[[Target], float]] = {
+        by_node: dict[str, Callable[[LookupNode], float]] = {
             m.LOOKUP_NODE_UP: lambda each: each.standing == "ready" and not out.is_out(each),
             m.LOOKUP_NODE_RUNNING: lambda each: each.in_flight,
             m.LOOKUP_NODE_RETRIES: lambda each: each.retries,
@@ -249,19 +249,19 @@ class _Connecting:
             ],
         )
 
-    def _by_node(self, read: Callable[[Target], float]) -> list[tuple[tuple[str, ...], float]]:
+    def _by_node(self, read: Callable[[LookupNode], float]) -> list[tuple[tuple[str, ...], float]]:
         return [((each.address,), float(read(each))) for each in self._nodes.all]
 
 
-def certificates(lookup: LookupSettings) -> Callable[[], Certificates] | None:
+def certificates(lookup: LookupSettings) -> Callable[[], ClientTls] | None:
     """Those of the settings, whenever they are asked for; None: plain text."""
     tls = lookup.tls
     if tls is None:
         return None
     files = ClientCertificates("lookup.tls", tls.ca_file, tls.certificate_file, tls.key_file)
 
-    def now() -> Certificates:
+    def now() -> ClientTls:
         roots, chain, key = files.now()
-        return Certificates(roots, key, chain)
+        return ClientTls(roots, key, chain)
 
     return now

@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 from hps.config.schema import ModelOverride, Settings, TableOverride
-from hps.cuda.layout import Policy
+from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import lacking
 from hps.dense.lanes import DeviceLanes
 from hps.dense.onnx import OnnxModel
 from hps.errors import ConfigError
 from hps.lookup.engine import Promote
-from hps.lookup.gpu.miss_fill import Below
+from hps.lookup.gpu.miss_fill import LowerTiers
 from hps.lookup.gpu.on_device import DeviceLookup
 from hps.node.opened_models import OpenedModel
 from hps.node.tier_status import TierStatus
@@ -29,26 +29,33 @@ from hps.observability.meters import LookupMeter, TierMeter
 from hps.observability.metrics import Metrics
 from hps.predict.device_feed import DeviceFeed
 from hps.predict.device_path import DevicePath
-from hps.predict.pipeline import OnDevice
-from hps.threads import Lanes
-from hps.tiers.background_refresh import Remembered
+from hps.predict.pipeline import DevicePredictor
+from hps.threads import LookupPools
+from hps.tiers.background_refresh import BackgroundValue
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.fused import fused
 from hps.tiers.gpu.memory import publish_memory
-from hps.tiers.gpu.plan import Plan, Wish, check_fits, device_bytes, host_bytes_of, plan_gpu
+from hps.tiers.gpu.plan import (
+    GpuTableRequest,
+    Plan,
+    check_fits,
+    device_bytes,
+    host_bytes_of,
+    plan_gpu,
+)
 from hps.tiers.gpu.replicas import GpuReplicas
-from hps.tiers.promotion import Promoting
-from hps.tiers.wrappers import Metered
+from hps.tiers.promotion import PromotingTier
+from hps.tiers.wrappers import MeteredTier
 from hps.types import EmbeddingTable
 
 log = logging.getLogger(__name__)
-_POLICIES = {"lru": Policy.LRU, "lfu": Policy.LFU, "version": Policy.SCORE}
+_POLICIES = {"lru": EvictionPolicy.LRU, "lfu": EvictionPolicy.LFU, "version": EvictionPolicy.SCORE}
 _COUNT_AGAIN_S = 5.0
 _SWITCH_S = 5e-5
 
 
-class Devices:
+class NodeGpus:
     """Opened by `open`; ``resources`` closes them. Without a GPU there are none, and all it offers is
     empty. ``static`` are the tables that must be filled as a whole and then sealed."""
 
@@ -65,7 +72,7 @@ class Devices:
         self._metrics = metrics
         self._resources = resources
         self._bridged: list[tuple[Tier, Tier]] = []
-        self._below: list[Below] = []
+        self._below: list[LowerTiers] = []
         self.replicas: GpuReplicas | None = None
         self.static: list[EmbeddingTable] = []
 
@@ -89,13 +96,13 @@ class Devices:
         by_version = [
             table
             for table, place in plan.items()
-            if place.policy is Policy.SCORE and not place.static
+            if place.policy is EvictionPolicy.SCORE and not place.static
         ]
         replicas = GpuReplicas(caches, by_version)
         self.replicas = replicas
         self._resources.callback(replicas.close)
         tables = [table for table, place in plan.items() if place.rows]
-        rows = Remembered(partial(_count, replicas, tables), _COUNT_AGAIN_S, "gpu-rows")
+        rows = BackgroundValue(partial(_count, replicas, tables), _COUNT_AGAIN_S, "gpu-rows")
         self._resources.callback(rows.close)
         publish_memory(self._metrics, self._chosen.devices, self._resources)
         facts = {
@@ -117,20 +124,20 @@ class Devices:
         if self.replicas is None:
             return
         for cache, device in zip(self.replicas.caches, self._chosen.devices, strict=True):
-            chain: list[Tier] = [Metered(cache, TierMeter(self._metrics, cache.info.name))]
+            chain: list[Tier] = [MeteredTier(cache, TierMeter(self._metrics, cache.info.name))]
             if caches:
                 below = TierChain(caches)
-                inner = Promoting(below, lift, "")
+                inner = PromotingTier(below, lift, "")
                 chain.append(bridged(inner, device, self._chosen.workspaces))
-                self._below.append(Below(fused(below), chain[1], lift))
+                self._below.append(LowerTiers(fused(below), chain[1], lift))
             else:
-                self._below.append(Below())
+                self._below.append(LowerTiers())
             threads = self._settings.tiers.lookup_threads
-            asked = bridged(Promoting(stores, promote, ""), device, threads)
+            asked = bridged(PromotingTier(stores, promote, ""), device, threads)
             self._bridged.append((TierChain(chain), asked))
 
     def lookups(
-        self, model: OpenedModel, workers: Lanes, promote: Promote, meter: LookupMeter
+        self, model: OpenedModel, workers: LookupPools, promote: Promote, meter: LookupMeter
     ) -> list[DeviceLookup]:
         """The model's lookups, one per device."""
         if self.replicas is None:
@@ -144,7 +151,7 @@ class Devices:
 
     def paths(
         self, model: OpenedModel, lookups: Sequence[DeviceLookup], meter: LookupMeter
-    ) -> Sequence[OnDevice]:
+    ) -> Sequence[DevicePredictor]:
         """Where the model's predictions run without a vector coming down: one path per device, none where
         the network takes no vectors there."""
         network, spec, name = model.dense, model.spec.dense, model.lookup.name
@@ -212,14 +219,14 @@ class Devices:
             check_fits(plan, free_memory(device), device)
         return plan
 
-    def _wish(self, table: EmbeddingTable, rows: int) -> Wish:
+    def _wish(self, table: EmbeddingTable, rows: int) -> GpuTableRequest:
         chosen = self._chosen
         models = self._settings.models.serve or {}
         override = models.get(table.model) or ModelOverride()
         own = override.tables.get(table.name) or TableOverride()
         static = chosen.static if own.gpu_static is None else own.gpu_static
         policy = _POLICIES[own.gpu_eviction or chosen.eviction]
-        return Wish(rows, own.gpu_rows, own.gpu_share, policy, static)
+        return GpuTableRequest(rows, own.gpu_rows, own.gpu_share, policy, static)
 
     def _cache(self, device: int, plan: Plan) -> Any:
         cache = open_cache(device, self._chosen.workspaces)

@@ -18,8 +18,8 @@ from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError
 from hps.native import COMPILED
 from hps.node.opened_models import OpenedTables, open_versions, watermarks_of
-from hps.node.stores import Stores
-from hps.node.streams import Streams
+from hps.node.stores import NodeStores
+from hps.node.streams import UpdateStreams
 from hps.node.tier_status import TierStatus, describe_table, publish_tiers
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
@@ -27,13 +27,13 @@ from hps.types import NoProgress, Progress
 
 
 @dataclass(slots=True, repr=False)
-class Ingest:
+class IngestNode:
     """An open ingest process; its opener must `close` it. Thread-safe."""
 
     models: Sequence[OpenedTables]
     metrics: Metrics
     tiers: Sequence[TierStatus]
-    streams: Streams
+    streams: UpdateStreams
     warnings: tuple[str, ...] = ()
     _resources: ExitStack = field(default_factory=ExitStack)
     _opened: float = field(default_factory=time.monotonic)
@@ -60,7 +60,7 @@ class Ingest:
         self._resources.close()
 
 
-def open_ingest(configuration: Configuration, progress: Progress | None = None) -> Ingest:
+def open_ingest(configuration: Configuration, progress: Progress | None = None) -> IngestNode:
     """Open the models' tables and the shared stores, and start reading.
 
     Raises ConfigError, ModelError or TierError; never because Kafka or Redis is not there.
@@ -78,11 +78,13 @@ def open_ingest(configuration: Configuration, progress: Progress | None = None) 
                 "would be read"
             )
         metrics = Metrics()
-        stores = Stores(settings, opened, metrics, resources)
+        stores = NodeStores(settings, opened, metrics, resources)
         stores.open(progress or NoProgress(), shared_only=True)
-        streams = Streams(tables, metrics, resources, watermarks_of(opened))
+        streams = UpdateStreams(tables, metrics, resources, watermarks_of(opened))
         warnings = (*configuration.warnings, *(w for v in versions for w in v.warnings))
-        ingest = Ingest(opened, metrics, stores.statuses, streams, (*warnings, *stores.warnings))
+        ingest = IngestNode(
+            opened, metrics, stores.statuses, streams, (*warnings, *stores.warnings)
+        )
         _publish(ingest)
         streams.share_kafka(kafka, stores.fed(shared=True))
         streams.watch()
@@ -113,7 +115,7 @@ def check_role(settings: Settings) -> KafkaSettings:
     return kafka
 
 
-def _publish(ingest: Ingest) -> None:
+def _publish(ingest: IngestNode) -> None:
     """Gauges that are read when metrics are asked for."""
     from hps import __version__
 

@@ -23,15 +23,15 @@ from functools import partial
 from hps.config import Settings
 from hps.errors import HpsError, NotFound, Unavailable, Unsupported
 from hps.models.repository import ModelVersion, Repository, check_unchanged
-from hps.node.caches import Caches
-from hps.node.devices import Devices
+from hps.node.caches import NodeCaches
+from hps.node.devices import NodeGpus
 from hps.node.node import Node, ServedModel
 from hps.node.opened_models import OpenedModel, open_model, watermarks_of
-from hps.node.serving import Serving, freshness_of
-from hps.node.stores import Stores
-from hps.node.version_retirement import Retiring
+from hps.node.serving import ServingContext, freshness_of
+from hps.node.stores import NodeStores
+from hps.node.version_retirement import VersionRetirement
 from hps.observability import metric_names as m
-from hps.tiers.node import Followers, Loaded
+from hps.tiers.node import AttachedProcesses, LoadedVersion
 from hps.types import EmbeddingTable, NoProgress, Progress
 
 log = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ class ModelControl:
         self,
         settings: Settings,
         node: Node,
-        followers: Followers,
-        serving: Serving,
-        stores: Stores,
-        caches: Caches,
-        devices: Devices,
+        followers: AttachedProcesses,
+        serving: ServingContext,
+        stores: NodeStores,
+        caches: NodeCaches,
+        devices: NodeGpus,
         opened: list[OpenedModel],
         tables: list[EmbeddingTable],
         resources: ExitStack,
@@ -75,7 +75,9 @@ class ModelControl:
         self._closed = threading.Event()
         self._to_close = resources
         self._resources: dict[str, ExitStack] = {}  # of versions that came later, by model
-        self._retiring = Retiring(stores, self._forget, self._version_of, self._turn, self._closed)
+        self._retiring = VersionRetirement(
+            stores, self._forget, self._version_of, self._turn, self._closed
+        )
         self.loading: dict[str, int] = {}
         """Versions that are being made ready, by model."""
         self.warnings: dict[str, str] = {}
@@ -251,7 +253,7 @@ class ModelControl:
         old: OpenedModel,
         resources: ExitStack | None,
         served: ServedModel,
-        elsewhere: Loaded,
+        elsewhere: LoadedVersion,
     ) -> None:
         """Let go of ``served`` once no request is on it, here or ``elsewhere``."""
         used = partial(self._followers.uses, elsewhere)

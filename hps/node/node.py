@@ -16,16 +16,16 @@ import numpy as np
 from hps.array_inputs import Features, flat_keys, tensor
 from hps.errors import BadRequest, NotFound, Unsupported
 from hps.node.served_models import OpenModels, ServedModel, deadline_in
-from hps.node.streams import Streams
+from hps.node.streams import UpdateStreams
 from hps.node.tier_status import hot_keys
 from hps.tiers.node import NodeServer
 from hps.types import LookupRequest, LookupResult
 from hps.updates.writer import CacheWriter
 
-__all__ = ["Control", "Node", "ServedModel"]
+__all__ = ["ModelController", "Node", "ServedModel"]
 
 
-class Control(Protocol):
+class ModelController(Protocol):
     """What changes a node's models while it serves: `hps.node.model_control.ModelControl`."""
 
     @property
@@ -41,8 +41,8 @@ class Control(Protocol):
     def unload(self, name: str) -> None: ...
 
 
-class Checkpoints(Protocol):
-    """Copies of a database, kept in a folder: `hps.tiers.rocksdb.kept.Checkpoints`."""
+class CheckpointMaker(Protocol):
+    """Copies of a database, kept in a folder: `hps.tiers.rocksdb.kept.CheckpointFolder`."""
 
     def add(self, keep: int) -> Path: ...
 
@@ -53,7 +53,7 @@ class Node(OpenModels):
     forked from the one that opened it may not."""
 
     writer: CacheWriter
-    streams: Streams
+    streams: UpdateStreams
     promotions_into_stores: Callable[[], Mapping[str, int]] = dict
     """Keys waiting to be copied from one store into another, by the latter's name."""
     damage: Callable[[], str] = str
@@ -64,8 +64,8 @@ class Node(OpenModels):
     """Have a function called, on any thread, when more damage is found."""
     socket: NodeServer | None = None
     """By which other processes attach; None where `server.runtime` is not set."""
-    control: Control | None = None
-    checkpoints: Checkpoints | None = None
+    control: ModelController | None = None
+    checkpoints: CheckpointMaker | None = None
     """Of its RocksDB; None where `tiers.rocksdb.checkpoints` is not set."""
     _turn: Iterator[int] = field(default_factory=count)
 
@@ -139,7 +139,7 @@ class Node(OpenModels):
         said = {} if self.control is None else self.control.warnings
         return [f"model {name}: {warning}" for name, warning in said.items()]
 
-    def _controlled(self) -> Control:
+    def _controlled(self) -> ModelController:
         if self.control is None:
             raise Unsupported("the models of this node do not change")
         return self.control

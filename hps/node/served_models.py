@@ -19,7 +19,7 @@ from hps.node.tier_status import TierStatus, describe_table
 from hps.observability.metrics import Metrics
 from hps.predict.pipeline import InferencePipeline
 from hps.suggestions import hint_for
-from hps.threads import Lanes
+from hps.threads import LookupPools
 from hps.types import (
     EmbeddingTable,
     JaggedKeys,
@@ -59,7 +59,7 @@ class OpenModels:
     models: dict[str, ServedModel]
     metrics: Metrics
     tiers: list[TierStatus]
-    workers: Lanes
+    workers: LookupPools
     warnings: tuple[str, ...] = ()
     _resources: ExitStack = field(default_factory=ExitStack)
     _opened: float = field(default_factory=time.monotonic)

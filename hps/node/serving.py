@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from hps.cgroups import available_cores
 from hps.config import Settings
 from hps.config.dense_settings import DenseSettings
-from hps.dense.fallback import Fallback
+from hps.dense.fallback import FallbackModel
 from hps.lookup.engine import LookupEngine, Promote
-from hps.node.devices import Devices
+from hps.node.devices import NodeGpus
 from hps.node.opened_models import OpenedModel
 from hps.node.served_models import ServedModel
 from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter
 from hps.observability.metrics import Metrics
 from hps.predict.pipeline import InferencePipeline
-from hps.threads import Lanes, Workers
+from hps.threads import BoundedThreadPool, LookupPools
 from hps.tiers.base import Tier
 from hps.updates.freshness import Freshness
 
@@ -26,21 +26,21 @@ _RUNS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingContext:
     """What all models of a process share: the two stages of tiers and how rows get from the second to the
     first, the threads of ``lookups`` that ask a store, and those of the ``runs`` of networks."""
 
     caches: Tier
     stores: Tier
     promote: Promote
-    lookups: Lanes
-    runs: Workers
+    lookups: LookupPools
+    runs: BoundedThreadPool
 
     def serve(
         self,
         model: OpenedModel,
         metrics: Metrics,
-        devices: Devices,
+        devices: NodeGpus,
         freshness: Freshness,
     ) -> ServedModel:
         """``model``, ready to be asked."""
@@ -54,7 +54,7 @@ class Serving:
         pipeline = None
         if model.dense is not None and model.spec.dense is not None:
             meter = DenseMeter(metrics, name, version)
-            if isinstance(model.dense, Fallback):
+            if isinstance(model.dense, FallbackModel):
                 model.dense.count = meter.fell_back
             paths = devices.paths(model, there, lookups)
             pipeline = InferencePipeline(
@@ -83,17 +83,17 @@ def freshness_of(settings: Settings, model: str, metrics: Metrics) -> Freshness:
     return Freshness(model, updates.max_staleness_s, updates.on_stale, metrics)
 
 
-def lookup_lanes(settings: Settings, resources: ExitStack) -> Lanes:
+def lookup_lanes(settings: Settings, resources: ExitStack) -> LookupPools:
     """The threads of lookups, which ``resources`` closes."""
     tiers = settings.tiers
     setting, queued = "tiers.lookup_queue", tiers.lookup_queue
     stores = _workers(resources, "lookup", tiers.lookup_threads, setting, queued)
     # What memory answers keeps a core busy. Its lane hands on to the other one, so closes before.
     threads = min(tiers.lookup_threads, available_cores())
-    return Lanes(_workers(resources, "gather", threads, setting, queued), stores)
+    return LookupPools(_workers(resources, "gather", threads, setting, queued), stores)
 
 
-def dense_runs(settings: Settings, resources: ExitStack) -> Workers:
+def dense_runs(settings: Settings, resources: ExitStack) -> BoundedThreadPool:
     """The threads of networks. What a lookup hands on to a network must find them at the end: to be made
     before the lookups', so that they close last."""
     dense = settings.dense
@@ -108,7 +108,9 @@ def runs_at_a_time(dense: DenseSettings) -> int:
     return _RUNS if dense.triton is not None else min(_RUNS, available_cores())
 
 
-def _workers(resources: ExitStack, name: str, threads: int, setting: str, queued: int) -> Workers:
-    workers = Workers(threads, queued, name=name, setting=setting)
+def _workers(
+    resources: ExitStack, name: str, threads: int, setting: str, queued: int
+) -> BoundedThreadPool:
+    workers = BoundedThreadPool(threads, queued, name=name, setting=setting)
     resources.callback(workers.close)
     return workers

@@ -19,26 +19,26 @@ from hps.node.opened_models import OpenedTables
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import count_promotion
 from hps.observability.metrics import Metrics
-from hps.threads import Again
-from hps.tiers.background_refresh import Remembered
+from hps.threads import RetryThread
+from hps.tiers.background_refresh import BackgroundValue
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.promotion import Promoting
+from hps.tiers.promotion import PromotingTier
 from hps.tiers.redis import RedisTier
-from hps.tiers.wrappers import Guarded, Wrapper
+from hps.tiers.wrappers import GuardedTier, TierWrapper
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, VectorArray, VersionArray
-from hps.updates.stream_positions import Store
+from hps.updates.stream_positions import FedStore
 from hps.updates.writer import CacheWriter
 
 if TYPE_CHECKING:
-    from hps.tiers.redis.tables import Usage
+    from hps.tiers.redis.tables import RedisTableUsage
 
 log = logging.getLogger(__name__)
 # How old what is reported of Redis may be.
 _LOOK_AGAIN_S = 10.0
 _NO_CLUSTER = "cluster support disabled"
 
-Guard = Callable[[Tier, GuardSettings, int], Guarded]
+Guard = Callable[[Tier, GuardSettings, int], GuardedTier]
 """``guard(tier, settings, threads)``: the guard around a tier, which closes it."""
 
 
@@ -69,13 +69,13 @@ class SharedRedis:
         resources.push(self._loads)
         if below and chosen.cache_missed_embeddings:
             self._writer = CacheWriter(
-                _Promoted(redis),
+                _PromotionTarget(redis),
                 below,
                 settings.updates.promote_queue_keys,
                 partial(count_promotion, metrics, redis.info.name),
             )
             resources.callback(self._writer.close)
-        usage = Remembered(self._usage, _LOOK_AGAIN_S, "redis-usage")
+        usage = BackgroundValue(self._usage, _LOOK_AGAIN_S, "redis-usage")
         resources.callback(usage.close)
         self.status = TierStatus(
             guarded,
@@ -117,14 +117,14 @@ class SharedRedis:
             message = f"{error}; served without it until it answers"
             log.warning("%s", message)
             self._warn(message)
-            again = Again(partial(load, NoProgress()), "hps-redis-load")
+            again = RetryThread(partial(load, NoProgress()), "hps-redis-load")
             self._loads.callback(again.close)
 
     def promoting(self, below: Tier) -> Tier:
         """``below`` as lookups ask it: what it has and Redis has not is put into Redis."""
         if self._writer is None:
             return below
-        return Promoting(below, self._writer.promote, self.tier.info.name)
+        return PromotingTier(below, self._writer.promote, self.tier.info.name)
 
     def lacked(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Told by the cache writer of rows that RocksDB held and Redis did not. Lookups that wait for
@@ -132,10 +132,10 @@ class SharedRedis:
         if self._writer is not None and table.miss.kind == "default_then_promote":
             self._writer.promote(table, keys)
 
-    def fed(self) -> Store:
+    def fed(self) -> FedStore:
         """As update streams are written to it."""
-        fed = _Fed(self.tier, self._streamed_share)
-        return Store("redis", fed, self.tier.layout == "native")
+        fed = _StreamTarget(self.tier, self._streamed_share)
+        return FedStore("redis", fed, self.tier.layout == "native")
 
     @property
     def promotions_waiting(self) -> Mapping[str, int]:
@@ -156,7 +156,7 @@ class SharedRedis:
         alone = self._settings.tiers.rocksdb.access != "primary"
         return 1.0 if alone or self._chosen.cache_missed_embeddings else self._share
 
-    def _usage(self) -> dict[EmbeddingTable, Usage]:
+    def _usage(self) -> dict[EmbeddingTable, RedisTableUsage]:
         tables = [table for model in self._models() for table in model.tables.values()]
         return {table: self.tier.usage(table) for table in tables}
 
@@ -169,7 +169,7 @@ def calls_at_a_time(threads: int, connections: int, alone: bool) -> int:
     return max(1, min(threads - 1, connections - 1))
 
 
-class _Promoted(Wrapper):
+class _PromotionTarget(TierWrapper):
     """Redis as promotions write to it."""
 
     def __init__(self, redis: RedisTier) -> None:
@@ -185,7 +185,7 @@ class _Promoted(Wrapper):
         self._redis.promote(table, keys, vectors, versions)
 
 
-class _Fed:
+class _StreamTarget:
     """Redis as update streams write to it: a `PositionedStore` that is given a ``share`` of the rows."""
 
     def __init__(self, redis: RedisTier, share: float) -> None:

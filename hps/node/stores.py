@@ -28,20 +28,20 @@ from hps.rows.leftovers import left_over
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.single_flight import SingleFlight
-from hps.tiers.wrappers import Guarded, Metered
+from hps.tiers.wrappers import GuardedTier, MeteredTier
 from hps.types import EmbeddingTable, KeyArray, Progress
 from hps.updates.followed_store import FollowedStore
-from hps.updates.stream_positions import Store
+from hps.updates.stream_positions import FedStore
 
 if TYPE_CHECKING:
     from hps.node.shared_redis import SharedRedis
-    from hps.tiers.rocksdb import Checkpoints, RocksDbTier
+    from hps.tiers.rocksdb import CheckpointFolder, RocksDbTier
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Promoted:
+class PromotionSources:
     """The ``tiers`` that promotions into the caches read, fastest first. ``own``: the one that has every
     update before the caches receive it, if any; ``own_first``: of rows of equal versions its is taken."""
 
@@ -50,7 +50,7 @@ class Promoted:
     own_first: bool
 
 
-class Stores:
+class NodeStores:
     """Opened and loaded by `open`; ``resources`` closes them. ``statuses`` lists them fastest first, each
     behind its guard."""
 
@@ -134,14 +134,14 @@ class Stores:
         return list(self._files)
 
     @property
-    def checkpoints(self) -> Checkpoints | None:
+    def checkpoints(self) -> CheckpointFolder | None:
         """Of RocksDB, where the settings name a folder for them."""
         folder = self._settings.tiers.rocksdb.checkpoints
         if self._rocksdb is None or folder is None:
             return None
-        from hps.tiers.rocksdb import Checkpoints
+        from hps.tiers.rocksdb import CheckpointFolder
 
-        return Checkpoints(folder, self._rocksdb.path, self._rocksdb.checkpoint)
+        return CheckpointFolder(folder, self._rocksdb.path, self._rocksdb.checkpoint)
 
     @property
     def tiers(self) -> list[Tier]:
@@ -153,7 +153,7 @@ class Stores:
         once."""
         shared = self._metrics.counter(m.LOOKUP_SHARED)
         asked: list[Tier] = [
-            Metered(tier, TierMeter(self._metrics, tier.info.name)) for tier in self.tiers
+            MeteredTier(tier, TierMeter(self._metrics, tier.info.name)) for tier in self.tiers
         ]
         if self._redis is not None:
             asked[-1] = self._redis.promoting(asked[-1])
@@ -164,7 +164,7 @@ class Stores:
         if self._redis is not None:
             self._redis.lacked(table, keys)
 
-    def fed(self, *, shared: bool) -> list[Store]:
+    def fed(self, *, shared: bool) -> list[FedStore]:
         """Those that update streams are written to: the node's own, or the shared ones."""
         if shared:
             return [] if self._redis is None else [self._redis.fed()]
@@ -174,7 +174,7 @@ class Stores:
         return [self._as_store(rocksdb)]
 
     @property
-    def promoted(self) -> Promoted:
+    def promoted(self) -> PromotionSources:
         """The stores as promotions into the caches read them."""
         tiers, followed = list(self.tiers), self.followed
         own = None if self._rocksdb is None else tiers[-1]
@@ -183,7 +183,7 @@ class Stores:
             tiers[at] = followed
             own = None if followed.info.shared else followed
         reads = self._settings.updates.kafka or self._settings.updates.directory
-        return Promoted(tiers, own, reads is not None)
+        return PromotionSources(tiers, own, reads is not None)
 
     def _follow(self) -> FollowedStore | None:
         """RocksDB where it follows a primary; else Redis."""
@@ -191,8 +191,8 @@ class Stores:
             return FollowedStore(self.tiers[-1], self._as_store(self._rocksdb))
         return None if self._redis is None else FollowedStore(self.tiers[0], self._redis.fed())
 
-    def _as_store(self, rocksdb: RocksDbTier) -> Store:
-        return Store("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")
+    def _as_store(self, rocksdb: RocksDbTier) -> FedStore:
+        return FedStore("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")
 
     def damage(self) -> str:
         """Known damage of the node's own store, and the remedy; empty: none."""
@@ -234,13 +234,13 @@ class Stores:
         return version_of_rows(self._rocksdb, table, self._files[table])
 
     def _open_rocksdb(self, chosen: RocksDbSettings, progress: Progress) -> TierStatus:
-        from hps.tiers.rocksdb import RocksDbTier, Tuning
+        from hps.tiers.rocksdb import RocksDbTier, RocksDbTuning
 
         store = self._rocksdb = RocksDbTier(
             chosen.path,
             layout=chosen.layout,
             access=chosen.access,
-            tuning=Tuning(
+            tuning=RocksDbTuning(
                 chosen.block_cache_bytes,
                 chosen.block_size,
                 chosen.threads,
@@ -293,9 +293,9 @@ class Stores:
             self.warnings.append,
         )
 
-    def _guarded(self, tier: Tier, guard: GuardSettings, threads: int) -> Guarded:
+    def _guarded(self, tier: Tier, guard: GuardSettings, threads: int) -> GuardedTier:
         """The guard around a tier, which alone closes it: never under a fetch that hangs."""
-        guarded = Guarded(
+        guarded = GuardedTier(
             tier,
             guard.deadline_ms / 1e3,
             guard.failures_to_open,

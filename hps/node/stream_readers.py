@@ -13,20 +13,20 @@ from hps.config.update_settings import DirectorySettings, KafkaSettings
 from hps.observability.meters import StreamMeter, UpdateMeter
 from hps.observability.metrics import Metrics
 from hps.types import EmbeddingTable
-from hps.updates.arrivals import Waiting
+from hps.updates.arrivals import PendingUpdates
 from hps.updates.files.directory import DirectorySource
-from hps.updates.files.waiting import WaitingFiles
+from hps.updates.files.waiting import PendingFiles
 from hps.updates.followed_store import FollowedStore
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
-from hps.updates.kafka.end_offsets import WaitingMessages
+from hps.updates.kafka.end_offsets import PendingMessages
 from hps.updates.kafka.hps_group import HpsProgress, hps_group
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateSource
-from hps.updates.stream_positions import Places, Readers, Store, StreamPlaces
-from hps.updates.topics import Topics
+from hps.updates.stream_positions import FedStore, Readers, StoreStreamPositions, StreamPositions
+from hps.updates.topics import TopicTables
 from hps.updates.writer import CacheWriter
 
 # Where HPS feeds the store and keeps no positions in it: updates that it may not have written yet when the
@@ -38,7 +38,7 @@ Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class UpdateReader:
     """One reader: its ``group``, its source and ingestor, the thread they run on, what ``waits`` for them,
     which tables a topic may change, and since when it reads (Unix seconds)."""
 
@@ -47,7 +47,7 @@ class Stream:
     source: UpdateSource
     ingestor: Ingestor
     thread: IngestThread
-    waits: Waiting
+    waits: PendingUpdates
     readers: Readers
     began_s: float = field(default_factory=time.time)
 
@@ -89,7 +89,7 @@ class StreamReaders:
         metrics: Metrics,
         resources: ExitStack,
     ) -> None:
-        self.streams: list[Stream] = []
+        self.streams: list[UpdateReader] = []
         self.tables = list(tables)
         self._watermarks = watermarks
         self._metrics = metrics
@@ -104,7 +104,7 @@ class StreamReaders:
         self,
         settings: KafkaSettings,
         group: str,
-        stores: Sequence[Store],
+        stores: Sequence[FedStore],
         caches: CacheWriter | None,
         *,
         followed: FollowedStore | None = None,
@@ -116,7 +116,7 @@ class StreamReaders:
         self._add(partial(self._read_kafka, settings, group, stores, caches, followed, member))
 
     def read_folder(
-        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
+        self, settings: DirectorySettings, stores: Sequence[FedStore], caches: CacheWriter
     ) -> None:
         """Start a reader of a folder's files. Raises ConfigError."""
         self._add(partial(self._read_folder, settings, stores, caches))
@@ -141,16 +141,16 @@ class StreamReaders:
         self,
         settings: KafkaSettings,
         group: str,
-        stores: Sequence[Store],
+        stores: Sequence[FedStore],
         caches: CacheWriter | None,
         followed: FollowedStore | None,
         member: str | None,
     ) -> None:
-        topics = Topics(self.tables, settings.takes)
+        topics = TopicTables(self.tables, settings.takes)
         fed_by = settings.shared_group if followed and followed.info.shared else group
         hps = self._hps_beside(settings, fed_by, followed)
         if followed is None:
-            places: Places = StreamPlaces(stores, topics.readers, self._contained)
+            places: StreamPositions = StoreStreamPositions(stores, topics.readers, self._contained)
         else:
             other_writer = None if hps is None else hps.applied
             places = followed.places(topics.readers, self._contained, other_writer)
@@ -167,7 +167,7 @@ class StreamReaders:
         dead_letters = DeadLetterTopic(settings, self._kept)
         self._generation.callback(dead_letters.close)
         ingestor = Ingestor(source, topics.tables, places, caches, dead_letters, self._meter)
-        waits = WaitingMessages(source.cluster, source, topics.names)
+        waits = PendingMessages(source.cluster, source, topics.names)
         self._start(group, "kafka", source, ingestor, waits, topics.readers)
 
     def _hps_beside(
@@ -184,14 +184,14 @@ class StreamReaders:
         return progress
 
     def _read_folder(
-        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
+        self, settings: DirectorySettings, stores: Sequence[FedStore], caches: CacheWriter
     ) -> None:
-        topics = Topics(self.tables, settings.takes)
+        topics = TopicTables(self.tables, settings.takes)
         source = DirectorySource(settings, topics.tables)
-        places = StreamPlaces(stores, topics.readers)
+        places = StoreStreamPositions(stores, topics.readers)
         ingestor = Ingestor(source, topics.tables, places, caches, source, self._meter)
         tables = list(topics.tables.values())
-        waits = WaitingFiles(settings.path)
+        waits = PendingFiles(settings.path)
         self._start("directory", "directory", source, ingestor, waits, lambda _folder: tables)
 
     def _start(
@@ -200,13 +200,13 @@ class StreamReaders:
         kind: str,
         source: UpdateSource,
         ingestor: Ingestor,
-        waits: Waiting,
+        waits: PendingUpdates,
         readers: Readers,
     ) -> None:
         thread = IngestThread(ingestor, source, f"hps-ingest-{len(self.streams)}")
         if group in self._paused:
             thread.pause()
-        self.streams.append(Stream(group, kind, source, ingestor, thread, waits, readers))
+        self.streams.append(UpdateReader(group, kind, source, ingestor, thread, waits, readers))
         self._generation.callback(thread.close)
         thread.start()
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from hps.config.update_settings import NODE, DirectorySettings, KafkaSettings
 from hps.errors import BadRequest, NotFound, Unavailable
-from hps.node.stream_readers import Stream, StreamReaders, Watermarks
+from hps.node.stream_readers import StreamReaders, UpdateReader, Watermarks
 from hps.observability import metric_names as m
 from hps.observability.meters import UpdateMeter
 from hps.observability.metrics import Metrics
-from hps.threads import Repeated
+from hps.threads import PeriodicThread
 from hps.tiers.positions import Place
 from hps.types import EmbeddingTable, KeyArray, VectorArray
 from hps.updates.arrivals import LOOK_EVERY_S
@@ -31,7 +31,7 @@ from hps.updates.followed_store import FollowedStore
 from hps.updates.freshness import Freshness
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import Reason
-from hps.updates.stream_positions import Store
+from hps.updates.stream_positions import FedStore
 from hps.updates.topics import native_topic
 from hps.updates.writer import CacheWriter
 
@@ -42,7 +42,7 @@ Limited = tuple[Freshness, Collection[EmbeddingTable]]
 """What is served at a time, and its tables."""
 
 
-class Streams:
+class UpdateStreams:
     """Those of one node. Any thread may call it; ``resources`` closes it."""
 
     def __init__(
@@ -70,20 +70,20 @@ class Streams:
     def read_kafka(
         self,
         settings: KafkaSettings,
-        stores: Sequence[Store],
+        stores: Sequence[FedStore],
         caches: CacheWriter | None,
         followed: FollowedStore | None = None,
     ) -> None:
         """Read every partition, for stores of the node; see `StreamReaders.read_kafka`."""
         self._readers.read_kafka(settings, node_group(settings), stores, caches, followed=followed)
 
-    def share_kafka(self, settings: KafkaSettings, stores: Sequence[Store]) -> None:
+    def share_kafka(self, settings: KafkaSettings, stores: Sequence[FedStore]) -> None:
         """Read a share of the partitions, for stores that nodes share, as a member of their group."""
         group, member = settings.shared_group, node_group(settings)
         self._readers.read_kafka(settings, group, stores, None, member=member)
 
     def read_folder(
-        self, settings: DirectorySettings, stores: Sequence[Store], caches: CacheWriter
+        self, settings: DirectorySettings, stores: Sequence[FedStore], caches: CacheWriter
     ) -> None:
         """See `StreamReaders.read_folder`."""
         self._readers.read_folder(settings, stores, caches)
@@ -141,12 +141,12 @@ class Streams:
                 if ages_s := {table: self.age_s(table) for table in tables}:
                     freshness.judge(ages_s)
 
-        watch = Repeated(look, every_s, "hps-update-age")
+        watch = PeriodicThread(look, every_s, "hps-update-age")
         self._resources.callback(watch.close)
 
     def write_directly(
         self,
-        stores: Sequence[Store],
+        stores: Sequence[FedStore],
         caches: CacheWriter,
         fixed: Collection[EmbeddingTable] = (),
     ) -> None:
@@ -216,7 +216,7 @@ class Streams:
             return max(0.0, now - current_s)
         return max((self._age_s(table, each, now) for each in self._readers.streams), default=0.0)
 
-    def _age_s(self, table: EmbeddingTable, stream: Stream, now: float) -> float:
+    def _age_s(self, table: EmbeddingTable, stream: UpdateReader, now: float) -> float:
         """`age_s`, as far as one stream is concerned."""
         oldest_s = 0.0
         for (topic, _partition), age_s in stream.waits.ages_s().items():
@@ -230,7 +230,7 @@ class Streams:
             oldest_s = max(oldest_s, age_s)
         return oldest_s
 
-    def _ages_in(self, stream: Stream) -> list[dict[str, Any]]:
+    def _ages_in(self, stream: UpdateReader) -> list[dict[str, Any]]:
         """How old each table is that a stream feeds, ready for JSON."""
         now = time.time()
         return [
@@ -242,10 +242,10 @@ class Streams:
     def _fed(self, table: EmbeddingTable) -> bool:
         return any(self._feeds(stream, table) for stream in self._readers.streams)
 
-    def _feeds(self, stream: Stream, table: EmbeddingTable) -> bool:
+    def _feeds(self, stream: UpdateReader, table: EmbeddingTable) -> bool:
         return table in stream.readers(native_topic(table.model))
 
-    def _wait(self, what: str, stream: Stream, done: Future[None], wait_s: float) -> None:
+    def _wait(self, what: str, stream: UpdateReader, done: Future[None], wait_s: float) -> None:
         try:
             done.result(wait_s)
         except (TimeoutError, CancelledError):
@@ -253,7 +253,7 @@ class Streams:
             why = stream.ingestor.problem or "the node is closing, or writes a large batch"
             raise Unavailable(f"{stream.group} did not {what} within {wait_s:g} s: {why}") from None
 
-    def _chosen(self, group: str | None) -> list[Stream]:
+    def _chosen(self, group: str | None) -> list[UpdateReader]:
         if not self._readers.streams:
             raise NotFound("no updates are read here; set updates.kafka or updates.directory")
         chosen = [s for s in self._readers.streams if group in (None, s.group)]
@@ -268,7 +268,7 @@ class Streams:
                 yield (stream.group, topic, str(partition)), messages
 
     def _each(
-        self, said: Callable[[Stream], bool]
+        self, said: Callable[[UpdateReader], bool]
     ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
         """What is ``said`` of each reader, as a gauge reads it."""
         return lambda: [((each.group,), said(each)) for each in self._readers.streams]
@@ -279,7 +279,7 @@ class Streams:
                 yield (table.model, table.name), self.age_s(table)
 
 
-def _arrived_lately(stream: Stream, tables: Collection[EmbeddingTable]) -> bool:
+def _arrived_lately(stream: UpdateReader, tables: Collection[EmbeddingTable]) -> bool:
     """Whether all messages for ``tables`` that are not applied yet are known to have come just now."""
     ages_s = [
         age_s

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hps.errors import HpsError
 from hps.node.opened_models import OpenedModel
-from hps.node.stores import Stores
+from hps.node.stores import NodeStores
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _DROP_AGAIN_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
-class _Former:
+class _ReplacedVersion:
     """A version that was served. ``ended``: no request is on it any more."""
 
     model: OpenedModel
@@ -40,13 +40,13 @@ class _Former:
         return self.model.version.version
 
 
-class Retiring:
+class VersionRetirement:
     """Those of one node. `retire` is called by whoever holds ``turn``, under which no version comes or goes;
     ``served`` is the version of a model that is served, if any. ``closed`` ends all waiting."""
 
     def __init__(
         self,
-        stores: Stores,
+        stores: NodeStores,
         forget: Callable[[OpenedModel], None],
         served: Callable[[str], int | None],
         turn: threading.Lock,
@@ -59,7 +59,7 @@ class Retiring:
         self._turn = turn
         self._closed = closed
         # In the order they were replaced; those whose rows RocksDB has no more are struck off.
-        self._former: list[_Former] = []
+        self._former: list[_ReplacedVersion] = []
         self.threads: list[threading.Thread] = []
 
     def retire(
@@ -71,7 +71,7 @@ class Retiring:
     ) -> None:
         """Let go of a version, and of its network's ``resources``, once nothing refers to its lookups, and no
         other process uses it."""
-        former = _Former(old)
+        former = _ReplacedVersion(old)
 
         def wait() -> None:
             self._until_gone(engine)
@@ -100,7 +100,7 @@ class Retiring:
                 gc.collect()
                 collect = time.monotonic() + _COLLECT_EVERY_S
 
-    def _let_go(self, former: _Former, resources: ExitStack | None) -> None:
+    def _let_go(self, former: _ReplacedVersion, resources: ExitStack | None) -> None:
         self._forget(former.model)
         self._stores.leave(former.model)
         if resources is not None:

@@ -34,14 +34,14 @@ _COLLECT_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedVersion:
     """A version of a model, ready. ``close`` lets go of what only it has."""
 
     served: ServedModel
     close: Callable[[], None]
 
 
-class Followed(Protocol):
+class VersionSource(Protocol):
     """Who says what is to be served."""
 
     def follow(self, report: Any, deadline: float) -> Any:
@@ -52,21 +52,23 @@ class Followed(Protocol):
     def close(self) -> None: ...
 
 
-class Following:
+class VersionSync:
     """What one process has of its node's models. `look` is to be called over and over, by one thread.
 
     ``open_version`` opens a version of a model, however it fails; ``connections`` are for this alone: by
     their end the node knows of the process's.
     """
 
-    def __init__(self, connections: Followed, open_version: Callable[[str, int], Opened]) -> None:
+    def __init__(
+        self, connections: VersionSource, open_version: Callable[[str, int], OpenedVersion]
+    ) -> None:
         self.checks: list[Callable[[ServedModel], None]] = []
         """Each may raise, with the reason, for a version that is not to be served here."""
         self.use: Callable[[dict[str, ServedModel]], None] = lambda _models: None
         """Told of the models to be served from now on, by name."""
         self._connections = connections
         self._open_version = open_version
-        self._opened: dict[str, Opened] = {}  # by token, as all below
+        self._opened: dict[str, OpenedVersion] = {}  # by token, as all below
         self._served: dict[str, str] = {}  # tokens by model
         self._ending: dict[str, tuple[weakref.ref[Any], Callable[[], None]]] = {}
         self._failed: dict[str, tuple[Exception, float]] = {}
@@ -181,16 +183,16 @@ class Following:
                 del self._ending[token]
 
 
-def _by_reference(opened: Opened) -> tuple[weakref.ref[Any], Callable[[], None]]:
+def _by_reference(opened: OpenedVersion) -> tuple[weakref.ref[Any], Callable[[], None]]:
     return weakref.ref(opened.served.engine), opened.close
 
 
-class FollowingModels(OpenModels):
+class SyncedModels(OpenModels):
     """Models that are others when those that they follow are."""
 
     __slots__ = ("_following", "_watchers")
 
-    def __init__(self, following: Following, **given: Any) -> None:
+    def __init__(self, following: VersionSync, **given: Any) -> None:
         OpenModels.__init__(self, models=following.models, **given)
         self._following = following
         self._watchers: list[Callable[[], None]] = []

@@ -45,16 +45,16 @@ def add_all(amounts: Iterable[tuple[Counter, float]]) -> None:
 Amounts = Sequence[tuple[Counter, int]]
 
 
-class Tally:
+class BatchedCounters:
     """The same amounts, added to many counters again and again at the price of one: how often is counted,
     and reckoned up when the numbers are asked for. Thread-safe."""
 
     __slots__ = ("_amounts", "_book", "_entry", "_is_used")
 
-    def __init__(self, amounts: Amounts, book: Book) -> None:
+    def __init__(self, amounts: Amounts, book: TallyRegistry) -> None:
         self._amounts = amounts
         self._book = book
-        self._entry: _Entry | None = None
+        self._entry: _TallyEntry | None = None
         self._is_used = False
 
     def add(self) -> None:
@@ -74,7 +74,7 @@ class Tally:
             self._book.closed.append(self._entry)
 
 
-class _Entry:
+class _TallyEntry:
     """How often a tally has been told to add its amounts since they were last reckoned up."""
 
     __slots__ = ("amounts", "times")
@@ -90,19 +90,19 @@ class _Entry:
                 counter.value += amount * times
 
 
-class Book:
+class TallyRegistry:
     """The entries of tallies that are used, and of those that are gone until they are reckoned up."""
 
     def __init__(self) -> None:
-        self.closed: deque[_Entry] = deque()
-        self._entries: set[_Entry] = set()
+        self.closed: deque[_TallyEntry] = deque()
+        self._entries: set[_TallyEntry] = set()
         self._lock = threading.Lock()
 
-    def enter(self, tally: Tally) -> _Entry:
+    def enter(self, tally: BatchedCounters) -> _TallyEntry:
         """The entry of ``tally``, made when it has none."""
         with self._lock:
             if tally._entry is None:
-                entry = _Entry(tally._amounts)
+                entry = _TallyEntry(tally._amounts)
                 self._entries.add(entry)
                 tally._entry = entry
             self._close()
@@ -123,7 +123,7 @@ class Book:
                 self._entries.discard(entry)
 
 
-class Histogram:
+class MetricHistogram:
     """Observations in buckets up to each of ``bounds``, and one beyond. Thread-safe.
 
     An observation is only noted; notes are sorted into their buckets some hundreds at a time, and when

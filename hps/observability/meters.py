@@ -33,7 +33,7 @@ from hps.observability.metric_names import (
     UPDATE_ROWS,
     UPDATE_VISIBLE,
 )
-from hps.observability.metrics import Counter, Histogram, Metrics, Tally, add_all
+from hps.observability.metrics import BatchedCounters, Counter, MetricHistogram, Metrics, add_all
 from hps.types import EmbeddingTable, Source
 
 Answers = Sequence[tuple[EmbeddingTable, bytes, Sequence[tuple[str, int]]]]
@@ -127,7 +127,7 @@ class DenseMeter:
         self._model = model
         self._labels = model, str(version)
         self._seconds = metrics.histogram(DENSE_SECONDS, *self._labels)
-        self._scores: dict[str, Histogram] = {}
+        self._scores: dict[str, MetricHistogram] = {}
 
     def ran(self, seconds: float) -> None:
         self._seconds.observe(seconds)
@@ -259,7 +259,7 @@ def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None
     metrics.counter(PROMOTIONS, tier, result).add(keys)
 
 
-def _alike(tally: Tally, histogram: Histogram) -> Callable[[float], None]:
+def _alike(tally: BatchedCounters, histogram: MetricHistogram) -> Callable[[float], None]:
     add, observe = tally.add, histogram.observe
 
     def finished(seconds: float) -> None:

@@ -13,12 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from hps.observability.counters import Amounts, Book, Counter, Histogram, Tally, add_all
+from hps.observability.counters import (
+    Amounts,
+    BatchedCounters,
+    Counter,
+    MetricHistogram,
+    TallyRegistry,
+    add_all,
+)
 from hps.observability.exposition import shown
 from hps.observability.metric_spec import MetricSpec
 from hps.observability.metric_table import METRICS
 
-__all__ = ["Counter", "Histogram", "Metrics", "Numbers", "Tally", "add_all"]
+__all__ = ["BatchedCounters", "Counter", "MetricHistogram", "MetricValues", "Metrics", "add_all"]
 
 _BY_NAME = {spec.name: spec for spec in METRICS}
 # Where the label values of metrics that tell models apart have the model, and the version if they have one.
@@ -32,20 +39,22 @@ _OF_MODELS = {
 }
 
 
-class Numbers(dict[str, dict[tuple[str, ...], Any]]):
+class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
     """What metrics stand at, by name and label values: a number, or of a histogram the counts of its buckets
     and their sum. Numbers of several processes can be added up."""
 
-    def add(self, others: Numbers) -> None:
+    def add(self, others: MetricValues) -> None:
         """Add ``others`` to these."""
         for name, values in others.items():
             mine = self.setdefault(name, {})
             for labels, value in values.items():
                 mine[labels] = _sum(mine[labels], value) if labels in mine else value
 
-    def grown(self) -> Numbers:
+    def grown(self) -> MetricValues:
         """Those that only grow: what remains of a process that has ended."""
-        return Numbers({n: values for n, values in self.items() if _BY_NAME[n].kind != "gauge"})
+        return MetricValues(
+            {n: values for n, values in self.items() if _BY_NAME[n].kind != "gauge"}
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {name: [*map(list, values.items())] for name, values in self.items() if values}
@@ -60,9 +69,9 @@ class Numbers(dict[str, dict[tuple[str, ...], Any]]):
                         del values[labels]
 
     @staticmethod
-    def from_json(told: dict[str, Any]) -> Numbers:
+    def from_json(told: dict[str, Any]) -> MetricValues:
         """What `as_json` gave, on another process; of metrics that are known here."""
-        return Numbers(
+        return MetricValues(
             {
                 name: {tuple(labels): value for labels, value in values}
                 for name, values in told.items()
@@ -95,13 +104,13 @@ class Metrics:
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self) -> None:
-        self._children: dict[str, dict[tuple[str, ...], Counter | Histogram]] = {
+        self._children: dict[str, dict[tuple[str, ...], Counter | MetricHistogram]] = {
             spec.name: {} for spec in METRICS
         }
         self._gauges: dict[str, list[ReadMany]] = {spec.name: [] for spec in METRICS}
-        self._included: list[Callable[[], Numbers]] = []
-        self._others: list[tuple[Sequence[MetricSpec], Callable[[Numbers], Numbers]]] = []
-        self._book = Book()
+        self._included: list[Callable[[], MetricValues]] = []
+        self._others: list[tuple[Sequence[MetricSpec], Callable[[MetricValues], MetricValues]]] = []
+        self._book = TallyRegistry()
         self._held: dict[tuple[str, str], int] = {}
         self._forget: list[weakref.WeakMethod[Forget]] = []
         self._lock = threading.Lock()
@@ -112,14 +121,14 @@ class Metrics:
         child: Counter = self._child(name, labels, "counter", Counter)
         return child
 
-    def histogram(self, name: str, *labels: str) -> Histogram:
-        make = partial(Histogram, _BY_NAME[name].buckets)
-        child: Histogram = self._child(name, labels, "histogram", make)
+    def histogram(self, name: str, *labels: str) -> MetricHistogram:
+        make = partial(MetricHistogram, _BY_NAME[name].buckets)
+        child: MetricHistogram = self._child(name, labels, "histogram", make)
         return child
 
-    def tally(self, amounts: Amounts) -> Tally:
+    def tally(self, amounts: Amounts) -> BatchedCounters:
         """What adds these amounts to these counters, each time it is told to."""
-        return Tally(amounts, self._book)
+        return BatchedCounters(amounts, self._book)
 
     def gauge(self, name: str, read: Read, *labels: str) -> None:
         """Have ``read`` called at every exposition; also for counters that others keep."""
@@ -187,10 +196,10 @@ class Metrics:
         of_process: bytes = prometheus.generate_latest(self._registry)
         return of_process + "".join(self._lines()).encode()
 
-    def numbers(self) -> Numbers:
+    def numbers(self) -> MetricValues:
         """All of them as they are now."""
         self._book.reckon()
-        found = Numbers()
+        found = MetricValues()
         for spec in METRICS:
             with self._lock:
                 children = list(self._children[spec.name].items())
@@ -201,11 +210,13 @@ class Metrics:
                 values.update(read())
         return found
 
-    def include(self, read: Callable[[], Numbers]) -> None:
+    def include(self, read: Callable[[], MetricValues]) -> None:
         """Have the numbers of other processes, which ``read`` brings, added to those that are exposed."""
         self._included.append(read)
 
-    def expose(self, specs: Sequence[MetricSpec], make: Callable[[Numbers], Numbers]) -> None:
+    def expose(
+        self, specs: Sequence[MetricSpec], make: Callable[[MetricValues], MetricValues]
+    ) -> None:
         """Have other metrics exposed too, which ``make`` makes of all the numbers there are."""
         self._others.append((specs, make))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from hps.environment import traces_exporter
 from hps.errors import ConfigError
-from hps.tracing import Origin
+from hps.tracing import RequestContext
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ class Tracer:
 
     def request(
         self, name: str, started: int, request_id: str, traceparent: str, tracestate: str
-    ) -> Origin:
+    ) -> RequestContext:
         """A request that began at ``started`` (``time.perf_counter_ns``), in its caller's trace. It is an
-        ordinary `Origin` when the sampler leaves it out."""
+        ordinary `RequestContext` when the sampler leaves it out."""
         carrier = {"traceparent": traceparent, "tracestate": tracestate}
         context = self._read(carrier) if traceparent else None
         span = self.tracer.start_span(
@@ -47,7 +47,7 @@ class Tracer:
             span.set_attribute("hps.request_id", request_id)
         return _origin(self, span, request_id)
 
-    def batch(self, name: str, traceparents: Iterable[str]) -> Origin:
+    def batch(self, name: str, traceparents: Iterable[str]) -> RequestContext:
         """Work done for several at once: a trace of its own, linked to theirs."""
         contexts = [self._read({"traceparent": parent}) for parent in dict.fromkeys(traceparents)]
         spans = [self._trace.get_current_span(context).get_span_context() for context in contexts]
@@ -68,7 +68,7 @@ class Tracer:
         self._provider.shutdown()
 
 
-class _Recorded(Origin):
+class _RecordedSpan(RequestContext):
     """A request, or a part of its work, that is a span."""
 
     __slots__ = ("_span", "_tracer")
@@ -80,7 +80,7 @@ class _Recorded(Origin):
         self._tracer = tracer
         self._span = span
 
-    def begin(self, name: str) -> Origin:
+    def begin(self, name: str) -> RequestContext:
         return _origin(self._tracer, self._tracer.child(self._span, name), self.request_id)
 
     def note(self, **attributes: Any) -> None:
@@ -96,13 +96,13 @@ class _Recorded(Origin):
         self._tracer.child(self._span, name, _epoch_ns(started)).end(_epoch_ns(ended))
 
 
-def _origin(tracer: Tracer, span: Any, request_id: str) -> Origin:
+def _origin(tracer: Tracer, span: Any, request_id: str) -> RequestContext:
     context = span.get_span_context()
     parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
     state = context.trace_state.to_header()
     if not span.is_recording():
-        return Origin(request_id, parent, state)
-    return _Recorded(tracer, span, request_id, parent, state)
+        return RequestContext(request_id, parent, state)
+    return _RecordedSpan(tracer, span, request_id, parent, state)
 
 
 def _epoch_ns(instant: int) -> int:

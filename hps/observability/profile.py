@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from time import perf_counter_ns
 from typing import Any
 
-from hps.tracing import Origin
+from hps.tracing import RequestContext
 
 
-class Profile(Origin):
+class Profile(RequestContext):
     """A request, or a part of its work, and the parts of that. Threads may take turns with it."""
 
     __slots__ = ("_began", "about", "name", "ns", "parts")

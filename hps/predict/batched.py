@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.lookup.base import Feature
-from hps.lookup.batched import Together, keys_size
-from hps.lookup.batching import Batcher, Bounds, Size
-from hps.lookup.merged import Merged, bounds, checked, kind
-from hps.tracing import Origin
+from hps.lookup.batched import MergingSubmit, keys_size
+from hps.lookup.batching import Batcher, BatchLimits, BatchSize
+from hps.lookup.merged import MergedLookup, bounds, checked, kind
+from hps.tracing import RequestContext
 from hps.types import LookupRequest, PredictRequest, PredictResult
 
 
-class Pipeline(Protocol):
+class PredictionPipeline(Protocol):
     """What answers predictions: `InferencePipeline`, or one that batches them."""
 
     def submit(self, request: PredictRequest) -> Future[PredictResult]: ...
@@ -30,14 +30,14 @@ class BatchedPipeline:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: PredictionPipeline,
         features: Mapping[str, Feature],
-        limits: Bounds,
+        limits: BatchLimits,
         observe: Callable[[float], None] = lambda _requests: None,
     ) -> None:
         """``features`` are the model's."""
         self._batcher: Batcher[PredictRequest, PredictResult] = Batcher(
-            _Predictions(pipeline, features), limits, observe
+            _PredictionWork(pipeline, features), limits, observe
         )
 
     def submit(self, request: PredictRequest) -> Future[PredictResult]:
@@ -49,13 +49,13 @@ class BatchedPipeline:
         return self.submit(request).result()
 
 
-class _Predictions:
+class _PredictionWork:
     """Predictions as the work of a `Batcher`."""
 
-    def __init__(self, pipeline: Pipeline, features: Mapping[str, Feature]) -> None:
+    def __init__(self, pipeline: PredictionPipeline, features: Mapping[str, Feature]) -> None:
         self._features = features
         self.alone = pipeline.submit
-        self.together = Together(pipeline.submit, self._merged).begin
+        self.together = MergingSubmit(pipeline.submit, self._merged).begin
 
     def kind(self, request: PredictRequest) -> tuple[Hashable, PredictRequest] | None:
         if request.top_k is not None or request.features.keys() != self._features.keys():
@@ -72,19 +72,19 @@ class _Predictions:
             request = replace(request, features=fit.features)
         return (keys, dense, request.outputs), request
 
-    def size(self, request: PredictRequest) -> Size:
+    def size(self, request: PredictRequest) -> BatchSize:
         return keys_size(request.features)
 
     def deadline(self, request: PredictRequest) -> float | None:
         return request.deadline
 
     def _merged(
-        self, requests: Sequence[PredictRequest], want_source: bool, origin: Origin | None
-    ) -> _Merged:
-        return _Merged(requests, self._features, want_source, origin)
+        self, requests: Sequence[PredictRequest], want_source: bool, origin: RequestContext | None
+    ) -> _MergedPredictions:
+        return _MergedPredictions(requests, self._features, want_source, origin)
 
 
-class _Merged:
+class _MergedPredictions:
     """One request for those of ``requests``, which are of one kind."""
 
     def __init__(
@@ -92,11 +92,11 @@ class _Merged:
         requests: Sequence[PredictRequest],
         features: Mapping[str, Feature],
         want_source: bool,
-        origin: Origin | None,
+        origin: RequestContext | None,
     ) -> None:
         self._requests = requests
         lookups = [_lookup(request) for request in requests]
-        self._lookups = Merged(lookups, features, want_source=want_source)
+        self._lookups = MergedLookup(lookups, features, want_source=want_source)
         self._rows = bounds([keys_size(request.features).rows for request in requests])
         joined = self._lookups.request
         dense: dict[str, NDArray[Any]] = {
@@ -126,4 +126,4 @@ def _lookup(request: PredictRequest) -> LookupRequest:
     return LookupRequest(request.features, request.deadline, request.want_source)
 
 
-__all__ = ["BatchedPipeline", "Pipeline"]
+__all__ = ["BatchedPipeline", "PredictionPipeline"]

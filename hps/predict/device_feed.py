@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hps.dense.base import DenseModel
 from hps.lookup.base import Feature
-from hps.lookup.gpu.on_device import DeviceLookup, DeviceResult
+from hps.lookup.gpu.on_device import DeviceLookup, DeviceLookupResult
 from hps.types import LookupRequest, LookupResult, PredictRequest
 
 Arrays = dict[str, NDArray[Any]]
@@ -38,7 +38,7 @@ class DeviceFeed:
     def quick(
         self, request: PredictRequest, inputs: Arrays, batch: int, names: tuple[str, ...]
     ) -> tuple[Arrays, LookupResult] | None:
-        """See `hps.predict.pipeline.OnDevice`."""
+        """See `hps.predict.pipeline.DevicePredictor`."""
         if not batch:
             return None
         asked = LookupRequest(request.features, request.deadline, request.want_source)
@@ -55,8 +55,8 @@ class DeviceFeed:
         names: tuple[str, ...],
         deadline: float | None = None,
     ) -> Arrays:
-        """See `hps.predict.pipeline.OnDevice`."""
-        assert isinstance(rows, DeviceResult)
+        """See `hps.predict.pipeline.DevicePredictor`."""
+        assert isinstance(rows, DeviceLookupResult)
         stream = self._space.take_stream()
         vectors = {
             feature.name: self._space.empty(rows.shapes[feature.name], feature.table.dtype, stream)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.dense.lanes import DeviceLanes, Form, Lane
-from hps.lookup.backoff import Patience
+from hps.dense.lanes import DeviceLanes, LaneBinding, NetworkLane
+from hps.lookup.backoff import Backoff
 from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys, check_sizes
-from hps.lookup.gpu.miss_fill import Bags, Below, CompletedFetch, prepared_pooling
-from hps.lookup.gpu.on_device import DeviceLookup, DeviceResult
+from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, LowerTiers, prepared_pooling
+from hps.lookup.gpu.on_device import DeviceLookup, DeviceLookupResult
 from hps.lookup.gpu.prepared import signature_of
 from hps.observability.meters import LookupMeter, TierMeter
 from hps.tracing import current, timed
@@ -26,18 +26,18 @@ Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(slots=True)
-class _Alike:
+class _DevicePathTemplate:
     """What predictions with the same numbers of keys have in common on a lane: the features' keys and where
     their vectors go, the network, what must then be widened or repeated; `pooled` and `fetched` once they
     were needed."""
 
-    bags: list[Bags]
-    form: Form
+    bags: list[DeviceBags]
+    form: LaneBinding
     assigned: list[tuple[Any, Any]]
     observe: Callable[[float], None]
     finished: Callable[[float], None]
     pooled: Any = None
-    fetched: CompletedFetch | None = None
+    fetched: FilledFetch | None = None
 
 
 class DevicePath:
@@ -47,7 +47,7 @@ class DevicePath:
         self,
         lookup: DeviceLookup,
         cache: Any,
-        below: Below,
+        below: LowerTiers,
         lanes: DeviceLanes,
         feeds: Sequence[tuple[Feature, str]],
         observe: TierMeter,
@@ -64,7 +64,7 @@ class DevicePath:
         self._meter = meter
         self._held = all(cache.capacity(feature.table) for feature, _ in feeds)
         # Pooling straight from the cache is in vain when a row is missing.
-        self._patience = Patience()
+        self._patience = Backoff()
 
     def quick(
         self, request: PredictRequest, inputs: Arrays, batch: int, names: tuple[str, ...]
@@ -80,7 +80,7 @@ class DevicePath:
             return None
         key = (batch, names, signature)
         with self._lanes.lease() as lane, self._space.device:
-            alike: _Alike | None = lane.kept.get(key)
+            alike: _DevicePathTemplate | None = lane.kept.get(key)
             if alike is None:
                 alike = self._prepare(lane, key, request, batch, names)
             if self._patience.is_due():
@@ -98,7 +98,7 @@ class DevicePath:
         deadline: float | None = None,
     ) -> Arrays:
         """The outputs from ``rows``, the lookup's result; what has begun here is not broken off."""
-        assert isinstance(rows, DeviceResult)
+        assert isinstance(rows, DeviceLookupResult)
         with self._lanes.lease() as lane:
             form = lane.form(batch, names)
             outs, assigned = self._outs(lane, form, rows.shapes)
@@ -110,7 +110,11 @@ class DevicePath:
     # -- the quick ways ----------------------------------------------------------------------------
 
     def _pool(
-        self, lane: Lane, alike: _Alike, features: Mapping[str, JaggedKeys], inputs: Arrays
+        self,
+        lane: NetworkLane,
+        alike: _DevicePathTemplate,
+        features: Mapping[str, JaggedKeys],
+        inputs: Arrays,
     ) -> Arrays | None:
         """One launch for the vectors, and one wait; None when a row is missing."""
         started = time.perf_counter()
@@ -131,13 +135,13 @@ class DevicePath:
         return outputs
 
     def _fetch(
-        self, lane: Lane, alike: _Alike, request: PredictRequest, inputs: Arrays
+        self, lane: NetworkLane, alike: _DevicePathTemplate, request: PredictRequest, inputs: Arrays
     ) -> tuple[Arrays, LookupResult] | None:
         """Fetch the rows, those that are missing from ``below``, and pool them; None when that lacks some."""
         fetched = alike.fetched
         if fetched is None:
             given = self._cache, self._below, alike.bags, self._observe, self._meter
-            fetched = alike.fetched = CompletedFetch(*given)
+            fetched = alike.fetched = FilledFetch(*given)
         part = current()
         _fill(alike.bags, request.features, fetched.keys)
         if not timed(part, "rows", fetched.run, lane.stream, request.deadline):
@@ -147,14 +151,18 @@ class DevicePath:
         return outputs, LookupResult({}, defaulted=fetched.finish())
 
     def _begin(
-        self, lane: Lane, alike: _Alike, features: Mapping[str, JaggedKeys], pooled: Any
+        self,
+        lane: NetworkLane,
+        alike: _DevicePathTemplate,
+        features: Mapping[str, JaggedKeys],
+        pooled: Any,
     ) -> None:
         """Have the vectors made."""
         _fill(alike.bags, features, pooled.keys)
         pooled.launch(lane.stream)
         self._assign(lane, alike.assigned)
 
-    def _assign(self, lane: Lane, assigned: Sequence[tuple[Any, Any]]) -> None:
+    def _assign(self, lane: NetworkLane, assigned: Sequence[tuple[Any, Any]]) -> None:
         for to, source in assigned:
             self._space.assign(to, source, lane.stream)
 
@@ -162,12 +170,12 @@ class DevicePath:
 
     def _prepare(
         self,
-        lane: Lane,
+        lane: NetworkLane,
         key: tuple[Any, ...],
         request: PredictRequest,
         batch: int,
         names: tuple[str, ...],
-    ) -> _Alike:
+    ) -> _DevicePathTemplate:
         """Check a request of a kind that was not seen before. Raises BadRequest."""
         check_sizes(self.lookup.model, LookupRequest(request.features, request.deadline))
         counts, shapes = [], {}
@@ -183,9 +191,9 @@ class DevicePath:
             (table, bytes([Source.GPU]) * n, [(feature.name, n)])
             for (feature, _), (table, n, _) in zip(self._feeds, counts, strict=True)
         ]
-        alike = _Alike(
+        alike = _DevicePathTemplate(
             [
-                Bags(feature, n, n // shapes[feature.name][0], outs[feature.name])
+                DeviceBags(feature, n, n // shapes[feature.name][0], outs[feature.name])
                 for (feature, _), (_, n, _) in zip(self._feeds, counts, strict=True)
             ],
             form,
@@ -199,7 +207,7 @@ class DevicePath:
         return alike
 
     def _outs(
-        self, lane: Lane, form: Form, shapes: Mapping[str, tuple[int, ...]]
+        self, lane: NetworkLane, form: LaneBinding, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
         """Where each feature's vectors go: the network's own input, or, if they must be widened or repeated,
         an array of their own and then, by assignment, that input."""
@@ -215,13 +223,15 @@ class DevicePath:
         return outs, assigned
 
 
-def _run(form: Form, inputs: Arrays) -> Arrays:
+def _run(form: LaneBinding, inputs: Arrays) -> Arrays:
     form.start(inputs)
     return form.finish()
 
 
 def _fill(
-    bags: Sequence[Bags], features: Mapping[str, JaggedKeys], there: Sequence[NDArray[np.int64]]
+    bags: Sequence[DeviceBags],
+    features: Mapping[str, JaggedKeys],
+    there: Sequence[NDArray[np.int64]],
 ) -> None:
     """The tables' keys for ``features`` into pinned memory."""
     for each, keys in zip(bags, there, strict=True):

@@ -25,12 +25,12 @@ from hps.observability.meters import DenseMeter
 from hps.observability.metrics import Metrics
 from hps.predict.checks import TOP_K_INDEX, Arrays, PredictChecks, broadcast
 from hps.predict.wiring import check_wiring
-from hps.threads import Done, Workers, then
+from hps.threads import BoundedThreadPool, CompletedFuture, then
 from hps.tracing import timed, waited
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
 
 
-class OnDevice(Protocol):
+class DevicePredictor(Protocol):
     """A model on a device that holds its rows, and whose network takes them there. May be called from any
     thread."""
 
@@ -68,9 +68,9 @@ class InferencePipeline:
         spec: DenseSpec,
         lookup: Lookup,
         dense: DenseModel,
-        workers: Workers,
+        workers: BoundedThreadPool,
         meter: DenseMeter | None = None,
-        devices: Sequence[OnDevice] = (),
+        devices: Sequence[DevicePredictor] = (),
     ) -> None:
         """``devices`` take turns; without any, rows and network are on the host. Raises ``ModelError``
         when ``spec`` and the network do not fit."""
@@ -110,7 +110,7 @@ class InferencePipeline:
 
         def go_on(answer: PredictResult | None) -> Future[PredictResult]:
             if answer is not None:
-                return Done(answer)
+                return CompletedFuture(answer)
             return self._ordinary(request, inputs, batch, wanted, device)
 
         quick = partial(self._quick, request, inputs, batch, wanted, device)
@@ -125,7 +125,7 @@ class InferencePipeline:
         inputs: Arrays,
         batch: int,
         wanted: tuple[str, ...],
-        device: OnDevice | None,
+        device: DevicePredictor | None,
     ) -> Future[PredictResult]:
         lookup = (self.lookup if device is None else device.lookup).submit(
             LookupRequest(
@@ -140,7 +140,7 @@ class InferencePipeline:
         def run(rows: LookupResult) -> Future[PredictResult]:
             """On the thread that has the rows if the network is quick, else on one of ours."""
             if batch == 0 or self.dense.runs_inline(batch):
-                return Done(score(rows))
+                return CompletedFuture(score(rows))
             return self._workers.submit(
                 waited(request.origin, partial(score, rows)), request.deadline
             )
@@ -153,7 +153,7 @@ class InferencePipeline:
         inputs: Arrays,
         batch: int,
         wanted: tuple[str, ...],
-        device: OnDevice,
+        device: DevicePredictor,
     ) -> PredictResult | None:
         names = self._computed(request, wanted)
         start = time.perf_counter()
@@ -170,7 +170,7 @@ class InferencePipeline:
         inputs: Arrays,
         batch: int,
         wanted: tuple[str, ...],
-        device: OnDevice | None,
+        device: DevicePredictor | None,
         rows: LookupResult,
     ) -> PredictResult:
         if request.deadline is not None and time.monotonic() > request.deadline:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from hps.config.model_schema import DenseSpec, TensorSpec
-from hps.dense.base import DenseModel, TensorInfo, check_network
+from hps.dense.base import DenseModel, NetworkTensor, check_network
 from hps.errors import ModelError
 from hps.lookup.base import Feature
 
 
 def check_wiring(
     model: str, spec: DenseSpec, features: Mapping[str, Feature], network: DenseModel
-) -> dict[str, TensorInfo]:
+) -> dict[str, NetworkTensor]:
     """What the network is fed, by its own names. Raises ``ModelError`` where the two disagree."""
     fed = fed_tensors(model, spec, features)
     outputs = {tensor.name: tensor for tensor in spec.outputs}
@@ -25,7 +25,7 @@ def check_wiring(
 
 def fed_tensors(
     model: str, spec: DenseSpec, features: Mapping[str, Feature]
-) -> dict[str, TensorInfo]:
+) -> dict[str, NetworkTensor]:
     """Every tensor the network is fed, by its name in the network, as ``model.yaml`` has it."""
     fed = [_info(tensor) for tensor in spec.inputs]
     for name in spec.embeddings:
@@ -44,7 +44,7 @@ def fed_tensors(
                 )
             shape = (-1, feature.hotness, feature.table.dim)
         datatype = "FP16" if feature.table.dtype == np.float16 else "FP32"
-        fed.append(TensorInfo(spec.embeddings.get(feature.name, feature.name), datatype, shape))
+        fed.append(NetworkTensor(spec.embeddings.get(feature.name, feature.name), datatype, shape))
     named = {tensor.name: tensor for tensor in fed}
     if len(named) != len(fed):
         names = [tensor.name for tensor in fed]
@@ -53,7 +53,7 @@ def fed_tensors(
     return named
 
 
-def served_tensors(spec: DenseSpec) -> list[TensorInfo]:
+def served_tensors(spec: DenseSpec) -> list[NetworkTensor]:
     """What ``model.yaml`` serves of the network's outputs."""
     return [_info(tensor) for tensor in spec.outputs]
 
@@ -71,5 +71,5 @@ def _check_ranking(model: str, stated: str | None, outputs: Mapping[str, TensorS
         )
 
 
-def _info(tensor: TensorSpec) -> TensorInfo:
-    return TensorInfo(tensor.name, tensor.datatype, tuple(tensor.shape))
+def _info(tensor: TensorSpec) -> NetworkTensor:
+    return NetworkTensor(tensor.name, tensor.datatype, tuple(tensor.shape))

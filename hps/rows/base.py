@@ -20,20 +20,20 @@ BLOCK = 1 << 16
 """Rows per step of such work."""
 
 
-class Rows(NamedTuple):
+class TableRows(NamedTuple):
     """Rows of a table: keys (n,) int64, vectors (n, dim) of its dtype, versions (n,) uint64."""
 
     keys: KeyArray
     vectors: VectorArray
     versions: VersionArray
 
-    def at(self, where: NDArray[Any] | slice) -> Rows:
+    def at(self, where: NDArray[Any] | slice) -> TableRows:
         """Some of them, by positions, a mask or a slice."""
-        return Rows(self.keys[where], self.vectors[where], self.versions[where])
+        return TableRows(self.keys[where], self.vectors[where], self.versions[where])
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredKeys:
     """What a store has of some keys: which it holds, ``found (n,)``, which it knows to be ``deleted
     (n,)``, and ``vectors (n, dim)``, ``versions (n,)`` that mean something there only."""
 
@@ -42,9 +42,9 @@ class Held:
     vectors: VectorArray
     versions: VersionArray
 
-    def rows(self, keys: KeyArray) -> Rows:
+    def rows(self, keys: KeyArray) -> TableRows:
         """What is held of ``keys``, those that were asked for."""
-        return Rows(keys, self.vectors, self.versions).at(self.found)
+        return TableRows(keys, self.vectors, self.versions).at(self.found)
 
 
 class RowSource(Protocol):
@@ -66,22 +66,22 @@ class RowSource(Protocol):
         """About how many rows it has."""
         ...
 
-    def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
+    def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
         """Each of its rows once, up to about ``BLOCK`` at a time."""
         ...
 
-    def get(self, table: EmbeddingTable, keys: KeyArray) -> Held: ...
+    def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys: ...
 
     def lacks(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
         """Those of the ``keys`` (unique) that it holds no row of."""
         ...
 
-    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[Rows]:
+    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:
         """About as many of its rows as there are ``keys``; these are of the table, drawn at random."""
         ...
 
 
-def fetch(tier: Tier, table: EmbeddingTable, keys: KeyArray) -> Held:
+def fetch(tier: Tier, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
     """``keys (n,)`` unique, of the table."""
     part = Part.make(table, keys)
     ctx = FetchContext()
@@ -91,7 +91,7 @@ def fetch(tier: Tier, table: EmbeddingTable, keys: KeyArray) -> Held:
     found = part.source != 0
     answered = np.ones(len(keys), bool)
     answered[part.missing] = False
-    return Held(found, answered & ~found, part.out, part.versions)
+    return StoredKeys(found, answered & ~found, part.out, part.versions)
 
 
 def blocks(parts: Iterable[KeyArray], size: int) -> Iterator[KeyArray]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from hps.rows.base import Rows
+from hps.rows.base import TableRows
 from hps.rows.compare import same_bits
 from hps.rows.files import FileRows
 from hps.tiers.positions import TableChanges
@@ -42,10 +42,12 @@ def difference(
         yield _changes(rows, gone, version)
 
 
-def merged(base: Iterable[Rows], new: Iterable[Rows]) -> Iterator[tuple[Rows, KeyArray]]:
+def merged(
+    base: Iterable[TableRows], new: Iterable[TableRows]
+) -> Iterator[tuple[TableRows, KeyArray]]:
     """The same for two scans in the order of their keys, each key once: rows to be written, and keys (m,) to
     be deleted."""
-    old, now = _Scan(base), _Scan(new)
+    old, now = _TableScan(base), _TableScan(new)
     while True:
         ends = [scan.rows.keys[-1] for scan in (old, now) if scan.rows is not None]
         if not ends:
@@ -64,17 +66,17 @@ def merged(base: Iterable[Rows], new: Iterable[Rows]) -> Iterator[tuple[Rows, Ke
         yield b.at(~equal), np.setdiff1d(a.keys, b.keys, assume_unique=True)
 
 
-class _Scan:
+class _TableScan:
     """``rows``: what was read and not taken yet; None at the end."""
 
-    def __init__(self, parts: Iterable[Rows]) -> None:
+    def __init__(self, parts: Iterable[TableRows]) -> None:
         self._parts = iter(parts)
         self.rows = self._read()
 
-    def _read(self) -> Rows | None:
+    def _read(self) -> TableRows | None:
         return next((rows for rows in self._parts if len(rows.keys)), None)
 
-    def up_to(self, key: int) -> Rows | None:
+    def up_to(self, key: int) -> TableRows | None:
         """Take the rows up to and including ``key``."""
         if self.rows is None:
             return None
@@ -84,13 +86,13 @@ class _Scan:
         return taken
 
 
-def _told(parts: Iterable[Rows], step: Step) -> Iterator[Rows]:
+def _told(parts: Iterable[TableRows], step: Step) -> Iterator[TableRows]:
     for rows in parts:
         yield rows
         step(len(rows.keys))
 
 
-def _changes(rows: Rows, gone: KeyArray, version: int) -> TableChanges:
+def _changes(rows: TableRows, gone: KeyArray, version: int) -> TableChanges:
     return TableChanges(
         np.ascontiguousarray(rows.keys),
         np.ascontiguousarray(rows.vectors),

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.rows.base import Held, Rows, RowSource
+from hps.rows.base import RowSource, StoredKeys, TableRows
 from hps.types import EmbeddingTable, KeyArray, Progress
 
 Kind = Literal["missing", "deleted", "older", "newer", "other", "extra"]
@@ -21,7 +21,7 @@ EXAMPLES = 10
 
 
 @dataclass(slots=True)
-class Difference:
+class TableDifference:
     """Of one table: rows ``compared`` that the other source has, how many of them are ``equal``, how many
     rows differ in which way, with the first keys of each. ``sampled``: not all were looked at."""
 
@@ -51,7 +51,7 @@ def compare(
     other: EmbeddingTable | None = None,
     sample: KeyArray | None = None,
     extra: bool = True,
-) -> Difference:
+) -> TableDifference:
     """How ``store`` differs from ``against``, in which the table may be another object (``other``).
 
     With ``sample``, keys of the table (n,), only these are compared, and about as many of the rows of
@@ -59,7 +59,7 @@ def compare(
     Takes the memory of a few hundred MB at most. Rows that are written meanwhile may show up or not.
     """
     other = other or table
-    found = Difference(table.name, sampled=sample is not None)
+    found = TableDifference(table.name, sampled=sample is not None)
     theirs = against.scan(other) if sample is None else against.sample(other, sample)
     versioned = store.versioned and against.versioned
     total = against.entries(other) if sample is None else len(sample)
@@ -77,14 +77,14 @@ def compare(
     return found
 
 
-def _keys(parts: Iterable[Rows], step: Callable[[int], None]) -> Iterator[KeyArray]:
+def _keys(parts: Iterable[TableRows], step: Callable[[int], None]) -> Iterator[KeyArray]:
     for rows in parts:
         yield rows.keys
         step(len(rows.keys))
 
 
 def _compare(
-    found: Difference, theirs: Rows, ours: Held, *, versioned: bool, uniform: bool
+    found: TableDifference, theirs: TableRows, ours: StoredKeys, *, versioned: bool, uniform: bool
 ) -> None:
     """Note how ``ours`` differ from ``theirs``, for the same keys."""
     same = ours.found.copy()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hps.rows.base import Rows, RowSource
+from hps.rows.base import RowSource, TableRows
 from hps.rows.compare import same_bits
 from hps.rows.files import FileRows
 from hps.rows.tiers import RedisRows, RocksDbRows
@@ -22,7 +22,7 @@ from hps.types import EmbeddingTable, Progress
 
 
 @dataclass(slots=True)
-class Converted:
+class ConversionReport:
     """Of one table: rows ``read`` from the source, and how many of them were ``written`` because they
     were not there yet."""
 
@@ -38,9 +38,9 @@ def convert(
     table: EmbeddingTable,
     files: FileRows,
     progress: Progress,
-) -> Converted:
+) -> ConversionReport:
     """Bring the rows of ``source_table`` over to ``table`` of ``target``; both have one shape."""
-    report = Converted(table.name)
+    report = ConversionReport(table.name)
     version = files.row_version(table)
     with progress.task(f"converting {table.name}", source.entries(source_table)) as step:
         for rows in source.scan(source_table):
@@ -56,7 +56,7 @@ def convert(
 
 
 def _lacking(
-    rows: Rows, target: RocksDbRows | RedisRows, table: EmbeddingTable, version: int
+    rows: TableRows, target: RocksDbRows | RedisRows, table: EmbeddingTable, version: int
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which of ``rows`` are to be written."""
     held = target.get(table, rows.keys)

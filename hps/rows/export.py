@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from hps.errors import ConfigError, HpsError
-from hps.rows.base import Rows
+from hps.rows.base import TableRows
 from hps.types import EmbeddingTable
 
 FORMATS = (".parquet", ".npz")
@@ -26,7 +26,7 @@ _COPIED = 1 << 22
 
 
 @dataclass(slots=True)
-class Exported:
+class ExportReport:
     """``rows`` written, of which ``deleted`` are tombstones; the ``newest`` version among them, from which
     the next export goes on."""
 
@@ -36,7 +36,7 @@ class Exported:
 
 
 class _Sink(Protocol):
-    def write(self, rows: Rows, *, deleted: bool) -> None: ...
+    def write(self, rows: TableRows, *, deleted: bool) -> None: ...
     def finish(self) -> None: ...
     def close(self) -> None:
         """Let go of everything; what is not finished is left as it is."""
@@ -46,18 +46,18 @@ class _Sink(Protocol):
 def export(
     path: Path,
     table: EmbeddingTable,
-    rows: Iterable[Rows],
-    tombstones: Iterable[Rows] = (),
+    rows: Iterable[TableRows],
+    tombstones: Iterable[TableRows] = (),
     since: int | None = None,
-) -> Exported:
+) -> ExportReport:
     """Write ``rows``, then ``tombstones``, whose version is above ``since``. The file gets its name when
     it is complete. Raises ConfigError for another ending than ``FORMATS``."""
     check_format(path)
-    report = Exported()
+    report = ExportReport()
     part = path.with_name(f".{path.name}.part")
     sink: _Sink | None = None
     try:
-        sink = _Parquet(part, table) if path.suffix == ".parquet" else _Npz(part, table)
+        sink = _ParquetSink(part, table) if path.suffix == ".parquet" else _NpzSink(part, table)
         for deleted, source in ((False, rows), (True, tombstones)):
             for some in _newer(source, since):
                 sink.write(some, deleted=deleted)
@@ -85,14 +85,14 @@ def check_format(path: Path) -> None:
         raise ConfigError(f"{path}: there is no folder {path.parent}")
 
 
-def _newer(source: Iterable[Rows], since: int | None) -> Iterator[Rows]:
+def _newer(source: Iterable[TableRows], since: int | None) -> Iterator[TableRows]:
     for rows in source:
         some = rows if since is None else rows.at(rows.versions > np.uint64(since))
         if len(some.keys):
             yield some
 
 
-class _Parquet:
+class _ParquetSink:
     def __init__(self, path: Path, table: EmbeddingTable) -> None:
         import pyarrow as pa
         from pyarrow import parquet
@@ -111,7 +111,7 @@ class _Parquet:
         )
         self._writer = parquet.ParquetWriter(path, self._schema)
 
-    def write(self, rows: Rows, *, deleted: bool) -> None:
+    def write(self, rows: TableRows, *, deleted: bool) -> None:
         import pyarrow as pa
 
         n, vector = len(rows.keys), self._schema.field("vector").type
@@ -131,7 +131,7 @@ class _Parquet:
         self._writer.close()
 
 
-class _Npz:
+class _NpzSink:
     """An array's length stands before it, so the arrays are written side by side first."""
 
     def __init__(self, path: Path, table: EmbeddingTable) -> None:
@@ -150,7 +150,7 @@ class _Npz:
             file = self._stack.enter_context((self._folder / name).open("w+b"))
             self._arrays[name] = (dtype, shape, file)
 
-    def write(self, rows: Rows, *, deleted: bool) -> None:
+    def write(self, rows: TableRows, *, deleted: bool) -> None:
         n = len(rows.keys)
         vectors = np.zeros_like(rows.vectors) if deleted else rows.vectors
         values = (rows.keys, rows.versions, np.full(n, deleted), vectors)

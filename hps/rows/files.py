@@ -11,8 +11,8 @@ import numpy as np
 from hps.errors import HpsError
 from hps.models.loader import row_version
 from hps.models.repository import ModelVersion
-from hps.models.sorting import Duplicates, sorted_chunks
-from hps.rows.base import Held, Rows, blocks
+from hps.models.sorting import DuplicateCounter, sorted_chunks
+from hps.rows.base import StoredKeys, TableRows, blocks
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 _SIGN = np.uint64(1 << 63)
@@ -40,7 +40,7 @@ class FileRows:
         """The version that all these rows have."""
         return row_version(self._version, self._version.tables[table.name])
 
-    def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
+    def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
         """In the order of the signed keys."""
         try:
             yield from self._scan(table)
@@ -51,19 +51,21 @@ class FileRows:
                 f"there, or name another folder in TMPDIR"
             ) from error
 
-    def _scan(self, table: EmbeddingTable) -> Iterator[Rows]:
+    def _scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
         files, version = self._version.tables[table.name], self.row_version(table)
         with TemporaryDirectory(prefix="hps-rows-", dir=self._scratch) as scratch:
 
             def codes(keys: KeyArray) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
                 return table.narrow(np.ascontiguousarray(keys)).view(np.uint64) ^ _SIGN
 
-            for code, vectors in sorted_chunks(files, codes, Duplicates(), Path(scratch) / "s"):
+            for code, vectors in sorted_chunks(
+                files, codes, DuplicateCounter(), Path(scratch) / "s"
+            ):
                 keys = (code ^ _SIGN).view(np.int64)
                 versions = np.full(len(keys), version, np.uint64)
-                yield Rows(keys, vectors.astype(table.dtype, copy=False), versions)
+                yield TableRows(keys, vectors.astype(table.dtype, copy=False), versions)
 
-    def get(self, table: EmbeddingTable, keys: KeyArray) -> Held:
+    def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
         """Reads the whole key file."""
         files = self._version.tables[table.name]
         at = self._positions(table, keys)
@@ -71,13 +73,13 @@ class FileRows:
         vectors = np.zeros((len(keys), table.dim), table.dtype)
         vectors[found] = files.vectors_at(at[found])
         versions = np.full(len(keys), self.row_version(table), np.uint64)
-        return Held(found, np.zeros(len(keys), bool), vectors, versions)
+        return StoredKeys(found, np.zeros(len(keys), bool), vectors, versions)
 
     def lacks(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
         for some in blocks(keys, _LOOKED_FOR):
             yield some[self._positions(table, some) < 0]
 
-    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[Rows]:
+    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:
         yield self.get(table, keys).rows(keys)
 
     def draw(self, table: EmbeddingTable, n: int) -> KeyArray:

@@ -9,13 +9,13 @@ import numpy as np
 from hps.models.loader import row_version
 from hps.models.repository import ModelVersion
 from hps.models.sorting import block_rows
-from hps.tiers.rocksdb import Gap, RocksDbTier, Saved
+from hps.tiers.rocksdb import RocksDbTier, SalvagedTable, UnreadableRange
 from hps.types import EmbeddingTable, KeyArray, Progress
 
 
 def repair_table(
     tier: RocksDbTier, table: EmbeddingTable, version: ModelVersion | None, progress: Progress
-) -> Saved | None:
+) -> SalvagedTable | None:
     """Repair a table of ``tier``, which is opened for that; None when nothing of it is damaged. ``version``
     has its files; None: there are none, and what cannot be read is gone.
 
@@ -51,7 +51,7 @@ def _keys(table: EmbeddingTable, version: ModelVersion | None) -> Iterator[KeyAr
             yield table.narrow(files.keys(start, start + rows))
 
 
-def describe_gaps(tier: RocksDbTier, table: EmbeddingTable, gaps: list[Gap]) -> str:
+def describe_gaps(tier: RocksDbTier, table: EmbeddingTable, gaps: list[UnreadableRange]) -> str:
     """Text that names the keys that cannot be read."""
     parts = [f"{first} to {last}" for first, last in (tier.keys_of(table, gap) for gap in gaps[:3])]
     more = "" if len(gaps) <= 3 else f" and {len(gaps) - 3} more"

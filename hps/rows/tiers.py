@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from hps.config.store_settings import RedisSettings
 from hps.errors import NotFound
-from hps.rows.base import BLOCK, Held, Rows, blocks, fetch
+from hps.rows.base import BLOCK, StoredKeys, TableRows, blocks, fetch
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.tiers.rocksdb.layout import family_name
 from hps.tiers.rocksdb.open import existing_families
-from hps.tiers.row_values import Layout, RowValues
+from hps.tiers.row_values import Layout, RowValueCodec
 from hps.tiers.table_name import TableName
 from hps.types import EmbeddingTable, KeyArray, VersionArray
 
@@ -57,7 +57,7 @@ class TierRows:
             mend = f"it is there in the {other} layout: set tiers.{self.name}.layout to that"
         return NotFound(f"{where} holds no table {table.id} in the {layout} layout; {mend}")
 
-    def get(self, table: EmbeddingTable, keys: KeyArray) -> Held:
+    def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
         return fetch(self._tier, table, keys)
 
     def lacks(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
@@ -105,10 +105,10 @@ class RocksDbRows(TierRows):
         """How many rows there are, their bytes, and whether that is exact."""
         rows = self.tier.rows(table)
         width = 8 if self.versioned else table.key_bits // 8
-        each = width + RowValues(table, self.tier.layout).value_bytes
+        each = width + RowValueCodec(table, self.tier.layout).value_bytes
         return rows, rows * each, self.tier.rows_exact(table)
 
-    def tombstones(self, table: EmbeddingTable) -> Iterator[Rows]:
+    def tombstones(self, table: EmbeddingTable) -> Iterator[TableRows]:
         return _tombstones(table, self.tier.tombstones(table))
 
     def erase(self, names: list[TableName]) -> None:
@@ -117,23 +117,23 @@ class RocksDbRows(TierRows):
             some = names[start : start + _DROPPED]
             self.tier.drop(*(stand_in(name, 1) for name in some))
 
-    def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
+    def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
         """In the order of the stored keys."""
         # Large steps: in HPS's layout the keys of one lie all over a native database.
-        return _joined((Rows(*some) for some in self.tier.scan(table)), BLOCK)
+        return _joined((TableRows(*some) for some in self.tier.scan(table)), BLOCK)
 
-    def scan_from(self, table: EmbeddingTable, key: int) -> Iterator[Rows]:
+    def scan_from(self, table: EmbeddingTable, key: int) -> Iterator[TableRows]:
         """The same from a key on, or the next one there is."""
-        return (Rows(*some) for some in self.tier.scan(table, start=key))
+        return (TableRows(*some) for some in self.tier.scan(table, start=key))
 
-    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[Rows]:
+    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:
         """Runs of rows that begin at some of the ``keys``, and at others far from them."""
-        seen = Seen()
+        seen = SeenKeys()
         run = max(1, len(keys) // _PLACES)
         for start in [*keys[::run].tolist(), *_FAR]:
             some = next(self.tier.scan(table, start=start), None)
             if some is not None:
-                rows = Rows(*some).at(slice(run))
+                rows = TableRows(*some).at(slice(run))
                 yield rows.at(seen.fresh(rows.keys))
 
 
@@ -179,15 +179,15 @@ class RedisRows(TierRows):
         usage = self.tier.usage(table)
         return usage.entries, usage.bytes, not self.versioned
 
-    def scan(self, table: EmbeddingTable) -> Iterator[Rows]:
+    def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
         """In no order."""
-        seen = Seen()
-        parts = (Rows(*some) for some in self.tier.scan(table, _SCANNED))
+        seen = SeenKeys()
+        parts = (TableRows(*some) for some in self.tier.scan(table, _SCANNED))
         for rows in _joined(parts, BLOCK // 2):
             yield rows.at(seen.fresh(rows.keys))
 
-    def tombstones(self, table: EmbeddingTable) -> Iterator[Rows]:
-        seen = Seen()
+    def tombstones(self, table: EmbeddingTable) -> Iterator[TableRows]:
+        seen = SeenKeys()
         for rows in _tombstones(table, self.tier.tombstones(table, _SCANNED)):
             yield rows.at(seen.fresh(rows.keys))
 
@@ -195,11 +195,11 @@ class RedisRows(TierRows):
         for name in names:
             self.tier.erase(name.model, name.version, name.name)
 
-    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[Rows]:
+    def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:
         """The first ones: Redis' order is by the keys' hash."""
         left = len(keys)
         for part in self.tier.scan(table, _SCANNED):
-            rows = Rows(*part)
+            rows = TableRows(*part)
             yield rows.at(np.arange(min(left, len(rows.keys))))
             left -= len(rows.keys)
             if left <= 0:
@@ -229,28 +229,28 @@ def parse_family(family: str, layout: Layout) -> TableName | None:
     return TableName(found["model"], int(found.groupdict().get("version") or 0), found["name"])
 
 
-def _joined(parts: Iterable[Rows], size: int) -> Iterator[Rows]:
+def _joined(parts: Iterable[TableRows], size: int) -> Iterator[TableRows]:
     """The same rows, ``size`` or a few more at a time."""
-    waiting: list[Rows] = []
+    waiting: list[TableRows] = []
     n = 0
     for part in parts:
         waiting.append(part)
         n += len(part.keys)
         if n >= size:
-            yield Rows(*map(np.concatenate, zip(*waiting, strict=True)))
+            yield TableRows(*map(np.concatenate, zip(*waiting, strict=True)))
             waiting, n = [], 0
     if n:
-        yield Rows(*map(np.concatenate, zip(*waiting, strict=True)))
+        yield TableRows(*map(np.concatenate, zip(*waiting, strict=True)))
 
 
 def _tombstones(
     table: EmbeddingTable, parts: Iterable[tuple[KeyArray, VersionArray]]
-) -> Iterator[Rows]:
+) -> Iterator[TableRows]:
     for keys, versions in parts:
-        yield Rows(keys, np.zeros((len(keys), table.dim), table.dtype), versions)
+        yield TableRows(keys, np.zeros((len(keys), table.dim), table.dtype), versions)
 
 
-class Seen:
+class SeenKeys:
     """Keys that came already: a server whose hash is being resized may name some twice. 8 bytes a key."""
 
     def __init__(self) -> None:

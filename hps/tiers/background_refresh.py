@@ -9,19 +9,19 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from hps.errors import TierError, Unavailable
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 
 T = TypeVar("T")
 
 
-class Remembered(Generic[T]):
+class BackgroundValue(Generic[T]):
     """The last answer of ``look``, which may wait and raise TierError. Asking for it never waits; when it
     is older than ``every_s`` it is renewed in the background. Any thread may ask."""
 
     def __init__(self, look: Callable[[], T], every_s: float, name: str) -> None:
         self._look = look
         self._every_s = every_s
-        self._workers = Workers(1, 1, name=name)
+        self._workers = BoundedThreadPool(1, 1, name=name)
         self._lock = Lock()
         self._due = 0.0
         self._value: T | None = None

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from hps.tracing import Origin
+from hps.tracing import RequestContext
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -99,7 +99,7 @@ class FetchContext:
     deadline: float | None = None
     stream: Any = None
     degraded: list[str] = field(default_factory=list)
-    origin: Origin | None = None
+    origin: RequestContext | None = None
 
 
 class Tier(Protocol):

@@ -33,7 +33,7 @@ def _ignore(_rows: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Dump:
+class BinDump:
     """An opened dump file, its header and length checked. ``key_bytes`` are 4 or 8."""
 
     path: Path
@@ -70,7 +70,7 @@ class Dump:
                 progress(len(block))
 
 
-def open_dump(path: Path) -> Dump:
+def open_dump(path: Path) -> BinDump:
     """Read the header. Raises ModelError for another format and for a truncated last row."""
     try:
         with path.open("rb") as file:
@@ -88,7 +88,7 @@ def open_dump(path: Path) -> Dump:
     if key_bytes not in (4, 8):
         raise ModelError(f"{path}: keys of {key_bytes} bytes; expected 4 or 8")
     if size == _SHORT.size:
-        return Dump(path, key_bytes, 0, 0)
+        return BinDump(path, key_bytes, 0, 0)
     if len(head) < _LONG.size:
         raise ModelError(f"{path}: truncated within its header: {size} of {_LONG.size} bytes")
     value_bytes = _LONG.unpack(head)[3]
@@ -101,7 +101,7 @@ def open_dump(path: Path) -> Dump:
             f"{path}: truncated: {rows:,} whole rows of {key_bytes + value_bytes} bytes, then {left} "
             "bytes of another; copy or dump it again"
         )
-    return Dump(path, key_bytes, value_bytes, rows)
+    return BinDump(path, key_bytes, value_bytes, rows)
 
 
 def write_dump(

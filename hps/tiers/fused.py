@@ -15,11 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 from hps.tiers.bags import Ask, Bags
 from hps.tiers.base import Tier, TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.wrappers import Metered, Observe
+from hps.tiers.wrappers import FetchObserver, MeteredTier
 from hps.types import EmbeddingTable, VectorArray
 
 
-class Gather(Protocol):
+class GatherFunction(Protocol):
     """`FusedLookup.gather`."""
 
     def __call__(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool: ...
@@ -54,7 +54,7 @@ def fused(tier: Tier) -> FusedLookup | None:
     it has none."""
     if isinstance(tier, TierChain):
         return fused(tier.tiers[0]) if tier.tiers else None
-    if isinstance(tier, Metered):
+    if isinstance(tier, MeteredTier):
         inner = fused(tier.inner)
         return None if inner is None else _MeteredGather(inner, tier.observe)
     return tier if isinstance(tier, FusedLookup) else None
@@ -64,7 +64,7 @@ class _MeteredGather:
     """Tells ``observe`` of every gather and the rows it found; what it lacked is observed when it is
     fetched the ordinary way, and a gather that failed not at all."""
 
-    def __init__(self, inner: FusedLookup, observe: Observe) -> None:
+    def __init__(self, inner: FusedLookup, observe: FetchObserver) -> None:
         self.inner = inner
         self._observe = observe
 
@@ -80,7 +80,7 @@ class _MeteredGather:
     def complete(self, bags: Bags, rows: VectorArray) -> bool:
         return self.inner.complete(bags, rows)
 
-    def alike(self, sizes: Sequence[tuple[EmbeddingTable, int]]) -> Gather:
+    def alike(self, sizes: Sequence[tuple[EmbeddingTable, int]]) -> GatherFunction:
         inner, clock = gather_alike(self.inner, sizes), time.perf_counter
         everything = [(table, n, n) for table, n in sizes]
         # Who has to look up a counter per table prefers to do it once.
@@ -117,6 +117,6 @@ def _found(asks: list[Ask], bags: Sequence[Bags]) -> list[tuple[EmbeddingTable, 
     return [(table, n, n) for table, n in sizes]
 
 
-def gather_alike(tier: FusedLookup, sizes: Sequence[tuple[EmbeddingTable, int]]) -> Gather:
+def gather_alike(tier: FusedLookup, sizes: Sequence[tuple[EmbeddingTable, int]]) -> GatherFunction:
     """``tier.gather`` for asks, then bags, that all have these tables and numbers of keys, in this order."""
     return tier.alike(sizes) if isinstance(tier, _MeteredGather) else tier.gather

@@ -30,7 +30,7 @@ from hps.types import (
 )
 
 
-class Entry(NamedTuple):
+class MemoryRow(NamedTuple):
     """What is known of one key. Never changed, only replaced, so that a reader beside the writer
     sees the old entry or the new one."""
 
@@ -54,7 +54,7 @@ class MemoryTier:
     ) -> None:
         self._info = info or TierInfo("memory", Source.MEMORY)
         self._clock = clock
-        self._tables: dict[EmbeddingTable, dict[int, Entry]] = {}
+        self._tables: dict[EmbeddingTable, dict[int, MemoryRow]] = {}
 
     @property
     def info(self) -> TierInfo:
@@ -81,7 +81,7 @@ class MemoryTier:
     ) -> None:
         check_rows(table, keys, vectors, versions)
         for key, row, version in zip(keys.tolist(), vectors, versions.tolist(), strict=True):
-            self._write(table, key, Entry(version, row.copy()))
+            self._write(table, key, MemoryRow(version, row.copy()))
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
@@ -89,12 +89,12 @@ class MemoryTier:
         check_rows(table, keys, vectors, versions)
         for key, row, version in zip(keys.tolist(), vectors, versions.tolist(), strict=True):
             if self._resident(table, key) is not None:
-                self._write(table, key, Entry(version, row.copy()))
+                self._write(table, key, MemoryRow(version, row.copy()))
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
         check_keys(table, keys, versions)
         for key, version in zip(keys.tolist(), versions.tolist(), strict=True):
-            self._write(table, key, Entry(version, None))
+            self._write(table, key, MemoryRow(version, None))
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
         check_keys(table, keys)
@@ -113,13 +113,13 @@ class MemoryTier:
     def close(self) -> None:
         self._tables.clear()
 
-    def _resident(self, table: EmbeddingTable, key: int) -> Entry | None:
+    def _resident(self, table: EmbeddingTable, key: int) -> MemoryRow | None:
         entry = self._tables.get(table, {}).get(key)
         if entry is not None and entry.row is None:
             return entry if entry.version >= oldest_tombstone(table, self._clock()) else None
         return entry
 
-    def _write(self, table: EmbeddingTable, key: int, entry: Entry) -> None:
+    def _write(self, table: EmbeddingTable, key: int, entry: MemoryRow) -> None:
         held = self._resident(table, key)
         if held is None or entry.version >= held.version:
             self._tables.setdefault(table, {})[key] = entry

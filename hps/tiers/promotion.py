@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hps.tiers.base import FetchContext, Part, Tier
-from hps.tiers.wrappers import Wrapper
+from hps.tiers.wrappers import TierWrapper
 from hps.types import EmbeddingTable, KeyArray
 
 Promote = Callable[[EmbeddingTable, KeyArray], None]
 """``promote(table, keys)`` takes the keys of rows to be copied upwards; it must not block."""
 
 
-class Promoting(Wrapper):
+class PromotingTier(TierWrapper):
     """Hands the keys of rows that ``inner`` held to ``promote``; never defaults, nor deletions.
 
     Not when the tier ``above``, which had been asked first, was skipped: it may hold them, and could

@@ -14,7 +14,7 @@ HotKeys = tuple[KeyArray, NDArray[np.uint8]]
 """Keys (n,), hottest first, and their scores (n,), 255 the highest."""
 
 
-class Ranked(Protocol):
+class RankedCache(Protocol):
     """A cache that knows its hottest keys."""
 
     def top_k(self, table: EmbeddingTable, n: int) -> HotKeys: ...
@@ -22,11 +22,11 @@ class Ranked(Protocol):
     def capacity(self, table: EmbeddingTable) -> int: ...
 
 
-class RankedTogether:
+class MergedRanking:
     """``caches`` as one, the one asked first first. What that answers the others are not asked for, so it
     looks cold to them: its keys come before theirs."""
 
-    def __init__(self, caches: Sequence[Ranked]) -> None:
+    def __init__(self, caches: Sequence[RankedCache]) -> None:
         self._caches = tuple(caches)
 
     def top_k(self, table: EmbeddingTable, n: int) -> HotKeys:
@@ -54,4 +54,4 @@ def hottest(keys: KeyArray, scores: NDArray[np.unsignedinteger[Any]], n: int) ->
     return keys[order], (255 - np.minimum(behind[order], 255)).astype(np.uint8)
 
 
-__all__ = ["HotKeys", "Ranked", "RankedTogether", "hottest"]
+__all__ = ["HotKeys", "MergedRanking", "RankedCache", "hottest"]

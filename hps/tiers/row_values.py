@@ -38,7 +38,7 @@ class WrongLength(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRows:
     """What a batched read found: positions (f,) of the rows with their versions (f,) and vectors
     (f, dim); positions (t,) and versions (t,) of the tombstones."""
 
@@ -49,7 +49,7 @@ class Stored:
     dead_versions: VersionArray
 
 
-class RowValues:
+class RowValueCodec:
     """Translates one table's rows to stored values and back. Immutable."""
 
     __slots__ = ("record", "value_bytes", "versioned")
@@ -88,7 +88,7 @@ class RowValues:
         values: list[bytes] = cls.tombstones(versions).view(f"V{TOMBSTONE.itemsize}").tolist()
         return values
 
-    def decode(self, values: Sequence[bytes]) -> Stored:
+    def decode(self, values: Sequence[bytes]) -> StoredRows:
         """``values``: one per key asked for, ``b""`` where there is none. Raises WrongLength."""
         lengths = np.fromiter(map(len, values), np.int64, len(values))
         is_row = lengths == self.value_bytes
@@ -107,7 +107,7 @@ class RowValues:
 
     def _rows(
         self, at: IndexArray, joined: bytes, dead_at: IndexArray, dead_versions: VersionArray
-    ) -> Stored:
+    ) -> StoredRows:
         records = np.frombuffer(joined, self.record)
         versions = records["version"] if self.versioned else np.zeros(len(at), np.uint64)
-        return Stored(at, versions, records["row"], dead_at, dead_versions)
+        return StoredRows(at, versions, records["row"], dead_at, dead_versions)

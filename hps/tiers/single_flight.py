@@ -15,7 +15,7 @@ from hps.native import InFlight
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.checks import check_part
 from hps.tiers.parts import copied, hand_over, joined, share
-from hps.tiers.wrappers import Wrapper
+from hps.tiers.wrappers import TierWrapper
 from hps.types import IndexArray
 
 # A fetch that ended degraded this close to its own deadline was cut short by it: the tier may be well.
@@ -35,7 +35,7 @@ class _Flight:
 
 
 @dataclass(slots=True)
-class _Followed:
+class _FollowedKeys:
     """What is left to ``flight``: the key ``part.missing[i]`` will stand at ``places[i]`` of part ``of`` of
     its answer."""
 
@@ -45,7 +45,7 @@ class _Followed:
     places: IndexArray
 
 
-class SingleFlight(Wrapper):
+class SingleFlight(TierWrapper):
     """Takes out of a fetch the keys that earlier ones are reading, and copies their rows when those have
     them.
 
@@ -95,7 +95,7 @@ class SingleFlight(Wrapper):
 
     def _claim(
         self, flight: _Flight, parts: Sequence[Part]
-    ) -> tuple[Sequence[Part], list[_Followed]]:
+    ) -> tuple[Sequence[Part], list[_FollowedKeys]]:
         """What is left to read, and what is left to fetches that are reading it."""
         self._flights[flight.number] = flight
         try:
@@ -113,7 +113,7 @@ class SingleFlight(Wrapper):
             return parts, []
         self._count(sum(len(positions) for _, _, _, positions, _ in shares))
         return [share(part, left) for part, left in zip(parts, own, strict=True)], [
-            _Followed(self._flights[number], share(parts[mine], positions), of, places)
+            _FollowedKeys(self._flights[number], share(parts[mine], positions), of, places)
             for number, mine, of, positions, places in shares
         ]
 
@@ -132,13 +132,13 @@ class SingleFlight(Wrapper):
         finally:
             flight.landed.set()
 
-    def _leave(self, followed: Sequence[_Followed]) -> None:
+    def _leave(self, followed: Sequence[_FollowedKeys]) -> None:
         """Forget answers that nobody copies any more."""
         for number in {each.flight.number for each in followed}:
             if self._in_flight.leave(number):
                 del self._flights[number]
 
-    def _copy(self, followed: _Followed, ctx: FetchContext) -> Part:
+    def _copy(self, followed: _FollowedKeys, ctx: FetchContext) -> Part:
         """Wait for the fetch that was followed and copy its answer; what is to be asked for again."""
         flight, part = followed.flight, followed.part
         wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())

@@ -12,7 +12,7 @@ from threading import Semaphore
 from typing import Protocol
 
 from hps.errors import TierError, TierTimeout, Unavailable
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.breaker import CircuitBreaker, State
 from hps.tiers.checks import check_part
@@ -28,7 +28,7 @@ _WAIT_FOR_THREAD = 0.1
 DEADLINE_KEYS = 10_000
 
 
-class Observe(Protocol):
+class FetchObserver(Protocol):
     """Told of each fetch that took ``seconds``: one ``(table, asked, found)`` per part.
 
     ``found`` counts the keys that need not be asked for further down: rows and tombstones. ``skipped``:
@@ -44,7 +44,7 @@ class Observe(Protocol):
     ) -> None: ...
 
 
-class Wrapper:
+class TierWrapper:
     """A tier that passes everything on to ``inner``."""
 
     def __init__(self, inner: Tier) -> None:
@@ -74,11 +74,11 @@ class Wrapper:
         self.inner.close()
 
 
-class Metered(Wrapper):
+class MeteredTier(TierWrapper):
     """Calls ``observe`` once after each fetch that did not raise. As safe beside other
     threads as ``inner`` and ``observe`` are."""
 
-    def __init__(self, inner: Tier, observe: Observe) -> None:
+    def __init__(self, inner: Tier, observe: FetchObserver) -> None:
         super().__init__(inner)
         self.observe = observe
 
@@ -101,7 +101,7 @@ class Metered(Wrapper):
         self.observe(counts, seconds, self.info.name in ctx.degraded[before:])
 
 
-class Guarded(Wrapper):
+class GuardedTier(TierWrapper):
     """A tier that is skipped while it is broken, late or busy, and named in ``ctx.degraded`` then.
 
     A fetch that raises TierError, or that isn't done within ``deadline_s`` (longer in proportion beyond
@@ -138,9 +138,9 @@ class Guarded(Wrapper):
         self._breaker = CircuitBreaker(failures_to_open, retry_after_s)
         self._threads = threads
         self._free = Semaphore(threads)
-        self._workers = Workers(threads, threads, name=inner.info.name)
+        self._workers = BoundedThreadPool(threads, threads, name=inner.info.name)
         self._skipped = skipped
-        self._given_up: deque[_Call] = deque()
+        self._given_up: deque[_GuardedCall] = deque()
 
     @property
     def state(self) -> State:
@@ -164,7 +164,7 @@ class Guarded(Wrapper):
             self._skip(ctx, "open")
             return
         answer = [apart(part) for part in parts]
-        call = _Call(self.inner, answer, FetchContext(limit, ctx.stream), permit, longest)
+        call = _GuardedCall(self.inner, answer, FetchContext(limit, ctx.stream), permit, longest)
         try:
             self._call(call, limit)
         except TierError as error:
@@ -185,18 +185,18 @@ class Guarded(Wrapper):
         hangs for longer closes the tier when it returns. Idempotent."""
         self._workers.close(self._deadline_s, self.inner.close)
 
-    def _call(self, call: _Call, limit: float) -> None:
+    def _call(self, call: _GuardedCall, limit: float) -> None:
         if not self.inner.info.blocking:
             call.run()
             return
         left = max(0.0, limit - time.monotonic())
         if not self._free.acquire(timeout=min(left, self._deadline_s * _WAIT_FOR_THREAD)):
-            raise _Full(self.info.name, "every thread is busy")
+            raise _GuardFull(self.info.name, "every thread is busy")
         try:
             future = self._workers.submit(partial(self._run, call))
         except Unavailable as error:  # closed
             self._free.release()
-            raise _Full(self.info.name, str(error)) from None
+            raise _GuardFull(self.info.name, str(error)) from None
         try:
             raised = future.exception(max(0.0, limit - time.monotonic()))
         except TimeoutError:
@@ -209,16 +209,16 @@ class Guarded(Wrapper):
         if raised is not None:
             raise raised
 
-    def _run(self, call: _Call) -> None:
+    def _run(self, call: _GuardedCall) -> None:
         try:
             call.run()
         finally:
             self._free.release()
 
-    def _judge(self, error: TierError, call: _Call, *, own: bool) -> str:
+    def _judge(self, error: TierError, call: _GuardedCall, *, own: bool) -> str:
         """Tell the breaker what ``error`` says of the tier, and return why the tier is skipped.
         ``own``: the call had all of the tier's deadline."""
-        if isinstance(error, _Full):
+        if isinstance(error, _GuardFull):
             failed, reason = len(self._given_up) >= self._threads, "full"
         elif isinstance(error, TierTimeout):
             failed, reason = own, "late"
@@ -252,11 +252,11 @@ class Guarded(Wrapper):
             ctx.degraded.append(self.info.name)
 
 
-class _Full(TierError):
+class _GuardFull(TierError):
     """No thread of the guard became free."""
 
 
-class _Call:
+class _GuardedCall:
     """One fetch on a thread of its own, which whoever asked for it may have given up."""
 
     __slots__ = ("_tier", "ctx", "ended", "judged", "longest_s", "parts", "permit", "started")

@@ -119,7 +119,9 @@ def table_of(
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     table.show_header = any(columns)
     for i, name in enumerate(columns):
-        numeric = bool(cells) and all(isinstance(row[i], int | float | Number) for row in cells)
+        numeric = bool(cells) and all(
+            isinstance(row[i], int | float | FormattedNumber) for row in cells
+        )
         justify: Any = "right" if numeric else "left"
         table.add_column(name, justify=justify, overflow="fold", no_wrap=numeric)
     for row in cells:
@@ -150,17 +152,17 @@ def say(text: str = "", style: str = "") -> None:
     console().print(Text(text, style=style), soft_wrap=True)
 
 
-class Number(str):
+class FormattedNumber(str):
     """A number made readable (1.2 MB, 3,000): printed to the right like a number."""
 
 
-def count(value: int | None, *, about: bool = False) -> Number:
-    return Number("-" if value is None else approximate(f"{value:,}", about=about))
+def count(value: int | None, *, about: bool = False) -> FormattedNumber:
+    return FormattedNumber("-" if value is None else approximate(f"{value:,}", about=about))
 
 
-def approximate(number: str, *, about: bool = True) -> Number:
+def approximate(number: str, *, about: bool = True) -> FormattedNumber:
     """``~3,000``: a number that is not exact, where it is so."""
-    return Number(f"~{number}" if about and number != "-" else number)
+    return FormattedNumber(f"~{number}" if about and number != "-" else number)
 
 
 def plural(number: int, noun: str) -> str:
@@ -168,24 +170,24 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def size(value: int | None) -> Number:
+def size(value: int | None) -> FormattedNumber:
     """Bytes in decimal units: 999 B, 1.2 kB, 34.5 MB."""
     if value is None:
-        return Number("-")
+        return FormattedNumber("-")
     number = float(value)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if number < 999.5 or unit == "TB":
             break
         number /= 1000
-    return Number(f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}")
+    return FormattedNumber(f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}")
 
 
-def share(part: float, whole: float) -> Number:
+def share(part: float, whole: float) -> FormattedNumber:
     """``part`` of ``whole`` in per cent; a dash when there is nothing to divide."""
-    return Number(f"{100 * part / whole:.1f} %" if whole else "-")
+    return FormattedNumber(f"{100 * part / whole:.1f} %" if whole else "-")
 
 
-def age(seconds: float) -> Number:
+def age(seconds: float) -> FormattedNumber:
     """A time span in its largest two units: 12 s, 3 min 4 s, 2 h 10 min, 5 d 3 h."""
     whole = max(0, int(seconds))
     for unit, length, smaller, small in (
@@ -194,5 +196,5 @@ def age(seconds: float) -> Number:
         ("min", 60, "s", 1),
     ):
         if whole >= length:
-            return Number(f"{whole // length} {unit} {whole % length // small} {smaller}")
-    return Number(f"{whole} s")
+            return FormattedNumber(f"{whole // length} {unit} {whole % length // small} {smaller}")
+    return FormattedNumber(f"{whole} s")

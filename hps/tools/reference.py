@@ -20,7 +20,7 @@ from hps.config.model_schema import DenseSpec, ModelSpec
 from hps.config.ps_json.keys import KEYS, MAX_U64, REQUIRED, PsKey
 from hps.config.schema import Settings
 from hps.config.server_settings import ApiKey
-from hps.config.shape import Slot, describe, settings_of
+from hps.config.shape import SchemaSlot, describe, settings_of
 from hps.environment import VARIABLES
 from hps.observability.metric_page import metric_tables
 
@@ -68,7 +68,7 @@ def _by_group() -> str:
     return "\n\n".join(parts)
 
 
-def _default(slot: Slot) -> str:
+def _default(slot: SchemaSlot) -> str:
     default: Any = slot.info.default if slot.info else PydanticUndefined
     if default is PydanticUndefined:
         return "required"

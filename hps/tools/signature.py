@@ -24,7 +24,7 @@ MAX_BATCH = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class DenseInput:
     """A dense input: its dtype and shape, batch first, -1 = any."""
 
     dtype: np.dtype[Any]
@@ -32,12 +32,12 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class ModelSignature:
     """The names a request may carry: features (keys) and dense inputs."""
 
     model: str
     features: tuple[str, ...]
-    dense: Mapping[str, Dense]
+    dense: Mapping[str, DenseInput]
     max_batch: int = MAX_BATCH
     hotness: Mapping[str, int] = field(default_factory=dict)
     """Keys per sample of the features for which that is fixed."""
@@ -64,21 +64,23 @@ class Signature:
             )
 
     @staticmethod
-    def of_spec(spec: ModelSpec) -> Signature:
+    def of_spec(spec: ModelSpec) -> ModelSignature:
         features = [feature.name for feature in spec.served_features]
         inputs = spec.dense.inputs if spec.dense else []
-        dense = {t.name: Dense(np.dtype(NUMPY_TYPES[t.datatype]), tuple(t.shape)) for t in inputs}
+        dense = {
+            t.name: DenseInput(np.dtype(NUMPY_TYPES[t.datatype]), tuple(t.shape)) for t in inputs
+        }
         fixed = {f.name: f.hotness for f in spec.served_features if f.hotness is not None}
-        return Signature(spec.name, tuple(features), dense, spec.max_batch_size, fixed)
+        return ModelSignature(spec.name, tuple(features), dense, spec.max_batch_size, fixed)
 
     @staticmethod
-    def of_metadata(metadata: Mapping[str, Any], max_batch: int = MAX_BATCH) -> Signature:
+    def of_metadata(metadata: Mapping[str, Any], max_batch: int = MAX_BATCH) -> ModelSignature:
         """From the protocol's model metadata. Our servers name the features; of others, 64-bit
         tensors are taken for features."""
         sources = metadata.get("parameters", {}).get("source_outputs")
         named = None if sources is None else {name.partition(".")[0] for name in sources}
         features: list[str] = []
-        dense: dict[str, Dense] = {}
+        dense: dict[str, DenseInput] = {}
         fixed: dict[str, int] = {}
         for tensor in metadata["inputs"]:
             name, datatype = tensor["name"], tensor["datatype"]
@@ -89,5 +91,5 @@ class Signature:
                 if tensor["shape"][-1] > 0:
                     fixed[name] = int(tensor["shape"][-1])
             else:
-                dense[name] = Dense(np.dtype(NUMPY_TYPES[datatype]), tuple(tensor["shape"]))
-        return Signature(str(metadata["name"]), tuple(features), dense, max_batch, fixed)
+                dense[name] = DenseInput(np.dtype(NUMPY_TYPES[datatype]), tuple(tensor["shape"]))
+        return ModelSignature(str(metadata["name"]), tuple(features), dense, max_batch, fixed)

@@ -15,7 +15,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from hps.config.model_schema import FeatureSpec
-from hps.dense.base import TensorInfo
+from hps.dense.base import NetworkTensor
 from hps.dense.onnx import OnnxModel
 from hps.errors import ModelError
 from hps.models.repository import ModelVersion
@@ -132,16 +132,16 @@ def export_ensemble(version: ModelVersion, repository: Path) -> Path:
             lookup.output_map[name] = f"{name}.vectors"
             network.input_map[dense.embeddings.get(name, name)] = f"{name}.vectors"
     for tensor in dense.inputs:
-        _add(made.input, TensorInfo(tensor.name, tensor.datatype, tuple(tensor.shape)))
+        _add(made.input, NetworkTensor(tensor.name, tensor.datatype, tuple(tensor.shape)))
         network.input_map[tensor.name] = tensor.name
     for tensor in dense.outputs:
-        _add(made.output, TensorInfo(tensor.name, tensor.datatype, tuple(tensor.shape)))
+        _add(made.output, NetworkTensor(tensor.name, tensor.datatype, tuple(tensor.shape)))
         network.output_map[tensor.name] = tensor.name
     _write(folder, made, version.version)
     return folder
 
 
-def network_of(version: ModelVersion) -> tuple[Sequence[TensorInfo], Sequence[TensorInfo]]:
+def network_of(version: ModelVersion) -> tuple[Sequence[NetworkTensor], Sequence[NetworkTensor]]:
     """Inputs and outputs of ``version``'s network: dense.onnx's own, else as ``model.yaml`` has them."""
     if version.dense is not None:
         network = OnnxModel(version.dense, "cpu")
@@ -152,11 +152,11 @@ def network_of(version: ModelVersion) -> tuple[Sequence[TensorInfo], Sequence[Te
         replace(vectors, name=dense.embeddings.get(name, name))
         for name, vectors in vector_types(version).items()
     ]
-    inputs += [TensorInfo(t.name, t.datatype, tuple(t.shape)) for t in dense.inputs]
-    return inputs, [TensorInfo(t.name, t.datatype, tuple(t.shape)) for t in dense.outputs]
+    inputs += [NetworkTensor(t.name, t.datatype, tuple(t.shape)) for t in dense.inputs]
+    return inputs, [NetworkTensor(t.name, t.datatype, tuple(t.shape)) for t in dense.outputs]
 
 
-def vector_types(version: ModelVersion) -> dict[str, TensorInfo]:
+def vector_types(version: ModelVersion) -> dict[str, NetworkTensor]:
     """Each feature's vectors, as its table has them; float16 is widened for a dense.onnx that wants that."""
     spec, dense = version.spec, version.spec.dense
     tables = {table.name: table for table in spec.tables}
@@ -170,7 +170,7 @@ def vector_types(version: ModelVersion) -> dict[str, TensorInfo]:
             datatype = "FP16" if table.dtype == "float16" else "FP32"
             if dense is not None and datatype == "FP16":
                 datatype = taken.get(dense.embeddings.get(name, name), datatype)
-            found[name] = TensorInfo(name, datatype, vectors_of(feature, table.dim))
+            found[name] = NetworkTensor(name, datatype, vectors_of(feature, table.dim))
     return found
 
 
@@ -191,7 +191,7 @@ def _write(folder: Path, config: pb.ModelConfig, version: int, model: str | None
     return files
 
 
-def _add(into: Any, tensor: TensorInfo) -> None:
+def _add(into: Any, tensor: NetworkTensor) -> None:
     into.add(
         name=tensor.name,
         data_type=pb.DataType.Value(f"TYPE_{tensor.datatype}"),

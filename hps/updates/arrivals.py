@@ -18,7 +18,7 @@ LOOK_EVERY_S = 1.0
 _MOST_LOOKS = 256
 
 
-class Waiting(Protocol):
+class PendingUpdates(Protocol):
     """What waits in the places of one stream."""
 
     def look(self) -> None:
@@ -33,7 +33,7 @@ class Waiting(Protocol):
         ...
 
 
-class Arrivals:
+class ArrivalTimes:
     """Where a stream's partitions ended at several instants, as told by a monotonic clock. Thread-safe."""
 
     def __init__(self) -> None:
@@ -55,7 +55,8 @@ class Arrivals:
                 looks.append((at_s, end))
 
     def age_s(self, place: Place, applied: int, now_s: float) -> float | None:
-        """How long ago the first message came that is not below ``applied``; None as `Waiting.ages_s`."""
+        """How long ago the first message came that is not below ``applied``; None as
+        `PendingUpdates.ages_s`."""
         with self._lock:
             looks = self._looks.get(place, deque())
             while looks and looks[0][1] <= applied:

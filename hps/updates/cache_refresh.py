@@ -13,7 +13,7 @@ from hps.tiers.positions import TableChanges
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 
-class Caches(Protocol):
+class CacheRefresher(Protocol):
     """Interface that refreshes resident rows: `hps.updates.writer.CacheWriter`."""
 
     def update(
@@ -26,7 +26,7 @@ class Caches(Protocol):
 
 
 def refresh(
-    caches: Caches, table: EmbeddingTable, changes: TableChanges, *, versioned: bool
+    caches: CacheRefresher, table: EmbeddingTable, changes: TableChanges, *, versioned: bool
 ) -> None:
     """Have what is resident changed, and wait for it. Raises Unavailable when the caches are closed."""
     last = _last_word(changes)

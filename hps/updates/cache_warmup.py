@@ -21,7 +21,7 @@ _CHUNK_ROWS = 16_384
 WARM_SECONDS = 20.0
 
 
-class Warming:
+class CacheWarmup:
     """Fills the caches of ``writer`` table by table, telling ``progress``."""
 
     def __init__(self, writer: CacheWriter, progress: Progress) -> None:

@@ -43,7 +43,7 @@ _NAME = re.compile(r"[\x21-\x7e]{1,65535}")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Decoded:
+class DecodedMessages:
     """``messages (m,)`` of dtype `MESSAGE`, one for each that was handed in; ``updates`` per table and row
     format, in the order of their first message."""
 
@@ -88,7 +88,7 @@ def decode_hps(
     keys: Sequence[bytes | None] | None = None,
     key_bits: Literal[32, 64] = 64,
     longest: int = LONGEST,
-) -> Decoded:
+) -> DecodedMessages:
     """Messages of the topic of ``table``, with Kafka's own ``timestamps_ms (m,)``, ``offsets (m,)`` and
     ``keys``. ``dim`` is the table's: float32 rows of another one are ROW_SIZE."""
     keyed = np.zeros(len(payloads), np.uint8)
@@ -102,10 +102,10 @@ def decode_hps(
     messages["event_ms"] = timestamps_ms
     nothing = (np.empty(0, np.int64), np.empty(0, np.uint64))
     changes = TableChanges(rows, vectors.view("<f4").reshape(-1, dim), versions, *nothing)
-    return Decoded(messages, _updates(messages, [(table, changes)] if len(rows) else []))
+    return DecodedMessages(messages, _updates(messages, [(table, changes)] if len(rows) else []))
 
 
-def decode_native(payloads: Payloads, *, longest: int = LONGEST) -> Decoded:
+def decode_native(payloads: Payloads, *, longest: int = LONGEST) -> DecodedMessages:
     """Native messages, of any tables."""
     found, groups = native.decode_native(payloads, longest)
     tables = []
@@ -114,7 +114,7 @@ def decode_native(payloads: Payloads, *, longest: int = LONGEST) -> Decoded:
         changes = TableChanges(keys, vectors, versions, deleted, deleted_versions)
         tables.append((table, changes))
     messages = found.view(MESSAGE)
-    return Decoded(messages, _updates(messages, tables))
+    return DecodedMessages(messages, _updates(messages, tables))
 
 
 def _updates(

@@ -17,9 +17,9 @@ import numpy as np
 from hps.errors import BadRequest, Unavailable, Unsupported
 from hps.tiers.positions import TableChanges
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, version_unix_ms
-from hps.updates.cache_refresh import Caches, refresh
-from hps.updates.ingestor import Observe
-from hps.updates.stream_positions import Store
+from hps.updates.cache_refresh import CacheRefresher, refresh
+from hps.updates.ingestor import IngestObserver
+from hps.updates.stream_positions import FedStore
 from hps.updates.version_clock import VersionClock
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ class DirectWriter:
 
     def __init__(
         self,
-        stores: Sequence[Store],
-        caches: Caches,
-        observe: Observe,
+        stores: Sequence[FedStore],
+        caches: CacheRefresher,
+        observe: IngestObserver,
         fixed: Collection[EmbeddingTable] = (),
     ) -> None:
         self._stores = tuple(stores)

@@ -16,23 +16,23 @@ from collections.abc import Callable, Iterator, Sequence
 from hps.errors import HpsError, TierError
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.positions import Applied, Place, StreamPosition
-from hps.tiers.wrappers import Wrapper
+from hps.tiers.wrappers import TierWrapper
 from hps.types import EmbeddingTable
 from hps.updates.source import TableUpdate
-from hps.updates.stream_positions import Contained, Readers, Store, loss
+from hps.updates.stream_positions import Contained, FedStore, Readers, loss
 
 OtherWriter = Callable[[Place], int | None]
 """``other_writer(place)``: the offset up to which a writer that keeps no positions in the store has applied a
 partition; None when that is unknown."""
 
 
-class FollowedStore(Wrapper):
+class FollowedStore(TierWrapper):
     """``tier``, as promotions read it, and ``store``, the same one with its stream positions.
 
     `fetch` may be called from many threads; everything else from one at a time.
     """
 
-    def __init__(self, tier: Tier, store: Store) -> None:
+    def __init__(self, tier: Tier, store: FedStore) -> None:
         super().__init__(tier)
         self._store = store
         # Up to where the caches have each table's updates, and up to where the store was seen to have them.
@@ -67,9 +67,9 @@ class FollowedStore(Wrapper):
 
     def places(
         self, readers: Readers, contained: Contained, other_writer: OtherWriter | None
-    ) -> FollowedPlaces:
+    ) -> FollowedPositions:
         """The positions of one reader's streams in this store."""
-        return FollowedPlaces(self, readers, contained, other_writer)
+        return FollowedPositions(self, readers, contained, other_writer)
 
     def progress(self, table: EmbeddingTable) -> dict[Place, int]:
         """Up to where the caches have the updates of ``table``. Raises TierError."""
@@ -90,8 +90,8 @@ class FollowedStore(Wrapper):
         return 0 if _differ(seen.topic_id, topic_id) else seen.offset
 
     def lost(self) -> str:
-        """See `hps.updates.stream_positions.Places`, in any table seen so far; each call checks one table.
-        Progress is that of the store then."""
+        """See `hps.updates.stream_positions.StreamPositions`, in any table seen so far; each call checks
+        one table. Progress is that of the store then."""
         if not self._to_check:
             self._to_check.extend(self._seen)
         try:
@@ -131,8 +131,9 @@ class FollowedStore(Wrapper):
             }
 
 
-class FollowedPlaces:
-    """`hps.updates.stream_positions.Places` of a reader that refreshes caches after ``followed`` was fed.
+class FollowedPositions:
+    """`hps.updates.stream_positions.StreamPositions` of a reader that refreshes caches after
+    ``followed`` was fed.
 
     ``other_writer``: asked as well where others may feed the store without keeping positions in it, as HPS
     does; while neither knows a position, nothing is waited for.
@@ -150,7 +151,7 @@ class FollowedPlaces:
         self._contained = contained
         self._other_writer = other_writer
         self._topic_ids: dict[Place, str] = {}
-        self.stores: Sequence[Store] = ()
+        self.stores: Sequence[FedStore] = ()
         self.versioned = followed.versioned
         self.lost = followed.lost
 

@@ -22,7 +22,7 @@ _PAUSES_A_TURN = 4.0
 _CHUNK_ROWS = 16_384
 
 
-class Lifting:
+class GpuPromotion:
     """Copies rows of ``source`` into ``target``, both caches of ``writer``, on the writer's thread. No store
     is asked: whatever changes the one changes the other after it, on that thread, so a row read there is
     as new as ``target`` may have it.

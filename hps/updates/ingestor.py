@@ -29,9 +29,9 @@ from hps.errors import HpsError, Unavailable
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tracing import recorder
 from hps.types import EmbeddingTable
-from hps.updates.cache_refresh import Caches, refresh
+from hps.updates.cache_refresh import CacheRefresher, refresh
 from hps.updates.source import DeadLetter, TableUpdate, UpdateBatch, UpdateSource
-from hps.updates.stream_positions import Places, Store
+from hps.updates.stream_positions import FedStore, StreamPositions
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class DeadLetters(Protocol):
         ...
 
 
-class Observe(Protocol):
+class IngestObserver(Protocol):
     """Who counts (`hps.observability.meters.UpdateMeter`); called on the ingestor's thread."""
 
     def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
@@ -87,10 +87,10 @@ class Ingestor:
         self,
         source: UpdateSource,
         tables: Mapping[str, EmbeddingTable],
-        places: Places,
-        caches: Caches | None,
+        places: StreamPositions,
+        caches: CacheRefresher | None,
         dead_letters: DeadLetters,
-        observe: Observe,
+        observe: IngestObserver,
     ) -> None:
         self._source = source
         self._tables = tables
@@ -243,7 +243,7 @@ class Ingestor:
 
     def _write(
         self,
-        store: Store,
+        store: FedStore,
         table: EmbeddingTable,
         changes: TableChanges,
         positions: Sequence[StreamPosition],

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hps.tiers.ranking import HotKeys, Ranked
+from hps.tiers.ranking import HotKeys, RankedCache
 from hps.types import EmbeddingTable
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def read_hot_keys(path: Path) -> dict[str, HotKeys]:
     return tables
 
 
-class Snapshots:
+class HotKeySnapshots:
     """Writes ``cache``'s hot keys of ``tables`` to ``path`` every ``interval_s`` seconds and when it is
     closed, on a thread of its own. Neither readers nor the writer of the cache wait for it.
 
@@ -98,7 +98,7 @@ class Snapshots:
 
     def __init__(
         self,
-        cache: Ranked,
+        cache: RankedCache,
         tables: Iterable[EmbeddingTable],
         path: Path,
         *,

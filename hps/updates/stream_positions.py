@@ -20,7 +20,7 @@ Readers = Callable[[str], Sequence[EmbeddingTable]]
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class FedStore:
     """A store a stream is written to. ``versioned``: it keeps a version per row; HPS's layouts do not, and
     their rows count as version 0 everywhere."""
 
@@ -29,11 +29,11 @@ class Store:
     versioned: bool = True
 
 
-class Places(Protocol):
+class StreamPositions(Protocol):
     """Positions of one reader's streams, as its source and its ingestor use them; one thread calls it."""
 
     @property
-    def stores(self) -> Sequence[Store]:
+    def stores(self) -> Sequence[FedStore]:
         """Stores that the reader writes."""
         ...
 
@@ -97,14 +97,14 @@ def _unknown(_table: EmbeddingTable, _topic: str, _partition: int) -> int | None
     return None
 
 
-class StreamPlaces:
-    """`Places` in ``stores``, which one thread feeds. ``contained``: where a store begins that has applied
-    nothing yet."""
+class StoreStreamPositions:
+    """`StreamPositions` in ``stores``, which one thread feeds. ``contained``: where a store begins that
+    has applied nothing yet."""
 
     def __init__(
-        self, stores: Sequence[Store], readers: Readers, contained: Contained = _unknown
+        self, stores: Sequence[FedStore], readers: Readers, contained: Contained = _unknown
     ) -> None:
-        self.stores: Sequence[Store] = tuple(stores)
+        self.stores: Sequence[FedStore] = tuple(stores)
         self.readers = readers
         self._files_contain = contained
         self._restarted: set[Place] = set()
@@ -113,11 +113,11 @@ class StreamPlaces:
 
     @property
     def versioned(self) -> bool:
-        """See `Places`."""
+        """See `StreamPositions`."""
         return all(each.versioned for each in self.stores)
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
-        """See `Places`."""
+        """See `StreamPositions`."""
         found = False
         for store, table in self._fed(topic):
             if store.identify(table, topic, partition, topic_id):
@@ -126,7 +126,7 @@ class StreamPlaces:
         return found
 
     def furthest(self, topic: str, partition: int) -> int:
-        """See `Places`."""
+        """See `StreamPositions`."""
         return max(
             (
                 self._applied_in(store, table, topic, partition) or 0
@@ -136,7 +136,7 @@ class StreamPlaces:
         )
 
     def restart(self, topic: str, partition: int) -> None:
-        """See `Places`."""
+        """See `StreamPositions`."""
         place = (topic, partition)
         self._restarted.add(place)
         self._reached[place] = 0
@@ -146,7 +146,7 @@ class StreamPlaces:
             store.restart(table, topic, partition)
 
     def begin(self, topic: str, partition: int) -> int | None:
-        """See `Places`. None also where there is no store to ask."""
+        """See `StreamPositions`. None also where there is no store to ask."""
         offset = self._applied(topic, partition)
         if self.readers(topic):
             self._reached[topic, partition] = offset or 0
@@ -159,7 +159,7 @@ class StreamPlaces:
     def told(
         self, table: EmbeddingTable, positions: Sequence[StreamPosition]
     ) -> list[StreamPosition]:
-        """See `Places`."""
+        """See `StreamPositions`."""
         late = self._unnoted.pop(table, {})
         now = {(p.topic, p.partition): p for p in positions if table in self.readers(p.topic)}
         told = []
@@ -172,7 +172,7 @@ class StreamPlaces:
         return told
 
     def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
-        """See `Places`."""
+        """See `StreamPositions`."""
         for position in positions:
             place = (position.topic, position.partition)
             tables = self.readers(position.topic)
@@ -185,13 +185,13 @@ class StreamPlaces:
                     unnoted[place] = replace(position, since=since)
 
     def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
-        """See `Places`."""
+        """See `StreamPositions`."""
         while self._unnoted:
             table = next(iter(self._unnoted))
             yield table, self.told(table, ())
 
     def lost(self) -> str:
-        """See `Places`."""
+        """See `StreamPositions`."""
         if not (self.stores and self._reached):
             return ""
         place = next(iter(self._reached))

@@ -18,7 +18,7 @@ def table_name(table: EmbeddingTable) -> str:
     return f"{table.model}/{table.name}"
 
 
-class Topics:
+class TopicTables:
     """Which topics change which tables."""
 
     def __init__(self, tables: Iterable[EmbeddingTable], models: Callable[[str], bool]) -> None:

@@ -51,7 +51,7 @@ class _Promotion:
 
 
 @dataclass(slots=True)
-class _Change:
+class _CacheChange:
     """Work with a caller who may want to know when it is done."""
 
     work: Callable[[], None]
@@ -86,9 +86,9 @@ class CacheWriter:
         self.queue_keys = queue_keys
         self._count = count
         self._lacked = lacked
-        self._changes: deque[_Change] = deque()
+        self._changes: deque[_CacheChange] = deque()
         # A change among the promotions is one that waits for those before it.
-        self._promotions: deque[_Promotion | _Change] = deque()
+        self._promotions: deque[_Promotion | _CacheChange] = deque()
         self._waiting_keys = 0
         self._wake = threading.Condition()
         self._closed = False
@@ -158,15 +158,17 @@ class CacheWriter:
             self._waiting_keys = 0
             self._wake.notify()
         for job in dropped:
-            if isinstance(job, _Change):
+            if isinstance(job, _CacheChange):
                 job.done.cancel()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _queue(
-        self, queue: deque[_Change] | deque[_Promotion | _Change], work: Callable[[], None]
+        self,
+        queue: deque[_CacheChange] | deque[_Promotion | _CacheChange],
+        work: Callable[[], None],
     ) -> Future[None]:
-        change = _Change(work, Future())
+        change = _CacheChange(work, Future())
         with self._wake:
             # After a fork this process has no such thread: nobody would ever finish it.
             if self._closed or not self._thread.is_alive():
@@ -180,7 +182,7 @@ class CacheWriter:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            if isinstance(job, _Change):
+            if isinstance(job, _CacheChange):
                 _finish(job)
                 continue
             waiting = sum(len(promotion.keys) for promotion in job)
@@ -207,7 +209,7 @@ class CacheWriter:
             while change := self._next_change():
                 _finish(change)
 
-    def _next(self) -> _Change | list[_Promotion] | None:
+    def _next(self) -> _CacheChange | list[_Promotion] | None:
         """A change, or else all promotions that wait; None once closed."""
         with self._wake:
             while not (self._changes or self._promotions or self._closed):
@@ -223,10 +225,10 @@ class CacheWriter:
             if promotions:
                 return promotions
             barrier = self._promotions.popleft()
-            assert isinstance(barrier, _Change)
+            assert isinstance(barrier, _CacheChange)
             return barrier
 
-    def _next_change(self) -> _Change | None:
+    def _next_change(self) -> _CacheChange | None:
         with self._wake:
             return self._changes.popleft() if self._changes else None
 
@@ -305,7 +307,7 @@ def _slices(promotions: list[_Promotion]) -> Iterator[tuple[EmbeddingTable, KeyA
             repeated = 0
 
 
-def _finish(change: _Change) -> None:
+def _finish(change: _CacheChange) -> None:
     if not change.done.set_running_or_notify_cancel():
         return
     try:

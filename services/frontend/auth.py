@@ -12,7 +12,7 @@ from hps.errors import Forbidden, Unauthenticated
 EXEMPT = ("/v2/health/", "/metrics", "/docs", "/openapi.json")
 
 
-class Guard(Protocol):
+class Authorizer(Protocol):
     """Who may do what. Any number of threads may ask."""
 
     enabled: bool
@@ -30,7 +30,7 @@ class Guard(Protocol):
         ...
 
 
-class OpenGuard:
+class NoAuthorizer:
     """Lets everybody do everything but web pages of others."""
 
     enabled = False
@@ -46,7 +46,7 @@ class OpenGuard:
         return ""
 
 
-class KeyGuard:
+class ApiKeyAuthorizer:
     """Wants ``X-API-Key: <key>`` or ``Authorization: Bearer <key>``, or a certificate that it knows."""
 
     enabled = True
@@ -81,9 +81,9 @@ class KeyGuard:
         return caller.name
 
 
-def guard(keys: ApiKeys) -> Guard:
+def guard(keys: ApiKeys) -> Authorizer:
     """The guard for these keys."""
-    return KeyGuard(keys) if keys.enabled else OpenGuard()
+    return ApiKeyAuthorizer(keys) if keys.enabled else NoAuthorizer()
 
 
 def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:

@@ -6,7 +6,7 @@ from hps.config.admission_settings import BatchingSettings
 from hps.config.server_settings import ServerSettings
 from hps.lookup.base import Lookup
 from hps.lookup.batched import BatchedLookup
-from hps.lookup.batching import Bounds
+from hps.lookup.batching import BatchLimits
 from hps.node.served_models import ServedModel
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
@@ -38,8 +38,8 @@ def endpoints(
     return [(RankingEndpoint(served, scores), ranking_info(served)), lookup], engine
 
 
-def _bounds(settings: BatchingSettings, served: ServedModel, max_keys: int) -> Bounds:
-    return Bounds(
+def _bounds(settings: BatchingSettings, served: ServedModel, max_keys: int) -> BatchLimits:
+    return BatchLimits(
         min(settings.max_rows, served.spec.max_batch_size),
         min(settings.max_keys, max_keys),
         settings.max_delay_us * 1e-6,

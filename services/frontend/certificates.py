@@ -13,7 +13,7 @@ from hps.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-class Certificates:
+class PortCertificates:
     """What a port, by its ``setting``, shows and asks of its clients. ``context`` has what is in force, and
     so has ``contents``: the key, the certificate and, where clients need one, their roots, as PEM. One
     thread at a time."""
@@ -73,10 +73,10 @@ class Certificates:
 
 def server_context(at: Listener, setting: str) -> ssl.SSLContext | None:
     """For a port on an event loop, by its ``setting``; None where it speaks plain text. Files that changed
-    are taken over by the next connection. Raises as `Certificates`."""
+    are taken over by the next connection. Raises as `PortCertificates`."""
     if at.tls is None:
         return None
-    certificates = Certificates(at.tls, setting)
+    certificates = PortCertificates(at.tls, setting)
 
     def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         certificates.renewed()

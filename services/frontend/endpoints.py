@@ -17,7 +17,7 @@ from hps.lookup.base import Feature, inputs_of
 from hps.suggestions import hint_for
 from services.frontend.datatypes import InputRule
 from services.frontend.errors import shown
-from services.frontend.inference_request import Call
+from services.frontend.inference_request import InferenceRequest
 
 # An output on its way out: its name and its values.
 Output = tuple[str, NDArray[Any]]
@@ -38,11 +38,11 @@ class Endpoint(Protocol):
         """What each input may be, by name."""
         ...
 
-    def submit(self, call: Call, deadline: float) -> Future[Any]:
+    def submit(self, call: InferenceRequest, deadline: float) -> Future[Any]:
         """Start answering; raises ``BadRequest`` or ``Unavailable`` at once, never waits."""
         ...
 
-    def outputs(self, call: Call, result: Any) -> list[Output]:
+    def outputs(self, call: InferenceRequest, result: Any) -> list[Output]:
         """What the request asked for, in its order."""
         ...
 
@@ -58,7 +58,7 @@ def output_aliases(features: Mapping[str, Feature]) -> dict[str, list[str]]:
 
 
 def asked_for(
-    call: Call,
+    call: InferenceRequest,
     values: Mapping[str, NDArray[Any]],
     sources: Mapping[str, NDArray[Any]],
     aliases: Mapping[str, Sequence[str]],

@@ -29,7 +29,7 @@ from services.frontend.server_paths import for_clients
 _SHOWN = 80
 
 
-class TooLarge(BadRequest):
+class RequestTooLarge(BadRequest):
     """The body or the number of keys is beyond the server's limits. ``unread``: part of the body has
     not been received yet."""
 
@@ -38,7 +38,7 @@ class TooLarge(BadRequest):
         self.unread = unread
 
 
-class TooSlow(BadRequest):
+class RequestBodyTimeout(BadRequest):
     """The request's body did not come in time."""
 
 
@@ -62,11 +62,11 @@ class TooManyRequests(HpsError):
         self.reason = reason
 
 
-class Cancelled(HpsError):
+class RequestCancelled(HpsError):
     """Whoever asked is gone."""
 
 
-class Status(NamedTuple):
+class ErrorStatus(NamedTuple):
     """How a protocol calls a kind of error: HTTP by number, gRPC by the name of a code."""
 
     http: int
@@ -74,30 +74,30 @@ class Status(NamedTuple):
 
 
 # Sub-classes inherit.
-STATUS: dict[type[HpsError], Status] = {
-    BadRequest: Status(400, "INVALID_ARGUMENT"),
-    Unauthenticated: Status(401, "UNAUTHENTICATED"),
-    Forbidden: Status(403, "PERMISSION_DENIED"),
-    NotFound: Status(404, "NOT_FOUND"),
-    Cancelled: Status(499, "CANCELLED"),
+STATUS: dict[type[HpsError], ErrorStatus] = {
+    BadRequest: ErrorStatus(400, "INVALID_ARGUMENT"),
+    Unauthenticated: ErrorStatus(401, "UNAUTHENTICATED"),
+    Forbidden: ErrorStatus(403, "PERMISSION_DENIED"),
+    NotFound: ErrorStatus(404, "NOT_FOUND"),
+    RequestCancelled: ErrorStatus(499, "CANCELLED"),
     # A load of files that can't be served.
-    ModelError: Status(409, "FAILED_PRECONDITION"),
-    ConfigError: Status(409, "FAILED_PRECONDITION"),
-    TooSlow: Status(408, "INVALID_ARGUMENT"),
-    TooLarge: Status(413, "INVALID_ARGUMENT"),
-    UnknownEncoding: Status(415, "INVALID_ARGUMENT"),
-    TooManyRequests: Status(429, "RESOURCE_EXHAUSTED"),
-    Unsupported: Status(501, "UNIMPLEMENTED"),
-    Unavailable: Status(503, "UNAVAILABLE"),
-    TierError: Status(503, "UNAVAILABLE"),
-    DeadlineExceeded: Status(504, "DEADLINE_EXCEEDED"),
-    TierTimeout: Status(504, "DEADLINE_EXCEEDED"),
-    DenseModelError: Status(500, "INTERNAL"),
-    HpsError: Status(500, "INTERNAL"),
+    ModelError: ErrorStatus(409, "FAILED_PRECONDITION"),
+    ConfigError: ErrorStatus(409, "FAILED_PRECONDITION"),
+    RequestBodyTimeout: ErrorStatus(408, "INVALID_ARGUMENT"),
+    RequestTooLarge: ErrorStatus(413, "INVALID_ARGUMENT"),
+    UnknownEncoding: ErrorStatus(415, "INVALID_ARGUMENT"),
+    TooManyRequests: ErrorStatus(429, "RESOURCE_EXHAUSTED"),
+    Unsupported: ErrorStatus(501, "UNIMPLEMENTED"),
+    Unavailable: ErrorStatus(503, "UNAVAILABLE"),
+    TierError: ErrorStatus(503, "UNAVAILABLE"),
+    DeadlineExceeded: ErrorStatus(504, "DEADLINE_EXCEEDED"),
+    TierTimeout: ErrorStatus(504, "DEADLINE_EXCEEDED"),
+    DenseModelError: ErrorStatus(500, "INTERNAL"),
+    HpsError: ErrorStatus(500, "INTERNAL"),
 }
 
 
-def status_of(error: HpsError) -> Status:
+def status_of(error: HpsError) -> ErrorStatus:
     """The status of the nearest class in ``STATUS``."""
     kind = type(error)
     found = _OF_KIND.get(kind)
@@ -107,7 +107,7 @@ def status_of(error: HpsError) -> Status:
     return found
 
 
-_OF_KIND: dict[type[HpsError], Status] = {}
+_OF_KIND: dict[type[HpsError], ErrorStatus] = {}
 
 
 def http_status(error: HpsError) -> int:

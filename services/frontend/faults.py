@@ -9,7 +9,7 @@ from typing import Any
 from hps.errors import BadRequest
 from hps.suggestions import hint_for
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.errors import TooLarge, shown
+from services.frontend.errors import RequestTooLarge, shown
 
 # Dimensions of a shape. Their product has as many digits as they have together, and takes the square of that.
 MOST_DIMENSIONS = 32
@@ -44,8 +44,8 @@ def wrong_shape(name: str, shape: Any, model: str) -> BadRequest:
     )
 
 
-def too_many_keys(keys: int, max_keys: int) -> TooLarge:
-    return TooLarge(
+def too_many_keys(keys: int, max_keys: int) -> RequestTooLarge:
+    return RequestTooLarge(
         f"the request carries {keys} keys, at most {max_keys} are taken; send smaller batches or raise "
         "server.max_keys"
     )

@@ -10,12 +10,12 @@ from hps.errors import BadRequest
 from hps.lookup.base import Feature, inputs_of
 from hps.types import JaggedKeys
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.inference_request import Call
+from services.frontend.inference_request import InferenceRequest
 
 _WEIGHTS = {"FP32": DATATYPES["FP32"]}
 
 
-class _Wire(NamedTuple):
+class _KeyTensors(NamedTuple):
     """The keys of a request, the names of their tensors, and the features that take them."""
 
     name: str
@@ -30,7 +30,7 @@ class FeatureInputs:
 
     def __init__(self, features: Mapping[str, Feature]) -> None:
         self._wires = {
-            name: _Wire(name, tuple(takers), f"{name}.offsets", f"{name}.weights")
+            name: _KeyTensors(name, tuple(takers), f"{name}.offsets", f"{name}.weights")
             for name, takers in inputs_of(features).items()
         }
         self.names = tuple(self._wires)
@@ -42,7 +42,7 @@ class FeatureInputs:
             self.rules[wire.offsets] = InputRule(INTEGERS)
             self.rules[wire.weights] = InputRule(_WEIGHTS)
 
-    def gather(self, call: Call) -> dict[str, JaggedKeys]:
+    def gather(self, call: InferenceRequest) -> dict[str, JaggedKeys]:
         """The features that take the call's inputs, in the request's order; sets ``call.batch``."""
         found: dict[str, JaggedKeys] = {}
         batch = 0
@@ -63,7 +63,7 @@ class FeatureInputs:
         return found
 
 
-def _jagged(wire: _Wire, call: Call) -> JaggedKeys:
+def _jagged(wire: _KeyTensors, call: InferenceRequest) -> JaggedKeys:
     name, inputs, shapes = wire.name, call.inputs, call.form.shapes
     keys, shape = inputs[name], shapes[name]
     offsets, weights = inputs.get(wire.offsets), inputs.get(wire.weights)

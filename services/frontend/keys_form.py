@@ -15,7 +15,7 @@ KEYS, NUMKEYS, OUTPUT0 = "KEYS", "NUMKEYS", "OUTPUT0"
 KEYS_SOURCE = "KEYS.source"
 
 
-class KeysForm:
+class HpsKeysFormat:
     """Names whose keys ``NUMKEYS`` counts, in order, for the model of one engine: its tables, or its features
     where HPS fused the tables."""
 

@@ -12,11 +12,11 @@ from hps.errors import HpsError, Unavailable
 from hps.types import Progress
 
 
-class _Closes(Protocol):
+class _Closeable(Protocol):
     def close(self) -> None: ...
 
 
-Closes = TypeVar("Closes", bound=_Closes)
+Closes = TypeVar("Closes", bound=_Closeable)
 
 
 class LoadProgress:

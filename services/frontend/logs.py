@@ -23,16 +23,16 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 Format = Literal["text", "json"]
 
 
-class Fields(dict[str, Any]):
+class LogFields(dict[str, Any]):
     """What an event is told with, in logfmt as text."""
 
     def __str__(self) -> str:
         return " ".join(f"{key}={_quoted(value)}" for key, value in self.items())
 
 
-def fields(**values: Any) -> Fields:
+def fields(**values: Any) -> LogFields:
     """The last argument of a log message that ends in ``%s``; empty ones are left out."""
-    return Fields({key: value for key, value in values.items() if value != ""})
+    return LogFields({key: value for key, value in values.items() if value != ""})
 
 
 def _quoted(value: Any) -> str:
@@ -43,30 +43,30 @@ def _quoted(value: Any) -> str:
     return f'"{escaped}"'
 
 
-class Line(logging.Formatter):
+class TextLogFormatter(logging.Formatter):
     """UTC time with milliseconds, level, logger, message; the traceback as a field, and ``always`` the same
     ones."""
 
-    def __init__(self, always: Fields | None = None) -> None:
+    def __init__(self, always: LogFields | None = None) -> None:
         super().__init__()
-        self._always = always or Fields()
+        self._always = always or LogFields()
 
     def format(self, record: logging.LogRecord) -> str:
-        more = Fields(self._always)
+        more = LogFields(self._always)
         if record.exc_info:
             more["traceback"] = self.formatException(record.exc_info)
         return self._line(record, _time(record), more)
 
-    def _line(self, record: logging.LogRecord, when: str, more: Fields) -> str:
+    def _line(self, record: logging.LogRecord, when: str, more: LogFields) -> str:
         message = _single(record.getMessage())
         return f"{when} {record.levelname} {record.name} {message}{more and ' '}{more or ''}"
 
 
-class JsonLine(Line):
+class JsonLogFormatter(TextLogFormatter):
     """The same as a JSON object: ``ts``, ``level``, ``logger``, ``msg`` and the event's fields by name."""
 
-    def _line(self, record: logging.LogRecord, when: str, more: Fields) -> str:
-        given = record.args if isinstance(record.args, Fields) else {}
+    def _line(self, record: logging.LogRecord, when: str, more: LogFields) -> str:
+        given = record.args if isinstance(record.args, LogFields) else {}
         message = record.getMessage()
         if given and isinstance(record.msg, str):
             message = record.msg.removesuffix("%s").rstrip()
@@ -96,7 +96,9 @@ def setup(level: Level, form: Format = "text", **always: Any) -> None:
     """Send the process's log lines to standard error from ``level`` upwards, each with the fields
     ``always``."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter((JsonLine if form == "json" else Line)(fields(**always)))
+    handler.setFormatter(
+        (JsonLogFormatter if form == "json" else TextLogFormatter)(fields(**always))
+    )
     logging.getLogger().handlers[:] = [handler]
     for chatty in ("asyncio", "concurrent.futures"):
         logging.getLogger(chatty).setLevel("WARNING")

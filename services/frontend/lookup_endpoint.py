@@ -12,22 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from hps.lookup.base import Lookup, Submit
+from hps.lookup.base import Lookup, PreparedSubmit
 from hps.node.node import ServedModel
-from hps.threads import Done
-from hps.tracing import Origin
+from hps.threads import CompletedFuture
+from hps.tracing import RequestContext
 from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.endpoints import Output, asked_for, output_aliases, unexpected_output
 from services.frontend.errors import shown
 from services.frontend.features import FeatureInputs
-from services.frontend.inference_request import Call
-from services.frontend.keys_form import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, KeysForm
+from services.frontend.inference_request import InferenceRequest
+from services.frontend.keys_form import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, HpsKeysFormat
 
 
 class LookupEndpoint:
     """Embedding lookup in two forms: a tensor per feature, or HPS's ``KEYS`` and ``NUMKEYS``, which
-    go by the model's tables in their order (`KeysForm`) and come back as one flat ``OUTPUT0``."""
+    go by the model's tables in their order (`HpsKeysFormat`) and come back as one flat ``OUTPUT0``."""
 
     is_long = False
 
@@ -38,7 +38,7 @@ class LookupEndpoint:
         self._engine = engine or served.engine
         self._freshness = served.freshness
         self._inputs = FeatureInputs(served.engine.features)
-        self._keys_form = KeysForm(served.engine)
+        self._keys_form = HpsKeysFormat(served.engine)
         self.rules = dict(self._inputs.rules)
         self._aliases = output_aliases(served.engine.features)
         self._outputs = {n for f in served.engine.features for n in (f, f"{f}.source")}
@@ -51,7 +51,7 @@ class LookupEndpoint:
             self._outputs |= {OUTPUT0, KEYS_SOURCE}
         self.raw_input = self._inputs.only
 
-    def submit(self, call: Call, deadline: float) -> Future[LookupResult]:
+    def submit(self, call: InferenceRequest, deadline: float) -> Future[LookupResult]:
         """Start the lookup; see ``Endpoint.submit``. What calls of one form have in common is looked at
         once."""
         form = call.form
@@ -62,13 +62,13 @@ class LookupEndpoint:
             return submit([*call.inputs.values()], deadline, call.origin)
         request = self.request(call, deadline)
         if not request.features:
-            return Done(LookupResult({}))
+            return CompletedFuture(LookupResult({}))
         # By table, the numbers of keys are data; offsets and weights are too.
         if form.kept and not request.by_table:
             self._prepare(call, request)
         return self._engine.submit(request)
 
-    def _prepare(self, call: Call, request: LookupRequest) -> None:
+    def _prepare(self, call: InferenceRequest, request: LookupRequest) -> None:
         """Prepare the lookup for further calls of this form, if all of its inputs are keys."""
         features = self._engine.features
         taken = [features[name].input for name in request.features]
@@ -79,7 +79,7 @@ class LookupEndpoint:
             prepared = partial(_spread, prepared, [[*call.inputs].index(name) for name in taken])
         call.form.prepared = prepared, call.batch
 
-    def request(self, call: Call, deadline: float) -> LookupRequest:
+    def request(self, call: InferenceRequest, deadline: float) -> LookupRequest:
         """What ``submit`` looks up. Raises ``BadRequest``."""
         form = call.form
         if form.top_k is not None:
@@ -105,7 +105,7 @@ class LookupEndpoint:
             + (f", or '{KEYS}' and '{NUMKEYS}'" if self._by_table else "")
         )
 
-    def _table_keys(self, call: Call) -> dict[str, JaggedKeys]:
+    def _table_keys(self, call: InferenceRequest) -> dict[str, JaggedKeys]:
         """``KEYS`` cut into each table's share; tables with no keys are left out."""
         shapes = call.form.shapes
         if shapes.keys() != {KEYS, NUMKEYS}:
@@ -129,13 +129,13 @@ class LookupEndpoint:
             )
         return self._keys_form.split(flat, counts)
 
-    def outputs(self, call: Call, result: LookupResult) -> list[Output]:
+    def outputs(self, call: InferenceRequest, result: LookupResult) -> list[Output]:
         """Outputs that were asked for; one whose input was not sent is left out."""
         if KEYS in call.form.shapes and self._by_table:
             return self._flat_outputs(call, result)
         return asked_for(call, result.vectors, result.sources, self._aliases)
 
-    def _flat_outputs(self, call: Call, result: LookupResult) -> list[Output]:
+    def _flat_outputs(self, call: InferenceRequest, result: LookupResult) -> list[Output]:
         """``OUTPUT0 (Σ keys * dim,)`` float32, table after table, and the source of every key."""
         form, counts = self._keys_form, call.inputs[NUMKEYS]
         found: list[Output] = []
@@ -151,11 +151,11 @@ class LookupEndpoint:
 
 
 def _spread(
-    prepared: Submit,
+    prepared: PreparedSubmit,
     order: Sequence[int],
     keys: Sequence[KeyArray],
     deadline: float | None,
-    origin: Origin | None = None,
+    origin: RequestContext | None = None,
 ) -> Future[LookupResult]:
     """``prepared`` with the ``keys`` of a call's inputs, some for several tables: ``order`` says which."""
     return prepared([keys[i] for i in order], deadline, origin)

@@ -24,13 +24,13 @@ from services.frontend.grpc.admin_port import AdminPort
 from services.frontend.grpc.profile import grpc_wire
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import admin_app, data_app
-from services.frontend.http.asgi import Application
+from services.frontend.http.asgi import PortApplication
 from services.frontend.logs import fields, log
-from services.frontend.observer import Observer
-from services.frontend.state import State
+from services.frontend.observer import RequestObserver
+from services.frontend.state import FrontendState
 from services.frontend.statistics import Statistics
-from services.frontend.workers.supervisor import Elsewhere, Supervisor
-from services.process import OnUrls, Process, Server
+from services.frontend.workers.supervisor import Supervisor, WorkerOwnedPort
+from services.process import OnUrls, PortServer, ServerProcess
 
 # How often it is looked whether workers have become ready.
 _LOOK_S = 0.02
@@ -39,7 +39,7 @@ OpenNode = Callable[[Configuration, Progress], Node]
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
+class ServerUrls:
     """Where a running server listens: base URLs of the data port and the admin port, and ``host:port`` of
     gRPC's, None where they are off."""
 
@@ -49,7 +49,7 @@ class Addresses:
     grpc_admin: str | None = None
 
 
-OnAddresses = Callable[[Addresses], None]
+OnAddresses = Callable[[ServerUrls], None]
 
 
 def run(
@@ -65,10 +65,10 @@ def run(
     configuration is wrong) or ``ModelError`` before anything is served.
     """
     logs.setup_for(configuration.settings.server)
-    Frontend(configuration, progress).run(on_ready, on_listening)
+    FrontendServer(configuration, progress).run(on_ready, on_listening)
 
 
-class Frontend(Process[OpenModels]):
+class FrontendServer(ServerProcess[OpenModels]):
     """One server. ``run`` blocks; ``stop`` ends it from any thread."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Frontend(Process[OpenModels]):
         open_node: OpenNode | None = None,
     ) -> None:
         role = configuration.settings.server.role
-        self.state = State("node" if role == "all" else role, configuration.settings)
+        self.state = FrontendState("node" if role == "all" else role, configuration.settings)
         self._own_runtime: Path | None = None
         if configuration.settings.server.workers:
             given = configuration.settings.server.runtime
@@ -108,7 +108,7 @@ class Frontend(Process[OpenModels]):
             return {"admin": self._settings.admin}
         return {"http": self._settings.http, "admin": self._settings.admin}
 
-    def _others(self) -> Mapping[str, Server]:
+    def _others(self) -> Mapping[str, PortServer]:
         at = self._settings.grpc
         if self._settings.workers:
             workers = self._workers = Supervisor(self._configuration)
@@ -118,20 +118,20 @@ class Frontend(Process[OpenModels]):
             self.state.processes = lambda: [worker.describe() for worker in workers.workers]
             if self._settings.role == "lookup":
                 return {"grpc": workers, **self._grpc_admin()}
-            elsewhere = {"grpc": Elsewhere(workers.grpc_url)} if workers.grpc_url else {}
+            elsewhere = {"grpc": WorkerOwnedPort(workers.grpc_url)} if workers.grpc_url else {}
             return {"http": workers, **elsewhere, **self._grpc_admin()}
         if at is None:
             return {}
         server = GrpcServer(at, self.state, self._settings, self._guard)
         return {"grpc": server, **self._grpc_admin()}
 
-    def _grpc_admin(self) -> dict[str, Server]:
+    def _grpc_admin(self) -> dict[str, PortServer]:
         at = self._settings.grpc
         if at is None or at.admin is None:
             return {}
         return {"grpc_admin": AdminPort(at.admin, self.state, self._settings, self._guard)}
 
-    def _app(self, port: str) -> Application:
+    def _app(self, port: str) -> PortApplication:
         given = self.state, self._settings, self._guard
         if port == "http":
             return data_app(*given)
@@ -172,7 +172,7 @@ class Frontend(Process[OpenModels]):
             log.info("serving %s", fields(model=entry.name, version=entry.version))
 
     def _trace(self, tracer: Tracer) -> None:
-        self.state.observer = Observer(self._settings.access_log, tracer)
+        self.state.observer = RequestObserver(self._settings.access_log, tracer)
 
     def _connect(self, progress: Progress) -> OpenModels:
         from hps.node.connected import connect
@@ -221,4 +221,4 @@ def _open_node(configuration: Configuration, progress: Progress) -> Node:
 
 
 def _with_urls(callback: OnAddresses | None) -> OnUrls | None:
-    return None if callback is None else lambda urls: callback(Addresses(**urls))
+    return None if callback is None else lambda urls: callback(ServerUrls(**urls))

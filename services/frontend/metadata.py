@@ -17,7 +17,7 @@ from hps.lookup.base import inputs_of
 from hps.node.node import ServedModel
 from hps.predict.checks import TOP_K_INDEX
 from hps.types import Source
-from services.frontend.keys_form import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, KeysForm
+from services.frontend.keys_form import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, HpsKeysFormat
 
 SERVER_NAME = "hps"
 PLATFORM = "hps"
@@ -28,7 +28,7 @@ SOURCE_CODES = {source.name.lower(): int(source) for source in Source}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorMetadata:
     """A named tensor; the first dimension of ``shape`` is the batch, -1 is variable."""
 
     name: str
@@ -46,8 +46,8 @@ class ModelInfo:
 
     name: str
     version: str
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
     max_batch_size: int
     parameters: dict[str, Any] = field(default_factory=dict)
 
@@ -107,9 +107,9 @@ def ranking_info(served: ServedModel) -> ModelInfo:
     assert dense is not None
     inputs = [
         *_key_inputs(served),
-        *(TensorInfo(t.name, t.datatype, (-1, *t.shape[1:])) for t in dense.inputs),
+        *(TensorMetadata(t.name, t.datatype, (-1, *t.shape[1:])) for t in dense.inputs),
     ]
-    outputs = [TensorInfo(t.name, t.datatype, (-1, *t.shape[1:])) for t in dense.outputs]
+    outputs = [TensorMetadata(t.name, t.datatype, (-1, *t.shape[1:])) for t in dense.outputs]
     parameters = {
         **_common(served),
         "top_k": f"request parameter: keep the k best by '{_ranking_output(served)}' and add output "
@@ -126,7 +126,8 @@ def lookup_info(served: ServedModel) -> ModelInfo:
     features = served.engine.features.values()
     inputs = _key_inputs(served, optional=True)
     outputs = [
-        TensorInfo(f.name, _datatype(f.table.dtype.itemsize), (-1, f.table.dim)) for f in features
+        TensorMetadata(f.name, _datatype(f.table.dtype.itemsize), (-1, f.table.dim))
+        for f in features
     ]
     parameters = {**_common(served), "also_accepts": _tables_form(served)}
     return _info(served, f"{served.name}.lookup", inputs, outputs, parameters)
@@ -134,11 +135,11 @@ def lookup_info(served: ServedModel) -> ModelInfo:
 
 def tables_info(served: ServedModel) -> ModelInfo:
     """``<m>`` without a dense part: HPS's own contract."""
-    inputs = [TensorInfo(KEYS, "INT64", (-1, -1)), TensorInfo(NUMKEYS, "INT32", (-1, -1))]
-    outputs = [TensorInfo(OUTPUT0, "FP32", (-1, -1))]
+    inputs = [TensorMetadata(KEYS, "INT64", (-1, -1)), TensorMetadata(NUMKEYS, "INT32", (-1, -1))]
+    outputs = [TensorMetadata(OUTPUT0, "FP32", (-1, -1))]
     parameters = {
         **_common(served),
-        "tables": KeysForm(served.engine).names,
+        "tables": HpsKeysFormat(served.engine).names,
         "also_accepts": f"the tensors of '{served.name}.lookup'",
     }
     return _info(served, served.name, inputs, outputs, parameters)
@@ -155,8 +156,8 @@ def server_metadata(version: str, *, control: bool, shared_memory: bool = False)
 def _info(
     served: ServedModel,
     name: str,
-    inputs: list[TensorInfo],
-    outputs: list[TensorInfo],
+    inputs: list[TensorMetadata],
+    outputs: list[TensorMetadata],
     parameters: dict[str, Any],
 ) -> ModelInfo:
     return ModelInfo(
@@ -186,7 +187,7 @@ def _common(served: ServedModel) -> dict[str, Any]:
 
 
 def _tables_form(served: ServedModel) -> str:
-    form = KeysForm(served.engine)
+    form = HpsKeysFormat(served.engine)
     tables = ", ".join(f"{name}[{dim}]" for name, dim in form.dims(served.engine).items())
     return (
         f"'{KEYS}' INT64 [1,n] and '{NUMKEYS}' INT32 [1,{len(form.names)}], keys per table in "
@@ -194,9 +195,9 @@ def _tables_form(served: ServedModel) -> str:
     )
 
 
-def _key_inputs(served: ServedModel, *, optional: bool = False) -> list[TensorInfo]:
+def _key_inputs(served: ServedModel, *, optional: bool = False) -> list[TensorMetadata]:
     return [
-        TensorInfo(name, "INT64", (-1, feature.hotness or -1), optional)
+        TensorMetadata(name, "INT64", (-1, feature.hotness or -1), optional)
         for name, (feature, *_) in inputs_of(served.engine.features).items()
     ]
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from hps.errors import BadRequest, Unavailable, Unsupported
-from hps.node.node import Control, Node
+from hps.node.node import ModelController, Node
 from services.frontend.errors import shown
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 _DIGITS = re.compile("[0-9]{1,19}")
 
 
-def index(state: State, *, only_ready: bool = False) -> list[dict[str, str]]:
+def index(state: FrontendState, *, only_ready: bool = False) -> list[dict[str, str]]:
     """Every name that is served, then models of the repository that are not, each with its state."""
     ready = state.ready
     if only_ready and not ready:
@@ -34,7 +34,7 @@ def index(state: State, *, only_ready: bool = False) -> list[dict[str, str]]:
     return found
 
 
-def load(state: State, name: str, version: Any = None) -> tuple[int, str]:
+def load(state: FrontendState, name: str, version: Any = None) -> tuple[int, str]:
     """Serve a model, by one of its names, or another version of it; the version that is served then, and what
     is to be said of it, if anything. May take long; for a thread that may wait."""
     control, model, wanted = _control(state), _model_of(name), _number(version)
@@ -42,7 +42,7 @@ def load(state: State, name: str, version: Any = None) -> tuple[int, str]:
         return control.load(model, wanted), control.warnings.get(model, "")
 
 
-def unload(state: State, name: str) -> None:
+def unload(state: FrontendState, name: str) -> None:
     """Serve a model no more."""
     control = _control(state)
     with _change(state):
@@ -50,7 +50,7 @@ def unload(state: State, name: str) -> None:
 
 
 @contextmanager
-def _change(state: State) -> Iterator[None]:
+def _change(state: FrontendState) -> Iterator[None]:
     """Whatever became of it, answers are for what the node serves then. Each takes a thread of those that
     answer for the server's health too, so no more than a few wait."""
     if not state.changes.acquire(blocking=False):
@@ -73,7 +73,7 @@ def _model_of(name: str) -> str:
     return name.removesuffix(".lookup")
 
 
-def _control(state: State) -> Control:
+def _control(state: FrontendState) -> ModelController:
     state.require_node()
     control = _control_of(state)
     if control is None:
@@ -81,7 +81,7 @@ def _control(state: State) -> Control:
     return control
 
 
-def _control_of(state: State) -> Control | None:
+def _control_of(state: FrontendState) -> ModelController | None:
     return state.node.control if isinstance(state.node, Node) else None
 
 

@@ -9,15 +9,15 @@ from time import perf_counter_ns
 from typing import Any
 
 from hps.observability.otel import Tracer
-from hps.tracing import Origin
+from hps.tracing import RequestContext
 from services.frontend.endpoints import Endpoint
-from services.frontend.inference_request import Call
+from services.frontend.inference_request import InferenceRequest
 from services.frontend.logs import fields
 
 access = logging.getLogger("hps.access")
 
 
-class Observer:
+class RequestObserver:
     """Any thread may call it. ``share`` of the requests get a log line, at level debug all."""
 
     def __init__(self, share: float = 0.0, tracer: Tracer | None = None) -> None:
@@ -31,7 +31,7 @@ class Observer:
 
     def begin(
         self, model: str, started: int, request_id: str, traceparent: str, tracestate: str
-    ) -> Origin:
+    ) -> RequestContext:
         """A request to ``model`` that began at ``started`` (``time.perf_counter_ns``). It gets an id if it
         has none and may be told of."""
         if not request_id and self.watches:
@@ -42,14 +42,14 @@ class Observer:
             )
             begun.note(model=model)
             return begun
-        return Origin(request_id, traceparent, tracestate)
+        return RequestContext(request_id, traceparent, tracestate)
 
     def answered(
         self,
         protocol: str,
-        origin: Origin,
+        origin: RequestContext,
         endpoint: Endpoint,
-        call: Call,
+        call: InferenceRequest,
         result: Any,
         started: int,
         parsed: int,
@@ -78,7 +78,7 @@ class Observer:
     def failed(
         self,
         protocol: str,
-        origin: Origin,
+        origin: RequestContext,
         endpoint: Endpoint | None,
         status: int | str,
         error: BaseException,
@@ -104,7 +104,7 @@ class Observer:
     def _log(
         self,
         level: int,
-        origin: Origin,
+        origin: RequestContext,
         protocol: str,
         endpoint: Endpoint | None,
         ms: float,

@@ -28,7 +28,7 @@ def most_connections() -> int:
     return max(_FEWEST, most // _PART)
 
 
-class Connections:
+class ConnectionLimit:
     """Those of one port at the moment, half of them at most one client's. Any thread may call it."""
 
     def __init__(self, most: int) -> None:

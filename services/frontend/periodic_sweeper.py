@@ -12,7 +12,7 @@ from services.frontend.logs import log
 _IDLE_LOOKS = 50
 
 
-class Looking:
+class PeriodicSweeper:
     """Calls ``look`` every ``every_s()`` seconds on a thread named ``name``, from `begin` on, until it has
     found nothing for a while. ``look`` says whether there is anything; it holds on to nothing in between.
 

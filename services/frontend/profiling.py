@@ -16,30 +16,30 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
 from hps.observability.profile import Profile
 from services.frontend.endpoints import Output
-from services.frontend.inference_request import Call
-from services.frontend.state import Entry, State
+from services.frontend.inference_request import InferenceRequest
+from services.frontend.state import FrontendState, ServedEndpoint
 
 
-class Wire(Protocol):
+class ProfiledProtocol(Protocol):
     """How a protocol's requests to one name are read, and their answers written."""
 
-    def read(self, body: bytes, size: int | None) -> Call:
+    def read(self, body: bytes, size: int | None) -> InferenceRequest:
         """``size``: of the JSON that ``body`` begins with, of HTTP; None: all of it. Raises BadRequest."""
         ...
 
-    def write(self, call: Call, result: Any, outputs: Sequence[Output]) -> object:
+    def write(self, call: InferenceRequest, result: Any, outputs: Sequence[Output]) -> object:
         """The answer's bytes, in whatever pieces."""
         ...
 
 
-MakeWire = Callable[[Entry], Wire]
+MakeWire = Callable[[ServedEndpoint], ProfiledProtocol]
 
 
-class Profiler:
+class RequestProfiler:
     """One request at a time. Any thread may call it."""
 
     def __init__(
-        self, state: State, settings: ServerSettings, wires: Mapping[str, MakeWire]
+        self, state: FrontendState, settings: ServerSettings, wires: Mapping[str, MakeWire]
     ) -> None:
         """``wires``: by protocol."""
         self._state = state
@@ -48,7 +48,7 @@ class Profiler:
         self._wires = wires
         self._lock = threading.Lock()
         # They know requests that look alike, as those of a port do.
-        self._known: dict[tuple[str, Entry], Wire] = {}
+        self._known: dict[tuple[str, ServedEndpoint], ProfiledProtocol] = {}
 
     def measure(
         self, name: str, body: bytes, size: int | None, protocol: str = "http"
@@ -64,7 +64,9 @@ class Profiler:
         )
         return profile.told()
 
-    def _measure(self, entry: Entry, wire: Wire, body: bytes, size: int | None) -> Profile:
+    def _measure(
+        self, entry: ServedEndpoint, wire: ProfiledProtocol, body: bytes, size: int | None
+    ) -> Profile:
         profile, done = Profile(), list[int]()
         started = perf_counter_ns()
         call = wire.read(body, size)
@@ -94,7 +96,7 @@ class Profiler:
         )
         return profile
 
-    def _of(self, protocol: str, entry: Entry) -> Wire:
+    def _of(self, protocol: str, entry: ServedEndpoint) -> ProfiledProtocol:
         found = self._known.get((protocol, entry))
         if found is None:
             make = self._wires.get(protocol)

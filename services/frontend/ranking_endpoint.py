@@ -13,7 +13,7 @@ from hps.types import PredictRequest, PredictResult
 from services.frontend.datatypes import InputRule
 from services.frontend.endpoints import Output, asked_for, output_aliases, unexpected_output
 from services.frontend.features import FeatureInputs
-from services.frontend.inference_request import Call
+from services.frontend.inference_request import InferenceRequest
 
 Scores = Callable[[PredictRequest], Future[PredictResult]]
 
@@ -45,7 +45,7 @@ class RankingEndpoint:
         self._outputs = self._scores | self._sources | {TOP_K_INDEX}
         self.raw_input = self._required[0] if len(self._required) == 1 else None
 
-    def submit(self, call: Call, deadline: float) -> Future[PredictResult]:
+    def submit(self, call: InferenceRequest, deadline: float) -> Future[PredictResult]:
         """Start the prediction; see ``Endpoint.submit``."""
         if self._freshness.refusal is not None:
             self._freshness.require()
@@ -82,7 +82,7 @@ class RankingEndpoint:
             raise BadRequest(f"output '{TOP_K_INDEX}' needs the request parameter 'top_k'")
         return not self._sources.isdisjoint(names)
 
-    def outputs(self, call: Call, result: PredictResult) -> list[Output]:
+    def outputs(self, call: InferenceRequest, result: PredictResult) -> list[Output]:
         """The network's outputs in the model's order, or what was asked for in the request's."""
         return asked_for(call, result.outputs, result.sources, self._aliases)
 

@@ -24,8 +24,8 @@ from hps.config.checks import is_loopback
 from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
 from services.frontend import faults
 from services.frontend.endpoints import Output
-from services.frontend.errors import TooLarge, shown
-from services.frontend.shared_memory_refs import Elsewhere, Place, Region, Target
+from services.frontend.errors import RequestTooLarge, shown
+from services.frontend.shared_memory_refs import Region, SharedMemoryRef, SharedMemoryRefs, Target
 
 FOLDER = Path("/dev/shm")
 # Regions at a time, and bytes of a name.
@@ -34,7 +34,7 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NOTHING = np.empty(0, np.uint8)
 
 
-class Regions:
+class SharedMemoryRegistry:
     """The regions that are registered. Any thread may call it. ``caller`` is the address of who asks: this
     is for callers on this machine alone."""
 
@@ -91,15 +91,15 @@ class Regions:
         return [r.as_json() for r in list(self._regions.values()) if name in ("", r.name)]
 
     def take(
-        self, tensors: Elsewhere, caller: str
+        self, tensors: SharedMemoryRefs, caller: str
     ) -> tuple[dict[str, NDArray[Any]], dict[str, Target]]:
         """The inputs, each read into an array of its own, ``(n,)``, and the targets of the outputs. Raises
-        ``BadRequest``, ``TooLarge``, ``NotFound`` or as ``require``."""
+        ``BadRequest``, ``RequestTooLarge``, ``NotFound`` or as ``require``."""
         if not self.on:
             raise faults.shared_memory(next(iter((*tensors.inputs, *tensors.outputs))))
         self.require(caller)
         if tensors.size > self._most_bytes:
-            raise TooLarge(
+            raise RequestTooLarge(
                 f"the inputs in shared memory take {tensors.size} bytes, at most {self._most_bytes} are "
                 "taken; send smaller batches or raise server.max_body_bytes"
             )
@@ -119,7 +119,7 @@ class Regions:
             left.append((name, array))
         return left
 
-    def _region(self, tensor: str, place: Place) -> Region:
+    def _region(self, tensor: str, place: SharedMemoryRef) -> Region:
         region = self._regions.get(place.region)
         if region is None:
             raise NotFound(
@@ -132,7 +132,7 @@ class Regions:
             )
         return region
 
-    def _read(self, tensor: str, place: Place, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _read(self, tensor: str, place: SharedMemoryRef, dtype: np.dtype[Any]) -> NDArray[Any]:
         region = self._region(tensor, place)
         array = np.empty(place.size // dtype.itemsize, dtype)
         left, at = array.view(np.uint8).data, region.offset + place.offset

@@ -16,7 +16,7 @@ _REGION, _SIZE, _OFFSET = "shared_memory_region", "shared_memory_byte_size", "sh
 PARAMETERS = (_REGION, _SIZE, _OFFSET)
 
 
-class Place(NamedTuple):
+class SharedMemoryRef(NamedTuple):
     """Where a tensor's bytes are."""
 
     region: str
@@ -51,17 +51,17 @@ class Region:
 class Target(NamedTuple):
     """Where a request wants an output: a place, and the region that had its name when the request came."""
 
-    place: Place
+    place: SharedMemoryRef
     region: Region
 
 
 @dataclass(slots=True)
-class Elsewhere:
+class SharedMemoryRefs:
     """The tensors of a request that are in regions, by name: inputs with their types, and where outputs are
     wanted."""
 
-    inputs: dict[str, tuple[Place, np.dtype[Any]]] = field(default_factory=dict)
-    outputs: dict[str, Place] = field(default_factory=dict)
+    inputs: dict[str, tuple[SharedMemoryRef, np.dtype[Any]]] = field(default_factory=dict)
+    outputs: dict[str, SharedMemoryRef] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -69,7 +69,7 @@ class Elsewhere:
         return sum(place.size for place, _ in self.inputs.values())
 
 
-def place_of(tensor: str, given: Mapping[str, Any]) -> Place:
+def place_of(tensor: str, given: Mapping[str, Any]) -> SharedMemoryRef:
     """Where the parameters ``given`` say that ``tensor`` is; ``BadRequest`` when they don't make sense."""
     region, size, offset = given.get(_REGION), given.get(_SIZE), given.get(_OFFSET, 0)
     if type(region) is not str or type(size) is not int or type(offset) is not int:
@@ -81,10 +81,10 @@ def place_of(tensor: str, given: Mapping[str, Any]) -> Place:
         raise BadRequest(
             f"'{tensor}': '{_SIZE}' and '{_OFFSET}' must not be negative, got {size}, {offset}"
         )
-    return Place(region, size, offset)
+    return SharedMemoryRef(region, size, offset)
 
 
-def require_size(tensor: str, place: Place, expected: int, model: str) -> None:
+def require_size(tensor: str, place: SharedMemoryRef, expected: int, model: str) -> None:
     """An input's bytes are those of its shape."""
     if place.size != expected:
         raise BadRequest(

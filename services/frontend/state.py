@@ -15,12 +15,12 @@ from hps.node.served_models import OpenModels, ServedModel
 from hps.node.serving import runs_at_a_time
 from hps.observability.metric_triton import TRITON
 from hps.observability.metrics import Metrics
-from services.frontend.admission.controller import Admission
-from services.frontend.admission.queue import Line
+from services.frontend.admission.controller import AdmissionController
+from services.frontend.admission.queue import AdmissionQueue
 from services.frontend.batching import endpoints
 from services.frontend.metadata import ModelInfo
-from services.frontend.observer import Observer
-from services.frontend.shared_memory import Regions
+from services.frontend.observer import RequestObserver
+from services.frontend.shared_memory import SharedMemoryRegistry
 from services.frontend.statistics import Statistics
 from services.frontend.triton_names import triton_numbers
 from services.server_state import ServerState
@@ -31,15 +31,16 @@ _BATCHED = 64
 _CHANGES = 2
 
 Sums = Callable[[], Mapping[str, dict[str, Any]] | None]
-"""The numbers of `Statistics` of all processes together, by `Entry.known_as`; None when this one is alone."""
+"""The numbers of `Statistics` of all processes together, by `ServedEndpoint.known_as`; None when this
+one is alone."""
 
 
-class Entry:
+class ServedEndpoint:
     """One name (``<m>`` or ``<m>.lookup``) with what answers it and what is counted of it, however it is
     asked: what belongs to one protocol is kept by that protocol."""
 
     def __init__(
-        self, served: ServedModel, endpoint: Line, info: ModelInfo, lookup: Lookup
+        self, served: ServedModel, endpoint: AdmissionQueue, info: ModelInfo, lookup: Lookup
     ) -> None:
         self.served = served
         self.lookup = lookup
@@ -54,23 +55,25 @@ class Entry:
         self.statistics = Statistics()
 
 
-class State(ServerState[OpenModels]):
+class FrontendState(ServerState[OpenModels]):
     """The server's phase, its models and the names it answers to."""
 
     def __init__(self, role: str = "node", settings: Settings | None = None) -> None:
         settings = settings or Settings()
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, ServedEndpoint] = {}
         self._sums: Sums = lambda: None
         super().__init__(role, settings)
-        self.admission = Admission(settings.server.admission)
+        self.admission = AdmissionController(settings.server.admission)
         server = settings.server
-        self.regions = Regions(on=server.shared_memory, most_bytes=server.max_body_bytes)
+        self.regions = SharedMemoryRegistry(
+            on=server.shared_memory, most_bytes=server.max_body_bytes
+        )
         self.control_everywhere = settings.models.control == "all"
         """Whether every port may load and unload models, and not those of administration alone."""
         self.linger_s = settings.models.linger_s
         self.changes = threading.BoundedSemaphore(_CHANGES)
         """Held by whoever loads or unloads a model."""
-        self.observer = Observer(settings.server.access_log)
+        self.observer = RequestObserver(settings.server.access_log)
         self._watchers: list[Callable[[], None]] = []
         self.loop: asyncio.AbstractEventLoop | None = None
         """Which alone changes what is served, while there is one."""
@@ -136,29 +139,29 @@ class State(ServerState[OpenModels]):
         self._watchers.append(changed)
         changed()
 
-    def _kept(self, served: ServedModel) -> list[Entry]:
+    def _kept(self, served: ServedModel) -> list[ServedEndpoint]:
         return [entry for entry in self.entries.values() if entry.served is served]
 
-    def _entries(self, served: ServedModel, metrics: Metrics) -> list[Entry]:
+    def _entries(self, served: ServedModel, metrics: Metrics) -> list[ServedEndpoint]:
         """The names of a model, each behind its line."""
         settings = self._settings
         threads = max(settings.tiers.lookup_threads, runs_at_a_time(settings.dense))
         running = threads if settings.server.batching is None else max(threads, _BATCHED)
         found, lookup = endpoints(served, settings.server, metrics)
         return [
-            Entry(served, self.admission.line(endpoint, running, metrics), info, lookup)
+            ServedEndpoint(served, self.admission.line(endpoint, running, metrics), info, lookup)
             for endpoint, info in found
         ]
 
     def own_statistics(self) -> dict[str, dict[str, Any]]:
-        """The numbers of this process's `Statistics`, by `Entry.known_as`."""
+        """The numbers of this process's `Statistics`, by `ServedEndpoint.known_as`."""
         return {entry.known_as: entry.statistics.numbers() for entry in self.entries.values()}
 
     def sum_up(self, sums: Sums) -> None:
         """Have `statistics` tell of all processes. ``sums`` may wait."""
         self._sums = sums
 
-    def statistics(self, entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    def statistics(self, entries: Iterable[ServedEndpoint]) -> list[dict[str, Any]]:
         """``model_stats`` of some entries, of all processes that answer for them; may wait for those."""
         sums = self._sums() or {}
         told = []
@@ -170,7 +173,7 @@ class State(ServerState[OpenModels]):
             told.append(counted.as_json(entry.name, entry.version))
         return told
 
-    def entry(self, name: str, version: str | None = None) -> Entry:
+    def entry(self, name: str, version: str | None = None) -> ServedEndpoint:
         """The entry for a name; ``NotFound`` for a name or version that is not served."""
         self.require_node()
         entry = self.entries.get(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hps.observability import metric_names as m
 from hps.observability.metric_triton import TRITON
-from hps.observability.metrics import Numbers
+from hps.observability.metrics import MetricValues
 
 # The rest is OTHER: the request was at fault, or late.
 _REASONS = {
@@ -43,13 +43,13 @@ _GPU = {
 
 
 def triton_numbers(
-    found: Numbers,
+    found: MetricValues,
     served: Mapping[str, tuple[str, str]],
     statistics: Callable[[], Mapping[str, Mapping[str, Any]]],
-) -> Numbers:
+) -> MetricValues:
     """Of the names and versions that are ``served``, by what the numbers of their `Statistics` are known as;
     ``found`` are our own."""
-    told = Numbers({spec.name: {} for spec in TRITON})
+    told = MetricValues({spec.name: {} for spec in TRITON})
     for known_as, numbers in statistics().items():
         if known_as in served:
             for metric, (what, unit) in _TOLD.items():

@@ -7,12 +7,12 @@ from starlette.responses import Response
 
 from hps import __version__
 from hps.config.server_settings import ServerSettings
-from hps.node.ingest import Ingest
-from services.frontend.auth import Guard
+from hps.node.ingest import IngestNode
+from services.frontend.auth import Authorizer
 from services.frontend.http.admin import metrics_route, status_routes
-from services.frontend.http.api import Json, answers, needs
-from services.frontend.http.app import Contained, bare_api
-from services.frontend.http.asgi import Plain
+from services.frontend.http.api import JsonAnswer, answers, needs
+from services.frontend.http.app import ErrorBoundary, bare_api
+from services.frontend.http.asgi import PlainAsgi
 from services.frontend.http.logging import logging_routes
 from services.frontend.http.oip_routes import health_routes
 from services.frontend.http.updates import updates_routes
@@ -22,7 +22,9 @@ from services.server_state import ServerState
 _ABOUT = "Feeds the stores that all nodes share from the update streams."
 
 
-def ingest_app(state: ServerState[Ingest], settings: ServerSettings, guard: Guard) -> Plain:
+def ingest_app(
+    state: ServerState[IngestNode], settings: ServerSettings, guard: Authorizer
+) -> PlainAsgi:
     api = bare_api("hps ingest", _ABOUT, settings, guard, infers=False)
     api.include_router(health_routes(state))
     api.include_router(about_route(guard))
@@ -30,16 +32,16 @@ def ingest_app(state: ServerState[Ingest], settings: ServerSettings, guard: Guar
     api.include_router(status_routes(state, guard))
     api.include_router(updates_routes(state, guard))
     api.include_router(logging_routes(state, guard))
-    return Plain(Contained(api))
+    return PlainAsgi(ErrorBoundary(api))
 
 
-def about_route(guard: Guard) -> APIRouter:
+def about_route(guard: Authorizer) -> APIRouter:
     """Who it is, where servers tell that: `hps doctor` asks."""
     router = APIRouter(tags=["models"], dependencies=needs(guard, "read"))
 
     @router.get("/v2", responses=answers("ServerMetadata"))
     async def metadata() -> Response:
         """The server's name and version; of the protocol's extensions it has one."""
-        return Json({"name": SERVER_NAME, "version": __version__, "extensions": ["logging"]})
+        return JsonAnswer({"name": SERVER_NAME, "version": __version__, "extensions": ["logging"]})
 
     return router

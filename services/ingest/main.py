@@ -7,25 +7,25 @@ from collections.abc import Callable, Mapping
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
 from hps.config.server_settings import Listener
-from hps.node.ingest import Ingest, open_ingest
+from hps.node.ingest import IngestNode, open_ingest
 from hps.types import Progress
 from services.frontend.auth import guard
-from services.frontend.http.asgi import Application
+from services.frontend.http.asgi import PortApplication
 from services.frontend.logs import fields, log
 from services.ingest.app import ingest_app
-from services.process import Process
+from services.process import ServerProcess
 from services.server_state import ServerState
 
 OnAdmin = Callable[[str], None]
 """Told the admin port's base URL."""
 
 
-class IngestServer(Process[Ingest]):
+class IngestServer(ServerProcess[IngestNode]):
     """One such process. ``run`` blocks; ``stop`` ends it from any thread: the batch at hand is finished, and
     how far the stores are is noted."""
 
     def __init__(self, configuration: Configuration, progress: Progress | None = None) -> None:
-        self.state: ServerState[Ingest] = ServerState("ingest", configuration.settings)
+        self.state: ServerState[IngestNode] = ServerState("ingest", configuration.settings)
         super().__init__(configuration, self.state, progress)
         self._guard = guard(load_api_keys(configuration.settings.auth))
 
@@ -37,13 +37,13 @@ class IngestServer(Process[Ingest]):
     def _ports(self) -> Mapping[str, Listener]:
         return {"admin": self._settings.admin}
 
-    def _app(self, port: str) -> Application:
+    def _app(self, port: str) -> PortApplication:
         return ingest_app(self.state, self._settings, self._guard)
 
-    def _open(self, progress: Progress) -> Ingest:
+    def _open(self, progress: Progress) -> IngestNode:
         return open_ingest(self._configuration, progress)
 
-    def _opened(self, node: Ingest) -> None:
+    def _opened(self, node: IngestNode) -> None:
         super()._opened(node)
         for stream in node.streams.status():
             stores = ",".join(stream["stores"])

@@ -24,14 +24,14 @@ from hps.config.server_settings import ServerSettings
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, HpsError, NotFound, Unsupported
 from hps.lookup.batching import is_of_the_server
-from hps.lookup.merged import Merged, checked, kind
+from hps.lookup.merged import MergedLookup, checked, kind
 from hps.node.served_models import ServedModel
 from hps.suggestions import hint_for
 from hps.types import LookupRequest, LookupResult
 from services.frontend import faults
 from services.frontend.endpoints import Output
 from services.frontend.errors import status_of, told
-from services.frontend.inference_request import Call, Form
+from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.keys_form import KEYS
 from services.frontend.lookup_endpoint import LookupEndpoint
 
@@ -57,7 +57,7 @@ _KNOWN = {"config", "model", *_WITHOUT_EFFECT}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BackendRequest:
     """A request of Triton's: arrays by name, the outputs wanted (empty: all), its time limit (0: none)."""
 
     inputs: Mapping[str, NDArray[Any]]
@@ -66,7 +66,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class BackendResponse:
     """Outputs in the order they were asked for, and what the protocol calls response parameters."""
 
     outputs: list[Output]
@@ -78,7 +78,7 @@ def code(error: HpsError) -> str:
     return _CODES.get(status_of(error).grpc, "INTERNAL")
 
 
-class Backend:
+class LookupBackend:
     """One instance: answers one call at a time."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Backend:
             )
         configuration = load_config(parameters["config"])
         self._answering = partial(
-            Answering,
+            BackendModel,
             name=name,
             limits=configuration.settings.server,
             device=device,
@@ -117,7 +117,7 @@ class Backend:
         )
         self._name, self._model = name, parameters.get("model") or name.removesuffix(".lookup")
         self._version = 0
-        self._now: Answering | None = None
+        self._now: BackendModel | None = None
         self._models = hps.attach(configuration)
         self._models.watch(self._renew)
         try:
@@ -128,7 +128,7 @@ class Backend:
         self._models.require(self._check)
         self._renew()
 
-    def answer(self, asked: Sequence[Asked]) -> list[Answered | HpsError]:
+    def answer(self, asked: Sequence[BackendRequest]) -> list[BackendResponse | HpsError]:
         """An answer or an error for each request."""
         if (now := self._now) is None:
             gone = f"the node serves version {self._version} of model '{self._model}' no more"
@@ -154,8 +154,9 @@ class Backend:
             self._now = self._answering(served)
 
 
-class Answering:
-    """The answers of one model ``served`` as ``name``; see ``Backend``. One thread at a time may call it."""
+class BackendModel:
+    """The answers of one model ``served`` as ``name``; see ``LookupBackend``. One thread at a time may
+    call it."""
 
     def __init__(
         self,
@@ -171,12 +172,14 @@ class Answering:
         self._max_keys = limits.max_keys
         self._device, self._float32 = device, float32
 
-    def answer(self, asked: Sequence[Asked]) -> list[Answered | HpsError]:
-        """As ``Backend.answer``. A request whose time is up before its lookup begins has no part in it.
+    def answer(self, asked: Sequence[BackendRequest]) -> list[BackendResponse | HpsError]:
+        """As ``LookupBackend.answer``. A request whose time is up before its lookup begins has no part in it.
         Requests that share one wait for it until the last one's time is up, and those whose time was up
         earlier are answered, too: the vectors are there."""
-        answers: list[Answered | HpsError] = [BadRequest("unanswered")] * len(asked)
-        groups: dict[Hashable, list[tuple[int, Call, LookupRequest]]] = defaultdict(list)
+        answers: list[BackendResponse | HpsError] = [BadRequest("unanswered")] * len(asked)
+        groups: dict[Hashable, list[tuple[int, InferenceRequest, LookupRequest]]] = defaultdict(
+            list
+        )
         for index, each in enumerate(asked):
             try:
                 call = self._call(each)
@@ -221,11 +224,11 @@ class Answering:
             return [LookupResult({}) for _ in requests]
         if len(requests) == 1:
             return [engine.lookup(requests[0])]
-        merged = Merged(requests, engine.features)
+        merged = MergedLookup(requests, engine.features)
         return merged.split(engine.lookup(merged.request))
 
-    def _call(self, asked: Asked) -> Call:
-        form = Form(outputs=asked.outputs or None, timeout_us=asked.timeout_us)
+    def _call(self, asked: BackendRequest) -> InferenceRequest:
+        form = RequestTemplate(outputs=asked.outputs or None, timeout_us=asked.timeout_us)
         flat, keys = {}, 0
         for name, array in asked.inputs.items():
             rule = self._endpoint.rules.get(name)
@@ -239,13 +242,13 @@ class Answering:
             keys += array.size if rule.is_keys else 0
         if keys > self._max_keys:
             raise faults.too_many_keys(keys, self._max_keys)
-        return Call(form, flat)
+        return InferenceRequest(form, flat)
 
-    def _deadline(self, asked: Asked) -> float:
+    def _deadline(self, asked: BackendRequest) -> float:
         """From now on: Triton does not say how long a request waited in its queue."""
         return time.monotonic() + (asked.timeout_us * 1e-6 or self._timeout_s)
 
-    def _answered(self, call: Call, result: LookupResult) -> Answered:
+    def _answered(self, call: InferenceRequest, result: LookupResult) -> BackendResponse:
         outputs = self._endpoint.outputs(call, result)
         parameters: dict[str, Any] = {
             "hps_defaulted": result.defaulted,
@@ -256,7 +259,7 @@ class Answering:
             parameters["hps_stale_s"] = stale_s
         if KEYS in call.form.shapes and KEYS not in self._served.engine.features:
             parameters |= self._hps_own(len(call.inputs[KEYS]))
-        return Answered([(n, self._batched(call, n, a)) for n, a in outputs], parameters)
+        return BackendResponse([(n, self._batched(call, n, a)) for n, a in outputs], parameters)
 
     def _hps_own(self, keys: int) -> dict[str, int]:
         """What HPS says of a request of so many keys: the samples they make, where it is known how many a
@@ -267,7 +270,7 @@ class Answering:
         samples = {"NumSample": keys // known} if known else {}
         return {**samples, "DeviceID": self._device}
 
-    def _batched(self, call: Call, name: str, array: NDArray[Any]) -> NDArray[Any]:
+    def _batched(self, call: InferenceRequest, name: str, array: NDArray[Any]) -> NDArray[Any]:
         """As config.pbtxt has it: widened; HPS's flat ``OUTPUT0`` as the batch of one that its keys were;
         rows that are not pooled by sample, where each has as many: Triton knows tensors by their batch."""
         shape = call.form.shapes

@@ -13,7 +13,7 @@ from hps.errors import ConfigError, Unsupported
 from services.frontend.endpoints import Output
 
 
-class Place:
+class TensorPlacement:
     """Where an instance's tensors are. Keys come to the host wherever they are, since rows are found there.
 
     An instance on a GPU answers with tensors in that GPU's memory, so that a network there takes them as they

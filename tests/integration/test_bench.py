@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from benchmarks.peers.hps_server import Hps
 from hps.cli.main import app
 from hps.client import Admin
-from hps.client.errors import Later
+from hps.client.errors import RetryLater
 
 SHORT = ["--duration", "0.3", "--warmup", "0.1", "--rows", "100", "--distinct", "8"]
 
@@ -152,7 +152,7 @@ def test_a_server_that_wants_to_be_asked_later_is_one_line(
     small_server: Hps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_given: object, **_more: object) -> None:
-        raise Later("no lookup node is there", 1.0)
+        raise RetryLater("no lookup node is there", 1.0)
 
     monkeypatch.setattr("hps.client.Client.infer", full)
     done = bench("clicks", "--server", f"http://{small_server.address}", *SHORT)

@@ -17,9 +17,9 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import Forbidden
 from hps.models.writer import write_version
 from hps.tiers.rocksdb import bootstrap, kept
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def opened(folder: Path, **rocksdb: Any) -> Any:
 
 
 def post(node: Any, body: Any, guard: Any = None) -> httpx.Response:
-    state = State()
+    state = FrontendState()
     state.serve(node)
-    app = admin_app(state, ServerSettings(), guard or OpenGuard())
+    app = admin_app(state, ServerSettings(), guard or NoAuthorizer())
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=app)
@@ -84,7 +84,7 @@ def test_a_node_without_a_folder_for_them_says_so(folder: Path) -> None:
 def test_it_needs_role_admin(folder: Path) -> None:
     asked = []
 
-    class Guarded(OpenGuard):
+    class Guarded(NoAuthorizer):
         def check(self, headers: object, role: Role, certificate: object = None) -> None:
             asked.append(role)
             raise Forbidden("no")

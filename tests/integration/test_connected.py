@@ -14,9 +14,9 @@ from hps.errors import ConfigError, ModelError, TierError, Unavailable
 from hps.observability import metric_names as m
 from hps.observability.profile import Profile
 from hps.types import LookupRequest
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.server import GrpcServer
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.conftest import Running
 
@@ -34,10 +34,10 @@ def node(small_repository, tmp_path_factory):
 @pytest.fixture(scope="module")
 def ports(node):
     """Two ports of the node, which stand for two replicas."""
-    state = State()
+    state = FrontendState()
     state.serve(node)
     at = GrpcSettings(port=0)
-    running = [Running(GrpcServer(at, state, ServerSettings(), OpenGuard())) for _ in range(2)]
+    running = [Running(GrpcServer(at, state, ServerSettings(), NoAuthorizer())) for _ in range(2)]
     yield [each.server.url for each in running]
     for each in running:
         each.stop(at_once=True)
@@ -140,7 +140,7 @@ def test_models_may_be_chosen(front, ports):
 
 def test_a_front_end_serves_it(connected):
     """What answers requests takes a connected process as it takes a node."""
-    state = State()
+    state = FrontendState()
     state.serve(connected)
     assert list(state.entries) == ["clicks", "clicks.lookup", "words", "words.lookup"]
     assert state.ready
@@ -165,9 +165,9 @@ def test_without_nodes(front, tmp_path):
 
 
 def test_models_come_when_the_nodes_do(front, node):
-    state = State()
+    state = FrontendState()
     state.serve(node)
-    first = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), OpenGuard()))
+    first = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), NoAuthorizer()))
     url = first.server.url
     first.stop(at_once=True)
     first.join()
@@ -177,7 +177,7 @@ def test_models_come_when_the_nodes_do(front, node):
         changed = threading.Event()
         opened.watch(changed.set)
         at = GrpcSettings(port=int(url.rsplit(":", 1)[1]))
-        again = Running(GrpcServer(at, state, ServerSettings(), OpenGuard()))
+        again = Running(GrpcServer(at, state, ServerSettings(), NoAuthorizer()))
         try:
             until(changed.is_set)
             assert list(opened.models) == ["clicks", "words"]

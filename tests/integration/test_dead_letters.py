@@ -19,7 +19,7 @@ from hps.observability import metric_names as m
 from hps.tiers.positions import StreamPosition
 from hps.updates.codec import encode_hps, hps_topic
 from hps.updates.kafka.client import DeadLetterTopic
-from hps.updates.kafka.dead_letters import DeadLetterBox, Letter
+from hps.updates.kafka.dead_letters import DeadLetterReader, StoredDeadLetter
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.source import DeadLetter, Reason
 from hps.updates.topics import native_topic
@@ -53,14 +53,14 @@ def kafka(broker, model):
     )
 
 
-def listed(kafka: KafkaSettings, *, again: bool = False) -> list[Letter]:
-    with closing(DeadLetterBox(kafka)) as box:
+def listed(kafka: KafkaSettings, *, again: bool = False) -> list[StoredDeadLetter]:
+    with closing(DeadLetterReader(kafka)) as box:
         return box.letters(again=again)
 
 
 def requeue(kafka: KafkaSettings) -> int:
     """Number of letters sent again: all that are listed."""
-    with closing(DeadLetterBox(kafka)) as box:
+    with closing(DeadLetterReader(kafka)) as box:
         letters = box.letters()
         assert not box.requeue(letters)
         return len(letters)

@@ -41,7 +41,7 @@ from hps.config.update_settings import KafkaSettings
 from hps.models.repository import Repository
 from hps.tools.doctor import configured, lookups, ports, servers, states, stores, streams
 from hps.tools.doctor import triton as triton_checks
-from hps.tools.doctor.check import Check
+from hps.tools.doctor.check import DoctorCheck
 from hps.tools.doctor.models import models
 from hps.types import EmbeddingTable
 from hps.updates.kafka.overview import TopicView
@@ -50,14 +50,14 @@ from tests.support.redis_servers import shared_server
 from tests.support.waiting import until
 
 
-def by_name(checks: Iterable[Check]) -> dict[str, Check]:
+def by_name(checks: Iterable[DoctorCheck]) -> dict[str, DoctorCheck]:
     found = {check.name: check for check in checks}
     for check in found.values():
         assert check.verdict == "OK" or check.mend, check
     return found
 
 
-def verdicts(checks: dict[str, Check]) -> dict[str, str]:
+def verdicts(checks: dict[str, DoctorCheck]) -> dict[str, str]:
     return {name: check.verdict for name, check in checks.items()}
 
 
@@ -86,7 +86,7 @@ def test_kafka_with_its_topics_and_how_far_groups_are() -> None:
     dead = unique("dead")
     settings = KafkaSettings(brokers=broker.address, dead_letters=dead)
 
-    def look() -> dict[str, Check]:
+    def look() -> dict[str, DoctorCheck]:
         return by_name(streams.kafka(settings, [group], [table(model)]))
 
     found = look()
@@ -388,7 +388,7 @@ def test_servers_that_hang_are_waited_for_beside_each_other(
     together = threading.Barrier(3)
     answers = servers._answers
 
-    def meeting(*given: object) -> Check:
+    def meeting(*given: object) -> DoctorCheck:
         together.wait(60)
         return answers(*given)  # type: ignore[arg-type]
 
@@ -403,7 +403,7 @@ def folders_of(server: Hps) -> dict[str, str]:
         return dict(admin.status()["server"])
 
 
-def on_ports(server: Hps, database: str, **changed: int) -> dict[str, Check]:
+def on_ports(server: Hps, database: str, **changed: int) -> dict[str, DoctorCheck]:
     """Findings on the ports of a server, for a configuration that has them too."""
     given = {"http": server.address, "grpc": server.grpc, "admin": server.admin}
     numbers = {name: int(at.rpartition(":")[2]) for name, at in given.items()} | changed
@@ -451,7 +451,7 @@ def test_a_server_with_another_version_is_told_with_what_a_start_would_serve(
     assert "models.serve.words.version" in found.mend
 
 
-UNKNOWN = ports.Running(None, "its admin port does not tell")
+UNKNOWN = ports.RunningServer(None, "its admin port does not tell")
 
 
 def test_a_port_that_cannot_be_had_is_told_with_what_to_do() -> None:
@@ -478,7 +478,7 @@ def test_a_redis_that_is_a_replica_or_cannot_save_is_told(
     redis = shared_server()
     told = stores._facts
 
-    def found(**facts: str) -> Check:
+    def found(**facts: str) -> DoctorCheck:
         monkeypatch.setattr(stores, "_facts", lambda info: {**told(info), **facts})
         return next(stores.redis(RedisSettings(addresses=[redis.address]), []))
 

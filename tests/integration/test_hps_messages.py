@@ -16,7 +16,7 @@ from hps.types import EmbeddingTable
 from hps.updates import Producer
 from hps.updates.codec import encode_hps, hps_topic
 from hps.updates.source import DeadLetter, Reason, TableUpdate
-from hps.updates.topics import Topics, native_topic
+from hps.updates.topics import TopicTables, native_topic
 from tests.integration.test_kafka import native, source_of
 from tests.support.kafka_brokers import (
     SEES_NEW_TOPICS_SOON,
@@ -62,7 +62,7 @@ def read(broker, table: EmbeddingTable, last: int) -> tuple[list[TableUpdate], l
     settings = KafkaSettings(
         brokers=broker.address, models=[table.model], options=SEES_NEW_TOPICS_SOON
     )
-    source = source_of(settings, Topics([table], settings.takes))
+    source = source_of(settings, TopicTables([table], settings.takes))
     updates: list[TableUpdate] = []
     dead: list[DeadLetter] = []
 

@@ -24,7 +24,7 @@ from hps.errors import ConfigError, Unavailable
 from hps.models.writer import write_version
 from hps.node.ingest import open_ingest
 from hps.node.opened_models import OpenedTables, open_versions
-from hps.node.stores import Stores
+from hps.node.stores import NodeStores
 from hps.observability.metrics import Metrics
 from hps.tiers.positions import TableChanges
 from hps.tiers.redis import RedisTier
@@ -355,14 +355,16 @@ def layout(request):
     return request.param
 
 
-def stores(fleet, resources, layout, access="primary", **redis) -> tuple[Stores, EmbeddingTable]:
+def stores(
+    fleet, resources, layout, access="primary", **redis
+) -> tuple[NodeStores, EmbeddingTable]:
     """What a node with RocksDB, or `hps ingest` beside such nodes, has of Redis."""
     given = {**fleet.settings["tiers"]["redis"], "layout": layout, **redis}
     tiers = {"redis": given, "rocksdb": {"layout": layout, "access": access}}
     configuration = configuration_from({**fleet.settings, "tiers": tiers})
     (version,) = open_versions(configuration)
     opened = OpenedTables(version, version.embedding_tables())
-    found = Stores(configuration.settings, [opened], Metrics(), resources)
+    found = NodeStores(configuration.settings, [opened], Metrics(), resources)
     found.open(NoProgress(), shared_only=True)
     return found, opened.tables[TABLE]
 

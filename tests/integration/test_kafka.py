@@ -26,13 +26,13 @@ from hps.updates.codec import encode_hps, encode_native, hps_topic
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
-from hps.updates.kafka.dead_letters import DeadLetterBox
+from hps.updates.kafka.dead_letters import DeadLetterReader
 from hps.updates.kafka.hps_group import hps_group
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateBatch
-from hps.updates.stream_positions import Store, StreamPlaces
-from hps.updates.topics import Topics, native_topic
+from hps.updates.stream_positions import FedStore, StoreStreamPositions
+from hps.updates.topics import TopicTables, native_topic
 from tests.support.kafka_brokers import (
     SEES_NEW_TOPICS_SOON,
     fresh_broker,
@@ -71,9 +71,9 @@ class Reader:
             options={**SEES_NEW_TOPICS_SOON, **(options or {})},
             **settings,
         )
-        topics = Topics([self.items, self.users], settings.takes)
+        topics = TopicTables([self.items, self.users], settings.takes)
         self.metrics = Metrics()
-        places = StreamPlaces([Store("rocksdb", self.store)], topics.readers)
+        places = StoreStreamPositions([FedStore("rocksdb", self.store)], topics.readers)
         places.begin = begin or places.begin
         group = f"node.{model}"
         observe = StreamMeter(self.metrics, group)
@@ -114,9 +114,9 @@ def reading(broker, folder, model: str, **given):
         reader.close()
 
 
-def source_of(settings: KafkaSettings, topics: Topics) -> KafkaSource:
+def source_of(settings: KafkaSettings, topics: TopicTables) -> KafkaSource:
     """One without a store."""
-    group, places = unique("g"), StreamPlaces([], topics.readers)
+    group, places = unique("g"), StoreStreamPositions([], topics.readers)
     return KafkaSource(settings, group, topics, places, StreamMeter(Metrics(), group))
 
 
@@ -208,7 +208,7 @@ def test_letters_larger_than_their_topic_allows_do_not_stop_the_stream(broker, m
     with reading(broker, tmp_path, model, max_message_bytes=1 << 20) as reader:
         until(lambda: reader.rows([1]) == [1.0])
         until(lambda: reader.source.lag() == {(topic, 0): 0})
-        box = DeadLetterBox(reader.settings)
+        box = DeadLetterReader(reader.settings)
         letters = box.letters()
         assert [(each.from_offset, each.size, each.whole) for each in letters] == [
             (i, len(payload), i < 3) for i, payload in enumerate(bad)
@@ -628,7 +628,7 @@ def test_who_has_no_store_to_ask_begins_at_a_time(broker, model, tmp_path):
 def test_the_lag_is_not_known_before_the_broker_told(model):
     (port,) = free_ports(1)
     settings = KafkaSettings(brokers=f"127.0.0.1:{port}")
-    topics = Topics([EmbeddingTable.make("items", 2, model=model)], settings.takes)
+    topics = TopicTables([EmbeddingTable.make("items", 2, model=model)], settings.takes)
     source = source_of(settings, topics)
     try:
         assert source.poll(0.0) is None
@@ -692,12 +692,12 @@ def test_what_a_transaction_leaves_in_the_stream_is_not_waited_for(broker, model
 def test_an_option_that_librdkafka_does_not_know(broker, model, tmp_path):
     settings = KafkaSettings(brokers=broker.address, options={"security.protokol": "ssl"})
     with pytest.raises(ConfigError, match=r"updates.kafka: .*security.protokol"):
-        source_of(settings, Topics([], settings.takes))
+        source_of(settings, TopicTables([], settings.takes))
 
 
 def test_where_no_model_is_named_nothing_is_read(broker, caplog):
     settings = KafkaSettings(brokers=broker.address)
-    source = source_of(settings, Topics([], settings.takes))
+    source = source_of(settings, TopicTables([], settings.takes))
     try:
         assert source.poll(0.1) is None
         source.keep_alive()
@@ -713,7 +713,7 @@ def test_the_largest_messages_that_can_be_allowed_are_allowed_by_librdkafka(mode
     most = 1_000_000_000
     (port,) = free_ports(1)
     settings = KafkaSettings(brokers=f"127.0.0.1:{port}", max_message_bytes=most)
-    topics = Topics([EmbeddingTable.make("items", 2, model=model)], settings.takes)
+    topics = TopicTables([EmbeddingTable.make("items", 2, model=model)], settings.takes)
     source_of(settings, topics).close()
     with pytest.raises(ValidationError, match="max_message_bytes"):
         KafkaSettings(brokers=settings.brokers, max_message_bytes=most + 1)

@@ -20,7 +20,7 @@ from hps.types import EmbeddingTable
 from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.source import DeadLetter
-from hps.updates.topics import Topics, native_topic
+from hps.updates.topics import TopicTables, native_topic
 from tests.integration.test_kafka import source_of
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, fresh_broker, make_topic, unique
 from tests.support.waiting import until
@@ -84,7 +84,7 @@ def test_it_is_read_again_by_who_reads_and_who_writes(users: Users) -> None:
     users.file.write_text("the first one\n")
     settings = users.settings(model)
     table = EmbeddingTable.make("items", 2, model=model)
-    source = source_of(settings, Topics([table], settings.takes))
+    source = source_of(settings, TopicTables([table], settings.takes))
     letters = DeadLetterTopic(settings, KeptLetters())
     try:
         until(lambda: source.poll(0.1) is None and "uthentication" in str(source.problem), WAIT_S)

@@ -14,7 +14,7 @@ from hps.types import EmbeddingTable, version_unix_ms
 from hps.updates import Producer
 from hps.updates.codec import decode_native, encode_hps, hps_topic
 from hps.updates.kafka.outgoing import partition_of
-from hps.updates.topics import Topics, native_topic
+from hps.updates.topics import TopicTables, native_topic
 from tests.integration.test_kafka import source_of
 from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique
 from tests.support.waiting import until
@@ -175,7 +175,7 @@ def test_what_was_sent_is_polled_at_once(broker, model):
     """A poll ends with the first message, not when as many came as it could take."""
     make_topic(broker, native_topic(model))
     settings = KafkaSettings(brokers=broker.address)
-    topics = Topics([EmbeddingTable.make("items", 2, model=model)], settings.takes)
+    topics = TopicTables([EmbeddingTable.make("items", 2, model=model)], settings.takes)
     source = source_of(settings, topics)
     with Producer(broker.address, model=model) as producer:
         producer.send("items", [1], rows([1]))

@@ -16,7 +16,7 @@ from benchmarks.peers.redis_server import RedisServer
 from hps.errors import TierError, TierTimeout
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.redis import RedisTier
-from hps.tiers.wrappers import Guarded
+from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, version_now
 from tests.support.redis_servers import Proxy, certificates, need, settings
 from tests.support.waiting import until
@@ -76,7 +76,7 @@ class Asking:
 
     def __init__(self, tier, table, **guard):
         given = {"deadline_s": SLACK_S, "failures_to_open": 3, "retry_after_s": 0.05, **guard}
-        self.guarded = Guarded(tier, **given)
+        self.guarded = GuardedTier(tier, **given)
         self.table = table
         self.counts = Counter()
 

@@ -14,8 +14,8 @@ from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.redis import RedisTier
 from hps.tiers.redis.layout import TableLayout
-from hps.tiers.redis.load import Loads
-from hps.tiers.wrappers import Guarded
+from hps.tiers.redis.load import RedisLoads
+from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, version_now
 from tests.integration.test_redis_faults import resources
 from tests.support.redis_servers import certificates, shared_cluster
@@ -56,7 +56,9 @@ class Shards:
         self.dead, self.alive = self.keys[dead], self.keys[~dead]
         assert len(self.dead)
         assert len(self.alive)
-        self.guarded = Guarded(tier, deadline_s=DEADLINE_S, failures_to_open=3, retry_after_s=0.2)
+        self.guarded = GuardedTier(
+            tier, deadline_s=DEADLINE_S, failures_to_open=3, retry_after_s=0.2
+        )
 
     def ask(self, keys):
         """The keys that were found, whether the answer was degraded, and its seconds."""
@@ -179,8 +181,8 @@ class Rows:
 @pytest.mark.parametrize("again", [True, False])
 def test_rows_that_a_shard_lost_are_noticed(cluster, shards, again, monkeypatch):
     """It comes back empty, while the others say that all was loaded."""
-    loading, repair = threading.Event(), Loads._repair
-    monkeypatch.setattr(Loads, "_repair", lambda *a: loading.wait(60) and repair(*a))
+    loading, repair = threading.Event(), RedisLoads._repair
+    monkeypatch.setattr(RedisLoads, "_repair", lambda *a: loading.wait(60) and repair(*a))
     tier, version = shards.tier, version_now()
     tier.erase("ctr")
     source = Rows() if again else iter(Rows())
@@ -236,7 +238,7 @@ def test_a_shard_whose_certificate_has_expired(cluster, shards):
     server.ask("CONFIG", "SET", "tls-cert-file", str(stale))
     fresh = RedisTier(cluster.settings(timeout_ms=3000, guard={"deadline_ms": DEADLINE_S * 1e3}))
     mine = copy(shards)
-    mine.guarded = Guarded(fresh, DEADLINE_S, 3, 0.2)
+    mine.guarded = GuardedTier(fresh, DEADLINE_S, 3, 0.2)
     try:
         until(shards.all_found)
         for _ in range(5):
@@ -255,7 +257,7 @@ def test_a_shard_whose_certificate_has_expired(cluster, shards):
 def test_ten_thousand_failing_requests_leave_nothing_behind(shards, gone):
     """Through a guard whose circuit opens, where every shard is gone, and is tried again all the time."""
     victims = [shards.victim] if gone == "one" else shards.cluster.servers
-    shards.guarded = Guarded(shards.tier, DEADLINE_S, 3, 0.02)
+    shards.guarded = GuardedTier(shards.tier, DEADLINE_S, 3, 0.02)
     keys = shards.keys[:64].copy()
     for server in victims:
         os.kill(server.pid, signal.SIGSTOP)

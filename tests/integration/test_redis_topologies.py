@@ -12,7 +12,7 @@ from hps.errors import ConfigError, TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.redis import RedisTier
 from hps.tiers.redis.layout import TableLayout
-from hps.tiers.wrappers import Guarded
+from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, version_now
 from tests.support.redis_servers import Cluster, Watched, need, shared_cluster
 from tests.support.waiting import until
@@ -219,7 +219,7 @@ def test_a_primary_is_killed_and_its_replica_takes_over(tmp_path, open_tier, tab
         keys = fill(tier, table)
         for each in cluster.servers[:3]:
             replicated(each)
-        guarded = Guarded(tier, deadline_s=0.2, failures_to_open=3, retry_after_s=0.1)
+        guarded = GuardedTier(tier, deadline_s=0.2, failures_to_open=3, retry_after_s=0.1)
         victim = cluster.holder(b"hps:{ctr/1/user/p0}v")
         degraded, found, slowest = answer_while(guarded, table, keys, victim.kill)
         assert found == N
@@ -274,7 +274,7 @@ def test_sentinels_name_the_primary_and_the_next_one(watched, open_tier, table):
     keys = fill(tier, table)
     assert right(tier, table, keys) == N
     replicated(watched.primary)
-    guarded = Guarded(tier, deadline_s=0.2, failures_to_open=3, retry_after_s=0.1)
+    guarded = GuardedTier(tier, deadline_s=0.2, failures_to_open=3, retry_after_s=0.1)
 
     def disturb():
         watched.sentinels[0].kill()

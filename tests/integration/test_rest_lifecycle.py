@@ -24,7 +24,7 @@ from hps.node.build import open_node
 from hps.observability import otel
 from hps.types import LookupResult
 from services.frontend.http import server as http_server
-from services.frontend.main import Frontend
+from services.frontend.main import FrontendServer
 from tests.support.grpc_load import no_call_lost
 from tests.support.waiting import until
 
@@ -82,7 +82,7 @@ class Running:
 
 @contextmanager
 def running(*arguments, **options):
-    server = Running(Frontend(*arguments, **options))
+    server = Running(FrontendServer(*arguments, **options))
     assert server.listening.wait(60)
     try:
         yield server
@@ -273,7 +273,7 @@ def test_a_server_records_spans_where_it_is_asked_to(small_repository, tmp_path,
 def test_a_repository_without_a_model_that_fits_ends_the_server(tmp_path):
     empty = tmp_path / "models"
     empty.mkdir()
-    server = Running(Frontend(configuration(empty, tmp_path)))
+    server = Running(FrontendServer(configuration(empty, tmp_path)))
     server.join()
     assert isinstance(server.error, ConfigError | ModelError)
 
@@ -283,7 +283,7 @@ def test_a_port_that_is_taken(small_repository, tmp_path):
         port = other.getsockname()[1]
         for name in ("http", "admin"):
             chosen = configuration(small_repository, tmp_path, **{name: {"port": port}})
-            server = Running(Frontend(chosen))
+            server = Running(FrontendServer(chosen))
             server.join()
             assert isinstance(server.error, ConfigError)
             assert f"server.{name}: cannot listen on 127.0.0.1:{port}" in str(server.error)
@@ -291,7 +291,9 @@ def test_a_port_that_is_taken(small_repository, tmp_path):
 
 def test_a_port_open_to_everybody_needs_a_stated_mode(small_repository, tmp_path):
     with pytest.raises(ConfigError, match=r"auth\.mode must be stated"):
-        Frontend(configuration(small_repository, tmp_path, http={"host": "0.0.0.0", "port": 0}))
+        FrontendServer(
+            configuration(small_repository, tmp_path, http={"host": "0.0.0.0", "port": 0})
+        )
 
 
 def test_connections_that_do_not_go_on_are_closed(small_repository, tmp_path, monkeypatch):

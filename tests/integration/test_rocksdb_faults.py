@@ -16,8 +16,8 @@ import pytest
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning, space
-from hps.tiers.wrappers import Guarded
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning, space
+from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, version_now
 from tests.support.waiting import until
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_onto_a_full_disk_names_that_disk(small_disk, tmp_path):
 
 
 def test_little_space_stops_writes_before_the_disk_is_full(small_disk):
-    tier = RocksDbTier(small_disk.path / "db", tuning=Tuning(min_free_bytes=16 << 20))
+    tier = RocksDbTier(small_disk.path / "db", tuning=RocksDbTuning(min_free_bytes=16 << 20))
     insert(tier, ITEMS, range(100))
     small_disk.fill(leave=12 << 20)
     said = rf"{tier.path}: the disk is full: [0-9,]+ bytes are free, 16,[0-9,]+ bytes are needed"
@@ -123,14 +123,14 @@ def test_little_space_stops_writes_before_the_disk_is_full(small_disk):
 
 
 def test_a_load_larger_than_the_disk_is_refused_before_it_begins(small_disk):
-    tier = RocksDbTier(small_disk.path / "db", tuning=Tuning(min_free_bytes=1))
+    tier = RocksDbTier(small_disk.path / "db", tuning=RocksDbTuning(min_free_bytes=1))
     with pytest.raises(TierError, match=r"the disk is full: .* 2,650,000,001 bytes are needed"):
         tier.bulk_load(ITEMS, iter(()), LoadRecord("x", 10_000_000))
     tier.close()
 
 
 def test_a_full_disk_keeps_serving_and_recovers(small_disk):
-    tier = RocksDbTier(small_disk.path / "db", tuning=Tuning(min_free_bytes=0))
+    tier = RocksDbTier(small_disk.path / "db", tuning=RocksDbTuning(min_free_bytes=0))
     acknowledged = 0
     small_disk.fill(leave=4 << 20)
     said = ""
@@ -160,7 +160,7 @@ def test_a_full_disk_keeps_serving_and_recovers(small_disk):
     until(recovered)
     acknowledged += 256
     tier.close()
-    tier = RocksDbTier(small_disk.path / "db", tuning=Tuning(min_free_bytes=0))
+    tier = RocksDbTier(small_disk.path / "db", tuning=RocksDbTuning(min_free_bytes=0))
     assert len(fetch(tier, ITEMS, np.arange(acknowledged))[0].missing) == 0
     assert tier.loaded(OTHER).rows == 3000
     tier.close()
@@ -257,7 +257,7 @@ def test_a_bad_block_costs_its_own_rows_and_nothing_else(broken, how, caplog):
     else:
         os.truncate(file, 500)
     skipped: Counter[str] = Counter()
-    guarded = Guarded(
+    guarded = GuardedTier(
         tier, 60.0, 1, 0.05, threads=2, skipped=lambda reason: skipped.update([reason])
     )
     for _ in range(3):
@@ -292,10 +292,10 @@ def test_rows_in_a_bad_block_can_be_written_again(broken):
 
 def test_ten_thousand_requests_for_a_bad_block_leak_nothing(broken):
     tier, file = broken
-    guarded = Guarded(tier, 60.0, 5, 0.01, threads=2)
+    guarded = GuardedTier(tier, 60.0, 5, 0.01, threads=2)
     flip(file, 1000)
 
-    def ask(times: int, of: RocksDbTier | Guarded) -> None:
+    def ask(times: int, of: RocksDbTier | GuardedTier) -> None:
         for _ in range(times):
             part, degraded = fetch(of, ITEMS, np.arange(20))
             assert degraded == ["rocksdb"]

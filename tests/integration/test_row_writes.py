@@ -18,9 +18,9 @@ from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
 from hps.models.writer import write_version
 from hps.tiers.positions import TableChanges
 from hps.types import Source, make_version, version_now
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.support.redis_servers import shared_server
 
 PATH = "/v1/tables/m/items/rows"
@@ -58,9 +58,9 @@ def values(node, *keys, table="items"):
 
 
 def post(node, body, path=PATH, guard=None, raw=None):
-    state = State()
+    state = FrontendState()
     state.serve(node)
-    app = admin_app(state, ServerSettings(), guard or OpenGuard())
+    app = admin_app(state, ServerSettings(), guard or NoAuthorizer())
 
     async def send():
         transport = httpx.ASGITransport(app=app)
@@ -201,7 +201,7 @@ def test_unknown_names_no_json_and_too_much(folder):
 def test_it_takes_the_role_write(folder):
     asked = []
 
-    class Guarded(OpenGuard):
+    class Guarded(NoAuthorizer):
         def check(self, headers, role: Role, certificate):
             asked.append(role)
             raise Forbidden("no")

@@ -14,7 +14,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, NoProgress, Source, version_now
-from hps.updates.cache_warmup import Warming
+from hps.updates.cache_warmup import CacheWarmup
 from hps.updates.snapshot import read_hot_keys, write_hot_keys
 from hps.updates.writer import CacheWriter
 
@@ -107,7 +107,7 @@ def test_after_a_restart_it_is_as_warm_as_before(trace, store, tmp_path):
     restarted = CpuCache({TABLE: capacity})
     writer = CacheWriter(restarted, [store], 1 << 20)
     keys, _ = read_hot_keys(tmp_path / "hot")[TABLE.id]
-    Warming(writer, NoProgress()).hottest(TABLE, keys, restarted)
+    CacheWarmup(writer, NoProgress()).hottest(TABLE, keys, restarted)
     took = time.monotonic() - began
     writer.close()
 

@@ -17,9 +17,9 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import ConfigError, Unavailable
 from hps.models.writer import write_version
 from hps.updates.topics import native_topic
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.integration.test_kafka import native, sending
 from tests.support.kafka_brokers import (
     SEES_NEW_TOPICS_SOON,
@@ -69,9 +69,9 @@ def send(broker: KafkaBroker, model: str, value: float) -> None:
 
 
 def ask(node: hps.Node, method: str, path: str, body=None) -> httpx.Response:
-    state = State()
+    state = FrontendState()
     state.serve(node)
-    app = admin_app(state, ServerSettings(), OpenGuard())
+    app = admin_app(state, ServerSettings(), NoAuthorizer())
 
     async def send():
         transport = httpx.ASGITransport(app=app)

@@ -17,9 +17,9 @@ from hps.models.writer import write_version
 from hps.observability import metric_names as m
 from hps.types import Source, version_unix_ms
 from hps.updates.topics import native_topic
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.integration.test_kafka import native, sending
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, shared_broker, unique
 from tests.support.redis_servers import shared_server
@@ -197,9 +197,9 @@ def test_versions_tell_when_a_row_was_made(settings, model):
 
 
 def ask(node, method: str, path: str, body=None):
-    state = State()
+    state = FrontendState()
     state.serve(node)
-    app = admin_app(state, ServerSettings(), OpenGuard())
+    app = admin_app(state, ServerSettings(), NoAuthorizer())
 
     async def send():
         transport = httpx.ASGITransport(app=app)

@@ -23,9 +23,9 @@ from hps.dense.triton.http import HttpTransport
 from hps.errors import DeadlineExceeded, DenseModelError, ModelError, Unavailable
 from hps.models.repository import Repository
 from hps.triton.export import MODEL_FILES, export_dense
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.server import GrpcServer
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.integration.conftest import network
 from tests.support.certificates import made
 from tests.support.tls_relay import tls_relay
@@ -132,9 +132,9 @@ def test_many_threads(opened, triton, way):
 @pytest.mark.parametrize("way", ["gRPC", "HTTP"])
 def test_behind_a_front_end(opened, triton, small_repository, way):
     """Rows are a lookup node's, networks run in Triton: what connects to both has neither."""
-    here, state = opened(), State()
+    here, state = opened(), FrontendState()
     state.serve(here)
-    node = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), OpenGuard()))
+    node = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), NoAuthorizer()))
     settings = {
         "models": {"repository": str(small_repository)},
         "lookup": {"nodes": [node.server.url], "timeout_ms": 60_000},

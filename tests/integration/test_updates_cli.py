@@ -35,8 +35,8 @@ from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.kafka.source import KafkaSource
-from hps.updates.stream_positions import Store, StreamPlaces
-from hps.updates.topics import Topics, native_topic
+from hps.updates.stream_positions import FedStore, StoreStreamPositions
+from hps.updates.topics import TopicTables, native_topic
 from tests.support.kafka_brokers import make_topic, shared_broker, unique
 from tests.support.waiting import until
 
@@ -102,12 +102,12 @@ def feed(broker, store: RocksDbTier, tables: list[EmbeddingTable]) -> None:
     """Apply what is in Kafka for the tables, from where the first of them is."""
     model = tables[0].model
     settings = KafkaSettings(brokers=broker.address, models=[model], dead_letters=f"{model}_dead")
-    topics = Topics(tables, settings.takes)
+    topics = TopicTables(tables, settings.takes)
     # Where the first of them is, for the others are perhaps not written to.
-    places = StreamPlaces([Store("rocksdb", store)], lambda _topic: tables[:1])
+    places = StoreStreamPositions([FedStore("rocksdb", store)], lambda _topic: tables[:1])
     observe = StreamMeter(Metrics(), f"g.{model}")
     source = KafkaSource(settings, f"g.{model}", topics, places, observe)
-    places = StreamPlaces([Store("rocksdb", store)], topics.readers)
+    places = StoreStreamPositions([FedStore("rocksdb", store)], topics.readers)
     ingestor = Ingestor(
         source,
         topics.tables,

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from hps.cuda.loader import cupy
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
-from hps.tiers.node import Connections, Followers, NodeServer, NodeTier
-from hps.tiers.promotion import Promoting
-from hps.tiers.rocksdb import Access, RocksDbTier, Tuning
+from hps.tiers.node import AttachedProcesses, NodeConnectionPool, NodeServer, NodeTier
+from hps.tiers.promotion import PromotingTier
+from hps.tiers.rocksdb import Access, RocksDbTier, RocksDbTuning
 from hps.tiers.single_flight import SingleFlight
-from hps.tiers.wrappers import Guarded, Metered
+from hps.tiers.wrappers import GuardedTier, MeteredTier
 from hps.types import EmbeddingTable, Source
 
 ROWS = 4096
@@ -56,8 +56,8 @@ def memory(source: Source = Source.MEMORY, *, blocking: bool = False) -> MemoryT
     return MemoryTier(TierInfo("memory", source, blocking=blocking))
 
 
-def guarded(tier: Tier) -> Guarded:
-    return Guarded(tier, deadline_s=60.0, failures_to_open=1, retry_after_s=60.0)
+def guarded(tier: Tier) -> GuardedTier:
+    return GuardedTier(tier, deadline_s=60.0, failures_to_open=1, retry_after_s=60.0)
 
 
 def cpu_cache(_path: Path, tables: TableSet) -> CpuCache:
@@ -65,13 +65,13 @@ def cpu_cache(_path: Path, tables: TableSet) -> CpuCache:
 
 
 def chain_of_chains(path: Path, tables: TableSet) -> TierChain:
-    caches = TierChain([Metered(cpu_cache(path, tables), lambda *_: None)])
+    caches = TierChain([MeteredTier(cpu_cache(path, tables), lambda *_: None)])
     stores = TierChain([guarded(memory(Source.REDIS)), memory(Source.ROCKSDB, blocking=True)])
     return TierChain([caches, TierChain([]), guarded(stores)])
 
 
 def rocksdb(path: Path, tables: TableSet, layout: Any = "native") -> RocksDbTier:
-    tier = RocksDbTier(path, layout=layout, tuning=Tuning(block_cache_bytes=1 << 20))
+    tier = RocksDbTier(path, layout=layout, tuning=RocksDbTuning(block_cache_bytes=1 << 20))
     tier.open_tables(tables)
     return tier
 
@@ -93,7 +93,10 @@ class BesidePrimary:
     def _open(self) -> RocksDbTier:
         primary = self._primary
         reader = RocksDbTier(
-            primary.path, layout=primary.layout, access=self._access, tuning=Tuning(catch_up_s=0.0)
+            primary.path,
+            layout=primary.layout,
+            access=self._access,
+            tuning=RocksDbTuning(catch_up_s=0.0),
         )
         reader.open_tables(self._tables)
         return reader
@@ -135,14 +138,20 @@ class BesideNode:
 
     def __init__(self, store: Tier, tables: TableSet) -> None:
         self._store = store
-        self._lane = Workers(4, 1024, name="lookup")
+        self._lane = BoundedThreadPool(4, 1024, name="lookup")
         # Pytest's folders have names too long for a socket.
         self._folder = tempfile.TemporaryDirectory(prefix="hps-")
         path = Path(self._folder.name)
         self._server = NodeServer(
-            path, lambda: tables, TierChain([]), store, self._lane, lambda *_: None, Followers({})
+            path,
+            lambda: tables,
+            TierChain([]),
+            store,
+            self._lane,
+            lambda *_: None,
+            AttachedProcesses({}),
         )
-        self._tier = NodeTier([Connections(self._server.path, tables)])
+        self._tier = NodeTier([NodeConnectionPool(self._server.path, tables)])
         self.info, self.fetch = self._tier.info, self._tier.fetch
         for verb in ("insert", "update", "delete", "evict"):
             setattr(self, verb, getattr(store, verb))
@@ -211,11 +220,11 @@ TIERS = {
     "memory": TierCase(lambda _path, _tables: memory()),
     "chain": TierCase(lambda _path, _tables: TierChain([memory(Source.CPU), memory()]), CPU),
     "chain_of_chains": TierCase(chain_of_chains, CPU | ROCKS | {Source.REDIS}),
-    "metered": TierCase(lambda _path, _tables: Metered(memory(), lambda *_: None)),
+    "metered": TierCase(lambda _path, _tables: MeteredTier(memory(), lambda *_: None)),
     "guarded_in_place": TierCase(lambda _path, _tables: guarded(memory())),
     "guarded": TierCase(lambda _path, _tables: guarded(memory(blocking=True))),
     "single_flight": TierCase(lambda _path, _tables: SingleFlight(memory())),
-    "promoting": TierCase(lambda _p, _t: Promoting(memory(), lambda *_: None, "redis")),
+    "promoting": TierCase(lambda _p, _t: PromotingTier(memory(), lambda *_: None, "redis")),
     "cpu_cache": TierCase(cpu_cache, CPU),
     "cpu_cache_float16": TierCase(cpu_cache, CPU, np.float16),
     "gpu_cache": TierCase(gpu_cache, frozenset({Source.GPU})),

@@ -14,10 +14,10 @@ from hps.native import dedup
 from hps.node import devices
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu import memory as gpu_memory
-from hps.tiers.gpu.memory import Memory
+from hps.tiers.gpu.memory import GpuMemoryUsage
 from hps.tiers.gpu.space import DeviceParts
 from hps.tiers.memory import MemoryTier
-from hps.tiers.wrappers import Wrapper
+from hps.tiers.wrappers import TierWrapper
 from hps.types import JaggedKeys, Source
 
 
@@ -268,7 +268,7 @@ class Prepared:
         return self._missing
 
 
-class Bridge(Wrapper):
+class Bridge(TierWrapper):
     """`HostBridge`: asks once for a key that is missing several times."""
 
     def __init__(self, inner: Any, device: int, workspaces: int) -> None:
@@ -307,7 +307,9 @@ def install(monkeypatch: Any, count: int = 1, free: int = 1 << 34) -> list[Cache
     monkeypatch.setattr(devices, "device_count", lambda: count)
     monkeypatch.setattr(devices, "free_memory", lambda device: free)
     monkeypatch.setattr(devices, "open_cache", open_cache)
-    monkeypatch.setattr(gpu_memory, "look", lambda device: Memory(device, f"GPU-{device}", 1, free))
+    monkeypatch.setattr(
+        gpu_memory, "look", lambda device: GpuMemoryUsage(device, f"GPU-{device}", 1, free)
+    )
     monkeypatch.setattr(devices, "bridged", Bridge)
     monkeypatch.setattr(devices, "runs_on_gpu", lambda network: True)
     return caches

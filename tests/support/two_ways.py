@@ -9,7 +9,7 @@ from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
-from hps.tiers.wrappers import Metered
+from hps.tiers.wrappers import MeteredTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 
 ROWS = 50
@@ -36,7 +36,7 @@ class Side:
             rows = (keys[:, None] + np.arange(table.dim) / 4).astype(table.dtype)
             self.cache.insert(table, keys, rows, np.ones(ROWS, np.uint64))
         self.observed, self.finished = [], []
-        metered = Metered(self.cache, lambda counts, *_: self.observed.append(counts))
+        metered = MeteredTier(self.cache, lambda counts, *_: self.observed.append(counts))
         store = MemoryTier(TierInfo("store", Source.ROCKSDB))
         caches = TierChain([metered])
         self.store, self.promoted = store, []

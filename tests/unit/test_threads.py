@@ -9,12 +9,12 @@ import pytest
 
 from hps import threads as workers_module
 from hps.errors import DeadlineExceeded, TierError, Unavailable
-from hps.threads import Again, Done, Workers, then
+from hps.threads import BoundedThreadPool, CompletedFuture, RetryThread, then
 
 
 @pytest.fixture
 def workers():
-    made = Workers(1, 2, name="test", setting="tiers.lookup_queue")
+    made = BoundedThreadPool(1, 2, name="test", setting="tiers.lookup_queue")
     yield made
     made.close()
 
@@ -85,7 +85,7 @@ def test_close_finishes_what_was_accepted_and_refuses_more(workers, busy):
 
 
 def test_done_is_a_future_for_everyone():
-    done = Done("x")
+    done = CompletedFuture("x")
     assert isinstance(done, Future)
     assert done.done()
     assert not done.running()
@@ -97,10 +97,10 @@ def test_done_is_a_future_for_everyone():
     done.add_done_callback(called.append)
     assert called == [done]
     assert wait([done], return_when=FIRST_COMPLETED).done == {done}
-    assert next(iter(as_completed([Done(1)], timeout=1))).result() == 1
+    assert next(iter(as_completed([CompletedFuture(1)], timeout=1))).result() == 1
 
     async def awaited():
-        return await asyncio.wrap_future(Done("y"))
+        return await asyncio.wrap_future(CompletedFuture("y"))
 
     assert asyncio.run(awaited()) == "y"
     with pytest.raises(AttributeError):
@@ -115,7 +115,7 @@ def named(name):
 
 
 def test_no_more_threads_than_allowed_and_none_without_need():
-    workers, gate = Workers(3, 100, name="few"), threading.Event()
+    workers, gate = BoundedThreadPool(3, 100, name="few"), threading.Event()
     assert not named("few")
     for _ in range(5):
         workers.submit(lambda: None).result(60)
@@ -132,7 +132,7 @@ def test_no_more_threads_than_allowed_and_none_without_need():
 
 
 def test_the_queue_is_bounded_beside_many_callers():
-    workers, gate = Workers(1, 5, name="bound"), threading.Event()
+    workers, gate = BoundedThreadPool(1, 5, name="bound"), threading.Event()
     accepted, refused = [], []
 
     def call():
@@ -155,7 +155,7 @@ def test_the_queue_is_bounded_beside_many_callers():
 
 
 def test_close_runs_the_last_work_once_and_after_all_others():
-    workers, gate, order = Workers(2, 9, name="test"), threading.Event(), []
+    workers, gate, order = BoundedThreadPool(2, 9, name="test"), threading.Event(), []
     ended = threading.Event()
 
     def slow():
@@ -177,7 +177,9 @@ def test_close_runs_the_last_work_once_and_after_all_others():
 
 def test_close_without_any_thread_runs_the_last_work_in_place():
     order = []
-    Workers(2, 9, name="test").close(None, lambda: order.append(threading.current_thread()))
+    BoundedThreadPool(2, 9, name="test").close(
+        None, lambda: order.append(threading.current_thread())
+    )
     assert order == [threading.current_thread()]
 
 
@@ -187,7 +189,7 @@ def test_close_without_any_thread_runs_the_last_work_in_place():
 def test_then_goes_on_with_the_result(workers):
     answer = then(workers.submit(lambda: 20), lambda n: workers.submit(lambda: n + 1))
     assert answer.result(60) == 21
-    assert then(Done(1), lambda n: Done(n + 1)).done()
+    assert then(CompletedFuture(1), lambda n: CompletedFuture(n + 1)).done()
 
 
 @pytest.mark.parametrize("fails", ["first", "between", "second"])
@@ -235,7 +237,7 @@ def test_then_is_cancelled_when_the_first_stage_that_runs_has_ended(workers):
 
 
 def test_then_cancels_a_second_stage_that_waits_for_a_thread(workers, busy):
-    answer = then(Done(1), lambda n: workers.submit(lambda: n))
+    answer = then(CompletedFuture(1), lambda n: workers.submit(lambda: n))
     assert answer.cancel()
     assert answer.cancelled()
 
@@ -248,7 +250,7 @@ def test_then_answers_when_a_second_stage_that_runs_is_cancelled(workers):
         gate.wait(60)
         return 2
 
-    answer = then(Done(1), lambda _: workers.submit(second))
+    answer = then(CompletedFuture(1), lambda _: workers.submit(second))
     assert begun.wait(60)
     assert not answer.cancel()
     gate.set()
@@ -273,7 +275,7 @@ def test_again_tries_until_it_is_done(quick, caplog):
             raise TierError("redis", "is not there")
         done.set()
 
-    again = Again(work, "test")
+    again = RetryThread(work, "test")
     assert done.wait(60)
     again.close()
     time.sleep(0.05)
@@ -288,13 +290,13 @@ def test_again_gives_up_on_a_fault_of_the_program(quick, caplog):
         tries.append(1)
         raise KeyError("a bug")
 
-    again = Again(work, "test")
+    again = RetryThread(work, "test")
     again._thread.join(60)
     assert tries == [1]
     assert "a bug" in caplog.text
 
 
 def test_again_ends_when_closed():
-    again = Again(lambda: None, "test")
+    again = RetryThread(lambda: None, "test")
     again.close()
     assert not again._thread.is_alive()

@@ -34,7 +34,7 @@ from hps.config.ps_json.legacy import PsJson
 from hps.config.ps_json.model import PsModel
 from hps.config.ps_json.redis import TLS, redis_settings
 from hps.config.ps_json.tables import PsTable
-from hps.config.ps_json.values import Reader, Section, parse_json
+from hps.config.ps_json.values import PsJsonReader, PsJsonSection, parse_json
 
 
 def read_ps_json(path: Path) -> PsJson:
@@ -43,7 +43,7 @@ def read_ps_json(path: Path) -> PsJson:
     Relative paths start at the file's folder. Of the tables' files only the sizes are looked at.
     """
     data = parse_json(path)
-    reader = Reader(path)
+    reader = PsJsonReader(path)
     top = reader.section("", data, ())
     memory_type = _memory_type(top)
     source_type = _type(top, U, SOURCE_TYPES, "null")
@@ -63,7 +63,7 @@ def read_ps_json(path: Path) -> PsJson:
     ]
     _unique_names(reader, models)
     legacy = [model.legacy() for model in models]
-    settings = _Settings(reader)
+    settings = _ConvertedSettings(reader)
     settings.disk(disk)
     if memory_type == REDIS:
         settings.redis(memory, disk)
@@ -78,17 +78,19 @@ def read_ps_json(path: Path) -> PsJson:
     return PsJson(settings.data, settings.origins, found, reader.warnings())
 
 
-def _memory_type(top: Section) -> str:
+def _memory_type(top: PsJsonSection) -> str:
     return "parallel_hash_map" if V not in top else _type(top, V, VDB_TYPES, "disabled")
 
 
-def _type(top: Section, section: str, names: Mapping[str, str], default: str) -> str:
+def _type(top: PsJsonSection, section: str, names: Mapping[str, str], default: str) -> str:
     """The section's type by its canonical name; the default where it is wrong, which is noted elsewhere."""
     given = (top[section] or {}).get("type", default)
     return names.get(given, default) if isinstance(given, str) else default
 
 
-def _inert_databases(reader: Reader, memory: Section, disk: Section, memory_type: str) -> None:
+def _inert_databases(
+    reader: PsJsonReader, memory: PsJsonSection, disk: PsJsonSection, memory_type: str
+) -> None:
     """Keys that say nothing because of the database's type."""
     bounds = ("num_partitions", "overflow_margin", "overflow_policy")
     if memory_type == REDIS:
@@ -106,7 +108,9 @@ def _inert_databases(reader: Reader, memory: Section, disk: Section, memory_type
         reader.inert((P,), disk, names, f"{P}.type is {disk['type']}{unsaid}")
 
 
-def _fuses(reader: Reader, top: Section, models: Sequence[Section], *, stores: bool) -> bool:
+def _fuses(
+    reader: PsJsonReader, top: PsJsonSection, models: Sequence[PsJsonSection], *, stores: bool
+) -> bool:
     """Whether tables of equal vector size are one. Only ``stores``, HPS's databases and topics, show it."""
     name, why = "fuse_embedding_table", ""
     if not stores:
@@ -119,11 +123,11 @@ def _fuses(reader: Reader, top: Section, models: Sequence[Section], *, stores: b
     return not why
 
 
-def _key_dtype(top: Section) -> str:
+def _key_dtype(top: PsJsonSection) -> str:
     return "int64" if top["supportlonglong"] else "uint32"
 
 
-def _unique_names(reader: Reader, models: Sequence[PsModel]) -> None:
+def _unique_names(reader: PsJsonReader, models: Sequence[PsModel]) -> None:
     seen: dict[str, int] = {}
     for i, model in enumerate(models):
         if model.name and model.name in seen:
@@ -133,7 +137,7 @@ def _unique_names(reader: Reader, models: Sequence[PsModel]) -> None:
 
 
 @dataclass(frozen=True)
-class _Limit:
+class _TableLimit:
     """The most rows of a table that HPS's hash map would have held, and which of them made room."""
 
     rows: int
@@ -141,10 +145,10 @@ class _Limit:
     key: str = f"{V}.overflow_margin"
 
 
-class _Settings:
+class _ConvertedSettings:
     """The settings a ``ps.json`` amounts to, and the key behind each."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: PsJsonReader) -> None:
         self._reader = reader
         file = self._file = reader.file
         self.data: dict[str, Any] = {"models": {"serve": {}}, "tiers": {}}
@@ -158,7 +162,7 @@ class _Settings:
         at[str(path[-1])] = value
         self.origins[path] = f"{self._file}: {key}"
 
-    def disk(self, values: Section) -> None:
+    def disk(self, values: PsJsonSection) -> None:
         """RocksDB: HPS's own at its path, or one of ours when there was none."""
         if values["type"] != "rocks_db":
             return
@@ -175,14 +179,14 @@ class _Settings:
         key = "read_only" if values["read_only"] else "initialize_after_startup"
         self.set((*at, "load"), load, f"{P}.{key}")
 
-    def redis(self, memory: Section, disk: Section) -> None:
+    def redis(self, memory: PsJsonSection, disk: PsJsonSection) -> None:
         """Redis, in HPS's layout. The RocksDB beside it, when it is one of ours, takes the same."""
         if disk["type"] != "rocks_db":
             self.set(("tiers", "rocksdb", "layout"), "hps", f"{V}.type")
         for path, value, key in redis_settings(self._reader, memory):
             self.set(("tiers", "redis", *path), value, f"{V}.{key}")
 
-    def cache(self, models: Sequence[PsModel], memory: Section, memory_type: str) -> None:
+    def cache(self, models: Sequence[PsModel], memory: PsJsonSection, memory_type: str) -> None:
         """The CPU cache: one share for all tables, and exceptions where models differ."""
         at: KeyPath = ("tiers", "cpu_cache")
         share, key = max((model.cache_share for model in models), default=(0.0, "gpucacheper"))
@@ -235,7 +239,7 @@ class _Settings:
                 host_bytes += rows * _padded(table.dim * 4)
         return host_bytes
 
-    def _warm(self, models: Sequence[PsModel], memory: Section) -> None:
+    def _warm(self, models: Sequence[PsModel], memory: PsJsonSection) -> None:
         cold = [model for model in models if not model.values["init_ec"]]
         at: KeyPath = ("tiers", "cpu_cache", "warm")
         if not memory["initialize_after_startup"]:
@@ -247,7 +251,7 @@ class _Settings:
                 reason = "the CPU cache is warmed for all models or none, and others want it"
                 self._reader.ignored((*model.path, "init_ec"), reason)
 
-    def _exceptions(self, model: PsModel, common: float, limit: _Limit | None) -> None:
+    def _exceptions(self, model: PsModel, common: float, limit: _TableLimit | None) -> None:
         share, key = model.cache_share
         for table in model.tables:
             at: KeyPath = ("models", "serve", model.name, "tables", table.name)
@@ -266,14 +270,14 @@ class _Settings:
         self.set(("tiers", "lookup_threads"), count, "models[].thread_pool_size")
 
 
-def _limit(memory: Section) -> _Limit | None:
+def _limit(memory: PsJsonSection) -> _TableLimit | None:
     if "overflow_margin" not in memory or memory["overflow_margin"] >= MAX_U64:
         return None
     partitions = min(16, os.cpu_count() or 1)
     if "num_partitions" in memory:
         partitions = max(int(memory["num_partitions"]), 1)
     eviction = EVICTIONS[memory["overflow_policy"]] if "overflow_policy" in memory else None
-    return _Limit(int(memory["overflow_margin"]) * partitions, eviction)
+    return _TableLimit(int(memory["overflow_margin"]) * partitions, eviction)
 
 
 def _padded(row_bytes: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hps.config.checks import Path as KeyPath
 from hps.config.ps_json.keys import FILTERS, P, U, V
-from hps.config.ps_json.values import Reader, Section
+from hps.config.ps_json.values import PsJsonReader, PsJsonSection
 
 Setting = tuple[KeyPath, Any, str]
 """A path below ``updates.kafka``, its value, and the key behind it."""
@@ -19,7 +19,7 @@ _ALL = ".+"
 
 
 def kafka_settings(
-    reader: Reader, source: Section, memory: Section, disk: Section
+    reader: PsJsonReader, source: PsJsonSection, memory: PsJsonSection, disk: PsJsonSection
 ) -> Iterator[Setting]:
     """What the keys amount to; what is wrong is noted by ``reader``."""
     brokers = [part.strip() for part in re.split("[,;]", str(source["brokers"])) if part.strip()]
@@ -35,7 +35,7 @@ def kafka_settings(
         yield ("max_message_bytes",), int(source[longest]), f"{U}.{longest}"
 
 
-def _given(reader: Reader, source: Section, name: str) -> bool:
+def _given(reader: PsJsonReader, source: PsJsonSection, name: str) -> bool:
     if name in source and source[name] < _LEAST[name]:
         found = f"expected a whole number from {_LEAST[name]}, found {source[name]}"
         reader.wrong((U, name), found)
@@ -43,7 +43,9 @@ def _given(reader: Reader, source: Section, name: str) -> bool:
     return name in source
 
 
-def _models(reader: Reader, memory: Section, disk: Section) -> tuple[list[str], str]:
+def _models(
+    reader: PsJsonReader, memory: PsJsonSection, disk: PsJsonSection
+) -> tuple[list[str], str]:
     """The filters of both databases, and the key behind them. HPS matches each with the whole name of a
     model, between ``hps_et.`` and the table."""
     stated = [(name, list(s["update_filters"])) for name, s in ((V, memory), (P, disk))

@@ -10,7 +10,7 @@ from hps.config.problems import InvalidConfiguration, validate
 from hps.config.ps_json.keys import HASH_MAPS
 from hps.config.ps_json.legacy import LegacyModel
 from hps.config.ps_json.tables import PsTable, fused_tables, own_tables
-from hps.config.ps_json.values import Reader, Section
+from hps.config.ps_json.values import PsJsonReader, PsJsonSection
 
 _CACHE_KEYS = ("gpucacheper", "hit_rate_threshold")
 
@@ -20,9 +20,9 @@ class PsModel:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: PsJsonReader,
         index: int,
-        values: Section,
+        values: PsJsonSection,
         key_dtype: str,
         memory_type: str,
         *,

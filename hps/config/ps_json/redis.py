@@ -9,7 +9,7 @@ from typing import Any
 
 from hps.config.checks import Path as KeyPath
 from hps.config.ps_json.keys import MAX_U64, V
-from hps.config.ps_json.values import Reader, Section
+from hps.config.ps_json.values import PsJsonReader, PsJsonSection
 from hps.config.store_settings import ADDRESS_PATTERN
 
 # Files that HPS looks for by these names when it is told none.
@@ -24,7 +24,7 @@ Setting = tuple[KeyPath, Any, str]
 """A path below ``tiers.redis``, its value, and the key of ``volatile_db`` behind it."""
 
 
-def redis_settings(reader: Reader, memory: Section) -> Iterator[Setting]:
+def redis_settings(reader: PsJsonReader, memory: PsJsonSection) -> Iterator[Setting]:
     """What the keys amount to; what is wrong is noted by ``reader``."""
     yield ("mode",), "cluster", "type"
     yield ("layout",), "hps", "type"
@@ -63,7 +63,7 @@ def redis_settings(reader: Reader, memory: Section) -> Iterator[Setting]:
         yield ("initial_cache_rate",), 0.0, "initialize_after_startup"
 
 
-def _addresses(reader: Reader, given: str) -> list[str]:
+def _addresses(reader: PsJsonReader, given: str) -> list[str]:
     found = [part.strip() for part in re.split("[,;]", given) if part.strip()]
     for address in found:
         if not re.match(ADDRESS_PATTERN, address):
@@ -73,21 +73,21 @@ def _addresses(reader: Reader, given: str) -> list[str]:
     return found
 
 
-def _partitions(reader: Reader, memory: Section) -> int:
+def _partitions(reader: PsJsonReader, memory: PsJsonSection) -> int:
     """HPS's default is told by its machine's threads, so it may not be ours."""
     if "num_partitions" in memory:
         return _at_least_one(reader, memory, "num_partitions")
     return min(16, os.cpu_count() or 1)
 
 
-def _at_least_one(reader: Reader, memory: Section, name: str) -> int:
+def _at_least_one(reader: PsJsonReader, memory: PsJsonSection, name: str) -> int:
     value = int(memory[name])
     if value < 1:
         reader.wrong((V, name), f"expected a whole number from 1, found {value}")
     return value
 
 
-def _tls(reader: Reader, memory: Section) -> Iterator[Setting]:
+def _tls(reader: PsJsonReader, memory: PsJsonSection) -> Iterator[Setting]:
     for name, key in _FILES.items():
         path = reader.folder / str(memory[key])
         if key in memory or path.exists():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
-from hps.config.problems import InvalidConfiguration, Problem, dotted
+from hps.config.problems import ConfigProblem, InvalidConfiguration, dotted
 from hps.config.ps_json.keys import REQUIRED, Kind, PsKey, keys_of
 from hps.config.shape import describe_value
 from hps.config.yaml_text import read_text
@@ -28,17 +28,19 @@ _SECRETS = {"password"}
 _OURS = {"tiers", "server", "auth", "dense", "updates"}
 
 
-class Reader:
+class PsJsonReader:
     """One file's problems and warnings while its sections are read."""
 
     def __init__(self, path: Path) -> None:
         self.file = str(path)
         self.folder = path.absolute().parent
-        self.problems: list[Problem] = []
+        self.problems: list[ConfigProblem] = []
         # What is said of ignored and unknown keys -> where they stand.
         self._notes: dict[str, list[KeyPath]] = {}
 
-    def section(self, section: str, data: Mapping[str, Any], path: KeyPath, *kinds: str) -> Section:
+    def section(
+        self, section: str, data: Mapping[str, Any], path: KeyPath, *kinds: str
+    ) -> PsJsonSection:
         """The values of ``section``; what is wrong or ignored is noted. ``kinds``: the types that its
         keys may act with (`PsKey.acts_with`)."""
         known = keys_of(section)
@@ -62,10 +64,10 @@ class Reader:
         for key in known.values():
             if key.default is REQUIRED and key.name not in data:
                 self.wrong((*path, key.name), f"is missing; expected {_expected(key)}")
-        return Section(known, values)
+        return PsJsonSection(known, values)
 
     def wrong(self, path: KeyPath, message: str) -> None:
-        self.problems.append(Problem(self.file, path, message))
+        self.problems.append(ConfigProblem(self.file, path, message))
 
     def ignored(self, path: KeyPath, reason: str) -> None:
         self.note(path, f"has no effect: {reason}")
@@ -73,7 +75,9 @@ class Reader:
     def differs(self, path: KeyPath, reason: str) -> None:
         self.note(path, f"not as in HPS: {reason}")
 
-    def inert(self, path: KeyPath, section: Section, names: Sequence[str], reason: str) -> None:
+    def inert(
+        self, path: KeyPath, section: PsJsonSection, names: Sequence[str], reason: str
+    ) -> None:
         """Those of ``names`` that are given do nothing, because of another key."""
         for name in names:
             if name in section:
@@ -136,7 +140,7 @@ def _together(paths: Sequence[KeyPath]) -> list[str]:
     ]
 
 
-class Section:
+class PsJsonSection:
     """The values of one section; a key that is absent has HPS's default."""
 
     def __init__(self, known: Mapping[str, PsKey], values: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hps.cuda.loader import cupy
 from hps.dense.triton.host_memory import unused_name
-from hps.dense.triton.transport import OnDevice
+from hps.dense.triton.transport import CudaSharedMemory
 from hps.errors import Unavailable
 
 
@@ -42,7 +42,7 @@ class DeviceRegion:
                     f"GPU {device} shares no memory with other processes ({error}); start the container "
                     "with --ipc=host, or set dense.triton.shared_memory to system"
                 ) from None
-        self.key: str | OnDevice = OnDevice(handle, device)
+        self.key: str | CudaSharedMemory = CudaSharedMemory(handle, device)
 
     def put(self, tensors: Iterable[tuple[int, Any]]) -> None:
         """Of host or device; those of a device C-contiguous and complete."""

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from hps.dense.triton.transport import (
-    Described,
-    OnDevice,
-    Placed,
+    CudaSharedMemory,
+    SharedMemoryTensors,
+    TritonModelInfo,
     arrays_of,
     info_of,
     microseconds,
@@ -62,7 +62,7 @@ class GrpcTransport:
     def _client(self) -> Any:
         return self._clients[next(self._turn) % len(self._clients)]
 
-    def describe(self, timeout_s: float) -> Described:
+    def describe(self, timeout_s: float) -> TritonModelInfo:
         client, of = self._client(), (self._model, self._version)
         until = time.monotonic() + timeout_s
         try:
@@ -71,7 +71,7 @@ class GrpcTransport:
             config = client.get_model_config(*of, client_timeout=left).config
         except InferenceServerException as error:
             raise told(error, describing=self._model) from None
-        return Described(
+        return TritonModelInfo(
             tuple(info_of(t.name, t.datatype, t.shape) for t in about.inputs),
             tuple(info_of(t.name, t.datatype, t.shape) for t in about.outputs),
             config.max_batch_size,
@@ -82,7 +82,7 @@ class GrpcTransport:
         inputs: Sequence[tuple[str, str, NDArray[Any]]],
         outputs: Sequence[str],
         timeout_s: float,
-        shared: Placed | None = None,
+        shared: SharedMemoryTensors | None = None,
     ) -> dict[str, NDArray[Any]]:
         request_id, headers = on_behalf()
         try:
@@ -100,10 +100,12 @@ class GrpcTransport:
             raise told(error) from None
         return arrays_of(result, outputs, shared)
 
-    def register(self, region: str, key: str | OnDevice, size: int, timeout_s: float) -> None:
+    def register(
+        self, region: str, key: str | CudaSharedMemory, size: int, timeout_s: float
+    ) -> None:
         client = self._client()
         try:
-            if isinstance(key, OnDevice):
+            if isinstance(key, CudaSharedMemory):
                 client.register_cuda_shared_memory(
                     region, b64encode(key.handle), key.device, size, client_timeout=timeout_s
                 )
@@ -112,10 +114,10 @@ class GrpcTransport:
         except InferenceServerException as error:
             raise told(error) from None
 
-    def unregister(self, region: str, key: str | OnDevice, timeout_s: float) -> None:
+    def unregister(self, region: str, key: str | CudaSharedMemory, timeout_s: float) -> None:
         client = self._client()
         try:
-            if isinstance(key, OnDevice):
+            if isinstance(key, CudaSharedMemory):
                 client.unregister_cuda_shared_memory(region, client_timeout=timeout_s)
             else:
                 client.unregister_system_shared_memory(region, client_timeout=timeout_s)

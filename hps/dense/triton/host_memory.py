@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.dense.triton.transport import OnDevice
+from hps.dense.triton.transport import CudaSharedMemory
 from hps.errors import Unavailable
 from hps.tiers.file_lock import FileLock
 
@@ -32,7 +32,7 @@ class HostRegion:
 
     def __init__(self, size: int) -> None:
         self.name = unused_name()
-        self.key: str | OnDevice = f"/{self.name}"
+        self.key: str | CudaSharedMemory = f"/{self.name}"
         self.registered = False
         path = _FOLDER / self.name
         hidden = path.with_name(f".{self.name}")

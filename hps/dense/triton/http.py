@@ -15,11 +15,11 @@ from tritonclient.utils import InferenceServerException
 
 from hps.client.address import Tls, address
 from hps.client.http_messages import Reply, Request
-from hps.client.rest import Http
+from hps.client.rest import HttpConnectionPool
 from hps.dense.triton.transport import (
-    Described,
-    OnDevice,
-    Placed,
+    CudaSharedMemory,
+    SharedMemoryTensors,
+    TritonModelInfo,
     arrays_of,
     info_of,
     microseconds,
@@ -43,11 +43,11 @@ class HttpTransport:
 
         self._http = http
         scheme = "http" if tls is None else "https"
-        self._connections = Http(address(f"{scheme}://{url}", tls))
+        self._connections = HttpConnectionPool(address(f"{scheme}://{url}", tls))
         self._model = f"/v2/models/{quote(model, safe='')}" + (version and f"/versions/{version}")
         self._name = model
 
-    def describe(self, timeout_s: float) -> Described:
+    def describe(self, timeout_s: float) -> TritonModelInfo:
         until = time.monotonic() + timeout_s
         about, config = (
             json.loads(
@@ -57,7 +57,7 @@ class HttpTransport:
             )
             for path in ("", "/config")
         )
-        return Described(
+        return TritonModelInfo(
             tuple(info_of(t["name"], t["datatype"], t["shape"]) for t in about["inputs"]),
             tuple(info_of(t["name"], t["datatype"], t["shape"]) for t in about["outputs"]),
             config["max_batch_size"],
@@ -68,7 +68,7 @@ class HttpTransport:
         inputs: Sequence[tuple[str, str, NDArray[Any]]],
         outputs: Sequence[str],
         timeout_s: float,
-        shared: Placed | None = None,
+        shared: SharedMemoryTensors | None = None,
     ) -> dict[str, NDArray[Any]]:
         client = self._http.InferenceServerClient
         request_id, headers = on_behalf()
@@ -87,15 +87,17 @@ class HttpTransport:
         )
         return arrays_of(result, outputs, shared)
 
-    def register(self, region: str, key: str | OnDevice, size: int, timeout_s: float) -> None:
+    def register(
+        self, region: str, key: str | CudaSharedMemory, size: int, timeout_s: float
+    ) -> None:
         about: dict[str, Any] = {"key": key, "offset": 0, "byte_size": size}
-        if isinstance(key, OnDevice):
+        if isinstance(key, CudaSharedMemory):
             handle = {"b64": b64encode(key.handle).decode()}
             about = {"raw_handle": handle, "device_id": key.device, "byte_size": size}
         path = f"{_shared(key)}/region/{region}/register"
         self._ask("POST", path, timeout_s, json.dumps(about).encode())
 
-    def unregister(self, region: str, key: str | OnDevice, timeout_s: float) -> None:
+    def unregister(self, region: str, key: str | CudaSharedMemory, timeout_s: float) -> None:
         self._ask("POST", f"{_shared(key)}/region/{region}/unregister", timeout_s, b"")
 
     def close(self) -> None:
@@ -126,8 +128,8 @@ class HttpTransport:
         return reply
 
 
-def _shared(key: str | OnDevice) -> str:
-    return f"/v2/{'cuda' if isinstance(key, OnDevice) else 'system'}sharedmemory"
+def _shared(key: str | CudaSharedMemory) -> str:
+    return f"/v2/{'cuda' if isinstance(key, CudaSharedMemory) else 'system'}sharedmemory"
 
 
 def _error(reply: Reply) -> str:

@@ -15,9 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.dense.base import TensorInfo
+from hps.dense.base import NetworkTensor
 from hps.dense.triton.host_memory import HostRegion
-from hps.dense.triton.transport import NotReached, OnDevice, Placed, Refused, Transport
+from hps.dense.triton.transport import (
+    CudaSharedMemory,
+    SharedMemoryTensors,
+    TritonNotConnected,
+    TritonRejected,
+    TritonTransport,
+)
 from hps.errors import DeadlineExceeded, DenseModelError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -30,14 +36,14 @@ _AT_A_TIME = 64
 _FORGET_S = 1.0
 
 
-class Region(Protocol):
+class TritonRegion(Protocol):
     """Memory of one thread, of ``size`` bytes. No other ever had its name, in Triton or on this machine."""
 
     name: str
     size: int
     registered: bool
     """Triton knows it, or may."""
-    key: str | OnDevice
+    key: str | CudaSharedMemory
     """What Triton finds it by."""
 
     def put(self, tensors: Iterable[tuple[int, NDArray[Any]]]) -> None:
@@ -57,7 +63,7 @@ class Region(Protocol):
         ...
 
 
-class Regions:
+class ThreadRegions:
     """A region for each thread that runs something; a larger one takes its place when it must hold more.
 
     Triton must allow them (``--allow-client-shm=true`` in newer ones). Outputs whose size cannot be told
@@ -68,22 +74,22 @@ class Regions:
     """
 
     def __init__(
-        self, make: Callable[[int], Region] = HostRegion, *, on_device: bool = False
+        self, make: Callable[[int], TritonRegion] = HostRegion, *, on_device: bool = False
     ) -> None:
         """``on_device``: its regions are a GPU's memory, and take arrays that are."""
         self._make = make
         self.on_device = on_device
         self._own = threading.local()
-        self._all: list[Region] = []
-        self._stale: deque[Region] = deque()
+        self._all: list[TritonRegion] = []
+        self._stale: deque[TritonRegion] = deque()
         self._stale_bytes = 0
         self._lock = threading.Lock()
 
     def infer(
         self,
-        transport: Transport,
+        transport: TritonTransport,
         inputs: Sequence[tuple[str, str, NDArray[Any]]],
-        outputs: Sequence[TensorInfo],
+        outputs: Sequence[NetworkTensor],
         left_s: Callable[[], float],
     ) -> dict[str, NDArray[Any]]:
         """As ``transport.infer``. After an error the thread takes another region, for Triton may still write
@@ -92,7 +98,7 @@ class Regions:
         for first in (True, False):
             try:
                 return self._infer(transport, inputs, outputs, left_s)
-            except NotReached:
+            except TritonNotConnected:
                 raise
             except BaseException as error:
                 self._drop()
@@ -101,7 +107,7 @@ class Regions:
                     raise
         raise AssertionError("the second attempt answers or raises")
 
-    def close(self, transport: Transport) -> None:
+    def close(self, transport: TritonTransport) -> None:
         """Nobody may run anything any more. A Triton that answers forgets the regions; memory that another
         one may still use is kept as long as this process lives."""
         with self._lock:
@@ -121,9 +127,9 @@ class Regions:
 
     def _infer(
         self,
-        transport: Transport,
+        transport: TritonTransport,
         inputs: Sequence[tuple[str, str, NDArray[Any]]],
-        outputs: Sequence[TensorInfo],
+        outputs: Sequence[NetworkTensor],
         left_s: Callable[[], float],
     ) -> dict[str, NDArray[Any]]:
         batch = len(inputs[0][2])
@@ -146,14 +152,16 @@ class Regions:
             _register(region, transport, left_s())
             self._forget(transport, left_s)
         region.put((places[name][0], array) for name, _, array in inputs)
-        shared = Placed(region.name, places)
+        shared = SharedMemoryTensors(region.name, places)
         answer = transport.infer(inputs, [tensor.name for tensor in outputs], left_s(), shared)
         for name, (tensor, shape) in sized.items():
             answer[name] = region.get(places[name][0], shape, tensor.dtype)
         return {tensor.name: answer[tensor.name] for tensor in outputs}
 
-    def _region(self, size: int, transport: Transport, left_s: Callable[[], float]) -> Region:
-        region: Region | None = getattr(self._own, "region", None)
+    def _region(
+        self, size: int, transport: TritonTransport, left_s: Callable[[], float]
+    ) -> TritonRegion:
+        region: TritonRegion | None = getattr(self._own, "region", None)
         if region is not None and region.size >= size:
             return region
         self._drop()
@@ -176,7 +184,7 @@ class Regions:
 
     def _drop(self) -> None:
         """This thread has no region any more. What Triton mapped stays its own until it is told."""
-        region: Region | None = getattr(self._own, "region", None)
+        region: TritonRegion | None = getattr(self._own, "region", None)
         if region is None:
             return
         self._own.region = None
@@ -184,7 +192,7 @@ class Regions:
             self._all.remove(region)
         self._leave(region)
 
-    def _leave(self, region: Region) -> None:
+    def _leave(self, region: TritonRegion) -> None:
         region.drop()
         if not region.registered:
             region.release()
@@ -193,7 +201,7 @@ class Regions:
             self._stale.append(region)
             self._stale_bytes += region.size
 
-    def _forget(self, transport: Transport, left_s: Callable[[], float]) -> None:
+    def _forget(self, transport: TritonTransport, left_s: Callable[[], float]) -> None:
         """Triton unregisters regions that are no more; what it does not hear now is told another time."""
         for _ in range(min(_AT_A_TIME, len(self._stale))):
             with self._lock:
@@ -215,24 +223,24 @@ class Regions:
             region.release()
 
 
-_left: set[Regions] = set()
+_left: set[ThreadRegions] = set()
 """Closed, with regions that their Triton may still use."""
 
 
-def _register(region: Region, transport: Transport, left_s: float) -> None:
+def _register(region: TritonRegion, transport: TritonTransport, left_s: float) -> None:
     region.registered = True
     try:
         transport.register(region.name, region.key, region.size, left_s)
-    except (NotReached, Refused):
+    except (TritonNotConnected, TritonRejected):
         region.registered = False
         raise
 
 
-def _unregister(region: Region, transport: Transport, left_s: float) -> bool:
+def _unregister(region: TritonRegion, transport: TritonTransport, left_s: float) -> bool:
     """Whether Triton has let go of it. It refuses to while a run uses it."""
     try:
         transport.unregister(region.name, region.key, left_s)
-    except Refused as error:
+    except TritonRejected as error:
         if "in use" in str(error):
             return False
         log.warning("Triton does not know the shared region %s: %s", region.name, error)

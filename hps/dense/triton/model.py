@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.dense.base import DenseModel, TensorInfo
-from hps.dense.triton.memory import Regions
-from hps.dense.triton.transport import Transport, Unreachable
+from hps.dense.base import DenseModel, NetworkTensor
+from hps.dense.triton.memory import ThreadRegions
+from hps.dense.triton.transport import TritonTransport, TritonUnavailable
 from hps.errors import DeadlineExceeded, ModelError, NotFound, Unavailable
 from hps.tracing import current
 
@@ -29,20 +29,21 @@ class TritonModel:
 
     A Triton that cannot be reached at the start is asked for what it serves before its first run;
     ``expected`` (inputs, outputs) stand for it until then. ``timeout_s`` bounds a run that has no earlier
-    deadline; runs that end as `Unreachable` (Triton is not available or does not know the model yet, or the
-    connection is lost: a run has no side effects) are repeated up to ``retries`` times within it, no others.
+    deadline; runs that end as `TritonUnavailable` (Triton is not available or does not know the model
+    yet, or the connection is lost: a run has no side effects) are repeated up to ``retries`` times
+    within it, no others.
     """
 
     def __init__(
         self,
         name: str,
         url: str,
-        transport: Transport,
-        expected: tuple[Sequence[TensorInfo], Sequence[TensorInfo]],
+        transport: TritonTransport,
+        expected: tuple[Sequence[NetworkTensor], Sequence[NetworkTensor]],
         *,
         timeout_s: float,
         retries: int,
-        regions: Regions | None = None,
+        regions: ThreadRegions | None = None,
         check: Callable[[DenseModel], object] = lambda model: None,
     ) -> None:
         """``check`` raises ModelError when what Triton has is not what is served. Raises ModelError when
@@ -60,7 +61,7 @@ class TritonModel:
         self._known = False
         try:
             self._get_to_know(time.monotonic() + _DESCRIBE_S)
-        except (Unreachable, DeadlineExceeded) as error:
+        except (TritonUnavailable, DeadlineExceeded) as error:
             log.warning(
                 "%s: Triton at %s cannot be reached yet, requests will try: %s", name, url, error
             )
@@ -90,7 +91,7 @@ class TritonModel:
             except ModelError as error:
                 # It served other models before it served this one, or will be mended while we run.
                 raise Unavailable(f"{error}; ask again") from None
-            except Unreachable as error:
+            except TritonUnavailable as error:
                 wait = pause * random.uniform(0.5, 1.5)
                 if attempt == self._retries or time.monotonic() + wait >= until:
                     raise Unavailable(

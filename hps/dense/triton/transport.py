@@ -1,7 +1,7 @@
 """How Triton is asked, and what its clients' tensors and errors are here.
 
-Errors are Triton's: `Unreachable` for what may be better a moment later or elsewhere (`told` says what that
-is), anything else as it is.
+Errors are Triton's: `TritonUnavailable` for what may be better a moment later or elsewhere (`told` says
+what that is), anything else as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
-from hps.dense.base import DATATYPES, TensorInfo
+from hps.dense.base import DATATYPES, NetworkTensor
 from hps.errors import DeadlineExceeded, DenseModelError, ModelError, NotFound
 from hps.tracing import current
 
@@ -33,30 +33,30 @@ _ANSWERED = {
 _NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed")
 
 
-class Unreachable(DenseModelError):
+class TritonUnavailable(DenseModelError):
     """Nobody answers there, the connection was lost, or Triton says that it cannot at the moment or does not
     know the model (yet). A run has no side effects: whoever has asked may ask again."""
 
 
-class NotReached(Unreachable):
+class TritonNotConnected(TritonUnavailable):
     """There was no connection: Triton has not heard of the call."""
 
 
-class Refused(DenseModelError):
+class TritonRejected(DenseModelError):
     """Triton has answered that it did not do it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class TritonModelInfo:
     """A model as Triton describes it. ``max_batch`` 0: Triton knows no batches there."""
 
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
+    inputs: tuple[NetworkTensor, ...]
+    outputs: tuple[NetworkTensor, ...]
     max_batch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class SharedMemoryTensors:
     """Tensors in shared memory that Triton knows as ``region``: offset and bytes of each, by name."""
 
     region: str
@@ -64,21 +64,21 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
+class CudaSharedMemory:
     """Memory of GPU number ``device``, by the handle that CUDA gives for other processes."""
 
     handle: bytes
     device: int
 
 
-class Transport(Protocol):
+class TritonTransport(Protocol):
     """One model of one Triton. Any number of threads may call it; no call lasts beyond its ``timeout_s``.
 
     ``register`` and ``unregister`` raise what ``infer`` does."""
 
-    def describe(self, timeout_s: float) -> Described:
-        """Raises `Unreachable`, `DeadlineExceeded`, `NotFound` when there is no such model, `ModelError`
-        when its tensors are of types that no network may use."""
+    def describe(self, timeout_s: float) -> TritonModelInfo:
+        """Raises `TritonUnavailable`, `DeadlineExceeded`, `NotFound` when there is no such model,
+        `ModelError` when its tensors are of types that no network may use."""
         ...
 
     def infer(
@@ -86,18 +86,20 @@ class Transport(Protocol):
         inputs: Sequence[tuple[str, str, NDArray[Any]]],
         outputs: Sequence[str],
         timeout_s: float,
-        shared: Placed | None = None,
+        shared: SharedMemoryTensors | None = None,
     ) -> dict[str, NDArray[Any]]:
         """The ``outputs`` for ``inputs`` (name, datatype, array). What is ``shared`` is read and written
         there, and not among the arrays returned. Triton is told ``timeout_s``, too, and need not run what
-        waited longer in its queue. Raises `Unreachable`, `DeadlineExceeded`, `DenseModelError`."""
+        waited longer in its queue. Raises `TritonUnavailable`, `DeadlineExceeded`, `DenseModelError`."""
         ...
 
-    def register(self, region: str, key: str | OnDevice, size: int, timeout_s: float) -> None:
+    def register(
+        self, region: str, key: str | CudaSharedMemory, size: int, timeout_s: float
+    ) -> None:
         """Let Triton map ``size`` bytes of shared memory, in the host's by name."""
         ...
 
-    def unregister(self, region: str, key: str | OnDevice, timeout_s: float) -> None: ...
+    def unregister(self, region: str, key: str | CudaSharedMemory, timeout_s: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -114,7 +116,7 @@ def microseconds(timeout_s: float) -> int:
 
 
 def tensors_in(
-    kind: Any, inputs: Sequence[tuple[str, str, NDArray[Any]]], shared: Placed | None
+    kind: Any, inputs: Sequence[tuple[str, str, NDArray[Any]]], shared: SharedMemoryTensors | None
 ) -> list[Any]:
     """Inputs as Triton's client takes them (its module is ``kind``); some lie in ``shared`` memory."""
     made = []
@@ -129,7 +131,7 @@ def tensors_in(
     return made
 
 
-def tensors_out(kind: Any, names: Sequence[str], shared: Placed | None) -> list[Any]:
+def tensors_out(kind: Any, names: Sequence[str], shared: SharedMemoryTensors | None) -> list[Any]:
     """Outputs as Triton's client asks for them."""
     made = []
     for name in names:
@@ -141,7 +143,9 @@ def tensors_out(kind: Any, names: Sequence[str], shared: Placed | None) -> list[
     return made
 
 
-def arrays_of(result: Any, names: Sequence[str], shared: Placed | None) -> dict[str, NDArray[Any]]:
+def arrays_of(
+    result: Any, names: Sequence[str], shared: SharedMemoryTensors | None
+) -> dict[str, NDArray[Any]]:
     """The outputs of an answer but those in ``shared``. Raises DenseModelError when one is missing."""
     found = {}
     for name in names:
@@ -154,19 +158,19 @@ def arrays_of(result: Any, names: Sequence[str], shared: Placed | None) -> dict[
     return found
 
 
-def info_of(name: str, datatype: str, shape: Sequence[int]) -> TensorInfo:
+def info_of(name: str, datatype: str, shape: Sequence[int]) -> NetworkTensor:
     """A tensor as Triton describes it. Raises ModelError for a type that no network may use."""
     if datatype not in DATATYPES:
         raise ModelError(
             f"Triton says that {name!r} is {datatype}; a network may use {', '.join(DATATYPES)}"
         )
-    return TensorInfo(name, datatype, tuple(map(int, shape)))
+    return NetworkTensor(name, datatype, tuple(map(int, shape)))
 
 
 def told(error: Exception, describing: str | None = None) -> Exception:
-    """Triton's clients' errors as ours. What may be better a moment later is `Unreachable`: a Triton that
-    says it is not available or that does not know the model, no connection, and one lost in mid-call. A
-    request whose time was up in Triton's queue is late, whatever status that has."""
+    """Triton's clients' errors as ours. What may be better a moment later is `TritonUnavailable`: a
+    Triton that says it is not available or that does not know the model, no connection, and one lost in
+    mid-call. A request whose time was up in Triton's queue is late, whatever status that has."""
     if isinstance(error, InferenceServerException):
         status, message = error.status(), error.message()
         if status == _TOO_LATE:
@@ -180,13 +184,13 @@ def told(error: Exception, describing: str | None = None) -> Exception:
         # A Triton that was started anew serves before it has loaded every model.
         if status in _UNREACHABLE or "unknown model" in message:
             away = any(words in message for words in _NO_CONNECTION)
-            return NotReached(message) if away else Unreachable(message)
+            return TritonNotConnected(message) if away else TritonUnavailable(message)
         answered = status in _ANSWERED or str(status).isdigit()
-        return (Refused if answered else DenseModelError)(f"Triton answered: {message}")
+        return (TritonRejected if answered else DenseModelError)(f"Triton answered: {message}")
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("Triton did not answer within the request's time")
     if isinstance(error, (ConnectionRefusedError, socket.gaierror)):
-        return NotReached(str(error))
+        return TritonNotConnected(str(error))
     if isinstance(error, (OSError, EOFError)):
-        return Unreachable(str(error) or type(error).__name__)
+        return TritonUnavailable(str(error) or type(error).__name__)
     return DenseModelError(f"Triton could not be asked: {type(error).__name__}: {error}")

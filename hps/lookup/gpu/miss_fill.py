@@ -15,21 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.prepared import FixedRows
-from hps.lookup.backoff import Patience
+from hps.lookup.backoff import Backoff
 from hps.lookup.base import Feature
 from hps.observability.meters import LookupMeter
 from hps.tiers.bags import Ask
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.fused import FusedLookup
 from hps.tiers.promotion import Promote
-from hps.tiers.wrappers import Observe
+from hps.tiers.wrappers import FetchObserver
 from hps.types import Source, oldest_tombstone
 
 _CODES = max(Source) + 1
 _GPU, _DEFAULT = int(Source.GPU), int(Source.DEFAULT)
 
 
-class Below:
+class LowerTiers:
     """What may be asked, without waiting, for rows that a device lacks: ``memory``, in one call that finds
     all or nothing, and ``bridge``, key by key. ``lift`` is told of rows that the former held. Any thread
     may use it."""
@@ -43,7 +43,7 @@ class Below:
         self.memory = memory
         self.bridge = bridge
         self._lift = lift
-        self._patience = Patience()
+        self._patience = Backoff()
 
     def is_due(self) -> bool:
         """Whether it is worth to `gather`: not for a while after memory lacked a row."""
@@ -61,7 +61,7 @@ class Below:
 
 
 @dataclass(frozen=True, slots=True)
-class Bags:
+class DeviceBags:
     """One feature's: ``n`` keys, ``hotness`` a bag, pooled to ``out (n / hotness, dim)`` on the device."""
 
     feature: Feature
@@ -70,7 +70,7 @@ class Bags:
     out: Any
 
 
-def prepared_pooling(cache: Any, asks: Sequence[Bags]) -> Any:
+def prepared_pooling(cache: Any, asks: Sequence[DeviceBags]) -> Any:
     """The pooling in one launch, of rows that ``cache`` has all of."""
     return cache.prepare(
         [
@@ -80,7 +80,7 @@ def prepared_pooling(cache: Any, asks: Sequence[Bags]) -> Any:
     )
 
 
-class CompletedFetch:
+class FilledFetch:
     """``cache`` is a `GpuCache`, ``observe`` its meter. The caller fills in ``keys``, each ``(n,) int64`` and
     in pinned memory, calls `run`, and when the stream has come that far `finish`. One thread at a
     time."""
@@ -88,9 +88,9 @@ class CompletedFetch:
     def __init__(
         self,
         cache: Any,
-        below: Below,
-        asks: Sequence[Bags],
-        observe: Observe | None,
+        below: LowerTiers,
+        asks: Sequence[DeviceBags],
+        observe: FetchObserver | None,
         meter: LookupMeter,
     ) -> None:
         self._space = cache.space
@@ -191,4 +191,4 @@ class CompletedFetch:
         return not any(len(part.missing) for part in parts)
 
 
-__all__ = ["Bags", "Below", "CompletedFetch", "prepared_pooling"]
+__all__ = ["DeviceBags", "FilledFetch", "LowerTiers", "prepared_pooling"]

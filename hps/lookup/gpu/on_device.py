@@ -21,22 +21,22 @@ from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.engine import INLINE_KEYS, LookupEngine
-from hps.lookup.gpu.miss_fill import Below
-from hps.lookup.gpu.prepared import AtOnce, signature_of
-from hps.lookup.lookup_job import Job
-from hps.lookup.table_keys import Share
+from hps.lookup.gpu.miss_fill import LowerTiers
+from hps.lookup.gpu.prepared import PreparedDeviceLookups, signature_of
+from hps.lookup.lookup_job import LookupJob
+from hps.lookup.table_keys import TableKeys
 from hps.observability.meters import Answers
 from hps.threads import then
 from hps.tiers.base import Part
 from hps.tiers.chain import TierChain
-from hps.tiers.wrappers import Metered
+from hps.tiers.wrappers import MeteredTier
 from hps.types import IndexArray, JaggedKeys, LookupRequest, LookupResult
 
 _CHECKED_KEPT = 256
 
 
 @dataclass(slots=True)
-class DeviceResult(LookupResult):
+class DeviceLookupResult(LookupResult):
     """A lookup's answer before its rows are pooled. ``shapes`` are the vectors', by feature; ``into(outs,
     stream)`` pools them into device arrays of those shapes and waits for the stream."""
 
@@ -44,7 +44,7 @@ class DeviceResult(LookupResult):
     into: Callable[[Mapping[str, Any], Any], None] = lambda _outs, _stream: None
 
 
-class _Job(Job):
+class _DeviceLookupJob(LookupJob):
     """A request on its way, on a stream of the device."""
 
     __slots__ = ("block", "lookup", "shares")
@@ -53,7 +53,7 @@ class _Job(Job):
         self,
         lookup: DeviceLookup,
         request: LookupRequest,
-        shares: list[Share],
+        shares: list[TableKeys],
         block: Any,
         stream: Any,
     ) -> None:
@@ -75,16 +75,16 @@ class DeviceLookup(LookupEngine):
     what behaves like one; ``caches`` and ``stores`` take its arrays and hand on what they find; ``below``
     is what may be asked without waiting.
 
-    `submit` answers with a `DeviceResult`. Any number of threads may call it.
+    `submit` answers with a `DeviceLookupResult`. Any number of threads may call it.
     """
 
-    def __init__(self, device: Any, below: Below, *args: Any) -> None:
+    def __init__(self, device: Any, below: LowerTiers, *args: Any) -> None:
         super().__init__(*args)
         self._device = device
         self._checked: dict[Any, list[Feature]] = {}
         top = self._caches.tiers[0] if isinstance(self._caches, TierChain) else self._caches
-        observe = top.observe if isinstance(top, Metered) else None
-        self._short_way = AtOnce(device, below, observe, self._meter)
+        observe = top.observe if isinstance(top, MeteredTier) else None
+        self._short_way = PreparedDeviceLookups(device, below, observe, self._meter)
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         if request.out:
@@ -99,7 +99,7 @@ class DeviceLookup(LookupEngine):
         if at_once is not None:
             return at_once
         result = self.submit(request).result()
-        assert isinstance(result, DeviceResult)
+        assert isinstance(result, DeviceLookupResult)
         stream = self._device.space.take_stream()
         groups = self._plan(tuple(request.features), request.by_table)
         types = {each.name: table.dtype for table, features in groups for each in features}
@@ -158,10 +158,10 @@ class DeviceLookup(LookupEngine):
         ]
         block = self._device.space.parts(asked, stream)
         shares = [
-            Share(part, None, features, keys)
+            TableKeys(part, None, features, keys)
             for part, (_, features), keys in zip(block.parts, groups, checked, strict=True)
         ]
-        job = _Job(self, request, shares, block, stream)
+        job = _DeviceLookupJob(self, request, shares, block, stream)
         if total > INLINE_KEYS:
             fetched = self._lanes.memory.submit(partial(self._ask_caches, job), request.deadline)
             return then(fetched, partial(self._go_on, job))
@@ -170,12 +170,12 @@ class DeviceLookup(LookupEngine):
     def _hand_on(self, parts: list[Part], asked: list[IndexArray]) -> None:
         """The bridge's inner tier has told of what it found, where that was at hand."""
 
-    def _answer(self, job: _Job) -> tuple[LookupResult, Answers]:
+    def _answer(self, job: _DeviceLookupJob) -> tuple[LookupResult, Answers]:
         """What was found, and how to pool it once there is a place for the vectors."""
         request, stream = job.request, job.context.stream
         versions, sources = job.block.reports(stream)
         self._device.space.give_back(stream)
-        result = DeviceResult({}, degraded=tuple(dict.fromkeys(job.context.degraded)))
+        result = DeviceLookupResult({}, degraded=tuple(dict.fromkeys(job.context.degraded)))
         bags, answers = [], []
         for share, seen, codes in zip(job.shares, versions, sources, strict=True):
             answers.append((share.part.table, codes.tobytes(), share.sizes))
@@ -232,4 +232,4 @@ def _pool(
         device.pool_rows(asks, stream)
 
 
-__all__ = ["DeviceLookup", "DeviceResult"]
+__all__ = ["DeviceLookup", "DeviceLookupResult"]

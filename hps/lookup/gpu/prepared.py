@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from hps.lookup.backoff import Patience
+from hps.lookup.backoff import Backoff
 from hps.lookup.base import Feature
-from hps.lookup.gpu.miss_fill import Bags, Below, CompletedFetch, prepared_pooling
+from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, LowerTiers, prepared_pooling
 from hps.observability.meters import LookupMeter
-from hps.tiers.wrappers import Observe
+from hps.tiers.wrappers import FetchObserver
 from hps.types import JaggedKeys, LookupResult, Source
 
 _INT64 = np.dtype(np.int64)
@@ -39,30 +39,30 @@ def signature_of(features: Mapping[str, JaggedKeys]) -> Signature | None:
 
 
 @dataclass(slots=True)
-class _Form:
+class _DeviceTemplate:
     """A prepared pooling into one block, the fetch to take when that lacks rows, and where each feature's
     vectors lie in the block."""
 
     pooled: Any
     block: Any
     places: list[tuple[str, int, int, Any, tuple[int, ...]]]
-    bags: list[Bags]
-    fetched: CompletedFetch | None = None
+    bags: list[DeviceBags]
+    fetched: FilledFetch | None = None
 
 
-class AtOnce:
+class PreparedDeviceLookups:
     """``device`` is a `GpuCache`, ``observe`` its meter. Any number of threads may call it."""
 
     def __init__(
-        self, device: Any, below: Below, observe: Observe | None, meter: LookupMeter
+        self, device: Any, below: LowerTiers, observe: FetchObserver | None, meter: LookupMeter
     ) -> None:
         self._device = device
         self._below = below
         self._observe = observe
         self._meter = meter
-        self._forms: dict[Any, queue.SimpleQueue[_Form]] = {}
-        self._patience = Patience()
-        self._patience_below = Patience()
+        self._forms: dict[Any, queue.SimpleQueue[_DeviceTemplate]] = {}
+        self._patience = Backoff()
+        self._patience_below = Backoff()
 
     def lookup(
         self,
@@ -103,7 +103,11 @@ class AtOnce:
         return result
 
     def _pool(
-        self, form: _Form, features: Sequence[Feature], keys: Sequence[JaggedKeys], stream: Any
+        self,
+        form: _DeviceTemplate,
+        features: Sequence[Feature],
+        keys: Sequence[JaggedKeys],
+        stream: Any,
     ) -> LookupResult | None:
         """From the device alone."""
         started = time.perf_counter()
@@ -123,7 +127,7 @@ class AtOnce:
 
     def _fetch(
         self,
-        form: _Form,
+        form: _DeviceTemplate,
         features: Sequence[Feature],
         keys: Sequence[JaggedKeys],
         stream: Any,
@@ -133,7 +137,7 @@ class AtOnce:
         fetched = form.fetched
         if fetched is None:
             given = self._device, self._below, form.bags, self._observe, self._meter
-            fetched = form.fetched = CompletedFetch(*given)
+            fetched = form.fetched = FilledFetch(*given)
         for feature, mine, there in zip(features, keys, fetched.keys, strict=True):
             there[:] = feature.shift(mine.keys)
         if not fetched.run(stream, deadline):
@@ -141,7 +145,7 @@ class AtOnce:
         vectors = self._taken(form, stream)
         return LookupResult(vectors, defaulted=fetched.finish())
 
-    def _taken(self, form: _Form, stream: Any) -> dict[str, Any]:
+    def _taken(self, form: _DeviceTemplate, stream: Any) -> dict[str, Any]:
         """What is in the block, as arrays of the caller's own; waits for the stream."""
         space = self._device.space
         fresh = space.empty((len(form.block),), np.uint8, stream)
@@ -152,7 +156,7 @@ class AtOnce:
             for name, start, stop, dtype, shape in form.places
         }
 
-    def _prepare(self, features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> _Form:
+    def _prepare(self, features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> _DeviceTemplate:
         shapes: list[tuple[int, ...]] = [
             (len(mine.keys) if f.pooling == "none" else mine.batch, f.table.dim)
             for f, mine in zip(features, keys, strict=True)
@@ -166,6 +170,6 @@ class AtOnce:
         ):
             dtype, n = feature.table.dtype, len(mine.keys)
             out = block[start : start + size].view(dtype).reshape(shape)
-            bags.append(Bags(feature, n, n // shape[0], out))
+            bags.append(DeviceBags(feature, n, n // shape[0], out))
             places.append((feature.name, start, start + size, dtype, shape))
-        return _Form(prepared_pooling(self._device, bags), block, places, bags)
+        return _DeviceTemplate(prepared_pooling(self._device, bags), block, places, bags)

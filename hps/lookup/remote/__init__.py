@@ -1,21 +1,21 @@
 """Lookups answered by other nodes, over gRPC (`hps/v1/lookup.proto`)."""
 
-from hps.lookup.remote.balancing import LeastBusy, Picker
+from hps.lookup.remote.balancing import LeastBusy, NodePicker
 from hps.lookup.remote.budget import RetryBudget
 from hps.lookup.remote.candidates import Candidates
 from hps.lookup.remote.lookup import RemoteLookup
-from hps.lookup.remote.nodes import Nodes
-from hps.lookup.remote.outliers import Outliers
-from hps.lookup.remote.targets import Certificates, Target
+from hps.lookup.remote.nodes import NodeRegistry
+from hps.lookup.remote.outliers import OutlierEjection
+from hps.lookup.remote.targets import ClientTls, LookupNode
 
 __all__ = [
     "Candidates",
-    "Certificates",
+    "ClientTls",
     "LeastBusy",
-    "Nodes",
-    "Outliers",
-    "Picker",
+    "LookupNode",
+    "NodePicker",
+    "NodeRegistry",
+    "OutlierEjection",
     "RemoteLookup",
     "RetryBudget",
-    "Target",
 ]

@@ -12,21 +12,21 @@ Resolve = Callable[[str], Sequence[str]]
 """The addresses that a host's name stands for. Raises OSError."""
 
 
-class Address(NamedTuple):
+class NodeAddress(NamedTuple):
     """One node. ``name``: whose certificate it shows, where that is not what is connected to."""
 
     address: str
     name: str | None = None
 
 
-class Addresses:
+class NodeResolver:
     """What `lookup.nodes` stands for at the moment: those of a name that can't be looked up now are what they
     were. For one thread at a time."""
 
     def __init__(self, nodes: Sequence[str], resolve: Resolve | None = None) -> None:
         self._nodes = list(dict.fromkeys(nodes))
         self._resolve = resolve or addresses_of
-        self._known: dict[str, list[Address]] = {}
+        self._known: dict[str, list[NodeAddress]] = {}
         self.problems: dict[str, str] = {}
         """Why a name could not be looked up, by node."""
 
@@ -35,15 +35,15 @@ class Addresses:
         """Whether there are names to be looked up again."""
         return any(node.startswith(_MANY) for node in self._nodes)
 
-    def now(self) -> list[Address]:
+    def now(self) -> list[NodeAddress]:
         """All of them, each once. May wait for a name server."""
-        found: dict[str, Address] = {}
+        found: dict[str, NodeAddress] = {}
         for node in self._nodes:
-            for each in self._many(node) if node.startswith(_MANY) else [Address(node)]:
+            for each in self._many(node) if node.startswith(_MANY) else [NodeAddress(node)]:
                 found.setdefault(each.address, each)
         return list(found.values())
 
-    def _many(self, node: str) -> list[Address]:
+    def _many(self, node: str) -> list[NodeAddress]:
         host, _, port = node.removeprefix(_MANY).rpartition(":")
         try:
             hosts = self._resolve(host.strip("[]"))
@@ -52,7 +52,7 @@ class Addresses:
         else:
             self.problems.pop(node, None)
             self._known[node] = [
-                Address(f"[{at}]:{port}" if ":" in at else f"{at}:{port}", host)
+                NodeAddress(f"[{at}]:{port}" if ":" in at else f"{at}:{port}", host)
                 for at in sorted(set(hosts))
             ]
         return self._known.get(node, [])

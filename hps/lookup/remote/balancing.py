@@ -8,17 +8,17 @@ from typing import Protocol
 
 import grpc
 
-from hps.lookup.remote.targets import Target
+from hps.lookup.remote.targets import LookupNode
 
 
-class Picker(Protocol):
+class NodePicker(Protocol):
     """May be called from any thread; must not wait."""
 
-    def pick(self, among: Sequence[Target]) -> Target:
+    def pick(self, among: Sequence[LookupNode]) -> LookupNode:
         """One of ``among``, which is not empty: nodes that serve the model and were not tried yet."""
         ...
 
-    def answered(self, target: Target, code: grpc.StatusCode, seconds: float) -> None:
+    def answered(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
         """``target`` answered a lookup so, after ``seconds``."""
         ...
 
@@ -29,9 +29,9 @@ class LeastBusy:
     def __init__(self) -> None:
         self._turn = count()
 
-    def pick(self, among: Sequence[Target]) -> Target:
+    def pick(self, among: Sequence[LookupNode]) -> LookupNode:
         first = next(self._turn) % len(among)
         return min((*among[first:], *among[:first]), key=lambda target: target.in_flight)
 
-    def answered(self, target: Target, code: grpc.StatusCode, seconds: float) -> None:
+    def answered(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
         pass

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 
-from hps.lookup.remote.targets import Target
+from hps.lookup.remote.targets import LookupNode
 from hps.lookup.remote.unary import Cancel
-from hps.lookup.remote.wire import Asked
-from hps.tracing import Origin
+from hps.lookup.remote.wire import LookupRequestTemplate
+from hps.tracing import RequestContext
 from hps.types import LookupResult, VectorArray
 
 
-class Attempt:
+class LookupAttempt:
     """One node was asked, at an instant of ``time.monotonic()``. ``is_last``: there was no other, or another
     may not be asked after it. ``cancel`` ends it, as soon as it has begun."""
 
     __slots__ = ("cancel", "is_last", "started", "target")
 
-    def __init__(self, target: Target, started: float, is_last: bool) -> None:
+    def __init__(self, target: LookupNode, started: float, is_last: bool) -> None:
         self.target = target
         self.started = started
         self.is_last = is_last
         self.cancel: Cancel | None = None
 
 
-class Call:
+class RemoteLookupCall:
     """A lookup on its way; ``tried`` are the nodes it was sent to. ``headers`` tell of its trace. ``profile``
     is what its time is told to, where anybody asks."""
 
@@ -46,13 +46,13 @@ class Call:
 
     def __init__(
         self,
-        of: Asked,
+        of: LookupRequestTemplate,
         message: bytes,
         started: float,
         deadline: float,
         out: Mapping[str, VectorArray] | None,
         headers: Mapping[str, str] | None,
-        profile: Origin | None = None,
+        profile: RequestContext | None = None,
     ) -> None:
         self.of = of
         self.message = message
@@ -61,11 +61,11 @@ class Call:
         self.out = out
         self.headers = headers
         self.profile = profile
-        self.tried: list[Target] = []
+        self.tried: list[LookupNode] = []
         self.failure = ""
         self.nobody_since: float | None = None
         """Since when no node has answered, although all were tried."""
-        self.attempt: Attempt | None = None
+        self.attempt: LookupAttempt | None = None
         """What a node was asked last; set before it is asked, since it may fail, and another node be asked on
         another thread, before whoever asked knows how to end it."""
         self.answer: Future[LookupResult] = Future()

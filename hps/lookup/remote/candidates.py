@@ -9,8 +9,8 @@ import grpc
 from hps.errors import ModelError
 from hps.lookup.base import LookupModel
 from hps.lookup.remote.messages import check_same
-from hps.lookup.remote.nodes import Nodes
-from hps.lookup.remote.targets import Target
+from hps.lookup.remote.nodes import NodeRegistry
+from hps.lookup.remote.targets import LookupNode
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _ORDER = {"ready": 0, "not ready": 1, "unreachable": 2}
 class Candidates:
     """Of one model's version. Any thread may call it, until ``close``."""
 
-    def __init__(self, model: LookupModel, nodes: Nodes) -> None:
+    def __init__(self, model: LookupModel, nodes: NodeRegistry) -> None:
         """Raises ``ModelError`` when nodes serve something else under the model's name and version, and none
         what is meant here."""
         self.model = model
@@ -31,9 +31,9 @@ class Candidates:
         # start again with another model.yaml, unnoticed but for what its answers say.
         self._same: frozenset[int] = frozenset()
         self._different: dict[int, str] = {}
-        self.ready: tuple[Target, ...] = ()
+        self.ready: tuple[LookupNode, ...] = ()
         """Those to choose among."""
-        self.others: tuple[Target, ...] = ()
+        self.others: tuple[LookupNode, ...] = ()
         """Those to be asked when there is none of these, in this order: about to end, or without an answer of
         late, which may be this process's fault."""
         self.compare()
@@ -50,7 +50,7 @@ class Candidates:
         """Whether an answer with this digest is of the version that is meant here."""
         return digest in self._same
 
-    def lacks(self, target: Target) -> None:
+    def lacks(self, target: LookupNode) -> None:
         """``target`` turned out not to serve the version, or something else under it."""
         target.lacks(*self._of)
         self._sort()
@@ -70,7 +70,7 @@ class Candidates:
         left_out = [target for target in self.nodes.all if target not in self.ready]
         return {target.address: self._problem(target) for target in left_out}
 
-    def _problem(self, target: Target) -> str:
+    def _problem(self, target: LookupNode) -> str:
         if target.standing != "ready":
             return target.problem
         served = target.models.get(self._of)
@@ -83,7 +83,7 @@ class Candidates:
     def _is_known(self, digest: int) -> bool:
         return digest in self._same or digest in self._different
 
-    def _ask(self, target: Target) -> None:
+    def _ask(self, target: LookupNode) -> None:
         try:
             told = target.describe(*self._of, _DESCRIBE_S)
             check_same(target.address, told, self.model)
@@ -106,7 +106,7 @@ class Candidates:
         self.others = tuple(sorted(others, key=lambda target: _ORDER[target.standing]))
 
 
-def told_of(target: Target, model: str) -> str:
+def told_of(target: LookupNode, model: str) -> str:
     """The versions of a model that a node serves, for a message; empty when it serves none."""
     versions = [version for name, version in target.models if name == model]
     return ", ".join(f"version {version}" for version in versions)

@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
-from hps.lookup.remote.addresses import Address
-from hps.lookup.remote.unary import Unary
+from hps.lookup.remote.addresses import NodeAddress
+from hps.lookup.remote.unary import UnaryMethod
 from hps.v1 import lookup_pb2 as pb
 
 _SERVICE, _WATCH = "hps.v1.Lookup", "/grpc.health.v1.Health/Watch"
@@ -37,11 +37,11 @@ OPTIONS: dict[str, int] = {
 }
 
 
-class Connection:
-    """Any thread may use it, until ``close``; then ValueError is raised. ``lookup`` is `Unary.start`;
+class NodeChannel:
+    """Any thread may use it, until ``close``; then ValueError is raised. ``lookup`` is `UnaryMethod.start`;
     ``describe`` and ``serving`` are gRPC's callables."""
 
-    def __init__(self, at: Address, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(self, at: NodeAddress, credentials: grpc.ChannelCredentials | None) -> None:
         """``credentials`` None: plain text."""
         options: list[tuple[str, Any]] = [*OPTIONS.items()]
         if at.name is not None:
@@ -52,7 +52,7 @@ class Connection:
             if at.name is not None:
                 options.append(("grpc.ssl_target_name_override", at.name))
             self._channel = grpc.secure_channel(at.address, credentials, options)
-        self.lookup = Unary(
+        self.lookup = UnaryMethod(
             self._channel, f"/{_SERVICE}/Lookup", pb.LookupResponse.FromString
         ).start
         self.describe = self._channel.unary_unary(

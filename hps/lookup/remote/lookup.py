@@ -18,18 +18,18 @@ import grpc
 import numpy as np
 
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
-from hps.lookup.base import Feature, Submit
-from hps.lookup.remote.balancing import LeastBusy, Picker
+from hps.lookup.base import Feature, PreparedSubmit
+from hps.lookup.remote.balancing import LeastBusy, NodePicker
 from hps.lookup.remote.budget import RetryBudget
-from hps.lookup.remote.call import Attempt, Call
+from hps.lookup.remote.call import LookupAttempt, RemoteLookupCall
 from hps.lookup.remote.candidates import Candidates
-from hps.lookup.remote.request_checks import Questions
+from hps.lookup.remote.request_checks import RemoteRequestChecks
 from hps.lookup.remote.targets import shortened
-from hps.lookup.remote.wire import Asked, offsets_and_weights
+from hps.lookup.remote.wire import LookupRequestTemplate, offsets_and_weights
 from hps.lookup.traced import traced
 from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
-from hps.tracing import Origin, timed
+from hps.tracing import RequestContext, timed
 from hps.types import (
     EmbeddingTable,
     KeyArray,
@@ -75,7 +75,7 @@ class RemoteLookup:
     def __init__(
         self,
         candidates: Candidates,
-        picker: Picker | None = None,
+        picker: NodePicker | None = None,
         *,
         in_flight: int = 1024,
         retries: int = 2,
@@ -95,7 +95,7 @@ class RemoteLookup:
         self._most, self._under_way = in_flight, 0
         self._retries, self._timeout_s, self._attempt_s = retries, timeout_s, attempt_s
         self._budget = budget or RetryBudget(in_flight)
-        self._questions = Questions(
+        self._questions = RemoteRequestChecks(
             model, meter or LookupMeter(Metrics(), model.name, model.version)
         )
         self._lock = threading.Lock()
@@ -112,12 +112,15 @@ class RemoteLookup:
         """Answer ``request``, waiting. Errors as ``submit`` and its future."""
         return self.submit(request).result()
 
-    def prepare(self, request: LookupRequest) -> Submit:
+    def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
         asked, _ = self._questions.asked(request)
 
         def submit(
-            keys: Sequence[KeyArray], deadline: float | None, origin: Origin | None = None, /
+            keys: Sequence[KeyArray],
+            deadline: float | None,
+            origin: RequestContext | None = None,
+            /,
         ) -> Future[LookupResult]:
             wide = [each if each.dtype == np.int64 else as_keys(each) for each in keys]
             return self._begin(asked, asked.message(wide), deadline, None, origin)
@@ -137,11 +140,11 @@ class RemoteLookup:
 
     def _begin(
         self,
-        asked: Asked,
+        asked: LookupRequestTemplate,
         message: bytes,
         deadline: float | None,
         out: Mapping[str, VectorArray] | None,
-        origin: Origin | None,
+        origin: RequestContext | None,
     ) -> Future[LookupResult]:
         now = time.monotonic()
         if deadline is None:
@@ -153,7 +156,7 @@ class RemoteLookup:
             headers = origin.headers()
             if origin.is_profiled:
                 profile, message = origin, message + _PROFILED
-        call = Call(asked, message, now, deadline, out, headers, profile)
+        call = RemoteLookupCall(asked, message, now, deadline, out, headers, profile)
         with self._lock:
             if self._under_way >= self._most:
                 raise Unavailable(
@@ -168,14 +171,14 @@ class RemoteLookup:
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def _ask(self, call: Call) -> None:
+    def _ask(self, call: RemoteLookupCall) -> None:
         """Send ``call`` to a node that was not tried yet."""
         try:
             self._send(call)
         except Exception as error:  # a picker's, for one; the caller must hear of it
             call.fail(error)
 
-    def _send(self, call: Call) -> None:
+    def _send(self, call: RemoteLookupCall) -> None:
         if call.answer.cancelled():
             return
         ready = [target for target in self._candidates.ready if target not in call.tried]
@@ -193,7 +196,7 @@ class RemoteLookup:
             if call.nobody_since is None:  # else there is less to hope for from others
                 left_s = min(left_s, self._attempt_s)
         call.tried.append(target)
-        call.attempt = attempt = Attempt(target, now, is_last)
+        call.attempt = attempt = LookupAttempt(target, now, is_last)
         told = partial(self._told, call, attempt)
         try:
             attempt.cancel = target.start(call.message, left_s, call.headers, told)
@@ -206,8 +209,8 @@ class RemoteLookup:
 
     def _told(
         self,
-        call: Call,
-        attempt: Attempt,
+        call: RemoteLookupCall,
+        attempt: LookupAttempt,
         code: grpc.StatusCode,
         details: str,
         response: Any,
@@ -219,7 +222,12 @@ class RemoteLookup:
             call.fail(error)
 
     def _heard(
-        self, call: Call, attempt: Attempt, code: grpc.StatusCode, details: str, response: Any
+        self,
+        call: RemoteLookupCall,
+        attempt: LookupAttempt,
+        code: grpc.StatusCode,
+        details: str,
+        response: Any,
     ) -> None:
         target = attempt.target
         if code is _Code.CANCELLED and call.answer.cancelled():
@@ -246,10 +254,10 @@ class RemoteLookup:
         else:
             call.fail(_ERRORS.get(code, HpsError)(f"lookup node {call.failure}"))
 
-    def _may_go_on(self, call: Call) -> bool:
+    def _may_go_on(self, call: RemoteLookupCall) -> bool:
         return time.monotonic() < call.deadline and self._budget.spend()
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: RemoteLookupCall) -> None:
         """No node answered. It may be a moment when one is gone and the other one's connection is new: all
         are tried again, for a while."""
         now = time.monotonic()
@@ -261,7 +269,7 @@ class RemoteLookup:
         if not again or not self._candidates.nodes.later(_PAUSE_S, partial(self._ask, call)):
             call.fail(Unavailable(self._nobody(call)))
 
-    def _finish(self, call: Call, attempt: Attempt, response: Any) -> None:
+    def _finish(self, call: RemoteLookupCall, attempt: LookupAttempt, response: Any) -> None:
         if call.profile is not None:
             sent, now = round(attempt.started * 1e9), time.monotonic_ns()
             call.profile.reported("node", sent, now, response.profile)
@@ -269,13 +277,13 @@ class RemoteLookup:
         call.of.finished(time.monotonic() - call.started)
         call.finish(result)
 
-    def _ended(self, call: Call, answer: Future[LookupResult]) -> None:
+    def _ended(self, call: RemoteLookupCall, answer: Future[LookupResult]) -> None:
         with self._lock:
             self._under_way -= 1
         if answer.cancelled():
             call.cancel()
 
-    def _nobody(self, call: Call) -> str:
+    def _nobody(self, call: RemoteLookupCall) -> str:
         if call.failure:
             return f"no lookup node could answer; the last was {call.failure}"
         problems = self._candidates.problems or {"lookup.nodes": self._candidates.nodes.problem}

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 
 from hps.config.secrets import Secret
-from hps.lookup.remote.addresses import Address, Addresses, Resolve
-from hps.lookup.remote.targets import LATE_S, Certificates, Target
-from hps.threads import Repeated
+from hps.lookup.remote.addresses import NodeAddress, NodeResolver, Resolve
+from hps.lookup.remote.targets import LATE_S, ClientTls, LookupNode
+from hps.threads import PeriodicThread
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ _FAREWELL_S = 60.0
 _SOONEST_S = 0.02
 
 
-class Nodes:
+class NodeRegistry:
     """All of them, for the lookups of several models. Any thread may call it; ``close`` once nobody asks any
     more."""
 
     def __init__(
         self,
         nodes: Sequence[str],
-        certificates: Callable[[], Certificates] | None = None,
+        certificates: Callable[[], ClientTls] | None = None,
         api_key: Secret | str | None = None,
         *,
         resolve_s: float = 5.0,
@@ -50,10 +50,10 @@ class Nodes:
         self._credentials = _credentials(self._shown)
         self._key = api_key if isinstance(api_key, Secret) else Secret(api_key, None, "")
         self._metadata: tuple[tuple[str, str], ...] = ()
-        self._addresses = Addresses(nodes, resolve)
-        self.all: tuple[Target, ...] = ()
-        self._leaving: list[Target] = []
-        self._looks: dict[Target, Any] = {}
+        self._addresses = NodeResolver(nodes, resolve)
+        self.all: tuple[LookupNode, ...] = ()
+        self._leaving: list[LookupNode] = []
+        self._looks: dict[LookupNode, Any] = {}
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._watchers: tuple[Callable[[], None], ...] = ()
         self._said: dict[str, str] = {}
@@ -69,7 +69,7 @@ class Nodes:
         self._thread.start()
         self._resolving = None
         if self._addresses.change:
-            self._resolving = Repeated(self._find, resolve_s, "hps-lookup-names")
+            self._resolving = PeriodicThread(self._find, resolve_s, "hps-lookup-names")
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Have ``changed`` called, on the thread of this, when a node is another than before."""
@@ -155,10 +155,10 @@ class Nodes:
         before = dict(self._addresses.problems)
         found = self._addresses.now()
         with self._lock:
-            known = {Address(each.address, each.name): each for each in self.all}
+            known = {NodeAddress(each.address, each.name): each for each in self.all}
             gone = [target for at, target in known.items() if at not in found]
             self.all = tuple(
-                known.get(at) or Target(at, self._credentials, lambda: self._metadata)
+                known.get(at) or LookupNode(at, self._credentials, lambda: self._metadata)
                 for at in found
             )
             self._leaving += gone
@@ -187,7 +187,7 @@ class Nodes:
             if not self.later(_FAREWELL_S, connection.close):
                 connection.close()
 
-    def _told(self, target: Target, asked: Any) -> None:
+    def _told(self, target: LookupNode, asked: Any) -> None:
         """On a thread of gRPC's."""
         try:
             if target.looked(asked) and not self._closed:
@@ -226,5 +226,5 @@ class Nodes:
         self._unknown = dict(self._addresses.problems)
 
 
-def _credentials(certificates: Certificates | None) -> grpc.ChannelCredentials | None:
+def _credentials(certificates: ClientTls | None) -> grpc.ChannelCredentials | None:
     return None if certificates is None else grpc.ssl_channel_credentials(*certificates)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from hps.lookup.remote.balancing import LeastBusy, Picker
-from hps.lookup.remote.targets import Target
+from hps.lookup.remote.balancing import LeastBusy, NodePicker
+from hps.lookup.remote.targets import LookupNode
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _Code = grpc.StatusCode
 _FAILURES = (_Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS)
 
 
-class _Record:
+class _NodeRecord:
     """What is kept of one node."""
 
     __slots__ = ("ejections", "last", "longer", "until")
@@ -48,14 +48,14 @@ class _Record:
         return self.last.count(True) / len(self.last) if self.last else 1.0
 
 
-class Outliers:
-    """A `Picker` that leaves out nodes that fail, and has ``inner`` choose among the others; where all are
-    out, among all. Any thread may call it."""
+class OutlierEjection:
+    """A `NodePicker` that leaves out nodes that fail, and has ``inner`` choose among the others; where
+    all are out, among all. Any thread may call it."""
 
     def __init__(
         self,
-        nodes: Callable[[], Sequence[Target]],
-        inner: Picker | None = None,
+        nodes: Callable[[], Sequence[LookupNode]],
+        inner: NodePicker | None = None,
         *,
         failures: int = 5,
         base_s: float = 1.0,
@@ -68,18 +68,18 @@ class Outliers:
         self._inner = inner or LeastBusy()
         self._failures, self._base_s, self._most_s = failures, base_s, most_s
         self._clock = clock
-        self._records: dict[Target, _Record] = {}
+        self._records: dict[LookupNode, _NodeRecord] = {}
         self._lock = threading.Lock()
         # Read without the lock: most of the time nobody is out.
-        self._out: tuple[Target, ...] = ()
+        self._out: tuple[LookupNode, ...] = ()
 
-    def pick(self, among: Sequence[Target]) -> Target:
+    def pick(self, among: Sequence[LookupNode]) -> LookupNode:
         if self._out:
             self._readmit()
             among = [target for target in among if target not in self._out] or among
         return self._inner.pick(among)
 
-    def answered(self, target: Target, code: grpc.StatusCode, seconds: float) -> None:
+    def answered(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
         self._inner.answered(target, code, seconds)
         late = code is _Code.DEADLINE_EXCEEDED and seconds >= _PATIENCE_S
         failed = late or code in _FAILURES
@@ -89,22 +89,22 @@ class Outliers:
                 return
             with self._lock:
                 self._forget()
-                record = self._records.setdefault(target, _Record())
+                record = self._records.setdefault(target, _NodeRecord())
         record.last.append(failed)
         if failed and record.last.count(True) >= self._failures:
             self._eject(target, record)
 
-    def is_out(self, target: Target) -> bool:
+    def is_out(self, target: LookupNode) -> bool:
         """Whether it is left out at the moment."""
         self._readmit()
         return target in self._out
 
-    def ejections(self, target: Target) -> int:
+    def ejections(self, target: LookupNode) -> int:
         """How often it was left out so far."""
         record = self._records.get(target)
         return 0 if record is None else record.ejections
 
-    def _eject(self, target: Target, record: _Record) -> None:
+    def _eject(self, target: LookupNode, record: _NodeRecord) -> None:
         nodes, now = self._nodes(), self._clock()
         with self._lock:
             self._forget()
@@ -122,7 +122,7 @@ class Outliers:
             self._out = (*self._out, target)
         log.warning("lookup node %s fails; it is left out for %.3g s", target.address, out_s)
 
-    def _does_better(self, record: _Record, nodes: Sequence[Target]) -> bool:
+    def _does_better(self, record: _NodeRecord, nodes: Sequence[LookupNode]) -> bool:
         """Whether another node that is not out, and answers, fails half as often, at most. With the lock
         held."""
         answer = [each for each in nodes if each.standing == "ready" and each.answers["OK"]]
@@ -139,7 +139,7 @@ class Outliers:
             for each in back:
                 log.info("lookup node %s is asked again", each.address)
 
-    def _until(self, target: Target) -> float:
+    def _until(self, target: LookupNode) -> float:
         """When it is asked again; at once if it is unknown by now."""
         record = self._records.get(target)
         return 0.0 if record is None else record.until

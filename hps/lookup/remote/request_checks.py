@@ -9,7 +9,7 @@ import numpy as np
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets, unknown
-from hps.lookup.remote.wire import Asked
+from hps.lookup.remote.wire import LookupRequestTemplate
 from hps.observability.meters import LookupMeter
 from hps.types import JaggedKeys, LookupRequest
 
@@ -18,7 +18,7 @@ _INT64 = np.dtype(np.int64)
 _KEPT = 256
 
 
-class Questions:
+class RemoteRequestChecks:
     """What is asked of one version of a model. Any number of threads may call it."""
 
     def __init__(self, model: LookupModel, meter: LookupMeter) -> None:
@@ -26,9 +26,11 @@ class Questions:
         self._by_table = {
             name: Feature(name, table, pooling="none") for name, table in model.tables.items()
         }
-        self._kept: dict[tuple[object, ...], Asked] = {}
+        self._kept: dict[tuple[object, ...], LookupRequestTemplate] = {}
 
-    def asked(self, request: LookupRequest) -> tuple[Asked, Mapping[str, JaggedKeys]]:
+    def asked(
+        self, request: LookupRequest
+    ) -> tuple[LookupRequestTemplate, Mapping[str, JaggedKeys]]:
         """How ``request`` is put, and its keys, well formed. Raises BadRequest."""
         key = _alike(request)
         if key is None:
@@ -41,10 +43,10 @@ class Questions:
             self._kept[key] = asked
         return asked, request.features
 
-    def _new(self, request: LookupRequest) -> tuple[Asked, dict[str, JaggedKeys]]:
+    def _new(self, request: LookupRequest) -> tuple[LookupRequestTemplate, dict[str, JaggedKeys]]:
         known = self._by_table if request.by_table else self._model.features
         features = self._checked(request, known)
-        return Asked(self._model, known, request, features, self._meter), features
+        return LookupRequestTemplate(self._model, known, request, features, self._meter), features
 
     def _checked(
         self, request: LookupRequest, known: Mapping[str, Feature]

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import grpc
 
-from hps.lookup.remote.addresses import Address
-from hps.lookup.remote.connection import Connection
+from hps.lookup.remote.addresses import NodeAddress
+from hps.lookup.remote.connection import NodeChannel
 from hps.lookup.remote.unary import Cancel, Told
 from hps.v1 import lookup_pb2 as pb
 
@@ -20,7 +20,7 @@ LATE_S = 5.0
 """For how long a node that has not answered in time, and was ready before, counts as one that serves."""
 
 
-class Certificates(NamedTuple):
+class ClientTls(NamedTuple):
     """What TLS takes, as PEM. Without ``roots``: the system's."""
 
     roots: bytes | None = None
@@ -28,7 +28,7 @@ class Certificates(NamedTuple):
     chain: bytes | None = None
 
 
-class Served(NamedTuple):
+class ServedVersion(NamedTuple):
     """A version of a model at a node: the digest of what it tells of it, and whether another one has taken
     its place, so that it will not be answered for much longer."""
 
@@ -43,13 +43,13 @@ def shortened(details: str) -> str:
     return details
 
 
-class Target:
+class LookupNode:
     """One node. ``in_flight`` lookups are under way there. Any thread may call it; what is known of it is
     written by one (`Nodes`), and read by all."""
 
     def __init__(
         self,
-        at: Address,
+        at: NodeAddress,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
     ) -> None:
@@ -60,7 +60,7 @@ class Target:
         self.problem = "not asked yet"
         """Why it is not ready."""
         self._late_until = 0.0
-        self.models: Mapping[tuple[str, int], Served] = {}
+        self.models: Mapping[tuple[str, int], ServedVersion] = {}
         """What it serves, by model and version, as it said last."""
         self.answers: Counter[str] = Counter()
         """Lookups it was asked, by how they ended: gRPC's name of the status."""
@@ -68,12 +68,12 @@ class Target:
         """Lookups that were sent to another node because this one failed."""
         self._lock = threading.Lock()
         self._at, self._metadata = at, metadata
-        self._connection = Connection(at, credentials)
+        self._connection = NodeChannel(at, credentials)
 
-    def connect(self, credentials: grpc.ChannelCredentials | None) -> Connection:
+    def connect(self, credentials: grpc.ChannelCredentials | None) -> NodeChannel:
         """Have a new connection, with other ``credentials``; the former one, which is to be closed when its
         calls have ended."""
-        former, self._connection = self._connection, Connection(self._at, credentials)
+        former, self._connection = self._connection, NodeChannel(self._at, credentials)
         return former
 
     def start(
@@ -130,7 +130,8 @@ class Target:
         if code is grpc.StatusCode.OK:
             told = asked.result()
             self.models = {
-                (each.model, each.version): Served(each.digest, each.former) for each in told.models
+                (each.model, each.version): ServedVersion(each.digest, each.former)
+                for each in told.models
             }
             self.standing = "ready" if told.ready else "not ready"
             self.problem = "" if told.ready else "it is starting or shutting down"

@@ -55,7 +55,7 @@ def _is_known() -> bool:
 KNOWN = _is_known()
 
 
-class Unary:
+class UnaryMethod:
     """The calls of one method. Any thread may make them; ``told`` is called once for each, on a thread of
     gRPC's. ValueError when the channel is closed."""
 
@@ -117,13 +117,13 @@ class Unary:
     ) -> Cancel:
         asked = self._method.future(message, timeout=timeout_s, metadata=metadata)
         asked.add_done_callback(
-            lambda _: self._tell(told, asked.code(), asked.details(), _Answer(asked))
+            lambda _: self._tell(told, asked.code(), asked.details(), _FutureEvent(asked))
         )
         return asked.cancel  # type: ignore[no-any-return]  # grpc has no types
 
 
-class _Answer:
-    """A future of grpc's, as what `Unary._tell` takes the message from."""
+class _FutureEvent:
+    """A future of grpc's, as what `UnaryMethod._tell` takes the message from."""
 
     def __init__(self, asked: Any) -> None:
         self.message = asked.result

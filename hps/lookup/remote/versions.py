@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from hps.lookup.remote.nodes import Nodes
+from hps.lookup.remote.nodes import NodeRegistry
 
 
-class Versions:
-    """What `hps.node.version_sync.Following` asks. For one thread at a time."""
+class VersionVote:
+    """What `hps.node.version_sync.VersionSync` asks. For one thread at a time."""
 
-    def __init__(self, nodes: Nodes, chosen: Mapping[str, int | None] | None) -> None:
+    def __init__(self, nodes: NodeRegistry, chosen: Mapping[str, int | None] | None) -> None:
         """``chosen``: the models to serve, and the version of each where one is stated; None: all there
         are."""
         self._nodes = nodes

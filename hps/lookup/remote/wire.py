@@ -23,7 +23,7 @@ _UINT8, _UINT64 = np.dtype("u1"), np.dtype("<u8")
 _REMOTE = bytes([Source.REMOTE])
 
 
-class _Share(NamedTuple):
+class _ResponseSlice(NamedTuple):
     """One name's part of an answer: where its ``keys`` stand among all, and its vectors, of ``shape``, ``at``
     a byte; ``aligned`` there to their numbers' size."""
 
@@ -35,7 +35,7 @@ class _Share(NamedTuple):
     aligned: bool
 
 
-class Asked:
+class LookupRequestTemplate:
     """Lookups of one version of a model that have the same names and sizes. Any number of threads may use
     it."""
 
@@ -86,7 +86,7 @@ class Asked:
             dtype = table.dtype.newbyteorder("<")
             keys, at = slice(self._keys, self._keys + count), self._size
             is_aligned = at % dtype.itemsize == 0
-            shares.append(_Share(name, keys, at, (rows, table.dim), dtype, is_aligned))
+            shares.append(_ResponseSlice(name, keys, at, (rows, table.dim), dtype, is_aligned))
             self._keys += count
             self._size += rows * table.row_bytes
         self._shares = tuple(shares)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hps.errors import ModelError
 from hps.models.importers.arrays import block_rows
 from hps.models.importers.plan import Chunk, ImportPlan, ImportTable, TableChoice, table_name
-from hps.models.stamp import Stamp
+from hps.models.stamp import FileStamp
 from hps.types import KeyArray, as_keys
 
 _BUFFER_BYTES = 1 << 20
@@ -36,7 +36,7 @@ def plan_parquet(path: Path, choices: Sequence[TableChoice]) -> ImportPlan:
 
 def _table(path: Path, choice: TableChoice) -> ImportTable:
     files = _files(path, choice)
-    stamps = tuple(Stamp.of(file) for file in files if file.exists())
+    stamps = tuple(FileStamp.of(file) for file in files if file.exists())
     name = choice.name or table_name(files[0].stem)
     opened = [_open(file) for file in files]
     schema = opened[0].schema_arrow

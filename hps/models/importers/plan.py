@@ -20,7 +20,7 @@ from hps.models.importers.arrays import (
     to_float32,
     to_keys,
 )
-from hps.models.stamp import Stamp
+from hps.models.stamp import FileStamp
 from hps.types import KeyArray
 
 Chunk = tuple[KeyArray, NDArray[np.float32]]
@@ -58,7 +58,7 @@ class ImportTable:
     rows: int
     chunks: Callable[[], Iterator[Chunk]]
     parts: tuple[tuple[str, int], ...] = ()
-    stamps: tuple[Stamp, ...] = ()
+    stamps: tuple[FileStamp, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +168,13 @@ def _table(file: ArrayFile, choice: TableChoice) -> ImportTable:
         rows,
         lambda: _chunks(arrays, keys),
         parts if len(arrays) > 1 and keys is None else (),
-        (Stamp.of(file.path),),
+        (FileStamp.of(file.path),),
     )
 
 
 def _chunks(arrays: list[StoredArray], keys: StoredArray | None) -> Iterator[Chunk]:
     step = block_rows(arrays[0].shape[1])
-    given = None if keys is None else _Reader(keys, step)
+    given = None if keys is None else _KeyReader(keys, step)
     row = 0
     for array in arrays:
         for block in array.blocks(step):
@@ -185,7 +185,7 @@ def _chunks(arrays: list[StoredArray], keys: StoredArray | None) -> Iterator[Chu
             row += n
 
 
-class _Reader:
+class _KeyReader:
     """Takes keys off an array in amounts of the caller's choice."""
 
     def __init__(self, array: StoredArray, step: int) -> None:

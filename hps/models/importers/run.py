@@ -46,7 +46,7 @@ def import_model(
         spec,
         version,
         {
-            table.name: _Rows(plan.source, table, shown, allow_nan=allow_nan)
+            table.name: _CheckedChunks(plan.source, table, shown, allow_nan=allow_nan)
             for table in plan.tables
         },
         dense=dense,
@@ -127,7 +127,7 @@ def _check_tables(spec: ModelSpec, plan: ImportPlan) -> None:
             )
 
 
-class _Rows:
+class _CheckedChunks:
     """Iterable of a table's chunks that reports progress and refuses broken values."""
 
     def __init__(

@@ -18,7 +18,7 @@ import numpy as np
 from hps.errors import ModelError
 from hps.models.importers.arrays import ArrayFile, StoredArray, empty, stored
 from hps.models.importers.npz import data_offset, open_zip
-from hps.models.importers.torch_pickle import Tensor, read_pickle
+from hps.models.importers.torch_pickle import TorchTensor, read_pickle
 
 _MAX_PICKLE = 64 << 20
 _MAX_DEPTH = 64
@@ -91,13 +91,13 @@ def _read(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
         ) from error
 
 
-def _tensors(path: Path, tree: Any) -> Iterator[tuple[str, Tensor]]:
+def _tensors(path: Path, tree: Any) -> Iterator[tuple[str, TorchTensor]]:
     """Depth first, without recursion: a hostile file may nest deeper than Python's stack."""
     stack = [(tree, "", 0)]
     seen: set[int] = set()
     while stack:
         node, name, depth = stack.pop()
-        if isinstance(node, Tensor):
+        if isinstance(node, TorchTensor):
             yield name, node
         elif isinstance(node, (Mapping, list, tuple)) and id(node) not in seen:
             if depth == _MAX_DEPTH:
@@ -111,7 +111,7 @@ def _tensors(path: Path, tree: Any) -> Iterator[tuple[str, Tensor]]:
 def _array(
     path: Path,
     name: str,
-    tensor: Tensor,
+    tensor: TorchTensor,
     entries: Mapping[str, zipfile.ZipInfo],
     prefix: str,
     order: str,

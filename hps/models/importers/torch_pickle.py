@@ -62,11 +62,11 @@ _LONG_NAMES = {
 }
 
 
-class Refused(pickle.UnpicklingError):
+class ForbiddenPickle(pickle.UnpicklingError):
     """The pickle names something that is not part of a tensor's description."""
 
 
-class Storage(NamedTuple):
+class TorchStorage(NamedTuple):
     """The bytes ``data/<key>`` of the archive, ``elements`` of ``dtype``."""
 
     key: str
@@ -75,10 +75,10 @@ class Storage(NamedTuple):
     elements: int
 
 
-class Tensor(NamedTuple):
+class TorchTensor(NamedTuple):
     """A view of a storage; offset and strides in elements of ``dtype``."""
 
-    storage: Storage
+    storage: TorchStorage
     dtype: str
     stored: str
     offset: int
@@ -95,7 +95,7 @@ class _DType(NamedTuple):
     name: str
 
 
-class _Name(NamedTuple):
+class _AllowedGlobal(NamedTuple):
     """A name that may be called, and what stands in for it."""
 
     text: str
@@ -104,32 +104,34 @@ class _Name(NamedTuple):
 
 def _integers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or len(values) > _MAX_TENSOR_DIMS:
-        raise Refused("a tensor's sizes are not a tuple")
+        raise ForbiddenPickle("a tensor's sizes are not a tuple")
     if not all(type(v) is int and 0 <= v < 1 << 62 for v in values):
-        raise Refused("a tensor has a size or stride that is not a natural number")
+        raise ForbiddenPickle("a tensor has a size or stride that is not a natural number")
     return tuple(values)
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_rest: Any) -> Tensor:
-    if not isinstance(storage, Storage):
-        raise Refused("a tensor without a storage")
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_rest: Any) -> TorchTensor:
+    if not isinstance(storage, TorchStorage):
+        raise ForbiddenPickle("a tensor without a storage")
     return _view(storage, offset, size, stride, storage.dtype, storage.stored)
 
 
 def _tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
-) -> Tensor:
-    if not isinstance(storage, Storage) or not isinstance(dtype, _DType):
-        raise Refused("a tensor without a storage or dtype")
+) -> TorchTensor:
+    if not isinstance(storage, TorchStorage) or not isinstance(dtype, _DType):
+        raise ForbiddenPickle("a tensor without a storage or dtype")
     return _view(storage, offset, size, stride, dtype.name, DTYPES[dtype.name])
 
 
-def _view(storage: Storage, offset: Any, size: Any, stride: Any, dtype: str, stored: str) -> Tensor:
+def _view(
+    storage: TorchStorage, offset: Any, size: Any, stride: Any, dtype: str, stored: str
+) -> TorchTensor:
     sizes, strides = _integers(size), _integers(stride)
     (start,) = _integers((offset,))
     if len(sizes) != len(strides):
-        raise Refused("a tensor whose sizes and strides differ in number")
-    return Tensor(storage, _LONG_NAMES.get(dtype, dtype), stored, start, sizes, strides)
+        raise ForbiddenPickle("a tensor whose sizes and strides differ in number")
+    return TorchTensor(storage, _LONG_NAMES.get(dtype, dtype), stored, start, sizes, strides)
 
 
 def _parameter(data: Any, *_rest: Any) -> Any:
@@ -148,15 +150,15 @@ _ALLOWED: dict[str, Callable[..., Any]] = {
 }
 
 
-def _named(module: str, name: str) -> _Name | _StorageType | _DType:
+def _named(module: str, name: str) -> _AllowedGlobal | _StorageType | _DType:
     text = f"{module}.{name}"
     if text in _ALLOWED:
-        return _Name(text, _ALLOWED[text])
+        return _AllowedGlobal(text, _ALLOWED[text])
     if module in ("torch", "torch.storage") and name in STORAGES:
         return _StorageType(*STORAGES[name])
     if module == "torch" and name in DTYPES:
         return _DType(name)
-    raise Refused(f"the pickle names {text[:200]}")
+    raise ForbiddenPickle(f"the pickle names {text[:200]}")
 
 
 def _is_key(key: Any) -> bool:
@@ -170,7 +172,7 @@ def _is_key(key: Any) -> bool:
     return key is None or type(key) in (str, bytes, bool, float)
 
 
-class _Machine:
+class _PickleMachine:
     """The stack, the marks in it and the memo of a pickle that is being read."""
 
     def __init__(self) -> None:
@@ -186,7 +188,7 @@ class _Machine:
     def top(self, kind: type) -> Any:
         """What is to be filled, of type ``kind``."""
         if type(self.stack[-1]) is not kind:
-            raise Refused(f"the pickle wants to alter what is no {kind.__name__}")
+            raise ForbiddenPickle(f"the pickle wants to alter what is no {kind.__name__}")
         return self.stack[-1]
 
     def since_mark(self) -> list[Any]:
@@ -199,15 +201,17 @@ class _Machine:
         target = self.top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not _is_key(key):
-                raise Refused(f"the pickle has a dict with a {type(key).__name__} for a key")
+                raise ForbiddenPickle(
+                    f"the pickle has a dict with a {type(key).__name__} for a key"
+                )
             target[key] = value
 
     def reduce(self) -> Any:
         args, function = self.pop(), self.pop()
-        if type(function) is not _Name or type(args) is not tuple:
-            raise Refused("the pickle calls what is no function")
+        if type(function) is not _AllowedGlobal or type(args) is not tuple:
+            raise ForbiddenPickle("the pickle calls what is no function")
         if function.call is dict and args:
-            raise Refused("the pickle fills an OrderedDict at once")
+            raise ForbiddenPickle("the pickle fills an OrderedDict at once")
         return function.call(*args)
 
     def build(self) -> None:
@@ -218,26 +222,26 @@ class _Machine:
     def stack_global(self) -> Any:
         name, module = self.pop(), self.pop()
         if type(name) is not str or type(module) is not str:
-            raise Refused("the pickle names what is no text")
+            raise ForbiddenPickle("the pickle names what is no text")
         return _named(module, name)
 
     def memoize(self, number: int) -> None:
         self.memo[number] = self.stack[-1]
 
 
-def _storage(pid: Any) -> Storage:
+def _storage(pid: Any) -> TorchStorage:
     match pid:
         case ("storage", _StorageType() as kind, str(key), str(), int(count)) if count >= 0:
-            return Storage(key, kind.dtype, kind.stored, count)
-    raise Refused("the pickle refers to something that is no storage")
+            return TorchStorage(key, kind.dtype, kind.stored, count)
+    raise ForbiddenPickle("the pickle refers to something that is no storage")
 
 
-def _values(*names: str) -> dict[str, Callable[[_Machine, Any], Any]]:
+def _values(*names: str) -> dict[str, Callable[[_PickleMachine, Any], Any]]:
     return dict.fromkeys(names, lambda _m, value: value)
 
 
 # Operations that push what they make of the machine and their argument.
-_PUSHING: dict[str, Callable[[_Machine, Any], Any]] = {
+_PUSHING: dict[str, Callable[[_PickleMachine, Any], Any]] = {
     **_values("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
     **_values("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
     **_values("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
@@ -259,13 +263,13 @@ _PUSHING: dict[str, Callable[[_Machine, Any], Any]] = {
     "BINPERSID": lambda m, _a: _storage(m.pop()),
 }
 # Operations that alter what is there.
-_ALTERING: dict[str, Callable[[_Machine, Any], Any]] = {
+_ALTERING: dict[str, Callable[[_PickleMachine, Any], Any]] = {
     "PROTO": lambda _m, _a: None,
     "FRAME": lambda _m, _a: None,
     "STOP": lambda _m, _a: None,
     "MARK": lambda m, _a: m.marks.append(len(m.stack)),
-    "BINPUT": _Machine.memoize,
-    "LONG_BINPUT": _Machine.memoize,
+    "BINPUT": _PickleMachine.memoize,
+    "LONG_BINPUT": _PickleMachine.memoize,
     "MEMOIZE": lambda m, _a: m.memoize(len(m.memo)),
     "APPEND": lambda m, _a: (item := m.pop(), m.top(list).append(item)),
     "APPENDS": lambda m, _a: (items := m.since_mark(), m.top(list).extend(items)),
@@ -276,21 +280,21 @@ _ALTERING: dict[str, Callable[[_Machine, Any], Any]] = {
 
 
 def read_pickle(data: bytes) -> Any:
-    """The checkpoint's object with every tensor as a `Tensor`; raises pickle.UnpicklingError."""
-    machine = _Machine()
+    """The checkpoint's object with every tensor as a `TorchTensor`; raises pickle.UnpicklingError."""
+    machine = _PickleMachine()
     try:
         for count, (operation, argument, _at) in enumerate(pickletools.genops(data)):
             name = operation.name
             if count >= _MAX_OPERATIONS:
-                raise Refused(f"the pickle has more than {_MAX_OPERATIONS} operations")
+                raise ForbiddenPickle(f"the pickle has more than {_MAX_OPERATIONS} operations")
             if (push := _PUSHING.get(name)) is not None:
                 machine.stack.append(push(machine, argument))
             elif (alter := _ALTERING.get(name)) is not None:
                 alter(machine, argument)
             else:
-                raise Refused(f"the pickle has the operation {name}, which no tensor needs")
+                raise ForbiddenPickle(f"the pickle has the operation {name}, which no tensor needs")
         return machine.pop()
-    except Refused:
+    except ForbiddenPickle:
         raise
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise pickle.UnpicklingError(f"the pickle is damaged: {error!r}") from error

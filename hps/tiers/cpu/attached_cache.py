@@ -15,7 +15,7 @@ from hps.errors import TierError
 from hps.tiers.bags import Ask, Bags
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu.reads import CacheReads
-from hps.tiers.cpu.segments import SHARED_MEMORY, Reader, attach, catalog
+from hps.tiers.cpu.segments import SHARED_MEMORY, CacheReaderLock, attach, catalog
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class AttachedCache(CacheReads):
         self._path = folder / f"hps.{name}"
         self._seen: tuple[int, int] | None = None
         self._files: dict[str, str] = {}
-        self._registered: Reader | None = None
+        self._registered: CacheReaderLock | None = None
         self._look_at = 0.0
         self._lock = Lock()
         self._look()
@@ -147,4 +147,4 @@ class AttachedCache(CacheReads):
         if seen:
             self._unregister()  # the owner may be another one, with a folder of its own
             with contextlib.suppress(OSError):
-                self._registered = Reader(self._path)
+                self._registered = CacheReaderLock(self._path)

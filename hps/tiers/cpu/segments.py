@@ -193,7 +193,7 @@ class Segments:
         self._lock.release()
 
 
-class Reader:
+class CacheReaderLock:
     """This process as a reader of ``path``, for the owner to count. Raises OSError."""
 
     def __init__(self, path: Path) -> None:

@@ -9,17 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from hps.cuda.fetch import PARTS, Direct, Workspace
+from hps.cuda.fetch import PARTS, DirectFetch, FetchWorkspace
 from hps.cuda.layout import NO_ROW
 from hps.cuda.memory import buffers
 from hps.cuda.pool import RowBags, pool, pool_rows
-from hps.cuda.prepared import FixedBags, FixedRows, Prepared, PreparedFetch, PreparedRows
-from hps.cuda.refill import PreparedRefill
+from hps.cuda.prepared import (
+    FixedBags,
+    FixedRows,
+    PreparedFetch,
+    PreparedPooling,
+    PreparedRowPooling,
+)
+from hps.cuda.refill import PreparedMissFill
 from hps.cuda.table import GpuTable
 from hps.errors import TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu.checks import (
-    Pooling,
+    DevicePooling,
     check_part,
     check_pooling,
     check_there,
@@ -58,11 +64,11 @@ class GpuCache(GpuTables):
     ) -> None:
         super().__init__(device)
         self._clock = clock
-        self._workspaces: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
-        self.direct = Direct(self._readers)
+        self._workspaces: queue.SimpleQueue[FetchWorkspace] = queue.SimpleQueue()
+        self.direct = DirectFetch(self._readers)
         with self._device, buffers(f"{workspaces} workspaces"):
             for _ in range(workspaces):
-                self._workspaces.put(Workspace())
+                self._workspaces.put(FetchWorkspace())
         for table, rows in capacities.items():
             self.add_table(table, rows)
 
@@ -95,10 +101,10 @@ class GpuCache(GpuTables):
             finally:
                 self._workspaces.put(space)
 
-    def pool(self, asks: Sequence[Pooling], stream: Any = None) -> bool:
-        """Pool every table's keys straight into ``out``; see `Pooling`. False when a key has no row here, be
-        it deleted: what is in the outs has no meaning then. Counts as a use of the keys. Thread-safe as
-        `fetch`, and waits for its stream as that does."""
+    def pool(self, asks: Sequence[DevicePooling], stream: Any = None) -> bool:
+        """Pool every table's keys straight into ``out``; see `DevicePooling`. False when a key has no
+        row here, be it deleted: what is in the outs has no meaning then. Counts as a use of the keys.
+        Thread-safe as `fetch`, and waits for its stream as that does."""
         bags = []
         for each in asks:
             table = self._tables.get(each.table)
@@ -134,7 +140,9 @@ class GpuCache(GpuTables):
                 self.direct.fetch(held, cp.asarray(keys), out, misses, form=2, stamp=False)
         return out
 
-    def prepare(self, asks: Sequence[tuple[EmbeddingTable, int, int, bool, Any]]) -> Prepared:
+    def prepare(
+        self, asks: Sequence[tuple[EmbeddingTable, int, int, bool, Any]]
+    ) -> PreparedPooling:
         """Poolings to be repeated with other keys: per table how many keys, how many a bag, whether their
         mean is wanted, and ``out``. Of tables that are kept here, and stay."""
         fixed = [
@@ -142,7 +150,7 @@ class GpuCache(GpuTables):
             for table, n, hotness, mean, out in asks
         ]
         with self._device:
-            return Prepared(self._readers, fixed)
+            return PreparedPooling(self._readers, fixed)
 
     def prepare_fetch(self, asks: Sequence[tuple[EmbeddingTable, int]]) -> PreparedFetch:
         """Fetches to be repeated with other keys: per table how many. Of tables as for `prepare`."""
@@ -151,15 +159,15 @@ class GpuCache(GpuTables):
 
     def prepare_refill(
         self, fetch: PreparedFetch, tables: Sequence[EmbeddingTable], source: Source
-    ) -> PreparedRefill:
+    ) -> PreparedMissFill:
         """Rows from the host for what a prepared fetch of ``tables`` lacked."""
         with self._device:
-            return PreparedRefill(fetch, tables, int(source))
+            return PreparedMissFill(fetch, tables, int(source))
 
-    def prepare_rows(self, asks: Sequence[FixedRows]) -> PreparedRows:
+    def prepare_rows(self, asks: Sequence[FixedRows]) -> PreparedRowPooling:
         """Poolings of what a prepared fetch found."""
         with self._device:
-            return PreparedRows(asks)
+            return PreparedRowPooling(asks)
 
     def pool_rows(self, asks: Sequence[RowBags], stream: Any) -> None:
         """Pool rows that were fetched, on ``stream``; waits for it. Thread-safe as `fetch`."""
@@ -170,7 +178,7 @@ class GpuCache(GpuTables):
             finally:
                 self._workspaces.put(space)
 
-    def _workspace(self, ctx: FetchContext) -> Workspace:
+    def _workspace(self, ctx: FetchContext) -> FetchWorkspace:
         wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())
         try:
             return self._workspaces.get(timeout=wait)

@@ -32,7 +32,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Pooling:
+class DevicePooling:
     """One table's share of a pooling on the device: bags of ``keys`` (arrays as for a fetch; offsets int64,
     weights float32), their ``combiner``, and ``out (batch, dim)`` on the device."""
 
@@ -42,7 +42,7 @@ class Pooling:
     out: Any
 
 
-def check_pooling(ask: Pooling, device: int) -> Pooling:
+def check_pooling(ask: DevicePooling, device: int) -> DevicePooling:
     """Check every array of ``ask``; what offsets on the device say is not looked at. Returns ``ask``, other
     libraries' arrays replaced by views of them."""
     table, bags = ask.table, ask.keys
@@ -66,7 +66,7 @@ def check_pooling(ask: Pooling, device: int) -> Pooling:
         raise BadRequest(f"table {table.id}: out must be on device {device}, got a NumPy array")
     if keys is bags.keys and weights is bags.weights and offsets is bags.offsets and out is ask.out:
         return ask
-    return Pooling(table, JaggedKeys(keys, bags.batch, offsets, weights), ask.combiner, out)
+    return DevicePooling(table, JaggedKeys(keys, bags.batch, offsets, weights), ask.combiner, out)
 
 
 def _are_offsets(offsets: NDArray[np.int64], n: int) -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from hps.cuda.launch import SCATTER_ARGS, UNANSWERED
-from hps.cuda.loader import Struct, cupy
-from hps.cuda.scatter import Answers, scatter
-from hps.cuda.staging import Staging
+from hps.cuda.loader import KernelStruct, cupy
+from hps.cuda.scatter import ScatterInputs, scatter
+from hps.cuda.staging import StagingBuffer
 from hps.errors import TierTimeout
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
@@ -37,10 +37,10 @@ class HostBridge:
     def __init__(self, inner: Tier, *, device: int = 0, workspaces: int = 4) -> None:
         self.inner = inner
         self._device = cupy().cuda.Device(device)
-        self._spaces: queue.SimpleQueue[_Space] = queue.SimpleQueue()
+        self._spaces: queue.SimpleQueue[_BridgeBuffer] = queue.SimpleQueue()
         with self._device:
             for _ in range(workspaces):
-                self._spaces.put(_Space())
+                self._spaces.put(_BridgeBuffer())
 
     @property
     def info(self) -> TierInfo:
@@ -75,7 +75,7 @@ class HostBridge:
             finally:
                 self._spaces.put(space)
 
-    def _space(self, ctx: FetchContext) -> _Space:
+    def _space(self, ctx: FetchContext) -> _BridgeBuffer:
         wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())
         try:
             return self._spaces.get(timeout=wait)
@@ -120,32 +120,32 @@ def _once(keys: KeyArray) -> _Wanted:
     return (keys, None) if len(unique) == len(keys) else (unique, picks)
 
 
-class _Space:
+class _BridgeBuffer:
     """Pinned memory of one fetch at a time, free again when its launch has ended."""
 
     def __init__(self) -> None:
         cp = cupy()
-        self._staging = Staging()
-        self._args = Struct(SCATTER_ARGS)
+        self._staging = StagingBuffer()
+        self._args = KernelStruct(SCATTER_ARGS)
         self._sent = cp.cuda.Event(block=True, disable_timing=True)
 
-    def begin(self, parts: Sequence[Part], wanted: Sequence[_Wanted]) -> list[Answers]:
+    def begin(self, parts: Sequence[Part], wanted: Sequence[_Wanted]) -> list[ScatterInputs]:
         """Room for what ``parts`` miss: nothing answered yet."""
         self._sent.synchronize()
         both = list(zip(parts, wanted, strict=True))
         self._staging.begin(
-            sum(Answers.bytes(p.table, len(keys), len(p.missing)) for p, (keys, _) in both)
+            sum(ScatterInputs.bytes(p.table, len(keys), len(p.missing)) for p, (keys, _) in both)
         )
         answers = []
         for part, (keys, picks) in both:
-            answer = Answers.make(self._staging, part.table, len(keys), part.missing, picks)
+            answer = ScatterInputs.make(self._staging, part.table, len(keys), part.missing, picks)
             answer.sources[:] = 0
             answer.versions[:] = 0
             answers.append(answer)
         return answers
 
     def send(
-        self, stream: Any, answers: list[Answers], targets: list[tuple[Any, Any, Any]]
+        self, stream: Any, answers: list[ScatterInputs], targets: list[tuple[Any, Any, Any]]
     ) -> None:
         self._staging.send(stream)
         scatter(self._args, stream, answers, targets)

@@ -8,25 +8,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.fetch import Ask
-from hps.cuda.pool import Bags
+from hps.cuda.fetch import FetchArguments
+from hps.cuda.pool import KernelBags
 from hps.cuda.table import GpuTable
 from hps.tiers.base import Part
-from hps.tiers.gpu.checks import Pooling
+from hps.tiers.gpu.checks import DevicePooling
 from hps.types import IndexArray, KeyArray, oldest_tombstone
 
 
-def ask_of(part: Part, table: GpuTable, now: float) -> Ask:
+def ask_of(part: Part, table: GpuTable, now: float) -> FetchArguments:
     """What ``part``, of which something is missing, asks of ``table`` at the instant ``now``."""
     n = len(part.missing)
     positions = None if n == len(part.keys) else part.missing
     oldest = oldest_tombstone(part.table, now)
-    return Ask(table, part.keys, positions, part.out, part.versions, part.source, n, oldest)
+    return FetchArguments(
+        table, part.keys, positions, part.out, part.versions, part.source, n, oldest
+    )
 
 
-def bags_of(table: GpuTable, ask: Pooling) -> Bags:
+def bags_of(table: GpuTable, ask: DevicePooling) -> KernelBags:
     keys, mean = ask.keys, ask.combiner == "mean"
-    return Bags(table, keys.keys, keys.offsets, keys.weights, ask.out, keys.hotness or 0, mean)
+    return KernelBags(
+        table, keys.keys, keys.offsets, keys.weights, ask.out, keys.hotness or 0, mean
+    )
 
 
 def hand_out(parts: Sequence[Part], misses: NDArray[np.uint32]) -> None:

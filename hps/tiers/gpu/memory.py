@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from hps.tiers.background_refresh import Remembered
+from hps.tiers.background_refresh import BackgroundValue
 
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 5.0
 
 
-class Memory(NamedTuple):
+class GpuMemoryUsage(NamedTuple):
     """A device's memory in bytes, and its UUID as NVIDIA's tools show it."""
 
     gpu: int
@@ -28,7 +28,7 @@ class Memory(NamedTuple):
 
 def publish_memory(metrics: Metrics, devices: Sequence[int], resources: ExitStack) -> None:
     """Gauges of it, looked at in the background; ``resources`` ends that."""
-    memory = Remembered(partial(_look, devices), _LOOK_EVERY_S, "gpu-memory")
+    memory = BackgroundValue(partial(_look, devices), _LOOK_EVERY_S, "gpu-memory")
     resources.callback(memory.close)
 
     def read(which: str) -> list[tuple[tuple[str, ...], float]]:
@@ -38,7 +38,7 @@ def publish_memory(metrics: Metrics, devices: Sequence[int], resources: ExitStac
     metrics.gauges(m.GPU_MEMORY_TOTAL, partial(read, "total"))
 
 
-def _look(devices: Sequence[int]) -> list[Memory]:
+def _look(devices: Sequence[int]) -> list[GpuMemoryUsage]:
     """Of those that answer: a device that fails is told of by its absence."""
     found = []
     for device in devices:
@@ -49,7 +49,7 @@ def _look(devices: Sequence[int]) -> list[Memory]:
     return found
 
 
-def look(device: int) -> Memory:
+def look(device: int) -> GpuMemoryUsage:
     from hps.cuda.memory import device_memory
 
-    return Memory(device, *device_memory(device))
+    return GpuMemoryUsage(device, *device_memory(device))

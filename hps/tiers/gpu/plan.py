@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hps.cuda.layout import Policy, Shape, shape_of
+from hps.cuda.layout import EvictionPolicy, GpuTableShape, shape_of
 from hps.errors import ConfigError
 from hps.tiers.capacity import EMPTY_TABLE_ROWS
 from hps.types import EmbeddingTable
@@ -15,38 +15,38 @@ _STEPS = 40  # of the bisection: a share to 12 digits
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class GpuTableRequest:
     """What is wanted of one table that has ``table_rows`` rows: a capacity in ``rows`` or as a ``share`` of
     them, if it is to have one of its own; ``static``: all of them."""
 
     table_rows: int
     rows: int | None = None
     share: float | None = None
-    policy: Policy = Policy.LRU
+    policy: EvictionPolicy = EvictionPolicy.LRU
     static: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GpuTablePlan:
     """One table's place in the cache: ``rows`` (0: none), ``host_rows`` of them in pinned host memory."""
 
     rows: int
     host_rows: int
-    policy: Policy
+    policy: EvictionPolicy
     static: bool
 
-    def shape(self, table: EmbeddingTable) -> Shape | None:
+    def shape(self, table: EmbeddingTable) -> GpuTableShape | None:
         if not self.rows:
             return None
-        scored = self.policy is Policy.SCORE
+        scored = self.policy is EvictionPolicy.SCORE
         return shape_of(table, self.rows, self.host_rows, static=self.static, scored=scored)
 
 
-Plan = dict[EmbeddingTable, Place]
+Plan = dict[EmbeddingTable, GpuTablePlan]
 
 
 def plan_gpu(
-    wishes: Mapping[EmbeddingTable, Wish],
+    wishes: Mapping[EmbeddingTable, GpuTableRequest],
     *,
     capacity_bytes: int,
     host_bytes: int = 0,
@@ -107,7 +107,7 @@ def host_bytes_of(plan: Plan) -> int:
     return sum(s.host_bytes for t, p in plan.items() if (s := p.shape(t)) is not None)
 
 
-def _is_stated(wish: Wish) -> bool:
+def _is_stated(wish: GpuTableRequest) -> bool:
     return wish.static or wish.rows is not None or wish.share is not None
 
 
@@ -115,13 +115,15 @@ def _fits(plan: Plan, capacity_bytes: int) -> bool:
     return device_bytes(plan) <= capacity_bytes
 
 
-def _plan_at(wishes: Mapping[EmbeddingTable, Wish], share: float, host_bytes: int) -> Plan:
+def _plan_at(
+    wishes: Mapping[EmbeddingTable, GpuTableRequest], share: float, host_bytes: int
+) -> Plan:
     rows = {table: _rows(wish, share) for table, wish in wishes.items()}
     movable = [table for table, wish in wishes.items() if not wish.static]
     total = sum(_row_bytes(movable, rows))
     part = min(1.0, host_bytes / total) if total else 0.0
     return {
-        table: Place(
+        table: GpuTablePlan(
             rows[table],
             0 if wish.static else int(part * rows[table]),
             wish.policy,
@@ -131,7 +133,7 @@ def _plan_at(wishes: Mapping[EmbeddingTable, Wish], share: float, host_bytes: in
     }
 
 
-def _rows(wish: Wish, share: float) -> int:
+def _rows(wish: GpuTableRequest, share: float) -> int:
     has = wish.table_rows
     if wish.static:
         return has

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.cuda.loader import cupy
-from hps.cuda.recording import Recording, record
+from hps.cuda.recording import CudaGraph, record
 from hps.tiers.base import Part
 from hps.types import EmbeddingTable, KeyArray
 
@@ -76,7 +76,7 @@ class DeviceSpace:
         """Copy ``array`` into ``to``, as large and in pinned memory, without waiting."""
         self.copy(to.ctypes.data, array.data.ptr, to.nbytes, stream)
 
-    def record(self, stream: Any, work: Callable[[], None]) -> Recording | None:
+    def record(self, stream: Any, work: Callable[[], None]) -> CudaGraph | None:
         """See `record` of `hps/cuda/recording.py`."""
         with self.device:
             return record(stream, work)

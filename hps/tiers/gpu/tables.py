@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.layout import Policy
+from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.cuda.memory import buffers
-from hps.cuda.readers import Readers
+from hps.cuda.readers import ReaderEvents
 from hps.cuda.table import GpuTable
-from hps.cuda.writer import Writer
+from hps.cuda.writer import GpuTableWriter
 from hps.errors import BadRequest, ConfigError
 from hps.tiers.gpu.space import DeviceSpace
 from hps.tiers.ranking import hottest
@@ -31,15 +31,15 @@ class GpuTables:
         self.space = DeviceSpace(device)
         self._tables: dict[EmbeddingTable, GpuTable] = {}
         with self._device, buffers("its writer"):
-            self._readers = Readers()
-            self._writer = Writer(self._readers)
+            self._readers = ReaderEvents()
+            self._writer = GpuTableWriter(self._readers)
 
     def add_table(
         self,
         table: EmbeddingTable,
         rows: int,
         *,
-        policy: Policy = Policy.LRU,
+        policy: EvictionPolicy = EvictionPolicy.LRU,
         host_rows: int = 0,
         static: bool = False,
         **clock: Any,
@@ -117,7 +117,7 @@ class GpuTables:
         self, table: EmbeddingTable, least: int = 0, *, with_versions: bool = True
     ) -> tuple[Any, Any, Any, Any]:
         """Device arrays keys, vectors, versions (or None) and scores (uint64) of the rows with a score of at
-        least ``least`` (see `Policy`)."""
+        least ``least`` (see `EvictionPolicy`)."""
         with self._device:
             stream = self._writer.stream
             return self.held(table).export(stream, least, with_versions=with_versions)

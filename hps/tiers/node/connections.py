@@ -13,7 +13,7 @@ from typing import Any
 from hps.errors import TierError, TierMisfit, TierTimeout, Unavailable
 from hps.tiers.node import frames
 from hps.tiers.node.followers import Report
-from hps.tiers.node.frames import Kind, Pieces
+from hps.tiers.node.frames import FrameKind, Pieces
 from hps.types import EmbeddingTable
 
 NAME = "node"
@@ -21,7 +21,7 @@ NAME = "node"
 _CONNECT_S = 5.0
 
 
-class Connections:
+class NodeConnectionPool:
     """To the node whose socket is ``path``. One is made when a request finds none free; ``tables`` are those
     that may be asked for, by their position.
 
@@ -41,10 +41,10 @@ class Connections:
             "tables": [[table.id, table.dim, table.dtype.str] for table in self.tables],
         }
         self._timeout_s = timeout_s
-        self._free: deque[_Connection] = deque()
+        self._free: deque[_NodeConnection] = deque()
         self._closed = False
 
-    def request(self, kind: Kind, pieces: Pieces, deadline: float | None = None) -> bytearray:
+    def request(self, kind: FrameKind, pieces: Pieces, deadline: float | None = None) -> bytearray:
         """The answer's payload. ``deadline`` is a ``time.monotonic()`` instant."""
         until = time.monotonic() + self._timeout_s if deadline is None else deadline
         while True:
@@ -65,12 +65,12 @@ class Connections:
     def ask(self, what: str, deadline: float | None = None, **given: Any) -> Any:
         """What the node's process answers to the question ``what``, as JSON has it."""
         question = frames.as_json({"what": what, **given})
-        return frames.read_json(self.request(Kind.ASK, question, deadline))
+        return frames.read_json(self.request(FrameKind.ASK, question, deadline))
 
     def follow(self, report: Report, deadline: float | None = None) -> Any:
         """What the node wants this process to have, having been told how it stands; for one thread alone, so
         that all goes over one connection: see `hps.tiers.node.followers`."""
-        return frames.read_json(self.request(Kind.FOLLOW, frames.as_json(report), deadline))
+        return frames.read_json(self.request(FrameKind.FOLLOW, frames.as_json(report), deadline))
 
     def close(self) -> None:
         """Idempotent. Requests under way end by themselves."""
@@ -79,7 +79,7 @@ class Connections:
             with suppress(IndexError):
                 self._free.popleft().close()
 
-    def _take(self, until: float) -> tuple[_Connection, bool]:
+    def _take(self, until: float) -> tuple[_NodeConnection, bool]:
         """A connection, and whether it was used before."""
         if self._closed:
             raise TierError(NAME, "closed")
@@ -88,11 +88,11 @@ class Connections:
         except IndexError:
             pass
         try:
-            return _Connection(self.path, self._hello, until), False
+            return _NodeConnection(self.path, self._hello, until), False
         except (OSError, frames.BadFrame) as error:
             raise self._failed(error) from None
 
-    def _give_back(self, connection: _Connection) -> None:
+    def _give_back(self, connection: _NodeConnection) -> None:
         self._free.append(connection)
         if self._closed:
             self.close()
@@ -105,7 +105,7 @@ class Connections:
         return TierError(NAME, f"{self.path}: {error or type(error).__name__}")
 
 
-class _Connection:
+class _NodeConnection:
     """One that has been greeted; not thread-safe."""
 
     def __init__(self, path: Path, hello: dict[str, Any], until: float) -> None:
@@ -113,7 +113,7 @@ class _Connection:
         try:
             self._socket.settimeout(min(_CONNECT_S, _left(until)))
             self._socket.connect(str(path))
-            answer = self.request(Kind.HELLO, frames.as_json(hello), until)
+            answer = self.request(FrameKind.HELLO, frames.as_json(hello), until)
             self._check(hello, frames.read_json(self.read(answer)))
         except BaseException:
             self._socket.close()
@@ -133,7 +133,7 @@ class _Connection:
                 NAME, f"the node no longer serves {names} as this process does; start it again"
             )
 
-    def request(self, kind: Kind, pieces: Pieces, until: float) -> tuple[int, bytearray]:
+    def request(self, kind: FrameKind, pieces: Pieces, until: float) -> tuple[int, bytearray]:
         """The kind and the payload of the answer. Raises OSError or BadFrame: it can't be used any more."""
         self._socket.settimeout(_left(until))
         frames.send(self._socket, kind, pieces)
@@ -145,7 +145,7 @@ class _Connection:
     def read(answer: tuple[int, bytearray]) -> bytearray:
         """The payload; raises the error that it tells of."""
         kind, payload = answer
-        if kind == Kind.OK:
+        if kind == FrameKind.OK:
             return payload
         failure = frames.read_json(payload)
         if failure["kind"] == "unavailable":

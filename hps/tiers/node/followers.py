@@ -32,7 +32,7 @@ why it could not be opened; ``leaves``: whether it goes of its own accord."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedVersion:
     """A version of a model, as it was loaded once: when it comes again, it is told by another token."""
 
     model: str
@@ -41,7 +41,7 @@ class Loaded:
 
 
 @dataclass(slots=True)
-class _Follower:
+class _AttachedProcess:
     process: int = 0
     may_hold: set[str] = field(default_factory=set)
     holds: set[str] = field(default_factory=set)
@@ -50,18 +50,18 @@ class _Follower:
     leaves: bool = False
 
 
-class Followers:
+class AttachedProcesses:
     """Those of one node, which serves the versions ``served``, by model. Versions are changed by one thread
     at a time; any number may `report`."""
 
     def __init__(self, served: Mapping[str, int]) -> None:
-        self._served = {name: Loaded(name, version) for name, version in served.items()}
+        self._served = {name: LoadedVersion(name, version) for name, version in served.items()}
         self.fingerprints: dict[str, str] = {}
         """Versions that are served or may be served next, by `ModelVersion.key`; processes open no others."""
-        self._coming: Loaded | None = None
-        self._followers: dict[Hashable, _Follower] = {}
+        self._coming: LoadedVersion | None = None
+        self._followers: dict[Hashable, _AttachedProcess] = {}
         self._deaths: list[
-            tuple[float, _Follower]
+            tuple[float, _AttachedProcess]
         ] = []  # of those that had not opened what is coming
         self._replaced = False
         self._changed = threading.Condition()
@@ -73,7 +73,7 @@ class Followers:
         with self._changed:
             wanted = [*self._served.values(), *([self._coming] if self._coming else [])]
             self._replaced |= bool(self._deaths) and who not in self._followers
-            self._followers[who] = _Follower(
+            self._followers[who] = _AttachedProcess(
                 told["process"],
                 {*told["holds"], *(each.token for each in wanted)},
                 set(told["holds"]),
@@ -110,7 +110,7 @@ class Followers:
         is called now and then."""
         until = time.monotonic() + _OPEN_S
         with self._changed:
-            self._coming = Loaded(model, version)
+            self._coming = LoadedVersion(model, version)
             self._deaths, self._replaced = [], False
             while True:
                 check()
@@ -125,7 +125,7 @@ class Followers:
         with self._changed:
             self._coming = None
 
-    def switch(self) -> Loaded | None:
+    def switch(self) -> LoadedVersion | None:
         """Have them serve what they have opened; returns what that takes the place of."""
         with self._changed:
             coming, self._coming = self._coming, None
@@ -134,7 +134,7 @@ class Followers:
             self._served = {**self._served, coming.model: coming}
             return former
 
-    def drop(self, model: str) -> Loaded:
+    def drop(self, model: str) -> LoadedVersion:
         """Have them serve ``model`` no more; returns what that was."""
         with self._changed:
             former = self._served[model]
@@ -158,12 +158,12 @@ class Followers:
                     return
                 self._changed.wait(_LOOK_S)
 
-    def uses(self, loaded: Loaded) -> bool:
+    def uses(self, loaded: LoadedVersion) -> bool:
         """Whether one of them may be using a version."""
         with self._changed:
             return any(loaded.token in each.may_hold for each in self._followers.values())
 
-    def _lacks(self, follower: _Follower) -> bool:
+    def _lacks(self, follower: _AttachedProcess) -> bool:
         return self._coming is not None and self._coming.token not in follower.holds
 
     def _may_be_replaced(self) -> bool:
@@ -172,7 +172,7 @@ class Followers:
             return False
         return time.monotonic() < self._deaths[0][0] + _REPLACED_S
 
-    def _require(self, waiting: Iterable[_Follower], late: bool) -> None:
+    def _require(self, waiting: Iterable[_AttachedProcess], late: bool) -> None:
         """Raises unless they may still be waited for."""
         coming = self._coming
         assert coming is not None
@@ -196,5 +196,5 @@ class Followers:
                 )
 
 
-def _described(versions: Iterable[Loaded]) -> list[tuple[str, int, str]]:
+def _described(versions: Iterable[LoadedVersion]) -> list[tuple[str, int, str]]:
     return [(each.model, each.version, each.token) for each in versions]

@@ -53,7 +53,7 @@ Pieces = list[Any]
 """What a payload is made of: bytes and C-contiguous arrays."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 0
     FETCH = 1
     PROMOTE = 2
@@ -63,7 +63,7 @@ class Kind(IntEnum):
     FAILED = 65
 
 
-class Closed(ConnectionError):
+class ConnectionEnded(ConnectionError):
     """The other side has ended the connection between two frames."""
 
 
@@ -71,7 +71,7 @@ class BadFrame(Exception):
     """What came is no frame of this protocol."""
 
 
-def send(to: socket.socket, kind: Kind, pieces: Pieces) -> None:
+def send(to: socket.socket, kind: FrameKind, pieces: Pieces) -> None:
     """Send one frame. Raises OSError; ValueError for one that is too large."""
     flat = [view for piece in pieces if (view := _flat(piece)).nbytes]
     size = sum(view.nbytes for view in flat)
@@ -91,7 +91,7 @@ def receive_head(of: socket.socket) -> tuple[int, int]:
     head = bytearray(_HEAD.size)
     got = of.recv_into(head)
     if not got:
-        raise Closed("the other side has closed the connection")
+        raise ConnectionEnded("the other side has closed the connection")
     _fill(of, memoryview(head)[got:])
     size, kind = _HEAD.unpack(head)
     if size > MAX_PAYLOAD:
@@ -187,7 +187,7 @@ def take_answer(
 ) -> list[Any]:
     """Give each part of ``asked`` what the answer holds for the positions (k,) that were asked for; which of
     those are still missing, part by part. Raises BadFrame."""
-    reader = _Reader(payload)
+    reader = _PayloadReader(payload)
     sizes = [len(positions) for _, positions in asked]
     counts = reader.array(np.uint32, len(asked) + len(asked) % 2)[: len(asked)].tolist()
     versions = [reader.array(np.uint64, n) for n in sizes]
@@ -217,7 +217,7 @@ def take_answer(
     return missing
 
 
-class _Reader:
+class _PayloadReader:
     """Arrays out of a payload, one after the other. Raises BadFrame where it ends too early."""
 
     def __init__(self, payload: bytearray) -> None:

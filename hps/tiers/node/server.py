@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from hps.errors import ConfigError, DeadlineExceeded, HpsError, TierTimeout, Unavailable
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.file_lock import FileLock
 from hps.tiers.node import frames
-from hps.tiers.node.followers import Followers
-from hps.tiers.node.frames import Kind, Pieces
+from hps.tiers.node.followers import AttachedProcesses
+from hps.tiers.node.frames import FrameKind, Pieces
 from hps.types import EmbeddingTable, KeyArray
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,9 @@ class NodeServer:
         tables: Callable[[], Iterable[EmbeddingTable]],
         caches: Tier,
         stores: Tier,
-        lane: Workers,
+        lane: BoundedThreadPool,
         promote: Callable[[EmbeddingTable, KeyArray], None],
-        followers: Followers,
+        followers: AttachedProcesses,
         answers: Mapping[str, Answer] | None = None,
     ) -> None:
         self.path = folder / frames.SOCKET
@@ -62,7 +62,7 @@ class NodeServer:
         self.answers = dict(answers or {})
         self._connections: set[socket.socket] = set()
         self._closed = False
-        self._claim = _Claim(folder)
+        self._claim = _FolderLock(folder)
         try:
             self._listener = _listen(self.path)
         except BaseException:
@@ -125,9 +125,9 @@ class NodeServer:
                 try:
                     answer = self._answer(connection, kind, payload, known)
                 except HpsError as error:
-                    frames.send(connection, Kind.FAILED, _failure(error))
+                    frames.send(connection, FrameKind.FAILED, _failure(error))
                 else:
-                    frames.send(connection, Kind.OK, answer)
+                    frames.send(connection, FrameKind.OK, answer)
                 del payload  # an idle connection holds nothing
         except ConnectionError:
             pass  # the other process has ended, or has no more use for it
@@ -151,21 +151,21 @@ class NodeServer:
         known: list[EmbeddingTable | None],
     ) -> Pieces:
         """``known``: the tables by the asker's numbers, from its HELLO on."""
-        if kind == Kind.FETCH:
+        if kind == FrameKind.FETCH:
             parts, left_s = frames.read_fetch(payload, known)
             return self._fetch(parts, left_s)
-        if kind == Kind.PROMOTE:
+        if kind == FrameKind.PROMOTE:
             self._promote(*frames.read_promote(payload, known))
             return []
-        if kind == Kind.ASK:
+        if kind == FrameKind.ASK:
             question = frames.read_json(payload)
             answer = self.answers.get(question["what"])
             if answer is None:
                 raise Unavailable(f"nobody answers {question['what']!r} here now")
             return frames.as_json(answer(question))
-        if kind == Kind.FOLLOW:
+        if kind == FrameKind.FOLLOW:
             return frames.as_json(self._followers.report(connection, frames.read_json(payload)))
-        if kind == Kind.HELLO:
+        if kind == FrameKind.HELLO:
             asked = frames.read_json(payload)
             tables = {(t.id, t.dim, t.dtype.str): t for t in self._tables()}
             known[:] = [tables.get(tuple(each)) for each in asked["tables"]]
@@ -219,7 +219,7 @@ def private_folder(folder: Path) -> None:
         raise ConfigError(f"server.runtime {folder} is open to other users; chmod 700 {folder}")
 
 
-class _Claim:
+class _FolderLock:
     """The folder, which no other node can have while this process has it, however it ends."""
 
     def __init__(self, folder: Path) -> None:

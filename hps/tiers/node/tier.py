@@ -9,19 +9,19 @@ from functools import partial
 import numpy as np
 
 from hps.errors import HpsError, TierError, TierTimeout, Unavailable
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_part
 from hps.tiers.node import frames
-from hps.tiers.node.connections import NAME, Connections
-from hps.tiers.node.frames import Kind
+from hps.tiers.node.connections import NAME, NodeConnectionPool
+from hps.tiers.node.frames import FrameKind
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
 
 _INFO = TierInfo(NAME, Source.REMOTE, blocking=True)
 # Bytes of rows that are asked for at a time: as many as are copied without anybody noticing.
 _ANSWER_BYTES = 8 << 20
 _PROMOTIONS_WAITING = 1_024
-_Way = tuple[Connections, int]
+_Way = tuple[NodeConnectionPool, int]
 """Over which connections to ask for a table, and its number there."""
 
 
@@ -35,7 +35,7 @@ class NodeTier:
 
     def __init__(
         self,
-        connections: Iterable[Connections] = (),
+        connections: Iterable[NodeConnectionPool] = (),
         dropped: Callable[[int], None] = lambda _keys: None,
     ) -> None:
         """Each of ``connections`` is for the tables it has. ``dropped(keys)`` is told of promotions that the
@@ -44,18 +44,18 @@ class NodeTier:
         self._dropped = dropped
         for each in connections:
             self.add(each)
-        self._promotions = Workers(1, _PROMOTIONS_WAITING, name="promote")
+        self._promotions = BoundedThreadPool(1, _PROMOTIONS_WAITING, name="promote")
 
     @property
     def info(self) -> TierInfo:
         return _INFO
 
-    def add(self, connections: Connections) -> None:
+    def add(self, connections: NodeConnectionPool) -> None:
         """Ask over ``connections`` for the tables they have."""
         numbered = {table: (connections, i) for i, table in enumerate(connections.tables)}
         self._ways = self._ways | numbered
 
-    def remove(self, connections: Connections) -> None:
+    def remove(self, connections: NodeConnectionPool) -> None:
         """Ask over ``connections`` no more, and close them."""
         self._ways = {table: way for table, way in self._ways.items() if way[0] is not connections}
         connections.close()
@@ -63,7 +63,7 @@ class NodeTier:
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
             check_part(part)
-        by_way: dict[Connections, list[tuple[Part, int]]] = {}
+        by_way: dict[NodeConnectionPool, list[tuple[Part, int]]] = {}
         for part in parts:
             if len(part.missing) and (way := self._ways.get(part.table)):
                 by_way.setdefault(way[0], []).append((part, way[1]))
@@ -71,7 +71,7 @@ class NodeTier:
             self._fetch_all(connections, known, ctx)
 
     def _fetch_all(
-        self, connections: Connections, known: Sequence[tuple[Part, int]], ctx: FetchContext
+        self, connections: NodeConnectionPool, known: Sequence[tuple[Part, int]], ctx: FetchContext
     ) -> None:
         numbers = {part.table: number for part, number in known}
         left: dict[int, list[IndexArray]] = {}
@@ -85,7 +85,7 @@ class NodeTier:
 
     def _fetch(
         self,
-        connections: Connections,
+        connections: NodeConnectionPool,
         numbers: Mapping[EmbeddingTable, int],
         asked: Sequence[tuple[Part, IndexArray]],
         ctx: FetchContext,
@@ -97,7 +97,7 @@ class NodeTier:
                 raise TierTimeout(NAME, "the request's time is up")
         keys = [(numbers[part.table], part.keys[positions]) for part, positions in asked]
         request = frames.fetch_request(keys, left_s)
-        answer = connections.request(Kind.FETCH, request, ctx.deadline)
+        answer = connections.request(FrameKind.FETCH, request, ctx.deadline)
         try:
             return frames.take_answer(answer, asked, ctx.degraded)
         except frames.BadFrame as error:
@@ -121,7 +121,7 @@ class NodeTier:
             some = keys[start : start + most]
             try:
                 request = frames.promote_request(number, some)
-                connections.request(Kind.PROMOTE, request)
+                connections.request(FrameKind.PROMOTE, request)
             except HpsError:
                 self._dropped(len(some))
 

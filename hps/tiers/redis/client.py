@@ -34,11 +34,17 @@ from redis.exceptions import TimeoutError as Late
 
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, TierTimeout
-from hps.tiers.redis.commands import Command, Receive, read_replies
-from hps.tiers.redis.connection import NAME, Address, Wires, is_retryable, translate
+from hps.tiers.redis.commands import Receive, RedisCommand, read_replies
+from hps.tiers.redis.connection import (
+    NAME,
+    Address,
+    RedisConnectionFactory,
+    is_retryable,
+    translate,
+)
 from hps.tiers.redis.layout import pack
-from hps.tiers.redis.nodes import Leg, Nodes, ready
-from hps.tiers.redis.topology import Topology, topology
+from hps.tiers.redis.nodes import RedisServers, ServerBatch, ready
+from hps.tiers.redis.topology import RedisTopology, topology
 
 # Of a server that has no other to take its place.
 _ATTEMPTS = 3
@@ -54,14 +60,14 @@ class RedisClient:
     May be called from many threads; ``settings.connections`` calls run at a time."""
 
     def __init__(self, settings: RedisSettings, scripts: Iterable[bytes] = ()) -> None:
-        self._wires = Wires(settings)
-        self._topology: Topology = topology(settings, self._wires)
+        self._wires = RedisConnectionFactory(settings)
+        self._topology: RedisTopology = topology(settings, self._wires)
         self._scripts = tuple(scripts)
         self._cluster = settings.mode == "cluster"
         self._timeout_s = settings.timeout_ms / 1000
         self._connections = settings.connections
         self._places = threading.BoundedSemaphore(settings.connections)
-        self._nodes = Nodes(settings, self._wires, self._topology)
+        self._nodes = RedisServers(settings, self._wires, self._topology)
         self._topology.away = self._nodes.problem
         self._process = os.getpid()
         self._closed = False
@@ -87,7 +93,7 @@ class RedisClient:
         partly: bool = False,
     ) -> list[Any]:
         """A command each on its key; the replies. ``partly``: see `run`."""
-        commands = [Command(self.slot(key), pack(*arguments)) for key, arguments in calls]
+        commands = [RedisCommand(self.slot(key), pack(*arguments)) for key, arguments in calls]
         self.run(commands, read_replies, deadline or self.deadline(), partly=partly)
         return [command.reply for command in commands]
 
@@ -100,7 +106,7 @@ class RedisClient:
 
     def call_slot(self, slot: int, *arguments: Any, deadline: float | None = None) -> Any:
         """A command without a key on the server that holds ``slot``."""
-        command = Command(slot, pack(*arguments))
+        command = RedisCommand(slot, pack(*arguments))
         self.run([command], read_replies, deadline or self.deadline())
         return command.reply
 
@@ -115,7 +121,7 @@ class RedisClient:
 
     def run(
         self,
-        commands: Sequence[Command],
+        commands: Sequence[RedisCommand],
         receive: Receive,
         deadline: float,
         *,
@@ -153,7 +159,7 @@ class RedisClient:
 
     # -- attempts ---------------------------------------------------------------------------------
 
-    def _run(self, commands: Sequence[Command], receive: Receive, deadline: float) -> None:
+    def _run(self, commands: Sequence[RedisCommand], receive: Receive, deadline: float) -> None:
         waiting = commands
         for attempt in count(1):
             self._once(waiting, receive, deadline)
@@ -170,7 +176,9 @@ class RedisClient:
             time.sleep(pause)
             self._learn(waiting, deadline)
 
-    def _run_partly(self, commands: Sequence[Command], receive: Receive, deadline: float) -> None:
+    def _run_partly(
+        self, commands: Sequence[RedisCommand], receive: Receive, deadline: float
+    ) -> None:
         now = time.monotonic()
         until = now + _SHARE_OF_PARTLY * (deadline - now)
         waiting = commands
@@ -191,19 +199,19 @@ class RedisClient:
             if all(a in asked or self._nodes.problem(a) for a in self._topology.addresses()):
                 raise self.failure(failed[0])
 
-    def _may_answer(self, command: Command, attempt: int) -> bool:
+    def _may_answer(self, command: RedisCommand, attempt: int) -> bool:
         if self.is_away(command.slot) and not isinstance(command.reply, MovedError):
             return False
         if isinstance(command.reply, ClusterDownError) and attempt >= _ATTEMPTS:
             return False
         return _may_pass(command.reply)
 
-    def failure(self, command: Command) -> TierError:
+    def failure(self, command: RedisCommand) -> TierError:
         """Why the command was not answered."""
         address = command.asking or self._topology.known(command.slot)
         return translate(command.reply, address)
 
-    def _learn(self, failed: Sequence[Command], deadline: float) -> None:
+    def _learn(self, failed: Sequence[RedisCommand], deadline: float) -> None:
         """Where to ask next time."""
         lost = False
         for command in failed:
@@ -223,14 +231,21 @@ class RedisClient:
             self._nodes.forget(self._topology.addresses())
 
     def _once(
-        self, commands: Sequence[Command], receive: Receive, until: float, *, partly: bool = False
+        self,
+        commands: Sequence[RedisCommand],
+        receive: Receive,
+        until: float,
+        *,
+        partly: bool = False,
     ) -> None:
         """One attempt; a command that failed has an exception as its reply. Raises TierTimeout unless
         ``partly``."""
-        legs: list[Leg] = []
+        legs: list[ServerBatch] = []
         try:
             shares = self._by_address(commands, until, partly=partly)
-            legs = [Leg(self._nodes.at(address), share) for address, share in shares.items()]
+            legs = [
+                ServerBatch(self._nodes.at(address), share) for address, share in shares.items()
+            ]
             for leg in sorted(legs, key=lambda leg: not leg.node.idle):
                 self._attempt(leg, self._send, _until(until, partly and len(legs) > 1))
             self._receive(legs, receive, until, partly=partly)
@@ -243,13 +258,13 @@ class RedisClient:
                 raise self.failure(late)
 
     def _receive(
-        self, legs: Sequence[Leg], receive: Receive, until: float, *, partly: bool
+        self, legs: Sequence[ServerBatch], receive: Receive, until: float, *, partly: bool
     ) -> None:
         """Whoever has answered comes first: a server that hangs holds up none of the others."""
         began = time.monotonic()
         waiting = [leg for leg in legs if leg.wire is not None]
 
-        def read(leg: Leg, until: float) -> None:
+        def read(leg: ServerBatch, until: float) -> None:
             assert leg.wire is not None
             receive(leg.wire, leg.commands, until)
             leg.clean = True
@@ -263,7 +278,7 @@ class RedisClient:
                     self._nodes.was_late(leg.node, error, until - began)
             waiting = [leg for leg in waiting if leg not in some]
 
-    def _attempt(self, leg: Leg, step: Callable[[Any, float], None], until: float) -> None:
+    def _attempt(self, leg: ServerBatch, step: Callable[[Any, float], None], until: float) -> None:
         try:
             step(leg, until)
         except RedisError as error:
@@ -274,9 +289,9 @@ class RedisClient:
                 command.reply = error
 
     def _by_address(
-        self, commands: Sequence[Command], deadline: float, *, partly: bool
-    ) -> dict[Address, list[Command]]:
-        shares: dict[Address, list[Command]] = {}
+        self, commands: Sequence[RedisCommand], deadline: float, *, partly: bool
+    ) -> dict[Address, list[RedisCommand]]:
+        shares: dict[Address, list[RedisCommand]] = {}
         for command in commands:
             command.reply = None
             try:
@@ -290,7 +305,7 @@ class RedisClient:
             shares.setdefault(address, []).append(command)
         return shares
 
-    def _send(self, leg: Leg, until: float) -> None:
+    def _send(self, leg: ServerBatch, until: float) -> None:
         leg.wire = wire = self._nodes.take(leg.node, until)
         if self._scripts and not leg.node.scripts_loaded:
             wire.until(until)
@@ -307,7 +322,7 @@ class RedisClient:
         wire.send_packed_command([b"".join(requests)], check_health=False)
 
 
-def _failed(commands: Sequence[Command]) -> list[Command]:
+def _failed(commands: Sequence[RedisCommand]) -> list[RedisCommand]:
     return [command for command in commands if isinstance(command.reply, Exception)]
 
 

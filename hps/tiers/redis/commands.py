@@ -9,11 +9,11 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from hps.tiers.redis.connection import Address, Wire
+from hps.tiers.redis.connection import Address, RedisConnection
 
 
 @dataclass(slots=True, eq=False)
-class Command:
+class RedisCommand:
     """One command on its way: ``request`` is packed, ``reply`` what came back, an exception or not.
     ``about`` belongs to whoever reads the reply."""
 
@@ -28,11 +28,11 @@ class Command:
 # Redis 6 reports what a command in a script met as a mere error of the script.
 _IN_SCRIPT = re.compile(r"Error running script .*: -([A-Z]+ .*)")
 
-Receive = Callable[[Wire, Sequence[Command], float], None]
+Receive = Callable[[RedisConnection, Sequence[RedisCommand], float], None]
 """Reads the replies to these commands; an ``asking`` one is preceded by a status line."""
 
 
-def read_replies(wire: Wire, commands: Sequence[Command], deadline: float) -> None:
+def read_replies(wire: RedisConnection, commands: Sequence[RedisCommand], deadline: float) -> None:
     """Any kind of reply, as Python objects."""
     for command in commands:
         wire.until(deadline)

@@ -32,17 +32,17 @@ from hps.config.certificates import client_context
 from hps.config.secrets import Secret
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, TierTimeout
-from hps.tiers.redis.names import Names
+from hps.tiers.redis.names import HostResolver
 
 NAME = "redis"
 Address = tuple[str, int]
 _BUFFER = 256 << 10
 
 
-class Wire(Connection):
+class RedisConnection(Connection):
     """A plain connection. For one thread at a time."""
 
-    def __init__(self, *, names: Names, **kwargs: Any) -> None:
+    def __init__(self, *, names: HostResolver, **kwargs: Any) -> None:
         super().__init__(protocol=2, retry=Retry(NoBackoff(), 0), **kwargs)
         self.buffer = np.empty(_BUFFER, np.uint8)
         self._names = names
@@ -118,7 +118,7 @@ class Wire(Connection):
         return error
 
 
-class TlsWire(Wire, SSLConnection):
+class RedisTlsConnection(RedisConnection, SSLConnection):
     """The same with TLS."""
 
     def __init__(self, *, context: ssl.SSLContext, server_name: str | None, **kwargs: Any) -> None:
@@ -130,50 +130,50 @@ class TlsWire(Wire, SSLConnection):
         return self._context.wrap_socket(sock, server_hostname=self._server_name or self._name)
 
 
-class Wires:
+class RedisConnectionFactory:
     """Makes connections as the settings say. Raises ConfigError for certificates and secrets that cannot be
     read."""
 
     def __init__(self, settings: RedisSettings) -> None:
-        self._user = _Credentials(
+        self._user = _RedisCredentials(
             settings.username, settings.password, settings.password_file, "password_file"
         )
-        self._sentinel = _Credentials(
+        self._sentinel = _RedisCredentials(
             settings.sentinel_username,
             settings.sentinel_password,
             settings.sentinel_password_file,
             "sentinel_password_file",
         )
-        self._names = Names()
+        self._names = HostResolver()
         self._database = settings.database
         self._tls: dict[str, Any] = {}
-        self._class: type[Wire] = Wire
+        self._class: type[RedisConnection] = RedisConnection
         tls = settings.tls
         if tls is not None:
-            self._class = TlsWire
+            self._class = RedisTlsConnection
             self._tls = {
                 "context": client_context("tiers.redis.tls", tls.ca, tls.certificate, tls.key),
                 "server_name": tls.server_name,
             }
 
-    def to_server(self, address: Address) -> Wire:
+    def to_server(self, address: Address) -> RedisConnection:
         return self._make(address, self._user, db=self._database)
 
     def close(self) -> None:
         """No more names are looked up. Connections are closed by who has them."""
         self._names.close()
 
-    def to_sentinel(self, address: Address) -> Wire:
+    def to_sentinel(self, address: Address) -> RedisConnection:
         return self._make(address, self._sentinel)
 
-    def _make(self, address: Address, user: _Credentials, **kwargs: Any) -> Wire:
+    def _make(self, address: Address, user: _RedisCredentials, **kwargs: Any) -> RedisConnection:
         host, port = address
         return self._class(
             host=host, port=port, names=self._names, **user.now(), **self._tls, **kwargs
         )
 
 
-class _Credentials:
+class _RedisCredentials:
     """Who a connection says it is, with the password of the moment."""
 
     def __init__(

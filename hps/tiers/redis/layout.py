@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.native import partition_hash
-from hps.tiers.row_values import Layout, RowValues
+from hps.tiers.row_values import Layout, RowValueCodec
 from hps.tiers.table_name import TableName
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
@@ -46,15 +46,15 @@ WRITE_SLICE = 1000
 """Rows per script call, for the same reason, and because Lua's stack holds 8,000 values."""
 
 
-class Script(NamedTuple):
+class LuaScript(NamedTuple):
     text: bytes
     digest: bytes
 
 
-def _script(*names: str) -> Script:
+def _script(*names: str) -> LuaScript:
     folder = files("hps.tiers").joinpath("redis_scripts")
     text = b"".join(folder.joinpath(f"{name}.lua").read_bytes() for name in names)
-    return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
+    return LuaScript(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
 WRITE, SWEEP = _script("versions", "write"), _script("versions", "sweep")
@@ -62,7 +62,7 @@ TOUCH, SAMPLE, DESCRIBE = map(_script, ("touch", "sample", "describe"))
 SCRIPTS = [each.text for each in (WRITE, TOUCH, SAMPLE, SWEEP, DESCRIBE)]
 
 
-class Head(NamedTuple):
+class WriteScriptArguments(NamedTuple):
     """The write script's arguments before the rows: ``flags`` and the others as it takes them, and field,
     offset and ``since`` of stream positions. ``floors``: whether they are kept."""
 
@@ -73,7 +73,7 @@ class Head(NamedTuple):
     floors: bool = False
 
 
-class Share(NamedTuple):
+class PartitionKeys(NamedTuple):
     """What of a batch belongs to one partition: positions (n,) in the batch."""
 
     partition: int
@@ -87,7 +87,7 @@ class TableLayout:
         self.table = table
         self.layout: Layout = layout
         self.partitions = partitions
-        self.values = RowValues(table, layout)
+        self.values = RowValueCodec(table, layout)
         self.key_bytes = 4 if layout == "hps" and table.key_bits == 32 else 8
         stem = _stem(layout, TableName(table.model, table.version, table.name))
         self.facts_key = f"{stem}}}m".encode()
@@ -132,12 +132,12 @@ class TableLayout:
         high = partition_hash(self.table.narrow(keys)) >> np.uint64(32)
         return high < np.uint64(min(1.0, share) * 2**32)
 
-    def shares(self, keys: KeyArray) -> list[Share]:
+    def shares(self, keys: KeyArray) -> list[PartitionKeys]:
         """The batch by partition; empty ones left out, order kept."""
         order, ends = self._by_partition(keys)
         starts = [0, *ends[:-1]]
         return [
-            Share(i, order[start:end])
+            PartitionKeys(i, order[start:end])
             for i, (start, end) in enumerate(zip(starts, ends, strict=True))
             if end > start
         ]
@@ -166,7 +166,9 @@ class TableLayout:
                 yield partition, order[begin:end], packed
                 begin = end
 
-    def write(self, partition: int, head: Head, keys: KeyArray, records: NDArray[np.void]) -> bytes:
+    def write(
+        self, partition: int, head: WriteScriptArguments, keys: KeyArray, records: NDArray[np.void]
+    ) -> bytes:
         """The write script with ``head`` before pairs of key and record (of any one length).
 
         It names only the hashes it needs: while a cluster moves a slot, a script is refused whose hashes
@@ -223,7 +225,7 @@ def pack(*arguments: Any) -> bytes:
 
 
 def packed_script(
-    script: Script, keys: list[bytes], arguments: list[bytes], following: int = 0
+    script: LuaScript, keys: list[bytes], arguments: list[bytes], following: int = 0
 ) -> bytes:
     """EVALSHA with ``following`` more arguments to be appended."""
     parts = [b"EVALSHA", script.digest, b"%d" % len(keys), *keys, *arguments]

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from hps.errors import HpsError, Unavailable
 from hps.native import dedup
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.redis.client import RedisClient
-from hps.tiers.redis.tables import OpenTable
+from hps.tiers.redis.tables import RedisTable
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 log = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ Seen = NDArray[np.int64]
 """(partitions,) how many rows of a source a partition has been given its share of."""
 
 
-class _Insert(Protocol):
+class _InsertFunction(Protocol):
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RedisLoadSource:
     """A ``share`` of the rows in ``chunks`` of keys (n,) and vectors (n, dim), all of one ``version``. Which
     rows these are is told by their keys' hash: the same ones every time and on every node. Of a key that
     stands twice the last row stays. ``mark`` names the source (its digest); without one nothing is noted.
@@ -64,17 +64,20 @@ class Source:
         return bool(self.mark) and iter(self.chunks) is not self.chunks
 
 
-class Loads:
+class RedisLoads:
     """What was loaded, and loading again what Redis lost of it. Any thread may call."""
 
-    def __init__(self, tier: _Insert, client: RedisClient) -> None:
+    def __init__(self, tier: _InsertFunction, client: RedisClient) -> None:
         self._tier = tier
         self._client = client
-        self._done: dict[OpenTable, tuple[Source, int]] = {}
-        self._again = Workers(1, 1, name="redis-load-again")
+        self._done: dict[RedisTable, tuple[RedisLoadSource, int]] = {}
+        self._again = BoundedThreadPool(1, 1, name="redis-load-again")
 
     def load(
-        self, opened: OpenTable, source: Source, progress: Callable[[int], None] = lambda _: None
+        self,
+        opened: RedisTable,
+        source: RedisLoadSource,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> int:
         """Insert what is not there yet; rows that are newer in Redis stay. ``progress`` gets rows looked at.
 
@@ -84,7 +87,7 @@ class Loads:
         had = _noted(client, opened, source.name)
         # The next chunk is packed while the server takes in the last one. Twice as many may wait: a thread
         # that has just been started has not taken its job yet.
-        workers = Workers(_AT_ONCE, 2 * _AT_ONCE, name="redis-load")
+        workers = BoundedThreadPool(_AT_ONCE, 2 * _AT_ONCE, name="redis-load")
         waiting: deque[tuple[Future[int], int, KeyArray]] = deque()
         inserted = total = 0
         checked = False
@@ -132,7 +135,7 @@ class Loads:
                 with suppress(Unavailable):  # under way
                     self._again.submit(partial(self._repair, opened, source))
 
-    def may_lack(self, opened: OpenTable, *, sure: bool) -> bool:
+    def may_lack(self, opened: RedisTable, *, sure: bool) -> bool:
         """Whether a row that is missing may be one that was loaded; ``sure``: nothing happened since
         `look`."""
         return opened.lost or (not sure and opened in self._done)
@@ -147,10 +150,10 @@ class Loads:
         self._tier.insert(table, keys, rows, np.full(len(keys), version, np.uint64))
         return len(keys)
 
-    def _lost(self, opened: OpenTable, source: Source, total: int) -> bool:
+    def _lost(self, opened: RedisTable, source: RedisLoadSource, total: int) -> bool:
         return bool((_noted(self._client, opened, source.name) < total).any())
 
-    def _repair(self, opened: OpenTable, source: Source) -> None:
+    def _repair(self, opened: RedisTable, source: RedisLoadSource) -> None:
         table = opened.layout.table
         try:
             if self._lost(opened, source, self._done[opened][1]):
@@ -161,7 +164,7 @@ class Loads:
             log.warning("table %s: not loaded into Redis again yet (%s)", table.id, error)
 
 
-def _noted(client: RedisClient, opened: OpenTable, name: str) -> Seen:
+def _noted(client: RedisClient, opened: RedisTable, name: str) -> Seen:
     """What each partition was given; 0 where that is of another source, or there are no rows at all."""
     layout = opened.layout
     if not name:
@@ -179,7 +182,7 @@ def _noted(client: RedisClient, opened: OpenTable, name: str) -> Seen:
     return seen
 
 
-def _note(client: RedisClient, opened: OpenTable, name: str, seen: Seen) -> None:
+def _note(client: RedisClient, opened: RedisTable, name: str, seen: Seen) -> None:
     client.call_all(
         (key, ("HSET", key, _FIELD, f"{name}:{number}"))
         for key, number in zip(opened.layout.positions_keys, seen.tolist(), strict=True)
@@ -187,7 +190,7 @@ def _note(client: RedisClient, opened: OpenTable, name: str, seen: Seen) -> None
 
 
 def _chosen(
-    opened: OpenTable, keys: KeyArray, share: float, partitions: NDArray[np.int64]
+    opened: RedisTable, keys: KeyArray, share: float, partitions: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Positions of the keys that belong to the share and to one of the partitions."""
     chosen = opened.layout.belong(keys, share)

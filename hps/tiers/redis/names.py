@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from redis.exceptions import TimeoutError as Late
 
 from hps.errors import Unavailable
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 
 _FRESH_S = 10.0
 _AT_ONCE = 4
@@ -26,18 +26,18 @@ _SHARE_FOR_NEW = 0.5
 
 
 @dataclass(slots=True)
-class _Found:
+class _ResolvedHost:
     addresses: list[str]
     at: float
     doubted: bool = False
 
 
-class Names:
+class HostResolver:
     """Any thread may call."""
 
     def __init__(self) -> None:
-        self._workers = Workers(_AT_ONCE, _QUEUED, name="redis-names")
-        self._found: dict[str, _Found] = {}
+        self._workers = BoundedThreadPool(_AT_ONCE, _QUEUED, name="redis-names")
+        self._found: dict[str, _ResolvedHost] = {}
         self._asked: dict[str, Future[list[str]]] = {}
         self._lock = threading.Lock()
 
@@ -89,7 +89,7 @@ class Names:
         try:
             found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
             addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
-            self._found[host] = _Found(addresses, time.monotonic())
+            self._found[host] = _ResolvedHost(addresses, time.monotonic())
             return addresses
         finally:
             with self._lock:

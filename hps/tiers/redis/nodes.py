@@ -20,10 +20,16 @@ from redis.exceptions import TimeoutError as Late
 
 from hps.config.store_settings import RedisSettings
 from hps.errors import Unavailable
-from hps.threads import Workers
-from hps.tiers.redis.commands import Command
-from hps.tiers.redis.connection import NAME, Address, Wire, Wires, translate
-from hps.tiers.redis.topology import Topology
+from hps.threads import BoundedThreadPool
+from hps.tiers.redis.commands import RedisCommand
+from hps.tiers.redis.connection import (
+    NAME,
+    Address,
+    RedisConnection,
+    RedisConnectionFactory,
+    translate,
+)
+from hps.tiers.redis.topology import RedisTopology
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +38,14 @@ _ASK_AGAIN_S = 0.25
 _FAIR_SHARE = 0.25
 
 
-class Node:
+class RedisServer:
     """A server and its idle connections. ``problem``: why it is kept out; None when it is not."""
 
     __slots__ = ("address", "idle", "late", "problem", "scripts_loaded")
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self.idle: deque[Wire] = deque()
+        self.idle: deque[RedisConnection] = deque()
         self.scripts_loaded = True  # until the server says otherwise
         self.late = 0
         self.problem: RedisError | None = None
@@ -50,19 +56,19 @@ class Node:
                 self.idle.pop().disconnect()
 
 
-class Leg:
+class ServerBatch:
     """One server's share of an attempt. ``clean``: every reply was read."""
 
     __slots__ = ("clean", "commands", "node", "wire")
 
-    def __init__(self, node: Node, commands: list[Command]) -> None:
+    def __init__(self, node: RedisServer, commands: list[RedisCommand]) -> None:
         self.node = node
         self.commands = commands
-        self.wire: Wire | None = None
+        self.wire: RedisConnection | None = None
         self.clean = False
 
 
-def ready(legs: Sequence[Leg], until: float) -> list[Leg]:
+def ready(legs: Sequence[ServerBatch], until: float) -> list[ServerBatch]:
     """Those with bytes to read, waiting for one; none when time is over."""
     poll, by_file = select.poll(), {}
     for leg in legs:
@@ -75,32 +81,34 @@ def ready(legs: Sequence[Leg], until: float) -> list[Leg]:
     return [by_file[file] for file, _ in poll.poll(left_ms)]
 
 
-class Nodes:
+class RedisServers:
     """Any thread may call. Servers are kept out only where there are others beside them."""
 
-    def __init__(self, settings: RedisSettings, wires: Wires, topology: Topology) -> None:
+    def __init__(
+        self, settings: RedisSettings, wires: RedisConnectionFactory, topology: RedisTopology
+    ) -> None:
         self._wires = wires
         self._topology = topology
         self._keeps_out = settings.mode == "cluster"
         self._connect_s = settings.connect_timeout_ms / 1000
         self._deadline_s = settings.guard.deadline_ms / 1000
         self._late_to_keep_out = settings.guard.failures_to_open
-        self._nodes: dict[Address, Node] = {}
+        self._nodes: dict[Address, RedisServer] = {}
         self.losses = 0  # see `RedisClient.losses`
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._watching = False
-        self._watcher = Workers(1, 1, name=f"{NAME}-away")
+        self._watcher = BoundedThreadPool(1, 1, name=f"{NAME}-away")
 
     @property
-    def all(self) -> list[Node]:
+    def all(self) -> list[RedisServer]:
         return list(self._nodes.values())
 
-    def at(self, address: Address) -> Node:
+    def at(self, address: Address) -> RedisServer:
         node = self._nodes.get(address)
         if node is None:
             with self._lock:
-                node = self._nodes.setdefault(address, Node(address))
+                node = self._nodes.setdefault(address, RedisServer(address))
         return node
 
     def problem(self, address: Address) -> RedisError | None:
@@ -110,7 +118,7 @@ class Nodes:
 
     # -- connections ------------------------------------------------------------------------------
 
-    def take(self, node: Node, until: float) -> Wire:
+    def take(self, node: RedisServer, until: float) -> RedisConnection:
         """A connection that is idle, or a new one by ``until``. A server to which none can be made is kept
         out."""
         while node.idle:
@@ -134,7 +142,7 @@ class Nodes:
             raise
         return wire
 
-    def give_back(self, leg: Leg) -> None:
+    def give_back(self, leg: ServerBatch) -> None:
         wire, leg.wire = leg.wire, None
         if wire is None:
             return
@@ -161,11 +169,11 @@ class Nodes:
 
     # -- kept out ---------------------------------------------------------------------------------
 
-    def was_well(self, node: Node) -> None:
+    def was_well(self, node: RedisServer) -> None:
         if node.late or node.problem is not None:
             node.late, node.problem = 0, None
 
-    def was_late(self, node: Node, error: RedisError, had_s: float) -> None:
+    def was_late(self, node: RedisServer, error: RedisError, had_s: float) -> None:
         """The server did not answer within ``had_s``."""
         if had_s < _FAIR_SHARE * self._deadline_s:
             return
@@ -173,7 +181,7 @@ class Nodes:
         if node.late >= self._late_to_keep_out:
             self._keep_out(node, error)
 
-    def _keep_out(self, node: Node, problem: RedisError) -> None:
+    def _keep_out(self, node: RedisServer, problem: RedisError) -> None:
         if not self._keeps_out or node.problem is not None or self._closed.is_set():
             return
         with self._lock:
@@ -202,8 +210,8 @@ class Nodes:
                     self._watching = False
                     return
 
-    def _try(self, node: Node) -> None:
-        leg = Leg(node, [])
+    def _try(self, node: RedisServer) -> None:
+        leg = ServerBatch(node, [])
         leg.wire = wire = self._wires.to_server(node.address)
         try:
             wire.open(time.monotonic() + self._connect_s, self._connect_s)

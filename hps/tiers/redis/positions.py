@@ -10,14 +10,14 @@ from typing import Any
 
 from hps.tiers.positions import Applied, Place, split_position_name
 from hps.tiers.redis.client import RedisClient
-from hps.tiers.redis.tables import Tables
+from hps.tiers.redis.tables import RedisTables
 from hps.types import EmbeddingTable
 
 
-class Positions:
+class RedisStreamPositions:
     """Any thread may call; each method raises TierError. See `hps.tiers.positions.PositionedStore`."""
 
-    def __init__(self, client: RedisClient, tables: Tables) -> None:
+    def __init__(self, client: RedisClient, tables: RedisTables) -> None:
         self._client = client
         self._tables = tables
 

@@ -12,8 +12,8 @@ from redis.exceptions import ConnectionError as Lost
 
 from hps.native import ProtocolError, RowReplies
 from hps.tiers.base import Part
-from hps.tiers.redis.commands import Command
-from hps.tiers.redis.connection import Wire
+from hps.tiers.redis.commands import RedisCommand
+from hps.tiers.redis.connection import RedisConnection
 from hps.tiers.redis.layout import TableLayout
 from hps.types import IndexArray, Source
 
@@ -37,7 +37,7 @@ class PartRead:
     def __post_init__(self) -> None:
         self.left = np.zeros(len(self.part.keys), bool)
 
-    def replies(self, commands: Sequence[Command]) -> RowReplies:
+    def replies(self, commands: Sequence[RedisCommand]) -> RowReplies:
         counts: list[int] = []
         positions = []
         for command in commands:
@@ -81,7 +81,7 @@ class AskedKeys:
         self.read.left[self.at] = True
 
 
-def receive_rows(wire: Wire, commands: Sequence[Command], deadline: float) -> None:
+def receive_rows(wire: RedisConnection, commands: Sequence[RedisCommand], deadline: float) -> None:
     """Reads the replies to HMGETs, whose ``about`` is `AskedKeys`, straight into their parts."""
     begin = end = 0
     for read, group in groupby(commands, lambda command: command.about.read):
@@ -102,7 +102,7 @@ def receive_rows(wire: Wire, commands: Sequence[Command], deadline: float) -> No
         raise Lost("Protocol error: more bytes than were asked for")
 
 
-def _room(wire: Wire, begin: int, end: int) -> tuple[int, int]:
+def _room(wire: RedisConnection, begin: int, end: int) -> tuple[int, int]:
     """Make room in the buffer behind what is not decoded yet."""
     if begin:
         wire.buffer[: end - begin] = wire.buffer[begin:end].copy()
@@ -112,7 +112,9 @@ def _room(wire: Wire, begin: int, end: int) -> tuple[int, int]:
     return begin, end
 
 
-def _settle(wire: Wire, read: PartRead, asked: Sequence[Command], replies: RowReplies) -> None:
+def _settle(
+    wire: RedisConnection, read: PartRead, asked: Sequence[RedisCommand], replies: RowReplies
+) -> None:
     owners = [c for command in asked for c in ([command, command] if command.asking else [command])]
     for command in asked:
         command.reply = True

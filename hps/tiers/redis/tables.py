@@ -21,7 +21,7 @@ from hps.config.store_settings import RedisSettings
 from hps.errors import TierMisfit
 from hps.native import partition_hash
 from hps.tiers.redis.client import RedisClient
-from hps.tiers.redis.commands import Command, read_replies
+from hps.tiers.redis.commands import RedisCommand, read_replies
 from hps.tiers.redis.connection import NAME
 from hps.tiers.redis.layout import (
     DESCRIBE,
@@ -43,7 +43,7 @@ _FLOORS = "floors"
 _MOST_FLOORS = 1 << 20  # 8 MiB per partition
 
 
-class OpenTable:
+class RedisTable:
     """A table in use. ``refused`` is why its rows cannot be what the table's are; ``recorded``, whether
     its facts were there when it was last looked at; ``floors``, whether versions of evicted rows are kept;
     ``lost``, whether rows are missing that were loaded."""
@@ -66,14 +66,14 @@ class OpenTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class RedisTableUsage:
     """``entries`` of a table, tombstones included, and the ``bytes`` Redis estimates for them."""
 
     entries: int
     bytes: int
 
 
-class Tables:
+class RedisTables:
     """Every method may be called from any thread and may wait for the server, but `entries`."""
 
     def __init__(self, client: RedisClient, settings: RedisSettings) -> None:
@@ -81,13 +81,13 @@ class Tables:
         self._layout = settings.layout
         self._partitions = settings.partitions
         self._floors = min(settings.overflow_margin or 0, _MOST_FLOORS)
-        self._open: dict[EmbeddingTable, OpenTable] = {}
+        self._open: dict[EmbeddingTable, RedisTable] = {}
         self._lock = threading.Lock()
 
-    def opened(self) -> list[OpenTable]:
+    def opened(self) -> list[RedisTable]:
         return list(self._open.values())
 
-    def ready(self, tables: Iterable[EmbeddingTable], deadline: float) -> list[OpenTable]:
+    def ready(self, tables: Iterable[EmbeddingTable], deadline: float) -> list[RedisTable]:
         """The tables, looked at before their first use; some may be refused, and some could not be looked
         at (``looked_at`` is 0), because the server that holds their facts is not well."""
         wanted = [self._table(table) for table in tables]
@@ -101,7 +101,7 @@ class Tables:
             self.look_at(new, deadline)
         return wanted
 
-    def usable(self, table: EmbeddingTable, deadline: float) -> OpenTable:
+    def usable(self, table: EmbeddingTable, deadline: float) -> RedisTable:
         """The table; raises TierMisfit when it is refused."""
         (found,) = self.ready([table], deadline)
         if not found.looked_at:
@@ -115,15 +115,15 @@ class Tables:
         """As last seen."""
         return sum(self._table(table).entries)
 
-    def _table(self, table: EmbeddingTable) -> OpenTable:
+    def _table(self, table: EmbeddingTable) -> RedisTable:
         found = self._open.get(table)
         if found is None:
             layout = TableLayout(table, self._layout, self._partitions)
             with self._lock:
-                found = self._open.setdefault(table, OpenTable(layout, self._client))
+                found = self._open.setdefault(table, RedisTable(layout, self._client))
         return found
 
-    def look_at(self, tables: Sequence[OpenTable], deadline: float) -> None:
+    def look_at(self, tables: Sequence[RedisTable], deadline: float) -> None:
         """Compare the tables' facts, or some of their rows where there are none; and count the entries. Those
         whose server of a cluster is not well stay as they were."""
         unsure = [not t.looked_at or t.refused or not any(t.entries) for t in tables]
@@ -142,13 +142,13 @@ class Tables:
                 _judge(table, self._refused_rows(table, deadline))
             table.looked_at = time.monotonic()
 
-    def writable(self, table: EmbeddingTable, deadline: float) -> OpenTable:
+    def writable(self, table: EmbeddingTable, deadline: float) -> RedisTable:
         """`usable`, and its facts are recorded: to be asked for before rows are written."""
         found = self.usable(table, deadline)
         if not found.recorded:
             facts = [part.encode() for pair in found.layout.facts.items() for part in pair]
             request = packed_script(DESCRIBE, [found.layout.facts_key], facts)
-            command = Command(found.facts_slot, request)
+            command = RedisCommand(found.facts_slot, request)
             self._client.run([command], read_replies, deadline)
             found.recorded = True
             _judge(found, _mismatch(found, _pairs(command.reply)))
@@ -158,7 +158,7 @@ class Tables:
             self._keep_floors(found, deadline)
         return found
 
-    def _keep_floors(self, table: OpenTable, deadline: float) -> None:
+    def _keep_floors(self, table: RedisTable, deadline: float) -> None:
         """Before anything is evicted, and of all partitions: while a cluster moves a slot, a script is
         refused of whose keys only some are there. Leaves floors that are kept already as they are."""
         last = str(8 * self._floors + 8)
@@ -168,7 +168,7 @@ class Tables:
         self._client.call(facts, "HSET", facts, _FLOORS, self._floors, deadline=deadline)
         table.floors = True
 
-    def count(self, tables: Sequence[OpenTable], deadline: float, *, partly: bool = False) -> None:
+    def count(self, tables: Sequence[RedisTable], deadline: float, *, partly: bool = False) -> None:
         """Renew ``entries``, ``partly`` where that can be done."""
         places = [(table, i) for table in tables for i in range(table.layout.partitions)]
         calls = [(t.layout.rows_keys[i], ("HLEN", t.layout.rows_keys[i])) for t, i in places]
@@ -179,7 +179,7 @@ class Tables:
 
     # -- rows without facts -----------------------------------------------------------------------
 
-    def _refused_rows(self, table: OpenTable, deadline: float) -> str | None:
+    def _refused_rows(self, table: RedisTable, deadline: float) -> str | None:
         """Why the rows that are there cannot be the table's, judged by some of them."""
         layout = table.layout
         calls: list[tuple[bytes, tuple[Any, ...]]] = [
@@ -245,7 +245,7 @@ class Tables:
                 table.entries = [0] * len(table.entries)
         return sum(unlinked)
 
-    def usage(self, table: EmbeddingTable) -> Usage:
+    def usage(self, table: EmbeddingTable) -> RedisTableUsage:
         """Counted now."""
         opened = self._table(table)
         deadline = self._client.deadline()
@@ -259,7 +259,7 @@ class Tables:
         ]
         calls = [(key, ("MEMORY", "USAGE", key, "SAMPLES", "50")) for key in names]
         sizes = self._client.call_all(calls, deadline=deadline)
-        return Usage(sum(opened.entries), sum(size or 0 for size in sizes))
+        return RedisTableUsage(sum(opened.entries), sum(size or 0 for size in sizes))
 
 
 def _pairs(reply: Sequence[bytes]) -> dict[str, str]:
@@ -267,20 +267,20 @@ def _pairs(reply: Sequence[bytes]) -> dict[str, str]:
     return dict(zip(text[::2], text[1::2], strict=True))
 
 
-def _judge(table: OpenTable, reason: str | None) -> None:
+def _judge(table: RedisTable, reason: str | None) -> None:
     if reason and reason != table.refused:
         log.error("%s", reason)
     table.refused = reason
 
 
-def _mismatch(table: OpenTable, facts: dict[str, str]) -> str | None:
+def _mismatch(table: RedisTable, facts: dict[str, str]) -> str | None:
     for name, expected in table.layout.facts.items():
         if facts.get(name, expected) != expected:
             return _refusal(table, name, facts[name], expected)
     return None
 
 
-def _refusal(table: OpenTable, what: str, found: Any, expected: Any) -> str:
+def _refusal(table: RedisTable, what: str, found: Any, expected: Any) -> str:
     layout = table.layout
     mend = "set tiers.redis.partitions to that" if what == "partitions" else "serve another version"
     if layout.layout == "hps" and what != "partitions":
@@ -291,7 +291,7 @@ def _refusal(table: OpenTable, what: str, found: Any, expected: Any) -> str:
     )
 
 
-def _partition_mismatch(table: OpenTable, keys: KeyArray, partitions: Any) -> str | None:
+def _partition_mismatch(table: RedisTable, keys: KeyArray, partitions: Any) -> str | None:
     """``partitions (n,)`` in which ``keys (n,)`` were found; one beyond ours tells by its number alone."""
     count = table.layout.partitions
     beyond = partitions >= count

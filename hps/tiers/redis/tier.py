@@ -20,22 +20,22 @@ import numpy as np
 
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, Unavailable
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
-from hps.tiers.redis.commands import Command, read_replies
+from hps.tiers.redis.commands import RedisCommand, read_replies
 from hps.tiers.redis.connection import NAME
 from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, stamp
-from hps.tiers.redis.load import Loads
-from hps.tiers.redis.load import Source as LoadSource
-from hps.tiers.redis.positions import Positions
+from hps.tiers.redis.load import RedisLoads
+from hps.tiers.redis.load import RedisLoadSource as LoadSource
+from hps.tiers.redis.positions import RedisStreamPositions
 from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
-from hps.tiers.redis.tables import OpenTable, Tables, Usage
-from hps.tiers.redis.upkeep import Upkeep
-from hps.tiers.redis.writes import Only, Writes
-from hps.tiers.row_values import Layout, Stored, WrongLength
+from hps.tiers.redis.tables import RedisTable, RedisTables, RedisTableUsage
+from hps.tiers.redis.upkeep import RedisMaintenance
+from hps.tiers.redis.writes import Only, RedisWriter
+from hps.tiers.row_values import Layout, StoredRows, WrongLength
 from hps.tiers.table_name import TableName
 from hps.types import (
     EmbeddingTable,
@@ -61,14 +61,14 @@ class RedisTier:
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
         self._client = RedisClient(settings, SCRIPTS)
-        self._tables = Tables(self._client, settings)
-        self._loads = Loads(self, self._client)
-        self._upkeep = Upkeep(self._client, self._tables, settings, self._loads.look)
-        self._writes = Writes(self._client, self._tables, self._upkeep)
-        positions = Positions(self._client, self._tables)
+        self._tables = RedisTables(self._client, settings)
+        self._loads = RedisLoads(self, self._client)
+        self._upkeep = RedisMaintenance(self._client, self._tables, settings, self._loads.look)
+        self._writes = RedisWriter(self._client, self._tables, self._upkeep)
+        positions = RedisStreamPositions(self._client, self._tables)
         self.applied, self.identify = positions.applied, positions.identify
         self.restart, self.positions = positions.restart, positions.positions
-        self._touches = Workers(1, _TOUCHES, name=f"{NAME}-touch")
+        self._touches = BoundedThreadPool(1, _TOUCHES, name=f"{NAME}-touch")
         self._info = TierInfo(NAME, Source.REDIS, blocking=True, shared=True, cache=True)
 
     @property
@@ -92,8 +92,8 @@ class RedisTier:
         if ctx.deadline is not None:
             deadline = min(deadline, ctx.deadline)
         opened = self._tables.ready((part.table for part in asked), deadline)
-        reads: list[tuple[PartRead, OpenTable]] = []
-        commands: list[Command] = []
+        reads: list[tuple[PartRead, RedisTable]] = []
+        commands: list[RedisCommand] = []
         now = time.time()
         for part, table in zip(asked, opened, strict=True):
             if table.refused or not table.looked_at:
@@ -119,7 +119,7 @@ class RedisTier:
             self._note_use(table, read.part, positions)
         self._upkeep.nudge()
 
-    def _note_use(self, table: OpenTable, part: Part, positions: IndexArray) -> None:
+    def _note_use(self, table: RedisTable, part: Part, positions: IndexArray) -> None:
         mark = stamp(self._upkeep.policy)
         if not mark:
             return
@@ -127,9 +127,9 @@ class RedisTier:
         with suppress(Unavailable):
             self._touches.submit(lambda: self._touch(table, keys, mark))
 
-    def _touch(self, table: OpenTable, keys: KeyArray, mark: bytes) -> None:
+    def _touch(self, table: RedisTable, keys: KeyArray, mark: bytes) -> None:
         commands = [
-            Command(
+            RedisCommand(
                 table.slots[share.partition],
                 table.layout.touch(share.partition, mark, keys[share.at[i : i + WRITE_SLICE]]),
             )
@@ -228,7 +228,7 @@ class RedisTier:
         self._upkeep.nudge()
         return self._tables.entries(table)
 
-    def usage(self, table: EmbeddingTable) -> Usage:
+    def usage(self, table: EmbeddingTable) -> RedisTableUsage:
         """Entries and bytes, counted now."""
         return self._tables.usage(table)
 
@@ -262,7 +262,7 @@ class RedisTier:
             if len(live):
                 yield keys[stored.dead_at[live]], stored.dead_versions[live]
 
-    def _entries(self, table: EmbeddingTable, count: int) -> Iterator[tuple[KeyArray, Stored]]:
+    def _entries(self, table: EmbeddingTable, count: int) -> Iterator[tuple[KeyArray, StoredRows]]:
         layout = self._tables.usable(table, self._client.deadline()).layout
         for name in layout.rows_keys:
             cursor = None
@@ -303,8 +303,8 @@ def _degrade(ctx: FetchContext) -> None:
         ctx.degraded.append(NAME)
 
 
-def _commands(read: PartRead, table: OpenTable) -> Iterator[Command]:
+def _commands(read: PartRead, table: RedisTable) -> Iterator[RedisCommand]:
     """The part's missing keys as one HMGET per partition and slice."""
     missing = read.part.missing
     for partition, at, request in table.layout.reads(read.part.keys[missing]):
-        yield Command(table.slots[partition], request, AskedKeys(read, missing[at]))
+        yield RedisCommand(table.slots[partition], request, AskedKeys(read, missing[at]))

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as Late
 
 from hps.config.store_settings import RedisSettings
-from hps.tiers.redis.connection import Address, Wire, Wires
+from hps.tiers.redis.connection import Address, RedisConnection, RedisConnectionFactory
 
 # One server that does not answer may not use up a call's whole time where others could.
 _SHARE = 0.5
@@ -22,7 +22,7 @@ _SHARE = 0.5
 Away = Callable[[Address], object]
 
 
-class Topology(Protocol):
+class RedisTopology(Protocol):
     """Slots to addresses. Safe from many threads; raises redis-py's errors. ``fixed``: no other server can
     take one's place."""
 
@@ -53,16 +53,16 @@ class Topology(Protocol):
         ...
 
 
-def topology(settings: RedisSettings, wires: Wires) -> Topology:
+def topology(settings: RedisSettings, wires: RedisConnectionFactory) -> RedisTopology:
     """Which servers there are, by the settings. Nothing is asked yet."""
     addresses = [parse_address(each) for each in settings.addresses]
     connect_s = settings.connect_timeout_ms / 1000
     if settings.mode == "cluster":
-        return Cluster(addresses, wires, connect_s)
+        return RedisClusterTopology(addresses, wires, connect_s)
     if settings.mode == "sentinel":
         assert settings.sentinel_service is not None
-        return Sentinels(addresses, settings.sentinel_service, wires, connect_s)
-    return OneServer(addresses[0])
+        return SentinelTopology(addresses, settings.sentinel_service, wires, connect_s)
+    return SingleServerTopology(addresses[0])
 
 
 def parse_address(text: str) -> Address:
@@ -71,7 +71,7 @@ def parse_address(text: str) -> Address:
     return host.strip("[]"), int(port)
 
 
-class OneServer:
+class SingleServerTopology:
     fixed = True
     away: Away
 
@@ -99,7 +99,7 @@ class OneServer:
         )
 
 
-class _Asked:
+class _QueriedTopology:
     """What has to be asked for, of the first of several servers that answers; by one thread at a time."""
 
     fixed = False
@@ -146,18 +146,22 @@ class _Asked:
     def _candidates(self) -> list[Address]:
         return self._seeds
 
-    def _wire(self, address: Address) -> Wire:
+    def _wire(self, address: Address) -> RedisConnection:
         raise NotImplementedError
 
-    def _learn(self, wire: Wire, address: Address) -> None:
+    def _learn(self, wire: RedisConnection, address: Address) -> None:
         raise NotImplementedError
 
 
-class Sentinels(_Asked):
+class SentinelTopology(_QueriedTopology):
     """The primary of one service, as the first sentinel that answers names it."""
 
     def __init__(
-        self, seeds: Sequence[Address], service: str, wires: Wires, connect_s: float
+        self,
+        seeds: Sequence[Address],
+        service: str,
+        wires: RedisConnectionFactory,
+        connect_s: float,
     ) -> None:
         super().__init__(seeds, connect_s)
         self._service = service
@@ -179,9 +183,9 @@ class Sentinels(_Asked):
         return [0]
 
     def moved(self, slot: int, address: Address) -> None:
-        OneServer(address).moved(slot, address)
+        SingleServerTopology(address).moved(slot, address)
 
-    def _learn(self, wire: Wire, address: Address) -> None:
+    def _learn(self, wire: RedisConnection, address: Address) -> None:
         wire.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
         found = wire.read_response()
         if not found:
@@ -192,10 +196,12 @@ class Sentinels(_Asked):
         self._primary = (found[0].decode(), int(found[1]))
 
 
-class Cluster(_Asked):
+class RedisClusterTopology(_QueriedTopology):
     """The slots of a cluster, as the first node that answers has them."""
 
-    def __init__(self, seeds: Sequence[Address], wires: Wires, connect_s: float) -> None:
+    def __init__(
+        self, seeds: Sequence[Address], wires: RedisConnectionFactory, connect_s: float
+    ) -> None:
         super().__init__(seeds, connect_s)
         self._wire = wires.to_server  # type: ignore[method-assign]
         self._slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
@@ -226,7 +232,7 @@ class Cluster(_Asked):
     def _candidates(self) -> list[Address]:
         return sorted(dict.fromkeys([*self._nodes, *self._seeds]), key=lambda a: bool(self.away(a)))
 
-    def _learn(self, wire: Wire, address: Address) -> None:
+    def _learn(self, wire: RedisConnection, address: Address) -> None:
         wire.send_command("CLUSTER", "SLOTS")
         slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         nodes: dict[Address, None] = {}

@@ -25,12 +25,12 @@ import numpy as np
 
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, Unavailable
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.redis.client import RedisClient
-from hps.tiers.redis.commands import Command, read_replies
+from hps.tiers.redis.commands import RedisCommand, read_replies
 from hps.tiers.redis.connection import NAME
 from hps.tiers.redis.layout import SAMPLE, SWEEP, Policy, packed_script, stamp_value
-from hps.tiers.redis.tables import OpenTable, Tables
+from hps.tiers.redis.tables import RedisTable, RedisTables
 from hps.types import EmbeddingTable, make_version, oldest_tombstone
 
 log = logging.getLogger(__name__)
@@ -53,14 +53,14 @@ class _Sweep:
     resolving: bool = False
 
 
-class Upkeep:
+class RedisMaintenance:
     """``also`` is done in the background as well, and soon after servers were lost. Any thread may call;
     sweeps of several threads do no harm."""
 
     def __init__(
         self,
         client: RedisClient,
-        tables: Tables,
+        tables: RedisTables,
         settings: RedisSettings,
         also: Callable[[], None] = lambda: None,
     ) -> None:
@@ -71,8 +71,8 @@ class Upkeep:
         self._target = round((self._margin or 0) * settings.overflow_resolution_target)
         self._ttl_s = settings.ttl_s
         self._table_ttl_s = settings.table_ttl_s
-        self._sweeps: dict[tuple[OpenTable, int], _Sweep] = {}
-        self._workers = Workers(1, 1, name=f"{NAME}-upkeep")
+        self._sweeps: dict[tuple[RedisTable, int], _Sweep] = {}
+        self._workers = BoundedThreadPool(1, 1, name=f"{NAME}-upkeep")
         self._also = also
         self._last = time.monotonic()
         self._losses = self._looked_after = 0
@@ -90,7 +90,7 @@ class Upkeep:
 
     # -- too many ---------------------------------------------------------------------------------
 
-    def written(self, table: OpenTable, partition: int, rows: int, deadline: float) -> None:
+    def written(self, table: RedisTable, partition: int, rows: int, deadline: float) -> None:
         """Evict what is too much after ``rows`` were written to a partition; some of it, when it is a lot."""
         if self._margin is None:
             return
@@ -107,13 +107,13 @@ class Upkeep:
             if sweep.cursor == b"0" or not sweep.resolving:
                 sweep.highest = None
 
-    def _limit(self, table: OpenTable, partition: int, need: int, deadline: float) -> int:
+    def _limit(self, table: RedisTable, partition: int, need: int, deadline: float) -> int:
         """The stamp up to which entries go, so that a pass over all evicts about what is needed."""
         if self._policy == "random":
             return 0
         layout = table.layout
         keys = [layout.rows_keys[partition], layout.stamps_keys[partition]]
-        command = Command(
+        command = RedisCommand(
             table.slots[partition], packed_script(SAMPLE, keys, [b"%d" % min(_SAMPLE, 7000)])
         )
         self._client.run([command], read_replies, deadline)
@@ -126,7 +126,7 @@ class Upkeep:
         )
 
     def _step(
-        self, table: OpenTable, partition: int, sweep: _Sweep, need: int, deadline: float
+        self, table: RedisTable, partition: int, sweep: _Sweep, need: int, deadline: float
     ) -> int:
         """Look at the next entries; returns how many were removed."""
         layout = table.layout
@@ -142,13 +142,13 @@ class Upkeep:
         ]
         keys = [layout.rows_keys[partition], layout.stamps_keys[partition]]
         keys += [layout.floors_keys[partition]] if table.floors else []
-        command = Command(table.slots[partition], packed_script(SWEEP, keys, arguments))
+        command = RedisCommand(table.slots[partition], packed_script(SWEEP, keys, arguments))
         self._client.run([command], read_replies, deadline)
         sweep.cursor, removed, left = command.reply
         table.entries[partition] = int(left)
         return int(removed)
 
-    def _sweep(self, table: OpenTable, partition: int) -> _Sweep:
+    def _sweep(self, table: RedisTable, partition: int) -> _Sweep:
         return self._sweeps.setdefault((table, partition), _Sweep())
 
     # -- too old ----------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Upkeep:
             self._losses = -1  # as soon as it answers
             log.debug("upkeep: %s", error)
 
-    def expire(self, table: OpenTable, interval_s: float = math.inf) -> int:
+    def expire(self, table: RedisTable, interval_s: float = math.inf) -> int:
         """Remove what is too old, of as many entries as a pass per hour needs in ``interval_s`` (by
         default, all); returns how many. When another node has done its share it does nothing."""
         layout = table.layout

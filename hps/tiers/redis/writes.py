@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from hps.tiers.base import newest_of_each
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
-from hps.tiers.redis.commands import Command, read_replies
-from hps.tiers.redis.layout import WRITE_SLICE, Head, TableLayout, stamp
+from hps.tiers.redis.commands import RedisCommand, read_replies
+from hps.tiers.redis.layout import WRITE_SLICE, TableLayout, WriteScriptArguments, stamp
 from hps.tiers.redis.positions import position_field
-from hps.tiers.redis.tables import OpenTable, Tables
-from hps.tiers.redis.upkeep import Upkeep
+from hps.tiers.redis.tables import RedisTable, RedisTables
+from hps.tiers.redis.upkeep import RedisMaintenance
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -36,10 +36,10 @@ Slice = tuple[int, KeyArray, NDArray[np.void]]
 """Partition, keys (n,) and records (n,)."""
 
 
-class Writes:
+class RedisWriter:
     """Any thread may call. Raises TierError; then some rows may have been written."""
 
-    def __init__(self, client: RedisClient, tables: Tables, upkeep: Upkeep) -> None:
+    def __init__(self, client: RedisClient, tables: RedisTables, upkeep: RedisMaintenance) -> None:
         self._client = client
         self._tables = tables
         self._upkeep = upkeep
@@ -78,7 +78,7 @@ class Writes:
                 some = keys[share.at[start : start + WRITE_SLICE]]
                 for names in (layout.rows_keys, layout.stamps_keys):
                     request = layout.forget(names[share.partition], some)
-                    commands.append(Command(opened.slots[share.partition], request))
+                    commands.append(RedisCommand(opened.slots[share.partition], request))
         self._client.run(commands, read_replies, self._client.deadline())
 
     def apply(
@@ -123,14 +123,14 @@ class Writes:
         self._upkeep.nudge()
 
     def _run_in_blocks(
-        self, opened: OpenTable, slices: Sequence[Slice], only: Only | None = None
+        self, opened: RedisTable, slices: Sequence[Slice], only: Only | None = None
     ) -> None:
         for start in range(0, len(slices), _BLOCK // WRITE_SLICE):
             self._run(opened, slices[start : start + _BLOCK // WRITE_SLICE], only=only)
 
     def _run(
         self,
-        opened: OpenTable,
+        opened: RedisTable,
         slices: Iterable[Slice],
         *,
         only: Only | None = None,
@@ -139,7 +139,9 @@ class Writes:
     ) -> None:
         head = self._head(opened, only, positions)
         commands = [
-            Command(opened.slots[p], opened.layout.write(p, head, keys, records), (p, len(keys)))
+            RedisCommand(
+                opened.slots[p], opened.layout.write(p, head, keys, records), (p, len(keys))
+            )
             for p, keys, records in slices
         ]
         deadline = self._client.deadline()
@@ -159,15 +161,15 @@ class Writes:
             raise self._client.failure(failed)
 
     def _head(
-        self, opened: OpenTable, only: Only | None, positions: Sequence[StreamPosition]
-    ) -> Head:
+        self, opened: RedisTable, only: Only | None, positions: Sequence[StreamPosition]
+    ) -> WriteScriptArguments:
         flags = (b"v" if opened.layout.values.versioned else b"") + (_FLAGS[only] if only else b"")
         oldest = oldest_tombstone(opened.layout.table, time.time()).to_bytes(8, "little")
         noted = [
             (position_field(p.topic, p.partition), b"%d" % p.offset, b"%d" % p.since)
             for p in positions
         ]
-        return Head(flags, oldest, stamp(self._upkeep.policy), noted, opened.floors)
+        return WriteScriptArguments(flags, oldest, stamp(self._upkeep.policy), noted, opened.floors)
 
 
 def _decisive(layout: TableLayout, keys: KeyArray, versions: VersionArray) -> IndexArray:

@@ -7,25 +7,25 @@ read), ``load`` (bulk), ``positions`` (streams), ``tombstones``, ``space``, ``fo
 """
 
 from hps.tiers.rocksdb.checkpoint import restore
-from hps.tiers.rocksdb.kept import Checkpoints, bootstrap, kept
+from hps.tiers.rocksdb.kept import CheckpointFolder, bootstrap, kept
 from hps.tiers.rocksdb.load import LoadRecord
-from hps.tiers.rocksdb.open import Access, Tuning
-from hps.tiers.rocksdb.repair import Gap, Saved
-from hps.tiers.rocksdb.rows import Scanned
+from hps.tiers.rocksdb.open import Access, RocksDbTuning
+from hps.tiers.rocksdb.repair import SalvagedTable, UnreadableRange
+from hps.tiers.rocksdb.rows import ScannedRows
 from hps.tiers.rocksdb.space import StoreFigures
 from hps.tiers.rocksdb.sst import open_sst
 from hps.tiers.rocksdb.tier import RocksDbTier
 
 __all__ = [
     "Access",
-    "Checkpoints",
-    "Gap",
+    "CheckpointFolder",
     "LoadRecord",
     "RocksDbTier",
-    "Saved",
-    "Scanned",
+    "RocksDbTuning",
+    "SalvagedTable",
+    "ScannedRows",
     "StoreFigures",
-    "Tuning",
+    "UnreadableRange",
     "bootstrap",
     "kept",
     "open_sst",

@@ -36,7 +36,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class AcknowledgedRecord:
     """The record of an earlier process: the last acknowledged ``sequence`` number, the length of each log
     file by its name, and whether the machine has run without a restart since."""
 
@@ -50,7 +50,7 @@ class Noted:
         return max(self.logs, default="")
 
 
-class Acknowledged:
+class AcknowledgedWrites:
     """Writes the record of one open database. One thread at a time."""
 
     def __init__(self, path: Path, sequence: int) -> None:
@@ -110,7 +110,7 @@ class Acknowledged:
             os.pwrite(self._file, f"{about}\n".encode(), _NUMBER_BYTES)
 
 
-def noted(path: Path) -> Noted | None:
+def noted(path: Path) -> AcknowledgedRecord | None:
     """The record beside the database at ``path``; None where there is none, or that of another database."""
     try:
         record = (path / _FILE).read_bytes()
@@ -118,7 +118,7 @@ def noted(path: Path) -> Noted | None:
         if found["identity"] != _text(path / "IDENTITY"):
             return None
         sequence = int.from_bytes(record[:_NUMBER_BYTES], sys.byteorder)
-        return Noted(sequence, found["logs"], found["boot"] == _text(_BOOT))
+        return AcknowledgedRecord(sequence, found["logs"], found["boot"] == _text(_BOOT))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

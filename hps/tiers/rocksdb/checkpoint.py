@@ -15,22 +15,22 @@ from pathlib import Path
 from rocksdict import Checkpoint
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.database import Database
+from hps.tiers.rocksdb.database import RocksDbDatabase
 from hps.tiers.rocksdb.errors import NAME, full_disk, is_full, nearest, translate
 from hps.tiers.rocksdb.open import (
     PRIVATE,
     OpenSettings,
-    Tuning,
+    RocksDbTuning,
     existing_families,
     make_private,
 )
-from hps.tiers.rocksdb.opened import Opened
+from hps.tiers.rocksdb.opened import DatabaseHandle
 
 _MEND = "Free some, or name a folder on another disk; the database itself is as it was"
 _TABLE_FILES = {".sst", ".blob"}
 
 
-def checkpoint(database: Database, folder: Path) -> None:
+def checkpoint(database: RocksDbDatabase, folder: Path) -> None:
     """Copy the open ``database`` to ``folder``, which must be empty or not exist."""
     with database.errors():
         database.writable()
@@ -109,7 +109,7 @@ def _copy(folder: Path, part: Path, path: Path) -> None:
 def _check(part: Path, folder: Path) -> None:
     """Open it for reading, which finds missing and truncated files."""
     try:
-        opened = Opened(OpenSettings(part, "read_only", Tuning()))
+        opened = DatabaseHandle(OpenSettings(part, "read_only", RocksDbTuning()))
         opened.close()
     except TierError as error:
         raise TierError(NAME, f"the checkpoint {folder} cannot be restored: {error}") from error

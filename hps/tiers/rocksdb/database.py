@@ -22,14 +22,14 @@ from rocksdict import ColumnFamily, Options, Rdict
 from hps.errors import TierError
 from hps.tiers.rocksdb.counts import estimated_rows
 from hps.tiers.rocksdb.damage import DamagedFiles
-from hps.tiers.rocksdb.errors import NAME, Damaged, translate
-from hps.tiers.rocksdb.high_water import HighWater
+from hps.tiers.rocksdb.errors import NAME, DamagedFileError, translate
+from hps.tiers.rocksdb.high_water import HighWaterMarks
 from hps.tiers.rocksdb.layout import RowCodec, family_name
-from hps.tiers.rocksdb.load import LoadRecord, Records, clean_leftovers
+from hps.tiers.rocksdb.load import LoadRecord, LoadRecords, clean_leftovers
 from hps.tiers.rocksdb.open import OpenSettings, note_manifest
-from hps.tiers.rocksdb.opened import Opened
-from hps.tiers.rocksdb.space import Room, StoreFigures
-from hps.tiers.rocksdb.tombstones import Tombstones
+from hps.tiers.rocksdb.opened import DatabaseHandle
+from hps.tiers.rocksdb.space import StoreFigures, WriteThrottle
+from hps.tiers.rocksdb.tombstones import TombstoneIndex
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable
 
@@ -41,7 +41,7 @@ _REOPEN_SECONDS = 10.0
 
 
 @dataclass(eq=False, slots=True)
-class Family:
+class TableFamily:
     """A table's open column family. ``streamed``: written to since it was loaded. ``dirty``: written
     to by this process."""
 
@@ -50,13 +50,13 @@ class Family:
     codec: RowCodec
     data: Rdict
     handle: ColumnFamily
-    tombstones: Tombstones
-    marks: HighWater
+    tombstones: TombstoneIndex
+    marks: HighWaterMarks
     streamed: bool
     dirty: bool = False
 
 
-class Database:
+class RocksDbDatabase:
     """Owns the folder. Raises TierError with the cause and the mend, never RocksDB's own errors."""
 
     def __init__(self, settings: OpenSettings, layout: Layout) -> None:
@@ -64,11 +64,11 @@ class Database:
         self.layout: Layout = layout
         self.damage = DamagedFiles(settings.path)
         self.lock = RLock()
-        self._families: dict[EmbeddingTable, Family] = {}
+        self._families: dict[EmbeddingTable, TableFamily] = {}
         self._used = False
-        self._opened: Opened | None = Opened(settings)
-        self.records = Records(lambda: self.db)
-        self.room = Room(lambda: self.db, settings.path, settings.tuning.min_free_bytes)
+        self._opened: DatabaseHandle | None = DatabaseHandle(settings)
+        self.records = LoadRecords(lambda: self.db)
+        self.room = WriteThrottle(lambda: self.db, settings.path, settings.tuning.min_free_bytes)
         if settings.access == "primary":
             clean_leftovers(settings.path)
             if self.opened.lost is not None and self.opened.lost.later:
@@ -76,7 +76,7 @@ class Database:
                 self.records.distrust(tables, versioned=layout == "native")
 
     @property
-    def opened(self) -> Opened:
+    def opened(self) -> DatabaseHandle:
         if self._opened is None:
             raise TierError(NAME, f"{self.settings.path} is closed")
         return self._opened
@@ -113,7 +113,7 @@ class Database:
     def _translated(self, error: Exception) -> TierError:
         """Not in `fail`, whose frame would hold what it raises, and that all frames before."""
         translated = translate(error, self.settings.path)
-        if isinstance(translated, Damaged):
+        if isinstance(translated, DamagedFileError):
             self.damage.found(error, self._table_of)
         return translated
 
@@ -129,7 +129,7 @@ class Database:
         """Report a damaged table file, by which a read of ``table`` failed. Raises TierError for every other
         error; a secondary may also miss a file that the primary has replaced."""
         follows = self.settings.access == "secondary" and "no such file" in str(error).lower()
-        if follows or not isinstance(translate(error, self.settings.path), Damaged):
+        if follows or not isinstance(translate(error, self.settings.path), DamagedFileError):
             self.fail(error)
         self.damage.found(error, lambda _file: table)
 
@@ -149,7 +149,7 @@ class Database:
 
     # -- column families --------------------------------------------------------------------------
 
-    def family(self, table: EmbeddingTable) -> Family:
+    def family(self, table: EmbeddingTable) -> TableFamily:
         """The table's column family; made when it is asked for the first time."""
         found = self._families.get(table)
         if found is None:
@@ -192,14 +192,14 @@ class Database:
         streamed = self.records.streamed(list(tables.values()))
         for table, name in tables.items():
             data = self.db.get_column_family(name)
-            self._families[table] = Family(
+            self._families[table] = TableFamily(
                 table,
                 name,
                 RowCodec(table, self.layout),
                 data,
                 self.db.get_column_family_handle(name),
-                Tombstones(lambda: self.db, name),
-                HighWater(lambda: self.db, self.records, name, partial(estimated_rows, data)),
+                TombstoneIndex(lambda: self.db, name),
+                HighWaterMarks(lambda: self.db, self.records, name, partial(estimated_rows, data)),
                 streamed=name in streamed,
             )
 
@@ -228,18 +228,18 @@ class Database:
             self._release()
             self._opened = self._open_again(more)
         else:
-            old, self._opened = self.opened, Opened(self.settings)
+            old, self._opened = self.opened, DatabaseHandle(self.settings)
             old.clean()
             self._families = {}
             bound = {t: name for t, name in bound.items() if name in self.opened.families}
         self._bind(bound)
 
-    def _open_again(self, more: Iterable[str]) -> Opened:
+    def _open_again(self, more: Iterable[str]) -> DatabaseHandle:
         """Fetches that still run keep the folder locked until they end."""
         until = time.monotonic() + _REOPEN_SECONDS
         while True:
             try:
-                return Opened(self.settings, more)
+                return DatabaseHandle(self.settings, more)
             except TierError as error:
                 if "already open in this process" not in str(error) or time.monotonic() > until:
                     raise
@@ -247,7 +247,7 @@ class Database:
 
     # -- contents ---------------------------------------------------------------------------------
 
-    def is_empty(self, family: Family) -> bool:
+    def is_empty(self, family: TableFamily) -> bool:
         first = family.data.iter()
         first.seek_to_first()
         if first.valid():
@@ -255,7 +255,7 @@ class Database:
         first.status()
         return True
 
-    def clear(self, family: Family) -> None:
+    def clear(self, family: TableFamily) -> None:
         """Remove every row. A range deletion costs the same for any size and, unlike dropping the
         column family, does not rewrite the OPTIONS file."""
         if not self.is_empty(family):
@@ -310,7 +310,7 @@ class Database:
         with self.errors():
             return self.records.get(family_name(table, self.layout))
 
-    def mark_streamed(self, family: Family) -> None:
+    def mark_streamed(self, family: TableFamily) -> None:
         if not family.streamed:
             self.records.mark_streamed(family.name)
             family.streamed = True
@@ -324,7 +324,7 @@ class Database:
             note_manifest(self.settings.path)
 
     def _flush(self, until: float) -> None:
-        def one(family: Family) -> None:
+        def one(family: TableFamily) -> None:
             if time.monotonic() < until:
                 family.data.flush()
                 family.dirty = False
@@ -363,7 +363,7 @@ class Database:
                     note_manifest(self.settings.path)
             except Exception as error:
                 # The log has what is not flushed, and a compaction found the damage before.
-                if not isinstance(self._translated(error), Damaged):
+                if not isinstance(self._translated(error), DamagedFileError):
                     raise
             finally:
                 self._release()

@@ -23,7 +23,7 @@ _DAMAGE = (
 )
 
 
-class Damaged(TierError):
+class DamagedFileError(TierError):
     """A file of the database is damaged or missing."""
 
     def __init__(self, message: str) -> None:
@@ -59,7 +59,7 @@ def translate(error: BaseException, path: Path) -> TierError:
     if "not a directory" in low or isinstance(error, (NotADirectoryError, FileExistsError)):
         return TierError(NAME, f"{path} is not a folder ({text})")
     if any(word in low for word in _DAMAGE):
-        return Damaged(
+        return DamagedFileError(
             f"{path} is damaged: {text}. Stop the node and run `hps store verify --repair`; if that does not "
             "help, restore the folder from a checkpoint, or remove it: tables are loaded and streams read "
             "again, but rows written by calls are lost with it",

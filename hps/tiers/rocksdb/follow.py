@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 
-from hps.tiers.rocksdb.database import Database, Family
+from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
 from hps.tiers.rocksdb.layout import family_name
 from hps.tiers.rocksdb.open import existing_families
 from hps.types import EmbeddingTable
 
 
-class Follower:
+class SecondaryCatchUp:
     """Of one open database; for a primary and for ``read_only`` there is nothing to follow. Any number of
     threads."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: RocksDbDatabase) -> None:
         self._database = database
         self._follows = database.settings.access == "secondary"
         self._owns = database.settings.access == "primary"
@@ -22,7 +22,7 @@ class Follower:
         # Asked for, but made by the primary after this reader opened, if ever.
         self._unknown: set[str] = set()
 
-    def find(self, table: EmbeddingTable) -> Family | None:
+    def find(self, table: EmbeddingTable) -> TableFamily | None:
         """The table's column family, None where a reader's database holds no such table (yet)."""
         database = self._database
         if not self._owns and not database.known(table):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rocksdict import Rdict, WriteBatch
 
 from hps.tiers.rocksdb.layout import CodeArray
-from hps.tiers.rocksdb.load import Records
+from hps.tiers.rocksdb.load import LoadRecords
 from hps.types import IndexArray, VersionArray
 
 Write = Callable[[Callable[[WriteBatch], None]], None]
@@ -34,12 +34,12 @@ _HIGHEST = 2**64 - 1
 _SPREAD = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2^64 / the golden ratio: neighbours lie far apart
 
 
-class HighWater:
+class HighWaterMarks:
     """Of one column family, ``rows`` of which are guessed to be there. Callers see to it that one thread at a
     time is in here."""
 
     def __init__(
-        self, db: Callable[[], Rdict], records: Records, family: str, rows: Callable[[], int]
+        self, db: Callable[[], Rdict], records: LoadRecords, family: str, rows: Callable[[], int]
     ) -> None:
         self._db = db
         self._records = records

@@ -21,7 +21,7 @@ from hps.tiers.rocksdb.open import existing_families
 log = logging.getLogger(__name__)
 
 
-class Checkpoints:
+class CheckpointFolder:
     """Of the database at ``path``, in ``folder``; ``make`` copies the database to a folder. Any number of
     threads may call it."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.tiers.row_values import Layout, RowValues
+from hps.tiers.row_values import Layout, RowValueCodec
 from hps.types import EmbeddingTable, KeyArray
 
 CodeArray = NDArray[np.uint64]
@@ -29,7 +29,7 @@ def family_name(table: EmbeddingTable, layout: Layout) -> str:
     return f"hps_et.{table.model}.{table.name}" if layout == "hps" else table.id
 
 
-class RowCodec(RowValues):
+class RowCodec(RowValueCodec):
     """Translates one table's keys and rows to stored bytes and back. Immutable."""
 
     __slots__ = ("_table", "key_bytes")

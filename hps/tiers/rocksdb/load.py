@@ -76,7 +76,7 @@ class LoadRecord:
         return replace(self, rows=rows, loaded_unix=time.time(), complete=True)
 
 
-class Records:
+class LoadRecords:
     """Load records in the column family ``default``."""
 
     def __init__(self, db: Callable[[], Rdict]) -> None:

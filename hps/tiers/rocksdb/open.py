@@ -71,7 +71,7 @@ _BINDING_FILE = "rocksdict-config.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class RocksDbTuning:
     """How a database is opened. ``block_cache_bytes`` are shared by all tables; ``block_size`` is a data
     block's bytes; ``threads`` run compactions; ``min_free_bytes`` of the disk are left to others: below
     them writes are refused; a secondary reads what the primary wrote since at the first fetch after
@@ -92,7 +92,7 @@ class OpenSettings:
 
     path: Path
     access: Access
-    tuning: Tuning
+    tuning: RocksDbTuning
     on_lost_writes: OnLostWrites = "refuse"
     repair: bool = False
 
@@ -124,7 +124,7 @@ def make_options(settings: OpenSettings, families: int) -> Options:
     return options
 
 
-def _block_options(tuning: Tuning) -> BlockBasedOptions:
+def _block_options(tuning: RocksDbTuning) -> BlockBasedOptions:
     blocks = BlockBasedOptions()
     if tuning.block_cache_bytes:
         blocks.set_block_cache(Cache(tuning.block_cache_bytes))

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from rocksdict import DBRecoveryMode, Options
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.acknowledged import Acknowledged, Noted, has_writer, noted
+from hps.tiers.rocksdb.acknowledged import AcknowledgedRecord, AcknowledgedWrites, has_writer, noted
 from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.open import (
     OpenSettings,
@@ -22,13 +22,13 @@ from hps.tiers.rocksdb.open import (
     open_database,
     repair_folder,
 )
-from hps.tiers.rocksdb.recovery import LostWrites, Recovery, lost_by_reader
+from hps.tiers.rocksdb.recovery import LogRecovery, LostWrites, lost_by_reader
 
 # A writer removes files while a reader opens them; the next attempt finds the newer ones.
 _ATTEMPTS = 20
 
 
-class Opened:
+class DatabaseHandle:
     """An open database with all its column families and ``more``, which are created. ``lost``: the
     acknowledged writes that it did not find."""
 
@@ -36,7 +36,7 @@ class Opened:
 
     def __init__(self, settings: OpenSettings, more: Iterable[str] = ()) -> None:
         self._folder: TemporaryDirectory[str] | None = None
-        self._acknowledged: Acknowledged | None = None
+        self._acknowledged: AcknowledgedWrites | None = None
         check_manifest(settings.path)
         if os.path.isdir(repair_folder(settings.path)) and not settings.repair:
             raise TierError(
@@ -51,10 +51,10 @@ class Opened:
 
     def _open_primary(self, settings: OpenSettings, more: Iterable[str]) -> None:
         self._prepare(settings, more)
-        recovery = Recovery(settings, self.options, self.families)
+        recovery = LogRecovery(settings, self.options, self.families)
         self.db = recovery.open()
         self.lost = recovery.lost
-        self._acknowledged = Acknowledged(settings.path, self.db.latest_sequence_number())
+        self._acknowledged = AcknowledgedWrites(settings.path, self.db.latest_sequence_number())
 
     def _open_reader(self, settings: OpenSettings) -> None:
         for attempt in range(_ATTEMPTS):
@@ -81,7 +81,7 @@ class Opened:
                 self._find_loss(settings, known)
                 return
 
-    def _find_loss(self, settings: OpenSettings, known: Noted | None) -> None:
+    def _find_loss(self, settings: OpenSettings, known: AcknowledgedRecord | None) -> None:
         """Compare what a reader found with the record, unless a primary moves writes from its log to table
         files meanwhile."""
         if known is None or has_writer(settings.path) or known != noted(settings.path):

@@ -21,17 +21,17 @@ from hps.tiers.positions import (
     TableChanges,
     split_position_name,
 )
-from hps.tiers.rocksdb.database import Database
+from hps.tiers.rocksdb.database import RocksDbDatabase
 from hps.tiers.rocksdb.layout import family_name
 from hps.tiers.rocksdb.load import position_prefix
 from hps.tiers.rocksdb.rows import VersionedRows
 from hps.types import EmbeddingTable, IndexArray
 
 
-class Positions:
+class RocksDbStreamPositions:
     """Those of one database. Callers write from one thread at a time; any thread may ask."""
 
-    def __init__(self, database: Database, rows: VersionedRows) -> None:
+    def __init__(self, database: RocksDbDatabase, rows: VersionedRows) -> None:
         self._database = database
         self._rows = rows
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from rocksdict import DBRecoveryMode, Options, Rdict
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.acknowledged import Noted, log_files, noted
-from hps.tiers.rocksdb.errors import NAME, Damaged
+from hps.tiers.rocksdb.acknowledged import AcknowledgedRecord, log_files, noted
+from hps.tiers.rocksdb.errors import NAME, DamagedFileError
 from hps.tiers.rocksdb.open import (
     OpenSettings,
     existing_families,
@@ -48,7 +48,9 @@ class LostWrites:
     later: bool
 
 
-def lost_by_reader(settings: OpenSettings, known: Noted, end: int) -> LostWrites | None:
+def lost_by_reader(
+    settings: OpenSettings, known: AcknowledgedRecord, end: int
+) -> LostWrites | None:
     """Acknowledged writes that a reader did not find: ``known`` is the record, ``end`` the number of the last
     write that it has. Raises TierError where a loss is not to be accepted."""
     if end >= known.sequence:
@@ -76,7 +78,7 @@ def _report(settings: OpenSettings, most: int | None, fault: str, *, stopped: bo
         )
 
 
-class Recovery:
+class LogRecovery:
     """Recovery of one primary, opened with ``options`` and these column ``families``."""
 
     def __init__(self, settings: OpenSettings, options: Options, families: Iterable[str]) -> None:
@@ -98,7 +100,7 @@ class Recovery:
                 mode = DBRecoveryMode.tolerate_corrupted_tail_records()
             try:
                 db = self._open(mode)
-            except Damaged as error:
+            except DamagedFileError as error:
                 fault = str(error.__cause__)
             else:
                 if known is None or db.latest_sequence_number() >= known.sequence:
@@ -114,7 +116,9 @@ class Recovery:
             return self._open_with_loss(known, None, fault)
         return self._open_with_loss(known, end, fault)
 
-    def _open_with_loss(self, known: Noted | None, end: int | None, fault: str) -> Rdict:
+    def _open_with_loss(
+        self, known: AcknowledgedRecord | None, end: int | None, fault: str
+    ) -> Rdict:
         """``end``: the number of the last write before all that is missing; None where that is unknown."""
         settings, mode = self._settings, DBRecoveryMode.skip_any_corrupted_record()
         most = None if known is None or end is None else known.sequence - end
@@ -153,7 +157,7 @@ class Recovery:
         try:
             with self._reading() as db:
                 return db.latest_sequence_number()
-        except Damaged as error:
+        except DamagedFileError as error:
             if _AHEAD in str(error):
                 return None
             raise

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from rocksdict import IngestExternalFileOptions, Rdict, SstFileWriter
 
-from hps.tiers.rocksdb.database import Database, Family
+from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
 from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.rocksdb.load import LoadRecord, ingest_folder
 from hps.tiers.rocksdb.open import repair_folder
@@ -31,7 +31,7 @@ _DONE, _LOST = "saved.json", "lost.npy"
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class UnreadableRange:
     """A part of a table that cannot be read: stored keys as integers, ``first`` to ``last``."""
 
     first: int
@@ -39,35 +39,35 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SalvagedTable:
     """Result for a damaged table: ``kept`` entries; the ``gaps``; how many keys of the model's files
     lie in them and could not be read (``lost``); its load ``record``; whether rows were written to it after
     the load (``streamed``)."""
 
     kept: int
-    gaps: list[Gap]
+    gaps: list[UnreadableRange]
     lost: int
     record: LoadRecord | None
     streamed: bool
 
 
-def check_records(database: Database) -> None:
+def check_records(database: RocksDbDatabase) -> None:
     """Raises TierError when the store's own records, of all tables, cannot be read."""
     with database.errors():
         for _ in entries(database.db):
             pass
 
 
-def gaps_of(database: Database, family: Family) -> list[Gap]:
+def gaps_of(database: RocksDbDatabase, family: TableFamily) -> list[UnreadableRange]:
     """The parts of a table that cannot be read. Reads all of it."""
-    gaps: list[Gap] = []
+    gaps: list[UnreadableRange] = []
     for _ in _readable(database, family.data, family.table.id, family.codec.key_bytes, gaps):
         pass
     return gaps
 
 
 def _readable(
-    database: Database, data: Rdict, name: str, width: int, gaps: list[Gap]
+    database: RocksDbDatabase, data: Rdict, name: str, width: int, gaps: list[UnreadableRange]
 ) -> Iterator[tuple[list[bytes], list[bytes]]]:
     """Keys and values of all entries that can be read, in order; ``gaps`` gets what lies between. Keys have
     ``width`` bytes."""
@@ -82,7 +82,7 @@ def _readable(
             database.pass_over(error, name)
         first = max(start, last + 1)
         start = _after(data, first, end, width)
-        gaps.append(Gap(first, start - 1))
+        gaps.append(UnreadableRange(first, start - 1))
         if start > end:
             return
 
@@ -118,7 +118,7 @@ class TableRepair:
     """Repair of one table of a database that is opened for it: `save`, `put_back`, then the caller inserts
     the rows of `lost`, then `finish`."""
 
-    def __init__(self, database: Database, table: EmbeddingTable) -> None:
+    def __init__(self, database: RocksDbDatabase, table: EmbeddingTable) -> None:
         self._database = database
         self._table = table
         family = database.family(table)
@@ -130,18 +130,18 @@ class TableRepair:
         """Whether one was interrupted after its entries were saved."""
         return (self._folder / _DONE).exists()
 
-    def save(self, keys: Iterable[KeyArray]) -> Saved:
+    def save(self, keys: Iterable[KeyArray]) -> SalvagedTable:
         """Write what can be read to files; ``keys``: those of the model's files, some at a time. A key in a
         gap is looked up by itself: a newer row of it may lie in another file. Again after an interruption,
         it returns what was saved then."""
         if self.begun:
             saved = json.loads((self._folder / _DONE).read_text())
             record = saved["record"] and LoadRecord(**saved["record"])
-            gaps = [Gap(**gap) for gap in saved["gaps"]]
-            return Saved(**saved | {"gaps": gaps, "record": record})
+            gaps = [UnreadableRange(**gap) for gap in saved["gaps"]]
+            return SalvagedTable(**saved | {"gaps": gaps, "record": record})
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        database, gaps = self._database, list[Gap]()
+        database, gaps = self._database, list[UnreadableRange]()
         family, records = database.family(self._table), database.records
         with database.errors():
             parts = _readable(database, family.data, self._table.id, family.codec.key_bytes, gaps)
@@ -150,7 +150,7 @@ class TableRepair:
             kept += self._write("2", [found] if found[0] else [])
             record, streamed = records.get(self._name), records.is_streamed(self._name)
         np.save(self._folder / _LOST, lost)
-        saved = Saved(kept, gaps, len(lost), record, streamed)
+        saved = SalvagedTable(kept, gaps, len(lost), record, streamed)
         part = self._folder / f"{_DONE}.part"
         part.write_text(json.dumps(asdict(saved)))
         part.replace(self._folder / _DONE)
@@ -179,7 +179,7 @@ class TableRepair:
             family.marks.renew()
             database.acknowledge()
 
-    def finish(self, saved: Saved) -> None:
+    def finish(self, saved: SalvagedTable) -> None:
         """Note the load record again, and end the repair."""
         database = self._database
         with database.lock, database.errors():
@@ -220,7 +220,7 @@ class TableRepair:
         return number
 
     def _look_up(
-        self, family: Family, gaps: list[Gap], keys: Iterable[KeyArray]
+        self, family: TableFamily, gaps: list[UnreadableRange], keys: Iterable[KeyArray]
     ) -> tuple[tuple[list[bytes], list[bytes]], CodeArray]:
         """The entries of ``keys`` in ``gaps`` that can be read, in order, and the codes of the others."""
         inside = (
@@ -241,7 +241,7 @@ class TableRepair:
         return (names, values), code[lost]
 
 
-def _within(code: CodeArray, gaps: list[Gap]) -> Any:
+def _within(code: CodeArray, gaps: list[UnreadableRange]) -> Any:
     """Mask of the ``code (n,)`` that lie in one of the ``gaps``, which ascend."""
     firsts = np.array([gap.first for gap in gaps], np.uint64)
     lasts = np.array([gap.last for gap in gaps], np.uint64)

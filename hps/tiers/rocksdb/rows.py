@@ -14,10 +14,10 @@ from rocksdict import Rdict, WriteBatch
 
 from hps.errors import TierError
 from hps.tiers.base import newest_of_each
-from hps.tiers.rocksdb.database import Database, Family
+from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
 from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.layout import CodeArray
-from hps.tiers.row_values import Stored, WrongLength
+from hps.tiers.row_values import StoredRows, WrongLength
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -33,7 +33,7 @@ _WRITE_SLICE, _ENCODE_SLICE = 64, 512
 _SCAN_ROWS = 4096
 
 
-class Scanned(NamedTuple):
+class ScannedRows(NamedTuple):
     """Some rows: keys (n,), vectors (n, dim), versions (n,)."""
 
     keys: KeyArray
@@ -61,11 +61,11 @@ class VersionedRows:
     """``clock`` gives Unix seconds and drives the forgetting of tombstones. ``read`` may be called from
     many threads beside a writer; writers wait for each other."""
 
-    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+    def __init__(self, database: RocksDbDatabase, clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock
 
-    def read(self, family: Family, code: CodeArray) -> tuple[Stored, bool]:
+    def read(self, family: TableFamily, code: CodeArray) -> tuple[StoredRows, bool]:
         """Values stored under ascending codes, and whether all could be read: what lies in a damaged part of
         a table file counts as not stored."""
         keys, whole = family.codec.stored_keys(code), True
@@ -76,7 +76,7 @@ class VersionedRows:
             values, whole = self._read_singly(family, keys), False
         return _decode(family, values), whole
 
-    def _read_singly(self, family: Family, keys: Sequence[bytes]) -> list[bytes]:
+    def _read_singly(self, family: TableFamily, keys: Sequence[bytes]) -> list[bytes]:
         values: list[Any] = []
         for key in keys:
             try:
@@ -86,19 +86,21 @@ class VersionedRows:
                 values.append(b"")
         return values
 
-    def scan(self, family: Family, start: int | None = None) -> Iterator[Scanned]:
+    def scan(self, family: TableFamily, start: int | None = None) -> Iterator[ScannedRows]:
         """Every row, in the order of the stored keys, from key ``start`` on."""
         for keys, stored in self._entries(family, start):
-            yield Scanned(keys[stored.at], stored.vectors, stored.versions)
+            yield ScannedRows(keys[stored.at], stored.vectors, stored.versions)
 
-    def tombstones(self, family: Family) -> Iterator[tuple[KeyArray, VersionArray]]:
+    def tombstones(self, family: TableFamily) -> Iterator[tuple[KeyArray, VersionArray]]:
         """Keys (n,) and versions (n,) of every deletion that is still remembered."""
         for keys, stored in self._entries(family, None):
             live = self.remembered(family.table, stored.dead_versions)
             if live.any():
                 yield keys[stored.dead_at[live]], stored.dead_versions[live]
 
-    def _entries(self, family: Family, start: int | None) -> Iterator[tuple[KeyArray, Stored]]:
+    def _entries(
+        self, family: TableFamily, start: int | None
+    ) -> Iterator[tuple[KeyArray, StoredRows]]:
         with self._database.errors():
             last = None
             if start is not None:
@@ -106,7 +108,7 @@ class VersionedRows:
             for names, values in entries(family.data, last):
                 yield family.codec.keys(b"".join(names)), _decode(family, values)
 
-    def check_first(self, family: Family) -> None:
+    def check_first(self, family: TableFamily) -> None:
         """Raises TierError when the table's first row has another length than its dim and dtype give."""
         with self._database.errors():
             first = family.data.iter()
@@ -170,7 +172,7 @@ class VersionedRows:
                 self._sweep(family, len(keys))
 
     def _applicable(
-        self, family: Family, code: CodeArray, versions: VersionArray, *, resident_only: bool
+        self, family: TableFamily, code: CodeArray, versions: VersionArray, *, resident_only: bool
     ) -> NDArray[np.bool_]:
         """Which writes are not older than what is stored. A tombstone that is still remembered is
         resident: an update revives its key."""
@@ -202,7 +204,7 @@ class VersionedRows:
             self._put(family, np.sort(family.codec.codes(keys)), None)
 
     def _put(
-        self, family: Family, code: CodeArray, values: Callable[[slice], list[bytes]] | None
+        self, family: TableFamily, code: CodeArray, values: Callable[[slice], list[bytes]] | None
     ) -> None:
         """Write (or, without ``values``, remove) in slices of bounded length."""
         handle = repeat(family.handle)
@@ -221,7 +223,7 @@ class VersionedRows:
             for part in _slices(len(names), _WRITE_SLICE):
                 self._database.room.write(partial(fill, part))
 
-    def _put_tombstones(self, family: Family, code: CodeArray, versions: VersionArray) -> None:
+    def _put_tombstones(self, family: TableFamily, code: CodeArray, versions: VersionArray) -> None:
         handle = repeat(family.handle)
 
         def fill(part: slice, batch: WriteBatch) -> None:
@@ -234,7 +236,7 @@ class VersionedRows:
         for part in _slices(len(code), _WRITE_SLICE):
             self._database.room.write(partial(fill, part))
 
-    def _sweep(self, family: Family, most: int) -> None:
+    def _sweep(self, family: TableFamily, most: int) -> None:
         """Remove tombstones whose time is over, oldest first."""
         before = oldest_tombstone(family.table, self._clock())
         entries = family.tombstones.expired(before, most)
@@ -250,13 +252,15 @@ def _slices(number: int, most: int) -> Iterator[slice]:
     return (slice(start, start + most) for start in range(0, number, most))
 
 
-def _forget(family: Family, code: CodeArray, entries: NDArray[np.void], batch: WriteBatch) -> None:
+def _forget(
+    family: TableFamily, code: CodeArray, entries: NDArray[np.void], batch: WriteBatch
+) -> None:
     """Have ``batch`` remove tombstones and their entries."""
     deque(map(batch.delete, family.codec.stored_keys(code), repeat(family.handle)), 0)
     family.tombstones.remove(batch, entries)
 
 
-def _decode(family: Family, values: Sequence[bytes]) -> Stored:
+def _decode(family: TableFamily, values: Sequence[bytes]) -> StoredRows:
     try:
         return family.codec.decode(values)
     except WrongLength as error:

@@ -54,7 +54,7 @@ class StoreFigures:
     damaged_files: int
 
 
-class Room:
+class WriteThrottle:
     """Of one database. `write` is called by one thread at a time; the rest by any."""
 
     def __init__(self, db: Callable[[], Rdict], path: Path, min_free_bytes: int) -> None:

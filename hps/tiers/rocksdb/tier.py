@@ -24,20 +24,20 @@ from hps.tiers.positions import Applied, Place, StreamPosition, TableChanges
 from hps.tiers.rocksdb.checkpoint import checkpoint
 from hps.tiers.rocksdb.counts import compacted_rows, entries_in
 from hps.tiers.rocksdb.damage import DamagedFiles
-from hps.tiers.rocksdb.database import Database, Family
+from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
 from hps.tiers.rocksdb.errors import NAME
-from hps.tiers.rocksdb.follow import Follower
+from hps.tiers.rocksdb.follow import SecondaryCatchUp
 from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.rocksdb.load import BulkLoad, LoadRecord, ingest_folder, loaded_until
-from hps.tiers.rocksdb.open import Access, OnLostWrites, OpenSettings, Tuning
-from hps.tiers.rocksdb.positions import Positions
-from hps.tiers.rocksdb.repair import Gap, TableRepair, check_records, gaps_of
-from hps.tiers.rocksdb.rows import Scanned, VersionedRows
+from hps.tiers.rocksdb.open import Access, OnLostWrites, OpenSettings, RocksDbTuning
+from hps.tiers.rocksdb.positions import RocksDbStreamPositions
+from hps.tiers.rocksdb.repair import TableRepair, UnreadableRange, check_records, gaps_of
+from hps.tiers.rocksdb.rows import ScannedRows, VersionedRows
 from hps.tiers.rocksdb.space import StoreFigures
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
 
-_TUNING = Tuning()
+_TUNING = RocksDbTuning()
 # What is read of so many rows is still in the processor's cache when it is copied out: 13 % of a fetch of
 # 100,000 keys. Each slice waits once for the interpreter lock: not much smaller. Of mapped files every row
 # lies on a page of its own, and so many are beyond the nearest cache: a sixth more CPU in slices of 4096.
@@ -64,17 +64,17 @@ class RocksDbTier:
         *,
         layout: Layout = "native",
         access: Access = "primary",
-        tuning: Tuning = _TUNING,
+        tuning: RocksDbTuning = _TUNING,
         on_lost_writes: OnLostWrites = "refuse",
         repair: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         settings = OpenSettings(Path(path), access, tuning, on_lost_writes, repair)
         self._layout: Layout = layout
-        self._database = Database(settings, layout)
-        self._follower = Follower(self._database)
+        self._database = RocksDbDatabase(settings, layout)
+        self._follower = SecondaryCatchUp(self._database)
         self._rows = VersionedRows(self._database, clock)
-        self._positions = positions = Positions(self._database, self._rows)
+        self._positions = positions = RocksDbStreamPositions(self._database, self._rows)
         self.applied, self.identify = positions.applied, positions.identify
         self.restart = positions.restart
         self._info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
@@ -226,7 +226,7 @@ class RocksDbTier:
 
     def catch_up(self) -> None:
         """A secondary reads what the primary wrote until now; others have nothing to do. `fetch` does it
-        by itself every ``Tuning.catch_up_s`` seconds."""
+        by itself every ``RocksDbTuning.catch_up_s`` seconds."""
         self._follower.catch_up()
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
@@ -238,7 +238,7 @@ class RocksDbTier:
             if len(part.missing) and not self._fetch_part(part) and NAME not in ctx.degraded:
                 ctx.degraded.append(NAME)
 
-    def scan(self, table: EmbeddingTable, *, start: int | None = None) -> Iterator[Scanned]:
+    def scan(self, table: EmbeddingTable, *, start: int | None = None) -> Iterator[ScannedRows]:
         """Every row of the table in the order of the stored keys, from key ``start`` on, as they are at
         the first step: keys (n,), vectors (n, dim) and versions (n,) (0 in the ``hps`` layout).
         Tombstones are left out. Other calls may run meanwhile. Raises TierError; it never ends early
@@ -256,11 +256,11 @@ class RocksDbTier:
         """The damaged table files that were found."""
         return self._database.damage
 
-    def gaps(self, table: EmbeddingTable) -> list[Gap]:
+    def gaps(self, table: EmbeddingTable) -> list[UnreadableRange]:
         """The parts of a table that cannot be read. Reads all of it."""
         return gaps_of(self._database, self._database.family(table))
 
-    def keys_of(self, table: EmbeddingTable, gap: Gap) -> tuple[int, int]:
+    def keys_of(self, table: EmbeddingTable, gap: UnreadableRange) -> tuple[int, int]:
         """The first and last key of a gap, in the order of the stored keys."""
         codec = self._database.family(table).codec
         ends = (code.to_bytes(codec.key_bytes, "big") for code in (gap.first, gap.last))
@@ -305,7 +305,7 @@ class RocksDbTier:
         return all(whole)
 
     def _fetch_slice(
-        self, family: Family, part: Part, code: CodeArray, order: IndexArray
+        self, family: TableFamily, part: Part, code: CodeArray, order: IndexArray
     ) -> tuple[IndexArray, bool]:
         """Ascending codes, which stand at ``order`` of what is missing; those of it that are answered, and
         whether all could be read."""

@@ -23,7 +23,7 @@ _ENTRY = np.dtype([("version", ">u8"), ("code", ">u8")])
 _NONE = 2**64
 
 
-class Tombstones:
+class TombstoneIndex:
     """Those of one column family. Callers see to it that one thread at a time is in here."""
 
     def __init__(self, db: Callable[[], Rdict], family: str) -> None:

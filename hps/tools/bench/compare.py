@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import ConfigError
-from hps.tools.bench.histogram import Histogram, highest
+from hps.tools.bench.histogram import LatencyHistogram, highest
 from hps.tools.bench.report import QUANTILES, slices_of
 
 _DRAWS = 4000
@@ -35,7 +35,7 @@ _SAME = (
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class BenchDifference:
     """``name`` was ``before`` and is ``after``; their ratio lies between ``low`` and ``high``. ``verdict``:
     ``faster``, ``slower``, or ``none`` that can be told."""
 
@@ -56,10 +56,10 @@ def unlike(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[BenchDifference]:
     """The quantiles of both, and how many requests a second a closed loop got through. Raises ConfigError for
     runs without answers, or with too few to tell."""
-    runs = [_Slices(before), _Slices(after)]
+    runs = [_LatencySlices(before), _LatencySlices(after)]
     told = min(run.total for run in runs)
     names = [n for n, share in QUANTILES.items() if n == "p50" or told * (1 - share) >= _BEYOND]
     throughput = before.get("rate") is None and after.get("rate") is None
@@ -78,16 +78,18 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Differe
 
 def _judged(
     name: str, before: float, after: float, ratios: NDArray[Any], level: float, worse: int
-) -> Difference:
+) -> BenchDifference:
     """``worse``: 1 where more is slower, -1 where more is faster."""
     low, high = (float(value) for value in np.quantile(ratios, [level / 2, 1 - level / 2]))
     if low <= 1 <= high or abs(after / before - 1) <= _HIDDEN:
-        return Difference(name, before, after, low, high, "none")
+        return BenchDifference(name, before, after, low, high, "none")
     more = low > 1
-    return Difference(name, before, after, low, high, "slower" if more == (worse > 0) else "faster")
+    return BenchDifference(
+        name, before, after, low, high, "slower" if more == (worse > 0) else "faster"
+    )
 
 
-class _Slices:
+class _LatencySlices:
     """A run's histograms as a table: slices down, durations across."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
@@ -101,7 +103,7 @@ class _Slices:
                 f"a run cannot be compared that has answers in {filled} of its {len(slices)} parts, since "
                 "how much parts differ tells what a difference is worth; have it send for longer"
             )
-        numbers = sorted(Histogram.summed(each for _, each in slices).counts)
+        numbers = sorted(LatencyHistogram.summed(each for _, each in slices).counts)
         self._seconds = np.array([highest(number) * 1e-9 for number in numbers])
         # float64, exact for counts, is what matrix products are quick in.
         self._counts = np.array(

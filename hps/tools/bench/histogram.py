@@ -26,7 +26,7 @@ def highest(number: int) -> int:
     return ((number - (shift << _BITS) + 1) << shift) - 1
 
 
-class Histogram:
+class LatencyHistogram:
     """``counts`` by bucket. Used by one thread."""
 
     __slots__ = ("counts",)
@@ -62,8 +62,8 @@ class Histogram:
         )
 
     @staticmethod
-    def summed(histograms: Iterable[Histogram]) -> Histogram:
-        whole = Histogram()
+    def summed(histograms: Iterable[LatencyHistogram]) -> LatencyHistogram:
+        whole = LatencyHistogram()
         for each in histograms:
             for number, count in each.counts.items():
                 whole.counts[number] = whole.counts.get(number, 0) + count

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import ConfigError, HpsError, NotFound
-from hps.tools.signature import Signature
+from hps.tools.signature import ModelSignature
 from hps.types import KeyArray, Source
 
 if TYPE_CHECKING:
@@ -25,28 +25,28 @@ HotKeys = Callable[[str], Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pools:
+class HotKeyPools:
     """The keys that each feature asks for, hottest first; ``why`` there are none."""
 
     keys: Mapping[str, KeyArray] = field(default_factory=dict)
     why: str = ""
 
 
-def hot_pools(model: str, hot_keys: HotKeys) -> Pools:
+def hot_pools(model: str, hot_keys: HotKeys) -> HotKeyPools:
     """Hot keys of ``model`` by feature: the table's keys without the feature's offset."""
     try:
         told = hot_keys(model.removesuffix(".lookup"))
     except NotFound:
-        return Pools(why="the server has no hot keys to tell, as a front end")
+        return HotKeyPools(why="the server has no hot keys to tell, as a front end")
     except HpsError as error:
-        return Pools(why=str(error))
+        return HotKeyPools(why=str(error))
     pools: dict[str, KeyArray] = {}
     for table in told:
         keys = np.array([key & (2**64 - 1) for key in table["keys"]], np.uint64)
         for feature, offset in table.get("features", {}).items():
             if len(keys):
                 pools.setdefault(feature, (keys - np.uint64(offset % 2**64)).view(np.int64))
-    return Pools(pools, "" if pools else "its caches hold none yet")
+    return HotKeyPools(pools, "" if pools else "its caches hold none yet")
 
 
 def require_same(admin: Admin, url: str) -> None:
@@ -75,7 +75,9 @@ def sources_of(
             described = client.metadata(f"{model}.lookup")
         # gRPC has no place for parameters of a model.
         told = described.get("parameters", {}).get("source_outputs")
-        wanted = told or [f"{name}.source" for name in Signature.of_metadata(described).features]
+        wanted = told or [
+            f"{name}.source" for name in ModelSignature.of_metadata(described).features
+        ]
         answers = [client.infer(model, dict(each), outputs=wanted) for each in requests[:_SAMPLE]]
     except HpsError:
         return None

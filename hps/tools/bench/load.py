@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import ConfigError
-from hps.tools.bench.hot import HotKeys, Pools, hot_pools
+from hps.tools.bench.hot import HotKeyPools, HotKeys, hot_pools
 from hps.tools.generate.keys import Draw, distribution
-from hps.tools.signature import NUMPY_TYPES, Signature
+from hps.tools.signature import NUMPY_TYPES, ModelSignature
 from hps.types import KeyArray
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -25,7 +25,7 @@ _ROWS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class LoadRecipe:
     """``count`` requests of ``batch`` samples, with ``hotness`` keys where the model leaves it open. Keys are
     from 0 to ``rows`` - 1; None: the server's hot keys, where it has them."""
 
@@ -42,7 +42,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RequestSource:
     """Source of requests: a ``file`` of them, the rows of a model in a ``repository``, or neither."""
 
     file: Path | None = None
@@ -52,8 +52,8 @@ class Source:
 
 def made_requests(
     model: str,
-    recipe: Recipe,
-    source: Source,
+    recipe: LoadRecipe,
+    source: RequestSource,
     metadata: Callable[[str], Mapping[str, Any]],
     hot_keys: HotKeys,
 ) -> tuple[list[Tensors], str]:
@@ -67,11 +67,11 @@ def made_requests(
     if any(tensor["name"] == "NUMKEYS" for tensor in described["inputs"]):
         # A model without a dense part describes itself in HPS's form; its features stand here.
         described = {**metadata(f"{model}.lookup"), "name": model}
-    pools = hot_pools(model, hot_keys) if recipe.asks_for_hot_keys else Pools()
+    pools = hot_pools(model, hot_keys) if recipe.asks_for_hot_keys else HotKeyPools()
     return from_metadata(described, recipe, pools.keys), _said(recipe, pools)
 
 
-def _said(recipe: Recipe, pools: Pools) -> str:
+def _said(recipe: LoadRecipe, pools: HotKeyPools) -> str:
     if pools.keys:
         return f"{recipe.keys} of the server's hottest keys"
     made_up = f"{recipe.keys} of 0 … {(recipe.rows or _ROWS) - 1:,}"
@@ -79,11 +79,11 @@ def _said(recipe: Recipe, pools: Pools) -> str:
 
 
 def from_metadata(
-    metadata: Mapping[str, Any], recipe: Recipe, pools: Mapping[str, KeyArray] = NO_POOLS
+    metadata: Mapping[str, Any], recipe: LoadRecipe, pools: Mapping[str, KeyArray] = NO_POOLS
 ) -> list[Tensors]:
     """Requests to the model that the protocol's ``metadata`` describes, with keys of ``pools`` by feature;
     others are made up. Raises ConfigError."""
-    signature = Signature.of_metadata(metadata)
+    signature = ModelSignature.of_metadata(metadata)
     shapes = {tensor["name"]: tensor["shape"] for tensor in metadata["inputs"]}
     types = {tensor["name"]: tensor["datatype"] for tensor in metadata["inputs"]}
     made_up = distribution(recipe.keys, recipe.rows or _ROWS)
@@ -118,7 +118,7 @@ def _drawn(draw: Draw, pool: KeyArray, random: np.random.Generator, n: int) -> K
 
 
 def from_repository(
-    repository: Path, model: str, version: int | None, recipe: Recipe
+    repository: Path, model: str, version: int | None, recipe: LoadRecipe
 ) -> list[Tensors]:
     """Requests for keys that the model's rows have. Raises ConfigError, ModelError."""
     from hps.models.repository import Repository
@@ -126,9 +126,9 @@ def from_repository(
 
     name = model.removesuffix(".lookup")
     hotness = None if recipe.hotness == 1 else recipe.hotness
-    made = requests.Recipe("features", recipe.batch, recipe.keys, hotness)
+    made = requests.RequestRecipe("features", recipe.batch, recipe.keys, hotness)
     opened = Repository(repository).open(name, version)
-    found = requests.Requests(opened, made, recipe.seed)
+    found = requests.GeneratedRequests(opened, made, recipe.seed)
     dense = opened.spec.dense
     if name == model or dense is None:
         return [*found.many(recipe.count)]

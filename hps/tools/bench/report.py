@@ -10,8 +10,8 @@ from typing import Any
 
 from hps import __version__
 from hps.errors import ConfigError
-from hps.tools.bench.histogram import Histogram
-from hps.tools.bench.run import Outcome
+from hps.tools.bench.histogram import LatencyHistogram
+from hps.tools.bench.run import BenchResult
 
 FORMAT = "hps-bench-2"
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
@@ -20,9 +20,9 @@ _LAYOUT = "hdr-1024-ns"
 BUSY = 0.85
 
 
-def report(outcome: Outcome, asked: Mapping[str, Any]) -> dict[str, Any]:
+def report(outcome: BenchResult, asked: Mapping[str, Any]) -> dict[str, Any]:
     """``asked``: what was sent to whom, and how."""
-    whole = Histogram.summed(outcome.slices)
+    whole = LatencyHistogram.summed(outcome.slices)
     seconds = outcome.seconds
     per_s = outcome.answered / seconds if seconds else 0.0
     return {
@@ -48,7 +48,7 @@ def report(outcome: Outcome, asked: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def quantiles(histogram: Histogram) -> dict[str, float | None]:
+def quantiles(histogram: LatencyHistogram) -> dict[str, float | None]:
     """Seconds; of quantiles that so few durations do not tell, None."""
     total = histogram.total
     return {
@@ -84,11 +84,11 @@ def load(path: Path) -> dict[str, Any]:
     return dict(told)
 
 
-def slices_of(told: Mapping[str, Any]) -> list[tuple[float, Histogram]]:
+def slices_of(told: Mapping[str, Any]) -> list[tuple[float, LatencyHistogram]]:
     """The slices that the run reached: how long each lasted, seconds, and its latencies."""
     found = told["histograms"]
     return [
-        (float(seconds), Histogram({int(n): int(c) for n, c in each}))
+        (float(seconds), LatencyHistogram({int(n): int(c) for n, c in each}))
         for seconds, each in zip(found["seconds"], found["slices"], strict=True)
         if seconds
     ]

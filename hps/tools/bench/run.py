@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hps.client.errors import Later
+from hps.client.errors import RetryLater
 from hps.errors import HpsError
-from hps.tools.bench.histogram import Histogram
+from hps.tools.bench.histogram import LatencyHistogram
 from hps.tools.bench.senders import Sender
 
 SLICES = 20
@@ -33,7 +33,7 @@ _KINDS_KEPT = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """``concurrency``: callers of a closed loop, most requests under way of an open one. ``rate`` None:
     closed loop. ``requests`` None: as many as the time allows."""
 
@@ -48,7 +48,7 @@ class Plan:
 
 
 @dataclass
-class Outcome:
+class BenchResult:
     """``seconds``: how long was measured. ``slices``: latencies of what succeeded, by when it was due;
     ``spans``: how long each of them lasted, 0 for one that was not reached. ``answered``: answers that came
     while it was measured, whenever they were asked for. ``late``: how long after it was due each request was
@@ -57,10 +57,12 @@ class Outcome:
     used."""
 
     seconds: float = 0.0
-    slices: list[Histogram] = field(default_factory=lambda: [Histogram() for _ in range(SLICES)])
+    slices: list[LatencyHistogram] = field(
+        default_factory=lambda: [LatencyHistogram() for _ in range(SLICES)]
+    )
     spans: list[float] = field(default_factory=lambda: [0.0] * SLICES)
     answered: int = 0
-    late: Histogram = field(default_factory=Histogram)
+    late: LatencyHistogram = field(default_factory=LatencyHistogram)
     full: int = 0
     errors: dict[str, tuple[int, str]] = field(default_factory=dict)
     warmed_up: int = 0
@@ -68,22 +70,22 @@ class Outcome:
     interrupted: bool = False
 
     def failed(self, error: HpsError) -> None:
-        kind = "Unavailable" if isinstance(error, Later) else type(error).__name__
+        kind = "Unavailable" if isinstance(error, RetryLater) else type(error).__name__
         number, first = self.errors.get(kind, (0, str(error)))
         if number or len(self.errors) < _KINDS_KEPT:
             self.errors[kind] = number + 1, first
 
 
 def run(
-    make: Callable[[], Sender], prepare: Callable[[Sender], Sequence[Any]], plan: Plan
-) -> Outcome:
+    make: Callable[[], Sender], prepare: Callable[[Sender], Sequence[Any]], plan: BenchPlan
+) -> BenchResult:
     """Send what ``prepare`` makes for the sender that ``make`` opens, in turn, by ``plan``; SIGINT ends it
     with what there is."""
 
-    async def whole() -> Outcome:
+    async def whole() -> BenchResult:
         sender = make()
         try:
-            return await _Run(sender, prepare(sender), plan).go()
+            return await _BenchRun(sender, prepare(sender), plan).go()
         finally:
             await sender.close()
 
@@ -100,17 +102,17 @@ def run(
         gc.unfreeze()
 
 
-class _Run:
-    def __init__(self, sender: Sender, messages: Sequence[Any], plan: Plan) -> None:
+class _BenchRun:
+    def __init__(self, sender: Sender, messages: Sequence[Any], plan: BenchPlan) -> None:
         self._sender, self._messages, self._plan = sender, messages, plan
-        self._outcome = Outcome()
+        self._outcome = BenchResult()
         self._numbers: Iterator[int] = count()
         self._begin = self._from = self._to = 0  # of all, of what is measured; ns
         self._slice_ns = 1
         self._begun: dict[int, int] = {}  # when the first request of each slice was due
         self._last = self._taken = 0
 
-    async def go(self) -> Outcome:
+    async def go(self) -> BenchResult:
         plan, outcome = self._plan, self._outcome
         self._begin = time.perf_counter_ns()
         self._from = self._last = self._begin + round(plan.warmup_s * 1e9)

@@ -9,11 +9,11 @@ from itertools import cycle
 from typing import Any, Protocol
 
 from hps.client import Tls
-from hps.client.address import Address, address
-from hps.client.calls import Call
+from hps.client.address import ServerAddress, address
+from hps.client.calls import InferCall
 from hps.client.errors import unreachable
 from hps.client.http_messages import Reply, Request
-from hps.client.http_wire import HttpWire
+from hps.client.http_wire import HttpCodec
 from hps.errors import DeadlineExceeded
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -22,7 +22,7 @@ _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 
 
 class Sender(Protocol):
-    def message(self, call: Call) -> Any:
+    def message(self, call: InferCall) -> Any:
         """A request as it is sent, again and again."""
         ...
 
@@ -43,14 +43,14 @@ def open_sender(url: str, api_key: str | None, tls: Tls | None, connections: int
 class GrpcSender:
     """Requests take turns on so many connections: one alone reaches one of a server's processes."""
 
-    def __init__(self, at: Address, api_key: str | None, connections: int = 1) -> None:
-        from hps.client.grpc import AsyncGrpcChannel, GrpcWire
+    def __init__(self, at: ServerAddress, api_key: str | None, connections: int = 1) -> None:
+        from hps.client.grpc import AsyncGrpcChannel, GrpcCodec
 
-        self._wire = GrpcWire(api_key)
+        self._wire = GrpcCodec(api_key)
         self._channels = [AsyncGrpcChannel(at, is_shared=False) for _ in range(connections)]
         self._turn = cycle(self._channels)
 
-    def message(self, call: Call) -> Any:
+    def message(self, call: InferCall) -> Any:
         return self._wire.request(call)
 
     async def send(self, message: Any, until: float) -> None:
@@ -64,13 +64,13 @@ class GrpcSender:
 class HttpSender:
     """A connection for each request under way, kept for the next one."""
 
-    def __init__(self, at: Address, api_key: str | None) -> None:
+    def __init__(self, at: ServerAddress, api_key: str | None) -> None:
         self._at = at
         self._context = None if at.tls is None else at.tls.context()
-        self._wire = HttpWire(at.base, api_key)
-        self._idle: list[_Connection] = []
+        self._wire = HttpCodec(at.base, api_key)
+        self._idle: list[_BenchConnection] = []
 
-    def message(self, call: Call) -> bytes:
+    def message(self, call: InferCall) -> bytes:
         request: Request = self._wire.request(call)
         body = request.body or b""
         lines = [
@@ -94,17 +94,17 @@ class HttpSender:
             self._idle.append(connection)
         reply.checked(self._at.base)
 
-    def _kept(self) -> _Connection | None:
+    def _kept(self) -> _BenchConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if not connection.closes:
                 return connection
         return None
 
-    async def _opened(self) -> _Connection:
+    async def _opened(self) -> _BenchConnection:
         loop = asyncio.get_running_loop()
         _, made = await loop.create_connection(
-            _Connection, self._at.host, self._at.port, ssl=self._context
+            _BenchConnection, self._at.host, self._at.port, ssl=self._context
         )
         return made
 
@@ -113,7 +113,7 @@ class HttpSender:
             self._idle.pop().close()
 
 
-class _Connection(asyncio.Protocol):
+class _BenchConnection(asyncio.Protocol):
     """Carries one request at a time. ``closes``: it carries no further one."""
 
     def __init__(self) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hps.tools.bench.compare import LEVEL, Difference, compare, unlike
+from hps.tools.bench.compare import LEVEL, BenchDifference, compare, unlike
 from hps.tools.bench.report import BUSY, errors_of, load, slices_of
-from hps.tools.output import Number, complain, count, plural, print_table, say, share, warn
+from hps.tools.output import FormattedNumber, complain, count, plural, print_table, say, share, warn
 
 # From here on, of the time at the 99th percentile, requests that are sent late count.
 _LATE, _LATE_S = 0.1, 1e-3
@@ -38,9 +38,9 @@ def show(told: Mapping[str, Any]) -> None:
         [
             (
                 count(done),
-                Number(f"{told['requests_per_s']:,.1f}"),
-                Number(f"{told['samples_per_s']:,.0f}"),
-                Number(f"{failed:,} ({share(failed, failed + done)})" if failed else "0"),
+                FormattedNumber(f"{told['requests_per_s']:,.1f}"),
+                FormattedNumber(f"{told['samples_per_s']:,.0f}"),
+                FormattedNumber(f"{failed:,} ({share(failed, failed + done)})" if failed else "0"),
             )
         ],
     )
@@ -100,8 +100,8 @@ def _show_limits(told: Mapping[str, Any]) -> None:
         )
 
 
-def _ms(seconds: float | None) -> Number:
-    return Number("" if seconds is None else f"{1000 * seconds:.3f}")
+def _ms(seconds: float | None) -> FormattedNumber:
+    return FormattedNumber("" if seconds is None else f"{1000 * seconds:.3f}")
 
 
 def show_comparison(before_file: Path, after_file: Path) -> None:
@@ -126,9 +126,16 @@ def show_comparison(before_file: Path, after_file: Path) -> None:
     say("What else a machine does may differ by more from run to run: repeat both, in turn.")
 
 
-def _shown(each: Difference) -> tuple[Any, ...]:
+def _shown(each: BenchDifference) -> tuple[Any, ...]:
     is_time = each.name.startswith("p")
     before, after = (_ms(v) + " ms" if is_time else f"{v:,.1f}" for v in (each.before, each.after))
     change = f"{100 * (each.after / each.before - 1):+.1f} %"
     between = f"{100 * (each.low - 1):+.1f} … {100 * (each.high - 1):+.1f} %"
-    return each.name, Number(before), Number(after), Number(change), Number(between), each.verdict
+    return (
+        each.name,
+        FormattedNumber(before),
+        FormattedNumber(after),
+        FormattedNumber(change),
+        FormattedNumber(between),
+        each.verdict,
+    )

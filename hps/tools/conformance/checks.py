@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hps.tools.conformance import clients, grpc_checks, grpc_memory, http_checks, http_faults
-from hps.tools.conformance.target import Check
+from hps.tools.conformance.target import ConformanceCheck
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[ConformanceCheck, ...] = (
     *http_checks.SUITE.checks,
     *http_faults.SUITE.checks,
     *clients.HTTP.checks,

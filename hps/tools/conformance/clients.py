@@ -16,15 +16,23 @@ import tritonclient.http.aio
 from tritonclient.utils import InferenceServerException
 
 from hps.client import Tls
-from hps.tools.conformance.grpc_wire import Grpc, credentials, is_raw, request
-from hps.tools.conformance.http_wire import NO_CODING, Http
-from hps.tools.conformance.target import Deviation, Sample, Suite, Target, needs, require, same
+from hps.tools.conformance.grpc_wire import GrpcProbe, credentials, is_raw, request
+from hps.tools.conformance.http_wire import NO_CODING, HttpProbe
+from hps.tools.conformance.target import (
+    CheckedServer,
+    CheckSuite,
+    Deviation,
+    SampleRequest,
+    needs,
+    require,
+    same,
+)
 
 _BINARY = "binary_tensor_data"
-HTTP, GRPC = Suite("http"), Suite("grpc")
+HTTP, GRPC = CheckSuite("http"), CheckSuite("grpc")
 
 
-class _Blocking:
+class _BlockingClient:
     """A client for asyncio, one call at a time on a loop of its own."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -60,7 +68,7 @@ def _closing(client: Any) -> Iterator[Any]:
         client.close()
 
 
-def _drive(kind: Any, client: Any, target: Target, **forms: Any) -> None:
+def _drive(kind: Any, client: Any, target: CheckedServer, **forms: Any) -> None:
     """Everything a caller does with a client: ``forms`` are further ways of sending a request."""
     headers = dict(target.headers)
     require(client.is_server_live(headers=headers), "not live")
@@ -96,7 +104,7 @@ def _drive(kind: Any, client: Any, target: Target, **forms: Any) -> None:
         raise Deviation("an unknown model answers")
 
 
-def _tensors(kind: Any, sample: Sample) -> tuple[list[Any], list[Any]]:
+def _tensors(kind: Any, sample: SampleRequest) -> tuple[list[Any], list[Any]]:
     inputs = []
     for name, array in sample.inputs.items():
         tensor = kind.InferInput(name, list(array.shape), sample.datatype(name))
@@ -112,9 +120,9 @@ _CODED = {
 }
 
 
-def _codings(target: Target) -> dict[str, Any]:
+def _codings(target: CheckedServer) -> dict[str, Any]:
     """Of ``_CODED``, those that the server takes bodies in."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         head = {"Content-Encoding": "gzip"}
         answer = http.infer(target.sample.model, gzip.compress(body), length, head)
@@ -125,7 +133,7 @@ def _codings(target: Target) -> dict[str, Any]:
 _CALL_CODED = {coding: {"compression_algorithm": coding} for coding in ("gzip", "deflate")}
 
 
-def _http(target: Target) -> dict[str, Any]:
+def _http(target: CheckedServer) -> dict[str, Any]:
     """How tritonclient.http is told of certificates."""
     if target.http_tls is None:
         return {}
@@ -145,24 +153,24 @@ def _gevent_context(tls: Tls) -> Callable[..., Any]:
     return make
 
 
-def _http_aio(target: Target) -> dict[str, Any]:
+def _http_aio(target: CheckedServer) -> dict[str, Any]:
     tls = target.http_tls
     return {} if tls is None else {"ssl": True, "ssl_context": tls.context()}
 
 
-def _grpc(target: Target) -> dict[str, Any]:
+def _grpc(target: CheckedServer) -> dict[str, Any]:
     tls = target.grpc_tls
     return {} if tls is None else {"creds": credentials(tls)}
 
 
-def _needs_raw(target: Target) -> None:
-    with Grpc(target) as ask:
+def _needs_raw(target: CheckedServer) -> None:
+    with GrpcProbe(target) as ask:
         raw = is_raw(ask.ask("ModelInfer", request(target.sample)))
         needs(raw or _BINARY in ask.extensions(), _BINARY)
 
 
 @HTTP.check
-def tritonclient_http(target: Target) -> None:
+def tritonclient_http(target: CheckedServer) -> None:
     """tritonclient.http"""
     needs(target.binary, _BINARY)
     kind = tritonclient.http
@@ -177,17 +185,17 @@ def tritonclient_http(target: Target) -> None:
 
 
 @HTTP.check
-def tritonclient_http_aio(target: Target) -> None:
+def tritonclient_http_aio(target: CheckedServer) -> None:
     """tritonclient.http.aio"""
     needs(target.binary, _BINARY)
     kind = tritonclient.http.aio
     make = partial(kind.InferenceServerClient, target.http, **_http_aio(target))
-    with _closing(_Blocking(make)) as client:
+    with _closing(_BlockingClient(make)) as client:
         _drive(kind, client, target, **_codings(target))
 
 
 @GRPC.check
-def tritonclient_grpc(target: Target) -> None:
+def tritonclient_grpc(target: CheckedServer) -> None:
     """tritonclient.grpc"""
     _needs_raw(target)
     kind = tritonclient.grpc
@@ -196,10 +204,10 @@ def tritonclient_grpc(target: Target) -> None:
 
 
 @GRPC.check
-def tritonclient_grpc_aio(target: Target) -> None:
+def tritonclient_grpc_aio(target: CheckedServer) -> None:
     """tritonclient.grpc.aio"""
     _needs_raw(target)
     kind = tritonclient.grpc.aio
     make = partial(kind.InferenceServerClient, target.grpc, **_grpc(target))
-    with _closing(_Blocking(make)) as client:
+    with _closing(_BlockingClient(make)) as client:
         _drive(kind, client, target, **_CALL_CODED)

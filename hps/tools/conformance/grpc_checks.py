@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from hps.tools.conformance.grpc_wire import (
     PATIENCE_S,
-    Grpc,
+    GrpcProbe,
     is_raw,
     offered,
     refused,
@@ -21,9 +21,9 @@ from hps.tools.conformance.grpc_wire import (
     tensors_of,
 )
 from hps.tools.conformance.target import (
+    CheckedServer,
+    CheckSuite,
     NotOffered,
-    Suite,
-    Target,
     needs,
     note,
     require,
@@ -33,16 +33,16 @@ from hps.tools.conformance.target import (
     unknown_version,
 )
 
-SUITE = Suite("grpc")
+SUITE = CheckSuite("grpc")
 SERVICE = "inference.GRPCInferenceService"
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 @SUITE.check
-def health(target: Target) -> None:
+def health(target: CheckedServer) -> None:
     """ServerLive, ServerReady and ModelReady say true, of unknown models and versions not."""
     model = target.sample.model
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         require(ask.ask("ServerLive").live and ask.ask("ServerReady").ready, "not ready")
         versions = list(ask.ask("ModelMetadata", pb.ModelMetadataRequest(name=model)).versions)
         for given in ("", *versions[:1]):
@@ -58,9 +58,9 @@ def health(target: Target) -> None:
 
 
 @SUITE.check
-def health_service(target: Target) -> None:
+def health_service(target: CheckedServer) -> None:
     """grpc.health.v1.Health/Check says SERVING of the server and of the service, NOT_FOUND of others."""
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         stub = health_pb2_grpc.HealthStub(ask.channel)
         for name in ("", SERVICE):
             asked = health_pb2.HealthCheckRequest(service=name)
@@ -72,9 +72,9 @@ def health_service(target: Target) -> None:
 
 
 @SUITE.check
-def health_watch(target: Target) -> None:
+def health_watch(target: CheckedServer) -> None:
     """grpc.health.v1.Health/Watch says at once how the server is, and stays open."""
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         stub = health_pb2_grpc.HealthStub(ask.channel)
         watch = stub.Watch(
             health_pb2.HealthCheckRequest(service=""), timeout=PATIENCE_S, metadata=ask.metadata
@@ -90,13 +90,13 @@ def health_watch(target: Target) -> None:
 
 
 @SUITE.check
-def reflection(target: Target) -> None:
+def reflection(target: CheckedServer) -> None:
     """Server reflection lists the service and has its description, as grpcurl asks for it."""
     wanted = [
         reflection_pb2.ServerReflectionRequest(list_services=""),
         reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
     ]
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         stub = reflection_pb2_grpc.ServerReflectionStub(ask.channel)
         try:
             with offered("grpc.reflection"):
@@ -111,9 +111,9 @@ def reflection(target: Target) -> None:
 
 
 @SUITE.check
-def metadata_and_configuration(target: Target) -> None:
+def metadata_and_configuration(target: CheckedServer) -> None:
     """ServerMetadata, ModelMetadata and ModelConfig tell what a request's tensors are."""
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         extensions = ask.extensions()
         for sample in target.samples:
             about = ask.ask("ModelMetadata", pb.ModelMetadataRequest(name=sample.model))
@@ -131,10 +131,10 @@ def metadata_and_configuration(target: Target) -> None:
 
 
 @SUITE.check
-def forms_agree(target: Target) -> None:
+def forms_agree(target: CheckedServer) -> None:
     """Raw contents and protobuf's types get the same answer to the bit, always raw from a server that tells
     of binary_tensor_data; an id comes back."""
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         raw = "binary_tensor_data" in ask.extensions()
         for sample in target.samples:
             answer = ask.ask("ModelInfer", request(sample, id="r-7"))
@@ -153,18 +153,18 @@ def forms_agree(target: Target) -> None:
 
 
 @SUITE.check
-def compression(target: Target) -> None:
+def compression(target: CheckedServer) -> None:
     """Calls may be compressed with gzip or deflate."""
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         expected = ask.infer(request(target.sample))
         for coding in (grpc.Compression.Gzip, grpc.Compression.Deflate):
             same(ask.infer(request(target.sample), compression=coding), expected, str(coding))
 
 
 @SUITE.check
-def empty_tensors(target: Target) -> None:
+def empty_tensors(target: CheckedServer) -> None:
     """A tensor without elements is an empty piece of bytes."""
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         for sample in target.samples:
             about = ask.ask("ModelMetadata", pb.ModelMetadataRequest(name=sample.model))
             for tensor in about.inputs:
@@ -177,10 +177,10 @@ def empty_tensors(target: Target) -> None:
 
 
 @SUITE.check
-def unknown_names(target: Target) -> None:
+def unknown_names(target: CheckedServer) -> None:
     """An unknown model or version is NOT_FOUND, unknown inputs and outputs are INVALID_ARGUMENT."""
     sample = target.sample
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
 
         def fails(code: str, changed: Any = sample, **fields: Any) -> str:
             return refused(lambda: ask.infer(request(changed, **fields)), *code.split())
@@ -204,11 +204,11 @@ def unknown_names(target: Target) -> None:
 
 
 @SUITE.check
-def wrong_tensors(target: Target) -> None:
+def wrong_tensors(target: CheckedServer) -> None:
     """What does not fit, and raw contents beside typed ones, is INVALID_ARGUMENT."""
     sample = target.sample
     name, array = next(iter(sample.inputs.items()))
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
 
         def fails(made: Any, what: str) -> None:
             refused(lambda: ask.infer(made), "INVALID_ARGUMENT", what=what)
@@ -239,10 +239,10 @@ def wrong_tensors(target: Target) -> None:
 
 
 @SUITE.check
-def streams(target: Target) -> None:
+def streams(target: CheckedServer) -> None:
     """ModelStreamInfer answers each request in its turn; an error is a message, and the stream goes on."""
     sample = target.sample
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         wrong = request(replace(sample, model="none"), id="b")
         sent = [request(sample, id="a"), wrong, request(sample, id="c")]
         with offered("ModelStreamInfer"):
@@ -253,10 +253,10 @@ def streams(target: Target) -> None:
 
 
 @SUITE.check
-def statistics_only_grow(target: Target) -> None:
+def statistics_only_grow(target: CheckedServer) -> None:
     """ModelStatistics counts what was asked."""
     model, batch = target.sample.model, len(next(iter(target.sample.inputs.values())))
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         needs("statistics" in ask.extensions(), "statistics")
 
         def read() -> tuple[int, int]:
@@ -272,11 +272,11 @@ def statistics_only_grow(target: Target) -> None:
 
 
 @SUITE.changing
-def repository(target: Target) -> None:
+def repository(target: CheckedServer) -> None:
     """RepositoryIndex lists the models; a server with model_repository unloads and loads them, another one
     says that it does not."""
     sample = target.samples[-1]
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         for ready in (False, True):
             index = ask.ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready)).models
             states = {row.name: row.state for row in index}
@@ -295,7 +295,7 @@ def repository(target: Target) -> None:
 
 
 @SUITE.check
-def what_is_not_offered(target: Target) -> None:
+def what_is_not_offered(target: CheckedServer) -> None:
     """Calls of extensions that are not told of are UNIMPLEMENTED."""
     calls = {
         "system_shared_memory": "SystemSharedMemoryStatus",
@@ -303,7 +303,7 @@ def what_is_not_offered(target: Target) -> None:
         "trace": "TraceSetting",
         "logging": "LogSettings",
     }
-    with Grpc(target) as ask:
+    with GrpcProbe(target) as ask:
         offered = ask.extensions()
         for extension, call in calls.items():
             if extension in offered:

@@ -10,20 +10,20 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from hps.tools.conformance.grpc_wire import Grpc, refused, request
-from hps.tools.conformance.target import NotOffered, Suite, Target, require
+from hps.tools.conformance.grpc_wire import GrpcProbe, refused, request
+from hps.tools.conformance.target import CheckedServer, CheckSuite, NotOffered, require
 
-SUITE = Suite("grpc")
+SUITE = CheckSuite("grpc")
 
 
 @SUITE.check
-def shared_memory(target: Target) -> None:
+def shared_memory(target: CheckedServer) -> None:
     """With system_shared_memory, inputs are taken from a registered region and outputs put there, bit for
     bit; one that is not registered, or too small, is refused."""
     sample = target.sample
     sent = request(sample)
     raws = list(sent.raw_input_contents)
-    with Grpc(target) as ask, ExitStack() as stack:
+    with GrpcProbe(target) as ask, ExitStack() as stack:
         if "system_shared_memory" not in ask.extensions():
             raise NotOffered("system_shared_memory")
         expected = ask.infer(sent)

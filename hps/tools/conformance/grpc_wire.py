@@ -16,7 +16,7 @@ from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
 from hps.client import Tls
 from hps.tools.conformance.http_wire import encoded
-from hps.tools.conformance.target import Sample, Target, needs, note, require
+from hps.tools.conformance.target import CheckedServer, SampleRequest, needs, note, require
 
 PATIENCE_S = 30.0
 _CONTENTS = {
@@ -31,10 +31,10 @@ _CONTENTS = {
 }
 
 
-class Grpc:
+class GrpcProbe:
     """A channel and its stub."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: CheckedServer) -> None:
         self.metadata = [*target.headers.items()]
         options = [("grpc.max_receive_message_length", -1)]
         if target.grpc_tls is None:
@@ -98,7 +98,7 @@ def refused(call: Callable[[], Any], *codes: str, what: str = "a request at faul
     return ""
 
 
-def request(sample: Sample, *, raw: bool = True, **fields: Any) -> Any:
+def request(sample: SampleRequest, *, raw: bool = True, **fields: Any) -> Any:
     """``raw``: all inputs raw, else in protobuf's types, which FP16 has none of."""
     made = pb.ModelInferRequest(model_name=sample.model, **fields)
     for name, array in sample.inputs.items():

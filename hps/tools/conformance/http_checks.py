@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from hps.tools.conformance.http_wire import LENGTH, NO_CODING, Http, encoded, path_of
+from hps.tools.conformance.http_wire import LENGTH, NO_CODING, HttpProbe, encoded, path_of
 from hps.tools.conformance.target import (
+    CheckedServer,
+    CheckSuite,
     NotOffered,
-    Sample,
-    Suite,
-    Target,
+    SampleRequest,
     needs,
     note,
     require,
@@ -24,7 +24,7 @@ from hps.tools.conformance.target import (
     unknown_version,
 )
 
-SUITE = Suite("http")
+SUITE = CheckSuite("http")
 # What perf_analyzer reads of a model's statistics; a lack ends it.
 TIMES = (
     *("success", "queue", "compute_input", "compute_infer", "compute_output"),
@@ -33,10 +33,10 @@ TIMES = (
 
 
 @SUITE.check
-def health(target: Target) -> None:
+def health(target: CheckedServer) -> None:
     """/v2/health/live, /v2/health/ready and a model's /ready answer 200."""
     model = path_of(target.sample.model)
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         for path in ("/v2/health/live", "/v2/health/ready", f"{model}/ready"):
             require(http.ask("GET", path).status == 200, f"{path} is not 200")
         versions = http.ask("GET", model).json().get("versions") or []
@@ -49,9 +49,9 @@ def health(target: Target) -> None:
 
 
 @SUITE.check
-def server_metadata(target: Target) -> None:
+def server_metadata(target: CheckedServer) -> None:
     """/v2 tells name, version and extensions."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         about = http.ask("GET", "/v2").json()
     require(isinstance(about["name"], str) and isinstance(about["version"], str), f"{about}")
     known = "binary_tensor_data" in (about.get("extensions") or ())
@@ -61,9 +61,9 @@ def server_metadata(target: Target) -> None:
 
 
 @SUITE.check
-def model_metadata(target: Target) -> None:
+def model_metadata(target: CheckedServer) -> None:
     """A model's metadata has the tensors of a request it answers, with types and shapes that fit."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         for sample in target.samples:
             about = http.ask("GET", path_of(sample.model)).json()
             require(about["name"] == sample.model, f"{sample.model} is called {about['name']}")
@@ -83,9 +83,9 @@ def model_metadata(target: Target) -> None:
 
 
 @SUITE.check
-def model_configuration(target: Target) -> None:
+def model_configuration(target: CheckedServer) -> None:
     """/config says types and dimensions in Triton's words, the batch left out."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         needs("model_configuration" in http.extensions(), "model_configuration")
         for sample in target.samples:
             config = http.ask("GET", f"{path_of(sample.model)}/config").json()
@@ -100,10 +100,10 @@ def model_configuration(target: Target) -> None:
 
 
 @SUITE.check
-def forms_agree(target: Target) -> None:
+def forms_agree(target: CheckedServer) -> None:
     """Inputs and outputs as flat JSON, nested JSON, bytes, or some so and some so: the same answer to the
     bit, which names its model and a version that is a string."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         for sample in target.samples:
             expected = http.send(sample).outputs()
             require(set(expected) == set(sample.outputs), f"outputs {list(expected)}")
@@ -124,10 +124,10 @@ def forms_agree(target: Target) -> None:
 
 
 @SUITE.check
-def outputs_asked_for(target: Target) -> None:
+def outputs_asked_for(target: CheckedServer) -> None:
     """Outputs come as the request names them, in its order; a form of its own for one of them goes before
     that for all."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         sample = next((s for s in target.samples if len(s.outputs) > 1), None)
         if sample is None:
             raise NotOffered("a model with two outputs")
@@ -149,9 +149,9 @@ def outputs_asked_for(target: Target) -> None:
 
 
 @SUITE.check
-def request_ids(target: Target) -> None:
+def request_ids(target: CheckedServer) -> None:
     """An id comes back; an empty one, as perf_analyzer sends it, is none."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         for given in ("r-7", ""):
             answer = http.send(target.sample, id=given)
             answer.outputs()
@@ -160,9 +160,9 @@ def request_ids(target: Target) -> None:
 
 
 @SUITE.check
-def compressed_requests(target: Target) -> None:
+def compressed_requests(target: CheckedServer) -> None:
     """Bodies may come as gzip, deflate (a zlib stream) or identity."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         expected = http.send(target.sample).outputs()
         for coding, sent in {
@@ -176,10 +176,10 @@ def compressed_requests(target: Target) -> None:
 
 
 @SUITE.check
-def compressed_answers(target: Target) -> None:
+def compressed_answers(target: CheckedServer) -> None:
     """Accept-Encoding gzip or deflate: the answer may be compressed, and says so; the length of its JSON is
     that before compression."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         expected = http.send(target.sample).outputs()
         for coding in ("gzip", "deflate", "identity"):
@@ -190,9 +190,9 @@ def compressed_answers(target: Target) -> None:
 
 
 @SUITE.check
-def chunked_bodies(target: Target) -> None:
+def chunked_bodies(target: CheckedServer) -> None:
     """A body may come in chunks, without Content-Length."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         expected = http.send(target.sample).outputs()
         pieces = [body[i : i + 100] for i in range(0, len(body), 100)]
@@ -200,10 +200,10 @@ def chunked_bodies(target: Target) -> None:
 
 
 @SUITE.check
-def raw_bodies(target: Target) -> None:
+def raw_bodies(target: CheckedServer) -> None:
     """Inference-Header-Content-Length 0: the body is the only input, batch 1; all outputs are binary."""
     needs(target.binary, "binary_tensor_data")
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         for sample in target.samples:
             inputs = http.ask("GET", path_of(sample.model)).json()["inputs"]
             if len(inputs) == 1 and inputs[0]["shape"][1:].count(-1) <= 1:
@@ -218,9 +218,9 @@ def raw_bodies(target: Target) -> None:
 
 
 @SUITE.check
-def empty_tensors(target: Target) -> None:
+def empty_tensors(target: CheckedServer) -> None:
     """A tensor without elements: binary_data_size 0 and no bytes, or an empty list."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         sample = _emptied(target, http)
         expected = http.send(sample).outputs()
         some = _json_only(sample, expected)
@@ -228,19 +228,19 @@ def empty_tensors(target: Target) -> None:
 
 
 @SUITE.check
-def parameters(target: Target) -> None:
+def parameters(target: CheckedServer) -> None:
     """`timeout` in microseconds, `priority`, and parameters that the server has never heard of are taken."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         expected = http.send(target.sample).outputs()
         for given in ({"timeout": 20_000_000}, {"priority": 0}, {"never_heard_of": "x", "nor": 1}):
             same(http.send(target.sample, parameters=given).outputs(), expected, str(given))
 
 
 @SUITE.check
-def statistics_only_grow(target: Target) -> None:
+def statistics_only_grow(target: CheckedServer) -> None:
     """A model's statistics have all that perf_analyzer reads, and grow by what was asked."""
     model, batch = target.sample.model, len(next(iter(target.sample.inputs.values())))
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         needs("statistics" in http.extensions(), "statistics")
 
         def read() -> dict[str, int]:
@@ -265,9 +265,9 @@ def statistics_only_grow(target: Target) -> None:
 
 
 @SUITE.check
-def repository_index(target: Target) -> None:
+def repository_index(target: CheckedServer) -> None:
     """POST /v2/repository/index lists the models that are there, ready ones on request alone."""
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         bodies: tuple[bytes | None, ...] = (b"{}", b'{"ready": true}', None)
         if "model_repository" not in http.extensions():
             bodies, answer = bodies[:2], http.ask("POST", "/v2/repository/index", b"{}")
@@ -280,12 +280,12 @@ def repository_index(target: Target) -> None:
 
 
 @SUITE.changing
-def load_and_unload(target: Target) -> None:
+def load_and_unload(target: CheckedServer) -> None:
     """A server with the extension model_repository unloads a model and loads it again; one without it says
     so."""
     model = target.samples[-1]
     path = f"/v2/repository/models/{model.model}"
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         if "model_repository" not in http.extensions():
             for verb in ("load", "unload"):
                 http.ask("POST", f"{path}/{verb}").refused(400, 501, 503)
@@ -301,13 +301,13 @@ def load_and_unload(target: Target) -> None:
         same(http.send(model).outputs(), expected, "loaded again")
 
 
-def _json_only(sample: Sample, answered: dict[str, Any]) -> Sample:
+def _json_only(sample: SampleRequest, answered: dict[str, Any]) -> SampleRequest:
     """``sample`` with the outputs that have a form in JSON."""
     wide = tuple(name for name in sample.outputs if answered[name].dtype != np.float16)
     return replace(sample, outputs=wide)
 
 
-def _emptied(target: Target, http: Http) -> Sample:
+def _emptied(target: CheckedServer, http: HttpProbe) -> SampleRequest:
     """A request with one tensor that has no elements: no keys for any of the samples."""
     for sample in target.samples:
         shapes = {

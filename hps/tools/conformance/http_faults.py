@@ -8,17 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from hps.tools.conformance.http_wire import BINARY_ONLY, LENGTH, Http, path_of, request
-from hps.tools.conformance.target import NotOffered, Sample, Suite, Target, needs, note, require
+from hps.tools.conformance.http_wire import BINARY_ONLY, LENGTH, HttpProbe, path_of, request
+from hps.tools.conformance.target import (
+    CheckedServer,
+    CheckSuite,
+    NotOffered,
+    SampleRequest,
+    needs,
+    note,
+    require,
+)
 
-SUITE = Suite("http")
+SUITE = CheckSuite("http")
 
 
 @SUITE.check
-def unknown_names(target: Target) -> None:
+def unknown_names(target: CheckedServer) -> None:
     """An unknown model is 404, an unknown version 404 or not ready, unknown inputs and outputs are 400."""
     sample, model = target.sample, path_of(target.sample.model)
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         body, length = http.request(sample)
         text = http.infer("none", body, length).refused(404)
         note("none" in text, f"the error does not name the model: {text}")
@@ -43,10 +51,10 @@ def unknown_names(target: Target) -> None:
 
 
 @SUITE.check
-def missing_inputs(target: Target) -> None:
+def missing_inputs(target: CheckedServer) -> None:
     """A request that lacks an input that is not optional, or has no `inputs` at all, is 400."""
     sample = target.sample
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         required = list(sample.inputs)
         if "model_configuration" in http.extensions():
             config = http.ask("GET", f"{path_of(sample.model)}/config").json()
@@ -60,10 +68,10 @@ def missing_inputs(target: Target) -> None:
 
 
 @SUITE.check
-def wrong_types(target: Target) -> None:
+def wrong_types(target: CheckedServer) -> None:
     """A datatype that the model does not take, strings for numbers among them, is 400."""
     sample = _textual(target)
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         for name, array in sample.inputs.items():
             for other in (np.full(array.shape, "x", np.object_), array.astype(np.float64)):
                 if other.dtype != array.dtype:
@@ -77,10 +85,10 @@ def wrong_types(target: Target) -> None:
 
 
 @SUITE.check
-def wrong_shapes(target: Target) -> None:
+def wrong_shapes(target: CheckedServer) -> None:
     """A shape that the model does not take, or that its elements do not fill, is 400."""
     sample = _textual(target)
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         fixed = [
             tensor["name"]
             for tensor in http.ask("GET", path_of(sample.model)).json()["inputs"]
@@ -102,10 +110,10 @@ def wrong_shapes(target: Target) -> None:
 
 
 @SUITE.check
-def too_large_a_batch(target: Target) -> None:
+def too_large_a_batch(target: CheckedServer) -> None:
     """A batch beyond the configuration's max_batch_size is 400."""
     sample = target.sample
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         needs("model_configuration" in http.extensions(), "model_configuration")
         most = http.ask("GET", f"{path_of(sample.model)}/config").json()["max_batch_size"]
         if not 0 < most < 10_000:
@@ -116,14 +124,14 @@ def too_large_a_batch(target: Target) -> None:
 
 
 @SUITE.check
-def lengths_that_lie(target: Target) -> None:
+def lengths_that_lie(target: CheckedServer) -> None:
     """The JSON's length missing, negative, no number or beyond the body; too few bytes behind it, or too
     many: 400."""
     needs(target.binary, "binary_tensor_data")
     sample = target.sample
     body, length = request(sample)
     assert length is not None
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         for wrong in (-1, "x", len(body) + 1, 10**9, length - 1, length + 1):
             http.infer(sample.model, body, wrong).refused(400)
         http.infer(sample.model, body).refused(400)
@@ -133,13 +141,13 @@ def lengths_that_lie(target: Target) -> None:
 
 
 @SUITE.check
-def two_forms_of_one_tensor(target: Target) -> None:
+def two_forms_of_one_tensor(target: CheckedServer) -> None:
     """A tensor that has `data` as well as binary_data_size, or neither of them, is 400."""
     sample = _textual(target)
     body, length = request(sample)
     head = json.loads(body[:length])
     head["inputs"][0]["data"] = next(iter(sample.inputs.values())).reshape(-1).tolist()
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         twice = json.dumps(head).encode()
         if target.binary:
             http.infer(sample.model, twice + body[length:], len(twice)).refused(400)
@@ -150,21 +158,21 @@ def two_forms_of_one_tensor(target: Target) -> None:
 
 
 @SUITE.check
-def no_json(target: Target) -> None:
+def no_json(target: CheckedServer) -> None:
     """A body that is no JSON, no object or cut off is 400."""
     body, _ = request(target.sample, binary=False)
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         for wrong in (body[:-2], b"", b"[]", b'"inputs"', b"\xff\xfe", b'{"inputs": 7}'):
             http.infer(target.sample.model, wrong).refused(400)
         _goes_on(http, target.sample)
 
 
 @SUITE.check
-def wrong_codings(target: Target) -> None:
+def wrong_codings(target: CheckedServer) -> None:
     """A Content-Encoding that is not spoken is refused with an Accept-Encoding that names those that are;
     a body that is not what it claims is 400."""
     model = target.sample.model
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         answer = http.infer(model, body, length, {"Content-Encoding": "br"})
         answer.refused(415, 501)
@@ -176,10 +184,10 @@ def wrong_codings(target: Target) -> None:
 
 
 @SUITE.check
-def wrong_verbs_and_paths(target: Target) -> None:
+def wrong_verbs_and_paths(target: CheckedServer) -> None:
     """A verb that a path does not know is 405, an unknown path 404, both as JSON."""
     model = path_of(target.sample.model)
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         http.ask("GET", f"{model}/infer").refused(405)
         http.ask("DELETE", model).refused(405)
         http.ask("POST", "/v2/health/live", b"").refused(405)
@@ -189,7 +197,7 @@ def wrong_verbs_and_paths(target: Target) -> None:
 
 
 @SUITE.check
-def what_is_not_offered(target: Target) -> None:
+def what_is_not_offered(target: CheckedServer) -> None:
     """Shared memory, tracing and logging are answered where their extensions are told of, and refused with
     an error where they are not."""
     paths: dict[str, Any] = {
@@ -198,7 +206,7 @@ def what_is_not_offered(target: Target) -> None:
         "trace": "/v2/trace/setting",
         "logging": "/v2/logging",
     }
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         offered = http.extensions()
         for extension, path in paths.items():
             answer = http.ask("GET", path)
@@ -208,7 +216,7 @@ def what_is_not_offered(target: Target) -> None:
                 answer.refused(400, 404, 501)
 
 
-def _textual(target: Target) -> Sample:
+def _textual(target: CheckedServer) -> SampleRequest:
     """A sample whose inputs all have a form in JSON."""
     for sample in target.samples:
         if not BINARY_ONLY & {*map(sample.datatype, sample.inputs)}:
@@ -216,6 +224,6 @@ def _textual(target: Target) -> Sample:
     raise NotOffered("a model whose inputs have a form in JSON")
 
 
-def _goes_on(http: Http, sample: Sample) -> None:
+def _goes_on(http: HttpProbe, sample: SampleRequest) -> None:
     """The same connection answers a good request after all this."""
     http.send(sample).outputs()

@@ -20,7 +20,7 @@ from tritonclient.utils import (
     triton_to_np_dtype,
 )
 
-from hps.tools.conformance.target import Sample, Target, note, require
+from hps.tools.conformance.target import CheckedServer, SampleRequest, note, require
 
 LENGTH = "Inference-Header-Content-Length"
 PATIENCE_S = 30.0
@@ -31,7 +31,7 @@ BINARY_ONLY = {"FP16", "BF16"}
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpResponse:
     status: int
     headers: http.client.HTTPMessage
     body: bytes
@@ -80,10 +80,10 @@ class Answer:
         return json.loads(body[:length]), body[length:]
 
 
-class Http:
+class HttpProbe:
     """A connection that is kept alive from one request to the next."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: CheckedServer) -> None:
         self._headers = target.headers
         self._binary = target.binary
         self._used = False
@@ -112,7 +112,7 @@ class Http:
         path: str,
         body: bytes | Iterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> HttpResponse:
         """``body`` in pieces goes chunked. What the server says before it has read all of it counts too."""
         chunked = body is not None and not isinstance(body, bytes)
         sent = {**self._headers, **(headers or {})}
@@ -128,11 +128,11 @@ class Http:
         note(False, "it closed a connection after an answer that did not say so")
         return self._answer(*asked)
 
-    def _answer(self, *asked: Any, **how: Any) -> Answer:
+    def _answer(self, *asked: Any, **how: Any) -> HttpResponse:
         self._connection.request(*asked, **how)
         response = self._connection.getresponse()
         self._used = True
-        return Answer(response.status, response.headers, response.read())
+        return HttpResponse(response.status, response.headers, response.read())
 
     def infer(
         self,
@@ -140,7 +140,7 @@ class Http:
         body: bytes | Iterable[bytes],
         length: int | str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> HttpResponse:
         """``length`` of the JSON, where there is something behind it."""
         sent = {
             "Content-Type": "application/json" if length is None else "application/octet-stream"
@@ -149,11 +149,11 @@ class Http:
             sent[LENGTH] = str(length)
         return self.ask("POST", f"{path_of(model)}/infer", body, sent | dict(headers or {}))
 
-    def send(self, sample: Sample, **how: Any) -> Answer:
+    def send(self, sample: SampleRequest, **how: Any) -> HttpResponse:
         """``sample`` by ``request``; in binary form, unless told otherwise, where the server has that."""
         return self.infer(sample.model, *self.request(sample, **how))
 
-    def request(self, sample: Sample, **how: Any) -> tuple[bytes, int | None]:
+    def request(self, sample: SampleRequest, **how: Any) -> tuple[bytes, int | None]:
         return request(sample, **{"binary": self._binary, **how})
 
     def extensions(self) -> list[str]:
@@ -165,7 +165,7 @@ def path_of(model: str) -> str:
 
 
 def request(
-    sample: Sample,
+    sample: SampleRequest,
     *,
     binary: bool | Collection[str] = True,
     nested: bool = False,

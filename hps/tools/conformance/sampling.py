@@ -12,9 +12,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import triton_to_np_dtype
 
 from hps.tools.conformance import grpc_wire
-from hps.tools.conformance.grpc_wire import Grpc
-from hps.tools.conformance.http_wire import Http, path_of
-from hps.tools.conformance.target import Deviation, Sample, Target, require
+from hps.tools.conformance.grpc_wire import GrpcProbe
+from hps.tools.conformance.http_wire import HttpProbe, path_of
+from hps.tools.conformance.target import CheckedServer, Deviation, SampleRequest, require
 
 BATCH, WIDTH = 2, 3
 Tensors = list[tuple[str, str, list[int]]]
@@ -22,18 +22,18 @@ Tensors = list[tuple[str, str, list[int]]]
 
 
 def samples_of(
-    target: Target, models: Sequence[str] = (), seed: int = 1
-) -> tuple[tuple[Sample, ...], dict[str, str]]:
+    target: CheckedServer, models: Sequence[str] = (), seed: int = 1
+) -> tuple[tuple[SampleRequest, ...], dict[str, str]]:
     """A request for each of ``models``, by default all that the index of ``target`` has ready; those with
     most tensors first. They are in binary form if ``target`` has that. And, by name, why others are left out:
     they do not answer a made-up request. Asks by HTTP where that is spoken, else by gRPC. Raises OSError,
     HTTPException, RpcError, and Deviation where the server has no index."""
     found, left_out = [], {}
     random = np.random.default_rng(seed)
-    with Http(target) if target.http else Grpc(target) as ask:
-        by_http = isinstance(ask, Http)
+    with HttpProbe(target) if target.http else GrpcProbe(target) as ask:
+        by_http = isinstance(ask, HttpProbe)
         ready: Callable[[Any], list[str]] = _ready if by_http else _ready_by_grpc
-        answered: Callable[..., Sample] = _answered if by_http else _answered_by_grpc
+        answered: Callable[..., SampleRequest] = _answered if by_http else _answered_by_grpc
         for model in models or ready(ask):
             try:
                 found.append(answered(ask, model, random))
@@ -49,29 +49,29 @@ def samples_of(
     return tuple(found), left_out
 
 
-def named(target: Target) -> str:
+def named(target: CheckedServer) -> str:
     """How the server calls itself; "" where it does not say."""
     try:
         if target.http:
-            with Http(target) as http:
+            with HttpProbe(target) as http:
                 return str(http.ask("GET", "/v2").json().get("name", ""))
-        with Grpc(target) as ask:
+        with GrpcProbe(target) as ask:
             return str(ask.ask("ServerMetadata").name)
     except (Deviation, AttributeError, grpc.RpcError):
         return ""
 
 
-def _ready(ask: Http) -> list[str]:
+def _ready(ask: HttpProbe) -> list[str]:
     rows = ask.ask("POST", "/v2/repository/index", b"{}").json()  # MLServer wants a body
     return [row["name"] for row in rows if row.get("state", "READY") == "READY"]
 
 
-def _ready_by_grpc(ask: Grpc) -> list[str]:
+def _ready_by_grpc(ask: GrpcProbe) -> list[str]:
     rows = ask.ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=True)).models
     return [row.name for row in rows if row.state in ("", "READY")]
 
 
-def _answered(ask: Http, model: str, random: np.random.Generator) -> Sample:
+def _answered(ask: HttpProbe, model: str, random: np.random.Generator) -> SampleRequest:
     about = ask.ask("GET", path_of(model)).json()
     inputs = [(t["name"], t["datatype"], t["shape"]) for t in about["inputs"]]
     sample = _sample(model, inputs, [tensor["name"] for tensor in about["outputs"]], random)
@@ -80,7 +80,7 @@ def _answered(ask: Http, model: str, random: np.random.Generator) -> Sample:
     return sample
 
 
-def _answered_by_grpc(ask: Grpc, model: str, random: np.random.Generator) -> Sample:
+def _answered_by_grpc(ask: GrpcProbe, model: str, random: np.random.Generator) -> SampleRequest:
     about = ask.ask("ModelMetadata", pb.ModelMetadataRequest(name=model))
     inputs = [(t.name, t.datatype, list(t.shape)) for t in about.inputs]
     sample = _sample(model, inputs, [tensor.name for tensor in about.outputs], random)
@@ -90,9 +90,9 @@ def _answered_by_grpc(ask: Grpc, model: str, random: np.random.Generator) -> Sam
 
 def _sample(
     model: str, inputs: Tensors, outputs: Sequence[str], random: np.random.Generator
-) -> Sample:
+) -> SampleRequest:
     made = {name: _tensor(random, datatype, shape) for name, datatype, shape in inputs}
-    return Sample(model, made, tuple(outputs))
+    return SampleRequest(model, made, tuple(outputs))
 
 
 def _tensor(random: np.random.Generator, datatype: str, shape: list[int]) -> NDArray[Any]:

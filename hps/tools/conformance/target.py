@@ -34,7 +34,7 @@ class NotOffered(Exception):
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleRequest:
     """A request that ``model`` answers: ``inputs`` by name, the batch first, and the ``outputs`` it asks for.
     BYTES tensors are arrays of objects."""
 
@@ -47,7 +47,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Target:
+class CheckedServer:
     """A server: ``host:port`` of its protocols, and requests it can answer. The first sample is the one that
     most checks send. ``headers`` (``x-api-key``, say) go with every request. The certificates of each
     protocol, None where it is spoken in plain text. ``binary``: whether its HTTP has tensors in binary
@@ -55,29 +55,29 @@ class Target:
 
     http: str
     grpc: str
-    samples: tuple[Sample, ...]
+    samples: tuple[SampleRequest, ...]
     headers: Mapping[str, str] = field(default_factory=dict)
     http_tls: Tls | None = None
     grpc_tls: Tls | None = None
     binary: bool = True
 
     @property
-    def sample(self) -> Sample:
+    def sample(self) -> SampleRequest:
         return self.samples[0]
 
 
 @dataclass(frozen=True)
-class Check:
+class ConformanceCheck:
     """``text`` says in a sentence what the server must do; ``body`` is what is done to find out, which
     ``changes`` what is served if it says so."""
 
     name: str
     protocol: Protocol
     text: str
-    body: Callable[[Target], None]
+    body: Callable[[CheckedServer], None]
     changes: bool = False
 
-    def run(self, target: Target) -> None:
+    def run(self, target: CheckedServer) -> None:
         """Raises Deviation with all that was found, NotOffered, or what a client raises."""
         found: list[str] = []
         noted = _NOTED.set(found)
@@ -90,7 +90,7 @@ class Check:
         if found:
             raise Deviation(*found)
 
-    def verdict(self, target: Target) -> tuple[str, tuple[str, ...]]:
+    def verdict(self, target: CheckedServer) -> tuple[str, tuple[str, ...]]:
         """``as it should``, ``differs`` or ``not offered``, and what was found. An error of a client counts
         as a difference."""
         try:
@@ -104,25 +104,27 @@ class Check:
         return "as it should", ()
 
 
-class Suite:
+class CheckSuite:
     """Checks of one protocol, in the order in which they are written down."""
 
     def __init__(self, protocol: Protocol) -> None:
         self.protocol = protocol
-        self.checks: list[Check] = []
+        self.checks: list[ConformanceCheck] = []
 
-    def check(self, run: Callable[[Target], None]) -> Callable[[Target], None]:
+    def check(self, run: Callable[[CheckedServer], None]) -> Callable[[CheckedServer], None]:
         """A decorator; the function's docstring is what the check says."""
         return self._add(run, changes=False)
 
-    def changing(self, run: Callable[[Target], None]) -> Callable[[Target], None]:
+    def changing(self, run: Callable[[CheckedServer], None]) -> Callable[[CheckedServer], None]:
         """The same for one that changes what is served."""
         return self._add(run, changes=True)
 
-    def _add(self, run: Callable[[Target], None], changes: bool) -> Callable[[Target], None]:
+    def _add(
+        self, run: Callable[[CheckedServer], None], changes: bool
+    ) -> Callable[[CheckedServer], None]:
         text = " ".join((run.__doc__ or "").split())
         name = f"{self.protocol}: {run.__name__.replace('_', ' ')}"
-        self.checks.append(Check(name, self.protocol, text, run, changes))
+        self.checks.append(ConformanceCheck(name, self.protocol, text, run, changes))
         return run
 
 

@@ -12,7 +12,7 @@ Verdict = Literal["OK", "WARN", "FAIL"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DoctorCheck:
     """What was looked at, what was found, and what to do about it unless all is well."""
 
     name: str
@@ -21,7 +21,7 @@ class Check:
     mend: str = ""
 
 
-def attempt(name: str, check: Callable[[], Check]) -> Check:
+def attempt(name: str, check: Callable[[], DoctorCheck]) -> DoctorCheck:
     """An error becomes the check's verdict."""
     try:
         return check()
@@ -29,12 +29,12 @@ def attempt(name: str, check: Callable[[], Check]) -> Check:
         return failed(name, error)
 
 
-def failed(name: str, error: HpsError, mend: str = "see the message") -> Check:
+def failed(name: str, error: HpsError, mend: str = "see the message") -> DoctorCheck:
     """``error`` in full: it names cause and remedy, and either may have a semicolon."""
-    return Check(name, "FAIL", str(error), mend)
+    return DoctorCheck(name, "FAIL", str(error), mend)
 
 
-def guarded(name: str, checks: Iterable[Check]) -> Iterator[Check]:
+def guarded(name: str, checks: Iterable[DoctorCheck]) -> Iterator[DoctorCheck]:
     """``checks``, and one more that fails where they end in an error: what one part does must not keep the
     others from being looked at."""
     try:
@@ -43,4 +43,6 @@ def guarded(name: str, checks: Iterable[Check]) -> Iterator[Check]:
         yield failed(name, error)
     except Exception as error:  # of another product, it may say anything
         found = f"cannot be looked at: {type(error).__name__}: {error}"
-        yield Check(name, "FAIL", found, "see whether it is what the configuration takes it for")
+        yield DoctorCheck(
+            name, "FAIL", found, "see whether it is what the configuration takes it for"
+        )

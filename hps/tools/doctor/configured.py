@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hps.tools.doctor.check import Check, attempt, guarded
+from hps.tools.doctor.check import DoctorCheck, attempt, guarded
 from hps.tools.doctor.lookups import lookup_nodes
 from hps.tools.doctor.memory import memory
 from hps.tools.doctor.models import models
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def configured(
     configuration: Configuration, api_key: str | None = None, tls: Tls | None = None
-) -> Iterator[Check]:
+) -> Iterator[DoctorCheck]:
     """Ports, models, memory, stores, streams, networks; the server itself if it runs on this machine."""
     settings = configuration.settings
     running = running_server(settings, api_key, tls)
@@ -49,7 +49,9 @@ def configured(
         yield from guarded("Triton", triton(settings.dense.triton, networks))
 
 
-def _as_configured(versions: Sequence[ModelVersion], served: Mapping[str, int]) -> Iterator[Check]:
+def _as_configured(
+    versions: Sequence[ModelVersion], served: Mapping[str, int]
+) -> Iterator[DoctorCheck]:
     """Whether the server here serves what it would after a start."""
     for version in versions:
         now = served.get(version.name)
@@ -60,10 +62,10 @@ def _as_configured(versions: Sequence[ModelVersion], served: Mapping[str, int]) 
                 f"POST /v2/repository/models/{version.name}/load on its admin port, or restart it; to keep "
                 f"another version, set models.serve.{version.name}.version"
             )
-            yield Check(f"this server: {version.name}", "WARN", found, mend)
+            yield DoctorCheck(f"this server: {version.name}", "WARN", found, mend)
 
 
-def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Check]:
+def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[DoctorCheck]:
     """Of a process that has tiers: memory, stores, and what feeds them. ``hps ingest`` has those alone that
     nodes share."""
     own = settings.server.role != "ingest"
@@ -84,12 +86,14 @@ def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Chec
         yield directory(settings.updates.directory)
 
 
-def _folders(settings: Settings) -> Check:
+def _folders(settings: Settings) -> DoctorCheck:
     """Folders that the node writes to at intervals. Raises ConfigError."""
     from hps.config.validation import check_folders
 
     check_folders(settings)
-    return Check("folders", "OK", "checkpoints and snapshots can be written, where configured")
+    return DoctorCheck(
+        "folders", "OK", "checkpoints and snapshots can be written, where configured"
+    )
 
 
 def groups(settings: Settings) -> list[str]:

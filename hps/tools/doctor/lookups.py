@@ -6,36 +6,36 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hps.errors import HpsError
-from hps.tools.doctor.check import Check, failed
+from hps.tools.doctor.check import DoctorCheck, failed
 from hps.tools.output import plural
 
 if TYPE_CHECKING:
     from hps.config.schema import Settings
-    from hps.lookup.remote import Target
+    from hps.lookup.remote import LookupNode
 
 
-def lookup_nodes(configured: Settings) -> Iterator[Check]:
+def lookup_nodes(configured: Settings) -> Iterator[DoctorCheck]:
     """Whether each of a front end's nodes takes lookups, whether all serve the same, and whether the front
     end has what belongs to that."""
     settings = configured.lookup
     from hps.config.secrets import Secret
-    from hps.lookup.remote import Nodes
-    from hps.lookup.remote.addresses import Addresses
+    from hps.lookup.remote import NodeRegistry
+    from hps.lookup.remote.addresses import NodeResolver
     from hps.node.connected import certificates
 
     try:
         key = Secret(None, settings.api_key_file, "lookup.api_key_file")
-        nodes = Nodes(settings.nodes, certificates(settings), key)
+        nodes = NodeRegistry(settings.nodes, certificates(settings), key)
     except HpsError as error:
         yield failed("lookup nodes", error)
         return
     try:
-        addresses = Addresses(settings.nodes)
+        addresses = NodeResolver(settings.nodes)
         if not addresses.now() and not addresses.problems:
-            yield Check("lookup nodes", "FAIL", nodes.problem, "correct lookup.nodes")
+            yield DoctorCheck("lookup nodes", "FAIL", nodes.problem, "correct lookup.nodes")
         for node, problem in addresses.problems.items():
             mend = "correct lookup.nodes, or start the nodes that the name stands for"
-            yield Check(f"lookup nodes {node}", "FAIL", problem, mend)
+            yield DoctorCheck(f"lookup nodes {node}", "FAIL", problem, mend)
         for target in nodes.all:
             yield _node(target)
         yield from _alike(nodes.all)
@@ -44,20 +44,20 @@ def lookup_nodes(configured: Settings) -> Iterator[Check]:
         nodes.close()
 
 
-def _node(target: Target) -> Check:
+def _node(target: LookupNode) -> DoctorCheck:
     name = f"lookup node {target.address}"
     if target.standing == "ready":
         served = ", ".join(
             f"{model} {version}" for (model, version), at in target.models.items() if not at.former
         )
-        return Check(name, "OK", f"serves {served}" if served else "ready, without a model")
+        return DoctorCheck(name, "OK", f"serves {served}" if served else "ready, without a model")
     if target.standing == "not ready":
-        return Check(name, "WARN", target.problem, "wait, or see its log and hps status")
+        return DoctorCheck(name, "WARN", target.problem, "wait, or see its log and hps status")
     mend = "start it, or correct lookup.nodes, lookup.tls, lookup.api_key_file"
-    return Check(name, "FAIL", target.problem, mend)
+    return DoctorCheck(name, "FAIL", target.problem, mend)
 
 
-def _alike(targets: Sequence[Target]) -> Iterator[Check]:
+def _alike(targets: Sequence[LookupNode]) -> Iterator[DoctorCheck]:
     """Whether those that are ready serve the same versions, with the same tables."""
     ready = [target for target in targets if target.standing == "ready"]
     served = [
@@ -76,12 +76,12 @@ def _alike(targets: Sequence[Target]) -> Iterator[Check]:
     if differing:
         found = f"not all nodes serve the same of {', '.join(differing)}"
         mend = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
-        yield Check("lookup nodes", "WARN", found, mend)
+        yield DoctorCheck("lookup nodes", "WARN", found, mend)
     elif len(ready) > 1:
-        yield Check("lookup nodes", "OK", f"{plural(len(ready), 'node')} serve the same")
+        yield DoctorCheck("lookup nodes", "OK", f"{plural(len(ready), 'node')} serve the same")
 
 
-def _described(targets: Sequence[Target], settings: Settings) -> Iterator[Check]:
+def _described(targets: Sequence[LookupNode], settings: Settings) -> Iterator[DoctorCheck]:
     """Whether the repository here has the networks of the versions that nodes serve."""
     from hps.models.repository import Repository
 
@@ -96,8 +96,8 @@ def _described(targets: Sequence[Target], settings: Settings) -> Iterator[Check]
         try:
             found = repository.without_rows(model, version, (serve or {}).get(model))
         except HpsError as error:
-            yield Check(name, "WARN", f"is served by nodes, not here: {error}", mend)
+            yield DoctorCheck(name, "WARN", f"is served by nodes, not here: {error}", mend)
             continue
         if found.spec.dense is not None and found.dense is None and settings.dense.triton is None:
             text = f"is served by nodes, but its network is not in {repository.root}"
-            yield Check(name, "FAIL", text, mend)
+            yield DoctorCheck(name, "FAIL", text, mend)

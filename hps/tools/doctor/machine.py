@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hps.errors import HpsError
-from hps.tools.doctor.check import Check
+from hps.tools.doctor.check import DoctorCheck
 from hps.tools.output import size
 
 DEVICES = Path("/dev")
@@ -19,7 +19,7 @@ OPEN_FILES = 4096
 SHM_BYTES = 256 << 20
 
 
-def machine(*, alone: bool = True) -> Iterator[Check]:
+def machine(*, alone: bool = True) -> Iterator[DoctorCheck]:
     """``alone``: without a configuration, which would tell whether memory is shared."""
     yield python()
     yield version()
@@ -33,22 +33,22 @@ def machine(*, alone: bool = True) -> Iterator[Check]:
         yield shared_memory(Path("/dev/shm"))
 
 
-def python() -> Check:
-    return Check("Python", "OK", ".".join(map(str, sys.version_info[:3])))
+def python() -> DoctorCheck:
+    return DoctorCheck("Python", "OK", ".".join(map(str, sys.version_info[:3])))
 
 
-def version() -> Check:
+def version() -> DoctorCheck:
     from hps import __version__
 
-    return Check("hps", "OK", __version__)
+    return DoctorCheck("hps", "OK", __version__)
 
 
-def packages() -> Check:
+def packages() -> DoctorCheck:
     """The packages that the product's own metadata names; extras are optional."""
     try:
         required = metadata.requires("hps-server") or []
     except metadata.PackageNotFoundError:
-        return Check("packages", "FAIL", "hps-server is not installed", "pip install -e .")
+        return DoctorCheck("packages", "FAIL", "hps-server is not installed", "pip install -e .")
     needed = [_distribution(text) for text in required if "extra ==" not in text]
     missing = []
     for name in needed:
@@ -58,8 +58,8 @@ def packages() -> Check:
             missing.append(name)
     if missing:
         found = f"not installed: {', '.join(missing)}"
-        return Check("packages", "FAIL", found, f"pip install {' '.join(missing)}")
-    return Check("packages", "OK", f"all {len(needed)} are there")
+        return DoctorCheck("packages", "FAIL", found, f"pip install {' '.join(missing)}")
+    return DoctorCheck("packages", "OK", f"all {len(needed)} are there")
 
 
 def _distribution(requirement: str) -> str:
@@ -70,16 +70,16 @@ def _distribution(requirement: str) -> str:
     return requirement
 
 
-def native_core() -> Check:
+def native_core() -> DoctorCheck:
     try:
         from hps.native import COMPILED
     except HpsError as error:  # of other sources
         found, _, mend = str(error).partition(": ")
-        return Check("native core", "FAIL", found, mend)
+        return DoctorCheck("native core", "FAIL", found, mend)
     if COMPILED:
-        return Check("native core", "OK", "compiled")
+        return DoctorCheck("native core", "OK", "compiled")
     mend = "install a C++ compiler and python3-dev, then reinstall hps (and unset HPS_NATIVE=off)"
-    return Check("native core", "WARN", "slower NumPy twins are in use", mend)
+    return DoctorCheck("native core", "WARN", "slower NumPy twins are in use", mend)
 
 
 def has_gpu() -> bool:
@@ -87,18 +87,20 @@ def has_gpu() -> bool:
     return any(DEVICES.glob("nvidia[0-9]*"))
 
 
-def gpu() -> Check:
+def gpu() -> DoctorCheck:
     """Whether there is a GPU, and whether its packages work."""
     if not has_gpu():
-        return Check("GPU", "OK", "none; hps serves from the CPU")
+        return DoctorCheck("GPU", "OK", "none; hps serves from the CPU")
     from hps.cuda.loader import lacking
 
     if why := lacking():
-        return Check("GPU", "WARN", f"there is one, but {why}", "pip install 'hps-server[gpu]'")
-    return Check("GPU", "OK", "there is one, and CuPy can use it")
+        return DoctorCheck(
+            "GPU", "WARN", f"there is one, but {why}", "pip install 'hps-server[gpu]'"
+        )
+    return DoctorCheck("GPU", "OK", "there is one, and CuPy can use it")
 
 
-def networks() -> Check:
+def networks() -> DoctorCheck:
     """Whether ONNX Runtime runs networks on the GPU. Its two packages fill one folder: the last one stays."""
     from hps.dense.onnx import OnnxModel
 
@@ -107,23 +109,23 @@ def networks() -> Check:
     except HpsError as error:
         found = f"run on the CPU: {str(error).partition('; ')[0]}"
         mend = "pip install 'hps-server[gpu]', then pip install --force-reinstall --no-deps onnxruntime-gpu"
-        return Check("networks", "WARN", found, mend)
-    return Check("networks", "OK", "ONNX Runtime runs them on the GPU")
+        return DoctorCheck("networks", "WARN", found, mend)
+    return DoctorCheck("networks", "OK", "ONNX Runtime runs them on the GPU")
 
 
-def open_files(limit: int) -> Check:
+def open_files(limit: int) -> DoctorCheck:
     """RocksDB keeps its table files open; each connection is one more."""
     if limit == resource.RLIM_INFINITY or limit >= OPEN_FILES:
-        return Check("open files", "OK", "unlimited" if limit < 0 else f"up to {limit}")
+        return DoctorCheck("open files", "OK", "unlimited" if limit < 0 else f"up to {limit}")
     mend = "raise the limit: ulimit -n 65536, or LimitNOFILE= of the service"
-    return Check("open files", "WARN", f"up to {limit}, {OPEN_FILES} wanted", mend)
+    return DoctorCheck("open files", "WARN", f"up to {limit}, {OPEN_FILES} wanted", mend)
 
 
-def shared_memory(path: Path) -> Check:
+def shared_memory(path: Path) -> DoctorCheck:
     if not path.is_dir():
-        return Check("shared memory", "WARN", f"there is no {path}", "mount a tmpfs there")
+        return DoctorCheck("shared memory", "WARN", f"there is no {path}", "mount a tmpfs there")
     total = shutil.disk_usage(path).total
     if total >= SHM_BYTES:
-        return Check("shared memory", "OK", f"{path} has {size(total)}")
+        return DoctorCheck("shared memory", "OK", f"{path} has {size(total)}")
     mend = "in a container: --shm-size 2g (Docker), an emptyDir of medium Memory (Kubernetes)"
-    return Check("shared memory", "WARN", f"{path} has {size(total)} only", mend)
+    return DoctorCheck("shared memory", "WARN", f"{path} has {size(total)} only", mend)

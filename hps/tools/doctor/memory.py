@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hps.tools.doctor import machine
-from hps.tools.doctor.check import Check
+from hps.tools.doctor.check import DoctorCheck
 from hps.tools.output import plural, size
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _CGROUPS = (
 _FOR_CACHES = 0.8
 
 
-def memory(settings: Settings, table_bytes: int) -> Iterator[Check]:
+def memory(settings: Settings, table_bytes: int) -> Iterator[DoctorCheck]:
     """``table_bytes``: of all rows that are served."""
     yield processes(settings, table_bytes)
     wanted = cache_bytes(settings, table_bytes) + settings.tiers.rocksdb.block_cache_bytes
@@ -39,7 +39,7 @@ def memory(settings: Settings, table_bytes: int) -> Iterator[Check]:
         yield locked(pinned, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
-def gpus(settings: Settings) -> Iterator[Check]:
+def gpus(settings: Settings) -> Iterator[DoctorCheck]:
     """Whether the GPUs that are configured are there, and have room for the rows."""
     from hps.cuda.loader import cupy, lacking
 
@@ -49,21 +49,21 @@ def gpus(settings: Settings) -> Iterator[Check]:
     if why := lacking():
         if wanted.use == "required":
             mend = "give this machine or container its GPUs, or set tiers.gpu.use to auto"
-            yield Check(name, "FAIL", f"use is required, but {why}", mend)
+            yield DoctorCheck(name, "FAIL", f"use is required, but {why}", mend)
         return
     cuda = cupy().cuda
     there = cuda.runtime.getDeviceCount()
     for number in wanted.devices:
         if number >= there:
             mend = "correct tiers.gpu.devices, or give the container more of them"
-            yield Check(name, "FAIL", f"device {number} of {there} (from 0 on)", mend)
+            yield DoctorCheck(name, "FAIL", f"device {number} of {there} (from 0 on)", mend)
             continue
         free, total = cuda.Device(number).mem_info
         found = f"device {number}: {size(free)} of {size(total)} free, {size(wanted.capacity_bytes)} wanted"
         if wanted.capacity_bytes <= total:
-            yield Check(name, "OK", found)
+            yield DoctorCheck(name, "OK", found)
         else:
-            yield Check(name, "FAIL", found, "lower tiers.gpu.capacity_bytes")
+            yield DoctorCheck(name, "FAIL", found, "lower tiers.gpu.capacity_bytes")
 
 
 def cache_bytes(settings: Settings, table_bytes: int) -> int:
@@ -99,46 +99,46 @@ def _of_machine() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def enough(wanted: int, there: int) -> Check:
+def enough(wanted: int, there: int) -> DoctorCheck:
     found = f"{size(there)}, of which caches may take {size(wanted)}"
     if wanted <= _FOR_CACHES * there:
-        return Check("memory", "OK", found)
+        return DoctorCheck("memory", "OK", found)
     mend = (
         "lower tiers.cpu_cache.capacity_bytes, tiers.gpu.host_bytes or tiers.rocksdb.block_cache_bytes, or "
         "give the machine or container more"
     )
-    return Check("memory", "WARN" if wanted <= there else "FAIL", found, mend)
+    return DoctorCheck("memory", "WARN" if wanted <= there else "FAIL", found, mend)
 
 
-def locked(wanted: int, allowed: int) -> Check:
+def locked(wanted: int, allowed: int) -> DoctorCheck:
     """Memory that GPUs read may not be swapped out."""
     name = "locked memory"
     if allowed in (-1, resource.RLIM_INFINITY):
-        return Check(name, "OK", f"unlimited; {size(wanted)} will be pinned")
+        return DoctorCheck(name, "OK", f"unlimited; {size(wanted)} will be pinned")
     if allowed >= wanted:
-        return Check(name, "OK", f"up to {size(allowed)}; {size(wanted)} will be pinned")
+        return DoctorCheck(name, "OK", f"up to {size(allowed)}; {size(wanted)} will be pinned")
     mend = (
         "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity of a service; or lower "
         "tiers.gpu.host_bytes"
     )
-    return Check(name, "WARN", f"up to {size(allowed)}, {size(wanted)} would be pinned", mend)
+    return DoctorCheck(name, "WARN", f"up to {size(allowed)}, {size(wanted)} would be pinned", mend)
 
 
-def processes(settings: Settings, table_bytes: int = 0) -> Check:
+def processes(settings: Settings, table_bytes: int = 0) -> DoctorCheck:
     """Which processes there will be; whether others can read the node's cache, and memory has room for it."""
     count, cache = settings.server.workers, settings.tiers.cpu_cache
     shared = cache.shared.name is not None
     if not count and not shared:
-        return Check("processes", "OK", "the node alone")
+        return DoctorCheck("processes", "OK", "the node alone")
     found = f"the node and {plural(count, 'worker')}" if count else "the node, its cache shared"
     if not cache.enabled:
         mend = "set tiers.cpu_cache.enabled to true"
-        return Check("processes", "WARN", f"{found}, which ask the node for every row", mend)
+        return DoctorCheck("processes", "WARN", f"{found}, which ask the node for every row", mend)
     from hps.native import COMPILED
 
     if not COMPILED:
         mend = "build it (make setup), or set server.workers to 0"
-        return Check(
+        return DoctorCheck(
             "processes", "FAIL", f"{found}, but a shared cache needs the native core", mend
         )
     folder, wanted = cache.shared.folder, cache_bytes(settings, table_bytes)
@@ -149,8 +149,8 @@ def processes(settings: Settings, table_bytes: int = 0) -> Check:
             "enlarge it (docker run --shm-size, shm_size of compose, an emptyDir of medium Memory), or lower "
             "tiers.cpu_cache.capacity_bytes"
         )
-        return Check("processes", "WARN", found, mend)
-    return Check("processes", "OK", f"{found}, {folder} has {size(free)} free")
+        return DoctorCheck("processes", "WARN", found, mend)
+    return DoctorCheck("processes", "OK", f"{found}, {folder} has {size(free)} free")
 
 
 def _taken(folder: Path, name: str | None) -> int:

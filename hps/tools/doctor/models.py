@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hps.errors import HpsError
-from hps.tools.doctor.check import Check, failed
+from hps.tools.doctor.check import DoctorCheck, failed
 from hps.tools.output import plural
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hps.models.repository import ModelVersion
 
 
-def models(configuration: Configuration) -> Iterator[tuple[Check, ModelVersion | None]]:
+def models(configuration: Configuration) -> Iterator[tuple[DoctorCheck, ModelVersion | None]]:
     """Every model that would be served, and its version if it can be opened, its network included."""
     from hps.node.opened_models import check_models
 
@@ -30,10 +30,10 @@ def models(configuration: Configuration) -> Iterator[tuple[Check, ModelVersion |
         yield failed("models", error), None
 
 
-def _opened(version: ModelVersion) -> Check:
+def _opened(version: ModelVersion) -> DoctorCheck:
     name = f"model {version.name}"
     if not version.tables and version.spec.tables:
-        return Check(name, "OK", "described here, its rows are at lookup nodes")
+        return DoctorCheck(name, "OK", "described here, its rows are at lookup nodes")
     rows = sum(files.rows for files in version.tables.values())
     tables = plural(len(version.tables), "table")
-    return Check(name, "OK", f"version {version.version}, {tables}, {plural(rows, 'row')}")
+    return DoctorCheck(name, "OK", f"version {version.version}, {tables}, {plural(rows, 'row')}")

@@ -18,7 +18,7 @@ from hps.errors import (
     Unavailable,
     Unsupported,
 )
-from hps.tools.doctor.check import Check, attempt
+from hps.tools.doctor.check import DoctorCheck, attempt
 from hps.tools.doctor.validity import file
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ _PATIENCE_S = 5.0
 
 
 def ports(
-    settings: Settings, running: Running, api_key: str | None, tls: Tls | None
-) -> Iterator[Check]:
+    settings: Settings, running: RunningServer, api_key: str | None, tls: Tls | None
+) -> Iterator[DoctorCheck]:
     """Ports that the role opens; ``running``: the server found on this configuration's ports."""
     yield attempt("access", lambda: exposure(settings))
     for name, listener in opened_ports(settings.server):
@@ -40,78 +40,86 @@ def ports(
             yield attempt(f"{name} certificates", partial(certificates, name, listener))
 
 
-def exposure(settings: Settings) -> Check:
+def exposure(settings: Settings) -> DoctorCheck:
     from hps.config.auth import check_exposure
 
     check_exposure(settings)
     mode = settings.auth.mode
     if mode == "off":  # stated, so meant
-        return Check("access", "OK", "auth.mode off: whoever reaches the ports may ask")
-    return Check("access", "OK", f"auth.mode {mode or 'off, loopback only'}")
+        return DoctorCheck("access", "OK", "auth.mode off: whoever reaches the ports may ask")
+    return DoctorCheck("access", "OK", f"auth.mode {mode or 'off, loopback only'}")
 
 
 def port(
     name: str,
     at: Listener,
-    running: Running,
+    running: RunningServer,
     api_key: str | None = None,
     tls: Tls | None = None,
-) -> Check:
+) -> DoctorCheck:
     """Free, or taken by this configuration's server (both are OK), or taken by another process."""
     host, number = at.host, at.port
     if number == 0:
-        return Check(name, "OK", "any free one")
+        return DoctorCheck(name, "OK", "any free one")
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(kind, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, number))
-            return Check(name, "OK", f"{host}:{number} is free")
+            return DoctorCheck(name, "OK", f"{host}:{number} is free")
         except OSError as error:
             reason, number_of = error.strerror or str(error), error.errno
     setting = f"server.{name.split()[0]}"
     if number_of == errno.EACCES:
         mend = f"set {setting}.port to one from 1024 on, or let this user have it"
-        return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+        return DoctorCheck(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
     if number_of == errno.EADDRNOTAVAIL:
         mend = f"set {setting}.host to an address of this machine, or to 0.0.0.0"
-        return Check(name, "FAIL", f"{host} is no address of this machine", mend)
+        return DoctorCheck(name, "FAIL", f"{host} is no address of this machine", mend)
     if running.is_own and number in running.ports:
-        return Check(name, "OK", f"{host}:{number} is served by this configuration's server")
+        return DoctorCheck(name, "OK", f"{host}:{number} is served by this configuration's server")
     holder = _holder(name, at, api_key, tls)
     if holder is not None and holder.verdict != "OK":
         return holder
     mend = f"stop what listens there, or set {setting}.port"
     if holder is None:
-        return Check(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+        return DoctorCheck(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
     if running.is_own is None:
-        return Check(name, "WARN", f"{holder.found}, perhaps another one: {running.why}", mend)
-    return Check(name, "FAIL", f"{holder.found}, another one: {running.why}", mend)
+        return DoctorCheck(
+            name, "WARN", f"{holder.found}, perhaps another one: {running.why}", mend
+        )
+    return DoctorCheck(name, "FAIL", f"{holder.found}, another one: {running.why}", mend)
 
 
-def _holder(name: str, at: Listener, api_key: str | None, tls: Tls | None) -> Check | None:
+def _holder(name: str, at: Listener, api_key: str | None, tls: Tls | None) -> DoctorCheck | None:
     """Owner of a port that is taken: OK for an hps server, None for any other."""
     place, setting = f"{at.host}:{at.port}", f"server.{name.split()[0]}"
     try:
-        return Check(name, "OK", f"{place} is served by hps") if is_ours(at, api_key, tls) else None
+        return (
+            DoctorCheck(name, "OK", f"{place} is served by hps")
+            if is_ours(at, api_key, tls)
+            else None
+        )
     except Unauthenticated:
         found = f"{place} is taken by a server that wants an API key"
-        return Check(name, "WARN", found, "give --api-key, to see whether it is hps")
+        return DoctorCheck(name, "WARN", found, "give --api-key, to see whether it is hps")
     except Unsupported:  # a lookup node's gRPC port has another protocol
-        return Check(name, "OK", f"{place} is served by a lookup node, or another gRPC server")
+        return DoctorCheck(
+            name, "OK", f"{place} is served by a lookup node, or another gRPC server"
+        )
     except HpsError as error:
         if at.tls is not None:
             mend = "give --tls, to see whether it is hps"
-            return Check(name, "WARN", f"{place} is taken: {error}", mend)
+            return DoctorCheck(name, "WARN", f"{place} is taken: {error}", mend)
         if isinstance(error, DeadlineExceeded):
             mend = f"ask again, if that is hps at work; else stop it, or set {setting}.port"
             found = f"{place} is taken by what said nothing for {_PATIENCE_S:g} s"
-            return Check(name, "WARN", found, mend)
+            return DoctorCheck(name, "WARN", found, mend)
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningServer:
     """The server at a configuration's admin port.
 
     ``is_own``: whether it is this configuration's; None if unknown, ``why`` says why not. ``ports``: all that
@@ -123,34 +131,38 @@ class Running:
     ports: frozenset[int] = frozenset()
 
 
-def running_server(settings: Settings, api_key: str | None, tls: Tls | None) -> Running:
+def running_server(settings: Settings, api_key: str | None, tls: Tls | None) -> RunningServer:
     """Ask the admin port of the configuration which server it belongs to."""
     from hps.client import Admin
     from hps.config.shown import identity
 
     at = settings.server.admin
     if at.port == 0:
-        return Running(False, "server.admin.port is 0, so its own cannot be asked")
+        return RunningServer(False, "server.admin.port is 0, so its own cannot be asked")
     used = tls if at.tls else None
     try:
         with Admin(url_of(at), api_key=api_key, timeout_s=_PATIENCE_S, tls=used) as admin:
             told = admin.status().get("server")
     except Unavailable:
-        return Running(False, "nothing answers at this configuration's admin port")
+        return RunningServer(False, "nothing answers at this configuration's admin port")
     except NotFound:
-        return Running(False, "what answers at this configuration's admin port is not its server")
+        return RunningServer(
+            False, "what answers at this configuration's admin port is not its server"
+        )
     except HpsError as error:
-        return Running(None, f"the admin port does not tell: {error}")
+        return RunningServer(None, f"the admin port does not tell: {error}")
     if told is None:
-        return Running(None, "it is of an earlier release, which does not tell its folders")
+        return RunningServer(None, "it is of an earlier release, which does not tell its folders")
     for name, mine in identity(settings).items():
         if None not in (mine, told.get(name)) and mine != told[name]:
-            return Running(False, f"its {name} is {told[name]}, this configuration's is {mine}")
+            return RunningServer(
+                False, f"its {name} is {told[name]}, this configuration's is {mine}"
+            )
     numbers = (int(url.rpartition(":")[2]) for url in told["urls"].values())
-    return Running(True, "", frozenset(numbers))
+    return RunningServer(True, "", frozenset(numbers))
 
 
-def certificates(name: str, at: Listener) -> Check:
+def certificates(name: str, at: Listener) -> DoctorCheck:
     """Whether the files of the port's certificates can be used, and until when. Raises ConfigError."""
     from services.frontend.certificates import server_context
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hps import __version__
 from hps.errors import Forbidden, HpsError, NotFound, Unauthenticated
-from hps.tools.doctor.check import Check, attempt, guarded
+from hps.tools.doctor.check import DoctorCheck, attempt, guarded
 from hps.tools.doctor.clocks import clock, least_skew
 from hps.tools.doctor.states import state
 from hps.tools.doctor.validity import shown
@@ -27,16 +27,16 @@ _AT_ONCE = 32
 
 
 @dataclass(slots=True)
-class Found:
+class ServerFindings:
     """One server: what was checked, and the versions of hps and of the models it serves, where it told."""
 
     url: str
-    checks: list[Check] = field(default_factory=list)
+    checks: list[DoctorCheck] = field(default_factory=list)
     version: str = ""
     models: Mapping[str, int] | None = None
 
 
-def servers(urls: Sequence[str], api_key: str | None, tls: Tls | None) -> Iterator[Check]:
+def servers(urls: Sequence[str], api_key: str | None, tls: Tls | None) -> Iterator[DoctorCheck]:
     """Each of them, beside one another, since one that hangs takes its time; then whether all are alike."""
     names = ["server" if len(urls) == 1 else f"server {url}" for url in urls]
     with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(urls)))) as threads:
@@ -46,23 +46,25 @@ def servers(urls: Sequence[str], api_key: str | None, tls: Tls | None) -> Iterat
     yield from alike(found)
 
 
-def server(url: str, api_key: str | None, tls: Tls | None, name: str = "server") -> Found:
+def server(url: str, api_key: str | None, tls: Tls | None, name: str = "server") -> ServerFindings:
     """One by its address, for requests or for administration, over HTTP or gRPC. ``tls`` is not used where
     the address is not secured."""
-    found = Found(url)
+    found = ServerFindings(url)
     secured = url.startswith(("https:", "grpcs:"))
     checks = _checks(name, url, api_key, tls if secured else None, found)
     found.checks = list(guarded(name, checks))
     return found
 
 
-def alike(found: Sequence[Found]) -> Iterator[Check]:
+def alike(found: Sequence[ServerFindings]) -> Iterator[DoctorCheck]:
     """Whether those that told it are of one version of hps, and serve the same versions of the models that
     several of them serve."""
     versions = {each.version for each in found if each.version}
     if len(versions) > 1:
         told = ", ".join(f"{each.url} {each.version}" for each in found if each.version)
-        yield Check("servers", "WARN", f"of several versions: {told}", "have all of one version")
+        yield DoctorCheck(
+            "servers", "WARN", f"of several versions: {told}", "have all of one version"
+        )
     serving = [each for each in found if each.models is not None]
     if len(serving) < 2:
         return
@@ -74,14 +76,16 @@ def alike(found: Sequence[Found]) -> Iterator[Check]:
             differing.append(f"{model}: {said}")
     if differing:
         mend = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
-        yield Check("servers", "WARN", f"do not serve the same: {'; '.join(differing)}", mend)
+        yield DoctorCheck("servers", "WARN", f"do not serve the same: {'; '.join(differing)}", mend)
     elif len(versions) == 1:
-        yield Check("servers", "OK", f"{len(serving)} serve the same versions of the same models")
+        yield DoctorCheck(
+            "servers", "OK", f"{len(serving)} serve the same versions of the same models"
+        )
 
 
 def _checks(
-    name: str, url: str, api_key: str | None, tls: Tls | None, found: Found
-) -> Iterator[Check]:
+    name: str, url: str, api_key: str | None, tls: Tls | None, found: ServerFindings
+) -> Iterator[DoctorCheck]:
     answers = attempt(name, partial(_answers, name, url, api_key, tls, found))
     yield answers
     if answers.verdict == "FAIL" and not found.version:
@@ -100,17 +104,19 @@ def _checks(
             return
         except (Unauthenticated, Forbidden) as error:
             mend = "give --api-key of role admin, to have its state looked at"
-            yield Check(f"{name}: state", "WARN", str(error), mend)
+            yield DoctorCheck(f"{name}: state", "WARN", str(error), mend)
             return
         except HpsError as error:
-            yield Check(f"{name}: state", "FAIL", str(error), "see its log")
+            yield DoctorCheck(f"{name}: state", "FAIL", str(error), "see its log")
             return
         if "models" in status:
             found.models = {model["name"]: int(model["version"]) for model in status["models"]}
         yield from state(name, status, admin)
 
 
-def _answers(name: str, url: str, api_key: str | None, tls: Tls | None, found: Found) -> Check:
+def _answers(
+    name: str, url: str, api_key: str | None, tls: Tls | None, found: ServerFindings
+) -> DoctorCheck:
     from hps.client import Client
 
     with Client(url, api_key=api_key, timeout_s=_PATIENCE_S, retries=0, tls=tls) as client:
@@ -118,30 +124,32 @@ def _answers(name: str, url: str, api_key: str | None, tls: Tls | None, found: F
         known_as = str(told.get("name", ""))
         if not known_as.startswith("hps"):
             what = f" but {known_as}" if known_as else ""
-            return Check(name, "FAIL", f"{url} is not an hps server{what}", "check the address")
+            return DoctorCheck(
+                name, "FAIL", f"{url} is not an hps server{what}", "check the address"
+            )
         found.version = str(told.get("version", ""))
         if not client.ready():
             mend = "wait while it loads, then see hps status"
-            return Check(name, "FAIL", f"{url} answers but is not ready", mend)
+            return DoctorCheck(name, "FAIL", f"{url} answers but is not ready", mend)
     if found.version != __version__:
         text = f"{url} is ready; it is hps {found.version}, this is {__version__}"
-        return Check(name, "WARN", text, "have all parts of one version")
-    return Check(name, "OK", f"{url} is ready, hps {found.version}")
+        return DoctorCheck(name, "WARN", text, "have all parts of one version")
+    return DoctorCheck(name, "OK", f"{url} is ready, hps {found.version}")
 
 
-def _certificate(name: str, url: str, tls: Tls | None) -> Check:
+def _certificate(name: str, url: str, tls: Tls | None) -> DoctorCheck:
     try:
         return shown(name, url, tls, _PATIENCE_S)
     except OSError as error:
-        return Check(name, "WARN", f"cannot be looked at: {error}", "check --tls")
+        return DoctorCheck(name, "WARN", f"cannot be looked at: {error}", "check --tls")
 
 
-def _clock(name: str, url: str, tls: Tls | None) -> Check:
+def _clock(name: str, url: str, tls: Tls | None) -> DoctorCheck:
     from hps.client.address import address
     from hps.client.http_messages import Request
-    from hps.client.rest import Http
+    from hps.client.rest import HttpConnectionPool
 
-    line = Http(address(url, tls))
+    line = HttpConnectionPool(address(url, tls))
 
     def now() -> float:
         reply = line.send(Request("GET", "/v2/health/live", {}), time.monotonic() + _PATIENCE_S)
@@ -152,7 +160,7 @@ def _clock(name: str, url: str, tls: Tls | None) -> Check:
 
     try:
         if math.isnan(now()):  # and the way there is short then
-            return Check(name, "OK", "it does not tell its time")
+            return DoctorCheck(name, "OK", "it does not tell its time")
         return clock(name, least_skew(now, resolution_s=1.0))
     finally:
         line.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hps.errors import TierError, TierTimeout
-from hps.tools.doctor.check import Check, Verdict, attempt, failed
+from hps.tools.doctor.check import DoctorCheck, Verdict, attempt, failed
 from hps.tools.doctor.clocks import clock, skew
 from hps.tools.output import plural, size
 
@@ -29,15 +29,15 @@ _FULL = 0.9
 _SAVING = {"rdb_last_bgsave_status": "its last snapshot", "aof_last_write_status": "its last write"}
 
 
-def rocksdb(settings: RocksDbSettings, table_bytes: int) -> Check:
+def rocksdb(settings: RocksDbSettings, table_bytes: int) -> DoctorCheck:
     """Whether the database's folder can be written and has room for the tables, and what is to be left of the
     disk."""
     if settings.access != "primary":
         there = settings.path.is_dir() and os.access(settings.path, os.R_OK | os.X_OK)
         if there:
-            return Check("database", "OK", f"{settings.path}, {settings.access}")
+            return DoctorCheck("database", "OK", f"{settings.path}, {settings.access}")
         mend = "start the node that owns it first, or set tiers.rocksdb.path"
-        return Check("database", "FAIL", f"{settings.path} is no folder one may read", mend)
+        return DoctorCheck("database", "FAIL", f"{settings.path} is no folder one may read", mend)
     found = database(settings.path, table_bytes)
     if found.verdict != "OK" or not settings.path.exists():
         return found
@@ -45,26 +45,28 @@ def rocksdb(settings: RocksDbSettings, table_bytes: int) -> Check:
     if free < 2 * settings.min_free_bytes:
         mend = "make room: below tiers.rocksdb.min_free_bytes writes are refused"
         verdict: Verdict = "FAIL" if free < settings.min_free_bytes else "WARN"
-        return Check("database", verdict, f"{settings.path}, only {size(free)} free", mend)
+        return DoctorCheck("database", verdict, f"{settings.path}, only {size(free)} free", mend)
     return found
 
 
-def database(path: Path, table_bytes: int) -> Check:
+def database(path: Path, table_bytes: int) -> DoctorCheck:
     """Whether the folder can be written and has room for tables that it does not hold yet."""
     there = path.absolute()
     while not there.exists():
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         mend = "give this user the right, or set tiers.rocksdb.path"
-        return Check("database", "FAIL", f"{there} is not a folder one may write to", mend)
+        return DoctorCheck("database", "FAIL", f"{there} is not a folder one may write to", mend)
     free = shutil.disk_usage(there).free
     if path.exists() or free >= DISK_FACTOR * table_bytes:
-        return Check("database", "OK", f"{path}, {size(free)} free")
+        return DoctorCheck("database", "OK", f"{path}, {size(free)} free")
     found = f"{path}: {size(free)} free, the tables need about {size(DISK_FACTOR * table_bytes)}"
-    return Check("database", "FAIL", found, "make room, or set tiers.rocksdb.path to a larger disk")
+    return DoctorCheck(
+        "database", "FAIL", found, "make room, or set tiers.rocksdb.path to a larger disk"
+    )
 
 
-def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator[Check]:
+def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator[DoctorCheck]:
     """Whether Redis answers, what it is, and whether it holds each table the way it would be read."""
     from hps.tiers.redis import RedisTier
     from hps.tiers.redis.client import RedisClient
@@ -101,19 +103,19 @@ def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator
                 yield failed(name, error)
             else:
                 found = f"{plural(used.entries, 'row')}, {size(used.bytes)}, {settings.layout}"
-                yield Check(name, "OK", found)
+                yield DoctorCheck(name, "OK", found)
     finally:
         tier.close()
 
 
-def _server(name: str, client: RedisClient, slot: int) -> Check:
+def _server(name: str, client: RedisClient, slot: int) -> DoctorCheck:
     """Its version, and how full it is."""
     try:
         told = _facts(client.call_slot(slot, "INFO"))
     except TierError as error:
         if "NOPERM" not in str(error) and "permission" not in str(error):
             raise
-        return Check(name, "OK", "it answers; its user may not ask for more (INFO)")
+        return DoctorCheck(name, "OK", "it answers; its user may not ask for more (INFO)")
     kind = "Valkey" if "valkey_version" in told else "Redis"
     version = told.get("valkey_version") or told.get("redis_version", "")
     used, most = int(told.get("used_memory", 0)), int(told.get("maxmemory", 0))
@@ -121,17 +123,17 @@ def _server(name: str, client: RedisClient, slot: int) -> Check:
     if most and used > _FULL * most:
         policy = told.get("maxmemory_policy", "")
         mend = "give it more memory (maxmemory), or set tiers.redis.overflow_margin"
-        return Check(name, "WARN", f"{found}, policy {policy}", mend)
+        return DoctorCheck(name, "WARN", f"{found}, policy {policy}", mend)
     if told.get("loading") == "1":
-        return Check(name, "WARN", f"{found}; it loads its data", "wait until it has")
+        return DoctorCheck(name, "WARN", f"{found}; it loads its data", "wait until it has")
     if told.get("role") == "slave":
         mend = "name its primary in tiers.redis.addresses, or its sentinels"
-        return Check(name, "FAIL", f"{found}; it is a replica, which takes no writes", mend)
+        return DoctorCheck(name, "FAIL", f"{found}; it is a replica, which takes no writes", mend)
     for fact, what in _SAVING.items():
         if told.get(fact, "ok") != "ok":
             mend = "see its log; make room on its disk: meanwhile it may refuse writes (MISCONF)"
-            return Check(name, "WARN", f"{found}; {what} failed", mend)
-    return Check(name, "OK", found)
+            return DoctorCheck(name, "WARN", f"{found}; {what} failed", mend)
+    return DoctorCheck(name, "OK", found)
 
 
 def _facts(info: Any) -> dict[str, str]:
@@ -139,7 +141,7 @@ def _facts(info: Any) -> dict[str, str]:
     return {fact: value for fact, colon, value in lines if colon}
 
 
-def _clock(name: str, client: RedisClient, slot: int) -> Check:
+def _clock(name: str, client: RedisClient, slot: int) -> DoctorCheck:
     def now() -> float:
         seconds, micros = client.call_slot(slot, "TIME")
         return int(seconds) + int(micros) * 1e-6

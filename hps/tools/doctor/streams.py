@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hps.errors import HpsError
-from hps.tools.doctor.check import Check, failed
-from hps.tools.doctor.clocks import Skew, clock
+from hps.tools.doctor.check import DoctorCheck, failed
+from hps.tools.doctor.clocks import ClockSkew, clock
 from hps.tools.output import count, plural
 
 if TYPE_CHECKING:
     from hps.config.update_settings import DirectorySettings, KafkaSettings
     from hps.types import EmbeddingTable
-    from hps.updates.kafka.overview import GroupView, Overview, Place, TopicView
-    from hps.updates.topics import Topics
+    from hps.updates.kafka.overview import GroupView, KafkaReport, Place, TopicView
+    from hps.updates.topics import TopicTables
 
 # A fleet that keeps up is behind by less; more is worth a look.
 LAG_WARN = 100_000
@@ -25,18 +25,18 @@ LAG_WARN = 100_000
 
 def kafka(
     settings: KafkaSettings, groups: Sequence[str], tables: Sequence[EmbeddingTable]
-) -> Iterator[Check]:
+) -> Iterator[DoctorCheck]:
     """``groups``: who reads in this deployment. Raises nothing."""
-    from hps.updates.kafka.overview import Overview
-    from hps.updates.topics import Topics
+    from hps.updates.kafka.overview import KafkaReport
+    from hps.updates.topics import TopicTables
 
     try:
-        view = Overview(settings)
+        view = KafkaReport(settings)
         brokers = view.brokers()
-        yield Check(
+        yield DoctorCheck(
             "Kafka", "OK", f"{plural(len(brokers), 'broker')}: {', '.join(sorted(brokers))}"
         )
-        topics = Topics(tables, settings.takes)
+        topics = TopicTables(tables, settings.takes)
         found = view.topics([*topics.names, settings.dead_letters])
         dead = found.pop(settings.dead_letters)
         found = _wanted(found, topics)
@@ -48,7 +48,7 @@ def kafka(
         yield failed("Kafka", error, "see updates.kafka")
 
 
-def _wanted(found: dict[str, TopicView | None], topics: Topics) -> dict[str, TopicView | None]:
+def _wanted(found: dict[str, TopicView | None], topics: TopicTables) -> dict[str, TopicView | None]:
     """Without topics that this user may not know of and that need not be there: those of our format where
     HPS's are seen, and the other way round."""
     from hps.updates.topics import native_topic
@@ -67,61 +67,65 @@ def _wanted(found: dict[str, TopicView | None], topics: Topics) -> dict[str, Top
     return {name: topic for name, topic in found.items() if is_wanted(name, topic)}
 
 
-def _topics(found: dict[str, TopicView | None]) -> Iterator[Check]:
+def _topics(found: dict[str, TopicView | None]) -> Iterator[DoctorCheck]:
     there = {name: topic for name, topic in found.items() if topic is not None}
     for name, topic in there.items():
         if topic.problem or (topic.rights is not None and "READ" not in topic.rights):
             why = topic.problem or "it may not be read"
             mend = f"give the user the rights DESCRIBE and READ on the topic {name}"
-            yield Check(f"topic {name}", "FAIL", why, mend)
+            yield DoctorCheck(f"topic {name}", "FAIL", why, mend)
         elif topic.leaderless:
             found_ = f"{plural(topic.leaderless, 'partition')} without a leader"
-            yield Check(f"topic {name}", "FAIL", found_, "look after the brokers")
+            yield DoctorCheck(f"topic {name}", "FAIL", found_, "look after the brokers")
         else:
-            yield Check(f"topic {name}", "OK", plural(topic.partitions, "partition"))
+            yield DoctorCheck(f"topic {name}", "OK", plural(topic.partitions, "partition"))
     if found and not there:
         shown = ", ".join(list(found)[:3])
         mend = (
             "make it, with as many partitions as readers are to share; or give the user the right DESCRIBE; "
             "or correct updates.kafka.models"
         )
-        yield Check("topics", "WARN", f"no model has one: not {shown}", mend)
+        yield DoctorCheck("topics", "WARN", f"no model has one: not {shown}", mend)
 
 
-def _dead_letters(name: str, topic: TopicView | None) -> Check:
+def _dead_letters(name: str, topic: TopicView | None) -> DoctorCheck:
     label = f"topic {name}"
     if topic is None:
-        return Check(
+        return DoctorCheck(
             label, "OK", "not there yet; made when it is first needed, if brokers allow that"
         )
     if topic.problem or (topic.rights is not None and "WRITE" not in topic.rights):
         mend = f"give the user the right WRITE on {name}: else a damaged message stops its stream"
-        return Check(label, "FAIL", topic.problem or "it may not be written", mend)
-    return Check(label, "OK", plural(topic.partitions, "partition"))
+        return DoctorCheck(label, "FAIL", topic.problem or "it may not be written", mend)
+    return DoctorCheck(label, "OK", plural(topic.partitions, "partition"))
 
 
-def _groups(view: Overview, groups: Sequence[str], topics: dict[str, TopicView]) -> Iterator[Check]:
+def _groups(
+    view: KafkaReport, groups: Sequence[str], topics: dict[str, TopicView]
+) -> Iterator[DoctorCheck]:
     places = [(name, at) for name, topic in topics.items() for at in range(topic.partitions)]
     begins, ends = view.begins(places), view.ends(places)
     for group in groups:
         yield _lag(group, view.group(group), begins, ends)
     newest = view.newest(places)
     if newest is not None and newest > time.time():  # one that is older says nothing of a clock
-        yield clock("clock of Kafka's messages", Skew(newest - time.time(), 0.0))
+        yield clock("clock of Kafka's messages", ClockSkew(newest - time.time(), 0.0))
 
 
-def _lag(group: str, found: GroupView, begins: dict[Place, int], ends: dict[Place, int]) -> Check:
+def _lag(
+    group: str, found: GroupView, begins: dict[Place, int], ends: dict[Place, int]
+) -> DoctorCheck:
     """``begins`` and ``ends``: of what is kept of each partition."""
     from hps.config.update_settings import NODE
 
     name = f"group {group}"
     if found.problem:
         mend = f"give the user the rights DESCRIBE and READ on the group {group}"
-        return Check(name, "FAIL", found.problem, mend)
+        return DoctorCheck(name, "FAIL", found.problem, mend)
     if not found.committed:
         mend = "nothing, if no server of this group was started yet; else see hps updates status"
         waits = sum(end - begins[place] for place, end in ends.items())
-        return Check(
+        return DoctorCheck(
             name, "WARN" if waits else "OK", "has not read anything yet", mend if waits else ""
         )
     at = {place: found.committed.get(place, begin) for place, begin in begins.items()}
@@ -132,29 +136,33 @@ def _lag(group: str, found: GroupView, begins: dict[Place, int], ends: dict[Plac
     beyond = sum(at[place] > end for place, end in ends.items())
     if beyond:
         found_ = f"{plural(beyond, 'partition')} ended before what was applied: its topic was created again"
-        return Check(name, "WARN", found_, "start the servers of this group: they read it anew")
+        return DoctorCheck(
+            name, "WARN", found_, "start the servers of this group: they read it anew"
+        )
     lost = sum(max(0, begin - at[place]) for place, begin in begins.items())
     if lost:
         mend = "load the models' files again (hps store load), and keep messages for longer: retention.ms"
         gone = f"{count(lost)} messages were deleted before they were read; {reads}"
-        return Check(name, "FAIL", gone, mend)
+        return DoctorCheck(name, "FAIL", gone, mend)
     if is_shared and not found.members and lag:
-        return Check(name, "WARN", f"nobody reads; {reads}", "start the servers of this group")
+        return DoctorCheck(
+            name, "WARN", f"nobody reads; {reads}", "start the servers of this group"
+        )
     if lag > LAG_WARN:
         mend = "see hps updates status: is a store slow, a reader paused?"
-        return Check(name, "WARN", reads, mend)
-    return Check(name, "OK", reads)
+        return DoctorCheck(name, "WARN", reads, mend)
+    return DoctorCheck(name, "OK", reads)
 
 
-def directory(settings: DirectorySettings) -> Check:
+def directory(settings: DirectorySettings) -> DoctorCheck:
     """The folder that files appear in."""
     return folder("updates.directory", settings.path, "updates.directory.path")
 
 
-def folder(name: str, path: Path, setting: str) -> Check:
+def folder(name: str, path: Path, setting: str) -> DoctorCheck:
     if not path.is_dir():
-        return Check(name, "FAIL", f"{path} is not a folder", f"make it, or set {setting}")
+        return DoctorCheck(name, "FAIL", f"{path} is not a folder", f"make it, or set {setting}")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         mend = f"give this user the right to write there, or set {setting}"
-        return Check(name, "FAIL", f"{path} cannot be written", mend)
-    return Check(name, "OK", str(path))
+        return DoctorCheck(name, "FAIL", f"{path} cannot be written", mend)
+    return DoctorCheck(name, "OK", str(path))

@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hps.errors import DeadlineExceeded, HpsError, NotFound
-from hps.tools.doctor.check import Check, Verdict, failed
+from hps.tools.doctor.check import DoctorCheck, Verdict, failed
 
 if TYPE_CHECKING:
     from hps.config.dense_settings import TritonSettings
-    from hps.dense.base import TensorInfo
-    from hps.dense.triton.transport import Described
+    from hps.dense.base import NetworkTensor
+    from hps.dense.triton.transport import TritonModelInfo
     from hps.models.repository import ModelVersion
 
 _PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Network:
+class _CheckedNetwork:
     """What a check of a network looks at."""
 
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
+    inputs: tuple[NetworkTensor, ...]
+    outputs: tuple[NetworkTensor, ...]
 
 
-def triton(settings: TritonSettings, models: Sequence[ModelVersion]) -> Iterator[Check]:
+def triton(settings: TritonSettings, models: Sequence[ModelVersion]) -> Iterator[DoctorCheck]:
     """``models``: those that have a network."""
     from hps.client import Client, Tls
 
@@ -50,27 +50,29 @@ def triton(settings: TritonSettings, models: Sequence[ModelVersion]) -> Iterator
             told = client.about()
             ready = client.ready()
         except HpsError as error:
-            yield Check("Triton", weight, str(error), mend)
+            yield DoctorCheck("Triton", weight, str(error), mend)
             return
     found = f"{told.get('name', '')} {told.get('version', '')} at {settings.url}"
     if ready:
-        yield Check("Triton", "OK", found)
+        yield DoctorCheck("Triton", "OK", found)
     else:
-        yield Check("Triton", weight, f"{found} is not ready", "wait while it loads; see its log")
+        yield DoctorCheck(
+            "Triton", weight, f"{found} is not ready", "wait while it loads; see its log"
+        )
     for version in models:
         yield _network(settings, version, weight)
 
 
-def _network(settings: TritonSettings, version: ModelVersion, weight: Verdict) -> Check:
+def _network(settings: TritonSettings, version: ModelVersion, weight: Verdict) -> DoctorCheck:
     """Whether Triton has the network, and it takes and gives what ``model.yaml`` says."""
     from hps.dense.choose import target_of, transport_to
-    from hps.dense.triton.transport import Unreachable
+    from hps.dense.triton.transport import TritonUnavailable
 
     model = version.name
     name = f"Triton: {model}"
     target = target_of(model, settings)
     if target is None:
-        return Check(name, "OK", "runs in the server itself")
+        return DoctorCheck(name, "OK", "runs in the server itself")
     known_as = f"{target.name} version {target.version}" if target.version else target.name
     try:
         transport = transport_to(target, settings)
@@ -81,23 +83,23 @@ def _network(settings: TritonSettings, version: ModelVersion, weight: Verdict) -
         _compare(version, described)
     except NotFound as error:
         mend = f"write it with hps triton export {model}, have Triton load it, or set dense.triton.models"
-        return Check(name, weight, f"it does not serve {known_as!r}: {error}", mend)
-    except (DeadlineExceeded, Unreachable) as error:
-        return Check(name, weight, f"it does not say what it has: {error}", "see its log")
+        return DoctorCheck(name, weight, f"it does not serve {known_as!r}: {error}", mend)
+    except (DeadlineExceeded, TritonUnavailable) as error:
+        return DoctorCheck(name, weight, f"it does not say what it has: {error}", "see its log")
     except HpsError as error:
         # Wrong in any case: the server refuses to start by it, whatever it falls back on.
         mend = f"have Triton serve this version's network: hps triton export {model}"
-        return Check(name, "FAIL", str(error).replace("the network", "Triton's model"), mend)
+        return DoctorCheck(name, "FAIL", str(error).replace("the network", "Triton's model"), mend)
     finally:
         transport.close()
     found = f"{known_as} is what model.yaml describes"
     most = version.spec.max_batch_size
     if 0 < described.max_batch < most:
         found += f"; batches beyond {described.max_batch} go in parts (model.yaml: {most})"
-    return Check(name, "OK", found)
+    return DoctorCheck(name, "OK", found)
 
 
-def _compare(version: ModelVersion, described: Described) -> None:
+def _compare(version: ModelVersion, described: TritonModelInfo) -> None:
     """Raises ModelError."""
     from hps.node.opened_models import features_of
     from hps.predict.wiring import check_wiring
@@ -105,5 +107,5 @@ def _compare(version: ModelVersion, described: Described) -> None:
     dense = version.spec.dense
     assert dense is not None
     features = features_of(version.spec, version.embedding_tables())
-    network: Any = _Network(described.inputs, described.outputs)
+    network: Any = _CheckedNetwork(described.inputs, described.outputs)
     check_wiring(version.name, dense, features, network)

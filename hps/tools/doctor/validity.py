@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hps.tools.doctor.check import Check
+from hps.tools.doctor.check import DoctorCheck
 
 if TYPE_CHECKING:
     from hps.client import Tls
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 WARN_DAYS = 14
 
 
-def validity(name: str, end: datetime | None, of: str) -> Check:
+def validity(name: str, end: datetime | None, of: str) -> DoctorCheck:
     """``end``: when a certificate that is valid now will not be any more; None: nobody says."""
     if end is None:
-        return Check(name, "OK", of)
+        return DoctorCheck(name, "OK", of)
     days = (end - datetime.now(UTC)).days
     found = f"{of}, valid until {end:%Y-%m-%d %H:%M} UTC"
     if days >= WARN_DAYS:
-        return Check(name, "OK", found)
+        return DoctorCheck(name, "OK", found)
     mend = "renew it; servers take over files that change, without a restart"
-    return Check(name, "WARN", f"{found}: {days} days", mend)
+    return DoctorCheck(name, "WARN", f"{found}: {days} days", mend)
 
 
-def file(name: str, certificate: Path) -> Check:
+def file(name: str, certificate: Path) -> DoctorCheck:
     from hps.config.certificates import expiry
 
     end = expiry(certificate)
@@ -35,7 +35,7 @@ def file(name: str, certificate: Path) -> Check:
     return validity(name, known, str(certificate))
 
 
-def shown(name: str, url: str, tls: Tls | None, patience_s: float) -> Check:
+def shown(name: str, url: str, tls: Tls | None, patience_s: float) -> DoctorCheck:
     """The certificate that the server at ``url`` shows. Raises OSError."""
     from hps.client.address import address
     from hps.config.certificates import valid_until

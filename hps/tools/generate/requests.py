@@ -27,7 +27,7 @@ _UNKNOWN_FROM = 1 << 62  # no trainer counts as far
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class RequestRecipe:
     """What requests are like. ``hotness``: keys per sample of features that leave it open; ``ragged``: up to
     so many, at least one; None is 1. ``unknown``: share of keys that no row has."""
 
@@ -39,10 +39,10 @@ class Recipe:
     unknown: float = 0.0
 
 
-class Requests:
+class GeneratedRequests:
     """Requests to ``version`` by ``recipe``; the same ``seed`` makes the same. Raises ConfigError."""
 
-    def __init__(self, version: ModelVersion, recipe: Recipe, seed: int = 1) -> None:
+    def __init__(self, version: ModelVersion, recipe: RequestRecipe, seed: int = 1) -> None:
         if not 0 <= recipe.unknown <= 1:
             raise ConfigError(f"--unknown {recipe.unknown:g}: a share lies between 0 and 1")
         if recipe.ragged and recipe.form == "tables":

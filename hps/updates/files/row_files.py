@@ -164,7 +164,7 @@ def _column(path: Path, name: str, column: Any) -> NDArray[Any]:
 
 
 def _npz_rows(path: Path) -> int:
-    with _npz(path) as (stack, archive):
+    with _NpzArchive(path) as (stack, archive):
         rows = _heads(path, stack, archive)["key"][1][0]
         if (bad := archive.testzip()) is not None:
             raise BadRequest(f"{path} is damaged: {bad} does not fit its checksum")
@@ -174,7 +174,7 @@ def _npz_rows(path: Path) -> int:
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
 
 
-class _npz:
+class _NpzArchive:
     """An npz file's archive and the names of its arrays. Damage is BadRequest."""
 
     def __init__(self, path: Path) -> None:
@@ -219,7 +219,7 @@ def _heads(path: Path, stack: ExitStack, archive: zipfile.ZipFile) -> dict[str, 
 
 
 def _npz_blocks(path: Path, block: int) -> Iterator[dict[str, NDArray[Any]]]:
-    with _npz(path) as (stack, archive):
+    with _NpzArchive(path) as (stack, archive):
         heads = _heads(path, stack, archive)
         rows = heads["key"][1][0]
         for name, (_, shape, _) in heads.items():

@@ -11,8 +11,8 @@ from hps.tiers.positions import Place
 from hps.updates.files.directory import is_update_file
 
 
-class WaitingFiles:
-    """Implements `hps.updates.arrivals.Waiting`: a file waits until it is moved away."""
+class PendingFiles:
+    """Implements `hps.updates.arrivals.PendingUpdates`: a file waits until it is moved away."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _LEAVE_S = 3.0
 
 
-class Assignment(Protocol):
+class PartitionAssignment(Protocol):
     """Called by the thread that polls, which also assigns the ``places`` to the consumer."""
 
     @property
@@ -34,7 +34,7 @@ class Assignment(Protocol):
         ...
 
 
-class EveryPartition:
+class AllPartitions:
     """All partitions, without group membership: a reader that starts again has nothing to wait for."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import confluent_kafka as ck
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError, Unavailable
 from hps.tiers.positions import StreamPosition
-from hps.updates.kafka.credentials import Credentials
+from hps.updates.kafka.credentials import SaslCredentials
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.source import DeadLetter, Reason
 
@@ -90,7 +90,7 @@ class DeadLetterTopic:
         self._topic = settings.dead_letters
         self._kept = kept
         self._log = _LetterLog(self._topic)
-        self._credentials = Credentials(settings)
+        self._credentials = SaslCredentials(settings)
         self._producer = ck.Producer(
             {
                 **client_options(settings.brokers),
@@ -230,7 +230,7 @@ def _headers(letter: DeadLetter) -> list[tuple[str, str | bytes | None]]:
     return headers
 
 
-class _Once(logging.Filter):
+class _LogRateLimit(logging.Filter):
     """Lets a message pass once a minute: librdkafka repeats itself every second while a broker is away."""
 
     def __init__(self) -> None:
@@ -251,4 +251,4 @@ class _Once(logging.Filter):
         return True
 
 
-client_log.addFilter(_Once())
+client_log.addFilter(_LogRateLimit())

@@ -15,7 +15,7 @@ from hps.errors import Unavailable
 from hps.tiers.positions import Place
 from hps.updates.kafka.brokers import text_of
 from hps.updates.kafka.client import client_log, client_options
-from hps.updates.kafka.credentials import Credentials
+from hps.updates.kafka.credentials import SaslCredentials
 
 _ANSWER_S = 2.0
 
@@ -29,12 +29,12 @@ class Topic:
     partitions: int
 
 
-class Cluster:
+class KafkaCluster:
     """Any thread may ask; each call waits for two seconds at most."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         """Raises ConfigError for a file of credentials that cannot be read."""
-        self._credentials = Credentials(settings)
+        self._credentials = SaslCredentials(settings)
         self._lock = threading.Lock()
         self._admin: AdminClient | None = AdminClient(
             {**client_options(settings.brokers), **settings.client_options()}, logger=client_log

@@ -17,7 +17,7 @@ _LOOK_EVERY_S = 2.0
 _NAMES = "sasl.username", "sasl.password"
 
 
-class Credentials:
+class SaslCredentials:
     """Those of one client, which one thread at a time may renew."""
 
     def __init__(self, settings: KafkaSettings) -> None:

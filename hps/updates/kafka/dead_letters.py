@@ -28,7 +28,7 @@ _CHUNK = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class StoredDeadLetter:
     """Where it lies and since when (Unix ms); why, and the byte that told; where it came from, with its
     timestamp there (Unix ms, -1: unknown); its ``size`` in bytes, the table it speaks of, `model/table`,
     where that can be told, and whether it is ``whole``: else it was too large for the topic, which has only
@@ -64,7 +64,7 @@ class Letter:
         return Identity(*at, self.timestamp_ms, self.attempt)
 
 
-class DeadLetterBox:
+class DeadLetterReader:
     """The topic of dead letters of ``settings``. Called by one thread. Raises Unavailable when no broker
     answers."""
 
@@ -79,10 +79,10 @@ class DeadLetterBox:
         }
         self._consumer = self._brokers.connect(ck.Consumer, own)
 
-    def letters(self, *, again: bool = False) -> list[Letter]:
+    def letters(self, *, again: bool = False) -> list[StoredDeadLetter]:
         """One of each message that was not sent again yet, with ``again`` of those too, oldest first; the
         newest ``MOST``."""
-        found: Newest[Identity, Letter] = Newest()
+        found: Newest[Identity, StoredDeadLetter] = Newest()
         places: Newest[tuple[int, int], Identity] = Newest()
         requeued: Newest[Identity, None] = Newest()
         for message in self._messages(self._bounds()):
@@ -101,7 +101,7 @@ class DeadLetterBox:
                 found[of] = letter
         return sorted(found.values(), key=lambda each: each.age_order)
 
-    def requeue(self, letters: Sequence[Letter]) -> list[tuple[Letter, str]]:
+    def requeue(self, letters: Sequence[StoredDeadLetter]) -> list[tuple[StoredDeadLetter, str]]:
         """Send them to the topics and partitions they came from, oldest first in each; returns those that
         Kafka did not take, and why. They keep their timestamps, so rows in HPS's format get the versions they
         would have had, but for the offset; native ones bring theirs along."""
@@ -114,7 +114,7 @@ class DeadLetterBox:
         own = {"enable.idempotence": True, "message.max.bytes": LARGEST}
         producer = self._brokers.connect(ck.Producer, own)
         failed: dict[tuple[int, int], str] = {}
-        done: list[Letter] = []
+        done: list[StoredDeadLetter] = []
         for message in self._messages(bounds):
             letter = chosen.pop((message.partition(), message.offset()), None)
             if letter is None:
@@ -137,7 +137,11 @@ class DeadLetterBox:
         self._consumer.close()
 
     def _send(
-        self, producer: Any, letter: Letter, message: Any, failed: dict[tuple[int, int], str]
+        self,
+        producer: Any,
+        letter: StoredDeadLetter,
+        message: Any,
+        failed: dict[tuple[int, int], str],
     ) -> None:
         def delivered(error: Any, _message: Any) -> None:
             if error is not None:
@@ -157,7 +161,7 @@ class DeadLetterBox:
             failed[letter.place] = text_of(error)
 
     def _settle(
-        self, producer: Any, sent: Sequence[Letter], failed: dict[tuple[int, int], str]
+        self, producer: Any, sent: Sequence[StoredDeadLetter], failed: dict[tuple[int, int], str]
     ) -> None:
         """Wait until Kafka has them, then note that."""
         if producer.flush(2 * self._brokers.answer_s):
@@ -220,7 +224,7 @@ class DeadLetterBox:
         )
 
 
-def _letter(message: Any, headers: dict[str, bytes]) -> Letter:
+def _letter(message: Any, headers: dict[str, bytes]) -> StoredDeadLetter:
     def text(name: str) -> str:
         return (headers.get(name) or b"").decode(errors="replace")
 
@@ -229,7 +233,7 @@ def _letter(message: Any, headers: dict[str, bytes]) -> Letter:
 
     payload, topic = message.value() or b"", text("hps-topic")
     whole = SIZE_HEADER not in headers
-    return Letter(
+    return StoredDeadLetter(
         message.partition(),
         message.offset(),
         message.timestamp()[1],

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from hps.errors import Unavailable
 from hps.tiers.positions import Place
-from hps.updates.arrivals import Arrivals
-from hps.updates.kafka.cluster import Cluster
+from hps.updates.arrivals import ArrivalTimes
+from hps.updates.kafka.cluster import KafkaCluster
 
 log = logging.getLogger(__name__)
 
 
-class Reader(Protocol):
+class KafkaReader(Protocol):
     """Who reads: `hps.updates.kafka.source.KafkaSource`. Any thread may ask."""
 
     def applied(self) -> Mapping[Place, int]:
@@ -31,13 +31,14 @@ class Reader(Protocol):
         ...
 
 
-class WaitingMessages:
-    """Implements `hps.updates.arrivals.Waiting`, of ``topics``, some of which nobody may have made yet."""
+class PendingMessages:
+    """Implements `hps.updates.arrivals.PendingUpdates`, of ``topics``, some of which nobody may have
+    made yet."""
 
-    def __init__(self, cluster: Cluster, reader: Reader, topics: Sequence[str]) -> None:
+    def __init__(self, cluster: KafkaCluster, reader: KafkaReader, topics: Sequence[str]) -> None:
         self._cluster = cluster
         self._reader = reader
-        self._arrivals = Arrivals()
+        self._arrivals = ArrivalTimes()
         # Of a reader that does not know yet what there is: of topics that are not there, it has everything.
         self._places: Mapping[Place, int] = {(topic, 0): 0 for topic in topics}
         self._known = False

@@ -10,21 +10,21 @@ import numpy as np
 
 from hps.tiers.positions import StreamPosition
 from hps.tracing import traceparent_of
-from hps.updates.codec import Decoded, decode_hps, decode_native, hps_table
+from hps.updates.codec import DecodedMessages, decode_hps, decode_native, hps_table
 from hps.updates.future_versions import without_ahead
 from hps.updates.kafka.client import attempt_of
 from hps.updates.source import DeadLetter, Reason, TableUpdate
-from hps.updates.topics import Topics
+from hps.updates.topics import TopicTables
 
 # OpenTelemetry keeps no more links of a span.
 _LINKS = 128
 
 
-class Messages:
+class MessageDecoder:
     """Those of ``topics``. ``longest``: bytes of one that is read; ``ahead_s``: how far ahead of the clock
     versions may be."""
 
-    def __init__(self, topics: Topics, longest: int, ahead_s: float) -> None:
+    def __init__(self, topics: TopicTables, longest: int, ahead_s: float) -> None:
         self._topics = topics
         self._longest = longest
         self._ahead_s = ahead_s
@@ -54,7 +54,7 @@ class Messages:
                     updates.append(replace(kept, ends=ends))
         return updates, dead
 
-    def _decode(self, topic: str, messages: list[Any]) -> Decoded | None:
+    def _decode(self, topic: str, messages: list[Any]) -> DecodedMessages | None:
         """None for a topic of HPS's whose table nobody knows: its messages don't say what they hold."""
         payloads = [message.value() for message in messages]
         named = hps_table(topic)

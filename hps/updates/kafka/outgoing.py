@@ -27,7 +27,7 @@ _EMPTY = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class MessageAttributes:
     """What goes with all rows of a call: when they were made, how long they count from then on (0: for
     ever), and the training step and dense network they belong to (0: none)."""
 
@@ -130,7 +130,7 @@ def encode(
     form: Format,
     table: str,
     changes: TableChanges,
-    said: Said,
+    said: MessageAttributes,
     *,
     key_bits: Literal[32, 64] = 64,
     full: int = FULL,

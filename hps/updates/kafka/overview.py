@@ -49,7 +49,7 @@ _SOON = (
 _POLL_S = 0.1
 
 
-class Overview:
+class KafkaReport:
     """Asks the brokers of ``settings``; each method waits for ``answer_s`` at most, and raises Unavailable.
     Joins no group, changes nothing."""
 

@@ -8,21 +8,23 @@ from collections.abc import Collection, Iterable, Mapping
 import confluent_kafka as ck
 
 from hps.tiers.positions import Place
-from hps.updates.kafka.cluster import Cluster, Topic
-from hps.updates.kafka.start_positions import Placement, Reading
+from hps.updates.kafka.cluster import KafkaCluster, Topic
+from hps.updates.kafka.start_positions import PartitionProgress, StartPositions
 
 _AGAIN_S = 0.5  # until Kafka is asked again for what it did not tell
 
 
-class Readings:
+class AssignedPartitions:
     """Used by the thread that polls; `applied`, `waiting` and `saw` by any."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: StartPositions) -> None:
         self.moved = False
         """Whether places or offsets are other ones than the consumer was assigned."""
         self._placement = placement
-        self._of: dict[Place, Reading] = {}
-        self._unplaced: dict[Place, Reading | None] = {}  # with what was read of it before
+        self._of: dict[Place, PartitionProgress] = {}
+        self._unplaced: dict[
+            Place, PartitionProgress | None
+        ] = {}  # with what was read of it before
         self._broken: set[Place] = set()  # of those: Kafka could not continue where they were read
         self._place_at = 0.0
 
@@ -31,10 +33,10 @@ class Readings:
         """Whether it is known of each partition where it begins."""
         return not self._unplaced
 
-    def get(self, place: Place) -> Reading | None:
+    def get(self, place: Place) -> PartitionProgress | None:
         return self._of.get(place)
 
-    def items(self) -> Iterable[tuple[Place, Reading]]:
+    def items(self) -> Iterable[tuple[Place, PartitionProgress]]:
         return self._of.items()
 
     def applied(self) -> dict[Place, int]:
@@ -66,7 +68,7 @@ class Readings:
                 self._unplaced.setdefault(place, None)
 
     def place(
-        self, topics: Mapping[str, Topic], cluster: Cluster, consumer: ck.Consumer
+        self, topics: Mapping[str, Topic], cluster: KafkaCluster, consumer: ck.Consumer
     ) -> Collection[Place]:
         """Begin new partitions where the stores are; those that could. Raises TierError, Unavailable."""
         now = time.monotonic()
@@ -109,7 +111,7 @@ class Readings:
         self._broken.clear()
         self._place_at = 0.0
 
-    def _begin_anew(self, place: Place, former: Reading | None) -> None:
+    def _begin_anew(self, place: Place, former: PartitionProgress | None) -> None:
         self._unplaced[place] = former  # first: a reader in between must not take it for complete
         del self._of[place]
         self._place_at = 0.0

@@ -25,7 +25,7 @@ from hps.updates.codec import FULL, hps_table, hps_topic
 from hps.updates.kafka.brokers import Brokers
 from hps.updates.kafka.outgoing import (
     Format,
-    Said,
+    MessageAttributes,
     by_partition,
     changes_of,
     encode,
@@ -138,7 +138,7 @@ class Producer:
         flush that returned.
         """
         self._check(table)
-        said = Said(unix_ms(event_time), ttl_s, step, dense_version)
+        said = MessageAttributes(unix_ms(event_time), ttl_s, step, dense_version)
         if self._format == "hps" and versions is not None:
             raise BadRequest("HPS's format has no room for versions; leave them out")
         changes = changes_of(keys, rows, versions, deleted, self._clock, said.event_ms)

@@ -18,17 +18,17 @@ from hps.config.update_settings import KafkaSettings
 from hps.errors import BadRequest, ConfigError, Unavailable
 from hps.tiers.positions import Place, StreamPosition
 from hps.tracing import recorder
-from hps.updates.kafka.assignment import Assignment, EveryPartition, GroupMember
+from hps.updates.kafka.assignment import AllPartitions, GroupMember, PartitionAssignment
 from hps.updates.kafka.brokers import text_of
 from hps.updates.kafka.client import client_log, reader_options
-from hps.updates.kafka.cluster import Cluster, Topic
-from hps.updates.kafka.credentials import Credentials
+from hps.updates.kafka.cluster import KafkaCluster, Topic
+from hps.updates.kafka.credentials import SaslCredentials
 from hps.updates.kafka.hps_group import hps_group
-from hps.updates.kafka.messages import Messages, traceparents
-from hps.updates.kafka.partition_progress import Readings
-from hps.updates.kafka.start_positions import Observe, Placement, Positions
+from hps.updates.kafka.messages import MessageDecoder, traceparents
+from hps.updates.kafka.partition_progress import AssignedPartitions
+from hps.updates.kafka.start_positions import StartPositions, StorePositions, StreamObserver
 from hps.updates.source import UpdateBatch
-from hps.updates.topics import Topics
+from hps.updates.topics import TopicTables
 
 log = logging.getLogger(__name__)
 
@@ -44,16 +44,16 @@ _STATIC_ID = "group.instance.id"
 class KafkaSource:
     """An `UpdateSource`. ``member``: None reads every partition, and ``group`` is only where offsets are
     committed; else the group's members share them, and this is the name of one, the same after a restart.
-    ``since_s``, ``hps``: see `Placement`; HPS's group, if it is another than `hps_group` says.
+    ``since_s``, ``hps``: see `StartPositions`; HPS's group, if it is another than `hps_group` says.
     """
 
     def __init__(
         self,
         settings: KafkaSettings,
         group: str,
-        topics: Topics,
-        positions: Positions,
-        observe: Observe,
+        topics: TopicTables,
+        positions: StorePositions,
+        observe: StreamObserver,
         *,
         member: str | None = None,
         since_s: float | None = None,
@@ -65,8 +65,8 @@ class KafkaSource:
         self._is_member = member is not None
         if member is not None:
             self._options.setdefault(_STATIC_ID, member)
-        self._readings = Readings(
-            Placement(
+        self._readings = AssignedPartitions(
+            StartPositions(
                 settings,
                 group,
                 hps or hps_group(group),
@@ -84,10 +84,10 @@ class KafkaSource:
         self._is_placed = False  # whether it is known which partitions are read, and from where on
         self._placed_at = time.monotonic()
         self._refresh_at = self._look_at = 0.0
-        self._messages = Messages(topics, settings.max_message_bytes, settings.max_ahead_s)
-        self._credentials = Credentials(settings)
+        self._messages = MessageDecoder(topics, settings.max_message_bytes, settings.max_ahead_s)
+        self._credentials = SaslCredentials(settings)
         self._consumer, self._assignment = self._connect()
-        self.cluster = Cluster(settings)
+        self.cluster = KafkaCluster(settings)
         every_ms = float(self._options["topic.metadata.refresh.interval.ms"])
         self._refresh_s = every_ms / 1e3 if every_ms > 0 else float("inf")
         if not topics.tables:
@@ -96,14 +96,14 @@ class KafkaSource:
                 "%s reads nothing: no model is served that updates.kafka.models names", group
             )
 
-    def _connect(self) -> tuple[ck.Consumer, Assignment]:
+    def _connect(self) -> tuple[ck.Consumer, PartitionAssignment]:
         try:
             consumer = ck.Consumer(self._options, logger=client_log)
         except ck.KafkaException as error:
             raise ConfigError(f"updates.kafka: {text_of(error)}") from None
         if self._is_member:
             return consumer, GroupMember(consumer, self._taken_back)
-        return consumer, EveryPartition()
+        return consumer, AllPartitions()
 
     @property
     def problem(self) -> str | None:

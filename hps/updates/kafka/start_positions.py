@@ -14,15 +14,16 @@ from hps.errors import Unavailable
 from hps.tiers.positions import Place
 from hps.updates.kafka.brokers import text_of
 from hps.updates.kafka.client import ANSWER_S
-from hps.updates.kafka.cluster import Cluster, Topic
+from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.hps_group import committed, committed_by
 from hps.updates.stream_positions import Readers
 
 log = logging.getLogger(__name__)
 
 
-class Positions(Protocol):
-    """Positions of the stores: `hps.updates.stream_positions.StreamPlaces`, whose methods raise TierError."""
+class StorePositions(Protocol):
+    """Positions of the stores: `hps.updates.stream_positions.StoreStreamPositions`, whose methods raise
+    TierError."""
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool: ...
 
@@ -33,7 +34,7 @@ class Positions(Protocol):
     def begin(self, topic: str, partition: int) -> int | None: ...
 
 
-class Observe(Protocol):
+class StreamObserver(Protocol):
     """Counts, by topic."""
 
     def lost(self, topic: str, messages: int) -> None:
@@ -46,7 +47,7 @@ class Observe(Protocol):
 
 
 @dataclass(slots=True)
-class Reading:
+class PartitionProgress:
     """One partition as it is read. ``next``: the offset that is polled next; ``applied``: up to where the
     stores have it; ``low``: the first that Kafka kept when the reading began; ``end``: behind the last
     message; ``jumped``: `next` was set by hand or by HPS's position: what is before it counts as applied."""
@@ -74,7 +75,7 @@ class Reading:
         return max(self.applied, self.low)
 
 
-class Placement:
+class StartPositions:
     """Placement of one reader, called by its thread. Where no store knows a position, reading begins with the
     messages of ``since_s`` (Unix seconds), if given, else where the group ``hps`` was
     (`KafkaSettings.hps_offsets`), or with all there are. A topic that changes none of the ``tables`` has dead
@@ -87,9 +88,9 @@ class Placement:
         group: str,
         hps: str,
         tables: Readers,
-        positions: Positions,
+        positions: StorePositions,
         since_s: float | None,
-        observe: Observe,
+        observe: StreamObserver,
     ) -> None:
         self._settings = settings
         self._group = group
@@ -101,12 +102,12 @@ class Placement:
 
     def place(
         self,
-        places: Mapping[Place, Reading | None],
+        places: Mapping[Place, PartitionProgress | None],
         topics: Mapping[str, Topic],
         broken: Collection[Place],
-        cluster: Cluster,
+        cluster: KafkaCluster,
         consumer: ck.Consumer,
-    ) -> dict[Place, Reading]:
+    ) -> dict[Place, PartitionProgress]:
         """Begin the reading of ``places``, some of which were read before; without those that Kafka says
         nothing of now. ``broken``: those where Kafka could not continue. Raises TierError, Unavailable."""
         restarted = {
@@ -137,7 +138,7 @@ class Placement:
                 continue
             # Not from `low` on: a store notes a position only if it has what is before it, or what there was
             # between is gone.
-            readings[place] = Reading(_id_of(place, topics), begin, begin, low, end)
+            readings[place] = PartitionProgress(_id_of(place, topics), begin, begin, low, end)
             if begin < low:
                 _warn_of_gap(place, begin, low)
                 self._observe.lost(place[0], low - begin)
@@ -146,11 +147,11 @@ class Placement:
         firsts = self._firsts(unknown, bounds, consumer)
         for place, (first, jumped) in {**kept, **firsts}.items():
             topic_id = _id_of(place, topics)
-            readings[place] = Reading(topic_id, first, first, *bounds[place], jumped)
+            readings[place] = PartitionProgress(topic_id, first, first, *bounds[place], jumped)
         return readings
 
     def _is_of_another_topic(
-        self, place: Place, topics: Mapping[str, Topic], former: Reading | None
+        self, place: Place, topics: Mapping[str, Topic], former: PartitionProgress | None
     ) -> bool:
         topic_id = _id_of(place, topics)
         if not topic_id:

@@ -10,13 +10,13 @@ from weakref import ReferenceType, ref
 
 from services.frontend.errors import Overloaded
 from services.frontend.logs import log
-from services.frontend.periodic_sweeper import Looking
+from services.frontend.periodic_sweeper import PeriodicSweeper
 
 # Between two looks at what waits, at least.
 _LEAST_S = 0.001
 
 
-class Room:
+class ByteBudget:
     """Bytes of requests that wait or whose bodies are coming, bounded. Any thread may call it."""
 
     def __init__(self, most: int) -> None:
@@ -50,10 +50,10 @@ class Room:
             self.held += size
 
 
-class Share:
+class ByteReservation:
     """The bytes of one request, held while it is entered."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: ByteBudget) -> None:
         self._room = room
         self._own = 0
 
@@ -63,7 +63,7 @@ class Share:
         self._room.add(size)
         self._own += size
 
-    def __enter__(self) -> Share:
+    def __enter__(self) -> ByteReservation:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,7 +71,7 @@ class Share:
         self._own = 0
 
 
-class Expiring(Protocol):
+class ExpiringItem(Protocol):
     """Something that waits. ``since``: from when on, by ``time.monotonic``."""
 
     since: float
@@ -84,17 +84,17 @@ class Expiring(Protocol):
         ...
 
 
-class Expiry:
+class QueueTimeout:
     """Ends what has waited for ``after_s``. What ends sooner is not kept until then: whoever has it wait
     holds it, and what it holds. Any thread may call it."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
-        self._line: deque[ReferenceType[Expiring]] = deque()
+        self._line: deque[ReferenceType[ExpiringItem]] = deque()
         # What is added while it sleeps is not due before it wakes: nobody has to wake it.
-        self._looking = Looking(self._end_late, self._next_s, "hps-expiry")
+        self._looking = PeriodicSweeper(self._end_late, self._next_s, "hps-expiry")
 
-    def add(self, waiting: Expiring) -> None:
+    def add(self, waiting: ExpiringItem) -> None:
         """``waiting`` has just begun to wait."""
         self._line.append(ref(waiting))
         self._looking.begin()
@@ -124,7 +124,7 @@ class Expiry:
         return False
 
 
-def _expire(late: Expiring) -> None:
+def _expire(late: ExpiringItem) -> None:
     try:
         late.expire()
     except Exception:  # the others still have to be ended

@@ -15,7 +15,7 @@ _KEPT = 4096
 
 
 @dataclass(slots=True)
-class _Client:
+class _ClientState:
     """``allowed`` is a token bucket: the requests it may begin at once, as of ``since``."""
 
     allowed: float
@@ -23,14 +23,14 @@ class _Client:
     running: int = 0
 
 
-class Clients:
+class ClientLimits:
     """Requests under way by client, an API key's name or an address. Any thread may call it."""
 
     def __init__(self, settings: ClientSettings) -> None:
         self._most = settings.running or math.inf
         self._rate = settings.per_second or math.inf
         self._burst = max(1.0, settings.burst or self._rate)
-        self._known: dict[str, _Client] = {}
+        self._known: dict[str, _ClientState] = {}
         self._lock = threading.Lock()
 
     def enter(self, name: str) -> None:
@@ -41,7 +41,7 @@ class Clients:
             if client is None:
                 if len(self._known) >= _KEPT:
                     self._forget(now)
-                client = self._known[name] = _Client(self._burst, now)
+                client = self._known[name] = _ClientState(self._burst, now)
             if client.running >= self._most:
                 raise TooManyRequests(
                     f"{client.running} requests of yours are under way, which is all a client may have "
@@ -74,7 +74,7 @@ class Clients:
             self._known[name].running -= 1
             self._known[name].allowed += 1
 
-    def _allowed(self, client: _Client, now: float) -> float:
+    def _allowed(self, client: _ClientState, now: float) -> float:
         if self._rate == math.inf:
             return self._burst
         return min(self._burst, client.allowed + (now - client.since) * self._rate)

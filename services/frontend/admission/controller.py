@@ -12,29 +12,29 @@ from collections.abc import Container, Iterable
 from hps.config.admission_settings import AdmissionSettings
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.frontend.admission.byte_budget import Expiry, Room
-from services.frontend.admission.client_limits import Clients
-from services.frontend.admission.queue import Line
+from services.frontend.admission.byte_budget import ByteBudget, QueueTimeout
+from services.frontend.admission.client_limits import ClientLimits
+from services.frontend.admission.queue import AdmissionQueue
 from services.frontend.endpoints import Endpoint
 
 
-class Admission:
+class AdmissionController:
     """The lines of one process. ``clients`` is None where clients have no bounds."""
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self._settings = settings
-        self.room = Room(settings.queue_bytes)
-        self.expiry = Expiry(settings.max_wait_ms / 1e3)
+        self.room = ByteBudget(settings.queue_bytes)
+        self.expiry = QueueTimeout(settings.max_wait_ms / 1e3)
         bounds = settings.client
-        self.clients: Clients | None = None
+        self.clients: ClientLimits | None = None
         if bounds.running is not None or bounds.per_second is not None:
-            self.clients = Clients(bounds)
-        self._lines: dict[str, Line] = {}
+            self.clients = ClientLimits(bounds)
+        self._lines: dict[str, AdmissionQueue] = {}
         self._published: Metrics | None = None
 
-    def line(self, endpoint: Endpoint, running: int, metrics: Metrics) -> Line:
+    def line(self, endpoint: Endpoint, running: int, metrics: Metrics) -> AdmissionQueue:
         """``endpoint`` behind a line; ``running`` where the settings leave it open."""
-        line = Line(
+        line = AdmissionQueue(
             endpoint,
             self._settings,
             self._settings.running or running,

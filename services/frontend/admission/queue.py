@@ -19,19 +19,19 @@ from hps.config.admission_settings import AdmissionSettings
 from hps.errors import DeadlineExceeded
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.frontend.admission.byte_budget import Expiry, Room
-from services.frontend.admission.queued_request import Waiting
+from services.frontend.admission.byte_budget import ByteBudget, QueueTimeout
+from services.frontend.admission.queued_request import QueuedRequest
 from services.frontend.admission.wait_bound import WaitBound, WaitEstimate
 from services.frontend.datatypes import InputRule
 from services.frontend.endpoints import Endpoint, Output
 from services.frontend.errors import Overloaded
-from services.frontend.inference_request import Call
+from services.frontend.inference_request import InferenceRequest
 
 # Of the time that a request has left, the part for which it may wait: others may take longer than expected.
 _OF_DEADLINE = 0.5
 
 
-class Line:
+class AdmissionQueue:
     """An `Endpoint` whose requests wait while as many are worked at as may be. Any thread may call it."""
 
     def __init__(
@@ -39,8 +39,8 @@ class Line:
         endpoint: Endpoint,
         settings: AdmissionSettings,
         running: int,
-        room: Room,
-        expiry: Expiry,
+        room: ByteBudget,
+        expiry: QueueTimeout,
         metrics: Metrics,
     ) -> None:
         self.name = endpoint.name
@@ -59,7 +59,7 @@ class Line:
         self._room = room
         self._expiry = expiry
         self._observe = metrics.histogram(m.QUEUE_SECONDS, endpoint.name).observe
-        self._line: deque[Waiting] = deque()
+        self._line: deque[QueuedRequest] = deque()
         self._lock = threading.Lock()
         self.running = 0
         self._expected = 0
@@ -80,7 +80,7 @@ class Line:
     def rules(self) -> Mapping[str, InputRule]:
         return self._endpoint.rules
 
-    def outputs(self, call: Call, result: Any) -> list[Output]:
+    def outputs(self, call: InferenceRequest, result: Any) -> list[Output]:
         """See ``Endpoint.outputs``."""
         return self._endpoint.outputs(call, result)
 
@@ -141,7 +141,9 @@ class Line:
             self._bound.shrink(wait_s)
             raise Overloaded(self._too_long, "queue_wait")
 
-    def submit(self, call: Call, deadline: float, *, expected: int | None = None) -> Future[Any]:
+    def submit(
+        self, call: InferenceRequest, deadline: float, *, expected: int | None = None
+    ) -> Future[Any]:
         """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait; one that was
         ``expected``, with so many bytes, has its place, but may have more bytes than its message had."""
         if self.running < self.most_running and not self._line:
@@ -167,7 +169,7 @@ class Line:
             self._enter()
             return True
 
-    def _submitted(self, call: Call, deadline: float) -> Future[Any]:
+    def _submitted(self, call: InferenceRequest, deadline: float) -> Future[Any]:
         """What the endpoint makes of a request that counts as running."""
         try:
             work = self._endpoint.submit(call, deadline)
@@ -216,7 +218,7 @@ class Line:
                 self._require_time(deadline)
             finally:
                 self._has_come(expected)
-            waiting = Waiting(self.expire, start, deadline, size)
+            waiting = QueuedRequest(self.expire, start, deadline, size)
             self._line.append(waiting)
             self._room.add(size)
         waiting.add_done_callback(self._give_up)
@@ -229,7 +231,7 @@ class Line:
             self._leave()
         self._begin()
 
-    def _end_of(self, waiting: Waiting, work: Future[Any]) -> None:
+    def _end_of(self, waiting: QueuedRequest, work: Future[Any]) -> None:
         """Its place is given back before its client hears of it, which may ask again at once."""
         with self._lock:
             self._leave()
@@ -246,7 +248,7 @@ class Line:
             else:
                 work.add_done_callback(partial(self._end_of, waiting))
 
-    def _next(self) -> Waiting | None:
+    def _next(self) -> QueuedRequest | None:
         """The next request; it counts as running."""
         with self._lock:
             while self._line and self.running < self.most_running:
@@ -262,12 +264,12 @@ class Line:
         self._learn(waiting)
         return waiting
 
-    def _learn(self, waiting: Waiting) -> None:
+    def _learn(self, waiting: QueuedRequest) -> None:
         waited_s = time.monotonic() - waiting.since
         waiting.queued_ns = int(waited_s * 1e9)
         self._observe(waited_s)
 
-    def _start(self, waiting: Waiting) -> Future[Any]:
+    def _start(self, waiting: QueuedRequest) -> Future[Any]:
         """What will answer, or has failed."""
         try:
             if time.monotonic() > waiting.deadline:
@@ -282,11 +284,11 @@ class Line:
 
     def _give_up(self, future: Future[Any]) -> None:
         """A request whose client no longer waits leaves the line."""
-        assert isinstance(future, Waiting)
+        assert isinstance(future, QueuedRequest)
         if future.cancelled() and self._remove(future):
             self._bound.shrink(time.monotonic() - future.since)
 
-    def _remove(self, waiting: Waiting) -> bool:
+    def _remove(self, waiting: QueuedRequest) -> bool:
         with self._lock:
             try:
                 self._line.remove(waiting)
@@ -295,7 +297,7 @@ class Line:
             self._room.add(-waiting.size)
             return True
 
-    def expire(self, waiting: Waiting) -> None:
+    def expire(self, waiting: QueuedRequest) -> None:
         """``waiting`` has waited for as long as it may."""
         if self._remove(waiting) and waiting.set_running_or_notify_cancel():
             self._learn(waiting)

@@ -11,12 +11,12 @@ from hps.errors import Unavailable
 from services.frontend.statistics import execution, queued_ns
 
 
-class Waiting(Future[Any]):
+class QueuedRequest(Future[Any]):
     """A request in a line, and the future of its answer."""
 
     def __init__(
         self,
-        expire: Callable[[Waiting], None],
+        expire: Callable[[QueuedRequest], None],
         start: Callable[[], Future[Any]],
         deadline: float,
         size: int,

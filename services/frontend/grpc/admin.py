@@ -10,9 +10,9 @@ from google.protobuf.json_format import ParseDict
 
 from hps.config.auth import Role
 from hps.v1 import admin_pb2 as pb
-from services.frontend.grpc.responders import Context
+from services.frontend.grpc.responders import CallContext
 from services.frontend.model_control import load, unload
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 
 class AdminService:
@@ -22,20 +22,20 @@ class AdminService:
         ("Status", "Models", "LoadModel", "UnloadModel"), "admin"
     )
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: FrontendState) -> None:
         self._state = state
 
-    def Status(self, request: Any, context: Context) -> Any:
+    def Status(self, request: Any, context: CallContext) -> Any:
         return ParseDict({"status": self._state.status()}, pb.StatusResponse())
 
-    def Models(self, request: Any, context: Context) -> Any:
+    def Models(self, request: Any, context: CallContext) -> Any:
         models = self._state.require_node().status()["models"]
         return ParseDict({"models": models}, pb.ModelsResponse(), ignore_unknown_fields=True)
 
-    def LoadModel(self, request: Any, context: Context) -> Any:
+    def LoadModel(self, request: Any, context: CallContext) -> Any:
         version, warning = load(self._state, request.model, request.version or None)
         return pb.LoadModelResponse(version=version, warning=warning)
 
-    def UnloadModel(self, request: Any, context: Context) -> Any:
+    def UnloadModel(self, request: Any, context: CallContext) -> Any:
         unload(self._state, request.model)
         return pb.UnloadModelResponse()

@@ -10,16 +10,16 @@ from urllib.parse import unquote
 
 from hps.config.auth import Role
 from hps.errors import HpsError
-from services.frontend.admission.client_limits import Clients
-from services.frontend.auth import Guard
+from services.frontend.admission.client_limits import ClientLimits
+from services.frontend.auth import Authorizer
 from services.frontend.certificates import caller_names
-from services.frontend.grpc.responders import Context, Reply
+from services.frontend.grpc.responders import CallContext, UnaryResponder
 
 # What grpc calls them.
 _COMMON, _ALTERNATIVE = "x509_common_name", "x509_subject_alternative_name"
 
 
-def check(guard: Guard, context: Context, role: Role) -> str:
+def check(guard: Authorizer, context: CallContext, role: Role) -> str:
     """Who the caller is, "" when that was not asked. Raises ``Unauthenticated`` or ``Forbidden`` unless the
     caller may do what needs ``role``."""
     if not guard.enabled:
@@ -35,7 +35,7 @@ def check(guard: Guard, context: Context, role: Role) -> str:
     )
 
 
-def caller_of(reply: Reply, guard: Guard) -> str:
+def caller_of(reply: UnaryResponder, guard: Authorizer) -> str:
     """Who asks to read: as was found just before the message was received, else as `check` finds
     now."""
     if reply.caller is not None:
@@ -43,7 +43,7 @@ def caller_of(reply: Reply, guard: Guard) -> str:
     return check(guard, reply.context, "read") if guard.enabled else ""
 
 
-def certificate_names(context: Context) -> set[str]:
+def certificate_names(context: CallContext) -> set[str]:
     """What the caller's certificate names, if it has shown one; it was verified then."""
     told = context.auth_context()
     alternative, common = (
@@ -53,7 +53,7 @@ def certificate_names(context: Context) -> set[str]:
     return caller_names(alternative, common)
 
 
-def address_of(context: Context) -> str:
+def address_of(context: CallContext) -> str:
     """Where the caller is, as HTTP would have it and without its port: all of its connections are one
     client's."""
     peer = unquote(context.peer())  # grpc quotes IPv6's brackets
@@ -61,11 +61,11 @@ def address_of(context: Context) -> str:
     return address.removeprefix("[").removesuffix("]")
 
 
-class Counted:
+class CountedResponder:
     """``reply`` to a client whose requests are counted until they are answered. Raises ``TooManyRequests``
     when there are too many of them."""
 
-    def __init__(self, reply: Reply, clients: Clients, caller: str) -> None:
+    def __init__(self, reply: UnaryResponder, clients: ClientLimits, caller: str) -> None:
         """``caller``: who that is, "" when only its address is known."""
         self.context = reply.context
         self.caller = reply.caller

@@ -5,13 +5,13 @@ from __future__ import annotations
 import grpc
 
 from hps.config.server_settings import TlsSettings
-from services.frontend.certificates import Certificates
+from services.frontend.certificates import PortCertificates
 
 
 def credentials(tls: TlsSettings, setting: str = "server.grpc") -> grpc.ServerCredentials:
     """Of the port by its ``setting``. Files that changed are taken over by the next connection.
     ``ConfigError`` naming files that cannot be used."""
-    certificates = Certificates(tls, setting)
+    certificates = PortCertificates(tls, setting)
 
     def now() -> grpc.ServerCertificateConfiguration:
         key, certificate, *roots = certificates.contents

@@ -7,22 +7,22 @@ from time import perf_counter_ns
 from hps.errors import HpsError
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from hps.tracing import Origin
+from hps.tracing import RequestContext
 from services.frontend.errors import REFUSALS, refused_for, status_of, told
 from services.frontend.grpc.named import named
-from services.frontend.grpc.responders import Reply
-from services.frontend.state import Entry, State
+from services.frontend.grpc.responders import UnaryResponder
+from services.frontend.state import FrontendState, ServedEndpoint
 
 
 def fail(
     error: BaseException,
-    reply: Reply,
-    state: State,
+    reply: UnaryResponder,
+    state: FrontendState,
     method: str,
-    entry: Entry | None,
+    entry: ServedEndpoint | None,
     started: int,
     known_as: str = "",
-    origin: Origin | None = None,
+    origin: RequestContext | None = None,
 ) -> None:
     """Answer a request for ``entry``, None when that is not known, that began at ``started`` (ns) with what
     went wrong. ``known_as``: its id; ``origin``: as far as it was known by then."""
@@ -42,7 +42,7 @@ def fail(
 
 
 def count_failure(
-    error: HpsError, metrics: Metrics, method: str, entry: Entry | None, started: int
+    error: HpsError, metrics: Metrics, method: str, entry: ServedEndpoint | None, started: int
 ) -> None:
     """Have metrics and the protocol's statistics know of it."""
     done = perf_counter_ns()

@@ -19,8 +19,8 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from hps.errors import BadRequest, NotFound, Unavailable
 from services.frontend.errors import TooManyRequests
-from services.frontend.grpc.method_handlers import Pushing
-from services.frontend.grpc.responders import Pushed
+from services.frontend.grpc.method_handlers import ServerStreamHandler
+from services.frontend.grpc.responders import StreamResponder
 from services.frontend.grpc.service import SERVICE
 from services.frontend.grpc.wire import parsed
 from services.server_state import ServerState
@@ -29,7 +29,7 @@ from services.server_state import ServerState
 WATCHERS = 1024
 
 
-class Health:
+class GrpcHealth:
     """Says SERVING, of the server and of its services, while the server is ready."""
 
     def __init__(
@@ -39,14 +39,14 @@ class Health:
         names: Sequence[str] = ("", SERVICE),
     ) -> None:
         """``pool`` answers; a watcher keeps none of its threads, whether it reads what it is told or not
-        (`Pushing`).
+        (`ServerStreamHandler`).
         ``names``: of the services; "" is the server."""
         self._state, self._names, self._pool = state, names, pool
         self._stopped = self._ended = False
-        self._watchers: set[_Watcher] = set()
+        self._watchers: set[_HealthWatcher] = set()
         self.servicer = HealthServicer()
         self.servicer.Check = self._check
-        self.servicer.Watch = Pushing(self._watch, pool)
+        self.servicer.Watch = ServerStreamHandler(self._watch, pool)
         state.watch_phase(self._tell)
 
     def stop(self) -> None:
@@ -78,7 +78,7 @@ class Health:
             raise NotFound(f"no service {request.service[:80]!r}")
         return HealthCheckResponse(status=status)
 
-    def _watch(self, message: bytes, call: Pushed) -> None:
+    def _watch(self, message: bytes, call: StreamResponder) -> None:
         """Until the client is gone, or all are told to go."""
         try:
             service = parsed(HealthCheckRequest, message).service
@@ -88,7 +88,7 @@ class Health:
         if len(self._watchers) >= WATCHERS:
             call.fail(TooManyRequests(f"{WATCHERS} watch already; use Check", "streams"))
             return
-        watcher = _Watcher(self, service, call)
+        watcher = _HealthWatcher(self, service, call)
         self._watchers.add(watcher)
         call.when_gone(partial(self._watchers.discard, watcher))
         if self._ended:  # perhaps after it was looked whom to tell
@@ -97,10 +97,10 @@ class Health:
         watcher.tell()
 
 
-class _Watcher:
+class _HealthWatcher:
     """Somebody who is told of changes. What came and went while a slow one was being told is left out."""
 
-    def __init__(self, health: Health, service: str, call: Pushed) -> None:
+    def __init__(self, health: GrpcHealth, service: str, call: StreamResponder) -> None:
         self._health, self._service, self._call = health, service, call
         self.end = call.cancel
         self._told = -1

@@ -16,19 +16,24 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import HpsError, Unavailable
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.frontend.auth import Guard
-from services.frontend.grpc.callers import Counted, address_of, caller_of, check
+from services.frontend.auth import Authorizer
+from services.frontend.grpc.callers import CountedResponder, address_of, caller_of, check
 from services.frontend.grpc.failures import count_failure, fail
 from services.frontend.grpc.named import identify
-from services.frontend.grpc.pending import Pending, deadline_of
-from services.frontend.grpc.request import Address, GrpcCall, Parser, address
-from services.frontend.grpc.responders import Awaited, Context, Reply
-from services.frontend.grpc.response import Encoder
+from services.frontend.grpc.pending import PendingAnswers, deadline_of
+from services.frontend.grpc.request import (
+    GrpcInferenceRequest,
+    GrpcRequestParser,
+    ModelReference,
+    address,
+)
+from services.frontend.grpc.responders import BlockingResponder, CallContext, UnaryResponder
+from services.frontend.grpc.response import GrpcResponseEncoder
 from services.frontend.grpc.status import abort
-from services.frontend.grpc.streams import Stream, Streams
+from services.frontend.grpc.streams import OpenStream, StreamLimit
 from services.frontend.grpc.wire import field
-from services.frontend.shared_memory import Regions
-from services.frontend.state import Entry, State
+from services.frontend.shared_memory import SharedMemoryRegistry
+from services.frontend.state import FrontendState, ServedEndpoint
 from services.frontend.statistics import execution, queued_ns
 
 # Set by clients that want the first error of a stream as the stream's own (Triton's extension).
@@ -36,18 +41,20 @@ _STRICT_STREAM = ("triton_grpc_error", "true")
 _INFER_RESPONSE = 0x12  # field of ModelStreamInferResponse by its tag
 
 
-class Route:
+class GrpcRoute:
     """What reads the requests to one name, writes their answers and counts them. Used by any thread."""
 
-    def __init__(self, entry: Entry, metrics: Metrics, max_keys: int, regions: Regions) -> None:
+    def __init__(
+        self, entry: ServedEndpoint, metrics: Metrics, max_keys: int, regions: SharedMemoryRegistry
+    ) -> None:
         self.entry = entry
-        self.parser = Parser(entry.name, entry.endpoint.rules, max_keys)
-        self.encoder = Encoder(entry.name, entry.version, regions)
+        self.parser = GrpcRequestParser(entry.name, entry.endpoint.rules, max_keys)
+        self.encoder = GrpcResponseEncoder(entry.name, entry.version, regions)
         self.observe_ok = metrics.histogram(
             m.REQUEST_SECONDS, "grpc", "infer", entry.name, entry.version, "OK"
         ).observe
 
-    def encode(self, call: GrpcCall, result: Any) -> bytes:
+    def encode(self, call: GrpcInferenceRequest, result: Any) -> bytes:
         """The answer that carries ``result``."""
         outputs = self.entry.endpoint.outputs(call, result)
         freshness = self.entry.freshness
@@ -55,20 +62,24 @@ class Route:
         return self.encoder.encode(call, result.defaulted, result.degraded, stale_s, outputs)
 
 
-class Inference:
+class GrpcInferenceService:
     """Answers inference requests: single ones when they can be, those of streams in turn."""
 
     def __init__(
-        self, state: State, settings: ServerSettings, guard: Guard, pending: Pending
+        self,
+        state: FrontendState,
+        settings: ServerSettings,
+        guard: Authorizer,
+        pending: PendingAnswers,
     ) -> None:
         self._pending = pending
         self._state = state
         self._guard = guard
         self._timeout_s = settings.request_timeout_ms / 1e3
         self._max_keys = settings.max_keys
-        self._streams = Streams()
+        self._streams = StreamLimit()
         self._clients = state.admission.clients
-        self._routes: dict[str, Route] = {}
+        self._routes: dict[str, GrpcRoute] = {}
         state.watch(self._find_routes)
 
     def _find_routes(self) -> None:
@@ -76,11 +87,11 @@ class Inference:
         known = {route.entry: route for route in self._routes.values()}
         metrics, regions = self._state.metrics, self._state.regions
         self._routes = {
-            name: known.get(entry) or Route(entry, metrics, self._max_keys, regions)
+            name: known.get(entry) or GrpcRoute(entry, metrics, self._max_keys, regions)
             for name, entry in self._state.entries.items()
         }
 
-    def begin(self, message: bytes, reply: Reply) -> None:
+    def begin(self, message: bytes, reply: UnaryResponder) -> None:
         """``ModelInfer``."""
         started = perf_counter_ns()
         try:
@@ -105,10 +116,10 @@ class Inference:
             self._streams.leave(stream)
 
     def _answers(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, stream: Stream
+        self, messages: Iterator[bytes], context: grpc.ServicerContext, stream: OpenStream
     ) -> Iterator[bytes]:
         strict = _STRICT_STREAM in context.invocation_metadata()
-        reply = Awaited(context)
+        reply = BlockingResponder(context)
         for message in messages:
             stream.works()
             # Each time: a stream may outlive its caller's key.
@@ -122,16 +133,16 @@ class Inference:
             stream.waits()
             yield answer
 
-    def _begin(self, message: bytes, reply: Reply, started: int, caller: str) -> None:
+    def _begin(self, message: bytes, reply: UnaryResponder, started: int, caller: str) -> None:
         """Start answering a request that may be made."""
-        route: Route | None = None
+        route: GrpcRoute | None = None
         known_as = ""
         try:
             to = address(message)
             known_as = to.id
             route = self._route(to)
             if self._clients is not None:
-                reply = Counted(reply, self._clients, caller)
+                reply = CountedResponder(reply, self._clients, caller)
             endpoint, size = route.entry.endpoint, len(message)
             expected = size if endpoint.is_long else None
             refusal = None
@@ -151,9 +162,9 @@ class Inference:
     def _submit(
         self,
         message: bytes,
-        to: Address,
-        route: Route,
-        reply: Reply,
+        to: ModelReference,
+        route: GrpcRoute,
+        reply: UnaryResponder,
         started: int,
         expected: int | None,
     ) -> None:
@@ -178,8 +189,13 @@ class Inference:
         self._pending.add(future, deadline, reply, end)
 
     def _read(
-        self, message: bytes, to: Address, route: Route, reply: Reply, expected: int | None
-    ) -> GrpcCall:
+        self,
+        message: bytes,
+        to: ModelReference,
+        route: GrpcRoute,
+        reply: UnaryResponder,
+        expected: int | None,
+    ) -> GrpcInferenceRequest:
         """The request, with the inputs that are in shared memory."""
         call = route.parser.parse(message, to)
         if (elsewhere := call.form.elsewhere) is not None:
@@ -195,9 +211,9 @@ class Inference:
 
     def _end(
         self,
-        reply: Reply,
-        route: Route,
-        call: GrpcCall,
+        reply: UnaryResponder,
+        route: GrpcRoute,
+        call: GrpcInferenceRequest,
         started: int,
         parsed: int,
         future: Future[Any],
@@ -233,7 +249,7 @@ class Inference:
         else:
             reply.answer(answer)
 
-    def _check(self, context: Context) -> str:
+    def _check(self, context: CallContext) -> str:
         started = perf_counter_ns()
         try:
             return check(self._guard, context, "read")
@@ -241,7 +257,7 @@ class Inference:
             count_failure(error, self._state.metrics, "infer", None, started)
             raise
 
-    def _route(self, to: Address) -> Route:
+    def _route(self, to: ModelReference) -> GrpcRoute:
         route = self._routes.get(to.model)
         if route is None or to.version not in ("", route.entry.version):
             self._state.entry(to.model, to.version or None)

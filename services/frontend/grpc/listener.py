@@ -17,15 +17,19 @@ from grpc_reflection.v1alpha import reflection
 
 from hps.config.server_settings import GrpcListener, ServerSettings
 from hps.errors import ConfigError, Unavailable
-from services.frontend.auth import Guard
+from services.frontend.auth import Authorizer
 from services.frontend.grpc.call_limits import call_options
 from services.frontend.grpc.callers import check
 from services.frontend.grpc.connection_age import age_options
 from services.frontend.grpc.core import internals as inside
-from services.frontend.grpc.core.call_acceptor import Arrivals
+from services.frontend.grpc.core.call_acceptor import CallAcceptor
 from services.frontend.grpc.credentials import credentials
-from services.frontend.grpc.health import Health
-from services.frontend.grpc.method_handlers import Direct, OnThreads, Streaming
+from services.frontend.grpc.health import GrpcHealth
+from services.frontend.grpc.method_handlers import (
+    BidiStreamHandler,
+    PooledUnaryHandler,
+    UnaryHandler,
+)
 from services.frontend.open_files import most_connections
 from services.server_state import ServerState
 
@@ -43,7 +47,7 @@ _REFUSING_S = 0.25
 Handlers = Mapping[str, grpc.RpcMethodHandler]
 
 
-class Generated:
+class HandlerCollector:
     """Takes a server's place in generated code, and keeps the handlers it is given."""
 
     def __init__(self) -> None:
@@ -69,7 +73,7 @@ class GrpcPort:
         at: GrpcListener,
         state: ServerState[Any],
         settings: ServerSettings,
-        guard: Guard,
+        guard: Authorizer,
         *,
         one_of_many: bool = False,
     ) -> None:
@@ -79,7 +83,7 @@ class GrpcPort:
         quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
         others = ThreadPoolExecutor(_OTHERS, "grpc-others")
         known = partial(check, guard) if guard.enabled else None
-        self.arrivals = Arrivals(_REQUESTS, _BESIDE, known)
+        self.arrivals = CallAcceptor(_REQUESTS, _BESIDE, known)
         self._quick = quick
         self._pools = [quick, others]
         self._server = grpc.server(
@@ -100,16 +104,18 @@ class GrpcPort:
             ],
         )
         self.started = False
-        self._one_request: dict[str, Direct] = {}  # by the method's full name
-        self._behaviors: list[Direct | Streaming] = []  # of what is refused at the end
+        self._one_request: dict[str, UnaryHandler] = {}  # by the method's full name
+        self._behaviors: list[
+            UnaryHandler | BidiStreamHandler
+        ] = []  # of what is refused at the end
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
 
     def _listen(self, services: Mapping[str, Handlers]) -> None:
         """Offer ``services``, by name, beside health and reflection. ``ConfigError`` when it cannot
         listen."""
-        self._health = Health(self._state, self._quick, ("", *services))
-        generated = Generated()
+        self._health = GrpcHealth(self._state, self._quick, ("", *services))
+        generated = HandlerCollector()
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, generated)
         for name, handlers in services.items():
             self._behaviors += self._offer(name, handlers)
@@ -120,22 +126,22 @@ class GrpcPort:
         host = f"[{self._at.host}]" if ":" in self._at.host else self._at.host
         self.url = f"{host}:{self._port(host)}"
 
-    def _offer(self, service: str, handlers: Handlers) -> list[Direct | Streaming]:
+    def _offer(self, service: str, handlers: Handlers) -> list[UnaryHandler | BidiStreamHandler]:
         """Have ``handlers`` answer the calls of ``service``; what answers them."""
-        behaviors: list[Direct | Streaming] = []
+        behaviors: list[UnaryHandler | BidiStreamHandler] = []
         offered = {}
         for name, handler in handlers.items():
             offered[name] = handler
             if (behavior := handler.unary_unary) is not None:
-                if not isinstance(behavior, Direct):
-                    behavior = OnThreads(handler, self._quick)
+                if not isinstance(behavior, UnaryHandler):
+                    behavior = PooledUnaryHandler(handler, self._quick)
                 offered[name] = grpc.unary_unary_rpc_method_handler(behavior)
             elif (behavior := handler.unary_stream) is not None:
                 offered[name] = grpc.unary_stream_rpc_method_handler(behavior)
             else:
                 behavior = handler.stream_stream
             behaviors.append(behavior)
-            if isinstance(behavior, Direct):
+            if isinstance(behavior, UnaryHandler):
                 self._one_request[f"/{service}/{name}"] = behavior
         self._server.add_registered_method_handlers(service, offered)
         return behaviors

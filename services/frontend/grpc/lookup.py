@@ -15,21 +15,21 @@ from hps.config.server_settings import ServerSettings
 from hps.lookup.base import LookupModel
 from hps.lookup.remote.messages import described
 from hps.observability.profile import Profile
-from hps.tracing import Origin
+from hps.tracing import RequestContext
 from hps.types import LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
-from services.frontend.auth import Guard
-from services.frontend.grpc.callers import Counted, caller_of
+from services.frontend.auth import Authorizer
+from services.frontend.grpc.callers import CountedResponder, caller_of
 from services.frontend.grpc.failures import fail
-from services.frontend.grpc.lookup_request import Question
-from services.frontend.grpc.method_handlers import Direct
+from services.frontend.grpc.lookup_request import LookupRequestParser
+from services.frontend.grpc.method_handlers import UnaryHandler
 from services.frontend.grpc.methods import handlers_of
 from services.frontend.grpc.named import begun, named
-from services.frontend.grpc.pending import Pending, deadline_of
-from services.frontend.grpc.responders import Context, Reply
+from services.frontend.grpc.pending import PendingAnswers, deadline_of
+from services.frontend.grpc.responders import CallContext, UnaryResponder
 from services.frontend.grpc.wire import field, parsed
-from services.frontend.inference_request import Call, Form
-from services.frontend.state import Entry, State
+from services.frontend.inference_request import InferenceRequest, RequestTemplate
+from services.frontend.state import FrontendState, ServedEndpoint
 from services.frontend.statistics import execution, queued_ns
 
 SERVICE = "hps.v1.Lookup"
@@ -50,19 +50,23 @@ class LookupService:
     roles: Mapping[str, Role] = {"Describe": "read", "Serving": "read"}
 
     def __init__(
-        self, state: State, settings: ServerSettings, guard: Guard, pending: Pending
+        self,
+        state: FrontendState,
+        settings: ServerSettings,
+        guard: Authorizer,
+        pending: PendingAnswers,
     ) -> None:
         self._pending = pending
         self._state = state
         self._guard = guard
         self._timeout_s = settings.request_timeout_ms / 1e3
         self._max_keys = settings.max_keys
-        self._digests: dict[Entry, int] = {}
-        self._current: dict[Version, Entry] = {}
-        self._former: dict[Version, Entry] = {}
-        self._asked_by_version: set[Entry] = set()
+        self._digests: dict[ServedEndpoint, int] = {}
+        self._current: dict[Version, ServedEndpoint] = {}
+        self._former: dict[Version, ServedEndpoint] = {}
+        self._asked_by_version: set[ServedEndpoint] = set()
         # What was asked, by its bytes. It holds on to entries.
-        self._kept: dict[bytes, Question] = {}
+        self._kept: dict[bytes, LookupRequestParser] = {}
         state.watch(self._describe_all)
 
     def _describe_all(self) -> None:
@@ -79,20 +83,20 @@ class LookupService:
         )
         self._state.later(self._state.linger_s, lambda: self._let_go(replaced))
 
-    def _keep(self, former: dict[Version, Entry]) -> None:
+    def _keep(self, former: dict[Version, ServedEndpoint]) -> None:
         self._former = former
         entries = {*self._current.values(), *former.values()}
         self._asked_by_version &= entries
         self._kept = {}
         self._digests = {entry: self._described(entry).digest for entry in entries}
 
-    def _let_go(self, replaced: dict[Version, Entry]) -> None:
+    def _let_go(self, replaced: dict[Version, ServedEndpoint]) -> None:
         """Front ends have noticed by now that these have been replaced."""
         gone = set(replaced.values())
         self._keep({of: entry for of, entry in self._former.items() if entry not in gone})
         replaced.clear()
 
-    def Serving(self, request: Any, context: Context) -> Any:
+    def Serving(self, request: Any, context: CallContext) -> Any:
         told = pb.ServingResponse(ready=self._state.ready)
         for former, entries in ((False, self._current), (True, self._former)):
             for (model, version), entry in entries.items():
@@ -100,10 +104,10 @@ class LookupService:
                 told.models.add(model=model, version=int(version), digest=digest, former=former)
         return told
 
-    def Describe(self, request: Any, context: Context) -> Any:
+    def Describe(self, request: Any, context: CallContext) -> Any:
         return self._described(self._entry(request))
 
-    def _described(self, entry: Entry) -> Any:
+    def _described(self, entry: ServedEndpoint) -> Any:
         served = entry.served
         return described(
             LookupModel(
@@ -116,17 +120,17 @@ class LookupService:
             )
         )
 
-    def begin(self, message: bytes, reply: Reply) -> None:
+    def begin(self, message: bytes, reply: UnaryResponder) -> None:
         """``Lookup``."""
         reply.go_on(partial(self._begin, message, reply, perf_counter_ns()), len(message))
 
-    def _begin(self, message: bytes, reply: Reply, started: int) -> None:
-        entry: Entry | None = None
-        origin: Origin | None = None
+    def _begin(self, message: bytes, reply: UnaryResponder, started: int) -> None:
+        entry: ServedEndpoint | None = None
+        origin: RequestContext | None = None
         try:
             caller = caller_of(reply, self._guard)
             if (clients := self._state.admission.clients) is not None:
-                reply = Counted(reply, clients, caller)
+                reply = CountedResponder(reply, clients, caller)
             request = parsed(pb.LookupRequest, message)
             kept = self._kept  # another when other models are served
             question = kept.get(request.asked)
@@ -165,8 +169,8 @@ class LookupService:
 
     def _end(
         self,
-        reply: Reply,
-        question: Question,
+        reply: UnaryResponder,
+        question: LookupRequestParser,
         asked: LookupRequest | None,
         started: int,
         parsed: int,
@@ -193,7 +197,9 @@ class LookupService:
             if isinstance(origin, Profile):
                 answer += field(_PROFILE, _profiled(origin, started, parsed, inferred, done))
             elif asked is not None and origin is not None:
-                call = Call(Form(), {name: keys.keys for name, keys in asked.features.items()})
+                call = InferenceRequest(
+                    RequestTemplate(), {name: keys.keys for name, keys in asked.features.items()}
+                )
                 call.batch = batch
                 self._state.observer.answered(
                     "grpc", origin, entry.endpoint, call, result, started, parsed, inferred, done
@@ -203,15 +209,15 @@ class LookupService:
         else:
             reply.answer(answer)
 
-    def _question(self, asks: Any, entry: Entry) -> Question:
+    def _question(self, asks: Any, entry: ServedEndpoint) -> LookupRequestParser:
         digest, metrics = self._digest(entry), self._state.metrics
-        return Question(asks, entry, digest, self._max_keys, metrics)
+        return LookupRequestParser(asks, entry, digest, self._max_keys, metrics)
 
-    def _digest(self, entry: Entry) -> int:
+    def _digest(self, entry: ServedEndpoint) -> int:
         """Of what is told of it; it may have been taken out of service by now."""
         return self._digests.get(entry) or int(self._described(entry).digest)
 
-    def _entry(self, request: Any) -> Entry:
+    def _entry(self, request: Any) -> ServedEndpoint:
         version = str(request.version or "") or None
         if version is not None and (former := self._former.get((request.model, version))):
             return former
@@ -221,19 +227,21 @@ class LookupService:
         return entry
 
 
-def lookup_handlers(service: LookupService, guard: Guard) -> dict[str, grpc.RpcMethodHandler]:
+def lookup_handlers(service: LookupService, guard: Authorizer) -> dict[str, grpc.RpcMethodHandler]:
     """Handlers for the service's calls: lookups are bytes in and bytes out."""
     return {
         **handlers_of(pb.DESCRIPTOR.services_by_name["Lookup"], service, guard),
-        "Lookup": grpc.unary_unary_rpc_method_handler(Direct(service.begin)),
+        "Lookup": grpc.unary_unary_rpc_method_handler(UnaryHandler(service.begin)),
     }
 
 
-def _of(entry: Entry) -> Version:
+def _of(entry: ServedEndpoint) -> Version:
     return entry.served.name, entry.version
 
 
-def _keep_in_mind(kept: dict[bytes, Question], asked: bytes, question: Question) -> None:
+def _keep_in_mind(
+    kept: dict[bytes, LookupRequestParser], asked: bytes, question: LookupRequestParser
+) -> None:
     if len(asked) <= _KEPT_BYTES:
         question.prepare()
         if len(kept) >= _KEPT:

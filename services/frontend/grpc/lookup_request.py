@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from hps.lookup.base import Submit
+from hps.lookup.base import PreparedSubmit
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
@@ -21,14 +21,14 @@ from hps.v1 import lookup_pb2 as pb
 from services.frontend import faults
 from services.frontend.errors import shown
 from services.frontend.grpc.wire import field, varint
-from services.frontend.state import Entry
+from services.frontend.state import ServedEndpoint
 
 _INT64, _FLOAT32 = np.dtype("<i8"), np.dtype("<f4")
 # Fields of LookupResponse by their tags.
 _SOURCES, _VERSIONS, _VECTORS = 0x32, 0x3A, 0x42
 
 
-class _Name(NamedTuple):
+class _NamedKeys(NamedTuple):
     """A feature or a table, and which of the numbers are its."""
 
     name: str
@@ -38,11 +38,11 @@ class _Name(NamedTuple):
     weights: slice | None
 
 
-class Question:
+class LookupRequestParser:
     """What such requests ask of ``entry``. Any number of threads may use it."""
 
     def __init__(
-        self, asked: Any, entry: Entry, digest: int, max_keys: int, metrics: Metrics
+        self, asked: Any, entry: ServedEndpoint, digest: int, max_keys: int, metrics: Metrics
     ) -> None:
         """``asked``: a message; ``digest``: of what is told of the entry. Raises ``BadRequest`` or
         ``TooLarge``."""
@@ -51,7 +51,7 @@ class Question:
         self.observe = metrics.histogram(
             m.REQUEST_SECONDS, "grpc", "lookup", entry.name, entry.version, "OK"
         ).observe
-        self.prepared: Submit | None = None
+        self.prepared: PreparedSubmit | None = None
         """How those without offsets and weights are begun, if `prepare` was called."""
         self._digest = digest
         self._keys = self._offsets = self._weights = 0
@@ -69,7 +69,7 @@ class Question:
             self.batch = 1
         self._head = self._told(LookupResult({}), 0)
 
-    def _name(self, given: Any) -> _Name:
+    def _name(self, given: Any) -> _NamedKeys:
         """The next one: its numbers stand behind those of the names before."""
         name, count, batch = given.name, given.count, given.batch
         if count < 0 or batch < 0:
@@ -88,7 +88,7 @@ class Question:
         if given.has_weights:
             weights = slice(self._weights, self._weights + count)
             self._weights += count
-        return _Name(name, keys, batch, offsets, weights)
+        return _NamedKeys(name, keys, batch, offsets, weights)
 
     def prepare(self) -> None:
         """Requests like this are expected to come again. Raises ``BadRequest``."""

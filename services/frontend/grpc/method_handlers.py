@@ -11,20 +11,25 @@ import grpc
 
 from hps.config.auth import Role
 from hps.errors import BadRequest, HpsError
-from services.frontend.errors import Cancelled, told
-from services.frontend.grpc.responders import Awaited, Context, Pushed, Reply
+from services.frontend.errors import RequestCancelled, told
+from services.frontend.grpc.responders import (
+    BlockingResponder,
+    CallContext,
+    StreamResponder,
+    UnaryResponder,
+)
 from services.frontend.grpc.status import abort, ending_of
 
-Begin = Callable[[bytes, Reply], None]
-Behavior = Callable[[Any, Context], Any]
+Begin = Callable[[bytes, UnaryResponder], None]
+Behavior = Callable[[Any, CallContext], Any]
 Send = Callable[[bytes | None], None]
 
 
-class Direct:
-    """Answers the calls of a unary method by a ``Reply``, at once or later. ``begin`` does not wait, refuses
-    callers whom it does not know, whatever their message, and does by `Reply.go_on` what takes long with a
-    large one. Where it can be told before that there is no room, it is: threads that do would take turns with
-    those that answer."""
+class UnaryHandler:
+    """Answers the calls of a unary method by a ``UnaryResponder``, at once or later. ``begin`` does not
+    wait, refuses callers whom it does not know, whatever their message, and does by
+    `UnaryResponder.go_on` what takes long with a large one. Where it can be told before that there is no
+    room, it is: threads that do would take turns with those that answer."""
 
     role: Role | None = "read"
     """Whom it answers, whatever the message; None: everybody."""
@@ -40,13 +45,13 @@ class Direct:
         """Tell all further calls ``error``."""
         self.begin = lambda _message, reply: reply.fail(error)
 
-    def reject(self, error: Exception, reply: Reply) -> None:
+    def reject(self, error: Exception, reply: UnaryResponder) -> None:
         """Tell a caller that is not one of ``role`` so, by ``error``: what ``begin`` finds, too."""
         self.begin(b"", reply)
 
     def __call__(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """As grpc has it: on a thread, which waits."""
-        reply = Awaited(context)
+        reply = BlockingResponder(context)
         self.begin(message, reply)
         try:
             return reply.result()
@@ -55,7 +60,7 @@ class Direct:
             raise AssertionError("abort raises") from None
 
 
-class OnThreads(Direct):
+class PooledUnaryHandler(UnaryHandler):
     """Answers with what a function returns or raises, called on the threads of ``pool``."""
 
     beside = True
@@ -69,7 +74,7 @@ class OnThreads(Direct):
         self.role = getattr(self._behavior, "role", None)
         self._pool = self.experimental_thread_pool = pool
 
-    def reject(self, error: Exception, reply: Reply) -> None:
+    def reject(self, error: Exception, reply: UnaryResponder) -> None:
         reply.fail(told(error, ""))
 
     def __call__(self, message: bytes, context: grpc.ServicerContext) -> bytes:
@@ -79,18 +84,18 @@ class OnThreads(Direct):
             abort(told(error, ""), context)
             raise AssertionError("abort raises") from None
 
-    def _submit(self, message: bytes, reply: Reply) -> None:
+    def _submit(self, message: bytes, reply: UnaryResponder) -> None:
         begun = self._pool.submit(self._answer, message, reply)
         begun.add_done_callback(partial(_if_cancelled, reply))
         reply.waits_for(begun)
 
-    def _answer(self, message: bytes, reply: Reply) -> None:
+    def _answer(self, message: bytes, reply: UnaryResponder) -> None:
         try:
             reply.answer(self._answered(message, reply.context))
         except BaseException as error:  # whatever it was, the caller must hear of it
             reply.fail(told(error, ""))
 
-    def _answered(self, message: bytes, context: Context) -> bytes:
+    def _answered(self, message: bytes, context: CallContext) -> bytes:
         answer: bytes = self._write(self._behavior(self._request(message), context))
         return answer
 
@@ -101,7 +106,7 @@ class OnThreads(Direct):
             raise BadRequest(f"the message is not one of the call's: {error}") from None
 
 
-class Pushing(Direct):
+class ServerStreamHandler(UnaryHandler):
     """Answers a call several times, whenever there is something to tell. It keeps no thread, whether its
     client reads or not, but where grpc runs it: one of ``pool`` then, while the client does not read."""
 
@@ -110,18 +115,20 @@ class Pushing(Direct):
     experimental_non_blocking = True
     """Grpc's name for what returns before it has answered."""
 
-    def __init__(self, begin: Callable[[bytes, Pushed], None], pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, begin: Callable[[bytes, StreamResponder], None], pool: ThreadPoolExecutor
+    ) -> None:
         super().__init__(begin)  # type: ignore[arg-type]  # a UnaryCall is both
         self.experimental_thread_pool = pool
 
     def __call__(  # type: ignore[override]  # several answers
         self, message: bytes, context: grpc.ServicerContext, send_response_callback: Send
     ) -> None:
-        self.begin(message, _Sent(context, send_response_callback))  # type: ignore[arg-type]  # as above
+        self.begin(message, _GrpcStreamResponder(context, send_response_callback))  # type: ignore[arg-type]  # as above
 
 
-class _Sent:
-    """`Pushed` as grpc has it."""
+class _GrpcStreamResponder:
+    """`StreamResponder` as grpc has it."""
 
     def __init__(self, context: Any, send: Send) -> None:
         self._context, self._send = context, send
@@ -143,7 +150,7 @@ class _Sent:
         self._send(None)
 
 
-class Streaming:
+class BidiStreamHandler:
     """Answers a stream's calls on the threads of ``pool``, each keeping one."""
 
     def __init__(self, behavior: Callable[..., Any], pool: ThreadPoolExecutor) -> None:
@@ -158,6 +165,6 @@ class Streaming:
         return self._behavior(request, context)
 
 
-def _if_cancelled(reply: Reply, begun: Future[None]) -> None:
+def _if_cancelled(reply: UnaryResponder, begun: Future[None]) -> None:
     if begun.cancelled():
-        reply.fail(Cancelled("the request was cancelled"))
+        reply.fail(RequestCancelled("the request was cancelled"))

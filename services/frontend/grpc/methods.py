@@ -9,18 +9,18 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from hps.config.auth import Role
-from services.frontend.auth import Guard
+from services.frontend.auth import Authorizer
 from services.frontend.grpc.service import answering
 
 
-class Service(Protocol):
+class UnaryService(Protocol):
     """With a method for each call. ``roles``, by call: who may make it."""
 
     roles: Mapping[str, Role]
 
 
 def handlers_of(
-    descriptor: Any, service: Service, guard: Guard
+    descriptor: Any, service: UnaryService, guard: Authorizer
 ) -> dict[str, grpc.RpcMethodHandler]:
     """Handlers for the calls of ``service``, whose ``descriptor`` has their messages."""
     return {

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hps.tracing import Origin, traceparent_of, tracestate_of
-from services.frontend.grpc.request import GrpcCall
-from services.frontend.grpc.responders import Context
-from services.frontend.observer import Observer
+from hps.tracing import RequestContext, traceparent_of, tracestate_of
+from services.frontend.grpc.request import GrpcInferenceRequest
+from services.frontend.grpc.responders import CallContext
+from services.frontend.observer import RequestObserver
 
 _NAMES = frozenset({"x-request-id", "traceparent", "tracestate"})
 
 
-class Named(NamedTuple):
+class CallIdentity(NamedTuple):
     """``request_id`` is the message's, else the metadata's."""
 
     request_id: str
@@ -20,18 +20,22 @@ class Named(NamedTuple):
     tracestate: str = ""
 
 
-def named(request_id: str, context: Context) -> Named:
+def named(request_id: str, context: CallContext) -> CallIdentity:
     given = {name: str(value) for name, value in context.invocation_metadata() if name in _NAMES}
     if not given:
-        return Named(request_id)
+        return CallIdentity(request_id)
     parent = traceparent_of(given.get("traceparent", ""))
     state = tracestate_of(given.get("tracestate", "")) if parent else ""
-    return Named(request_id or given.get("x-request-id", "")[:128], parent, state)
+    return CallIdentity(request_id or given.get("x-request-id", "")[:128], parent, state)
 
 
 def identify(
-    call: GrpcCall, model: str, context: Context, started: int, observer: Observer
-) -> Origin | None:
+    call: GrpcInferenceRequest,
+    model: str,
+    context: CallContext,
+    started: int,
+    observer: RequestObserver,
+) -> RequestContext | None:
     """On whose behalf ``call`` is, where anybody cares. Its answer carries the id that it came with, in
     whichever way."""
     is_named = call.id or not _NAMES.isdisjoint(dict(context.invocation_metadata()))
@@ -43,7 +47,9 @@ def identify(
     return call.origin
 
 
-def begun(found: Named, model: str, started: int, observer: Observer) -> Origin | None:
+def begun(
+    found: CallIdentity, model: str, started: int, observer: RequestObserver
+) -> RequestContext | None:
     """The request that is named so, where anybody cares."""
     if any(found) or observer.watches:
         return observer.begin(model, started, *found)

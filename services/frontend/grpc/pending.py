@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from hps.errors import DeadlineExceeded, HpsError
-from services.frontend.errors import Cancelled
-from services.frontend.grpc.responders import Context, Reply
-from services.frontend.periodic_sweeper import Looking
+from services.frontend.errors import RequestCancelled
+from services.frontend.grpc.responders import CallContext, UnaryResponder
+from services.frontend.periodic_sweeper import PeriodicSweeper
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _LOOK_S = 0.01  # between looks at the time while anything waits
 End = Callable[["Future[Any]"], None]
 
 
-def deadline_of(context: Context, allowed_s: float) -> float:
+def deadline_of(context: CallContext, allowed_s: float) -> float:
     """An instant of ``time.monotonic``: the client's deadline, and no later than ``allowed_s`` from now."""
     remaining_s = context.time_remaining()
     if remaining_s is not None and remaining_s < allowed_s:
@@ -28,15 +28,15 @@ def deadline_of(context: Context, allowed_s: float) -> float:
     return time.monotonic() + allowed_s
 
 
-class Pending:
+class PendingAnswers:
     """Any thread may call it. A request costs two changes of a dictionary; one thread looks at the time while
     anything waits."""
 
     def __init__(self) -> None:
         self._waiting: dict[Future[Any], tuple[float, End]] = {}
-        self._looking = Looking(self._end_late, lambda: _LOOK_S, "grpc-late")
+        self._looking = PeriodicSweeper(self._end_late, lambda: _LOOK_S, "grpc-late")
 
-    def add(self, future: Future[Any], deadline: float, reply: Reply, end: End) -> None:
+    def add(self, future: Future[Any], deadline: float, reply: UnaryResponder, end: End) -> None:
         """Call ``end`` once: with ``future`` when it is done, as it may be already, else at its deadline with
         one that failed (``DeadlineExceeded``). ``future`` is cancelled then, and when the client is gone."""
         if future.done():
@@ -55,7 +55,7 @@ class Pending:
         if not future.cancelled():
             _call(end, future)
         elif time.monotonic() < deadline - _LOOK_S:
-            _call(end, _failed(Cancelled("the request was cancelled")))
+            _call(end, _failed(RequestCancelled("the request was cancelled")))
         else:
             _call(end, _failed(DeadlineExceeded(_LATE)))
 

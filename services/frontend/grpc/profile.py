@@ -7,22 +7,22 @@ from typing import Any
 
 from hps.config.server_settings import ServerSettings
 from services.frontend.endpoints import Output
-from services.frontend.grpc.request import Parser, address
-from services.frontend.grpc.response import Encoder
-from services.frontend.inference_request import Call
+from services.frontend.grpc.request import GrpcRequestParser, address
+from services.frontend.grpc.response import GrpcResponseEncoder
+from services.frontend.inference_request import InferenceRequest
 from services.frontend.profiling import MakeWire
-from services.frontend.shared_memory import Regions
-from services.frontend.state import Entry, State
+from services.frontend.shared_memory import SharedMemoryRegistry
+from services.frontend.state import FrontendState, ServedEndpoint
 
 
-class GrpcWire:
+class GrpcProfiledProtocol:
     """A `Wire`."""
 
-    def __init__(self, entry: Entry, max_keys: int, regions: Regions) -> None:
-        self._parser = Parser(entry.name, entry.endpoint.rules, max_keys)
-        self._encoder = Encoder(entry.name, entry.version, regions)
+    def __init__(self, entry: ServedEndpoint, max_keys: int, regions: SharedMemoryRegistry) -> None:
+        self._parser = GrpcRequestParser(entry.name, entry.endpoint.rules, max_keys)
+        self._encoder = GrpcResponseEncoder(entry.name, entry.version, regions)
 
-    def read(self, body: bytes, _size: int | None) -> Call:
+    def read(self, body: bytes, _size: int | None) -> InferenceRequest:
         return self._parser.parse(body, address(body))
 
     def write(self, call: Any, result: Any, outputs: Sequence[Output]) -> object:
@@ -31,5 +31,5 @@ class GrpcWire:
         )
 
 
-def grpc_wire(state: State, settings: ServerSettings) -> MakeWire:
-    return lambda entry: GrpcWire(entry, settings.max_keys, state.regions)
+def grpc_wire(state: FrontendState, settings: ServerSettings) -> MakeWire:
+    return lambda entry: GrpcProfiledProtocol(entry, settings.max_keys, state.regions)

@@ -24,12 +24,12 @@ from hps.errors import BadRequest
 from services.frontend import faults
 from services.frontend.datatypes import InputRule
 from services.frontend.grpc.contents import contents
-from services.frontend.grpc.wire import Malformed, content_at, varint
-from services.frontend.inference_request import Call, Form
+from services.frontend.grpc.wire import MalformedMessage, content_at, varint
+from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.shared_memory_refs import (
     PARAMETERS,
-    Elsewhere,
-    Place,
+    SharedMemoryRef,
+    SharedMemoryRefs,
     place_of,
     require_size,
 )
@@ -42,7 +42,7 @@ _DESCRIBES = frozenset({_PARAMETERS, _INPUTS, _OUTPUTS})
 _FORMS_KEPT, _FORM_KEPT_BYTES = 256, 8192
 
 
-class _Raw(NamedTuple):
+class _RawTensor(NamedTuple):
     """Where one raw tensor lies behind the description: ``head``, its tag and length, ends at ``offset``."""
 
     name: str
@@ -53,23 +53,23 @@ class _Raw(NamedTuple):
 
 
 @dataclass(slots=True)
-class GrpcForm(Form):
+class GrpcRequestTemplate(RequestTemplate):
     """What describes a request. When it is kept, ``raw`` are its inputs, which take ``raw_size`` bytes
     behind it, and ``heads`` is what was written before the tensors of answers to it."""
 
-    raw: list[_Raw] = field(default_factory=list)
+    raw: list[_RawTensor] = field(default_factory=list)
     raw_size: int = 0
     heads: dict[Any, bytes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class GrpcCall(Call):
+class GrpcInferenceRequest(InferenceRequest):
     """A request that came by gRPC."""
 
-    form: GrpcForm
+    form: GrpcRequestTemplate
 
 
-class Address(NamedTuple):
+class ModelReference(NamedTuple):
     """Whom a request is for, and where its description begins."""
 
     model: str
@@ -78,7 +78,7 @@ class Address(NamedTuple):
     end: int
 
 
-def address(message: bytes) -> Address:
+def address(message: bytes) -> ModelReference:
     """What stands before the description of a ``ModelInferRequest``; ``BadRequest`` when it is none."""
     size = len(message)
     try:
@@ -86,21 +86,21 @@ def address(message: bytes) -> Address:
         if size > 2 and message[0] == _MODEL and 0 < message[1] < 0x80:
             end = message[1] + 2
             if end < size and message[end] > _ID:
-                return Address(message[2:end].decode(), "", "", end)
+                return ModelReference(message[2:end].decode(), "", "", end)
         found = {_MODEL: "", _VERSION: "", _ID: ""}
         at = 0
         while at < size and (tag := message[at]) in found:
             start, at = content_at(message, at + 1)
             found[tag] = message[start:at].decode()
-    except (Malformed, UnicodeDecodeError) as error:
+    except (MalformedMessage, UnicodeDecodeError) as error:
         raise _malformed(error) from None
     if found[_MODEL]:
-        return Address(found[_MODEL], found[_VERSION], found[_ID], at)
+        return ModelReference(found[_MODEL], found[_VERSION], found[_ID], at)
     request = _parsed(message)  # the fields have another order
-    return Address(request.model_name, request.model_version, request.id, at)
+    return ModelReference(request.model_name, request.model_version, request.id, at)
 
 
-class Parser:
+class GrpcRequestParser:
     """Reads the requests to one model. May be called from any thread."""
 
     def __init__(self, model: str, rules: Mapping[str, InputRule], max_keys: int) -> None:
@@ -108,10 +108,10 @@ class Parser:
         self._rules = rules
         self._max_keys = max_keys
         # Threads may race here: a form that is lost is read again.
-        self._forms: dict[bytes, GrpcForm] = {}
+        self._forms: dict[bytes, GrpcRequestTemplate] = {}
         self._sizes: dict[int, int] = {}  # of a description, by all bytes from where it begins
 
-    def parse(self, message: bytes, to: Address) -> GrpcCall:
+    def parse(self, message: bytes, to: ModelReference) -> GrpcInferenceRequest:
         """The request in ``message``. Arrays may share its memory and be read-only. Raises ``BadRequest`` or
         ``TooLarge``."""
         size = self._sizes.get(len(message) - to.end)
@@ -119,22 +119,22 @@ class Parser:
             end = to.end + size
             form = self._forms.get(message[to.end : end])
             if form is not None and (inputs := _taken(message, end, form)) is not None:
-                return GrpcCall(form, inputs, to.id)
+                return GrpcInferenceRequest(form, inputs, to.id)
         return self._read(message, to)
 
-    def _read(self, message: bytes, to: Address) -> GrpcCall:
+    def _read(self, message: bytes, to: ModelReference) -> GrpcInferenceRequest:
         request = _parsed(message)
         form = self._form(request)
         sent = request.inputs
         if form.elsewhere is not None:
             sent = [tensor for tensor in sent if tensor.name not in form.elsewhere.inputs]
         if not request.raw_input_contents and (sent or form.elsewhere is None):
-            return GrpcCall(form, contents(sent, self._rules), request.id)
+            return GrpcInferenceRequest(form, contents(sent, self._rules), request.id)
         inputs = self._raw(sent, request.raw_input_contents, form)
         self._keep(form, message, to.end)
-        return GrpcCall(form, inputs, request.id)
+        return GrpcInferenceRequest(form, inputs, request.id)
 
-    def _keep(self, form: GrpcForm, message: bytes, start: int) -> None:
+    def _keep(self, form: GrpcRequestTemplate, message: bytes, start: int) -> None:
         """Keep ``form`` when the description begins at ``start`` and ends where the raw tensors begin."""
         end = _description_end(message, start)
         if end - start > _FORM_KEPT_BYTES or _taken(message, end, form) is None:
@@ -145,9 +145,9 @@ class Parser:
         self._forms[message[start:end]] = form
         self._sizes[len(message) - start] = end - start
 
-    def _form(self, request: Any) -> GrpcForm:
+    def _form(self, request: Any) -> GrpcRequestTemplate:
         """All of a request but its tensors' elements."""
-        form, elsewhere = GrpcForm(), Elsewhere()
+        form, elsewhere = GrpcRequestTemplate(), SharedMemoryRefs()
         keys = 0
         for tensor in request.inputs:
             name = tensor.name
@@ -179,7 +179,7 @@ class Parser:
             form.elsewhere = elsewhere
         return form
 
-    def _raw(self, tensors: Any, raws: Any, form: GrpcForm) -> dict[str, NDArray[Any]]:
+    def _raw(self, tensors: Any, raws: Any, form: GrpcRequestTemplate) -> dict[str, NDArray[Any]]:
         """The elements of raw tensors, and where they lie."""
         if len(raws) != len(tensors):
             raise BadRequest(
@@ -201,13 +201,13 @@ class Parser:
                     f"shape {list(tensor.shape)} of {tensor.datatype} takes {count * dtype.itemsize}"
                 )
             head = b"%c%b" % (_RAW, varint(len(raw)))
-            form.raw.append(_Raw(name, dtype, count, head, form.raw_size + len(head)))
+            form.raw.append(_RawTensor(name, dtype, count, head, form.raw_size + len(head)))
             form.raw_size += len(head) + len(raw)
             inputs[name] = np.frombuffer(raw, dtype) if count else np.empty(0, dtype)
         return inputs
 
 
-def _taken(message: bytes, end: int, form: GrpcForm) -> dict[str, NDArray[Any]] | None:
+def _taken(message: bytes, end: int, form: GrpcRequestTemplate) -> dict[str, NDArray[Any]] | None:
     """The raw tensors behind a description that ends at ``end``; None when they lie otherwise than ``form``
     says."""
     if len(message) - end != form.raw_size:
@@ -231,7 +231,7 @@ def _description_end(message: bytes, at: int) -> int:
     return at
 
 
-def _parameters(form: GrpcForm, parameters: Any) -> None:
+def _parameters(form: GrpcRequestTemplate, parameters: Any) -> None:
     """What is said by request parameters; others are nobody's business."""
     for name in ("timeout", "top_k"):
         if name in parameters:
@@ -247,7 +247,7 @@ def _value(parameter: Any) -> Any:
     return None if choice is None else getattr(parameter, choice)
 
 
-def _outputs(wanted: Any, elsewhere: Elsewhere) -> tuple[str, ...]:
+def _outputs(wanted: Any, elsewhere: SharedMemoryRefs) -> tuple[str, ...]:
     names = []
     for output in wanted:
         if "classification" in output.parameters:
@@ -260,7 +260,7 @@ def _outputs(wanted: Any, elsewhere: Elsewhere) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _place(tensor: Any) -> Place | None:
+def _place(tensor: Any) -> SharedMemoryRef | None:
     """Where a tensor's elements are when the message does not have them."""
     told = tensor.parameters
     given = {name: _value(told[name]) for name in PARAMETERS if name in told}

@@ -11,7 +11,7 @@ import grpc
 from hps.errors import HpsError
 
 
-class Context(Protocol):
+class CallContext(Protocol):
     """What is asked about a call, of grpc or of a `UnaryCall`; see ``grpc.ServicerContext``."""
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
@@ -23,14 +23,14 @@ class Context(Protocol):
     def time_remaining(self) -> float | None: ...
 
 
-class Reply(Protocol):
+class UnaryResponder(Protocol):
     """Where the answer to one request goes: ``answer`` or ``fail``, once, from any thread."""
 
     caller: str | None
     """Who calls, "" when that was not asked; None: it has not been looked at yet."""
 
     @property
-    def context(self) -> Context: ...
+    def context(self) -> CallContext: ...
 
     def answer(self, message: bytes) -> None: ...
 
@@ -44,7 +44,7 @@ class Reply(Protocol):
         thread what would hold up the one that receives. It neither raises nor waits."""
 
 
-class Pushed(Protocol):
+class StreamResponder(Protocol):
     """Where the answers to a request go of which there are several, from any thread."""
 
     def push(self, message: bytes, pushed: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class Pushed(Protocol):
         """No more answers."""
 
 
-class Awaited:
+class BlockingResponder:
     """The answer to a request that a thread waits for. Of a stream's requests, each uses it in turn."""
 
     def __init__(self, context: grpc.ServicerContext) -> None:

@@ -15,24 +15,24 @@ from tritonclient.grpc import service_pb2 as pb
 
 from services.frontend.datatypes import DATATYPE_OF
 from services.frontend.endpoints import Output
-from services.frontend.grpc.request import GrpcCall, GrpcForm
+from services.frontend.grpc.request import GrpcInferenceRequest, GrpcRequestTemplate
 from services.frontend.grpc.wire import field, varint
-from services.frontend.shared_memory import Regions
+from services.frontend.shared_memory import SharedMemoryRegistry
 
 _ID, _RAW = 0x1A, 0x32  # fields of ModelInferResponse by their tags
 _HEADS_KEPT = 64
 
 
-class Encoder:
+class GrpcResponseEncoder:
     """Writes the answers of one model version. May be called from any thread."""
 
-    def __init__(self, model: str, version: str, regions: Regions) -> None:
+    def __init__(self, model: str, version: str, regions: SharedMemoryRegistry) -> None:
         self._model, self._version = model, version
         self._regions = regions
 
     def encode(
         self,
-        call: GrpcCall,
+        call: GrpcInferenceRequest,
         defaulted: int,
         degraded: tuple[str, ...],
         stale_s: int,
@@ -62,7 +62,7 @@ class Encoder:
 
     def _describe(
         self,
-        form: GrpcForm,
+        form: GrpcRequestTemplate,
         defaulted: int,
         degraded: tuple[str, ...],
         stale_s: int,

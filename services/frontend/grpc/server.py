@@ -14,16 +14,16 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 
 from hps.config.server_settings import GrpcSettings, ServerSettings
 from hps.errors import ConfigError
-from services.frontend.auth import Guard
-from services.frontend.grpc.infer import Inference
-from services.frontend.grpc.listener import Generated, GrpcPort, Handlers
+from services.frontend.auth import Authorizer
+from services.frontend.grpc.infer import GrpcInferenceService
+from services.frontend.grpc.listener import GrpcPort, HandlerCollector, Handlers
 from services.frontend.grpc.lookup import SERVICE as LOOKUP
 from services.frontend.grpc.lookup import LookupService, lookup_handlers
-from services.frontend.grpc.method_handlers import Direct, Streaming
-from services.frontend.grpc.pending import Pending
+from services.frontend.grpc.method_handlers import BidiStreamHandler, UnaryHandler
+from services.frontend.grpc.pending import PendingAnswers
 from services.frontend.grpc.service import SERVICE, InferenceService
 from services.frontend.grpc.streams import STREAMS
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 _STREAMS = STREAMS + 8  # some to refuse more of them
 
@@ -34,9 +34,9 @@ class GrpcServer(GrpcPort):
     def __init__(
         self,
         at: GrpcSettings,
-        state: State,
+        state: FrontendState,
         settings: ServerSettings,
-        guard: Guard,
+        guard: Authorizer,
         *,
         one_of_many: bool = False,
         also_at: Path | None = None,
@@ -44,9 +44,9 @@ class GrpcServer(GrpcPort):
         """``ConfigError`` when it cannot listen. ``one_of_many``: other processes listen there too.
         ``also_at``: a Unix socket in a private folder, in plain text."""
         super().__init__("server.grpc", at, state, settings, guard, one_of_many=one_of_many)
-        pending, services = Pending(), {}
+        pending, services = PendingAnswers(), {}
         if settings.role != "lookup":
-            inference = Inference(state, settings, guard, pending)
+            inference = GrpcInferenceService(state, settings, guard, pending)
             services[SERVICE] = self._open_inference(inference, InferenceService(state, guard))
         if settings.role != "frontend":
             lookups = LookupService(state, settings, guard, pending)
@@ -61,16 +61,18 @@ class GrpcServer(GrpcPort):
                     "file system must be writable; set server.runtime to another folder"
                 ) from None
 
-    def _open_inference(self, inference: Inference, service: InferenceService) -> Handlers:
-        generated = Generated()
+    def _open_inference(
+        self, inference: GrpcInferenceService, service: InferenceService
+    ) -> Handlers:
+        generated = HandlerCollector()
         add_GRPCInferenceServiceServicer_to_server(service, generated)
         streams = ThreadPoolExecutor(_STREAMS, "grpc-stream")
         self._pools.append(streams)
         # In bytes and out bytes: see request.py and response.py.
         return {
             **generated.by_name,
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(Direct(inference.begin)),
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(UnaryHandler(inference.begin)),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-                Streaming(inference.stream, streams)
+                BidiStreamHandler(inference.stream, streams)
             ),
         }

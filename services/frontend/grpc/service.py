@@ -15,24 +15,24 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 from hps import __version__
 from hps.config.auth import Role
 from hps.errors import Unsupported
-from services.frontend.auth import Guard
+from services.frontend.auth import Authorizer
 from services.frontend.grpc.callers import address_of, check
 from services.frontend.grpc.method_handlers import Behavior
-from services.frontend.grpc.responders import Context
+from services.frontend.grpc.responders import CallContext
 from services.frontend.log_settings import change
 from services.frontend.log_settings import told as told_of_logs
 from services.frontend.metadata import server_metadata
 from services.frontend.model_control import index, load, unload
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 SERVICE = "inference.GRPCInferenceService"
 
 
-def answering(guard: Guard, role: Role | None, behavior: Behavior) -> Behavior:
+def answering(guard: Authorizer, role: Role | None, behavior: Behavior) -> Behavior:
     """``behavior`` for callers of ``role`` (None: all); raises ``Unauthenticated`` or ``Forbidden``."""
 
     @wraps(behavior)
-    def answer(request: Any, context: Context) -> Any:
+    def answer(request: Any, context: CallContext) -> Any:
         if role is not None:
             check(guard, context, role)
         return behavior(request, context)
@@ -44,7 +44,7 @@ def answering(guard: Guard, role: Role | None, behavior: Behavior) -> Behavior:
 class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated without types
     """Everything but inference itself. What is not offered answers UNIMPLEMENTED and says so."""
 
-    def __init__(self, state: State, guard: Guard) -> None:
+    def __init__(self, state: FrontendState, guard: Authorizer) -> None:
         self._state = state
         for name in ("ServerLive", "ServerReady", "ModelReady"):
             setattr(self, name, answering(guard, None, getattr(self, name)))
@@ -67,33 +67,33 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
             if method.name not in self.__dict__ and method.name not in type(self).__dict__:
                 setattr(self, method.name, answering(guard, "read", _not_offered(method.name)))
 
-    def ServerLive(self, request: Any, context: Context) -> Any:
+    def ServerLive(self, request: Any, context: CallContext) -> Any:
         return pb.ServerLiveResponse(live=True)
 
-    def ServerReady(self, request: Any, context: Context) -> Any:
+    def ServerReady(self, request: Any, context: CallContext) -> Any:
         return pb.ServerReadyResponse(ready=self._state.ready)
 
-    def ModelReady(self, request: Any, context: Context) -> Any:
+    def ModelReady(self, request: Any, context: CallContext) -> Any:
         entry = self._state.entries.get(request.name)
         known = entry is not None and request.version in ("", entry.version)
         return pb.ModelReadyResponse(ready=known and self._state.ready)
 
-    def ServerMetadata(self, request: Any, context: Context) -> Any:
+    def ServerMetadata(self, request: Any, context: CallContext) -> Any:
         state = self._state
         found = server_metadata(
             __version__, control=state.control_everywhere, shared_memory=state.regions.on
         )
         return ParseDict(found, pb.ServerMetadataResponse())
 
-    def ModelMetadata(self, request: Any, context: Context) -> Any:
+    def ModelMetadata(self, request: Any, context: CallContext) -> Any:
         info = self._state.entry(request.name, request.version or None).info
         return ParseDict(info.metadata(), pb.ModelMetadataResponse(), ignore_unknown_fields=True)
 
-    def ModelConfig(self, request: Any, context: Context) -> Any:
+    def ModelConfig(self, request: Any, context: CallContext) -> Any:
         info = self._state.entry(request.name, request.version or None).info
         return ParseDict({"config": info.config()}, pb.ModelConfigResponse())
 
-    def ModelStatistics(self, request: Any, context: Context) -> Any:
+    def ModelStatistics(self, request: Any, context: CallContext) -> Any:
         if request.name:
             entries = [self._state.entry(request.name, request.version or None)]
         else:
@@ -102,13 +102,13 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         told_of = self._state.statistics(entries)
         return ParseDict({"model_stats": told_of}, pb.ModelStatisticsResponse())
 
-    def RepositoryIndex(self, request: Any, context: Context) -> Any:
+    def RepositoryIndex(self, request: Any, context: CallContext) -> Any:
         if request.repository_name:
             raise Unsupported("there is one repository; leave 'repository_name' out")
         models = index(self._state, only_ready=request.ready)
         return ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
-    def RepositoryModelLoad(self, request: Any, context: Context) -> Any:
+    def RepositoryModelLoad(self, request: Any, context: CallContext) -> Any:
         self._require_control(request, "RepositoryModelLoad")
         version = None
         if "version" in request.parameters:
@@ -117,27 +117,27 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         load(self._state, request.model_name, version)
         return pb.RepositoryModelLoadResponse()
 
-    def RepositoryModelUnload(self, request: Any, context: Context) -> Any:
+    def RepositoryModelUnload(self, request: Any, context: CallContext) -> Any:
         self._require_control(request, "RepositoryModelUnload")
         unload(self._state, request.model_name)
         return pb.RepositoryModelUnloadResponse()
 
-    def SystemSharedMemoryRegister(self, request: Any, context: Context) -> Any:
+    def SystemSharedMemoryRegister(self, request: Any, context: CallContext) -> Any:
         self._state.regions.register(
             request.name, request.key, request.offset, request.byte_size, address_of(context)
         )
         return pb.SystemSharedMemoryRegisterResponse()
 
-    def SystemSharedMemoryUnregister(self, request: Any, context: Context) -> Any:
+    def SystemSharedMemoryUnregister(self, request: Any, context: CallContext) -> Any:
         self._state.regions.unregister(request.name, address_of(context))
         return pb.SystemSharedMemoryUnregisterResponse()
 
-    def SystemSharedMemoryStatus(self, request: Any, context: Context) -> Any:
+    def SystemSharedMemoryStatus(self, request: Any, context: CallContext) -> Any:
         found = self._state.regions.status(request.name, address_of(context))
         regions = {region["name"]: region for region in found}
         return ParseDict({"regions": regions}, pb.SystemSharedMemoryStatusResponse())
 
-    def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> Any:
+    def CudaSharedMemoryUnregister(self, request: Any, context: CallContext) -> Any:
         """perf_analyzer unregisters all regions, whatever kind it means to use: there are none here."""
         if request.name or not self._state.regions.on:
             raise Unsupported("CudaSharedMemoryUnregister is not offered")
@@ -151,7 +151,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         if request.repository_name:
             raise Unsupported("there is one repository; leave 'repository_name' out")
 
-    def _log_settings(self, guard: Guard, request: Any, context: Context) -> Any:
+    def _log_settings(self, guard: Authorizer, request: Any, context: CallContext) -> Any:
         """Without settings, tells what they are."""
         given = {
             name: getattr(value, value.WhichOneof("parameter_choice"))
@@ -168,7 +168,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
 
 
 def _not_offered(name: str) -> Behavior:
-    def refuse(request: Any, context: Context) -> Any:
+    def refuse(request: Any, context: CallContext) -> Any:
         raise Unsupported(f"{name} is not offered")
 
     return refuse

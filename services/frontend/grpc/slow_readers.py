@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from services.frontend.periodic_sweeper import Looking
+from services.frontend.periodic_sweeper import PeriodicSweeper
 
 # Smaller answers are not looked at: as many as there can be calls take 64 MiB.
 NOTED = 16_384
@@ -18,12 +18,12 @@ _MOST = 1 << 30
 Event = Callable[[Any], Any]
 
 
-class Unsent:
+class SlowReaderLimit:
     """Any thread may call it."""
 
     def __init__(self) -> None:
         self._answers: dict[Any, tuple[float, int]] = {}  # when each began, and its bytes, by call
-        self._looking = Looking(self._end_late, lambda: _LOOK_S, "grpc-unsent")
+        self._looking = PeriodicSweeper(self._end_late, lambda: _LOOK_S, "grpc-unsent")
 
     def noted(self, call: Any, size: int, sent: Event) -> Event:
         """``sent``, to be called when grpc has sent the ``size`` bytes that answer ``call``; it is cancelled

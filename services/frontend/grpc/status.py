@@ -15,7 +15,7 @@ Trailers = tuple[tuple[str, str], ...] | None
 _PUSHBACK = (("grpc-retry-pushback-ms", str(RETRY_AFTER_S * 1000)),)
 
 
-class Ending(NamedTuple):
+class CallStatus(NamedTuple):
     """How calls end that fail with one kind of error: the status and its number, and what says when such a
     call may be repeated."""
 
@@ -24,18 +24,18 @@ class Ending(NamedTuple):
     trailers: Trailers
 
 
-def ending_of(error: HpsError) -> Ending:
+def ending_of(error: HpsError) -> CallStatus:
     """How a call ends that fails with ``error``."""
     kind = type(error)
     found = _OF_KIND.get(kind)
     if found is None:
         code = grpc.StatusCode[status_of(error).grpc]
-        found = Ending(code, code.value[0], _PUSHBACK if is_retried(error) else None)
+        found = CallStatus(code, code.value[0], _PUSHBACK if is_retried(error) else None)
         _OF_KIND[kind] = found
     return found
 
 
-_OF_KIND: dict[type[HpsError], Ending] = {}
+_OF_KIND: dict[type[HpsError], CallStatus] = {}
 
 
 def abort(error: HpsError, context: grpc.ServicerContext) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from services.frontend.errors import TooManyRequests
-from services.frontend.periodic_sweeper import Looking
+from services.frontend.periodic_sweeper import PeriodicSweeper
 
 # Streams at a time.
 STREAMS = 128
@@ -17,7 +17,7 @@ STREAMS = 128
 _PATIENCE_S, _LOOK_S = 60.0, 1.0
 
 
-class Stream:
+class OpenStream:
     """One that is open. ``waits`` and ``works`` are called in turn by its thread."""
 
     def __init__(self, client: str, context: Any) -> None:
@@ -35,19 +35,19 @@ class Stream:
         self.since = math.inf
 
 
-class Streams:
+class StreamLimit:
     """Any thread may call it."""
 
     def __init__(self) -> None:
-        self._open: set[Stream] = set()
+        self._open: set[OpenStream] = set()
         self._of: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._looking = Looking(self._end_silent, lambda: _LOOK_S, "grpc-silent")
+        self._looking = PeriodicSweeper(self._end_silent, lambda: _LOOK_S, "grpc-silent")
 
-    def enter(self, client: str, context: Any) -> Stream:
+    def enter(self, client: str, context: Any) -> OpenStream:
         """One more stream; ``TooManyRequests`` when there are too many. It is cancelled when its client is
         silent for too long."""
-        stream = Stream(client, context)
+        stream = OpenStream(client, context)
         with self._lock:
             if len(self._open) >= STREAMS or self._of[client] >= max(1, STREAMS // 2):
                 raise TooManyRequests(
@@ -60,7 +60,7 @@ class Streams:
         self._looking.begin()
         return stream
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: OpenStream) -> None:
         """It has ended."""
         with self._lock:
             self._open.discard(stream)

@@ -9,10 +9,10 @@ from google.protobuf.json_format import ParseDict
 
 from hps.config.auth import Role
 from hps.errors import BadRequest
-from hps.node.streams import Streams
+from hps.node.streams import UpdateStreams
 from hps.v1 import admin_pb2 as pb
 from services.frontend.grpc.packed import FLOAT32, INT64, numbers
-from services.frontend.grpc.responders import Context
+from services.frontend.grpc.responders import CallContext
 from services.server_state import ServerState
 
 
@@ -30,7 +30,7 @@ class UpdatesService:
     def __init__(self, state: ServerState[Any]) -> None:
         self._state = state
 
-    def Write(self, request: Any, context: Context) -> Any:
+    def Write(self, request: Any, context: CallContext) -> Any:
         node = self._state.require_node()
         keys = numbers(request.table, "keys", request.keys, INT64)
         deleted = numbers(request.table, "deleted", request.deleted, INT64)
@@ -46,18 +46,18 @@ class UpdatesService:
         )
         return pb.WriteResponse(version=version, written=len(keys), deleted=len(deleted))
 
-    def Status(self, request: Any, context: Context) -> Any:
+    def Status(self, request: Any, context: CallContext) -> Any:
         return self._told()
 
-    def Pause(self, request: Any, context: Context) -> Any:
+    def Pause(self, request: Any, context: CallContext) -> Any:
         self._streams().pause(request.group or None)
         return self._told()
 
-    def Resume(self, request: Any, context: Context) -> Any:
+    def Resume(self, request: Any, context: CallContext) -> Any:
         self._streams().resume(request.group or None)
         return self._told()
 
-    def Seek(self, request: Any, context: Context) -> Any:
+    def Seek(self, request: Any, context: CallContext) -> Any:
         if not request.topic:
             raise BadRequest("'topic' is missing")
         self._streams().seek(
@@ -65,8 +65,8 @@ class UpdatesService:
         )
         return self._told()
 
-    def _streams(self) -> Streams:
-        found: Streams = self._state.require_node().streams
+    def _streams(self) -> UpdateStreams:
+        found: UpdateStreams = self._state.require_node().streams
         return found
 
     def _told(self) -> Any:

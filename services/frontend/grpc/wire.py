@@ -7,7 +7,7 @@ from typing import Any
 from hps.errors import BadRequest
 
 
-class Malformed(ValueError):
+class MalformedMessage(ValueError):
     """The bytes are no protobuf message."""
 
 
@@ -38,7 +38,7 @@ def content_at(message: bytes, at: int) -> tuple[int, int]:
                 break
             return place + 1, place + 1 + length
         shift += 7
-    raise Malformed("it ends within a field")
+    raise MalformedMessage("it ends within a field")
 
 
 def parsed(kind: Any, message: bytes) -> Any:

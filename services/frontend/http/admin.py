@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from services.frontend.auth import Guard
-from services.frontend.http.api import Json, answers, needs
+from services.frontend.auth import Authorizer
+from services.frontend.http.api import JsonAnswer, answers, needs
 from services.server_state import ServerState
 
 _MOST_HOT_KEYS = 10_000
@@ -29,7 +29,7 @@ def metrics_route(state: ServerState[Any]) -> APIRouter:
     return router
 
 
-def status_routes(state: ServerState[Any], guard: Guard) -> APIRouter:
+def status_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     """What the server holds and how it is doing; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
@@ -37,12 +37,12 @@ def status_routes(state: ServerState[Any], guard: Guard) -> APIRouter:
     @router.get("/v1/status", responses=answers("Status"))
     def status() -> Response:
         """What the server serves and how it is doing; while it loads, how far it is."""
-        return Json(state.status())
+        return JsonAnswer(state.status())
 
     @router.get("/v1/models", responses=answers("Models", [503]))
     def models() -> Response:
         """The served models with their tables."""
-        return Json({"models": state.require_node().status()["models"]})
+        return JsonAnswer({"models": state.require_node().status()["models"]})
 
     @router.get("/v1/tables", responses=answers("Tables", [503]))
     def tables() -> Response:
@@ -52,12 +52,12 @@ def status_routes(state: ServerState[Any], guard: Guard) -> APIRouter:
             for model in state.require_node().status()["models"]
             for table in model["tables"]
         ]
-        return Json({"tables": found})
+        return JsonAnswer({"tables": found})
 
     return router
 
 
-def hot_keys_route(state: ServerState[Any], guard: Guard) -> APIRouter:
+def hot_keys_route(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     """What the caches hold; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
@@ -70,6 +70,6 @@ def hot_keys_route(state: ServerState[Any], guard: Guard) -> APIRouter:
     ) -> Response:
         """The hottest keys of the CPU cache, by table, with their scores from 255 down; ``features`` has the
         names by which requests ask for the table, with what is added to their keys."""
-        return Json({"tables": state.require_node().hot_keys(model, table, limit)})
+        return JsonAnswer({"tables": state.require_node().hot_keys(model, table, limit)})
 
     return router

@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from hps.config.auth import Role
 from hps.errors import BadRequest, HpsError
-from services.frontend.admission.byte_budget import Room
-from services.frontend.auth import Guard
-from services.frontend.errors import Cancelled, TooLarge
+from services.frontend.admission.byte_budget import ByteBudget
+from services.frontend.auth import Authorizer
+from services.frontend.errors import RequestCancelled, RequestTooLarge
 from services.frontend.http.body import ClientGone, read_body
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.failures import describe
@@ -28,7 +28,7 @@ _MAX_BODY = 1 << 20
 _PATIENCE_S = 10.0
 
 
-class Json(Response):
+class JsonAnswer(Response):
     """A JSON answer; numbers that are not finite become null."""
 
     media_type = "application/json"
@@ -72,7 +72,7 @@ def _response(description: str, schema: str) -> dict[str, Any]:
     return {"description": description, "content": {"application/json": {"schema": reference}}}
 
 
-def needs(guard: Guard, role: Role) -> list[Dependency]:
+def needs(guard: Authorizer, role: Role) -> list[Dependency]:
     """Dependencies that let only callers of ``role`` through."""
 
     def check(request: Request) -> None:
@@ -86,11 +86,11 @@ async def body_of(request: Request, most: int) -> bytes:
     """The request's body, of at most ``most`` bytes that have to come in time. Raises as `read_body`."""
     headers = dict(request.scope["headers"])
     try:
-        return await read_body(request.receive, headers, most, _PATIENCE_S, Room(most))
-    except TooLarge:
-        raise TooLarge(f"the request body has more than {most} bytes") from None
+        return await read_body(request.receive, headers, most, _PATIENCE_S, ByteBudget(most))
+    except RequestTooLarge:
+        raise RequestTooLarge(f"the request body has more than {most} bytes") from None
     except ClientGone:
-        raise Cancelled("the client hung up before its request was complete") from None
+        raise RequestCancelled("the client hung up before its request was complete") from None
 
 
 async def json_body(request: Request) -> dict[str, Any]:

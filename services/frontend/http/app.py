@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from hps import __version__
 from hps.config.server_settings import ServerSettings
-from services.frontend.auth import Guard
+from services.frontend.auth import Authorizer
 from services.frontend.http.admin import hot_keys_route, metrics_route, status_routes
 from services.frontend.http.api import install_errors
 from services.frontend.http.asgi import App, Receive, Scope, Send
@@ -27,22 +27,22 @@ from services.frontend.http.rows import row_writes, rows_routes
 from services.frontend.http.shared_memory import shared_memory_routes
 from services.frontend.http.updates import updates_routes
 from services.frontend.profiling import MakeWire
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 _ABOUT = "Embedding lookup and ranking by the Open Inference Protocol."
 _ERRORS = ' Every error is `{"error": "<cause and mend>"}`.'
 
 
-def data_app(state: State, settings: ServerSettings, guard: Guard) -> InferApp:
+def data_app(state: FrontendState, settings: ServerSettings, guard: Authorizer) -> InferApp:
     """Inference, and what clients ask about it."""
     api = _api("hps", state, settings, guard, control=state.control_everywhere)
-    return InferApp(state, settings, guard, Contained(api))
+    return InferApp(state, settings, guard, ErrorBoundary(api))
 
 
 def admin_app(
-    state: State,
+    state: FrontendState,
     settings: ServerSettings,
-    guard: Guard,
+    guard: Authorizer,
     profiled: Mapping[str, MakeWire] | None = None,
 ) -> InferApp:
     """All of the data port's answers, metrics, and ``/v1``; a front end has no rows or streams to tell of.
@@ -57,11 +57,11 @@ def admin_app(
         api.include_router(row_writes(state, guard))
         api.include_router(updates_routes(state, guard))
         api.include_router(checkpoint_route(state, guard))
-    return InferApp(state, settings, guard, Contained(api))
+    return InferApp(state, settings, guard, ErrorBoundary(api))
 
 
 def _api(
-    title: str, state: State, settings: ServerSettings, guard: Guard, *, control: bool
+    title: str, state: FrontendState, settings: ServerSettings, guard: Authorizer, *, control: bool
 ) -> FastAPI:
     api = bare_api(title, _ABOUT, settings, guard)
     api.include_router(health_routes(state))
@@ -73,7 +73,7 @@ def _api(
 
 
 def bare_api(
-    title: str, about: str, settings: ServerSettings, guard: Guard, *, infers: bool = True
+    title: str, about: str, settings: ServerSettings, guard: Authorizer, *, infers: bool = True
 ) -> FastAPI:
     """An application without routes, that answers errors in our shape and documents itself; ``infers``: the
     documentation has the inference routes."""
@@ -98,7 +98,7 @@ def bare_api(
     return api
 
 
-class Contained:
+class ErrorBoundary:
     """``app`` with the request's id repeated in its answers, and an end to unexpected errors: Starlette
     has them answered and logged in our shape (``install_errors``) and then raises them again, for the
     server to log a second time."""

@@ -14,8 +14,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from hps.errors import BadRequest
-from services.frontend.admission.byte_budget import Room, Share
-from services.frontend.errors import TooLarge, TooSlow, UnknownEncoding
+from services.frontend.admission.byte_budget import ByteBudget, ByteReservation
+from services.frontend.errors import RequestBodyTimeout, RequestTooLarge, UnknownEncoding
 from services.frontend.http.asgi import Receive
 
 # zlib's window bits for each coding; "deflate" means a zlib stream (RFC 9110).
@@ -37,7 +37,7 @@ class ClientGone(Exception):
 
 
 async def read_body(
-    receive: Receive, headers: dict[bytes, bytes], limit: int, patience_s: float, room: Room
+    receive: Receive, headers: dict[bytes, bytes], limit: int, patience_s: float, room: ByteBudget
 ) -> bytes:
     """The whole body, as it was sent: at most ``limit`` bytes, never ``patience_s`` without news once it
     has begun, and beyond that at `_SLOWEST` or faster (the server closes connections on which nothing
@@ -52,7 +52,7 @@ async def read_body(
     body: bytes = message.get("body", b"")
     more = message.get("more_body") or message["type"] != "http.request"
     if more or len(body) > limit:
-        with Share(room) as share:
+        with ByteReservation(room) as share:
             body = await _rest(message, receive, limit, patience_s, share)
     return body
 
@@ -62,7 +62,7 @@ async def _rest(
     receive: Receive,
     limit: int,
     patience_s: float,
-    share: Share,
+    share: ByteReservation,
 ) -> bytes:
     """A body that comes in several pieces, ``message`` being the first of them."""
     chunks, size = [], 0
@@ -96,7 +96,7 @@ async def _next(receive: Receive, left_s: float) -> MutableMapping[str, Any]:
         async with asyncio.timeout(left_s):
             return await receive()
     except TimeoutError:
-        raise TooSlow(
+        raise RequestBodyTimeout(
             f"the rest of the request's body did not come within {max(0.0, left_s):.2g} s; at least "
             f"{_SLOWEST >> 10} KiB of it have to come each second"
         ) from None
@@ -115,16 +115,18 @@ async def discard(receive: Receive) -> None:
                 left -= len(message.get("body", b""))
 
 
-def _too_large(size: int, limit: int, *, so_far: bool = False, unread: bool = False) -> TooLarge:
+def _too_large(
+    size: int, limit: int, *, so_far: bool = False, unread: bool = False
+) -> RequestTooLarge:
     at_least = "at least " if so_far else ""
-    return TooLarge(
+    return RequestTooLarge(
         f"the request body has {at_least}{size} bytes, at most {limit} are taken; send smaller "
         "batches or raise server.max_body_bytes",
         unread=unread,
     )
 
 
-async def decompress(body: bytes, coding: str, limit: int, room: Room) -> bytes:
+async def decompress(body: bytes, coding: str, limit: int, room: ByteBudget) -> bytes:
     """``body`` without its content coding, at most ``limit`` bytes. While it is inflated on a thread, it and
     what has come of it so far hold ``room``. Raises TooLarge, UnknownEncoding, Overloaded or BadRequest."""
     coding = coding.strip().lower()
@@ -139,7 +141,7 @@ async def decompress(body: bytes, coding: str, limit: int, room: Room) -> bytes:
     try:
         inflated = stream.decompress(body, min(limit + 1, _INLINE_BYTES))
         if not stream.eof and len(inflated) <= limit:
-            with Share(room) as share:
+            with ByteReservation(room) as share:
                 share.grow(len(body) + len(inflated))
                 inflated = await asyncio.to_thread(_inflate, stream, inflated, limit, share)
     except zlib.error as error:
@@ -153,7 +155,7 @@ async def decompress(body: bytes, coding: str, limit: int, room: Room) -> bytes:
     return inflated
 
 
-def _inflate(stream: Any, begun: bytes, limit: int, share: Share) -> bytes:
+def _inflate(stream: Any, begun: bytes, limit: int, share: ByteReservation) -> bytes:
     """All that ``stream``, of which ``begun`` has come, gives, and at most a byte more than ``limit``."""
     pieces, size = [begun], len(begun)
     while not stream.eof and size <= limit:

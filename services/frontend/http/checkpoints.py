@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hps.errors import BadRequest
-from services.frontend.auth import Guard
-from services.frontend.http.api import Json, answers, json_body, needs, takes
+from services.frontend.auth import Authorizer
+from services.frontend.http.api import JsonAnswer, answers, json_body, needs, takes
 from services.server_state import ServerState
 
 
-def checkpoint_route(state: ServerState[Any], guard: Guard) -> APIRouter:
+def checkpoint_route(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     """``POST /v1/checkpoints``; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
@@ -35,6 +35,6 @@ def checkpoint_route(state: ServerState[Any], guard: Guard) -> APIRouter:
         started = time.monotonic()
         folder = await run_in_threadpool(partial(state.require_node().checkpoint, keep))
         seconds = round(time.monotonic() - started, 3)
-        return Json({"checkpoint": str(folder), "seconds": seconds})
+        return JsonAnswer({"checkpoint": str(folder), "seconds": seconds})
 
     return router

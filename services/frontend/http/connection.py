@@ -9,20 +9,20 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from services.frontend.errors import REFUSALS
-from services.frontend.http.asgi import EXTENSIONS, GONE, Application
-from services.frontend.http.cycle import Cycle, go_on
-from services.frontend.http.head import Head
+from services.frontend.http.asgi import EXTENSIONS, GONE, PortApplication
+from services.frontend.http.cycle import HttpCycle, go_on
+from services.frontend.http.head import RequestHead
 from services.frontend.http.infer import HEAD_BYTES
-from services.frontend.http.parsing import Parsing
+from services.frontend.http.parsing import HttpParsing
 from services.frontend.http.peer import PEER
-from services.frontend.http.response import Reply
-from services.frontend.http.waiting import Waiting
+from services.frontend.http.response import HttpReply
+from services.frontend.http.waiting import PendingInference
 
 # Up to this size, an answer is joined for the socket more quickly than it is handed over in pieces.
 _COPIED_BYTES = 16 << 10
 
 
-class Protocol(Parsing):
+class HttpProtocol(HttpParsing):
     """uvicorn's HTTP/1.1 with a bound on the size of a head, our error shape for what is no HTTP, no
     timer and no task for a request that can be answered at once.
 
@@ -31,7 +31,7 @@ class Protocol(Parsing):
     read before, the parser does not see it at all.
     """
 
-    app: Application
+    app: PortApplication
     _receiving = False
     # Lines that each answer has, and the headers they were made of.
     _opening = b""
@@ -128,7 +128,7 @@ class Protocol(Parsing):
     def _refuse_early(self, cycle: RequestResponseCycle) -> None:
         """Answer a request there is no room for when its head is there; its body is dropped as it comes. Not
         where the answer is the connection's last: the client would lose it."""
-        if cycle.keep_alive and isinstance(cycle, Cycle) and not self.flow.write_paused:
+        if cycle.keep_alive and isinstance(cycle, HttpCycle) and not self.flow.write_paused:
             reply = self.app.early_refusal(cycle.scope)
             if reply is not None:
                 self._begun = None
@@ -144,7 +144,9 @@ class Protocol(Parsing):
         head = self.app.read(cycle.scope, len(cycle.body), self._start[:size] if is_alone else b"")
         return head is not None and self._answer(head, bytes(cycle.body), cycle)
 
-    def _answer(self, head: Head, body: bytes, cycle: RequestResponseCycle | None = None) -> bool:
+    def _answer(
+        self, head: RequestHead, body: bytes, cycle: RequestResponseCycle | None = None
+    ) -> bool:
         """Answer an inference request or begin to; False when it has a fault, which the ordinary way
         tells. ``cycle`` is uvicorn's if the parser has seen the request."""
         try:
@@ -152,24 +154,24 @@ class Protocol(Parsing):
         except Exception as error:
             if self.flow.write_paused or not isinstance(error, REFUSALS):
                 return False
-            reply: Reply | None = self.app.refuse(head, error)
+            reply: HttpReply | None = self.app.refuse(head, error)
         else:
             reply = None if self.flow.write_paused else inference.at_once()
         if reply is None:
             if cycle is None:
                 cycle = self.cycle = self._new_cycle()
-            if isinstance(cycle, Cycle) and not inference.future.done():
-                Waiting(self, cycle, inference)
+            if isinstance(cycle, HttpCycle) and not inference.future.done():
+                PendingInference(self, cycle, inference)
             else:
                 self.run(cycle, inference)
-        elif isinstance(cycle, Cycle):
+        elif isinstance(cycle, HttpCycle):
             cycle.finish(reply)
         else:
             self.write_reply(reply, keep_alive=True)
             self.server_state.total_requests += 1
         return True
 
-    def write_reply(self, reply: Reply, *, keep_alive: bool) -> None:
+    def write_reply(self, reply: HttpReply, *, keep_alive: bool) -> None:
         """Send an answer, in one write to the socket."""
         headers = self.server_state.default_headers  # another list whenever the date has changed
         if headers is not self._dated:
@@ -220,7 +222,7 @@ class Protocol(Parsing):
         return cycle
 
     def _adopt(self, cycle: RequestResponseCycle) -> None:
-        cycle.__class__ = Cycle  # its task has not begun yet
+        cycle.__class__ = HttpCycle  # its task has not begun yet
         cycle.protocol = self  # type: ignore[attr-defined] # a Cycle now
         cycle.scope["extensions"] = EXTENSIONS
         cycle.scope[GONE] = self.when_gone  # type: ignore[literal-required] # ours

@@ -10,8 +10,8 @@ from typing import Literal
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.frontend.http.errors import error_body, error_headers
-from services.frontend.http.peer import Peer
-from services.frontend.open_files import Connections
+from services.frontend.http.peer import ConnectionPeer
+from services.frontend.open_files import ConnectionLimit
 
 # An idle keep-alive connection is closed after this time, and one whose client reads nothing of its
 # answer; a connection on which a request has begun but does not go on, after one to two sweeps.
@@ -20,12 +20,12 @@ KEEP_ALIVE_S = 75
 LINGER_S = 0.5
 
 
-class Lasting(HttpToolsProtocol):
+class ConnectionLifetime(HttpToolsProtocol):
     """A connection that is swept now and then in place of uvicorn's timers, and ends in order. Who reads
     it says what is being read, and counts arrivals and the requests that began."""
 
-    peer: Peer
-    of_port: Connections | None = None
+    peer: ConnectionPeer
+    of_port: ConnectionLimit | None = None
     """Those of the port, whose own class says so."""
     _reads: Literal["nothing", "head", "body"] = "nothing"
     _heard, _requests = 0, 0
@@ -40,7 +40,7 @@ class Lasting(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it so, too
         super().connection_made(transport)
-        self.peer = Peer(self.client, transport)
+        self.peer = ConnectionPeer(self.client, transport)
         if self.of_port is not None:
             self._entered = self.of_port.enter(self.peer.host)
             if not self._entered:

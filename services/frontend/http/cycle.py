@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from services.frontend.http.asgi import WHOLE
-from services.frontend.http.response import Reply
+from services.frontend.http.response import HttpReply
 
 if TYPE_CHECKING:
-    from services.frontend.http.connection import Protocol
+    from services.frontend.http.connection import HttpProtocol
 
 
 async def go_on(running: Any, waits_for: Any) -> None:
@@ -36,11 +36,11 @@ def _rest(running: Any, waits_for: Any) -> Generator[Any, Any, None]:
             return
 
 
-class Cycle(RequestResponseCycle):
+class HttpCycle(RequestResponseCycle):
     """uvicorn's, with a short way for an answer that comes whole: one write to the socket instead of
     two, and no search for characters that our own headers don't have."""
 
-    protocol: Protocol  # of the connection
+    protocol: HttpProtocol  # of the connection
 
     async def send(self, message: Any) -> None:
         if message["type"] != WHOLE:
@@ -53,7 +53,7 @@ class Cycle(RequestResponseCycle):
         if not self.disconnected:
             self.finish(message["reply"])
 
-    def finish(self, reply: Reply) -> None:
+    def finish(self, reply: HttpReply) -> None:
         """Send the answer."""
         self.response_started = True
         self.waiting_for_100_continue = False

@@ -5,24 +5,24 @@ from __future__ import annotations
 from time import perf_counter_ns
 
 from hps.observability import metric_names as m
-from hps.tracing import Origin
+from hps.tracing import RequestContext
 from services.frontend.errors import http_status, refused_for, told
 from services.frontend.http.asgi import Receive, Send
 from services.frontend.http.body import ClientGone, discard
 from services.frontend.http.errors import error_body, error_headers
-from services.frontend.http.head import Head
-from services.frontend.http.response import Reply
-from services.frontend.state import State
+from services.frontend.http.head import RequestHead
+from services.frontend.http.response import HttpReply
+from services.frontend.state import FrontendState
 
 
 async def fail(
     error: BaseException,
-    head: Head,
-    state: State,
+    head: RequestHead,
+    state: FrontendState,
     send: Send,
     started: int,
     unread: Receive | None = None,
-    origin: Origin | None = None,
+    origin: RequestContext | None = None,
 ) -> None:
     """Answer an inference request that began at ``started`` (ns) with what went wrong. ``unread``: where
     the rest of its body comes from. ``origin``: as far as it was known by then."""
@@ -40,8 +40,12 @@ async def fail(
 
 
 def failure(
-    error: BaseException, head: Head, state: State, started: int, origin: Origin | None = None
-) -> Reply:
+    error: BaseException,
+    head: RequestHead,
+    state: FrontendState,
+    started: int,
+    origin: RequestContext | None = None,
+) -> HttpReply:
     """What `fail` answers; it is counted and told of."""
     entry = None if head.route is None else head.route.entry
     name, version = ("", "") if entry is None else (entry.name, entry.version)
@@ -63,7 +67,7 @@ def failure(
         reply.append((b"x-request-id", head.request_id.encode()))
     endpoint = None if entry is None else entry.endpoint
     state.observer.failed("http", origin, endpoint, status, error, started)
-    return Reply.make(reply, [body], len(body), status)
+    return HttpReply.make(reply, [body], len(body), status)
 
 
 def describe(error: BaseException, known_as: str) -> tuple[int, bytes]:

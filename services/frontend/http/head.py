@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from hps.tracing import traceparent_of, tracestate_of
 from services.frontend.http.body import accepted_coding
-from services.frontend.http.routes import Route
+from services.frontend.http.routes import HttpRoute
 
 # With these headers, the same head does not mean the same again.
 _PASSING = frozenset({b"content-encoding", b"expect", b"transfer-encoding", b"upgrade"})
@@ -21,7 +21,7 @@ _OWN_LINE = re.compile(
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Head:
+class RequestHead:
     """Whom a request asks, what its headers want of the answer, and what they call it.
 
     ``coding`` is the content coding the client takes, None for none. ``body_size``: bytes behind a head
@@ -39,7 +39,7 @@ class Head:
         "tracestate",
     )
 
-    def __init__(self, route: Route | None, headers: dict[bytes, bytes]) -> None:
+    def __init__(self, route: HttpRoute | None, headers: dict[bytes, bytes]) -> None:
         self.route = route
         self.headers = headers
         self.body_size = 0
@@ -57,9 +57,9 @@ class Head:
         """Whether the same bytes may be expected again, and mean the same then."""
         return self.headers.keys().isdisjoint(_PASSING)
 
-    def named(self, own: Mapping[bytes, bytes]) -> Head:
+    def named(self, own: Mapping[bytes, bytes]) -> RequestHead:
         """The same of a request with other lines of its own."""
-        other = Head.__new__(Head)
+        other = RequestHead.__new__(RequestHead)
         other.route = self.route
         other.headers = self.headers
         other.body_size = self.body_size

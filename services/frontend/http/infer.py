@@ -14,17 +14,17 @@ from typing import Any
 
 from hps.config.server_settings import ServerSettings
 from hps.errors import HpsError, Unavailable
-from services.frontend.auth import Guard
-from services.frontend.errors import Overloaded, TooLarge, TooSlow
+from services.frontend.auth import Authorizer
+from services.frontend.errors import Overloaded, RequestBodyTimeout, RequestTooLarge
 from services.frontend.http.asgi import App, Receive, Scope, Send
 from services.frontend.http.body import decompress, read_body
 from services.frontend.http.failures import fail, failure
-from services.frontend.http.head import Head, apart, without_own
-from services.frontend.http.inference import Inference
-from services.frontend.http.peer import Peer, peer_of
-from services.frontend.http.response import Reply
-from services.frontend.http.routes import Route
-from services.frontend.state import State
+from services.frontend.http.head import RequestHead, apart, without_own
+from services.frontend.http.inference import HttpInference
+from services.frontend.http.peer import ConnectionPeer, peer_of
+from services.frontend.http.response import HttpReply
+from services.frontend.http.routes import HttpRoute
+from services.frontend.state import FrontendState
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 # Heads that are kept; longer ones are not worth their memory.
@@ -37,7 +37,9 @@ class InferApp:
     A request to a path of the routes may be begun outside a task (see ``connection``).
     """
 
-    def __init__(self, state: State, settings: ServerSettings, guard: Guard, rest: App) -> None:
+    def __init__(
+        self, state: FrontendState, settings: ServerSettings, guard: Authorizer, rest: App
+    ) -> None:
         self.state = state
         self.timeout_s = settings.request_timeout_ms / 1e3
         self._guard = guard
@@ -45,18 +47,18 @@ class InferApp:
         self._max_body = settings.max_body_bytes
         self._max_keys = settings.max_keys
         self._clients = state.admission.clients
-        self._routes: dict[str, Route] = {}
+        self._routes: dict[str, HttpRoute] = {}
         # Heads that were read, by their bytes. They hold on to their routes.
-        self._heads: dict[bytes, Head] = {}
+        self._heads: dict[bytes, RequestHead] = {}
         state.watch(self._find_routes)
 
     def _find_routes(self) -> None:
         """Take over the names that are served now. A name that is served as before keeps its route, which
         knows the requests it has seen."""
         known = {route.entry: route for route in self._routes.values()}
-        routes: dict[str, Route] = {}
+        routes: dict[str, HttpRoute] = {}
         for entry in self.state.entries.values():
-            route = known.get(entry) or Route(entry, self.state.metrics, self._max_keys)
+            route = known.get(entry) or HttpRoute(entry, self.state.metrics, self._max_keys)
             routes.update(dict.fromkeys(route.paths, route))
         self._heads.clear()
         self._routes = routes
@@ -72,7 +74,7 @@ class InferApp:
         if route is None:
             await self._rest(scope, receive, send)
             return
-        head, peer = Head(route, dict(scope["headers"])), peer_of(scope)
+        head, peer = RequestHead(route, dict(scope["headers"])), peer_of(scope)
         admitted, client = False, None
         body: bytes | None = None
         try:
@@ -85,7 +87,7 @@ class InferApp:
             if (coding := head.headers.get(b"content-encoding")) is not None:
                 body = await decompress(body, coding.decode("latin-1"), self._max_body, room)
             arrived = perf_counter_ns()  # what the client took to send is not ours
-            inference = Inference(self, head, body, arrived, peer, client)
+            inference = HttpInference(self, head, body, arrived, peer, client)
         except (Exception, asyncio.CancelledError) as error:
             self.leave(client, error)
             coming = not admitted or (body is None and _is_unread(error))
@@ -94,7 +96,7 @@ class InferApp:
             return
         await inference(scope, receive, send)
 
-    def known(self, request: bytes) -> tuple[Head | None, int]:
+    def known(self, request: bytes) -> tuple[RequestHead | None, int]:
         """The head that ``request`` begins with, if it was read before, and how many bytes follow it."""
         size = request.find(b"\r\n\r\n") + 4
         head = self._heads.get(request[:size])
@@ -105,13 +107,13 @@ class InferApp:
             head = head.named(own)
         return head, len(request) - size
 
-    def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> Head | None:
+    def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> RequestHead | None:
         """The head of a request that is there with its body, to be kept if ``text``, its bytes, may come
         again; None when the request is for the application: no inference, or to be read with care."""
         route = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
         if route is None or body_size > self._max_body:
             return None
-        head = Head(route, dict(scope["headers"]))
+        head = RequestHead(route, dict(scope["headers"]))
         if b"content-encoding" in head.headers:
             return None
         if text.startswith(b"POST ") and len(text) <= HEAD_BYTES and head.comes_again:
@@ -123,33 +125,33 @@ class InferApp:
             self._heads[apart(text)[0]] = bare
         return head
 
-    def begin(self, head: Head, body: bytes, peer: Peer) -> Inference:
+    def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference:
         """Begin a request of ``peer`` that is all there. Raises what is wrong with it:
         nothing has happened then."""
         started = perf_counter_ns()
         caller = self._guard.check(head.headers, "read", peer.certificate)
         if self._clients is None:
-            return Inference(self, head, body, started, peer)
+            return HttpInference(self, head, body, started, peer)
         client = self._enter(caller, peer)
         try:
-            return Inference(self, head, body, started, peer, client)
+            return HttpInference(self, head, body, started, peer, client)
         except BaseException:
             if client is not None:
                 self._clients.undo(client)
             raise
 
-    def early_refusal(self, scope: Mapping[str, Any]) -> Reply | None:
+    def early_refusal(self, scope: Mapping[str, Any]) -> HttpReply | None:
         """As `refusal`, for a request whose head was not read before."""
         route = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
         if route is None or not route.entry.endpoint.is_busy:
             return None
-        head = Head(route, dict(scope["headers"]))
+        head = RequestHead(route, dict(scope["headers"]))
         if b"expect" in head.headers:  # its body may come or not
             return None
         head.body_size = _announced(head.headers)
         return self.refusal(head, peer_of(scope))
 
-    def refusal(self, head: Head, peer: Peer) -> Reply | None:
+    def refusal(self, head: RequestHead, peer: ConnectionPeer) -> HttpReply | None:
         """The answer to a request whose head is there, when there is no room for it. Its body need not be
         looked at then."""
         assert head.route is not None
@@ -160,14 +162,14 @@ class InferApp:
         refusal = head.route.entry.endpoint.refusal(head.body_size)
         return None if refusal is None else self.refuse(head, refusal)
 
-    def refuse(self, head: Head, error: Exception) -> Reply:
+    def refuse(self, head: RequestHead, error: Exception) -> HttpReply:
         """The answer to a request that could not be begun."""
         return failure(error, head, self.state, perf_counter_ns())
 
-    def _check(self, head: Head, peer: Peer) -> str:
+    def _check(self, head: RequestHead, peer: ConnectionPeer) -> str:
         return self._guard.check(head.headers, "read", peer.certificate)
 
-    def _enter(self, caller: str, peer: Peer) -> str | None:
+    def _enter(self, caller: str, peer: ConnectionPeer) -> str | None:
         """One more request of a client begins: who it is, None where that does not matter."""
         if self._clients is None:
             return None
@@ -182,7 +184,7 @@ class InferApp:
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, arrived: int) -> None:
         """An inference request for a name that is not served, now or ever."""
-        head = Head(None, dict(scope["headers"]))
+        head = RequestHead(None, dict(scope["headers"]))
         match = _INFER.fullmatch(scope["path"])
         assert match is not None
         try:
@@ -201,6 +203,6 @@ def _announced(headers: dict[bytes, bytes]) -> int:
 
 def _is_unread(error: BaseException) -> bool:
     """Whether part of the body is still on its way, after reading it ended with ``error``."""
-    if isinstance(error, TooLarge):
+    if isinstance(error, RequestTooLarge):
         return error.unread
-    return isinstance(error, TooSlow | Overloaded)
+    return isinstance(error, RequestBodyTimeout | Overloaded)

@@ -12,13 +12,13 @@ from hps.errors import BadRequest, DeadlineExceeded
 from services.frontend.http.asgi import GONE, WHOLE, Receive, Scope, Send
 from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, in_task
 from services.frontend.http.failures import fail
-from services.frontend.http.head import Head, repeatable
-from services.frontend.http.response import Reply
+from services.frontend.http.head import RequestHead, repeatable
+from services.frontend.http.response import HttpReply
 from services.frontend.statistics import execution, queued_ns
 
 if TYPE_CHECKING:
     from services.frontend.http.infer import InferApp
-    from services.frontend.http.peer import Peer
+    from services.frontend.http.peer import ConnectionPeer
 
 
 TOO_LATE = (
@@ -27,7 +27,7 @@ TOO_LATE = (
 )
 
 
-class Inference:
+class HttpInference:
     """A request that has been begun. As an ASGI application it waits for what is still missing, and
     answers. ``future`` has it, by the instant ``deadline``, or it is too late. ``started``, ``parsed`` and
     ``inferred`` are instants in ns."""
@@ -49,10 +49,10 @@ class Inference:
     def __init__(
         self,
         app: InferApp,
-        head: Head,
+        head: RequestHead,
         body: bytes,
         started: int,
-        peer: Peer,
+        peer: ConnectionPeer,
         client: str | None = None,
     ) -> None:
         """Raises what is wrong with the request. ``client``: who is to leave when it is answered."""
@@ -91,7 +91,7 @@ class Inference:
         self.deadline = time.monotonic() + (call.form.timeout_us * 1e-6 or app.timeout_s)
         self.future = route.entry.endpoint.submit(call, self.deadline)
 
-    def at_once(self) -> Reply | None:
+    def at_once(self) -> HttpReply | None:
         """The answer, if nothing has to be waited for; else go on as an application."""
         if self._error is not None or not self.future.done():
             return None
@@ -150,7 +150,7 @@ class Inference:
         await send({"type": "http.response.body", "body": reply.body})
         return None
 
-    def _reply(self, result: Any) -> Reply:
+    def _reply(self, result: Any) -> HttpReply:
         call, head = self._call, self._head
         route = head.route
         assert route is not None
@@ -192,11 +192,11 @@ class Inference:
             )
 
 
-async def _compressed(reply: Reply, coding: str) -> Reply:
+async def _compressed(reply: HttpReply, coding: str) -> HttpReply:
     body = await compress(reply.body, coding)
     length = b"content-length", b"%d" % len(body)
     coded = b"content-encoding", coding.encode()
-    return Reply.make([*reply.headers[:-1], coded, length], [body], len(body))
+    return HttpReply.make([*reply.headers[:-1], coded, length], [body], len(body))
 
 
 def header_size(value: bytes | None, size: int) -> int | None:

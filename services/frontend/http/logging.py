@@ -8,20 +8,20 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from services.frontend.auth import Guard
-from services.frontend.http.api import Json, answers, json_body, needs, takes
+from services.frontend.auth import Authorizer
+from services.frontend.http.api import JsonAnswer, answers, json_body, needs, takes
 from services.frontend.log_settings import change, told
 from services.server_state import ServerState
 
 
-def logging_routes(state: ServerState[Any], guard: Guard) -> APIRouter:
+def logging_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     """To be told needs role read, to change it admin."""
     router = APIRouter(tags=["admin"])
 
     @router.get("/v2/logging", responses=answers("LogSettings"), dependencies=needs(guard, "read"))
     async def settings() -> Response:
         """Which log lines are written, by Triton's names."""
-        return Json(told())
+        return JsonAnswer(told())
 
     @router.post(
         "/v2/logging",
@@ -32,6 +32,6 @@ def logging_routes(state: ServerState[Any], guard: Guard) -> APIRouter:
     async def set_some(request: Request) -> Response:
         """Change some of them; a `log_verbose_level` above 0 also logs every request."""
         given = await json_body(request)
-        return Json(await run_in_threadpool(change, given, state))  # other processes are told
+        return JsonAnswer(await run_in_threadpool(change, given, state))  # other processes are told
 
     return router

@@ -11,13 +11,13 @@ from starlette.responses import Response
 
 from hps import __version__
 from hps.errors import BadRequest, Unavailable, Unsupported
-from services.frontend.auth import Guard
-from services.frontend.http.api import Json, answers, failure, json_body, needs, takes
+from services.frontend.auth import Authorizer
+from services.frontend.http.api import JsonAnswer, answers, failure, json_body, needs, takes
 from services.frontend.metadata import server_metadata
 from services.frontend.model_control import index as listed
 from services.frontend.model_control import load, unload
 from services.frontend.server_paths import without_paths
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from services.server_state import ServerState
 
 
@@ -28,19 +28,19 @@ def health_routes(state: ServerState[Any]) -> APIRouter:
     @router.get("/v2/health/live", responses=answers("Live"))
     async def server_live() -> Response:
         """Whether the process can answer; depends on nothing else."""
-        return Json({"live": True})
+        return JsonAnswer({"live": True})
 
     @router.get("/v2/health/ready", responses=answers("Ready", [503]))
     async def server_ready() -> Response:
         """Whether every model is loaded and the server is not shutting down."""
         if state.ready:
-            return Json({"ready": True})
+            return JsonAnswer({"ready": True})
         return failure(503, without_paths(state.reason))
 
     return router
 
 
-def model_routes(state: State, guard: Guard, *, control: bool) -> APIRouter:
+def model_routes(state: FrontendState, guard: Authorizer, *, control: bool) -> APIRouter:
     """What is told of the server and its models; ``control``: they can be loaded here."""
     router = APIRouter(tags=["models"], dependencies=needs(guard, "read"))
     prefixes = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
@@ -50,39 +50,39 @@ def model_routes(state: State, guard: Guard, *, control: bool) -> APIRouter:
     async def metadata() -> Response:
         """The server's name, version and the protocol extensions it has."""
         on = state.regions.on
-        return Json(server_metadata(__version__, control=control, shared_memory=on))
+        return JsonAnswer(server_metadata(__version__, control=control, shared_memory=on))
 
     @router.get("/v2/models", responses=answers("ModelNames", [503]))
     async def models() -> Response:
         """The names that can be asked."""
         state.require_node()
-        return Json({"models": list(state.entries)})
+        return JsonAnswer({"models": list(state.entries)})
 
     @router.get("/v2/models/stats", responses=answers("Statistics", [503]))
     def all_statistics() -> Response:
         """Counts and times of every model."""
         state.require_node()
-        return Json({"model_stats": state.statistics(state.entries.values())})
+        return JsonAnswer({"model_stats": state.statistics(state.entries.values())})
 
     async def model_metadata(model: str, version: str | None = None) -> Response:
         """A model's inputs and outputs."""
-        return Json(state.entry(model, version).info.metadata())
+        return JsonAnswer(state.entry(model, version).info.metadata())
 
     async def model_config(model: str, version: str | None = None) -> Response:
         """A model's configuration in Triton's form."""
-        return Json(state.entry(model, version).info.config())
+        return JsonAnswer(state.entry(model, version).info.config())
 
     # Not `async`, as above: other processes may be asked for theirs.
     def model_statistics(model: str, version: str | None = None) -> Response:
         """Counts and times of a model since the server started."""
-        return Json({"model_stats": state.statistics([state.entry(model, version)])})
+        return JsonAnswer({"model_stats": state.statistics([state.entry(model, version)])})
 
     async def model_ready(model: str, version: str | None = None) -> Response:
         """Whether a model can be asked."""
         entry = state.entry(model, version)
         if not state.ready:
             raise Unavailable(state.reason)
-        return Json({"name": entry.name, "ready": True})
+        return JsonAnswer({"name": entry.name, "ready": True})
 
     for path, endpoint, schema in (
         ("", model_metadata, "ModelMetadata"),
@@ -100,7 +100,7 @@ def model_routes(state: State, guard: Guard, *, control: bool) -> APIRouter:
     return router
 
 
-def repository_routes(state: State, guard: Guard, *, control: bool) -> APIRouter:
+def repository_routes(state: FrontendState, guard: Authorizer, *, control: bool) -> APIRouter:
     """The repository's index; with ``control`` also `load` and `unload`, which need role admin."""
     router = APIRouter(tags=["repository"], dependencies=needs(guard, "read"))
 
@@ -111,7 +111,7 @@ def repository_routes(state: State, guard: Guard, *, control: bool) -> APIRouter
         only_ready = (await json_body(request)).get("ready", False)
         if not isinstance(only_ready, bool):
             raise BadRequest("'ready' must be true or false")
-        return Json(await run_in_threadpool(partial(listed, state, only_ready=only_ready)))
+        return JsonAnswer(await run_in_threadpool(partial(listed, state, only_ready=only_ready)))
 
     async def unsupported(request: Request) -> Response:
         hint = ""
@@ -139,7 +139,7 @@ def repository_routes(state: State, guard: Guard, *, control: bool) -> APIRouter
     return router
 
 
-def _control_routes(state: State, guard: Guard) -> APIRouter:
+def _control_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
     router = APIRouter(dependencies=needs(guard, "admin"))
     errors = [400, 404, 409, 501, 503]
 
@@ -155,7 +155,7 @@ def _control_routes(state: State, guard: Guard) -> APIRouter:
         given = _parameters(await json_body(request))
         version, warning = await run_in_threadpool(load, state, model, given.get("version"))
         said = {"warning": warning} if warning else {}
-        return Json({"name": model, "version": str(version), **said})
+        return JsonAnswer({"name": model, "version": str(version), **said})
 
     @router.post(
         "/v2/repository/models/{model}/unload",
@@ -166,7 +166,7 @@ def _control_routes(state: State, guard: Guard) -> APIRouter:
         """Serve a model no more. Requests under way are answered; its rows stay in the stores."""
         _parameters(await json_body(request))
         await run_in_threadpool(unload, state, model)
-        return Json({"name": model})
+        return JsonAnswer({"name": model})
 
     return router
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from services.frontend.auth import EXEMPT, Guard
+from services.frontend.auth import EXEMPT, Authorizer
 
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
@@ -288,7 +288,7 @@ def _infer(parameters: list[str]) -> dict[str, Any]:
     }
 
 
-def document(api: FastAPI, guard: Guard, *, infers: bool = True) -> dict[str, Any]:
+def document(api: FastAPI, guard: Authorizer, *, infers: bool = True) -> dict[str, Any]:
     """The whole document of one port; ``infers``: with the inference routes."""
     found = get_openapi(
         title=api.title, version=api.version, description=api.description, routes=api.routes

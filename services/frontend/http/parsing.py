@@ -9,7 +9,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from services.frontend.http.connection_lifetime import Lasting
+from services.frontend.http.connection_lifetime import ConnectionLifetime
 
 MAX_HEAD_BYTES = 64 << 10
 """Bound of a request's target and header fields, with trailers; each field counts `FIELD_BYTES` more."""
@@ -25,7 +25,7 @@ class HeadTooLarge(Exception):
     """A request's head or trailers have more than `MAX_HEAD_BYTES`."""
 
 
-class Flow(FlowControl):
+class PipelineFlow(FlowControl):
     """Flow control of a connection that reads nothing while parsed requests wait (``is_full``), whatever the
     request that is being answered asks for."""
 
@@ -36,7 +36,7 @@ class Flow(FlowControl):
             super().resume_reading()
 
 
-class Parsing(Lasting):
+class HttpParsing(ConnectionLifetime):
     """A connection that feeds httptools' parser and rejects what it can't read, behind the answers to the
     requests before it.
 
@@ -46,7 +46,7 @@ class Parsing(Lasting):
     what was received behind them is parsed when these have been answered.
     """
 
-    flow: Flow
+    flow: PipelineFlow
     _refusal: tuple[int, str] | None = None
     """Status and message of the connection's last answer; nothing more is read."""
     _begun: tuple[RequestResponseCycle, Any] | None = None
@@ -62,7 +62,7 @@ class Parsing(Lasting):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it so, too
         super().connection_made(transport)
-        self.flow = Flow(transport)
+        self.flow = PipelineFlow(transport)
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser until the pipeline is full. The parser stops behind each head that offers another

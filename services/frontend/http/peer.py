@@ -8,13 +8,13 @@ from typing import Any
 
 from services.frontend.certificates import caller_names
 
-# A key of the scope of ours: its ``Peer``.
+# A key of the scope of ours: its ``ConnectionPeer``.
 PEER = "hps.peer"
 _ADDRESS = "IP Address"
 _KINDS = ("DNS", "URI", "email", _ADDRESS)
 
 
-class Peer:
+class ConnectionPeer:
     """The client of one connection. ``address``: its host and port, None where that is not known."""
 
     __slots__ = ("_names", "_transport", "address")
@@ -37,9 +37,9 @@ class Peer:
         return self._names
 
 
-def peer_of(scope: Mapping[str, Any]) -> Peer:
+def peer_of(scope: Mapping[str, Any]) -> ConnectionPeer:
     """Who sent the request of ``scope``."""
-    return scope.get(PEER) or Peer(scope.get("client"))
+    return scope.get(PEER) or ConnectionPeer(scope.get("client"))
 
 
 def _names(certificate: Mapping[str, Any]) -> set[str]:

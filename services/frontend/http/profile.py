@@ -10,28 +10,28 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from hps.config.server_settings import ServerSettings
-from services.frontend.auth import Guard
+from services.frontend.auth import Authorizer
 from services.frontend.endpoints import Output
-from services.frontend.http.api import Json, answers, body_of, needs
+from services.frontend.http.api import JsonAnswer, answers, body_of, needs
 from services.frontend.http.inference import header_size
-from services.frontend.http.request import Parser
-from services.frontend.http.response import Encoder
-from services.frontend.inference_request import Call
-from services.frontend.profiling import MakeWire, Profiler
-from services.frontend.state import Entry, State
+from services.frontend.http.request import HttpRequestParser
+from services.frontend.http.response import HttpResponseEncoder
+from services.frontend.inference_request import InferenceRequest
+from services.frontend.profiling import MakeWire, RequestProfiler
+from services.frontend.state import FrontendState, ServedEndpoint
 
 _GRPC = b"application/grpc"
 
 
-class HttpWire:
+class HttpProfiledProtocol:
     """A `Wire`."""
 
-    def __init__(self, entry: Entry, max_keys: int) -> None:
+    def __init__(self, entry: ServedEndpoint, max_keys: int) -> None:
         endpoint = entry.endpoint
-        self._parser = Parser(endpoint.name, endpoint.rules, max_keys)
-        self._encoder = Encoder(endpoint.name, endpoint.version)
+        self._parser = HttpRequestParser(endpoint.name, endpoint.rules, max_keys)
+        self._encoder = HttpResponseEncoder(endpoint.name, endpoint.version)
 
-    def read(self, body: bytes, size: int | None) -> Call:
+    def read(self, body: bytes, size: int | None) -> InferenceRequest:
         return self._parser.parse(body, size)
 
     def write(self, call: Any, result: Any, outputs: Sequence[Output]) -> object:
@@ -41,15 +41,18 @@ class HttpWire:
 
 
 def http_wire(settings: ServerSettings) -> MakeWire:
-    return lambda entry: HttpWire(entry, settings.max_keys)
+    return lambda entry: HttpProfiledProtocol(entry, settings.max_keys)
 
 
 def profile_route(
-    state: State, settings: ServerSettings, guard: Guard, others: Mapping[str, MakeWire]
+    state: FrontendState,
+    settings: ServerSettings,
+    guard: Authorizer,
+    others: Mapping[str, MakeWire],
 ) -> APIRouter:
     """``others``: requests of further protocols. Needs role admin: times tell what is in a cache."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
-    profiler = Profiler(state, settings, {"http": http_wire(settings), **others})
+    profiler = RequestProfiler(state, settings, {"http": http_wire(settings), **others})
 
     @router.post("/v1/profile/{name}", responses=answers("Profile", [400, 404, 413, 503, 504]))
     async def profile(name: str, request: Request) -> Response:
@@ -59,8 +62,8 @@ def profile_route(
         measure: Callable[..., dict[str, Any]] = profiler.measure
         headers = dict(request.scope["headers"])
         if headers.get(b"content-type", b"").startswith(_GRPC):
-            return Json(await run_in_threadpool(measure, name, body, None, "grpc"))
+            return JsonAnswer(await run_in_threadpool(measure, name, body, None, "grpc"))
         size = header_size(headers.get(b"inference-header-content-length"), len(body))
-        return Json(await run_in_threadpool(measure, name, body, size))
+        return JsonAnswer(await run_in_threadpool(measure, name, body, size))
 
     return router

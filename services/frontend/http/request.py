@@ -1,7 +1,7 @@
 """Inference requests: from the bytes of a body to arrays.
 
-A body is a JSON header and the raw tensors behind it. What the header says is a ``Form``; the requests
-of a client look alike, so the last forms are kept and a header that was seen before is not read
+A body is a JSON header and the raw tensors behind it. What the header says is a ``RequestTemplate``; the
+requests of a client look alike, so the last forms are kept and a header that was seen before is not read
 again.
 
 The fast pass trusts the header and takes whatever exception comes of it as the sign that something is
@@ -23,8 +23,13 @@ from hps.errors import BadRequest
 from services.frontend import faults
 from services.frontend.datatypes import InputRule, numbers
 from services.frontend.http.request_faults import explain
-from services.frontend.inference_request import Call, Form
-from services.frontend.shared_memory_refs import PARAMETERS, Elsewhere, place_of, require_size
+from services.frontend.inference_request import InferenceRequest, RequestTemplate
+from services.frontend.shared_memory_refs import (
+    PARAMETERS,
+    SharedMemoryRefs,
+    place_of,
+    require_size,
+)
 
 _EMPTY: dict[str, Any] = {}
 # Parameters of outputs: an extension that is not offered.
@@ -36,7 +41,7 @@ _FAULTS = (KeyError, TypeError, ValueError, AttributeError, IndexError, Overflow
 _FORMS_KEPT, _HEADER_KEPT = 256, 8192
 
 
-class _Raw(NamedTuple):
+class _BinaryInput(NamedTuple):
     """Where one binary input lies behind the header; ``aligned`` to its element's size there."""
 
     name: str
@@ -47,7 +52,7 @@ class _Raw(NamedTuple):
 
 
 @dataclass(slots=True)
-class JsonForm(Form):
+class JsonRequestTemplate(RequestTemplate):
     """What a JSON header says. ``given`` are the elements of inputs with JSON data, ``raw`` the inputs that
     follow in ``raw_size`` bytes; the others are ``elsewhere``. ``binary``: whether outputs go out as binary,
     by the name of those of which that was said, and of the others.
@@ -57,7 +62,7 @@ class JsonForm(Form):
 
     id: str = ""
     given: dict[str, NDArray[Any]] = field(default_factory=dict)
-    raw: list[_Raw] = field(default_factory=list)
+    raw: list[_BinaryInput] = field(default_factory=list)
     raw_size: int = 0
     binary: dict[str, bool] = field(default_factory=dict)
     others_binary: bool = False
@@ -68,22 +73,22 @@ class JsonForm(Form):
 
 
 @dataclass(slots=True)
-class JsonCall(Call):
+class JsonInferenceRequest(InferenceRequest):
     """A request whose header was JSON."""
 
-    form: JsonForm
+    form: JsonRequestTemplate
 
 
-class Parser:
+class HttpRequestParser:
     """Reads the requests to one model. Runs on one thread."""
 
     def __init__(self, model: str, rules: Mapping[str, InputRule], max_keys: int) -> None:
         self._model = model
         self._rules = rules
         self._max_keys = max_keys
-        self._forms: dict[bytes, JsonForm] = {}
+        self._forms: dict[bytes, JsonRequestTemplate] = {}
 
-    def parse(self, body: bytes, header_size: int | None) -> JsonCall:
+    def parse(self, body: bytes, header_size: int | None) -> JsonInferenceRequest:
         """The request in ``body``, whose first ``header_size`` bytes are JSON (None: all of them).
 
         Raises ``BadRequest`` or ``TooLarge``. Arrays may share memory with ``body`` and be read-only.
@@ -105,7 +110,7 @@ class Parser:
         except _FAULTS as error:
             raise explain(body, header_size, self._model, self._rules, error) from None
 
-    def _read(self, text: bytes) -> JsonForm:
+    def _read(self, text: bytes) -> JsonRequestTemplate:
         form = _form(orjson.loads(text), self._rules, self._model)
         keys = sum(data.size for n, data in form.given.items() if self._rules[n].is_keys)
         keys += sum(raw.elements for raw in form.raw if self._rules[raw.name].is_keys)
@@ -119,7 +124,7 @@ class Parser:
             raise faults.too_many_keys(keys, self._max_keys)
         return form
 
-    def raw(self, body: bytes, name: str | None) -> JsonCall:
+    def raw(self, body: bytes, name: str | None) -> JsonInferenceRequest:
         """A raw request (``Inference-Header-Content-Length: 0``): the body is input ``name``, one sample
         of as many elements as there are; every output comes back as binary.
 
@@ -140,12 +145,14 @@ class Parser:
         count = len(body) // dtype.itemsize
         if rule.is_keys and count > self._max_keys:
             raise faults.too_many_keys(count, self._max_keys)
-        form = JsonForm(shapes={name: [1, count]}, others_binary=True)
-        return JsonCall(form, {name: np.frombuffer(body, dtype)})
+        form = JsonRequestTemplate(shapes={name: [1, count]}, others_binary=True)
+        return JsonInferenceRequest(form, {name: np.frombuffer(body, dtype)})
 
 
-def _form(header: dict[str, Any], rules: Mapping[str, InputRule], model: str) -> JsonForm:
-    form, elsewhere = JsonForm(), Elsewhere()
+def _form(
+    header: dict[str, Any], rules: Mapping[str, InputRule], model: str
+) -> JsonRequestTemplate:
+    form, elsewhere = JsonRequestTemplate(), SharedMemoryRefs()
     offset = 0
     for item in header["inputs"]:
         name = item["name"]
@@ -175,7 +182,7 @@ def _form(header: dict[str, Any], rules: Mapping[str, InputRule], model: str) ->
             continue
         if size != count * dtype.itemsize or "data" in item or not _PLACES.isdisjoint(parameters):
             raise ValueError("binary_data_size")
-        form.raw.append(_Raw(name, dtype, count, offset, offset % dtype.itemsize == 0))
+        form.raw.append(_BinaryInput(name, dtype, count, offset, offset % dtype.itemsize == 0))
         offset += count * dtype.itemsize
     form.raw_size = offset
     _with_options(form, header, elsewhere)
@@ -184,7 +191,7 @@ def _form(header: dict[str, Any], rules: Mapping[str, InputRule], model: str) ->
     return form
 
 
-def _call(form: JsonForm, raw: bytes) -> JsonCall:
+def _call(form: JsonRequestTemplate, raw: bytes) -> JsonInferenceRequest:
     """The request of ``form`` with these bytes behind its header."""
     if len(raw) != form.raw_size:
         raise ValueError("size of the body")
@@ -192,10 +199,12 @@ def _call(form: JsonForm, raw: bytes) -> JsonCall:
     for name, dtype, count, offset, aligned in form.raw:
         flat = np.frombuffer(raw, dtype, count, offset)
         inputs[name] = flat if aligned else flat.copy()
-    return JsonCall(form, inputs, form.id)
+    return JsonInferenceRequest(form, inputs, form.id)
 
 
-def _with_options(form: JsonForm, header: dict[str, Any], elsewhere: Elsewhere) -> None:
+def _with_options(
+    form: JsonRequestTemplate, header: dict[str, Any], elsewhere: SharedMemoryRefs
+) -> None:
     """Fill in what stands beside the inputs: id, parameters, requested outputs."""
     if "id" in header:
         form.id = header["id"]

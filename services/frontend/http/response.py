@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hps.errors import BadRequest
 from services.frontend.datatypes import BINARY_ONLY, DATATYPE_OF
 from services.frontend.endpoints import Output
-from services.frontend.http.request import JsonForm
+from services.frontend.http.request import JsonRequestTemplate
 
 _JSON = orjson.OPT_SERIALIZE_NUMPY
 _OCTETS = (b"content-type", b"application/octet-stream")
@@ -22,7 +22,7 @@ _HEADS_KEPT = 64
 Headers = list[tuple[bytes, bytes]]
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     """An answer that goes out in one write: its HTTP headers, Content-Length last where it may be coded, the
     same as lines of a head, and its body: bytes and C-contiguous arrays, none of them empty, of ``size``
     bytes."""
@@ -34,22 +34,24 @@ class Reply(NamedTuple):
     status: int = 200
 
     @staticmethod
-    def make(headers: Headers, pieces: list[Any], size: int, status: int = 200) -> Reply:
+    def make(headers: Headers, pieces: list[Any], size: int, status: int = 200) -> HttpReply:
         """A reply with the lines for its headers."""
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
-        return Reply(headers, lines, pieces, size, status)
+        return HttpReply(headers, lines, pieces, size, status)
 
-    def known_as(self, request_id: str) -> Reply:
+    def known_as(self, request_id: str) -> HttpReply:
         """The same with ``X-Request-ID``, of characters that may stand there."""
         header = b"x-request-id", request_id.encode()
-        return Reply([header, *self.headers], b"%b: %b\r\n%b" % (*header, self.lines), *self[2:])
+        return HttpReply(
+            [header, *self.headers], b"%b: %b\r\n%b" % (*header, self.lines), *self[2:]
+        )
 
     @property
     def body(self) -> bytes:
         return b"".join(self.pieces)
 
 
-class Encoder:
+class HttpResponseEncoder:
     """Writes the answers of one model version."""
 
     def __init__(self, model: str, version: str) -> None:
@@ -57,12 +59,12 @@ class Encoder:
 
     def encode(
         self,
-        form: JsonForm,
+        form: JsonRequestTemplate,
         defaulted: int,
         degraded: tuple[str, ...],
         stale_s: int,
         outputs: Sequence[Output],
-    ) -> Reply:
+    ) -> HttpReply:
         """The answer with ``outputs`` to a request of ``form``, whose outputs differ in shape alone: what was
         written before them for the same shapes is used again, while all of them are binary. Of those that
         the form has elsewhere, it is told where they are."""
@@ -70,7 +72,7 @@ class Encoder:
         kept = form.heads.get(key)
         if kept is not None:
             headers, lines, text, size = kept
-            return Reply(headers, lines, [text, *_filled(outputs, form)], size)
+            return HttpReply(headers, lines, [text, *_filled(outputs, form)], size)
         text = self._describe(form, defaulted, degraded, stale_s, outputs)
         binary = [output for output in outputs if form.is_binary(output[0])]
         arrays = _filled(binary, form)
@@ -78,7 +80,7 @@ class Encoder:
         if arrays:
             headers = [_OCTETS, (b"inference-header-content-length", b"%d" % len(text))]
         headers.append((b"content-length", b"%d" % size))
-        reply = Reply.make(headers, [text, *arrays], size)
+        reply = HttpReply.make(headers, [text, *arrays], size)
         if outputs and len(binary) == len(outputs):
             if len(form.heads) >= _HEADS_KEPT:
                 form.heads.clear()
@@ -87,7 +89,7 @@ class Encoder:
 
     def _describe(
         self,
-        form: JsonForm,
+        form: JsonRequestTemplate,
         defaulted: int,
         degraded: tuple[str, ...],
         stale_s: int,
@@ -124,7 +126,7 @@ class Encoder:
         return orjson.dumps(header, option=_JSON)
 
 
-def _filled(outputs: Sequence[Output], form: JsonForm) -> list[NDArray[Any]]:
+def _filled(outputs: Sequence[Output], form: JsonRequestTemplate) -> list[NDArray[Any]]:
     """The arrays that have elements and are sent, C-contiguous."""
     if form.elsewhere is not None:
         outputs = [output for output in outputs if output[0] not in form.elsewhere.outputs]

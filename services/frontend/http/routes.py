@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.frontend.http.request import Parser
-from services.frontend.http.response import Encoder
-from services.frontend.state import Entry
+from services.frontend.http.request import HttpRequestParser
+from services.frontend.http.response import HttpResponseEncoder
+from services.frontend.state import ServedEndpoint
 
 
-class Route:
+class HttpRoute:
     """What reads the requests to one name, writes their answers and counts them. Used by one event loop."""
 
     __slots__ = ("encoder", "entry", "observe_ok", "parser")
 
-    def __init__(self, entry: Entry, metrics: Metrics, max_keys: int) -> None:
+    def __init__(self, entry: ServedEndpoint, metrics: Metrics, max_keys: int) -> None:
         endpoint = entry.endpoint
         self.entry = entry
-        self.parser = Parser(endpoint.name, endpoint.rules, max_keys)
-        self.encoder = Encoder(endpoint.name, endpoint.version)
+        self.parser = HttpRequestParser(endpoint.name, endpoint.rules, max_keys)
+        self.encoder = HttpResponseEncoder(endpoint.name, endpoint.version)
         self.observe_ok = metrics.histogram(
             m.REQUEST_SECONDS, "http", "infer", endpoint.name, endpoint.version, "200"
         ).observe

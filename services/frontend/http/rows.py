@@ -17,17 +17,17 @@ from hps.errors import BadRequest
 from hps.lookup.explain import explained
 from hps.suggestions import hint_for
 from hps.types import JaggedKeys, KeyArray, LookupRequest, VectorArray
-from services.frontend.auth import Guard
+from services.frontend.auth import Authorizer
 from services.frontend.errors import shown
-from services.frontend.http.api import Json, answers, json_body, needs, takes
+from services.frontend.http.api import JsonAnswer, answers, json_body, needs, takes
 from services.frontend.http.inference import outcome
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from services.server_state import ServerState
 
 MAX_ROWS = 1000
 
 
-def rows_routes(state: State, guard: Guard, timeout_s: float) -> APIRouter:
+def rows_routes(state: FrontendState, guard: Authorizer, timeout_s: float) -> APIRouter:
     """Single rows to look at; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
@@ -47,12 +47,12 @@ def rows_routes(state: State, guard: Guard, timeout_s: float) -> APIRouter:
             {table: JaggedKeys(wanted, len(wanted))}, deadline, want_source=True, by_table=True
         )
         result = await outcome(engine.submit(request), deadline)
-        return Json(explained(found, wanted, result))
+        return JsonAnswer(explained(found, wanted, result))
 
     return router
 
 
-def row_writes(state: ServerState[Any], guard: Guard) -> APIRouter:
+def row_writes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     """Rows written without a stream; needs role write."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "write"))
 
@@ -65,16 +65,16 @@ def row_writes(state: ServerState[Any], guard: Guard) -> APIRouter:
         """Upsert and delete rows, in every store and then in the caches; answers when all have them. Later
         writes win over earlier ones, and over updates of a stream that were made before."""
         node = state.require_node()
-        given = Fields(await json_body(request), ("keys", "vectors", "deleted"))
+        given = JsonFields(await json_body(request), ("keys", "vectors", "deleted"))
         keys, deleted = given.keys("keys"), given.keys("deleted")
         work = partial(node.write, model, table, keys, given.vectors(), deleted=deleted)
         version = await run_in_threadpool(work)
-        return Json({"version": version, "written": len(keys), "deleted": len(deleted)})
+        return JsonAnswer({"version": version, "written": len(keys), "deleted": len(deleted)})
 
     return router
 
 
-class Fields:
+class JsonFields:
     """The fields of a request's JSON object; of no other ``names``. Raises BadRequest."""
 
     def __init__(self, body: dict[str, Any], names: Sequence[str]) -> None:

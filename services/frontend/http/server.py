@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 
 from hps.errors import ConfigError
-from services.frontend.http.asgi import Application
-from services.frontend.http.connection import Protocol
-from services.frontend.open_files import Connections, most_connections
+from services.frontend.http.asgi import PortApplication
+from services.frontend.http.connection import HttpProtocol
+from services.frontend.open_files import ConnectionLimit, most_connections
 
 SWEEP_S = 10.0
 BACKLOG = 2048
@@ -80,14 +80,14 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        app: Application,
+        app: PortApplication,
         sock: socket.socket,
         drain_s: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """``tls``: what it shows and asks of its clients; None speaks plain text."""
-        self._protocol: type[Protocol] = type(
-            "Port", (Protocol,), {"of_port": Connections(most_connections())}
+        self._protocol: type[HttpProtocol] = type(
+            "Port", (HttpProtocol,), {"of_port": ConnectionLimit(most_connections())}
         )
         super().__init__(
             uvicorn.Config(
@@ -110,7 +110,7 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
-    def protocol(self) -> Protocol:
+    def protocol(self) -> HttpProtocol:
         """One for a connection that was accepted here."""
         return self._protocol(self.config, self.server_state, self.lifespan.state)
 

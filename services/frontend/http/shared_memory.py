@@ -6,17 +6,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from hps.errors import BadRequest, Unsupported
-from services.frontend.auth import Guard
-from services.frontend.http.api import Json, answers, json_body, needs, takes
+from services.frontend.auth import Authorizer
+from services.frontend.http.api import JsonAnswer, answers, json_body, needs, takes
 from services.frontend.http.peer import peer_of
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 _ALL = "/v2/systemsharedmemory"
 _ONE = "/v2/systemsharedmemory/region/{region}"
 
 
-def shared_memory_routes(state: State, guard: Guard) -> APIRouter:
-    """What `services.frontend.shared_memory.Regions` can be told and asked."""
+def shared_memory_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
+    """What `services.frontend.shared_memory.SharedMemoryRegistry` can be told and asked."""
     router = APIRouter(tags=["shared memory"], dependencies=needs(guard, "read"))
     errors = [400, 403, 404, 501]
 
@@ -24,7 +24,7 @@ def shared_memory_routes(state: State, guard: Guard) -> APIRouter:
     @router.get(f"{_ONE}/status", responses=answers("Regions", errors))
     async def status(request: Request, region: str = "") -> Response:
         """A region that is registered, or all."""
-        return Json(state.regions.status(region, peer_of(request.scope).host))
+        return JsonAnswer(state.regions.status(region, peer_of(request.scope).host))
 
     @router.post(
         f"{_ONE}/register", responses=answers("Nothing", errors), openapi_extra=takes("Region")
@@ -39,20 +39,20 @@ def shared_memory_routes(state: State, guard: Guard) -> APIRouter:
                 "numbers; the last may be left out"
             )
         state.regions.register(region, key, offset, size, peer_of(request.scope).host)
-        return Json({})
+        return JsonAnswer({})
 
     @router.post(f"{_ALL}/unregister", responses=answers("Nothing", [403, 501]))
     @router.post(f"{_ONE}/unregister", responses=answers("Nothing", [403, 501]))
     def unregister(request: Request, region: str = "") -> Response:
         """Forget a region, or all. Once it is answered nothing is written there any more."""
         state.regions.unregister(region, peer_of(request.scope).host)
-        return Json({})
+        return JsonAnswer({})
 
     @router.post("/v2/cudasharedmemory/unregister", include_in_schema=False)
     async def unregister_cuda() -> Response:
         """perf_analyzer unregisters all regions, whatever kind it means to use: there are none here."""
         if not state.regions.on:
             raise Unsupported("POST /v2/cudasharedmemory/unregister is not offered")
-        return Json({})
+        return JsonAnswer({})
 
     return router

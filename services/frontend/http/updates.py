@@ -11,22 +11,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hps.errors import BadRequest
-from hps.node.streams import Streams
-from services.frontend.auth import Guard
-from services.frontend.http.api import Json, answers, json_body, needs, takes
+from hps.node.streams import UpdateStreams
+from services.frontend.auth import Authorizer
+from services.frontend.http.api import JsonAnswer, answers, json_body, needs, takes
 from services.server_state import ServerState
 
 
-def updates_routes(state: ServerState[Any], guard: Guard) -> APIRouter:
+def updates_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     """``/v1/updates``; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
-    def streams() -> Streams:
-        found: Streams = state.require_node().streams
+    def streams() -> UpdateStreams:
+        found: UpdateStreams = state.require_node().streams
         return found
 
     def told() -> Response:
-        return Json({"updates": streams().status()})
+        return JsonAnswer({"updates": streams().status()})
 
     @router.get("/v1/updates", responses=answers("Updates", [503]))
     def updates() -> Response:

@@ -8,20 +8,20 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hps.errors import DeadlineExceeded
-from services.frontend.http.cycle import Cycle
-from services.frontend.http.inference import TOO_LATE, Inference
+from services.frontend.http.cycle import HttpCycle
+from services.frontend.http.inference import TOO_LATE, HttpInference
 
 if TYPE_CHECKING:
-    from services.frontend.http.connection import Protocol
+    from services.frontend.http.connection import HttpProtocol
 
 
-class Waiting:
+class PendingInference:
     """In place of a task, which would cost as much as the rest of the request. It is among the connection's
     tasks, for whoever ends those. On the event loop, but for `_done`."""
 
     __slots__ = ("_cycle", "_inference", "_protocol", "_tasks", "_timer")
 
-    def __init__(self, protocol: Protocol, cycle: Cycle, inference: Inference) -> None:
+    def __init__(self, protocol: HttpProtocol, cycle: HttpCycle, inference: HttpInference) -> None:
         self._protocol, self._cycle, self._inference = protocol, cycle, inference
         tasks: Any = protocol.tasks  # all that others do with them is `cancel`
         self._tasks: set[Any] = tasks

@@ -10,13 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 from hps.tiers.node import frames
-from hps.tiers.node.frames import Kind
+from hps.tiers.node.frames import FrameKind
 from services.frontend.logs import log
 
 Answer = Callable[..., Any]
 
 
-class Asking:
+class ControlChannelSupervisor:
     """The node's side; any thread may ask. What is no frame ends the channel."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -27,7 +27,7 @@ class Asking:
 
     def send(self, payload: bytes) -> None:
         """What the worker receives before it is asked anything. Raises OSError."""
-        frames.send(self._end, Kind.HELLO, [payload])
+        frames.send(self._end, FrameKind.HELLO, [payload])
 
     def told(self) -> Any:
         """What the worker tells before it is asked anything, however long that takes. Raises OSError: it has
@@ -48,7 +48,7 @@ class Asking:
         """Ask without waiting for the answer; the question's number. Raises OSError: it has ended."""
         with self._sending:
             self._asked += 1
-            frames.send(self._end, Kind.ASK, frames.as_json([self._asked, what, given]))
+            frames.send(self._end, FrameKind.ASK, frames.as_json([self._asked, what, given]))
             return self._asked
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Asking:
             raise ConnectionError(str(error)) from None
 
 
-class Answering:
+class ControlChannelWorker:
     """The worker's side: answers on a thread of its own until the node's process has ended, or nothing more
     can be answered, then calls ``alone``."""
 
@@ -83,13 +83,15 @@ class Answering:
     def tell(self, what: str) -> None:
         """Before anything is asked. Nobody hears it when the node's process has ended."""
         with suppress(OSError):
-            frames.send(self._end, Kind.OK, frames.as_json([0, what]))
+            frames.send(self._end, FrameKind.OK, frames.as_json([0, what]))
 
     def _run(self, answers: Mapping[str, Answer]) -> None:
         try:
             while True:
                 number, what, given = _received(self._end)
-                frames.send(self._end, Kind.OK, frames.as_json([number, answers[what](*given)]))
+                frames.send(
+                    self._end, FrameKind.OK, frames.as_json([number, answers[what](*given)])
+                )
         except OSError:
             pass  # it has ended
         except Exception:

@@ -25,7 +25,7 @@ _METHOD = "/hps.Heartbeat/Beat"
 _REQUEST = b"GET /v2/health/live HTTP/1.1\r\nHost: heartbeat\r\n\r\n"
 
 
-class Way(Protocol):
+class HeartbeatTransport(Protocol):
     """One way to the worker. Used by one thread."""
 
     name: str
@@ -37,7 +37,7 @@ class Way(Protocol):
     def close(self) -> None: ...
 
 
-class OverHttp:
+class HttpHeartbeat:
     """Requests that the event loop, the parser and the application of the data port answer."""
 
     name = "http"
@@ -66,7 +66,7 @@ class OverHttp:
         self._connection.close()
 
 
-class OverGrpc:
+class GrpcHeartbeat:
     """Calls that gRPC's server refuses, on the thread that begins every call."""
 
     name = "grpc"
@@ -93,15 +93,15 @@ class OverGrpc:
 class Heartbeat:
     """The heartbeat of process ``pid``. To be checked again and again by one thread."""
 
-    def __init__(self, pid: int, ways: Sequence[Way]) -> None:
+    def __init__(self, pid: int, ways: Sequence[HeartbeatTransport]) -> None:
         self.silent: Sequence[str] = ()
         """The ways on which it has not answered; empty: it has."""
         self.silent_s = 0.0
         """Seconds since it last answered on all."""
         self.stuck_s = 0.0
-        """Seconds of them in which it could have worked: see `_Opportunity`."""
+        """Seconds of them in which it could have worked: see `_RunnableTime`."""
         self._ways = ways
-        self._opportunity = _Opportunity(pid)
+        self._opportunity = _RunnableTime(pid)
         self._checked = time.monotonic()
 
     def check(self, most_s: float = math.inf) -> None:
@@ -123,7 +123,7 @@ class Heartbeat:
             way.close()
 
 
-class _Opportunity:
+class _RunnableTime:
     """The time in which a process could have worked. None while a debugger holds it; while it waits for a
     core, its CPU time. So neither a busy machine nor a debugger makes it seem stuck."""
 

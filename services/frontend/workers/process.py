@@ -32,14 +32,14 @@ from services.frontend.auth import guard
 from services.frontend.certificates import server_context
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import data_app
-from services.frontend.http.asgi import Application
+from services.frontend.http.asgi import PortApplication
 from services.frontend.logs import log
-from services.frontend.observer import Observer
-from services.frontend.state import State
-from services.frontend.workers.channel import Answering
+from services.frontend.observer import RequestObserver
+from services.frontend.state import FrontendState
+from services.frontend.workers.channel import ControlChannelWorker
 from services.frontend.workers.server import WorkerServer
 from services.frontend.workers.slices import ask_for_short_slices
-from services.process import Process, Server
+from services.process import PortServer, ServerProcess
 
 BROKEN = 2
 """Exit code: the configuration or a model is wrong, so that another start would end alike."""
@@ -47,7 +47,7 @@ BROKEN = 2
 _PATIENCE_S = 1e9
 
 
-class Worker(Process[OpenModels]):
+class WorkerProcess(ServerProcess[OpenModels]):
     """The data port, and gRPC's, of worker ``number``; ``listeners``: of all workers, if they answer HTTP.
     ``replaces``: another was there before, so clients that connect wait for the answer instead of being told
     that models are being loaded."""
@@ -63,7 +63,7 @@ class Worker(Process[OpenModels]):
         replaces: bool = False,
     ) -> None:
         """``heartbeat``, ``grpc_heartbeat``: the connection and the path of the socket for it."""
-        self.state = State("worker", configuration.settings)
+        self.state = FrontendState("worker", configuration.settings)
         super().__init__(configuration, self.state, None)
         self.state.spread_level = None  # the node's process has all of them
         self._number, self._listeners = number, listeners
@@ -73,7 +73,7 @@ class Worker(Process[OpenModels]):
         self._replaces = replaces
         self._attached: Attached | None = None
 
-    def run(self, control: Answering) -> None:
+    def run(self, control: ControlChannelWorker) -> None:
         """Answer requests until told to stop, or the node's process has ended."""
         control.start(
             {
@@ -103,9 +103,9 @@ class Worker(Process[OpenModels]):
     def _ports(self) -> Mapping[str, Listener]:
         return {}
 
-    def _others(self) -> Mapping[str, Server]:
+    def _others(self) -> Mapping[str, PortServer]:
         settings = self._settings
-        servers: dict[str, Server] = {}
+        servers: dict[str, PortServer] = {}
         if self._listeners:
             tls = server_context(settings.http, "server.http")
             self._http = servers["http"] = WorkerServer(
@@ -127,7 +127,7 @@ class Worker(Process[OpenModels]):
             )
         return servers
 
-    def _app(self, port: str) -> Application:
+    def _app(self, port: str) -> PortApplication:
         return data_app(self.state, self._settings, self._guard)
 
     def _open(self, progress: Progress) -> OpenModels:
@@ -157,7 +157,7 @@ class Worker(Process[OpenModels]):
             self.state.tell()
 
     def _trace(self, tracer: Tracer) -> None:
-        self.state.observer = Observer(self._settings.access_log, tracer)
+        self.state.observer = RequestObserver(self._settings.access_log, tracer)
 
     def _numbers(self) -> dict[str, Any]:
         """What was counted here."""
@@ -181,13 +181,13 @@ def main() -> None:
     # To standard error, when the node's process asks for it: where each thread is.
     faulthandler.register(signal.SIGUSR1)
     number, control, *http = map(int, sys.argv[1:])
-    channel = Answering(socket.socket(fileno=control), lambda: worker.alone())
+    channel = ControlChannelWorker(socket.socket(fileno=control), lambda: worker.alone())
     configuration, grpc_heartbeat, replaces = pickle.loads(channel.receive())
     logs.setup_for(configuration.settings.server, worker=number)
     try:
         listeners = [socket.socket(fileno=each) for each in http]
         heartbeat = listeners.pop(0) if listeners else None
-        worker = Worker(
+        worker = WorkerProcess(
             configuration, number, heartbeat, listeners, grpc_heartbeat, replaces=replaces
         )
         worker.run(channel)

@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from services.frontend.http.asgi import Application
+from services.frontend.http.asgi import PortApplication
 from services.frontend.http.server import BACKLOG, HttpServer
 
 
@@ -18,7 +18,7 @@ class WorkerServer(HttpServer):
 
     def __init__(
         self,
-        app: Application,
+        app: PortApplication,
         listeners: Sequence[socket.socket],
         number: int,
         drain_s: float,

@@ -16,7 +16,7 @@ SLICE_NS = 100_000
 _NUMBERS = {"x86_64": (315, 314), "aarch64": (275, 274)}
 
 
-class _Attributes(ctypes.Structure):
+class _SchedAttr(ctypes.Structure):
     """The kernel's ``struct sched_attr``, as of its first version."""
 
     _fields_ = (
@@ -46,8 +46,8 @@ def ask_for_short_slices() -> None:
         _call(1, ctypes.byref(held), 0)
 
 
-def _held() -> _Attributes | None:
-    held = _Attributes()
+def _held() -> _SchedAttr | None:
+    held = _SchedAttr()
     if _call(0, ctypes.byref(held), ctypes.sizeof(held), 0) or held.policy != os.SCHED_OTHER:
         return None
     return held

@@ -15,13 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from hps.config import Configuration
-from hps.observability.metrics import Numbers, names_of
+from hps.observability.metrics import MetricValues, names_of
 from services.frontend.logs import Level, fields, log
 from services.frontend.statistics import Statistics
-from services.frontend.workers.channel import Asking
-from services.frontend.workers.heartbeat import Heartbeat, OverGrpc, OverHttp, Way
+from services.frontend.workers.channel import ControlChannelSupervisor
+from services.frontend.workers.heartbeat import (
+    GrpcHeartbeat,
+    Heartbeat,
+    HeartbeatTransport,
+    HttpHeartbeat,
+)
 from services.frontend.workers.process import BROKEN
-from services.frontend.workers.watch import Watch
+from services.frontend.workers.watch import WorkerWatch
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 # One that lasted so long did not fail because of how it was started.
@@ -30,7 +35,7 @@ _LASTED_S = 60.0
 _PATIENCE_S = 2.0
 
 
-class Supervised:
+class SupervisedWorker:
     """Worker ``number``, counted from 1. ``listeners``: of all workers, if they answer HTTP; its own
     connections come to the one of its number. ``grpc_heartbeat``: where it is to make a socket, if it answers
     gRPC. ``broke`` is called, on a thread, when it can't be started because something is wrong with its
@@ -53,14 +58,16 @@ class Supervised:
         self.restarts = 0
         self._configuration = configuration
         self._listeners, self._grpc_heartbeat = listeners, grpc_heartbeat
-        self.watch = Watch(number, configuration.settings.server.worker_timeout_s, self._set_ready)
+        self.watch = WorkerWatch(
+            number, configuration.settings.server.worker_timeout_s, self._set_ready
+        )
         self._broke, self._changed = broke, changed
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Asking | None = None
+        self._channel: ControlChannelSupervisor | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._counted: dict[str, Any] = {}
-        self._metrics_before = Numbers()
+        self._metrics_before = MetricValues()
         self._statistics_before: dict[str, Statistics] = {}
         self._thread = threading.Thread(target=self._live, name=f"hps-worker-{number}", daemon=True)
 
@@ -99,11 +106,11 @@ class Supervised:
 
     # -- what it has counted -----------------------------------------------------------------------
 
-    def metrics(self) -> Numbers:
+    def metrics(self) -> MetricValues:
         """Of the worker and those before it."""
         self._ask()
         with self._lock:  # as `_remember` moves what was counted to what was before
-            found = Numbers.from_json(self._counted.get("metrics", {}))
+            found = MetricValues.from_json(self._counted.get("metrics", {}))
             if not self.ready:
                 found = found.grown()
             found.add(self._metrics_before)
@@ -121,7 +128,7 @@ class Supervised:
     def forget(self, model: str, version: int) -> None:
         """A version that no process has any more."""
         with self._lock:
-            told = Numbers.from_json(self._counted.get("metrics", {}))
+            told = MetricValues.from_json(self._counted.get("metrics", {}))
             for numbers in (told, self._metrics_before):
                 numbers.drop(model, version)
             self._counted = {**self._counted, "metrics": told.as_json()}
@@ -172,7 +179,7 @@ class Supervised:
         with self._lock:
             self._channel = None
             counted, self._counted = self._counted, {}
-            self._metrics_before.add(Numbers.from_json(counted.get("metrics", {})).grown())
+            self._metrics_before.add(MetricValues.from_json(counted.get("metrics", {})).grown())
             for name, told in counted.get("statistics", {}).items():
                 self._statistics_before.setdefault(name, Statistics()).add(told)
 
@@ -205,17 +212,21 @@ class Supervised:
         with ExitStack() as ours:
             with ExitStack() as theirs:
                 end, control = _pair(ours, theirs)
-                channel, files, ways = Asking(end), [control], list[Way]()
+                channel, files, ways = (
+                    ControlChannelSupervisor(end),
+                    [control],
+                    list[HeartbeatTransport](),
+                )
                 if self._listeners:
                     end, answering = _pair(ours, theirs)
                     files += [answering, *self._listeners]
-                    ways.append(OverHttp(end))
+                    ways.append(HttpHeartbeat(end))
                 process = self._start(channel, [each.fileno() for each in files])
             if process is None:
                 return 0
             if self._grpc_heartbeat is not None:
                 ours.callback(self._grpc_heartbeat.unlink, missing_ok=True)
-                ways.append(OverGrpc(self._grpc_heartbeat))
+                ways.append(GrpcHeartbeat(self._grpc_heartbeat))
             heartbeat = ours.enter_context(closing(Heartbeat(process.pid, ways)))
             try:
                 given = self._configuration, self._grpc_heartbeat, self.restarts > 0
@@ -237,7 +248,9 @@ class Supervised:
             self.ready = ready
             self._changed()
 
-    def _start(self, channel: Asking, files: Sequence[int]) -> subprocess.Popen[bytes] | None:
+    def _start(
+        self, channel: ControlChannelSupervisor, files: Sequence[int]
+    ) -> subprocess.Popen[bytes] | None:
         """The worker's process, which inherits ``files``; None when asked to stop."""
         with self._lock:
             if self._stopping.is_set():

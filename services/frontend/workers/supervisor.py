@@ -18,18 +18,18 @@ from hps.config import Configuration
 from hps.config.server_settings import GrpcSettings, HttpSettings
 from hps.errors import ConfigError
 from hps.observability import metric_names as m
-from hps.observability.metrics import Numbers
+from hps.observability.metrics import MetricValues
 from services.frontend.http.server import host_of, listen, reserve, url_of
 from services.frontend.logs import Level
-from services.frontend.workers.supervised import Supervised
+from services.frontend.workers.supervised import SupervisedWorker
 
 # Beyond the time that a worker is given to end, for its process to go.
 _GRACE_S = 5.0
 
 
 class Supervisor:
-    """Starts the workers and keeps as many. A `services.process.Server`: ``serve`` lasts until ``stop``, and
-    then until what the workers have accepted is answered.
+    """Starts the workers and keeps as many. A `services.process.PortServer`: ``serve`` lasts until
+    ``stop``, and then until what the workers have accepted is answered.
 
     The sockets they listen at for HTTP, if they do, are made here, one for each, and stay open here: the
     kernel spreads connections over them. Those that come to a worker that is being replaced are accepted by
@@ -60,7 +60,7 @@ class Supervisor:
         told = replace(configuration, settings=settings, origins={})
         self._folder = _beside(server.runtime) if server.grpc is not None else None
         self.workers = [
-            Supervised(
+            SupervisedWorker(
                 number,
                 told,
                 listeners,
@@ -159,9 +159,9 @@ class Supervisor:
             others = f"no answer from number {', '.join(stuck)}"
         return f"{ready} of {len(self.workers)} worker processes answer; {others}"
 
-    def metrics(self) -> Numbers:
+    def metrics(self) -> MetricValues:
         """Of all workers that there have been."""
-        found = Numbers(
+        found = MetricValues(
             {
                 m.WORKERS: {(): sum(worker.ready for worker in self.workers)},
                 m.WORKER_RESTARTS: {(): sum(worker.restarts for worker in self.workers)},
@@ -191,8 +191,8 @@ class Supervisor:
         return found
 
 
-class Elsewhere:
-    """A port that the workers have: a `services.process.Server` with an address and nothing to do."""
+class WorkerOwnedPort:
+    """A port that the workers have: a `services.process.PortServer` with an address and nothing to do."""
 
     def __init__(self, url: str) -> None:
         self.url = url

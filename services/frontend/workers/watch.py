@@ -19,7 +19,7 @@ UNREADY_S = 5.0
 _TRACE_S = 0.5
 
 
-class Watch:
+class WorkerWatch:
     """Watch over worker ``number``, one process after another. ``timeout_s``: how long it may be without an
     answer, see `Heartbeat.stuck_s`. ``ready`` is called with whether it answers, when that changes."""
 

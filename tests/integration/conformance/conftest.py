@@ -16,7 +16,7 @@ from hps.config.model_schema import ModelSpec
 from hps.models.repository import Repository
 from hps.models.writer import write_version
 from hps.native import COMPILED
-from hps.tools.conformance import Sample, Target
+from hps.tools.conformance import CheckedServer, SampleRequest
 from hps.triton.export import export_dense, export_ensemble, export_lookup
 from tests.integration.conftest import write_models
 
@@ -74,7 +74,7 @@ def _network() -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _samples() -> tuple[Sample, ...]:
+def _samples() -> tuple[SampleRequest, ...]:
     clicks = {
         "user": RNG.integers(0, 110, (3, 1)),
         "item": RNG.integers(-60, 60, (3, 1)),
@@ -88,11 +88,11 @@ def _samples() -> tuple[Sample, ...]:
     }
     dense = {"dense": RNG.standard_normal((3, 3)).astype(np.float32)}
     return (
-        Sample("clicks", clicks | dense, ("score", "logit")),
-        Sample("types", types, ("not", "twice", "negative", "vectors")),
-        Sample("types.lookup", {"half": types["half"]}, ("half",)),
-        Sample("clicks.lookup", clicks, ("user", "history")),
-        Sample("words.lookup", {"word": RNG.integers(0, 1000, (1, 26))}, ("word",)),
+        SampleRequest("clicks", clicks | dense, ("score", "logit")),
+        SampleRequest("types", types, ("not", "twice", "negative", "vectors")),
+        SampleRequest("types.lookup", {"half": types["half"]}, ("half",)),
+        SampleRequest("clicks.lookup", clicks, ("user", "history")),
+        SampleRequest("words.lookup", {"word": RNG.integers(0, 1000, (1, 26))}, ("word",)),
     )
 
 
@@ -144,11 +144,11 @@ def triton(
 
 
 @pytest.fixture(scope="session")
-def target_of(request: pytest.FixtureRequest) -> Callable[[str], Target]:
+def target_of(request: pytest.FixtureRequest) -> Callable[[str], CheckedServer]:
     """``target_of("ours")`` or ``("triton")``."""
 
-    def find(server: str) -> Target:
+    def find(server: str) -> CheckedServer:
         running = request.getfixturevalue(server)
-        return Target(running.address, running.grpc, SAMPLES)
+        return CheckedServer(running.address, running.grpc, SAMPLES)
 
     return find

@@ -17,7 +17,7 @@ from benchmarks.peers.perf_analyzer import perf_analyzer
 from hps.cli.conformance import app
 from hps.config.dense_settings import TritonSettings, TritonTarget
 from hps.models.repository import Repository
-from hps.tools.conformance.http_wire import LENGTH, Http, request, tensors_of
+from hps.tools.conformance.http_wire import LENGTH, HttpProbe, request, tensors_of
 from hps.tools.doctor.triton import triton as checks
 from tests.integration.conftest import write_models
 from tests.support.certificates import made
@@ -27,7 +27,7 @@ SERVERS = ("ours", "triton")
 
 
 def answered(target, sample):
-    with Http(target) as http:
+    with HttpProbe(target) as http:
         return http.send(sample).outputs()
 
 

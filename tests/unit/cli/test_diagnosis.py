@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from hps import native
-from hps.client.admin import Sample
+from hps.client.admin import MetricSample
 from hps.config import configuration_from
 from hps.errors import ConfigError
 from hps.observability import metric_names as m
@@ -28,7 +28,7 @@ from hps.tools.doctor import (
     streams,
     validity,
 )
-from hps.tools.doctor.check import Check, failed, guarded
+from hps.tools.doctor.check import DoctorCheck, failed, guarded
 from hps.updates.kafka.overview import GroupView
 
 
@@ -121,7 +121,7 @@ def test_an_error_is_shown_in_full() -> None:
 def test_the_processes_are_told_and_what_workers_lack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found(workers: int, **cache: object) -> Check:
+    def found(workers: int, **cache: object) -> DoctorCheck:
         given = {"server": {"workers": workers}, "tiers": {"cpu_cache": cache}}
         return memory.processes(configuration_from(given, environ={}).settings)
 
@@ -158,7 +158,7 @@ def test_the_processes_are_told_and_what_workers_lack(
 def test_clocks_are_compared_as_far_as_one_can_tell(
     ahead_s: float, unsure_s: float, verdict: str
 ) -> None:
-    check = clocks.clock("x", clocks.Skew(ahead_s, unsure_s))
+    check = clocks.clock("x", clocks.ClockSkew(ahead_s, unsure_s))
     assert check.verdict == verdict
     if verdict != "OK":
         assert ("ahead of" if ahead_s > 0 else "behind") in check.found
@@ -234,8 +234,8 @@ def test_a_folder_of_updates_must_be_there_and_writable(tmp_path: Path) -> None:
 
 
 def test_one_part_that_says_nonsense_does_not_hide_the_others() -> None:
-    def odd() -> Iterator[Check]:
-        yield Check("a", "OK", "fine")
+    def odd() -> Iterator[DoctorCheck]:
+        yield DoctorCheck("a", "OK", "fine")
         raise KeyError("version")
 
     first, second = guarded("part", odd())
@@ -253,8 +253,8 @@ def test_a_certificate_that_ends_soon_is_warned_of() -> None:
 
 
 def test_servers_of_several_versions_are_told() -> None:
-    def found(url: str, version: str, models: dict[str, int] | None) -> servers.Found:
-        return servers.Found(url, version=version, models=models)
+    def found(url: str, version: str, models: dict[str, int] | None) -> servers.ServerFindings:
+        return servers.ServerFindings(url, version=version, models=models)
 
     same = [found("a", "1", {"m": 1}), found("b", "1", {"m": 1}), found("c", "1", None)]
     (good,) = servers.alike(same)
@@ -280,14 +280,14 @@ def test_a_disk_that_is_nearly_full_is_told_of_a_server_that_is_far_away() -> No
 
 
 def test_messages_that_were_deleted_before_they_were_read_are_told() -> None:
-    def sample(topic: str, value: float) -> Sample:
-        return Sample(m.UPDATE_LOST, {"group": "hps.node.a", "topic": topic}, value)
+    def sample(topic: str, value: float) -> MetricSample:
+        return MetricSample(m.UPDATE_LOST, {"group": "hps.node.a", "topic": topic}, value)
 
     (check,) = states._lost("server", [sample("hps_updates.b", 0.0), sample("hps_updates.c", 7.0)])
     assert (check.name, check.verdict) == ("server: updates of hps.node.a", "WARN")
     assert "7 messages of hps_updates.c" in check.found
     labels = {"group": "hps.node.a", "topic": "t"}
-    (check,) = states._lost("server", [Sample(m.UPDATE_RESTARTED, labels, 2.0)])
+    (check,) = states._lost("server", [MetricSample(m.UPDATE_RESTARTED, labels, 2.0)])
     assert "2 partitions of t did not continue what was applied" in check.found
 
 
@@ -306,7 +306,7 @@ def test_lookup_nodes_of_a_front_end_that_serve_different_versions() -> None:
 def test_lag_counts_what_is_kept_and_what_was_lost_is_told() -> None:
     place = ("t", 0)
 
-    def lag(committed: dict[tuple[str, int], int], begin: int) -> Check:
+    def lag(committed: dict[tuple[str, int], int], begin: int) -> DoctorCheck:
         return streams._lag("g", GroupView(1, "", committed), {place: begin}, {place: 100})
 
     assert lag({place: 95}, 0).found == "1 member, 5 messages behind"

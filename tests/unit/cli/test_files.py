@@ -12,7 +12,7 @@ import pytest
 from pyarrow import csv, parquet
 
 from hps.cli.columns import dense_of, keys_of
-from hps.cli.files import Writer, open_reader, read
+from hps.cli.files import SampleWriter, open_reader, read
 from hps.errors import BadRequest, ConfigError
 
 USERS = [2**64 - 1, 2**63 - 1, 2**53 + 1, 7, 0]
@@ -128,7 +128,7 @@ SCORES = {
 
 
 def write_scores(path: Path) -> None:
-    with Writer(path) as writer:
+    with SampleWriter(path) as writer:
         for part in (slice(0, 3), slice(3, 4)):
             writer.write({name: value[part] for name, value in SCORES.items()})
         assert not path.exists()
@@ -172,7 +172,7 @@ def test_a_failure_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path, suff
     path.write_text("old")
 
     def fail() -> None:
-        with Writer(path) as writer:
+        with SampleWriter(path) as writer:
             writer.write(SCORES)
             raise KeyboardInterrupt
 
@@ -183,16 +183,16 @@ def test_a_failure_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path, suff
 
 
 def test_no_rows_still_make_a_file(tmp_path: Path) -> None:
-    with Writer(tmp_path / "s.jsonl"):
+    with SampleWriter(tmp_path / "s.jsonl"):
         pass
     assert (tmp_path / "s.jsonl").read_text() == ""
 
 
 def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name the output one of"):
-        Writer(tmp_path / "s.xlsx")
+        SampleWriter(tmp_path / "s.xlsx")
     with pytest.raises(ConfigError, match="there is no folder"):
-        Writer(tmp_path / "none" / "s.csv")
+        SampleWriter(tmp_path / "none" / "s.csv")
 
 
 @pytest.mark.parametrize(("suffix", "comma"), [(".csv", ","), (".tsv", "\t")])

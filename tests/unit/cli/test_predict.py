@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hps.cli.predict import IN_FLIGHT, _Scores
+from hps.cli.predict import IN_FLIGHT, _ScoreStream
 from hps.cli.targets import ServerTarget
 from hps.client import Answer, Client
 from hps.errors import BadRequest, Unavailable
-from hps.tools.signature import Dense, Signature
+from hps.tools.signature import DenseInput, ModelSignature
 from hps.types import PredictRequest, PredictResult
 
-MODEL = Signature("ctr", ("user",), {"price": Dense(np.dtype(np.float32), (-1, 1))})
+MODEL = ModelSignature("ctr", ("user",), {"price": DenseInput(np.dtype(np.float32), (-1, 1))})
 
 
 class Server:
@@ -61,7 +61,7 @@ def batches(count: int, read: list[int]) -> Iterator[tuple[dict[str, Any], int]]
 
 @pytest.mark.parametrize("count", [0, 1, IN_FLIGHT, 3 * IN_FLIGHT + 1])
 def test_scores_come_in_the_order_of_the_rows(count: int) -> None:
-    server, score, read = Server(), _Scores("ctr", MODEL), []
+    server, score, read = Server(), _ScoreStream("ctr", MODEL), []
     seen: list[float] = []
     for result, step in score.in_order(batches(count, read), server.submit):
         assert step == 2
@@ -74,7 +74,7 @@ def test_scores_come_in_the_order_of_the_rows(count: int) -> None:
 
 
 def test_a_request_that_fails_ends_it_behind_the_scores_before_it() -> None:
-    server, score = Server(), _Scores("ctr", MODEL)
+    server, score = Server(), _ScoreStream("ctr", MODEL)
     columns = [
         ({"user": pa.array([key]), "price": pa.array([0.0])}, 1) for key in (1, 2, -3, 4, 5, 6, 7)
     ]
@@ -90,7 +90,7 @@ def test_a_bad_cell_is_told_with_its_row_in_the_file() -> None:
         ({"user": pa.array(["3", "x"]), "price": pa.array(["1", "2"])}, 2),
     ]
     with pytest.raises(BadRequest, match="column 'user', row 4: 'x' is not"):
-        list(_Scores("ctr", MODEL).in_order(columns, Server().submit))
+        list(_ScoreStream("ctr", MODEL).in_order(columns, Server().submit))
 
 
 class Meeting(Client):
@@ -105,7 +105,7 @@ class Meeting(Client):
 
 def test_a_server_has_several_requests_at_a_time() -> None:
     assert IN_FLIGHT > 1
-    score = _Scores("ctr", MODEL)
+    score = _ScoreStream("ctr", MODEL)
     with ServerTarget(Meeting()).submitting(IN_FLIGHT) as submit:
         results = list(score.in_order(batches(2 * IN_FLIGHT, []), submit))
     firsts = [float(result.outputs["score"][0, 0]) for result, _ in results]

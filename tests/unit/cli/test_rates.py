@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from hps.cli.rates import Between, Reading, account
-from hps.client.admin import Sample
+from hps.cli.rates import MetricsInterval, MetricsReading, account
+from hps.client.admin import MetricSample
 
 REQUESTS = "hps_request_duration_seconds"
 
 
-def reading(at: float, *samples: tuple[str, dict[str, str], float]) -> Reading:
-    return Reading.of(at, [Sample(*sample) for sample in samples])
+def reading(at: float, *samples: tuple[str, dict[str, str], float]) -> MetricsReading:
+    return MetricsReading.of(at, [MetricSample(*sample) for sample in samples])
 
 
 def histogram(
@@ -50,11 +50,11 @@ def test_quantiles_are_those_of_the_time_between() -> None:
     """All that was slow was before."""
     before = reading(0.0, *histogram("200", {"0.001": 0, "0.01": 0, "+Inf": 900}))
     after = reading(1.0, *histogram("200", {"0.001": 50, "0.01": 100, "+Inf": 1000}))
-    it = Between(before, after)
+    it = MetricsInterval(before, after)
     assert it.quantile(REQUESTS, 0.25) == pytest.approx(0.0005)
     assert it.quantile(REQUESTS, 0.75) == pytest.approx(0.0055)
     assert it.quantile(REQUESTS, 0.75, model="other") is None
-    assert Between(after, after).quantile(REQUESTS, 0.5) is None
+    assert MetricsInterval(after, after).quantile(REQUESTS, 0.5) is None
 
 
 def test_tiers_freshness_and_lag() -> None:

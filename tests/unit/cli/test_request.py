@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hps.cli.request import parse_flags, parse_json
 from hps.errors import BadRequest, ConfigError
-from hps.tools.signature import Dense, Signature
+from hps.tools.signature import DenseInput, ModelSignature
 
 F4 = np.dtype(np.float32)
-MODEL = Signature("ctr", ("user", "tags"), {"depth": Dense(F4, (-1, 2))})
+MODEL = ModelSignature("ctr", ("user", "tags"), {"depth": DenseInput(F4, (-1, 2))})
 KEY = st.integers(-(2**63), 2**64 - 1)
 
 
@@ -123,9 +123,9 @@ def test_signature_from_the_protocols_metadata() -> None:
             {"name": "depth", "datatype": "FP32", "shape": [-1, 2]},
         ],
     }
-    signature = Signature.of_metadata(metadata)
+    signature = ModelSignature.of_metadata(metadata)
     assert signature.features == ("user",)
-    assert signature.dense == {"depth": Dense(F4, (-1, 2))}
+    assert signature.dense == {"depth": DenseInput(F4, (-1, 2))}
 
 
 def test_signature_of_our_own_server_knows_features_from_dense_integers() -> None:
@@ -137,6 +137,6 @@ def test_signature_of_our_own_server_knows_features_from_dense_integers() -> Non
         ],
         "parameters": {"source_outputs": ["user.source"]},
     }
-    signature = Signature.of_metadata(metadata)
+    signature = ModelSignature.of_metadata(metadata)
     assert signature.features == ("user",)
-    assert signature.dense == {"hour": Dense(np.dtype(np.int64), (-1,))}
+    assert signature.dense == {"hour": DenseInput(np.dtype(np.int64), (-1,))}

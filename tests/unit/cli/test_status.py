@@ -22,22 +22,22 @@ from hps.cli.status import (
 )
 from hps.cli.tables import flatten, show
 from hps.client import Admin
-from hps.client.admin import Sample
+from hps.client.admin import MetricSample
 
 
 def test_keys_are_summed_over_models_and_tables() -> None:
     samples = [
-        Sample("hps_lookup_keys_total", {"model": "a", "table": "t", "tier": "cpu"}, 3),
-        Sample("hps_lookup_keys_total", {"model": "b", "table": "t", "tier": "cpu"}, 4),
-        Sample("hps_lookup_keys_total", {"model": "b", "table": "t", "tier": "default"}, 1),
-        Sample("other", {}, 9),
+        MetricSample("hps_lookup_keys_total", {"model": "a", "table": "t", "tier": "cpu"}, 3),
+        MetricSample("hps_lookup_keys_total", {"model": "b", "table": "t", "tier": "cpu"}, 4),
+        MetricSample("hps_lookup_keys_total", {"model": "b", "table": "t", "tier": "default"}, 1),
+        MetricSample("other", {}, 9),
     ]
     assert keys_by_tier(samples) == {"cpu": 7, "default": 1}
 
 
-def histogram(counts: dict[str, float], **labels: str) -> list[Sample]:
+def histogram(counts: dict[str, float], **labels: str) -> list[MetricSample]:
     name = "hps_request_duration_seconds_bucket"
-    return [Sample(name, labels | {"le": bound}, n) for bound, n in counts.items()]
+    return [MetricSample(name, labels | {"le": bound}, n) for bound, n in counts.items()]
 
 
 def test_quantiles_are_bucket_bounds_summed_over_codes() -> None:
@@ -179,8 +179,8 @@ def test_updates_and_dead_letters_are_shown(capsys: pytest.CaptureFixture[str]) 
     }
     stuck = {**stream, "group": "hps.shared", "state": "running", "problem": "redis: away"}
     samples = [
-        Sample("hps_update_dead_letters_total", {"reason": "row_size"}, 3.0),
-        Sample("hps_update_dead_letters_total", {"reason": "checksum"}, 0.0),
+        MetricSample("hps_update_dead_letters_total", {"reason": "row_size"}, 3.0),
+        MetricSample("hps_update_dead_letters_total", {"reason": "checksum"}, 0.0),
     ]
     report = {"updates": [stream, stuck], "dead_letters": dead_letters(samples)}
     _show_updates(report)

@@ -20,8 +20,8 @@ from tritonclient.grpc.service_pb2_grpc import (
 
 from hps.client import AsyncClient, Client, Tls
 from hps.client import client as module
-from hps.client.calls import Patience
-from hps.client.errors import Later, Unreachable, ended, replied
+from hps.client.calls import RetryDeadline
+from hps.client.errors import RetryLater, ServerUnreachable, ended, replied
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, HpsError, Unavailable
 from tests.support.certificates import made
 
@@ -223,16 +223,16 @@ def test_a_request_id_is_a_header(script, lookup):
 
 
 def test_only_a_server_that_was_not_available_is_asked_again():
-    patience = Patience(60, 3)
+    patience = RetryDeadline(60, 3)
     assert 0 < patience.pause_s(Unavailable("")) < 0.1
     assert 0.05 <= patience.pause_s(Unavailable("")) < 0.2
-    assert patience.pause_s(Later("", 7)) == 7
+    assert patience.pause_s(RetryLater("", 7)) == 7
     with pytest.raises(Unavailable):
         patience.pause_s(Unavailable(""))
     with pytest.raises(BadRequest):
-        Patience(60, 2).pause_s(BadRequest(""))
+        RetryDeadline(60, 2).pause_s(BadRequest(""))
     with pytest.raises(Unavailable):  # no time for another
-        Patience(0.001, 2).pause_s(Unavailable(""))
+        RetryDeadline(0.001, 2).pause_s(Unavailable(""))
 
 
 def test_what_a_server_says_of_another_attempt():
@@ -242,8 +242,10 @@ def test_what_a_server_says_of_another_attempt():
     assert ended("g", "RESOURCE_EXHAUSTED", "too many", "250").after_s == 0.25
     for never in ("-1", "soon"):  # gRFC A6: not to be repeated
         assert ended("g", "UNAVAILABLE", "busy", never).after_s == math.inf
-    assert type(ended("g", "UNAVAILABLE", "failed to connect to all addresses")) is Unreachable
-    assert type(ended("g", "CANCELLED", "CANCELLED")) is Unreachable
+    assert (
+        type(ended("g", "UNAVAILABLE", "failed to connect to all addresses")) is ServerUnreachable
+    )
+    assert type(ended("g", "CANCELLED", "CANCELLED")) is ServerUnreachable
     assert type(ended("g", "RESOURCE_EXHAUSTED", "queue is full")) is Unavailable
     assert type(ended("g", "RESOURCE_EXHAUSTED", "Received message larger than max")) is BadRequest
 

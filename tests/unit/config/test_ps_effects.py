@@ -10,7 +10,7 @@ import pytest
 
 from hps.config import load_config
 from hps.config.ps_json.keys import KEYS
-from hps.config.ps_json.values import Reader
+from hps.config.ps_json.values import PsJsonReader
 
 Ps = Any
 
@@ -194,7 +194,7 @@ def test_a_key_of_a_model_and_of_the_top_level_is_named_for_both(ps: Ps) -> None
     assert "models[0].slot_num: has no effect" in text
     assert ": slot_num: unknown key" in text
     ps.path.write_text("{}")
-    reader = Reader(ps.path)
+    reader = PsJsonReader(ps.path)
     for path in (("fuse",), ("models", 0, "fuse"), ("models", 2, "fuse")):
         reader.ignored(path, "one reason")
     assert reader.warnings() == (f"{ps.path}: fuse, models[0,2].fuse: has no effect: one reason",)

@@ -30,7 +30,7 @@ def test_the_header_repeats_the_constants():
     header = constants_of_the_header()
     assert {name: header[name] for name in SHARED} == {n: getattr(layout, n) for n in SHARED}
     assert header["BLOCK"] == loader.BLOCK
-    for policy in layout.Policy:
+    for policy in layout.EvictionPolicy:
         assert header[policy.rule.name] == policy.rule
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hps.cuda import loader, memory, table
-from hps.cuda.layout import Policy, shape_of
+from hps.cuda.layout import EvictionPolicy, shape_of
 from hps.cuda.table import GpuTable
 from hps.errors import ConfigError
 from hps.node.devices import device_count
@@ -91,7 +91,7 @@ def test_an_allocation_that_fails_although_enough_was_free(device, refused):
     shape = shape_of(TABLE, 1_000_000, scored=True)
     assert shape.bytes < FREE
     with pytest.raises(ConfigError) as error:
-        GpuTable(TABLE, 1_000_000, Policy.SCORE)
+        GpuTable(TABLE, 1_000_000, EvictionPolicy.SCORE)
     said = f"needs {shape.bytes:,} bytes for 1,000,000 rows, and {FREE:,} are free on the device"
     assert said in str(error.value)
     offered = rows_offered(error)

@@ -8,13 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.cuda import layout
-from hps.cuda.layout import COUNT_BITS, EMPTY, ROW_MASK, TOMBSTONE, Policy, Shape, shape_of
+from hps.cuda.layout import (
+    COUNT_BITS,
+    EMPTY,
+    ROW_MASK,
+    TOMBSTONE,
+    EvictionPolicy,
+    GpuTableShape,
+    shape_of,
+)
 from hps.cuda.twin import AGE, TwinTable
 from hps.tiers.base import newest_of_each
 from hps.types import EmbeddingTable
 
 DIM = 4
-SMALL = Shape(buckets=10, rows=80 + 1024, spare=1024, stride=32)
+SMALL = GpuTableShape(buckets=10, rows=80 + 1024, spare=1024, stride=32)
 
 
 def rows_of(keys):
@@ -150,7 +158,7 @@ def test_a_tombstone_is_the_first_to_go():
 
 
 def test_the_least_used_rows_make_room():
-    twin = TwinTable(SMALL, DIM, policy=Policy.LFU)
+    twin = TwinTable(SMALL, DIM, policy=EvictionPolicy.LFU)
     put(twin, np.arange(300))
     used = twin.resident()[::4]
     for _ in range(3):
@@ -163,7 +171,7 @@ def test_the_least_used_rows_make_room():
 
 
 def test_counts_of_an_older_epoch_go_first():
-    twin = TwinTable(SMALL, DIM, policy=Policy.LFU)
+    twin = TwinTable(SMALL, DIM, policy=EvictionPolicy.LFU)
     put(twin, np.arange(300))
     for _ in range(5):
         twin.fetch(twin.resident())
@@ -178,7 +186,7 @@ def test_counts_of_an_older_epoch_go_first():
 
 @pytest.mark.parametrize("worth", [50, 1 << 40, 2**64 - 2])
 def test_a_row_worth_less_than_all_others_is_not_admitted(worth):
-    twin = TwinTable(SMALL, DIM, policy=Policy.SCORE)
+    twin = TwinTable(SMALL, DIM, policy=EvictionPolicy.SCORE)
     keys = np.arange(300)
     put(twin, keys, scores=np.full(300, worth, np.uint64))
     full = twin.resident()
@@ -197,7 +205,7 @@ def test_a_row_worth_less_than_all_others_is_not_admitted(worth):
 
 
 def test_rows_last_used_in_an_older_epoch_go_first():
-    twin = TwinTable(SMALL, DIM, policy=Policy.EPOCH_LRU)
+    twin = TwinTable(SMALL, DIM, policy=EvictionPolicy.EPOCH_LRU)
     put(twin, np.arange(300))
     twin.epoch, used = 1, twin.resident()[::4]
     twin.fetch(used)
@@ -216,7 +224,11 @@ def test_rows_last_used_in_an_older_epoch_go_first():
     assert twin.resident(2 << COUNT_BITS).tolist() == later.tolist()
 
 
-@pytest.mark.parametrize("policy", [Policy.LRU, Policy.EPOCH_LRU, Policy.LFU], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "policy",
+    [EvictionPolicy.LRU, EvictionPolicy.EPOCH_LRU, EvictionPolicy.LFU],
+    ids=lambda p: p.name,
+)
 def test_the_stalest_rows_make_room_while_scores_wrap(policy):
     twin = TwinTable(SMALL, DIM, policy=policy)
     twin.clock, twin.epoch = 2**32 - 4, 2 ** (32 - COUNT_BITS) - 1

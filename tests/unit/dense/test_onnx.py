@@ -13,8 +13,8 @@ from onnx import helper as h
 
 from hps.cuda import loader
 from hps.dense import onnx as module
-from hps.dense.base import TensorInfo, check_network
-from hps.dense.onnx import OnGpu, OnnxModel, narrowed
+from hps.dense.base import NetworkTensor, check_network
+from hps.dense.onnx import GpuOptions, OnnxModel, narrowed
 from hps.errors import ConfigError, DenseModelError, ModelError
 
 
@@ -47,7 +47,10 @@ def two_outputs(tmp_path):
 
 def test_predict(two_outputs):
     model = OnnxModel(two_outputs, "cpu")
-    assert model.inputs == (TensorInfo("a", "FP32", (-1, 3)), TensorInfo("b", "FP32", (-1, 3)))
+    assert model.inputs == (
+        NetworkTensor("a", "FP32", (-1, 3)),
+        NetworkTensor("b", "FP32", (-1, 3)),
+    )
     assert [tensor.name for tensor in model.outputs] == ["sum", "double"]
     a = np.arange(6, dtype=np.float32).reshape(2, 3)
     a[1, 1] = np.nan
@@ -109,7 +112,7 @@ def test_warm_up_fails_at_start_not_at_the_first_request(tmp_path):
         {"c": (T.FLOAT, ["n", 3])},
     )
     with pytest.raises(ModelError, match=r"dense.onnx: the first run, on zeros .*'a': \[1, 5\]"):
-        OnnxModel(path, "cpu").warm_up({"a": TensorInfo("a", "FP32", (-1, 5))})
+        OnnxModel(path, "cpu").warm_up({"a": NetworkTensor("a", "FP32", (-1, 5))})
 
 
 @pytest.mark.parametrize("content", [b"", b"not a network"])
@@ -198,7 +201,7 @@ def test_cuda_multiplies_float32_in_full_unless_told_otherwise(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
     OnnxModel(Path("x.onnx"), "cuda")
     assert runtime.asked[0] == (CUDA, {"device_id": "0", "use_tf32": "0"})
-    OnnxModel(Path("x.onnx"), "cuda", gpu=OnGpu(device=1, tf32=True))
+    OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(device=1, tf32=True))
     assert runtime.asked[0] == (CUDA, {"device_id": "1", "use_tf32": "1"})
 
 
@@ -216,7 +219,7 @@ def test_a_session_of_a_lane_runs_on_its_stream(monkeypatch):
 def test_runs_on_cuda_are_recorded_unless_the_settings_say_otherwise(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CUDA, CPU], None))
     assert OnnxModel(Path("x.onnx"), "cuda").records
-    assert not OnnxModel(Path("x.onnx"), "cuda", gpu=OnGpu(graphs=False)).records
+    assert not OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(graphs=False)).records
     monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([RT, CUDA, CPU], None))
     assert not OnnxModel(Path("x.onnx"), "tensorrt").records
 
@@ -224,7 +227,7 @@ def test_runs_on_cuda_are_recorded_unless_the_settings_say_otherwise(monkeypatch
 def test_tensorrt_narrows_by_itself(monkeypatch):
     runtime = _Runtime([RT, CUDA, CPU], None)
     monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
-    OnnxModel(Path("x.onnx"), "tensorrt", gpu=OnGpu(precision="float16"))
+    OnnxModel(Path("x.onnx"), "tensorrt", gpu=GpuOptions(precision="float16"))
     assert runtime.asked[0] == (RT, {"device_id": "0", "trt_fp16_enable": "1"})
     assert [each[0] for each in runtime.asked[1:-1]] == [CUDA]
 
@@ -268,7 +271,7 @@ def test_a_network_on_a_gpu_leaves_the_thread_its_device(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", Runtime([CUDA, CPU], None))
     monkeypatch.setattr(module, "lacking", lambda: None)
     monkeypatch.setattr(loader, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=cuda)))
-    model = OnnxModel(Path("x.onnx"), "cuda", gpu=OnGpu(device=2))
+    model = OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(device=2))
     assert current.device == 0
     current.device = 1
     model.predict({})
@@ -279,7 +282,7 @@ def test_a_network_on_a_gpu_leaves_the_thread_its_device(monkeypatch):
 def test_float16_is_for_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", _Runtime([CPU], None))
     with pytest.raises(ConfigError, match="a CPU is slower in float16"):
-        OnnxModel(Path("x.onnx"), "auto", gpu=OnGpu(precision="float16"))
+        OnnxModel(Path("x.onnx"), "auto", gpu=GpuOptions(precision="float16"))
 
 
 def test_a_narrowed_network_takes_and_gives_what_it_did(tmp_path):
@@ -324,17 +327,17 @@ def test_first_line_of_an_error_without_text():
 
 
 class _Network:
-    inputs = (TensorInfo("user", "FP32", (-1, 4)), TensorInfo("hist", "FP32", (-1, -1, 2)))
-    outputs = (TensorInfo("ctr", "FP32", (-1, 1)), TensorInfo("cvr", "FP32", (-1, 1)))
+    inputs = (NetworkTensor("user", "FP32", (-1, 4)), NetworkTensor("hist", "FP32", (-1, -1, 2)))
+    outputs = (NetworkTensor("ctr", "FP32", (-1, 1)), NetworkTensor("cvr", "FP32", (-1, 1)))
 
 
-USER, HIST = TensorInfo("user", "FP32", (-1, 4)), TensorInfo("hist", "FP32", (-1, 3, 2))
-CTR = TensorInfo("ctr", "FP32", (-1, 1))
+USER, HIST = NetworkTensor("user", "FP32", (-1, 4)), NetworkTensor("hist", "FP32", (-1, 3, 2))
+CTR = NetworkTensor("ctr", "FP32", (-1, 1))
 
 
 def test_a_fitting_network():
     check_network("m", _Network(), [USER, HIST], [CTR])
-    half = TensorInfo("user", "FP16", (-1, 4))
+    half = NetworkTensor("user", "FP16", (-1, 4))
     check_network("m", _Network(), [half, HIST], [CTR])
 
 
@@ -344,23 +347,31 @@ def test_a_fitting_network():
         ([USER], [CTR], r"feeds nothing to network input 'hist' \(FP32 \[-1, -1, 2\]\)"),
         ([USER, USER, HIST], [CTR], "'user' is fed twice"),
         (
-            [USER, HIST, TensorInfo("x", "FP32", (-1,))],
+            [USER, HIST, NetworkTensor("x", "FP32", (-1,))],
             [CTR],
             "names input 'x', the network has user, hist",
         ),
-        ([TensorInfo("user", "FP32", (-1, 5)), HIST], [CTR], r"\[-1, 5\] in model.yaml, \[-1, 4\]"),
-        ([TensorInfo("user", "FP32", (-1,)), HIST], [CTR], r"\[-1\] in model.yaml, \[-1, 4\]"),
         (
-            [TensorInfo("user", "INT64", (-1, 4)), HIST],
+            [NetworkTensor("user", "FP32", (-1, 5)), HIST],
+            [CTR],
+            r"\[-1, 5\] in model.yaml, \[-1, 4\]",
+        ),
+        ([NetworkTensor("user", "FP32", (-1,)), HIST], [CTR], r"\[-1\] in model.yaml, \[-1, 4\]"),
+        (
+            [NetworkTensor("user", "INT64", (-1, 4)), HIST],
             [CTR],
             "is INT64 in model.yaml, FP32 in the",
         ),
         (
             [USER, HIST],
-            [TensorInfo("p", "FP32", (-1, 1))],
+            [NetworkTensor("p", "FP32", (-1, 1))],
             "names output 'p', the network has ctr, cvr",
         ),
-        ([USER, HIST], [TensorInfo("ctr", "FP16", (-1, 1))], "is FP16 in model.yaml, FP32 in the"),
+        (
+            [USER, HIST],
+            [NetworkTensor("ctr", "FP16", (-1, 1))],
+            "is FP16 in model.yaml, FP32 in the",
+        ),
     ],
 )
 def test_a_network_that_does_not_fit(fed, served, message):
@@ -370,7 +381,7 @@ def test_a_network_that_does_not_fit(fed, served, message):
 
 def test_a_network_with_a_fixed_batch():
     class Fixed(_Network):
-        inputs = (TensorInfo("user", "FP32", (1, 4)),)
+        inputs = (NetworkTensor("user", "FP32", (1, 4)),)
 
     with pytest.raises(ModelError, match=r"fixed batch in the network, \[1, 4\]; export"):
         check_network("m", Fixed(), [USER], [])

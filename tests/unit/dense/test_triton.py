@@ -27,21 +27,21 @@ from tritonclient.grpc.service_pb2_grpc import (
 from tritonclient.utils import InferenceServerException
 
 from hps.config.dense_settings import DenseSettings, TritonSettings
-from hps.dense.base import TensorInfo
+from hps.dense.base import NetworkTensor
 from hps.dense.choose import NetworkSpec, open_network
-from hps.dense.fallback import Fallback
+from hps.dense.fallback import FallbackModel
 from hps.dense.triton import TritonModel
 from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.host_memory import HostRegion
 from hps.dense.triton.http import HttpTransport
-from hps.dense.triton.memory import Regions
+from hps.dense.triton.memory import ThreadRegions
 from hps.dense.triton.transport import (
-    Described,
-    NotReached,
-    OnDevice,
-    Refused,
-    Unreachable,
+    CudaSharedMemory,
+    TritonModelInfo,
+    TritonNotConnected,
+    TritonRejected,
+    TritonUnavailable,
     told,
 )
 from hps.errors import (
@@ -54,7 +54,7 @@ from hps.errors import (
 )
 from tests.support.network import Network
 
-IN, OUT = TensorInfo("x", "FP32", (-1, 2)), TensorInfo("y", "FP32", (-1, 2))
+IN, OUT = NetworkTensor("x", "FP32", (-1, 2)), NetworkTensor("y", "FP32", (-1, 2))
 
 
 class Triton:
@@ -71,10 +71,10 @@ class Triton:
         if left := self.faults.get(call):
             raise left.pop(0)
 
-    def describe(self, timeout_s: float) -> Described:
+    def describe(self, timeout_s: float) -> TritonModelInfo:
         self.during()
         self._fail("describe")
-        return Described((IN,), (OUT,), 0)
+        return TritonModelInfo((IN,), (OUT,), 0)
 
     def infer(self, inputs, outputs, timeout_s, shared=None):
         self.runs.append(shared)
@@ -121,7 +121,7 @@ def triton() -> Triton:
 def opened(triton: Triton) -> Iterator[Callable[..., TritonModel]]:
     networks = []
 
-    def open_network(regions: Regions | None = None, **changes: Any) -> TritonModel:
+    def open_network(regions: ThreadRegions | None = None, **changes: Any) -> TritonModel:
         how: dict[str, Any] = {"timeout_s": 60.0, "retries": 0, "regions": regions, **changes}
         networks.append(TritonModel("n", "there:1", triton, ((IN,), (OUT,)), **how))
         return networks[-1]
@@ -144,12 +144,12 @@ def doubled(network: Any, value: float, batch: int = 1, deadline: float | None =
 
 LATE = DeadlineExceeded("late")
 LOST = DenseModelError("Triton could not be asked: the connection was closed")
-AWAY = Unreachable("away")
+AWAY = TritonUnavailable("away")
 
 
 @pytest.mark.parametrize("error", [LATE, LOST, AWAY])
 def test_what_a_late_run_writes_is_nobody_elses(triton, opened, error):
-    network = opened(Regions())
+    network = opened(ThreadRegions())
     triton.faults["infer"] = [error]
     with pytest.raises((DeadlineExceeded, DenseModelError, Unavailable)):
         network.predict(rows(1))
@@ -162,7 +162,7 @@ def test_what_a_late_run_writes_is_nobody_elses(triton, opened, error):
 
 
 def test_a_triton_started_anew_hears_of_a_region_of_another_name(triton, opened):
-    network = opened(Regions())
+    network = opened(ThreadRegions())
     doubled(network, 1)
     triton.regions.popitem()[1].close()
     doubled(network, 2)
@@ -170,7 +170,7 @@ def test_a_triton_started_anew_hears_of_a_region_of_another_name(triton, opened)
 
 
 def test_memory_grows_while_triton_is_away(triton, opened):
-    network = opened(Regions())
+    network = opened(ThreadRegions())
     doubled(network, 1)
     triton.faults |= {"register": [AWAY] * 2, "unregister": [AWAY]}
     for _ in range(2):
@@ -181,7 +181,7 @@ def test_memory_grows_while_triton_is_away(triton, opened):
 
 
 def test_a_registration_whose_answer_was_lost(triton, opened):
-    network = opened(Regions())
+    network = opened(ThreadRegions())
     triton.faults["register"] = [LATE]
     with pytest.raises(DeadlineExceeded):
         network.predict(rows(1))
@@ -190,14 +190,14 @@ def test_a_registration_whose_answer_was_lost(triton, opened):
 
 def test_regions_of_a_process_that_was_killed_are_in_nobodys_way(triton, opened, monkeypatch):
     monkeypatch.setattr("os.getpid", lambda: 7)
-    networks = [opened(Regions()) for _ in range(2)]  # as two processes of one number
+    networks = [opened(ThreadRegions()) for _ in range(2)]  # as two processes of one number
     for network in networks:
         doubled(network, 1)
     assert len(set(triton.ever)) == 2
 
 
 def test_at_the_end_triton_forgets_the_regions_if_it_can(triton, opened):
-    network = opened(Regions())
+    network = opened(ThreadRegions())
     doubled(network, 1)
     triton.faults["unregister"] = [AWAY]
     network.close()
@@ -219,7 +219,7 @@ class Lasting(HostRegion):
 
 
 def test_memory_that_triton_may_still_write_to_is_kept(triton, opened):
-    network = opened(Regions(Lasting))
+    network = opened(ThreadRegions(Lasting))
     triton.faults |= {"infer": [LATE], "unregister": [AWAY]}
     with pytest.raises(DeadlineExceeded):
         network.predict(rows(1))
@@ -254,8 +254,8 @@ def counted() -> type[Counted]:
 
 
 def test_a_region_that_triton_never_heard_of_is_used_again(triton, opened, counted):
-    network = opened(Regions(counted))
-    triton.faults["reach"] = [NotReached("refused")] * 9
+    network = opened(ThreadRegions(counted))
+    triton.faults["reach"] = [TritonNotConnected("refused")] * 9
     for _ in range(8):
         with pytest.raises(Unavailable):
             network.predict(rows(1))
@@ -264,7 +264,7 @@ def test_a_region_that_triton_never_heard_of_is_used_again(triton, opened, count
         network.predict(rows(1, 1 << 16))
     assert (counted.made, len(counted.there)) == (2, 1)  # the small one was released
     doubled(network, 2)
-    triton.faults["infer"] = [NotReached("refused")]
+    triton.faults["infer"] = [TritonNotConnected("refused")]
     with pytest.raises(Unavailable):
         network.predict(rows(1))
     doubled(network, 3)
@@ -272,8 +272,8 @@ def test_a_region_that_triton_never_heard_of_is_used_again(triton, opened, count
 
 
 def test_a_region_that_triton_refuses_is_released(triton, opened, counted):
-    network = opened(Regions(counted))
-    triton.faults["reach"] = [Refused("failed to register shared memory region")] * 4
+    network = opened(ThreadRegions(counted))
+    triton.faults["reach"] = [TritonRejected("failed to register shared memory region")] * 4
     for _ in range(2):
         with pytest.raises(DenseModelError):
             network.predict(rows(1))
@@ -284,7 +284,7 @@ def test_what_a_hung_triton_may_use_is_bounded_and_none_of_it_freed(
     triton, opened, counted, monkeypatch
 ):
     monkeypatch.setattr("hps.dense.triton.memory._STALE_BYTES", 1 << 20)
-    network = opened(Regions(counted))
+    network = opened(ThreadRegions(counted))
     triton.faults |= {"infer": [LATE] * 99, "unregister": [AWAY] * 99}
     for _ in range(16):
         with pytest.raises(DeadlineExceeded):
@@ -295,7 +295,7 @@ def test_what_a_hung_triton_may_use_is_bounded_and_none_of_it_freed(
     assert counted.there.keys() == set(triton.ever) == triton.regions.keys()
     assert sum(counted.there.values()) == 1 << 20
     triton.faults["infer"] = []
-    doubled(Fallback("n", network, opened()), 1)
+    doubled(FallbackModel("n", network, opened()), 1)
     triton.faults.clear()
     doubled(network, 2)
     assert len(counted.there) == len(triton.regions) == 1
@@ -304,13 +304,16 @@ def test_what_a_hung_triton_may_use_is_bounded_and_none_of_it_freed(
 @pytest.mark.parametrize(
     ("error", "kept"),
     [
-        (Refused("Cannot unregister shared memory region 'r', it is currently in use."), True),
+        (
+            TritonRejected("Cannot unregister shared memory region 'r', it is currently in use."),
+            True,
+        ),
         (LOST, True),
-        (Refused("no such region"), False),
+        (TritonRejected("no such region"), False),
     ],
 )
 def test_a_region_is_released_when_triton_has_let_go_of_it(triton, opened, counted, error, kept):
-    network = opened(Regions(counted))
+    network = opened(ThreadRegions(counted))
     triton.faults |= {"infer": [LATE], "unregister": [error]}
     with pytest.raises(DeadlineExceeded):
         network.predict(rows(1))
@@ -320,7 +323,7 @@ def test_a_region_is_released_when_triton_has_let_go_of_it(triton, opened, count
 
 
 def test_memory_that_triton_does_not_let_go_of_outlives_the_network(triton, counted, caplog):
-    regions = Regions(counted)
+    regions = ThreadRegions(counted)
     regions.infer(triton, [("x", "FP32", rows(1)["x"])], (OUT,), lambda: 60.0)
     triton.faults["unregister"] = [AWAY]
     regions.close(triton)
@@ -344,7 +347,7 @@ def test_a_call_without_a_connection_has_not_reached_triton(kind):
         if kind == "http"
         else GrpcTransport(address, "n", "", channels=1)
     )
-    with pytest.raises(NotReached):
+    with pytest.raises(TritonNotConnected):
         transport.register("r", "/r", 4096, 10.0)
     transport.close()
 
@@ -361,7 +364,7 @@ def test_a_call_without_a_connection_has_not_reached_triton(kind):
 def test_what_triton_has_answered(status, is_answer):
     error = told(InferenceServerException("no", status))
     assert isinstance(error, DenseModelError)
-    assert isinstance(error, Refused) == is_answer
+    assert isinstance(error, TritonRejected) == is_answer
 
 
 class CudaError(RuntimeError):
@@ -397,7 +400,7 @@ def test_a_gpu_without_memory_to_share(monkeypatch, call, text):
 
 
 def test_a_gpus_memory_is_told_by_its_handle(monkeypatch):
-    there, told = OnDevice(bytes(range(64)), 3), []
+    there, told = CudaSharedMemory(bytes(range(64)), 3), []
     http = HttpTransport("there:1", "n", "")
     monkeypatch.setattr(http, "_ask", lambda _method, path, _s, body=b"": told.append((path, body)))
     http.register("r", there, 4096, 1.0)
@@ -431,14 +434,14 @@ def test_triton_is_told_how_long_its_answer_is_waited_for(monkeypatch, timeout_s
 
     by_http = HttpTransport("there:1", "n", "")
     monkeypatch.setattr(by_http, "_ask", keep)
-    with pytest.raises(Unreachable):
+    with pytest.raises(TritonUnavailable):
         by_http.infer(inputs, ["y"], timeout_s)
     *_, limit, body, headers = asked
     head = json.loads(body[: int(headers["inference-header-content-length"])])
     assert (limit, head["parameters"]["timeout"]) == (timeout_s, timeout_us)
     by_grpc = GrpcTransport("there:1", "n", "", channels=1)
     monkeypatch.setattr(by_grpc._clients[0], "_client_stub", SimpleNamespace(ModelInfer=keep))
-    with pytest.raises(Unreachable):
+    with pytest.raises(TritonUnavailable):
         by_grpc.infer(inputs, ["y"], timeout_s)
     assert asked[-1].parameters["timeout"].int64_param == timeout_us
     by_grpc.close()
@@ -507,7 +510,7 @@ class Late:
 def test_requests_shorter_than_tritons_time_fall_back_after_the_first(opened, monkeypatch):
     monkeypatch.setattr("hps.dense.fallback._REST_S", 60.0)
     late = Late()
-    both = Fallback("n", late, opened())
+    both = FallbackModel("n", late, opened())
     with pytest.raises(DeadlineExceeded):
         both.predict(rows(1), None, time.monotonic() - 1)
     with pytest.raises(DeadlineExceeded):  # that one came too late: it says nothing of the network
@@ -535,7 +538,7 @@ def test_runs_are_repeated_where_triton_is_unavailable_and_only_there(triton, op
 @pytest.mark.parametrize("status", ["StatusCode.NOT_FOUND", "StatusCode.UNAVAILABLE", "400", "404"])
 def test_a_run_that_finds_the_network_not_loaded_yet_is_repeated(status):
     error = InferenceServerException("Request for unknown model: 'n' is not found", status)
-    assert isinstance(told(error), Unreachable)
+    assert isinstance(told(error), TritonUnavailable)
 
 
 @pytest.mark.parametrize("status", ["StatusCode.UNAVAILABLE", "503", "400"])
@@ -597,7 +600,7 @@ def test_a_connection_serves_calls_until_the_server_ends_it():
     with answering(*answers) as (address, counts):
         transport = HttpTransport(address, "n", "")
         found = [transport._ask("GET", "/", 60).body for _ in range(3)]
-        with pytest.raises(Unreachable):
+        with pytest.raises(TritonUnavailable):
             transport._ask("GET", "/", 60)
         found.append(transport._ask("GET", "/", 60).body)
         transport.close()
@@ -611,7 +614,7 @@ def test_a_connection_serves_calls_until_the_server_ends_it():
 def test_half_an_answer_is_a_server_that_is_gone(answer):
     with answering(answer) as (address, _):
         transport = HttpTransport(address, "n", "")
-        with pytest.raises(Unreachable):
+        with pytest.raises(TritonUnavailable):
             transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60)
         transport.close()
 
@@ -636,7 +639,7 @@ def test_a_connection_that_is_lost_in_a_call_is_a_server_that_is_gone():
     server.start()
     transport = GrpcTransport(network.address, "n", "", channels=1)
     try:
-        with pytest.raises(Unreachable):
+        with pytest.raises(TritonUnavailable):
             transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60)
         found = _retried(lambda: transport.infer([("x", "FP32", rows(1)["x"])], ["y"], 60))
         assert found["y"].tolist() == [[2, 2]]
@@ -652,6 +655,6 @@ def _retried(call: Callable[[], Any]) -> Any:
     for _ in range(100):
         try:
             return call()
-        except Unreachable:
+        except TritonUnavailable:
             time.sleep(0.05)
     raise AssertionError("it stayed unreachable")

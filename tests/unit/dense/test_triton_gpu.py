@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from hps.cuda.loader import cupy
-from hps.dense.base import TensorInfo
+from hps.dense.base import NetworkTensor
 from hps.dense.triton import TritonModel
 from hps.dense.triton.device_memory import DeviceRegion
-from hps.dense.triton.memory import Regions
-from hps.dense.triton.transport import Described, OnDevice
+from hps.dense.triton.memory import ThreadRegions
+from hps.dense.triton.transport import CudaSharedMemory, TritonModelInfo
 from hps.errors import DeadlineExceeded
 
 pytestmark = pytest.mark.gpu
-IN, OUT = TensorInfo("x", "FP32", (-1, 2)), TensorInfo("y", "FP32", (-1, 2))
+IN, OUT = NetworkTensor("x", "FP32", (-1, 2)), NetworkTensor("y", "FP32", (-1, 2))
 
 
-def double(key: OnDevice, x: tuple[int, int], y: tuple[int, int]) -> None:
+def double(key: CudaSharedMemory, x: tuple[int, int], y: tuple[int, int]) -> None:
     """What a Triton does: opens the memory, reads x there and writes y."""
     cp = cupy()
     with cp.cuda.Device(key.device):
@@ -47,7 +47,7 @@ class Triton:
         self.late = False
 
     def describe(self, timeout_s):
-        return Described((IN,), (OUT,), 0)
+        return TritonModelInfo((IN,), (OUT,), 0)
 
     def register(self, region, key, size, timeout_s):
         self.regions[region] = key
@@ -73,7 +73,7 @@ def test_another_process_finds_the_tensors_and_answers_there():
     before = cp.cuda.Device().id
     with get_context("spawn").Pool(1) as processes:
         triton = Triton(processes)
-        how = {"timeout_s": 60.0, "retries": 0, "regions": Regions(partial(DeviceRegion, 0))}
+        how = {"timeout_s": 60.0, "retries": 0, "regions": ThreadRegions(partial(DeviceRegion, 0))}
         network = TritonModel("n", "there:1", triton, ((IN,), (OUT,)), **how)
         for batch in (1, 7, 1 << 16, 3):
             x = np.random.default_rng(batch).random((batch, 2), np.float32)

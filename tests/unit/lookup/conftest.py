@@ -9,7 +9,7 @@ import pytest
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
@@ -49,7 +49,7 @@ class World:
         self.tables = {table.name: table for table in tables}
         self.cache = MemoryTier(CACHE)
         self.store = Store(replace(STORE, blocking=blocking))
-        self.workers = Workers(threads, queued, name="test", setting="tiers.lookup_queue")
+        self.workers = BoundedThreadPool(threads, queued, name="test", setting="tiers.lookup_queue")
         self.promoted = []
         self.answered = []
         self.finished = []

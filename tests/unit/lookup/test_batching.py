@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest, DeadlineExceeded, Unavailable
-from hps.lookup.batched import BatchedLookup, Together
-from hps.lookup.batching import Batcher, Bounds, Size
-from hps.lookup.merged import Merged
-from hps.threads import Done
+from hps.lookup.batched import BatchedLookup, MergingSubmit
+from hps.lookup.batching import Batcher, BatchLimits, BatchSize
+from hps.lookup.merged import MergedLookup
+from hps.threads import CompletedFuture
 from hps.types import JaggedKeys, LookupRequest
 from tests.support.waiting import until
 
-LARGE = Bounds(rows=100, keys=10_000)
+LARGE = BatchLimits(rows=100, keys=10_000)
 
 
 class Asked:
@@ -37,7 +37,7 @@ class Works:
         return None if request.kind is None else (request.kind, request)
 
     def size(self, request):
-        return Size(request.rows, request.rows, request.rows)
+        return BatchSize(request.rows, request.rows, request.rows)
 
     def deadline(self, request):
         return request.deadline
@@ -54,7 +54,7 @@ class Works:
         if self.at_once:
             if faults:
                 raise faults[0]
-            return Done(requests[0] if single else requests)
+            return CompletedFuture(requests[0] if single else requests)
         future = Future()
         self.futures.append((future, faults, requests, single))
         return future
@@ -92,7 +92,7 @@ def test_what_waits_is_the_next_batch():
 
 def test_batches_keep_their_bounds_and_the_order_of_requests():
     works = Works()
-    batcher = Batcher(works, Bounds(rows=5, keys=100))
+    batcher = Batcher(works, BatchLimits(rows=5, keys=100))
     sizes = [1, 2, 2, 4, 1, 9, 1]
     answers = [batcher.submit(Asked(size)) for size in sizes]
     while works.futures:
@@ -109,7 +109,7 @@ def executions(answers):
 
 def test_a_batch_is_told_of_once():
     works = Works()
-    batcher = Batcher(works, Bounds(rows=7, keys=100))
+    batcher = Batcher(works, BatchLimits(rows=7, keys=100))
     alone = batcher.submit(Asked())
     answers = [batcher.submit(Asked(size)) for size in (4, 2, 1, 6)]
     gone = batcher.submit(Asked())
@@ -228,13 +228,13 @@ def test_deadlines_and_cancellation_while_waiting():
 
 def test_a_delay_waits_for_others_or_for_a_full_batch():
     works = Works(at_once=True)
-    long = Batcher(works, Bounds(rows=3, keys=100, delay_s=60.0))
+    long = Batcher(works, BatchLimits(rows=3, keys=100, delay_s=60.0))
     first, second = long.submit(Asked()), long.submit(Asked())
     assert not works.runs
     third = long.submit(Asked())
     assert [len(run) for run in works.runs] == [3]
     assert all(each.done() for each in (first, second, third))
-    short = Batcher(works, Bounds(rows=3, keys=100, delay_s=0.01))
+    short = Batcher(works, BatchLimits(rows=3, keys=100, delay_s=0.01))
     wait([short.submit(Asked()), short.submit(Asked())], timeout=60)
     until(lambda: sum(map(len, works.runs)) == 5)
 
@@ -266,7 +266,7 @@ def test_batched_lookups_are_those_of_each_alone_to_the_bit(make_world, delay_s)
         world.put(world.cache, name, range(20))
         world.put(world.store, name, range(40))
     seen = []
-    batched = BatchedLookup(world.engine, Bounds(16, 10_000, delay_s), seen.append)
+    batched = BatchedLookup(world.engine, BatchLimits(16, 10_000, delay_s), seen.append)
     asked = requests(np.random.default_rng(5), 400)
     alone = [world.engine.lookup(each) for each in asked]
     world.store.seconds = 0.002
@@ -353,7 +353,7 @@ def test_prepared_lookups_join_batches(make_world):
 
 def test_samples_are_those_of_requests_though_bounds_go_by_keys(make_world):
     world = make_world()
-    batched = BatchedLookup(world.engine, Bounds(rows=8, keys=100))
+    batched = BatchedLookup(world.engine, BatchLimits(rows=8, keys=100))
     held(world, batched)
     keys = JaggedKeys.dense([1, 2, 3])
     asked = [LookupRequest({"user": keys, "item": keys}, by_table=True) for _ in range(3)]
@@ -367,7 +367,7 @@ def test_samples_are_those_of_requests_though_bounds_go_by_keys(make_world):
 
 def test_a_timer_serves_many_threads():
     works = Works(at_once=True)
-    batcher = Batcher(works, Bounds(rows=8, keys=100, delay_s=0.002))
+    batcher = Batcher(works, BatchLimits(rows=8, keys=100, delay_s=0.002))
     start = threading.Barrier(8)
 
     def ask(_):
@@ -379,7 +379,7 @@ def test_a_timer_serves_many_threads():
     assert sum(map(len, works.runs)) == 160
 
 
-class OthersEnd(Together):
+class OthersEnd(MergingSubmit):
     """Batches beside which another is always just ending that had no defaults."""
 
     @property
@@ -395,7 +395,7 @@ def test_defaults_are_told_though_another_batch_had_none(make_world):
     engine = make_world().engine
 
     def merge(requests, want_source, origin):
-        return Merged(requests, engine.features, want_source=want_source, origin=origin)
+        return MergedLookup(requests, engine.features, want_source=want_source, origin=origin)
 
     asked = [LookupRequest({"user": JaggedKeys.dense([1, 2])}) for _ in range(2)]
     answers = OthersEnd(engine.submit, merge).begin(asked).result(60)

@@ -9,7 +9,7 @@ import pytest
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
@@ -35,7 +35,7 @@ class World:
         self.store = MemoryTier(TierInfo("rocksdb", Source.ROCKSDB, blocking=True))
         self.cache = CpuCache({self.table: capacity})
         self.writer = CacheWriter(self.cache, [self.store], 1 << 16)
-        self.workers = Workers(2, 1000, name="test", setting="s")
+        self.workers = BoundedThreadPool(2, 1000, name="test", setting="s")
         model = LookupModel(
             "m", 1, {"t": self.table}, {"f": Feature("f", self.table, pooling="none")}
         )

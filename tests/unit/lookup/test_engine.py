@@ -11,10 +11,10 @@ import pytest
 from hps.errors import DeadlineExceeded, TierError, Unavailable
 from hps.lookup import engine as engine_module
 from hps.lookup.engine import LookupEngine
-from hps.threads import Lanes, Workers
+from hps.threads import BoundedThreadPool, LookupPools
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
-from hps.tiers.wrappers import Guarded
+from hps.tiers.wrappers import GuardedTier
 from hps.types import JaggedKeys, LookupRequest, Source, version_now
 from tests.support.waiting import until
 from tests.unit.lookup.conftest import CACHE
@@ -170,7 +170,7 @@ def test_a_broken_store_degrades_behind_a_guard_and_fails_without(make_world):
     world.store.error = TierError("rocksdb", "disk gone")
     with pytest.raises(TierError, match="disk gone"):
         world.engine.lookup(request(user=[1, 2]))
-    guarded = Guarded(world.store, 1.0, 5, 1.0)
+    guarded = GuardedTier(world.store, 1.0, 5, 1.0)
     world.engine._stores = TierChain([guarded])
     result = world.engine.lookup(request(user=[1, 2]))
     assert (result.degraded, result.defaulted) == (("rocksdb",), 1)
@@ -212,7 +212,7 @@ def test_deadlines(make_world):
 def test_time_that_runs_out_in_the_store_is_no_default(make_world):
     world = make_world()
     world.store.leave.clear()
-    guarded = Guarded(world.store, 60.0, 5, 1.0)
+    guarded = GuardedTier(world.store, 60.0, 5, 1.0)
     world.engine._stores = TierChain([guarded])
     with pytest.raises(DeadlineExceeded, match="while the stores were asked"):
         world.engine.lookup(request(user=[1], deadline=time.monotonic() + 0.5))
@@ -256,8 +256,8 @@ def test_a_lookup_that_waited_for_a_thread_asks_memory_again(make_world):
 def test_a_large_request_in_memory_does_not_wait_behind_a_slow_store(make_world, monkeypatch):
     monkeypatch.setattr(engine_module, "INLINE_KEYS", 10)
     world = make_world(threads=2)
-    memory = Workers(1, 8, name="memory")
-    lanes = Lanes(memory, world.workers)
+    memory = BoundedThreadPool(1, 8, name="memory")
+    lanes = LookupPools(memory, world.workers)
     engine = LookupEngine(world.model, TierChain([world.cache]), TierChain([world.store]), lanes)
     world.put(world.cache, "item", range(20))
     world.put(world.store, "item", [500])

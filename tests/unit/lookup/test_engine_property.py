@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, MissPolicy, Source, version_now
@@ -117,7 +117,7 @@ def test_engine_equals_reference(case):
                 elif name == table.name and where == gone:
                     tier.delete(table, *at)
     promoted = []
-    workers = Workers(1, 4, name="test", setting="s")
+    workers = BoundedThreadPool(1, 4, name="test", setting="s")
     model = LookupModel("m", 1, {t.name: t for t in named}, {f.name: f for f in features})
     engine = LookupEngine(
         model, cache, store, workers, lambda t, k: promoted.extend((t.name, x) for x in k.tolist())

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.engine import INLINE_KEYS
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.types import JaggedKeys, LookupRequest, Source
 from tests.support.two_ways import FEATURES, ITEM, MODEL, ROWS, USER, Side, dense, outcome
 
 
 @pytest.fixture(scope="module")
 def workers():
-    workers = Workers(1, 4, name="test", setting="x")
+    workers = BoundedThreadPool(1, 4, name="test", setting="x")
     yield workers
     workers.close()
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
-from hps.lookup.merged import Merged, kind
-from hps.threads import Workers
+from hps.lookup.merged import MergedLookup, kind
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
@@ -29,7 +29,7 @@ def engine():
     keys = np.arange(10)
     rows = np.random.default_rng(1).standard_normal((10, 3)).astype(np.float32)
     memory.insert(TABLE, keys, rows, np.ones(10, np.uint64))
-    workers = Workers(1, 8, name="test")
+    workers = BoundedThreadPool(1, 8, name="test")
     model = LookupModel("m", 1, {"t": TABLE}, FEATURES)
     yield LookupEngine(model, TierChain([memory]), TierChain([]), workers)
     workers.close()
@@ -95,7 +95,7 @@ def test_features(engine, made):
     fixed = [r for r in made if all(k.batch for k in r.features.values())]
     if not fixed or len({kind(r) for r in fixed}) != 1:
         return
-    merged = Merged(fixed, FEATURES)
+    merged = MergedLookup(fixed, FEATURES)
     for ours, request in zip(merged.split(engine.lookup(merged.request)), fixed, strict=True):
         same(ours, engine.lookup(request), request)
 
@@ -103,7 +103,7 @@ def test_features(engine, made):
 @given(st.lists(st.lists(keys, min_size=1, max_size=5), min_size=1, max_size=4))
 def test_tables(engine, asked):
     made = [LookupRequest({"t": JaggedKeys.dense(np.array(each))}, by_table=True) for each in asked]
-    merged = Merged(made, FEATURES)
+    merged = MergedLookup(made, FEATURES)
     for ours, request in zip(merged.split(engine.lookup(merged.request)), made, strict=True):
         same(ours, engine.lookup(request), request)
 
@@ -120,6 +120,6 @@ def test_what_may_be_merged():
 
 def test_the_latest_deadline_is_that_of_all():
     made = [LookupRequest({"sum": JaggedKeys.dense(np.array([1]))}, deadline=d) for d in (1.0, 3.0)]
-    assert Merged(made, FEATURES).request.deadline == 3.0
+    assert MergedLookup(made, FEATURES).request.deadline == 3.0
     made.append(LookupRequest({"sum": JaggedKeys.dense(np.array([1]))}))
-    assert Merged(made, FEATURES).request.deadline is None
+    assert MergedLookup(made, FEATURES).request.deadline is None

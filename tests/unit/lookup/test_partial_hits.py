@@ -8,7 +8,7 @@ import pytest
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import INLINE_KEYS, LookupEngine
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
@@ -19,7 +19,7 @@ from tests.support.two_ways import ITEM, MODEL, ROWS, USER, Side, dense, outcome
 
 @pytest.fixture(scope="module")
 def workers():
-    workers = Workers(1, 4, name="test", setting="x")
+    workers = BoundedThreadPool(1, 4, name="test", setting="x")
     yield workers
     workers.close()
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hps.lookup import engine as engine_module
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.batched import BatchedLookup
-from hps.lookup.batching import Bounds
+from hps.lookup.batching import BatchLimits
 from hps.lookup.engine import LookupEngine
-from hps.lookup.merged import Merged
+from hps.lookup.merged import MergedLookup
 from hps.lookup.pooling import divisors, is_pooled
 from hps.native import COMPILED, pool_rows, twin_pool
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
@@ -53,7 +53,7 @@ class World:
         self.cache = CpuCache({self.table: 2 * ROWS, OTHER: 2 * ROWS})
         store = MemoryTier(STORE)
         self.put(store, np.arange(ROWS))
-        self.workers = Workers(1, 100, name="test")
+        self.workers = BoundedThreadPool(1, 100, name="test")
         self.engine = LookupEngine(
             self.model, TierChain([self.cache]), TierChain([store]), self.workers
         )
@@ -134,9 +134,9 @@ def answers(world, keys):
     if keys.weights is not None:
         half = JaggedKeys(half.keys, 0, half.offsets, keys.weights[:0])
     requests = [LookupRequest({"pooled": each}) for each in (keys, half, keys)]
-    merged = Merged(requests, world.model.features, want_source=False)
+    merged = MergedLookup(requests, world.model.features, want_source=False)
     yield "in a batch", merged.split(world.engine.lookup(merged.request))[2].vectors["pooled"]
-    yield "batched", ask(BatchedLookup(world.engine, Bounds(100, 1000)))
+    yield "batched", ask(BatchedLookup(world.engine, BatchLimits(100, 1000)))
     world.only(np.setdiff1d(np.arange(ROWS), [1]))
     yield "beside a feature that lacks a row", ask()
     world.only(np.setdiff1d(np.arange(ROWS), distinct[:1]))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hps.errors import ModelError
 from hps.models import sorting
-from hps.models.sorting import Duplicates, ahead, sort_last, sorted_chunks
+from hps.models.sorting import DuplicateCounter, ahead, sort_last, sorted_chunks
 from hps.models.tables import open_table
 from tests.support.waiting import until
 
@@ -62,7 +62,7 @@ def way(request, monkeypatch):
 def test_ascending_and_the_last_row_of_each_key(tmp_path, way, make):
     keys = make(np.random.default_rng(3))
     files, expected = files_of(tmp_path / "t", keys)
-    found, duplicates = {}, Duplicates()
+    found, duplicates = {}, DuplicateCounter()
     last = -1
     for code, rows in sorted_chunks(files, codes, duplicates, tmp_path / "scratch"):
         assert len(code) == len(rows)
@@ -100,7 +100,11 @@ def test_buckets_stay_small(tmp_path, monkeypatch):
     spread = []
     list(
         sorted_chunks(
-            files, codes, Duplicates(), tmp_path / "scratch", lambda: nullcontext(spread.append)
+            files,
+            codes,
+            DuplicateCounter(),
+            tmp_path / "scratch",
+            lambda: nullcontext(spread.append),
         )
     )
     assert sum(spread) == 60_000
@@ -111,7 +115,7 @@ def test_buckets_stay_small(tmp_path, monkeypatch):
 def test_scratch_is_removed_when_the_consumer_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(sorting, "SORT_ROWS", 0)
     files, _ = files_of(tmp_path / "t", np.arange(5000))
-    chunks = sorted_chunks(files, codes, Duplicates(), tmp_path / "scratch")
+    chunks = sorted_chunks(files, codes, DuplicateCounter(), tmp_path / "scratch")
     next(chunks)
     assert (tmp_path / "scratch").exists()
     chunks.close()
@@ -121,7 +125,7 @@ def test_scratch_is_removed_when_the_consumer_stops(tmp_path, monkeypatch):
 def test_files_that_are_shortened_meanwhile(tmp_path, way):
     """Rows are right or refused; a mapped file would end the process."""
     files, expected = files_of(tmp_path / "t", np.random.default_rng(2).permutation(5000))
-    chunks = sorted_chunks(files, codes, Duplicates(), tmp_path / "scratch")
+    chunks = sorted_chunks(files, codes, DuplicateCounter(), tmp_path / "scratch")
     found = [next(chunks)]
     os.truncate(files.vector_path, 8)
     found += chunks
@@ -131,14 +135,14 @@ def test_files_that_are_shortened_meanwhile(tmp_path, way):
         k: v.tolist() for k, v in expected.items()
     }
     with pytest.raises(ModelError, match=r"emb_vector was (shortened|changed) while it was"):
-        list(sorted_chunks(files, codes, Duplicates(), tmp_path / "scratch"))
+        list(sorted_chunks(files, codes, DuplicateCounter(), tmp_path / "scratch"))
     assert not (tmp_path / "scratch").exists()
 
 
 @given(st.lists(st.integers(0, 20), max_size=40))
 def test_sort_last_is_a_dictionary(values):
     code = np.array(values, np.uint64)
-    duplicates = Duplicates()
+    duplicates = DuplicateCounter()
     found, at = sort_last(code, duplicates)
     last = {v: i for i, v in enumerate(values)}
     assert list(zip(found.tolist(), at.tolist(), strict=True)) == sorted(last.items())

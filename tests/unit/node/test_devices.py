@@ -13,7 +13,7 @@ import hps
 from hps.array_inputs import jagged
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
 from hps.cuda import recording
-from hps.cuda.layout import Policy
+from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.dense.onnx import OnnxModel
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded
@@ -23,7 +23,7 @@ from hps.observability.metric_names import FEATURE_KEYS, GPU_MEMORY_TOTAL, LOOKU
 from hps.observability.profile import Profile
 from hps.tiers.gpu import memory as gpu_memory
 from hps.tiers.gpu import space as gpu_space
-from hps.tiers.gpu.memory import Memory
+from hps.tiers.gpu.memory import GpuMemoryUsage
 from hps.types import JaggedKeys, PredictRequest, Source, version_now
 from hps.updates.snapshot import read_hot_keys
 from tests.support import twin_device
@@ -581,7 +581,7 @@ def test_rows_of_a_table_may_be_worth_their_version(open_node):
     tables = {"users": {"gpu_eviction": "version"}, "items": {"gpu_static": True}}
     node, (cache,) = open_node(gpu={"share": 0.5, "eviction": "version"}, tables=tables)
     users, items = table_of(node, "users"), table_of(node, "items")
-    assert cache.places[users]["policy"] is Policy.SCORE
+    assert cache.places[users]["policy"] is EvictionPolicy.SCORE
     version = np.full(2, version_now(), np.uint64)
     node.writer.update(users, np.array([3, 4]), np.ones((2, 4), np.float32), version).result()
     given = {table: [s for t, s in cache.scored if t == table] for table in (users, items)}
@@ -683,7 +683,7 @@ def test_the_memory_of_each_gpu_is_told_and_that_of_one_that_fails_no_more(open_
     def look(device):
         if device == 1:
             raise RuntimeError("fell off the bus")
-        return Memory(device, "GPU-0", 1, 2)
+        return GpuMemoryUsage(device, "GPU-0", 1, 2)
 
     monkeypatch.setattr(gpu_memory, "look", look)
     until(lambda: told() == {("0", "GPU-0"): 2})

@@ -12,7 +12,7 @@ from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError, NotFound, TierError, Unavailable, Unsupported
 from hps.models.writer import write_version
 from hps.node import version_retirement as retiring
-from hps.node.streams import Streams
+from hps.node.streams import UpdateStreams
 from hps.observability import metric_names as m
 from hps.observability.metric_table import METRICS
 from hps.tiers.capacity import TABLE_BYTES, slot_bytes
@@ -448,7 +448,7 @@ def test_each_version_is_judged_by_its_own_rows(settings, repository, tmp_path, 
         looks[table.version] += 1
         return 3600.0 if table.version == 2 else 0.0
 
-    monkeypatch.setattr(Streams, "age_s", age_s)
+    monkeypatch.setattr(UpdateStreams, "age_s", age_s)
     entered, gate = threading.Event(), threading.Event()
 
     def behind(_, tables):
@@ -456,7 +456,7 @@ def test_each_version_is_judged_by_its_own_rows(settings, repository, tmp_path, 
         assert gate.wait(60)
         return ""
 
-    monkeypatch.setattr(Streams, "behind", behind)
+    monkeypatch.setattr(UpdateStreams, "behind", behind)
     with hps.open(settings) as node:
         write(repository, 2)
         loading = threading.Thread(target=node.load, args=("words",))

@@ -15,7 +15,7 @@ from hps.models.repository import Repository
 from hps.models.writer import write_version
 from hps.node.opened_models import OpenedTables
 from hps.node.shared_redis import calls_at_a_time
-from hps.node.stores import Stores
+from hps.node.stores import NodeStores
 from hps.observability.metrics import Metrics
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, NoProgress
@@ -100,7 +100,7 @@ def test_models_may_leave_while_others_come(tmp_path):
     write_version(tmp_path, SPEC, 1, {"a": (keys, rows), "b": (keys, rows)})
     version = Repository(tmp_path).open("m", 1, None)
     settings = Settings()
-    stores = Stores(settings, [], Metrics(), ExitStack())
+    stores = NodeStores(settings, [], Metrics(), ExitStack())
 
     def opened(number):
         return OpenedTables(

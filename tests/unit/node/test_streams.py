@@ -12,10 +12,10 @@ import pytest
 from benchmarks.peers.process import free_ports
 from hps.config.update_settings import DirectorySettings, KafkaSettings
 from hps.errors import Unavailable
-from hps.node.streams import Streams
+from hps.node.streams import UpdateStreams
 from hps.observability.metrics import Metrics
 from hps.types import EmbeddingTable
-from hps.updates.stream_positions import Store
+from hps.updates.stream_positions import FedStore
 from tests.support.waiting import until
 
 USERS = EmbeddingTable.make("users", 2, model="ctr")
@@ -61,7 +61,7 @@ def held():
 
 
 def test_a_switch_leaves_nothing_of_the_former_readers(resources, tmp_path):
-    streams = Streams([USERS], Metrics(), resources)
+    streams = UpdateStreams([USERS], Metrics(), resources)
     (port,) = free_ports(1)
     streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}", group="here"), [], Caches())
     streams.read_folder(DirectorySettings(path=tmp_path), [], Caches())
@@ -76,7 +76,7 @@ def test_a_switch_leaves_nothing_of_the_former_readers(resources, tmp_path):
 
 def test_a_paused_reader_stays_so_over_a_switch(resources, tmp_path):
     caches = Caches()
-    streams = Streams([USERS], Metrics(), resources)
+    streams = UpdateStreams([USERS], Metrics(), resources)
     streams.read_folder(DirectorySettings(path=tmp_path), [], caches)
     streams.pause()
     part = tmp_path / ".part.npz"
@@ -90,7 +90,7 @@ def test_a_paused_reader_stays_so_over_a_switch(resources, tmp_path):
 
 
 def test_rows_that_are_followed_no_more_age(resources, tmp_path):
-    streams = Streams([USERS], Metrics(), resources)
+    streams = UpdateStreams([USERS], Metrics(), resources)
     streams.read_folder(DirectorySettings(path=tmp_path), [], Caches())
     assert streams.age_s(USERS) == 0
     other = EmbeddingTable.make("users", 2, model="ctr", version=2)
@@ -103,7 +103,7 @@ def test_rows_that_are_followed_no_more_age(resources, tmp_path):
 
 def cut_off(resources, tables):
     """Streams that read a Kafka which is not there."""
-    streams = Streams(tables, Metrics(), resources)
+    streams = UpdateStreams(tables, Metrics(), resources)
     (port,) = free_ports(1)
     streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}", group="here"), [], Caches())
     return streams
@@ -125,7 +125,7 @@ def test_rows_age_from_the_start_while_nobody_knows_what_they_lack(resources):
 
 def test_rows_written_by_hand_tell_nothing_of_the_stream(resources):
     streams = cut_off(resources, [USERS])
-    streams.write_directly([Store("store", Takes())], Caches())
+    streams.write_directly([FedStore("store", Takes())], Caches())
     until(lambda: streams.age_s(USERS) > 0.2)
     streams.write(USERS, np.array([1]), np.ones((1, 2), np.float32), np.empty(0, np.int64))
     assert streams.age_s(USERS) > 0.2

@@ -14,7 +14,7 @@ from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter, TierMeter, UpdateMeter
 from hps.observability.metric_spec import SCORE_BUCKETS, SECONDS_BUCKETS, MetricSpec
 from hps.observability.metric_table import METRICS
-from hps.observability.metrics import Metrics, Numbers
+from hps.observability.metrics import Metrics, MetricValues
 from hps.types import EmbeddingTable, Source
 
 TABLE = EmbeddingTable.make("t", 2, model="clicks")
@@ -212,8 +212,8 @@ def test_numbers_of_other_processes_are_added_to_ours():
         each.gauge(m.LOOKUP_WAITING, lambda n=n: n)
     other.counter(m.LOOKUP_KEYS, "clicks", "1", "users", "redis").add(5)
     told = json.loads(json.dumps(other.numbers().as_json()))
-    ours.include(lambda: Numbers.from_json(told))
-    ours.include(lambda: Numbers.from_json(told).grown())
+    ours.include(lambda: MetricValues.from_json(told))
+    ours.include(lambda: MetricValues.from_json(told).grown())
     assert of(ours, m.LOOKUP_KEYS, model="clicks", version="1", table="users", tier="cpu") == 5
     assert of(ours, m.LOOKUP_KEYS, model="clicks", version="1", table="users", tier="redis") == 10
     assert of(ours, f"{m.TIER_SECONDS}_count", tier="cpu") == 5
@@ -223,7 +223,7 @@ def test_numbers_of_other_processes_are_added_to_ours():
 
 
 def test_metrics_that_are_not_known_here_are_left_out():
-    assert Numbers.from_json({"hps_of_tomorrow": [[[], 1]]}) == {}
+    assert MetricValues.from_json({"hps_of_tomorrow": [[[], 1]]}) == {}
 
 
 def test_a_tally_adds_its_amounts_as_often_as_it_is_told():
@@ -381,7 +381,8 @@ def test_other_metrics_are_made_of_ours():
     spec = MetricSpec("nv_of_another", "counter", ("model",), "Of another.")
     metrics.counter(m.PROMOTIONS, "cpu", "gone").add(3)
     metrics.expose(
-        [spec], lambda found: Numbers({spec.name: {("a",): 2 * sum(found[m.PROMOTIONS].values())}})
+        [spec],
+        lambda found: MetricValues({spec.name: {("a",): 2 * sum(found[m.PROMOTIONS].values())}}),
     )
     text = metrics.render().decode()
     assert '# TYPE nv_of_another counter\nnv_of_another{model="a"} 6.0\n' in text

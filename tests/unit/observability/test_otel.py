@@ -21,21 +21,21 @@ from tritonclient.grpc.service_pb2_grpc import (
 )
 
 from hps.client.trace import trace_headers
-from hps.dense.base import TensorInfo
+from hps.dense.base import NetworkTensor
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.http import HttpTransport
-from hps.dense.triton.transport import Transport
+from hps.dense.triton.transport import TritonTransport
 from hps.environment import traces_exporter
 from hps.errors import ConfigError
 from hps.observability import otel
 from hps.observability.meters import UpdateMeter
 from hps.observability.metrics import Metrics
-from hps.tracing import Origin, current, followed, record
+from hps.tracing import RequestContext, current, followed, record
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.messages import traceparents
 from hps.updates.source import UpdateBatch
-from hps.updates.stream_positions import StreamPlaces
+from hps.updates.stream_positions import StoreStreamPositions
 from tests.support.letters import Letters
 
 export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
@@ -149,7 +149,7 @@ def test_updates_are_linked_to_the_traces_of_their_messages(spans):
         def commit(self, batch):
             pass
 
-    places = StreamPlaces([], lambda topic: ())
+    places = StoreStreamPositions([], lambda topic: ())
     ingestor = Ingestor(Source(), {}, places, None, Letters(), UpdateMeter(Metrics()))
     record(spans.tracer)
     try:
@@ -241,9 +241,9 @@ def triton_by_http():
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_triton_is_told_of_the_request_and_of_its_trace(spans, protocol, request):
-    x, y = TensorInfo("x", "FP32", (-1, 1)), TensorInfo("y", "FP32", (-1, 1))
+    x, y = NetworkTensor("x", "FP32", (-1, 1)), NetworkTensor("y", "FP32", (-1, 1))
     triton = request.getfixturevalue("triton" if protocol == "grpc" else "triton_by_http")
-    transport: Transport = (
+    transport: TritonTransport = (
         GrpcTransport(triton.url, "n", "", channels=1)
         if protocol == "grpc"
         else HttpTransport(triton.url, "n", "")
@@ -251,7 +251,7 @@ def test_triton_is_told_of_the_request_and_of_its_trace(spans, protocol, request
     network = TritonModel("n", triton.url, transport, ((x,), (y,)), timeout_s=30, retries=0)
     values = {"x": np.ones((1, 1), np.float32)}
     network.predict(values)
-    with Origin("r-1", CALLER, "v=1").part("dense"):
+    with RequestContext("r-1", CALLER, "v=1").part("dense"):
         network.predict(values)
     traced = spans.tracer.request("infer m", 0, "r-2", CALLER, "")
     with traced.part("dense"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hps.observability.profile import Profile
-from hps.tracing import Origin, counted, current, timed
+from hps.tracing import RequestContext, counted, current, timed
 
 
 def test_parts_of_parts_are_told_with_their_times() -> None:
@@ -48,8 +48,8 @@ def test_a_part_that_failed_says_why_and_one_that_has_not_ended_has_no_time() ->
     assert b["us"] is None
 
 
-@pytest.mark.parametrize("origin", [None, Origin("r-1")])
-def test_a_request_that_is_not_looked_at_is_called_as_it_is(origin: Origin | None) -> None:
+@pytest.mark.parametrize("origin", [None, RequestContext("r-1")])
+def test_a_request_that_is_not_looked_at_is_called_as_it_is(origin: RequestContext | None) -> None:
     assert timed(origin, "x", lambda: current()) is None
     if origin is not None:
         origin.stage("x", 0, 1)
@@ -75,4 +75,4 @@ def test_what_another_process_has_done_is_a_part_with_its_own_parts() -> None:
     (there,) = first["parts"]
     assert (there["name"], there["about"]) == ("lookup", {"keys": 2})
     assert there["us"] == pytest.approx(node.told()["parts"][0]["us"], abs=1e-3)
-    Origin("r-1").reported("node", 0, 1, b"")
+    RequestContext("r-1").reported("node", 0, 1, b"")

@@ -11,13 +11,13 @@ import pytest
 
 from hps.cuda.loader import cupy
 from hps.dense import choose
-from hps.dense.fallback import Fallback
+from hps.dense.fallback import FallbackModel
 from hps.dense.onnx import OnnxModel
 from hps.dense.triton import TritonModel
 from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.host_memory import unused_name
-from hps.dense.triton.memory import Regions
-from hps.dense.triton.transport import Described, OnDevice, Unreachable
+from hps.dense.triton.memory import ThreadRegions
+from hps.dense.triton.transport import CudaSharedMemory, TritonModelInfo, TritonUnavailable
 from hps.node.devices import device_count
 from tests.support.twin_device import Array
 from tests.unit.node.test_devices import (  # noqa: F401 # the fixtures too
@@ -67,8 +67,8 @@ class Triton:
         self.runs = 0
         self.away = False
 
-    def describe(self, timeout_s: float) -> Described:
-        return Described(self.network.inputs, self.network.outputs, 8)
+    def describe(self, timeout_s: float) -> TritonModelInfo:
+        return TritonModelInfo(self.network.inputs, self.network.outputs, 8)
 
     def register(self, region: str, key: str, size: int, timeout_s: float) -> None:
         assert Region.made[region].size == size
@@ -78,7 +78,7 @@ class Triton:
 
     def infer(self, inputs: Any, outputs: Any, timeout_s: float, shared: Any = None) -> Any:
         if self.away:
-            raise Unreachable("away")
+            raise TritonUnavailable("away")
         self.runs += 1
         memory = Region.made[shared.region]
         types = {tensor.name: tensor.dtype for tensor in self.network.inputs}
@@ -108,7 +108,7 @@ def pair(open_node, monkeypatch):  # noqa: F811
         def there(target: Any, triton: Any, network: Any, device: int) -> TritonModel:
             made.append(Triton(OnnxModel(path, "cpu")))
             expected = (tuple(network.fed.values()), network.served)
-            regions = Regions(Region, on_device=True)
+            regions = ThreadRegions(Region, on_device=True)
             how = {"timeout_s": 60.0, "retries": 0, "regions": regions, "check": network.check}
             return TritonModel(target.name, "there:1", made[0], expected, **how)
 
@@ -146,7 +146,7 @@ def test_the_fallback_takes_them_down(pair, monkeypatch):
     """As the host's arrays, which a real device's must be made first."""
     node, plain, triton = pair(fallback=True)
     network = node.model("m").pipeline.dense
-    assert isinstance(network, Fallback)
+    assert isinstance(network, FallbackModel)
     triton.away = True
     asked = request_of(np.arange(200), 4)
     same(node.predict("m", *asked), plain.predict("m", *asked))
@@ -171,7 +171,7 @@ class Elsewhere(Triton):
     def __init__(self, network: OnnxModel, processes: Any) -> None:
         super().__init__(network)
         self.processes = processes
-        self.keys: dict[str, OnDevice] = {}
+        self.keys: dict[str, CudaSharedMemory] = {}
 
     def register(self, region: str, key: Any, size: int, timeout_s: float) -> None:
         self.keys[region] = key
@@ -191,7 +191,7 @@ class Elsewhere(Triton):
         return {}
 
 
-def run_elsewhere(path: Any, key: OnDevice, fed: Any, places: Any) -> None:
+def run_elsewhere(path: Any, key: CudaSharedMemory, fed: Any, places: Any) -> None:
     cp, network = cupy(), OnnxModel(path, "cpu")
     with cp.cuda.Device(key.device):
         at = cp.cuda.runtime.ipcOpenMemHandle(key.handle)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hps.config.model_schema import DenseSpec, TensorSpec
-from hps.dense.base import TensorInfo
+from hps.dense.base import NetworkTensor
 from hps.errors import BadRequest, DeadlineExceeded, DenseModelError, ModelError, Unavailable
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
 from hps.predict.pipeline import InferencePipeline, top_k
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
@@ -45,13 +45,13 @@ class Network:
     """ctr = sum over everything but the user's rows; all = every input, side by side."""
 
     inputs = (
-        TensorInfo("price", "FP32", (-1,)),
-        TensorInfo("now", "FP32", (-1, 2)),
-        TensorInfo("user", "FP32", (-1, 2)),
-        TensorInfo("item_vector", "FP32", (-1, 3)),
-        TensorInfo("tags", "FP32", (-1, 2, 2)),
+        NetworkTensor("price", "FP32", (-1,)),
+        NetworkTensor("now", "FP32", (-1, 2)),
+        NetworkTensor("user", "FP32", (-1, 2)),
+        NetworkTensor("item_vector", "FP32", (-1, 3)),
+        NetworkTensor("tags", "FP32", (-1, 2, 2)),
     )
-    outputs = (TensorInfo("ctr", "FP32", (-1, 1)), TensorInfo("all", "FP32", (-1, 12)))
+    outputs = (NetworkTensor("ctr", "FP32", (-1, 1)), NetworkTensor("all", "FP32", (-1, 12)))
     quick = True
     runs = 0
     error = None
@@ -105,7 +105,7 @@ class Setup:
             for table in (USERS, ITEMS, TAGS):
                 rows = np.repeat(at[:, None], table.dim, axis=1).astype(table.dtype)
                 tier.insert(table, at, rows, np.ones(len(at), np.uint64))
-        self.workers = workers or Workers(2, 8, name="test", setting="tiers.lookup_queue")
+        self.workers = workers or BoundedThreadPool(2, 8, name="test", setting="tiers.lookup_queue")
         self.network = network or Network()
         self.recorder = Recorder()
         tables = {t.name: t for t in (USERS, ITEMS, TAGS)}
@@ -315,7 +315,7 @@ def test_top_k_needs_one_number_per_sample():
 
 def refuse(message, **changes):
     features = changes.pop("features", FEATURES)
-    workers = Workers(1, 1, name="test", setting="s")
+    workers = BoundedThreadPool(1, 1, name="test", setting="s")
     with pytest.raises(ModelError, match=message):
         Setup(SPEC.model_copy(update=changes), features, workers=workers)
     workers.close()
@@ -395,7 +395,7 @@ def test_a_deadline_that_passes_behind_the_store(setup):
 
 
 def test_a_full_queue_behind_the_store_fails_the_future():
-    workers = Workers(1, 1, name="test", setting="tiers.lookup_queue")
+    workers = BoundedThreadPool(1, 1, name="test", setting="tiers.lookup_queue")
     made = Setup(workers=workers)
     made.network.quick = False
     gate = Gate(made.store)

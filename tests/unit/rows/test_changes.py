@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hps.models.repository import Repository
 from hps.models.writer import write_version
-from hps.rows.base import Rows
+from hps.rows.base import TableRows
 from hps.rows.changes import difference, merged, whole
 from hps.rows.files import FileRows
 
@@ -19,12 +19,12 @@ keys_and_values = st.dictionaries(
 )
 
 
-def parts(rows: dict[int, int], cuts: list[int]) -> list[Rows]:
+def parts(rows: dict[int, int], cuts: list[int]) -> list[TableRows]:
     """A scan of the rows in as many parts as there are cuts, some of them empty."""
     keys = np.array(sorted(rows), np.int64)
     vectors = np.array([[rows[k], 1] for k in keys.tolist()], np.float32).reshape(-1, 2)
     bounds = [0, *sorted(min(c, len(keys)) for c in cuts), len(keys)]
-    whole = Rows(keys, vectors, np.zeros(len(keys), np.uint64))
+    whole = TableRows(keys, vectors, np.zeros(len(keys), np.uint64))
     return [whole.at(slice(*pair)) for pair in pairwise(bounds)]
 
 
@@ -46,8 +46,12 @@ def test_exactly_the_difference(base, new, base_cuts, new_cuts):
 
 
 def test_bits_count_not_values():
-    one = Rows(np.array([1, 2]), np.array([[0.0], [np.nan]], np.float32), np.zeros(2, np.uint64))
-    other = Rows(np.array([1, 2]), np.array([[-0.0], [np.nan]], np.float32), np.zeros(2, np.uint64))
+    one = TableRows(
+        np.array([1, 2]), np.array([[0.0], [np.nan]], np.float32), np.zeros(2, np.uint64)
+    )
+    other = TableRows(
+        np.array([1, 2]), np.array([[-0.0], [np.nan]], np.float32), np.zeros(2, np.uint64)
+    )
     ((rows, gone),) = merged([one], [other])
     assert (rows.keys.tolist(), gone.tolist()) == ([1], [])
 

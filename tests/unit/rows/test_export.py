@@ -12,16 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from hps.errors import ConfigError, HpsError
-from hps.rows.base import Rows
+from hps.rows.base import TableRows
 from hps.rows.export import export
 from hps.types import EmbeddingTable
 
 TABLE = EmbeddingTable.make("t", 3)
 
 
-def rows(first: int, n: int, dtype: Any = np.float32) -> Rows:
+def rows(first: int, n: int, dtype: Any = np.float32) -> TableRows:
     keys = np.arange(first, first + n)
-    return Rows(keys, (keys[:, None] + np.arange(3)).astype(dtype), keys.astype(np.uint64) + 10)
+    return TableRows(
+        keys, (keys[:, None] + np.arange(3)).astype(dtype), keys.astype(np.uint64) + 10
+    )
 
 
 def read(path: Path) -> dict[str, Any]:

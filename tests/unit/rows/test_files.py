@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hps.errors import HpsError
 from hps.rows import files as module
 from hps.rows.files import FileRows
-from hps.rows.tiers import Seen
+from hps.rows.tiers import SeenKeys
 
 KEYS = [5, -1, 2**63 - 1, -(2**63), 5, 0]
 VECTORS = np.arange(12).reshape(6, 2)
@@ -67,7 +67,7 @@ def test_a_draw_from_nothing(write: Any) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=8), max_size=12))
 def test_each_key_is_new_once(parts: list[list[int]]) -> None:
-    seen, known = Seen(), set()
+    seen, known = SeenKeys(), set()
     for part in parts:
         fresh = seen.fresh(np.array(part, np.int64))
         expected = [k not in known and k not in part[:i] for i, k in enumerate(part)]

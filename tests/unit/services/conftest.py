@@ -17,25 +17,25 @@ import pytest
 from hps.config.auth import load_api_keys
 from hps.config.model_schema import FeatureSpec, ModelSpec
 from hps.config.server_settings import ApiKey, AuthSettings, ServerSettings
-from hps.dense.base import TensorInfo
+from hps.dense.base import NetworkTensor
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
 from hps.node.node import Node, ServedModel
-from hps.node.streams import Streams
+from hps.node.streams import UpdateStreams
 from hps.node.tier_status import TierStatus
 from hps.observability.metrics import Metrics
 from hps.predict.pipeline import InferencePipeline
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
-from hps.tiers.wrappers import Metered
+from hps.tiers.wrappers import MeteredTier
 from hps.types import EmbeddingTable, Source, make_version
 from hps.updates.writer import CacheWriter
-from services.frontend.auth import OpenGuard, guard
+from services.frontend.auth import NoAuthorizer, guard
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.infer import InferApp
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 ROW_VERSION = make_version(1_700_000_000_000)
 
@@ -71,12 +71,12 @@ class Adder:
     """``logit``: the sum of everything that is fed; ``score``: half of it."""
 
     inputs = (
-        TensorInfo("user", "FP32", (-1, 4)),
-        TensorInfo("item", "FP32", (-1, 2)),
-        TensorInfo("history", "FP32", (-1, 2)),
-        TensorInfo("dense", "FP32", (-1, 3)),
+        NetworkTensor("user", "FP32", (-1, 4)),
+        NetworkTensor("item", "FP32", (-1, 2)),
+        NetworkTensor("history", "FP32", (-1, 2)),
+        NetworkTensor("dense", "FP32", (-1, 3)),
     )
-    outputs = (TensorInfo("score", "FP32", (-1, 1)), TensorInfo("logit", "FP32", (-1,)))
+    outputs = (NetworkTensor("score", "FP32", (-1, 1)), NetworkTensor("logit", "FP32", (-1,)))
 
     def predict(
         self,
@@ -120,15 +120,15 @@ class Small:
     node: Node
     memory: MemoryTier
     store: GatedTier
-    state: State
+    state: FrontendState
     settings: ServerSettings
 
     def app(self, rest: Any = None, guard: Any = None, **settings: Any) -> InferApp:
         chosen = self.settings.model_copy(update=settings)
-        return InferApp(self.state, chosen, guard or OpenGuard(), rest)
+        return InferApp(self.state, chosen, guard or NoAuthorizer(), rest)
 
 
-def _served(spec: ModelSpec, caches: Any, stores: Any, workers: Workers) -> ServedModel:
+def _served(spec: ModelSpec, caches: Any, stores: Any, workers: BoundedThreadPool) -> ServedModel:
     tables = {
         t.name: EmbeddingTable.make(
             t.name, t.dim, model=spec.name, dtype=t.dtype, default=t.default
@@ -150,8 +150,8 @@ def _served(spec: ModelSpec, caches: Any, stores: Any, workers: Workers) -> Serv
 
 def make_small() -> Small:
     memory, store = MemoryTier(TierInfo("cpu", Source.CPU, cache=True)), GatedTier()
-    caches, stores = TierChain([memory]), TierChain([Metered(store, lambda *_: None)])
-    workers = Workers(2, 64, name="test", setting="tiers.lookup_queue")
+    caches, stores = TierChain([memory]), TierChain([MeteredTier(store, lambda *_: None)])
+    workers = BoundedThreadPool(2, 64, name="test", setting="tiers.lookup_queue")
     specs = [ModelSpec.model_validate(each) for each in (CTR, WORDS, HALVES)]
     models = {spec.name: _served(spec, caches, stores, workers) for spec in specs}
     for model in models.values():
@@ -163,7 +163,7 @@ def make_small() -> Small:
     writer = CacheWriter(caches, [store], 1 << 20)
     tiers = [TierStatus(memory, lambda _table: 10), TierStatus(store, lambda _table: 10)]
     metrics = Metrics()
-    streams = Streams([], metrics, ExitStack())
+    streams = UpdateStreams([], metrics, ExitStack())
     node = Node(
         models=models,
         metrics=metrics,
@@ -174,7 +174,7 @@ def make_small() -> Small:
     )
     node._resources.callback(workers.close)
     node._resources.callback(writer.close)
-    state = State()
+    state = FrontendState()
     state.serve(node)
     return Small(node, memory, store, state, ServerSettings())
 
@@ -276,13 +276,13 @@ def ask() -> Any:
 @pytest.fixture
 def admin(small: Small) -> Any:
     """The admin port's application."""
-    return admin_app(small.state, small.settings, OpenGuard())
+    return admin_app(small.state, small.settings, NoAuthorizer())
 
 
 @pytest.fixture
 def data(small: Small) -> Any:
     """The data port's application."""
-    return data_app(small.state, small.settings, OpenGuard())
+    return data_app(small.state, small.settings, NoAuthorizer())
 
 
 @pytest.fixture

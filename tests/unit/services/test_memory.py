@@ -8,7 +8,7 @@ import pytest
 import services.memory
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.memory import Memory, memory, publish_memory
+from services.memory import ContainerMemory, memory, publish_memory
 
 GB = 1 << 30
 
@@ -28,7 +28,7 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(machine: Path, groups: str) -> Memory:
+def told(machine: Path, groups: str) -> ContainerMemory:
     written(machine / "proc/self", cgroup=groups)
     return memory(machine / "proc", machine / "groups")
 

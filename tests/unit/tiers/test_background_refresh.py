@@ -4,7 +4,7 @@ import time
 import pytest
 
 from hps.errors import TierError
-from hps.tiers.background_refresh import Remembered
+from hps.tiers.background_refresh import BackgroundValue
 from tests.support.waiting import until
 
 
@@ -13,7 +13,7 @@ def remember():
     made = []
 
     def make(look, every_s=0.0):
-        made.append(Remembered(look, every_s, "test"))
+        made.append(BackgroundValue(look, every_s, "test"))
         return made[-1]
 
     yield make

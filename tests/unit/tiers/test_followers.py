@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from hps.errors import Unavailable, Unsupported
-from hps.tiers.node import Followers, followers
+from hps.tiers.node import AttachedProcesses, followers
 from tests.support.waiting import until
 
 
@@ -42,7 +42,7 @@ class Process:
 
 @pytest.fixture
 def node():
-    return Followers({"words": 1, "clicks": 1})
+    return AttachedProcesses({"words": 1, "clicks": 1})
 
 
 def started(node, version=2, model="words", check=lambda: None):

@@ -9,7 +9,7 @@ from hps.cuda.loader import cupy
 from hps.errors import BadRequest
 from hps.lookup.pooling import pool
 from hps.tiers.gpu.cache import GpuCache
-from hps.tiers.gpu.checks import Pooling
+from hps.tiers.gpu.checks import DevicePooling
 from hps.types import EmbeddingTable, JaggedKeys, make_version
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,9 @@ def jagged(rng, batch, *, weighted):
 
 
 def asked(table, keys, combiner):
-    return Pooling(table, keys, combiner, cupy().full((keys.batch, table.dim), 9, table.dtype))
+    return DevicePooling(
+        table, keys, combiner, cupy().full((keys.batch, table.dim), 9, table.dtype)
+    )
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean"])

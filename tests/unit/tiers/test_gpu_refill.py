@@ -107,7 +107,7 @@ def on_host(monkeypatch, tables):
         versions=[there(np.full(N, 5, np.uint64)) for _ in tables],
         sources=[there(np.zeros(N, np.uint8)) for _ in tables],
     )
-    return refill.PreparedRefill(fetch, tables, Source.CPU), fetch, stream
+    return refill.PreparedMissFill(fetch, tables, Source.CPU), fetch, stream
 
 
 @pytest.fixture

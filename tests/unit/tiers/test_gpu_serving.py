@@ -13,7 +13,7 @@ from hps.lookup.pooling import pool
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu.cache import GpuCache
 from hps.tiers.gpu.host_bridge import HostBridge
-from hps.tiers.gpu.plan import Wish, check_fits, plan_gpu
+from hps.tiers.gpu.plan import GpuTableRequest, check_fits, plan_gpu
 from hps.tiers.gpu.replicas import GpuReplicas
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, Source, make_version
@@ -176,7 +176,7 @@ def test_the_hosts_view_of_a_cache():
 def test_a_plan_takes_what_it_says():
     cp = cupy()
     pool_before = cp.get_default_memory_pool().used_bytes()
-    tables = {EmbeddingTable.make(f"t{d}", d): Wish(200_000) for d in (3, 32, 64)}
+    tables = {EmbeddingTable.make(f"t{d}", d): GpuTableRequest(200_000) for d in (3, 32, 64)}
     plan = plan_gpu(tables, capacity_bytes=40 << 20, host_bytes=8 << 20)
     cache = GpuCache({})
     start = cp.get_default_memory_pool().used_bytes()

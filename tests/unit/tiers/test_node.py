@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 
 from hps.errors import ConfigError, TierError, TierMisfit, TierTimeout, Unavailable
-from hps.threads import Workers
+from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
-from hps.tiers.node import Connections, Followers, NodeServer, NodeTier, frames, server, tier
-from hps.tiers.wrappers import Guarded
+from hps.tiers.node import (
+    AttachedProcesses,
+    NodeConnectionPool,
+    NodeServer,
+    NodeTier,
+    frames,
+    server,
+    tier,
+)
+from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, MissPolicy, Source
 from tests.support.waiting import until
 
@@ -46,20 +54,20 @@ class Ends:
     """A node's server and one who asks it."""
 
     def __init__(self, folder, store, tables=TABLES, caches=None, threads=2, queued=8):
-        self.lane = Workers(threads, queued, name="lookup")
+        self.lane = BoundedThreadPool(threads, queued, name="lookup")
         self.promoted = []
         self.answers = {"sum": lambda given: sum(given["of"])}
         self.folder, self.store, self.caches = folder, store, caches or TierChain([])
         self.serve(tables)
         self.dropped = []
-        self.connections = Connections(self.server.path, TABLES)
+        self.connections = NodeConnectionPool(self.server.path, TABLES)
         self.tier = NodeTier([self.connections], self.dropped.append)
 
     def serve(self, tables):
         def promote(table, keys):
             self.promoted.append((table.name, keys.tolist()))
 
-        self.followers = Followers({"m": 1})
+        self.followers = AttachedProcesses({"m": 1})
         self.server = NodeServer(
             self.folder,
             lambda: tables,
@@ -149,7 +157,7 @@ def test_more_than_a_frame_may_hold_is_refused_before_it_is_read():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         with pytest.raises(ValueError, match="a frame of"):
-            frames.send(ours, frames.Kind.ASK, [bytes(frames.MAX_PAYLOAD + 1)])
+            frames.send(ours, frames.FrameKind.ASK, [bytes(frames.MAX_PAYLOAD + 1)])
         ours.sendall(b"\xff\xff\xff\xff\x03\0\0\0")
         with pytest.raises(frames.BadFrame, match="are allowed"):
             frames.receive_head(theirs)
@@ -219,7 +227,7 @@ def test_a_node_that_serves_other_tables_now_says_so(ends):
 
 
 def test_behind_a_guard_a_node_that_is_gone_degrades(ends):
-    guarded = Guarded(ends.tier, 5.0, 1, 60.0)
+    guarded = GuardedTier(ends.tier, 5.0, 1, 60.0)
     ends.server.close()
     part, ctx = Part.make(ITEMS, np.array([1])), FetchContext()
     guarded.fetch([part], ctx)

@@ -5,7 +5,7 @@ import pytest
 
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.memory import MemoryTier
-from hps.tiers.promotion import Promoting
+from hps.tiers.promotion import PromotingTier
 from hps.types import EmbeddingTable, Source, version_now
 
 TABLE = EmbeddingTable.make("items", 2)
@@ -23,7 +23,9 @@ def tier(promoted):
     keys = np.arange(10)
     store.insert(TABLE, keys, np.ones((10, 2), np.float32), np.full(10, NOW, np.uint64))
     store.delete(TABLE, np.array([3]), np.array([NOW + 1], np.uint64))
-    return Promoting(store, lambda table, keys: promoted.append((table, keys.tolist())), "redis")
+    return PromotingTier(
+        store, lambda table, keys: promoted.append((table, keys.tolist())), "redis"
+    )
 
 
 def test_rows_are_handed_on(tier, promoted):

@@ -3,14 +3,14 @@
 import pytest
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
-from hps.tiers.redis.commands import Command, read_replies
-from hps.tiers.redis.connection import Wire
-from hps.tiers.redis.names import Names
+from hps.tiers.redis.commands import RedisCommand, read_replies
+from hps.tiers.redis.connection import RedisConnection
+from hps.tiers.redis.names import HostResolver
 
 
-class Refusing(Wire):
+class Refusing(RedisConnection):
     def __init__(self, message):
-        super().__init__(names=Names())
+        super().__init__(names=HostResolver())
         self.message = message
 
     def until(self, _deadline):
@@ -35,7 +35,7 @@ RAN = "ERR Error running script (call to f_c2ea): @user_script:87: @user_script:
 )  # fmt: skip
 def test_what_a_command_in_a_script_met_is_told_apart(message, kind, text):
     """As Redis 6 and as Redis 7 word it."""
-    command = Command(0, b"")
+    command = RedisCommand(0, b"")
     read_replies(Refusing(message), [command], 0.0)
     assert type(command.reply) is kind
     assert str(command.reply).startswith(text)

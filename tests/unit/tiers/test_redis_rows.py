@@ -8,19 +8,19 @@ from redis.exceptions import ConnectionError as Lost
 from redis.exceptions import MovedError
 
 from hps.tiers.base import Part
-from hps.tiers.redis.commands import Command
-from hps.tiers.redis.connection import Wire
+from hps.tiers.redis.commands import RedisCommand
+from hps.tiers.redis.connection import RedisConnection
 from hps.tiers.redis.layout import TableLayout
-from hps.tiers.redis.names import Names
+from hps.tiers.redis.names import HostResolver
 from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
 from hps.types import EmbeddingTable, Source
 
 
-class Told(Wire):
+class Told(RedisConnection):
     """A connection that receives what it is told, a piece at a time."""
 
     def __init__(self, data, piece=10**9, room=64):
-        super().__init__(names=Names())
+        super().__init__(names=HostResolver())
         self.data, self.piece = data, piece
         self.buffer = np.empty(room, np.uint8)
 
@@ -41,7 +41,7 @@ def asked(dim, *positions, n=4):
     part = Part.make(table, np.arange(n))
     part.out[:] = -1
     read = PartRead(part, TableLayout(table, "native", 1), 0, 0)
-    commands = [Command(0, b"", AskedKeys(read, np.array(at, np.int64))) for at in positions]
+    commands = [RedisCommand(0, b"", AskedKeys(read, np.array(at, np.int64))) for at in positions]
     return read, commands
 
 

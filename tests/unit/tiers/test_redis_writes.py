@@ -9,9 +9,9 @@ from hps.config.store_settings import RedisSettings
 from hps.errors import TierError
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.layout import WRITE_SLICE, TableLayout
-from hps.tiers.redis.tables import OpenTable
-from hps.tiers.redis.upkeep import Upkeep
-from hps.tiers.redis.writes import Writes
+from hps.tiers.redis.tables import RedisTable
+from hps.tiers.redis.upkeep import RedisMaintenance
+from hps.tiers.redis.writes import RedisWriter
 from hps.types import EmbeddingTable, version_now
 
 PARTITIONS = 2
@@ -24,7 +24,7 @@ class Recording:
 
     def __init__(self, kind, fails=None):
         self.runs, self.fails = [], fails
-        self.table = OpenTable(TableLayout(TABLE, kind, PARTITIONS), self)
+        self.table = RedisTable(TableLayout(TABLE, kind, PARTITIONS), self)
 
     losses = 0
 
@@ -51,7 +51,7 @@ class Recording:
 def apply(kind, upserts, deletions=0, recording=None):
     recording = recording or Recording(kind)
     settings = RedisSettings(layout=kind, partitions=PARTITIONS)
-    writes = Writes(recording, recording, Upkeep(recording, recording, settings))
+    writes = RedisWriter(recording, recording, RedisMaintenance(recording, recording, settings))
     keys = np.arange(upserts)
     deleted = np.arange(10**6, 10**6 + deletions)
     changes = TableChanges(

@@ -15,7 +15,7 @@ from rocksdict import Options, Rdict
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning, restore
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning, restore
 from hps.tiers.rocksdb import open as options
 from hps.tiers.rocksdb.errors import translate
 from hps.types import EmbeddingTable, Source, make_version, version_now
@@ -620,7 +620,7 @@ class TestBrokenFolders:
         tier.close()
 
     def test_a_flipped_bit_is_a_missing_row_and_not_a_wrong_one(self, tmp_path, caplog):
-        tier = RocksDbTier(tmp_path, tuning=Tuning())
+        tier = RocksDbTier(tmp_path, tuning=RocksDbTuning())
         items = table()
         keys = np.arange(1000)
         code = tier.codes(items, keys)

@@ -12,12 +12,12 @@ from rocksdict import Options, Rdict
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning
 from hps.types import EmbeddingTable, version_now
 
 DIM = 4
-AT_ONCE = Tuning(catch_up_s=0.0)
-ON_DEMAND = Tuning(catch_up_s=1e9)
+AT_ONCE = RocksDbTuning(catch_up_s=0.0)
+ON_DEMAND = RocksDbTuning(catch_up_s=1e9)
 
 
 def table(name: str = "items") -> EmbeddingTable:

@@ -15,7 +15,7 @@ import pytest
 from hps.errors import TierError, Unavailable
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import (
-    Checkpoints,
+    CheckpointFolder,
     LoadRecord,
     RocksDbTier,
     bootstrap,
@@ -217,7 +217,7 @@ def kept_in(request, tmp_path):
 
 
 def test_the_newest_are_kept_and_a_new_node_begins_with_the_last(tier, tmp_path, kept_in):
-    checkpoints = Checkpoints(kept_in, tier.path, tier.checkpoint)
+    checkpoints = CheckpointFolder(kept_in, tier.path, tier.checkpoint)
     for day in range(3):
         put(tier, ITEMS, [1], 10.0 + day)
         checkpoints.add(2, lambda day=day: day * 86400.0)
@@ -231,7 +231,7 @@ def test_the_newest_are_kept_and_a_new_node_begins_with_the_last(tier, tmp_path,
 
 
 def test_a_damaged_checkpoint_is_passed_over(tier, tmp_path, kept_in):
-    checkpoints = Checkpoints(kept_in, tier.path, tier.checkpoint)
+    checkpoints = CheckpointFolder(kept_in, tier.path, tier.checkpoint)
     first, second = (checkpoints.add(2, lambda day=day: day * 86400.0) for day in range(2))
     next(second.glob("*.sst")).unlink()
     assert bootstrap(kept_in, tmp_path / "new") == first
@@ -251,7 +251,7 @@ def test_one_checkpoint_at_a_time(tier, tmp_path):
             checkpoints.add(1)
         tier.checkpoint(folder)
 
-    checkpoints = Checkpoints(tmp_path / "kept", tier.path, make)
+    checkpoints = CheckpointFolder(tmp_path / "kept", tier.path, make)
     assert fetch_from(checkpoints.add(1), tmp_path) == [1.0]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import Applied, StreamPosition, TableChanges
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, Tuning, restore
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning, restore
 from hps.types import EmbeddingTable, version_now
 
 ITEMS, USERS = EmbeddingTable.make("items", 2), EmbeddingTable.make("users", 2)
@@ -145,7 +145,7 @@ def test_readers_may_ask_but_not_apply(tier):
 
 
 def test_a_follower_reads_positions_as_far_as_the_primary_is(tier):
-    tuning = Tuning(catch_up_s=0.0)
+    tuning = RocksDbTuning(catch_up_s=0.0)
     reader = RocksDbTier(tier.path, access="secondary", layout=tier.layout, tuning=tuning)
     assert reader.positions(ITEMS) == {}
     tier.apply(ITEMS, changes({1: 1}), [at(10), StreamPosition("other/topic", 3, 7)])

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from hps.tiers.row_values import RowValues, WrongLength
+from hps.tiers.row_values import RowValueCodec, WrongLength
 from hps.types import EmbeddingTable
 
 ROWS = np.array([[1, -2.5], [3, 0]], np.float32)
@@ -13,7 +13,7 @@ VERSIONS = np.array([2**63 + 1, 7], np.uint64)
 
 
 def test_a_native_value_is_version_flags_row():
-    values = RowValues(EmbeddingTable.make("t", 2), "native")
+    values = RowValueCodec(EmbeddingTable.make("t", 2), "native")
     encoded = values.encode(ROWS, VERSIONS)
     assert encoded == [
         struct.pack("<QB2f", 2**63 + 1, 0, 1, -2.5),
@@ -25,7 +25,7 @@ def test_a_native_value_is_version_flags_row():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_an_hps_value_is_the_bare_row(dtype):
-    values = RowValues(EmbeddingTable.make("t", 2, dtype=dtype), "hps")
+    values = RowValueCodec(EmbeddingTable.make("t", 2, dtype=dtype), "hps")
     rows = ROWS.astype(dtype)
     assert values.encode(rows, VERSIONS) == [row.tobytes() for row in rows]
     stored = values.decode([b"", rows[1].tobytes()])
@@ -36,7 +36,7 @@ def test_an_hps_value_is_the_bare_row(dtype):
 
 
 def test_rows_tombstones_and_gaps_are_told_apart():
-    values = RowValues(EmbeddingTable.make("t", 2), "native")
+    values = RowValueCodec(EmbeddingTable.make("t", 2), "native")
     row, other = values.encode(ROWS, VERSIONS)
     (dead,) = values.encode_tombstones(np.array([9], np.uint64))
     stored = values.decode([dead, row, b"", other])
@@ -49,7 +49,7 @@ def test_rows_tombstones_and_gaps_are_told_apart():
 @pytest.mark.parametrize("layout", ["native", "hps"])
 @pytest.mark.parametrize("by", [-1, 1])
 def test_a_value_of_another_length_is_refused(layout, by):
-    values = RowValues(EmbeddingTable.make("t", 2), layout)
+    values = RowValueCodec(EmbeddingTable.make("t", 2), layout)
     with pytest.raises(WrongLength) as caught:
         values.decode([b"", bytes(values.value_bytes + by)])
     assert (caught.value.found, caught.value.expected) == (

@@ -20,7 +20,7 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu import segments as cpu_segments
 from hps.tiers.cpu.attached_cache import AttachedCache
 from hps.tiers.cpu.cache import CacheMemory, CpuCache
-from hps.tiers.cpu.segments import Reader, Segments
+from hps.tiers.cpu.segments import CacheReaderLock, Segments
 from hps.types import EmbeddingTable
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="the twins share no memory")
@@ -242,7 +242,7 @@ reader = Reader(Path({str(tmp_path / "hps.c")!r}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
-    mine = Reader(tmp_path / "hps.c")
+    mine = CacheReaderLock(tmp_path / "hps.c")
     assert len(list(tmp_path.glob("hps.c/readers/*"))) == 2
     assert cache.facts()["shared_memory"]["readers"] == 1
     assert len(list(tmp_path.glob("hps.c/readers/*"))) == 1

@@ -10,7 +10,7 @@ from hps.errors import BadRequest, TierError, TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
-from hps.tiers.wrappers import DEADLINE_KEYS, Guarded, Metered
+from hps.tiers.wrappers import DEADLINE_KEYS, GuardedTier, MeteredTier
 from hps.types import EmbeddingTable, Source
 from tests.support.waiting import until
 
@@ -52,7 +52,7 @@ def store(request):
 
 
 def guard(store, deadline_s=30.0, failures=2, retry_after_s=1e6, **more):
-    return Guarded(store, deadline_s, failures, retry_after_s, **more)
+    return GuardedTier(store, deadline_s, failures, retry_after_s, **more)
 
 
 def let_the_pause_pass(guarded):
@@ -486,7 +486,7 @@ def test_an_error_of_close_is_raised(store):
 def test_the_parts_of_a_fetch_are_observed_at_once():
     store, seen = Store(blocking=False), []
     other = EmbeddingTable.make("users", 2)
-    metered = Metered(store, lambda *what: seen.append(what))
+    metered = MeteredTier(store, lambda *what: seen.append(what))
     parts = [blank(), Part.make(other, np.arange(3))]
     metered.fetch(parts, FetchContext())
     [(counts, seconds, skipped)] = seen
@@ -498,21 +498,23 @@ def test_the_parts_of_a_fetch_are_observed_at_once():
 def test_tombstones_count_as_found():
     store, seen = Store(blocking=False), []
     store.delete(TABLE, np.array([5]), np.array([time.time_ns() // 10**6 << 20], np.uint64))
-    fetch(Metered(store, lambda *what: seen.append(what)))
+    fetch(MeteredTier(store, lambda *what: seen.append(what)))
     assert seen[0][0] == [(TABLE, 4, 4)]
 
 
 def test_what_a_skipped_tier_did_not_look_for_is_no_miss(store):
     seen = []
     store.fault = fail
-    metered = Metered(guard(store), lambda *what: seen.append(what))
+    metered = MeteredTier(guard(store), lambda *what: seen.append(what))
     fetch(metered)
     [(counts, _, skipped)] = seen
     assert (counts, skipped) == ([(TABLE, 4, 0)], True)
     fetch(metered, FetchContext(degraded=["another"]))
     assert seen[1][2]
     store.fault = lambda _part: None
-    fetch(Metered(guard(store), lambda *what: seen.append(what)), FetchContext(degraded=["other"]))
+    fetch(
+        MeteredTier(guard(store), lambda *what: seen.append(what)), FetchContext(degraded=["other"])
+    )
     assert (seen[2][0], seen[2][2]) == ([(TABLE, 4, 3)], False)
 
 
@@ -520,5 +522,5 @@ def test_a_fetch_that_raises_is_not_observed():
     store, seen = Store(blocking=False), []
     store.fault = fail
     with pytest.raises(TierError):
-        fetch(Metered(store, lambda *what: seen.append(what)))
+        fetch(MeteredTier(store, lambda *what: seen.append(what)))
     assert seen == []

@@ -176,7 +176,7 @@ def test_a_narrow_terminal_gets_fewer_optional_columns(width: int, shown: list[s
 
 
 def test_a_number_is_not_split_over_lines() -> None:
-    rows = [("x" * 40, output.Number("1,537 (203.2 kB)"))]
+    rows = [("x" * 40, output.FormattedNumber("1,537 (203.2 kB)"))]
     lines = printed(30, lambda: output.print_table(("name", "rows"), rows))
     assert "1,537 (203.2 kB)" in lines[1]
     assert max(map(len, lines)) <= 30

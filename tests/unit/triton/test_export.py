@@ -12,7 +12,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from hps.config.model_schema import ModelSpec
-from hps.dense.base import TensorInfo
+from hps.dense.base import NetworkTensor
 from hps.errors import ModelError
 from hps.models.repository import Repository
 from hps.models.writer import write_version
@@ -127,7 +127,7 @@ def test_as_many_rows_as_the_request_brings_cannot_be_an_ensemble(version, tmp_p
 
 @pytest.mark.parametrize("taken", ["FP16", "FP32"])
 def test_vectors_of_float16_rows_are_what_the_network_takes(version, tmp_path, monkeypatch, taken):
-    inputs = (TensorInfo("user", "FP32", (-1, 4)), TensorInfo("words", taken, (-1, 3, 2)))
+    inputs = (NetworkTensor("user", "FP32", (-1, 4)), NetworkTensor("words", taken, (-1, 3, 2)))
     network = SimpleNamespace(inputs=inputs, outputs=())
     monkeypatch.setattr("hps.triton.export.OnnxModel", lambda path, provider: network)
     version = replace(version, dense=tmp_path / "dense.onnx")

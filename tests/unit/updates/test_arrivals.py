@@ -9,16 +9,16 @@ import time
 import pytest
 
 from hps.config.update_settings import KafkaSettings
-from hps.updates.arrivals import LOOK_EVERY_S, Arrivals
-from hps.updates.files.waiting import WaitingFiles
-from hps.updates.kafka.cluster import Cluster
-from hps.updates.kafka.end_offsets import WaitingMessages
+from hps.updates.arrivals import LOOK_EVERY_S, ArrivalTimes
+from hps.updates.files.waiting import PendingFiles
+from hps.updates.kafka.cluster import KafkaCluster
+from hps.updates.kafka.end_offsets import PendingMessages
 
 PLACE = ("topic", 0)
 
 
 def test_what_was_there_before_the_first_look_is_of_unknown_age():
-    arrivals = Arrivals()
+    arrivals = ArrivalTimes()
     assert arrivals.age_s(PLACE, 0, 0.0) is None
     arrivals.saw({PLACE: 10}, 1.0)
     assert arrivals.age_s(PLACE, 9, 2.0) is None
@@ -26,7 +26,7 @@ def test_what_was_there_before_the_first_look_is_of_unknown_age():
 
 
 def test_the_age_is_that_of_the_first_message_that_waits():
-    arrivals = Arrivals()
+    arrivals = ArrivalTimes()
     for at_s, end in ((1.0, 10), (2.0, 10), (3.0, 12), (4.0, 15)):
         arrivals.saw({PLACE: end}, at_s)
     assert arrivals.age_s(PLACE, 10, 5.0) == 3.0, "what is missing came after the look at 2"
@@ -38,7 +38,7 @@ def test_the_age_is_that_of_the_first_message_that_waits():
 
 
 def test_a_reader_that_keeps_pace_is_fresh_although_something_always_waits():
-    arrivals = Arrivals()
+    arrivals = ArrivalTimes()
     for second in range(100):
         arrivals.saw({PLACE: 1000 * (second + 1)}, float(second))
         age_s = arrivals.age_s(PLACE, 1000 * (second + 1) - 1, second + 0.5)
@@ -46,7 +46,7 @@ def test_a_reader_that_keeps_pace_is_fresh_although_something_always_waits():
 
 
 def test_when_nothing_is_heard_any_more_the_age_grows():
-    arrivals = Arrivals()
+    arrivals = ArrivalTimes()
     arrivals.saw({PLACE: 10}, 1.0)
     assert arrivals.age_s(PLACE, 10, 1.0 + 2 * LOOK_EVERY_S) == 0.0
     assert arrivals.age_s(PLACE, 10, 61.0) == 60.0
@@ -55,7 +55,7 @@ def test_when_nothing_is_heard_any_more_the_age_grows():
 
 
 def test_partition_that_was_created_again_is_not_behind_its_former_end():
-    arrivals = Arrivals()
+    arrivals = ArrivalTimes()
     arrivals.saw({PLACE: 100}, 1.0)
     assert arrivals.age_s(PLACE, 100, 1.0) == 0.0
     arrivals.saw({PLACE: 5}, 2.0)
@@ -64,7 +64,7 @@ def test_partition_that_was_created_again_is_not_behind_its_former_end():
 
 
 def test_a_long_wait_is_kept_in_bounded_memory_and_never_seems_shorter():
-    arrivals = Arrivals()
+    arrivals = ArrivalTimes()
     arrivals.saw({PLACE: 0}, 0.0)
     assert arrivals.age_s(PLACE, 0, 0.0) == 0.0
     ends = [(0.0, 0)]
@@ -79,14 +79,14 @@ def test_a_long_wait_is_kept_in_bounded_memory_and_never_seems_shorter():
 
 
 def test_each_partition_has_its_own():
-    arrivals = Arrivals()
+    arrivals = ArrivalTimes()
     arrivals.saw({("t", 0): 5, ("t", 1): 5}, 1.0)
     assert arrivals.age_s(("t", 0), 5, 1.5) == 0.0
     assert arrivals.age_s(("t", 1), 4, 1.5) is None
 
 
 def test_files_wait_until_they_are_moved_away(tmp_path):
-    waits = WaitingFiles(tmp_path)
+    waits = PendingFiles(tmp_path)
     place = (str(tmp_path), 0)
     assert waits.ages_s() == {place: 0.0}
     (tmp_path / ".hidden.npz").touch()
@@ -125,7 +125,7 @@ class Reader:
 
 def test_what_a_reader_had_counts_while_it_is_told_its_partitions_anew():
     reader = Reader()
-    waits = WaitingMessages(Cluster(KafkaSettings(brokers="127.0.0.1:9")), reader, [PLACE[0]])
+    waits = PendingMessages(KafkaCluster(KafkaSettings(brokers="127.0.0.1:9")), reader, [PLACE[0]])
     assert waits.ages_s() == {PLACE: None}, "nobody knows what there is"
     reader.at, reader.placed = {("topic", 3): 10}, True
     assert waits.ages_s() == {("topic", 3): None}

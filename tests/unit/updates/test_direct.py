@@ -18,7 +18,7 @@ from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
 from hps.updates.direct import DirectWriter
-from hps.updates.stream_positions import Store
+from hps.updates.stream_positions import FedStore
 from hps.updates.version_clock import VersionClock
 from hps.updates.writer import CacheWriter
 
@@ -61,7 +61,7 @@ class Node:
 
     def start(self) -> None:
         """Anew: its clock knows nothing of what it gave out."""
-        stores = [Store(f"store{i}", store) for i, store in enumerate(self.stores)]
+        stores = [FedStore(f"store{i}", store) for i, store in enumerate(self.stores)]
         self.direct = DirectWriter(stores, self.writer, UpdateMeter(Metrics()))
 
     def held(self, tier, key: int) -> float | None:
@@ -135,7 +135,7 @@ def test_a_write_reads_no_rows_unless_a_stored_version_may_be_ahead(tmp_path, mo
     rows = np.zeros((64, 2), np.float32)
     read = []
     monkeypatch.setattr(store, "fetch", lambda parts, _ctx: read.append(parts[0].keys.tolist()))
-    direct = DirectWriter([Store("store", store)], NoCaches(), UpdateMeter(Metrics()))
+    direct = DirectWriter([FedStore("store", store)], NoCaches(), UpdateMeter(Metrics()))
     direct.write(TABLE, keys, rows, NONE)
     ahead = direct.write(TABLE, NONE, NO_ROWS, keys)
     assert read == []
@@ -151,7 +151,7 @@ def test_a_write_of_a_repeated_key_ahead_of_the_clock_gives_it_one_version(tmp_p
     store, key = RocksDbTier(tmp_path), np.array([7])
     ahead = make_version(time.time_ns() // 10**6 + 3_600_000, 0)
     store.insert(TABLE, key, row(1), np.array([ahead], np.uint64))
-    direct = DirectWriter([Store("store", store)], NoCaches(), UpdateMeter(Metrics()))
+    direct = DirectWriter([FedStore("store", store)], NoCaches(), UpdateMeter(Metrics()))
     version = direct.write(TABLE, np.array([7, 7]), np.concatenate([row(2), row(3)]), NONE)
     assert version > ahead
     part = Part.make(TABLE, key)

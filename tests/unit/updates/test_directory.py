@@ -13,7 +13,7 @@ from hps.errors import ConfigError, Unavailable
 from hps.observability.meters import UpdateMeter
 from hps.observability.metric_names import UPDATE_DEAD
 from hps.observability.metrics import Metrics
-from hps.rows.base import Rows
+from hps.rows.base import TableRows
 from hps.rows.export import export
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import TableChanges
@@ -23,7 +23,7 @@ from hps.updates.codec import encode_native
 from hps.updates.files.directory import DirectorySource
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import Reason
-from hps.updates.stream_positions import Store, StreamPlaces
+from hps.updates.stream_positions import FedStore, StoreStreamPositions
 from tests.support.letters import Letters
 
 ITEMS = EmbeddingTable.make("items", 2, model="m")
@@ -60,8 +60,8 @@ class House:
         chosen = DirectorySettings(path=self.folder, **settings)
         self.source = DirectorySource(chosen, TABLES, block)
         self.ingestor = Ingestor(
-            self.source, TABLES, StreamPlaces([Store("rocksdb", self.store)], lambda _topic: ()), None,
-            self.letters, UpdateMeter(self.metrics),
+            self.source, TABLES, StoreStreamPositions([FedStore("rocksdb", self.store)], lambda _topic:
+            ()), None, self.letters, UpdateMeter(self.metrics),
         )  # fmt: skip
 
     def put(self, name: str, data: bytes) -> None:
@@ -110,7 +110,7 @@ def test_native_files_are_applied_in_the_order_of_their_names(house):
 def test_exports_are_applied(house, tmp_path, ending):
     keys = np.arange(250)
     versions = np.full(250, make_version(NOW_MS), np.uint64)
-    rows = Rows(keys, np.repeat(keys[:, None], 3, 1).astype(np.float16), versions)
+    rows = TableRows(keys, np.repeat(keys[:, None], 3, 1).astype(np.float16), versions)
     house.put("0.hpsu", message([(7, 1.0, 0)], table="m/users", dim=3))
     name = f"m.users.1.{ending}" if ending == "npz" else "any.parquet"
     part = tmp_path / f"out.{ending}"

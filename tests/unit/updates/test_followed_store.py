@@ -22,7 +22,7 @@ from hps.updates.followed_store import FollowedStore
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import MESSAGE, TableUpdate, UpdateBatch
-from hps.updates.stream_positions import Store
+from hps.updates.stream_positions import FedStore
 from hps.updates.writer import CacheWriter
 from tests.support.letters import Letters
 from tests.support.waiting import until
@@ -98,7 +98,7 @@ class Node:
     def __init__(self, store, stream: Stream, other_writer=None, versioned=True) -> None:
         self.store, self.stream = store, stream
         self.tables = list(stream.tables.values())
-        self.followed = FollowedStore(store, Store("store", store, versioned))
+        self.followed = FollowedStore(store, FedStore("store", store, versioned))
         self.cache = CpuCache(dict.fromkeys(self.tables, 64))
         self.writer = CacheWriter(self.cache, [self.followed], 1024, own=self.followed)
         self.places = self.followed.places(

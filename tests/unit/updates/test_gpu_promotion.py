@@ -10,7 +10,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, Source
 from hps.updates import gpu_promotion as lifting_module
-from hps.updates.gpu_promotion import Lifting
+from hps.updates.gpu_promotion import GpuPromotion
 from hps.updates.writer import CacheWriter
 from tests.support.waiting import until
 
@@ -38,7 +38,7 @@ def world():
     below.delete(TABLE, keys[:5], np.full(5, 8, np.uint64))
     writer = CacheWriter(TierChain([below, above]), [], 1000)
     count = lambda result, n: counted.update({result: counted.get(result, 0) + n})  # noqa: E731
-    lifting = Lifting(writer, below, above, 50, count)
+    lifting = GpuPromotion(writer, below, above, 50, count)
     yield below, above, writer, lifting, counted
     lifting.close()
     writer.close()
@@ -92,7 +92,8 @@ def test_a_closed_writer_ends_it(world):
 
 
 class ClosedAfterTheLook(threading.Event):
-    """`Lifting`'s mark of its end; `close` is called when its thread has just seen that it is not closed."""
+    """`GpuPromotion`'s mark of its end; `close` is called when its thread has just seen that it is not
+    closed."""
 
     def __init__(self, lifting):
         super().__init__()

@@ -22,7 +22,7 @@ from hps.updates.codec import decode_native, encode_native
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import CACHES, Ingestor
 from hps.updates.source import DeadLetter, Reason, UpdateBatch
-from hps.updates.stream_positions import Store, StreamPlaces
+from hps.updates.stream_positions import FedStore, StoreStreamPositions
 from hps.updates.writer import CacheWriter
 from tests.support.letters import Letters
 from tests.support.waiting import until
@@ -99,12 +99,12 @@ class House:
         self.writer = CacheWriter(self.cache, [self.store], 1024)
         self.metrics, self.letters, self.source = Metrics(), Letters(), source
         self.readers = {"t": [ITEMS, USERS]}
-        self.ingestor = self.make([Store("rocksdb", self.store)], self.writer)
+        self.ingestor = self.make([FedStore("rocksdb", self.store)], self.writer)
 
     def make(self, stores, caches) -> Ingestor:
         """Its positions are ``places`` from then on."""
         readers = self.readers
-        self.places = StreamPlaces(stores, lambda t: readers.get(t, []))
+        self.places = StoreStreamPositions(stores, lambda t: readers.get(t, []))
         meter = UpdateMeter(self.metrics)
         return Ingestor(self.source, TABLES, self.places, caches, self.letters, meter)
 
@@ -191,7 +191,7 @@ def test_the_cache_hears_of_it_after_the_store_and_before_the_commit(house):
         delete = update
 
     house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
-    house.make([Store("rocksdb", house.store)], Caches()).step()
+    house.make([FedStore("rocksdb", house.store)], Caches()).step()
     assert order == [("cache", 3.0, [])]
     assert house.source.log == ["commit"]
 
@@ -216,7 +216,7 @@ def test_a_store_that_fails_is_tried_again_and_nothing_is_lost(house, monkeypatc
     monkeypatch.setattr("hps.updates.ingestor.FIRST_PAUSE_S", 0.001)
     resident(house, 1)
     house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
-    ingestor = house.make([Store("rocksdb", Failing(house.store, 3))], house.writer)
+    ingestor = house.make([FedStore("rocksdb", Failing(house.store, 3))], house.writer)
     ingestor.step()
     assert house.source.log == ["alive"] * 3 + ["commit"]
     assert house.rows(house.cache, [1]) == {1: 3.0}
@@ -226,7 +226,7 @@ def test_a_store_that_fails_is_tried_again_and_nothing_is_lost(house, monkeypatc
 def test_while_a_store_fails_the_cache_keeps_what_the_store_has(house):
     resident(house, 1)
     house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
-    ingestor = house.make([Store("rocksdb", Failing(house.store, 10**9))], house.writer)
+    ingestor = house.make([FedStore("rocksdb", Failing(house.store, 10**9))], house.writer)
     given_up = []
 
     def step():
@@ -342,7 +342,7 @@ def test_a_positions_that_waits_goes_with_the_tables_next_rows(house):
 def test_polling_begins_where_the_store_that_lacks_most_is(house, tmp_path):
     second = RocksDbTier(tmp_path / "second")
     second.open_tables([ITEMS, USERS])
-    both = [Store("rocksdb", house.store), Store("other", second)]
+    both = [FedStore("rocksdb", house.store), FedStore("other", second)]
     house.make(both, None)
     nothing = changes()
     for store, offset in ((house.store, 9), (second, 6)):
@@ -370,8 +370,8 @@ def test_where_a_store_keeps_no_versions_the_caches_get_none_either(tmp_path, so
     cache = CpuCache({ITEMS: 64, USERS: 64})
     writer = CacheWriter(cache, [store], 1024)
     meter, letters = UpdateMeter(Metrics()), Letters()
-    stores = [Store("rocksdb", store, versioned=False)]
-    places = StreamPlaces(stores, lambda _t: [ITEMS])
+    stores = [FedStore("rocksdb", store, versioned=False)]
+    places = StoreStreamPositions(stores, lambda _t: [ITEMS])
     ingestor = Ingestor(source, TABLES, places, writer, letters, meter)
     given = changes([(1, 0.0, 0)])
     cache.insert(ITEMS, given.keys, given.vectors, np.zeros(1, np.uint64))
@@ -476,7 +476,7 @@ class Rewound(Stream):
 def test_a_batch_that_was_given_up_comes_again(house):
     source = Rewound([batch(i, items=changes([(i, 1.0, 1)])) for i in (1, 2, 3)], refused=1)
     house.source = source
-    ingestor = house.make([Store("rocksdb", Failing(house.store, 1))], None)
+    ingestor = house.make([FedStore("rocksdb", Failing(house.store, 1))], None)
     thread = IngestThread(ingestor, source, "ingest")
     thread.start()
     until(lambda: len(source.committed) == 3)
@@ -486,7 +486,7 @@ def test_a_batch_that_was_given_up_comes_again(house):
 
 def test_a_source_that_fails_while_paused_does_not_end_the_stream(house):
     source = house.source = Rewound([batch(1, items=changes([(1, 1.0, 1)]))], refused=1)
-    thread = IngestThread(house.make([Store("rocksdb", house.store)], None), source, "ingest")
+    thread = IngestThread(house.make([FedStore("rocksdb", house.store)], None), source, "ingest")
     thread.pause()
     thread.start()
     until(lambda: source.log.count("alive") > 1)
@@ -526,7 +526,7 @@ def test_a_position_is_noted_with_the_last_rows_of_its_table(house):
     single, half = changes([(1, 1.0, 1)]), changes([(2, 2.0, 1)], dtype=np.float16)
     both = [*batch(1, items=single).updates, *batch(1, items=half).updates]
     house.source.batches = [UpdateBatch(both, [StreamPosition("t", 0, 9)])]
-    house.make([Store("rocksdb", Watched())], None).step()
+    house.make([FedStore("rocksdb", Watched())], None).step()
     assert noted == [([1], []), ([2], [9])]
     assert house.rows(house.store, [1, 2]) == {1: 1.0, 2: 2.0}
 
@@ -550,7 +550,7 @@ class Forgetful:
 def test_a_store_that_lost_what_it_had_is_filled_again(house, monkeypatch, more):
     monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
     store = Forgetful()
-    ingestor = house.make([Store("redis", store)], None)
+    ingestor = house.make([FedStore("redis", store)], None)
     assert house.places.begin("t", 0) is None
 
     def message(since: int) -> UpdateBatch:
@@ -590,7 +590,7 @@ def test_a_topic_of_no_table_is_not_read_again(house, monkeypatch):
 def test_a_store_that_lost_rows_is_named_with_the_offsets(house, monkeypatch, caplog):
     monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
     store = Forgetful()
-    ingestor = house.make([Store("redis", store)], None)
+    ingestor = house.make([FedStore("redis", store)], None)
     house.source.batches = [batch(7, items=changes([(1, 1.0, 1)]))]
     ingestor.step()
     store.applied_to.clear()

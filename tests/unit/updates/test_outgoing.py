@@ -12,7 +12,7 @@ from hps.errors import BadRequest
 from hps.types import make_version
 from hps.updates.codec import decode_hps, decode_native, encode_hps
 from hps.updates.kafka.outgoing import (
-    Said,
+    MessageAttributes,
     by_partition,
     changes_of,
     encode,
@@ -129,7 +129,7 @@ def test_each_key_goes_to_its_partition_in_order(keys, deleted, groups, partitio
 
 
 def test_native_messages_say_everything():
-    said = Said(NOW, 60, 1234, 3)
+    said = MessageAttributes(NOW, 60, 1234, 3)
     (message,) = encode("native", "m/t", made(deleted=[9]), said)
     decoded = decode_native([message])
     (update,) = decoded.updates
@@ -143,7 +143,7 @@ def test_native_messages_say_everything():
 @pytest.mark.parametrize("bits", [32, 64])
 def test_hps_messages_are_hpss(bits):
     changes = made()
-    messages = encode("hps", "t", changes, Said(NOW), key_bits=bits)
+    messages = encode("hps", "t", changes, MessageAttributes(NOW), key_bits=bits)
     assert messages == encode_hps(changes.keys, ROWS, key_bits=bits)
     decoded = decode_hps(
         messages, "t", 2, timestamps_ms=np.array([NOW]), offsets=np.array([0]), key_bits=bits
@@ -154,12 +154,22 @@ def test_hps_messages_are_hpss(bits):
 @pytest.mark.parametrize(
     ("changes", "said", "options", "says"),
     [
-        (made(deleted=[1]), Said(NOW), {}, "no deletions; send them in the native format"),
-        (made(), Said(NOW, ttl_s=1), {}, "no room for ttl_s"),
-        (made(), Said(NOW, step=1), {}, "no room for ttl_s, step"),
-        (made(rows=ROWS.astype("f2")), Said(NOW), {}, "table t: vectors must be float32"),
-        (made(), Said(NOW), {"full": 23}, "24 bytes, but at most 23"),
-        (made(keys=[-1, 2, 3]), Said(NOW), {"key_bits": 32}, "keys of 32 bits"),
+        (
+            made(deleted=[1]),
+            MessageAttributes(NOW),
+            {},
+            "no deletions; send them in the native format",
+        ),
+        (made(), MessageAttributes(NOW, ttl_s=1), {}, "no room for ttl_s"),
+        (made(), MessageAttributes(NOW, step=1), {}, "no room for ttl_s, step"),
+        (
+            made(rows=ROWS.astype("f2")),
+            MessageAttributes(NOW),
+            {},
+            "table t: vectors must be float32",
+        ),
+        (made(), MessageAttributes(NOW), {"full": 23}, "24 bytes, but at most 23"),
+        (made(keys=[-1, 2, 3]), MessageAttributes(NOW), {"key_bits": 32}, "keys of 32 bits"),
     ],
 )
 def test_what_hps_messages_cannot_say(changes, said, options, says):
@@ -169,4 +179,4 @@ def test_what_hps_messages_cannot_say(changes, said, options, says):
 
 def test_a_row_that_does_not_fit_a_message():
     with pytest.raises(BadRequest, match="message of one row has 96 bytes, but at most 80"):
-        encode("native", "m/t", made(), Said(NOW), full=80)
+        encode("native", "m/t", made(), MessageAttributes(NOW), full=80)

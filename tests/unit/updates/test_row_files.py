@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from hps.errors import BadRequest
-from hps.rows.base import Rows
+from hps.rows.base import TableRows
 from hps.rows.export import export
 from hps.tiers.positions import TableChanges
 from hps.types import EmbeddingTable
@@ -41,8 +41,8 @@ def told(path, block: int = 3) -> tuple[dict, dict]:
 def test_exports_come_back(tmp_path, ending, dtype):
     table = EmbeddingTable.make("t", 2, model="m", dtype=dtype)
     path = tmp_path / f"rows.{ending}"
-    dead = Rows(KEYS[3:], np.zeros((1, 2), dtype), VERSIONS[3:])
-    export(path, table, [Rows(KEYS, ROWS.astype(dtype), VERSIONS).at(slice(3))], [dead])
+    dead = TableRows(KEYS[3:], np.zeros((1, 2), dtype), VERSIONS[3:])
+    export(path, table, [TableRows(KEYS, ROWS.astype(dtype), VERSIONS).at(slice(3))], [dead])
     assert told(path) == (
         {k: (v, r) for k, v, r in zip(KEYS[:3].tolist(), VERSIONS.tolist(), ROWS.tolist(), strict=False)},
         {0: 13},

@@ -8,8 +8,8 @@ import pytest
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
 from hps.types import EmbeddingTable, NoProgress
-from hps.updates.cache_warmup import Warming
-from hps.updates.snapshot import Snapshots, hot_keys_at_start, read_hot_keys, write_hot_keys
+from hps.updates.cache_warmup import CacheWarmup
+from hps.updates.snapshot import HotKeySnapshots, hot_keys_at_start, read_hot_keys, write_hot_keys
 from hps.updates.writer import CacheWriter
 from tests.support.waiting import until
 
@@ -77,7 +77,7 @@ def test_the_rate_is_kept(tmp_path):
 
 def test_it_is_written_now_and_then_and_at_the_end(tmp_path):
     path, cache = tmp_path / "new" / "hot", CpuCache({TABLE: 100})
-    snapshots = Snapshots(cache, [TABLE], path, interval_s=0.01, most=2)
+    snapshots = HotKeySnapshots(cache, [TABLE], path, interval_s=0.01, most=2)
     time.sleep(0.1)
     assert not path.exists()  # an empty cache does not replace what an earlier node knew
     insert(cache, [1, 2, 3])
@@ -85,7 +85,7 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path):
     assert len(read_hot_keys(path)[TABLE.id][0]) == 2
     snapshots.close()
     path.unlink()
-    last = Snapshots(cache, [TABLE], path, interval_s=1000)
+    last = HotKeySnapshots(cache, [TABLE], path, interval_s=1000)
     last.close()
     last.close()
     assert sorted(read_hot_keys(path)[TABLE.id][0].tolist()) == [1, 2, 3]
@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path, caplog):
     (tmp_path / "file").touch()
     cache = CpuCache({TABLE: 100})
     insert(cache, [1])
-    Snapshots(cache, [TABLE], tmp_path / "file" / "hot", interval_s=1000).close()
+    HotKeySnapshots(cache, [TABLE], tmp_path / "file" / "hot", interval_s=1000).close()
     assert "can't be written" in caplog.text
 
 
@@ -104,7 +104,7 @@ def test_the_hottest_come_first_and_stay_the_longest():
     store, cache = MemoryTier(), CpuCache({TABLE: 400})
     insert(store, keys)
     writer = CacheWriter(cache, [store], 10_000)
-    Warming(writer, NoProgress()).hottest(TABLE, keys[:400], cache)
+    CacheWarmup(writer, NoProgress()).hottest(TABLE, keys[:400], cache)
     assert sorted(cache.top_k(TABLE, 1000)[0].tolist()) == list(range(400))
     insert(cache, range(5000, 5100))
     left = set(cache.top_k(TABLE, 1000)[0].tolist())

@@ -6,7 +6,7 @@ from hps.tiers.positions import StreamPosition
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable
 from hps.updates.ingestor import _nothing
-from hps.updates.stream_positions import Store, StreamPlaces
+from hps.updates.stream_positions import FedStore, StoreStreamPositions
 
 ITEMS, USERS = (
     EmbeddingTable.make("items", 2, model="m"),
@@ -22,8 +22,10 @@ def store(tmp_path):
     store.close()
 
 
-def places_of(store, contained=lambda *_: None) -> StreamPlaces:
-    return StreamPlaces([Store("rocksdb", store)], lambda _topic: [ITEMS, USERS], contained)
+def places_of(store, contained=lambda *_: None) -> StoreStreamPositions:
+    return StoreStreamPositions(
+        [FedStore("rocksdb", store)], lambda _topic: [ITEMS, USERS], contained
+    )
 
 
 def note(store, places, table, position):
@@ -67,7 +69,7 @@ def test_restarted_partition_is_not_taken_for_lost_rows(store):
 
 
 def test_without_a_store_nothing_is_known():
-    places = StreamPlaces([], lambda _topic: [ITEMS])
+    places = StoreStreamPositions([], lambda _topic: [ITEMS])
     assert not places.identify("t", 0, "id")
     places.restart("t", 0)
     assert (places.begin("t", 0), places.furthest("t", 0)) == (None, 0)

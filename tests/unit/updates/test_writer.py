@@ -11,7 +11,7 @@ from hps.errors import BadRequest, TierError
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.memory import MemoryTier
-from hps.tiers.wrappers import Guarded
+from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, Source, version_now
 from hps.updates.writer import SLICE_KEYS, CacheWriter
 from tests.support.waiting import until
@@ -129,7 +129,7 @@ def test_a_store_that_cannot_be_asked_stops_the_promotion(make):
     sound, broken = Store(), Store()
     put(sound, [1], 1.0)
     broken.error = TierError("redis", "gone")
-    guarded = Guarded(broken, 1.0, 1, 60.0)
+    guarded = GuardedTier(broken, 1.0, 1, 60.0)
     writer, cache, counts = make([sound, guarded])
     writer.promote(TABLE, arrays(1))
     assert writer.flush(60)
@@ -147,7 +147,7 @@ def test_a_shared_store_that_is_down_does_not_keep_the_cache_cold(make, down):
         put(store, [1], 1.0)
     broken = {"shared": shared, "own": own}[down]
     broken.error = TierError("gone", "gone")
-    stores = [Guarded(shared, 1.0, 1, 60.0), Guarded(own, 1.0, 1, 60.0)]
+    stores = [GuardedTier(shared, 1.0, 1, 60.0), GuardedTier(own, 1.0, 1, 60.0)]
     writer, cache, counts = make(stores, own=stores[1])
     writer.promote(TABLE, arrays(1, 2))
     assert writer.flush(60)
@@ -180,7 +180,7 @@ def test_a_shared_store_alone_must_be_asked(make):
     shared = Store()
     shared._info = TierInfo("redis", Source.REDIS, shared=True)
     shared.error = TierError("redis", "gone")
-    writer, cache, counts = make([Guarded(shared, 1.0, 1, 60.0)])
+    writer, cache, counts = make([GuardedTier(shared, 1.0, 1, 60.0)])
     writer.promote(TABLE, arrays(1))
     assert writer.flush(60)
     assert held(cache, 1) == [None]
@@ -193,7 +193,7 @@ def test_a_store_without_updates_is_not_trusted_alone(make):
     shared._info = TierInfo("redis", Source.REDIS, shared=True)
     shared.error = TierError("redis", "gone")
     put(database, [1], 1.0)
-    writer, cache, counts = make([Guarded(shared, 1.0, 1, 60.0), database])
+    writer, cache, counts = make([GuardedTier(shared, 1.0, 1, 60.0), database])
     writer.promote(TABLE, arrays(1))
     assert writer.flush(60)
     assert held(cache, 1) == [None]

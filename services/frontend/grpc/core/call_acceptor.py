@@ -5,9 +5,9 @@ received the request: a client that sends none keeps a thread, and every answer 
 three changes of hands (26 keys: 390 µs of CPU, 200 without them). What it does for a call besides, and does
 not need where the answer is there at once, is another sixth.
 
-So methods are asked of grpc's core for `Arrivals`, and grpc's server passes on what the core tells of their
-calls. That is not grpc's public interface: `inside.py` says whether it is as expected. Where it is not, calls
-run on threads as grpc has them.
+So methods are asked of grpc's core for `CallAcceptor`, and grpc's server passes on what the core tells
+of their calls. That is not grpc's public interface: `inside.py` says whether it is as expected. Where it
+is not, calls run on threads as grpc has them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from grpc._cython import cygrpc
 from hps.config.auth import Role
 from services.frontend.grpc.core import internals as inside
 from services.frontend.grpc.core.unary_call import NOTHING, Told, UnaryCall
-from services.frontend.grpc.method_handlers import Direct
-from services.frontend.grpc.responders import Context
-from services.frontend.grpc.slow_readers import Unsent
-from services.frontend.periodic_sweeper import Looking
+from services.frontend.grpc.method_handlers import UnaryHandler
+from services.frontend.grpc.responders import CallContext
+from services.frontend.grpc.slow_readers import SlowReaderLimit
+from services.frontend.periodic_sweeper import PeriodicSweeper
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ _PATIENCE_S, _LOOK_S = 60.0, 1.0
 # Who calls is looked at again when the request came so long after its call: a key may be no longer good.
 _KNOWN_S = 1.0
 
-May = Callable[[Context, Role], str]
+May = Callable[[CallContext, Role], str]
 """Who calls; raises ``Unauthenticated`` or ``Forbidden`` when they may not do what needs a role."""
 
 
-class _Taken:
+class _CallLimit:
     """Calls that are under way, bounded."""
 
     def __init__(self, most: int) -> None:
@@ -63,23 +63,24 @@ class _Taken:
         return False
 
 
-class Arrivals:
+class CallAcceptor:
     """Takes the calls of a server's methods that have one request. Calls whose request does not come for
     ``_PATIENCE_S`` are ended; those of callers who may not make them are not received at all: a message can
     be large."""
 
     def __init__(self, most: int, beside: int, may: May | None = None) -> None:
-        """``most`` calls are taken at a time, and ``beside`` of the methods that are ``Direct.beside`` them,
-        once their requests are there. ``may`` says who may call; None: everybody."""
+        """``most`` calls are taken at a time, and ``beside`` of the methods that are
+        ``UnaryHandler.beside`` them, once their requests are there. ``may`` says who may call; None:
+        everybody."""
         self._may = may
-        self.requests, self.beside = _Taken(most), _Taken(beside)
+        self.requests, self.beside = _CallLimit(most), _CallLimit(beside)
         self._most_expected = most + beside
         self._expected: dict[UnaryCall, float] = {}  # calls without a request, and since when
-        self._looking = Looking(self._end_late, lambda: _LOOK_S, "grpc-expected")
+        self._looking = PeriodicSweeper(self._end_late, lambda: _LOOK_S, "grpc-expected")
         self._threads = ThreadPoolExecutor(_LARGE_AT_ONCE, "grpc-large")
-        self.unsent = Unsent()
+        self.unsent = SlowReaderLimit()
 
-    def start(self, server: grpc.Server, methods: Mapping[str, Direct]) -> None:
+    def start(self, server: grpc.Server, methods: Mapping[str, UnaryHandler]) -> None:
         """Start ``server``, which knows of ``methods``, here by their full names."""
         if not inside.KNOWN:
             log.warning(
@@ -97,7 +98,7 @@ class Arrivals:
         server.start()
         with state.lock:
             for name, behavior in methods.items():
-                _Method(name, behavior, state, self).ask()
+                _AcceptedMethod(name, behavior, state, self).ask()
 
     def take(self, call: UnaryCall) -> None:
         """``call`` has come."""
@@ -151,11 +152,13 @@ class Arrivals:
         return bool(self._expected)
 
 
-class _Method:
+class _AcceptedMethod:
     """Has grpc's core tell of the calls of one method, one after another. What it tells, grpc's server passes
     on by calling this."""
 
-    def __init__(self, name: str, behavior: Direct, state: Any, arrivals: Arrivals) -> None:
+    def __init__(
+        self, name: str, behavior: UnaryHandler, state: Any, arrivals: CallAcceptor
+    ) -> None:
         """``state``: of grpc's server."""
         self._name, self._behavior, self._state, self._arrivals = name, behavior, state, arrivals
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from grpc._cython import cygrpc
 
 from hps.errors import HpsError
-from services.frontend.grpc.method_handlers import Direct
-from services.frontend.grpc.slow_readers import NOTED, Unsent
+from services.frontend.grpc.method_handlers import UnaryHandler
+from services.frontend.grpc.slow_readers import NOTED, SlowReaderLimit
 from services.frontend.grpc.status import Trailers, ending_of
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ NOTHING: Told = (None, ())
 
 
 class Acceptor(Protocol):
-    """The owner of the calls, `services.frontend.grpc.core.call_acceptor.Arrivals`."""
+    """The owner of the calls, `services.frontend.grpc.core.call_acceptor.CallAcceptor`."""
 
-    unsent: Unsent
+    unsent: SlowReaderLimit
 
     def has_come(self, call: UnaryCall) -> bool:
         """Whether ``call``, whose request was received, is to be answered."""
@@ -73,7 +73,7 @@ class UnaryCall:
         "caller",
     )
 
-    def __init__(self, event: Any, behavior: Direct, arrivals: Acceptor) -> None:
+    def __init__(self, event: Any, behavior: UnaryHandler, arrivals: Acceptor) -> None:
         self._event = event
         self._arrivals = arrivals
         self.behavior = behavior

@@ -4,25 +4,25 @@ from socket import AF_INET, AF_INET6, AI_ADDRCONFIG, SOCK_STREAM
 
 import pytest
 
-from hps.lookup.remote.addresses import Address, Addresses, addresses_of
+from hps.lookup.remote.addresses import NodeAddress, NodeResolver, addresses_of
 
 
 def test_addresses_are_as_they_stand_and_names_of_several_looked_up():
     known = {"replicas": ["10.0.0.2", "10.0.0.1", "10.0.0.2"], "six": ["fd00::1"]}
-    addresses = Addresses(
+    addresses = NodeResolver(
         ["host:8001", "dns:///replicas:8001", "host:8001", "dns:///six:1"], known.__getitem__
     )
     assert addresses.change
     assert addresses.now() == [
-        Address("host:8001"),
-        Address("10.0.0.1:8001", "replicas"),
-        Address("10.0.0.2:8001", "replicas"),
-        Address("[fd00::1]:1", "six"),
+        NodeAddress("host:8001"),
+        NodeAddress("10.0.0.1:8001", "replicas"),
+        NodeAddress("10.0.0.2:8001", "replicas"),
+        NodeAddress("[fd00::1]:1", "six"),
     ]
     known["replicas"] = ["10.0.0.3"]
-    assert Address("10.0.0.3:8001", "replicas") in addresses.now()
-    assert Address("10.0.0.1:8001", "replicas") not in addresses.now()
-    assert not Addresses(["host:8001"]).change
+    assert NodeAddress("10.0.0.3:8001", "replicas") in addresses.now()
+    assert NodeAddress("10.0.0.1:8001", "replicas") not in addresses.now()
+    assert not NodeResolver(["host:8001"]).change
 
 
 def test_a_name_that_is_not_known_for_now():
@@ -32,16 +32,16 @@ def test_a_name_that_is_not_known_for_now():
         return ["10.0.0.1"]
 
     away = True
-    addresses = Addresses(["dns:///name:8001"], resolve)
+    addresses = NodeResolver(["dns:///name:8001"], resolve)
     assert addresses.now() == []
     assert addresses.problems == {
         "dns:///name:8001": "name can't be looked up: Name or service not known"
     }
     away = False
-    assert addresses.now() == [Address("10.0.0.1:8001", "name")]
+    assert addresses.now() == [NodeAddress("10.0.0.1:8001", "name")]
     assert not addresses.problems
     away = True
-    assert addresses.now() == [Address("10.0.0.1:8001", "name")]
+    assert addresses.now() == [NodeAddress("10.0.0.1:8001", "name")]
     assert addresses.problems
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.remote import RemoteLookup, lookup
-from hps.lookup.remote.call import Call
+from hps.lookup.remote.call import RemoteLookupCall
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, LookupResult
 
 
@@ -97,7 +97,7 @@ class CancelsWhileItIsWritten:
 
 def answer_of(out):
     """A call with this array for its vectors."""
-    return Call(None, b"", 0.0, 1.0, {"f": out}, None)
+    return RemoteLookupCall(None, b"", 0.0, 1.0, {"f": out}, None)
 
 
 def test_out_is_not_written_once_the_call_is_cancelled():

@@ -7,7 +7,7 @@ import grpc
 
 from hps.lookup.remote import nodes as module
 from hps.lookup.remote import targets
-from hps.lookup.remote.targets import Target
+from hps.lookup.remote.targets import LookupNode
 from hps.v1 import lookup_pb2 as pb
 from tests.support.waiting import until
 
@@ -15,7 +15,7 @@ from tests.support.waiting import until
 def test_who_watches_is_told_when_a_node_has_been_late_for_too_long(monkeypatch):
     """That changes nothing in what the node says."""
 
-    class Late(Target):
+    class Late(LookupNode):
         """Has answered once."""
 
         answered = False
@@ -32,7 +32,7 @@ def test_who_watches_is_told_when_a_node_has_been_late_for_too_long(monkeypatch)
     monkeypatch.setattr(module, "Target", Late)
     monkeypatch.setattr(module, "LATE_S", 0.3)
     monkeypatch.setattr(targets, "LATE_S", 0.3)
-    with closing(module.Nodes(["127.0.0.1:1"])) as nodes:
+    with closing(module.NodeRegistry(["127.0.0.1:1"])) as nodes:
         (target,), told = nodes.all, []
         nodes.watch(lambda: told.append((target.standing, target.may_serve)))
         until(lambda: ("unreachable", False) in told)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from hps.lookup.remote.outliers import Outliers
+from hps.lookup.remote.outliers import OutlierEjection
 
 OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
 LATE, REFUSED = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -18,7 +18,7 @@ class Setup:
     def __init__(self, count):
         self.now = 100.0
         self.nodes = [Node(f"node-{i}:8001") for i in range(count)]
-        self.outliers = Outliers(
+        self.outliers = OutlierEjection(
             lambda: self.nodes, failures=3, base_s=1.0, most_s=3.0, clock=lambda: self.now
         )
 

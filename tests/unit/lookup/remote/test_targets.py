@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from hps.lookup.remote import targets
-from hps.lookup.remote.addresses import Address
-from hps.lookup.remote.targets import LATE_S, Target
+from hps.lookup.remote.addresses import NodeAddress
+from hps.lookup.remote.targets import LATE_S, LookupNode
 from hps.v1 import lookup_pb2 as pb
 
 _Code = grpc.StatusCode
@@ -22,7 +22,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def target():
-    made = Target(Address("127.0.0.1:1"))
+    made = LookupNode(NodeAddress("127.0.0.1:1"))
     yield made
     made.close()
 

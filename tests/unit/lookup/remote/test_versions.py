@@ -5,18 +5,18 @@ from types import SimpleNamespace
 import pytest
 
 from hps.lookup.remote.budget import RetryBudget
-from hps.lookup.remote.targets import Served
-from hps.lookup.remote.versions import Versions
+from hps.lookup.remote.targets import ServedVersion
+from hps.lookup.remote.versions import VersionVote
 
 
 def node(standing="ready", former=(), late=False, **models):
-    told = {of: Served(0, False) for of in models.items()}
-    told |= {of: Served(0, True) for of in former}
+    told = {of: ServedVersion(0, False) for of in models.items()}
+    told |= {of: ServedVersion(0, True) for of in former}
     return SimpleNamespace(standing=standing, may_serve=standing == "ready" or late, models=told)
 
 
 def follow(nodes, serves=(), chosen=None):
-    told = Versions(SimpleNamespace(all=nodes), chosen).follow({"serves": list(serves)}, 0.0)
+    told = VersionVote(SimpleNamespace(all=nodes), chosen).follow({"serves": list(serves)}, 0.0)
     assert all(token == f"{m}/{n}" for m, n, token in [*told["serve"], *told["open"]])
     return [token for *_, token in told["serve"]], [token for *_, token in told["open"]]
 

@@ -21,7 +21,7 @@ from safetensors.numpy import save as safetensors_bytes
 
 from hps.errors import ModelError
 from hps.models.importers import TableChoice, plan_import
-from hps.models.importers.run import _Rows
+from hps.models.importers.run import _CheckedChunks
 from hps.models.importers.torch import open_torch
 from hps.models.importers.torch_pickle import read_pickle
 from hps.types import NoProgress
@@ -31,7 +31,7 @@ def read_all(path):
     """What an import reads of ``path``."""
     plan = plan_import(path)
     for table in plan.tables:
-        for keys, vectors in _Rows(path, table, NoProgress(), allow_nan=True):
+        for keys, vectors in _CheckedChunks(path, table, NoProgress(), allow_nan=True):
             assert vectors.shape == (len(keys), table.dim)
 
 

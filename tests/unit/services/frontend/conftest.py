@@ -10,7 +10,7 @@ import yaml
 
 from hps.config.auth import load_api_keys
 from hps.config.server_settings import AuthSettings
-from services.frontend.auth import Guard, guard
+from services.frontend.auth import Authorizer, guard
 from tests.support.certificates import Made, made
 
 CALLERS = [
@@ -44,7 +44,7 @@ def keys_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def by_certificate(keys_file: Path) -> Guard:
+def by_certificate(keys_file: Path) -> Authorizer:
     return guard(load_api_keys(AuthSettings(mode="api_key", keys_file=keys_file)))
 
 

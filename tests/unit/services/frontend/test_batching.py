@@ -13,10 +13,10 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
 from hps.observability import metric_names as m
 from hps.observability import otel
-from hps.tracing import Origin, record
-from services.frontend.inference_request import Call, Form
+from hps.tracing import RequestContext, record
+from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.lookup_endpoint import LookupEndpoint
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.support.waiting import until
 
 FAR = 1e12
@@ -28,7 +28,7 @@ def batched(small):
 
     def make(**settings):
         batching = BatchingSettings(**{"at_once": 1, **settings})
-        state = State(settings=Settings(server=ServerSettings(batching=batching)))
+        state = FrontendState(settings=Settings(server=ServerSettings(batching=batching)))
         state.serve(small.node)
         return {name: entry.endpoint for name, entry in state.entries.items()}
 
@@ -48,7 +48,7 @@ def call(items, *, users=None, top_k=None, outputs=None, offsets=None):
     if offsets is not None:
         inputs["history.offsets"] = np.array(offsets, np.int64)
         shapes |= {"history": [2 * n], "history.offsets": [len(offsets)]}
-    return Call(Form(shapes=shapes, outputs=outputs, top_k=top_k), inputs)
+    return InferenceRequest(RequestTemplate(shapes=shapes, outputs=outputs, top_k=top_k), inputs)
 
 
 def runs(small, name):
@@ -99,7 +99,7 @@ def test_a_batch_is_on_behalf_of_its_first_request(small, batched, name, monkeyp
         fetch(parts, ctx)
 
     monkeypatch.setattr(small.store, "fetch", telling)
-    submit_three(small, batched()[name], [Origin(f"r-{i}") for i in range(3)])
+    submit_three(small, batched()[name], [RequestContext(f"r-{i}") for i in range(3)])
     assert told == ["r-0", "r-1"]
 
 
@@ -194,10 +194,10 @@ def test_scores_under_concurrency(small, batched, delay_us):
 def test_lookups_share_the_settings(small, batched):
     endpoints = batched()
     small.store.gate.clear()
-    kept = Form(shapes={"left": [1, 1]}, kept=True)
+    kept = RequestTemplate(shapes={"left": [1, 1]}, kept=True)
 
     def ask(key):
-        return endpoints["words"].submit(Call(kept, {"left": np.array([key])}), FAR)
+        return endpoints["words"].submit(InferenceRequest(kept, {"left": np.array([key])}), FAR)
 
     assert ask(3).done()  # memory has it, and nothing is under way
     first, *others = (ask(key) for key in (15, 3, 16))

@@ -9,7 +9,7 @@ import pytest
 
 from hps.config.server_settings import TlsSettings
 from hps.errors import ConfigError
-from services.frontend.certificates import Certificates, caller_names
+from services.frontend.certificates import PortCertificates, caller_names
 from tests.support.certificates import expire
 
 
@@ -37,7 +37,7 @@ def test_files_that_cannot_be_used(certificates, tls, tmp_path: Path, changed, p
     subprocess.run([*lock, "-out", tmp_path / "locked"], check=True, capture_output=True)
     used = tls | {name: tmp_path / file for name, file in changed.items()}
     with pytest.raises(ConfigError, match=problem) as caught:
-        Certificates(TlsSettings(**used), "server.x")
+        PortCertificates(TlsSettings(**used), "server.x")
     assert "\n" not in str(caught.value)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest
-from services.frontend.http.request import Parser
+from services.frontend.http.request import HttpRequestParser
 
 K = "INT64"
 
@@ -23,7 +23,7 @@ def infer(small, model, tensors, outputs=None, **parameters):
     header = {"inputs": inputs, "parameters": parameters}
     if outputs is not None:
         header["outputs"] = [{"name": name} for name in outputs]
-    call = Parser(model, entry.endpoint.rules, 1 << 20).parse(orjson.dumps(header), None)
+    call = HttpRequestParser(model, entry.endpoint.rules, 1 << 20).parse(orjson.dumps(header), None)
     result = entry.endpoint.submit(call, 1e12).result()
     return dict(entry.endpoint.outputs(call, result)), call, result
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from hps.lookup.base import Feature
 from hps.types import EmbeddingTable
-from services.frontend.keys_form import KeysForm
+from services.frontend.keys_form import HpsKeysFormat
 
 
 def engine(features: dict[str, str], dims: dict[str, int]) -> SimpleNamespace:
@@ -18,7 +18,7 @@ def engine(features: dict[str, str], dims: dict[str, int]) -> SimpleNamespace:
 
 
 def test_keys_go_by_the_tables():
-    form = KeysForm(engine({"old": "user", "new": "user"}, {"user": 2, "item": 3}))
+    form = HpsKeysFormat(engine({"old": "user", "new": "user"}, {"user": 2, "item": 3}))
     assert form.names == ["user", "item"]
     assert {n: k.keys.tolist() for n, k in form.split(np.arange(3), [2, 1]).items()} == {
         "user": [0, 1],
@@ -30,7 +30,7 @@ def test_keys_go_by_the_tables():
 def test_keys_go_by_the_features_where_hps_fused_the_tables():
     features = {"user": "fused_embedding1", "item": "fused_embedding0", "shop": "fused_embedding1"}
     of = engine(features, {"fused_embedding0": 1, "fused_embedding1": 2})
-    form = KeysForm(of)
+    form = HpsKeysFormat(of)
     assert form.names == ["user", "item", "shop"]
     assert form.dims(of) == {"user": 2, "item": 1, "shop": 2}
     counts = [2, 3, 1]
@@ -47,7 +47,7 @@ def test_keys_go_by_the_features_where_hps_fused_the_tables():
 
 
 def test_one_fused_table_of_one_feature_keeps_the_features_name():
-    form = KeysForm(engine({"user": "fused_embedding0"}, {"fused_embedding0": 2}))
+    form = HpsKeysFormat(engine({"user": "fused_embedding0"}, {"fused_embedding0": 2}))
     assert form.names == ["user"]
     split = form.split(np.arange(2), [2])
     assert list(split) == ["fused_embedding0"]

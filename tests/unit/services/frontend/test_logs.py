@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest, Unsupported
-from hps.tracing import Origin, traceparent_of
+from hps.tracing import RequestContext, traceparent_of
 from services.frontend import log_settings, logs
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.inference_request import Call, Form
-from services.frontend.observer import Observer
+from services.frontend.inference_request import InferenceRequest, RequestTemplate
+from services.frontend.observer import RequestObserver
 from services.server_state import ServerState
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -23,7 +23,9 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def line(form, message, *args, error=None):
     told = error and (type(error), error, None)
     record = logging.LogRecord("hps.x", logging.WARNING, "", 0, message, args, told)
-    return (logs.JsonLine if form == "json" else logs.Line)(logs.fields(worker=1)).format(record)
+    return (logs.JsonLogFormatter if form == "json" else logs.TextLogFormatter)(
+        logs.fields(worker=1)
+    ).format(record)
 
 
 def test_a_json_line_has_the_fields_of_the_text():
@@ -108,18 +110,18 @@ class Result:
 
 
 def tell(observer, origin):
-    call = Call(Form(), {"f": np.arange(5), "dense": np.ones(7)})
+    call = InferenceRequest(RequestTemplate(), {"f": np.arange(5), "dense": np.ones(7)})
     observer.answered("grpc", origin, Endpoint(), call, Result(), 0, 10, 20, 5_000_000)
 
 
 def test_a_share_of_the_requests_is_told(caplog, monkeypatch):
     monkeypatch.setattr("random.random", iter([0.4, 0.6, 0.4, 0.6]).__next__)
     caplog.set_level("INFO", "hps.access")
-    observer = Observer(0.5)
+    observer = RequestObserver(0.5)
     assert observer.watches
-    for origin in (Origin("r-1", TRACE), Origin("r-2")):
+    for origin in (RequestContext("r-1", TRACE), RequestContext("r-2")):
         tell(observer, origin)
-    for origin in (Origin("r-3"), Origin("r-4")):
+    for origin in (RequestContext("r-3"), RequestContext("r-4")):
         observer.failed("http", origin, None, 503, RuntimeError("busy"), 0)
     first, second = caplog.records
     assert first.args == {
@@ -140,14 +142,14 @@ def test_a_share_of_the_requests_is_told(caplog, monkeypatch):
 
 def test_nothing_is_told_unless_asked_for(caplog):
     caplog.set_level("INFO", "hps.access")
-    observer = Observer()
+    observer = RequestObserver()
     assert not observer.watches
     tell(observer, observer.begin("m", 0, "r-1", "", ""))
     assert not caplog.records
     assert observer.begin("m", 0, "", "", "").request_id == ""
     with caplog.at_level("DEBUG", "hps.access"):
         assert len(observer.begin("m", 0, "", "", "").request_id) == 16  # who logs needs a name
-        tell(observer, Origin("r-1"))
+        tell(observer, RequestContext("r-1"))
     assert len(caplog.records) == 1
 
 

@@ -10,9 +10,9 @@ from tritonclient.utils import InferenceServerException
 from hps.config import Settings
 from hps.errors import Unavailable
 from services.frontend import model_control
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app, data_app
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.unit.services.frontend.grpc.conftest import running
 from tests.unit.services.frontend.grpc.test_admin_port import FakeControl
 
@@ -26,7 +26,7 @@ def control(small):
 @pytest.fixture
 def everywhere(small, control):
     """Served by a state whose data ports load and unload too."""
-    small.state = State(settings=Settings.model_validate({"models": {"control": "all"}}))
+    small.state = FrontendState(settings=Settings.model_validate({"models": {"control": "all"}}))
     small.state.serve(small.node)
     return small
 
@@ -78,7 +78,7 @@ def test_role_admin_is_asked_for(call, small, control, key_guard):
 
 
 def test_every_port_where_it_is_wanted(call, everywhere, control):
-    app = data_app(everywhere.state, everywhere.settings, OpenGuard())
+    app = data_app(everywhere.state, everywhere.settings, NoAuthorizer())
     assert call(app, "POST", "/v2/repository/models/ctr/load").status_code == 200
     with running(everywhere) as one, triton.InferenceServerClient(one.server.url) as client:
         assert "model_repository" in client.get_server_metadata().extensions

@@ -7,13 +7,13 @@ import resource
 
 import pytest
 
-from services.frontend.open_files import Connections, most_connections
+from services.frontend.open_files import ConnectionLimit, most_connections
 
 INFINITE = resource.RLIM_INFINITY
 
 
 def test_a_client_has_half_of_them() -> None:
-    there = Connections(4)
+    there = ConnectionLimit(4)
     assert [there.enter("a") for _ in range(3)] == [True, True, False]
     assert [there.enter(client) for client in "bcd"] == [True, True, False]
     there.leave("a")
@@ -21,13 +21,13 @@ def test_a_client_has_half_of_them() -> None:
 
 
 def test_of_few_too() -> None:
-    there = Connections(1)
+    there = ConnectionLimit(1)
     assert [there.enter("a") for _ in range(2)] == [True, False]
 
 
 def test_it_is_told_from_time_to_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "hps.frontend")
-    there = Connections(1)
+    there = ConnectionLimit(1)
     for _ in range(5):
         there.enter("1.2.3.4")
     (told,) = caplog.messages

@@ -20,7 +20,7 @@ from hps.errors import (
 )
 from hps.types import NoProgress
 from services.frontend import logs
-from services.frontend.errors import TooLarge, http_status
+from services.frontend.errors import RequestTooLarge, http_status
 from services.frontend.http.errors import error_body
 from services.frontend.http.server import listen
 from services.frontend.loading import LoadProgress
@@ -37,7 +37,7 @@ def test_every_error_has_a_status():
         assert 400 <= http_status(error) < 600
     assert http_status(NotFound("")) == 404
     assert http_status(TierTimeout("redis", "")) == 504
-    assert http_status(TooLarge("")) == 413
+    assert http_status(RequestTooLarge("")) == 413
     assert http_status(ConfigError("")) == http_status(ModelError("")) == 409
     assert http_status(HpsError("")) == 500
 
@@ -70,7 +70,7 @@ def test_a_traceback_is_one_line():
             ("all",),
             (type(error), error, None),
         )
-    line = logs.Line().format(record)
+    line = logs.TextLogFormatter().format(record)
     assert "\n" not in line
     assert line.split(" ", 3)[1:3] == ["ERROR", "hps.frontend"]
     assert "it all\\nfailed" in line

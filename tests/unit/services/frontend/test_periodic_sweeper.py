@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from services.frontend import periodic_sweeper as module
-from services.frontend.periodic_sweeper import Looking
+from services.frontend.periodic_sweeper import PeriodicSweeper
 from tests.support.waiting import until
 
 
@@ -25,7 +25,7 @@ def running(name):
 def test_one_thread_looks_until_nothing_is_left_and_another_when_there_is_again(monkeypatch):
     monkeypatch.setattr(module, "_IDLE_LOOKS", 3)
     anything = threading.Event()
-    looks = Looking(anything.is_set, lambda: 0.001, "first")
+    looks = PeriodicSweeper(anything.is_set, lambda: 0.001, "first")
     for _ in range(2):
         anything.set()
         for _ in range(10):
@@ -41,7 +41,7 @@ def test_what_is_added_as_the_thread_goes_is_looked_at(left):
             left.pop()
         return bool(left)
 
-    looks = Looking(look, lambda: 0.001, "second")
+    looks = PeriodicSweeper(look, lambda: 0.001, "second")
     for _ in range(300):
         left.append(1)
         looks.begin()
@@ -58,7 +58,7 @@ def test_a_look_that_fails_is_not_the_last(left, monkeypatch):
             raise ValueError
         return False
 
-    looks = Looking(look, lambda: 0.001, "third")
+    looks = PeriodicSweeper(look, lambda: 0.001, "third")
     for _ in range(2):
         left.append(1)
         looks.begin()
@@ -74,7 +74,7 @@ def test_without_a_thread_what_is_added_next_tries_again(left, monkeypatch, capl
     def none(_thread):
         raise RuntimeError("can't start new thread")
 
-    looks = Looking(look, lambda: 0.001, "fourth")
+    looks = PeriodicSweeper(look, lambda: 0.001, "fourth")
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", none)
         left.append(1)

@@ -10,9 +10,14 @@ import pytest
 
 from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
 from services.frontend import shared_memory as module
-from services.frontend.errors import TooLarge
-from services.frontend.shared_memory import Regions
-from services.frontend.shared_memory_refs import Elsewhere, Place, place_of, require_size
+from services.frontend.errors import RequestTooLarge
+from services.frontend.shared_memory import SharedMemoryRegistry
+from services.frontend.shared_memory_refs import (
+    SharedMemoryRef,
+    SharedMemoryRefs,
+    place_of,
+    require_size,
+)
 from tests.support.waiting import until
 
 HERE = "127.0.0.1"
@@ -21,7 +26,7 @@ INT64 = np.dtype(np.int64)
 
 @pytest.fixture
 def regions(tmp_path):
-    return Regions(on=True, most_bytes=1000, folder=tmp_path)
+    return SharedMemoryRegistry(on=True, most_bytes=1000, folder=tmp_path)
 
 
 @pytest.fixture
@@ -34,11 +39,11 @@ def numbers(tmp_path, regions):
 
 
 def taken(regions, place, caller=HERE):
-    return regions.take(Elsewhere({"f": (place, INT64)}), caller)[0]["f"]
+    return regions.take(SharedMemoryRefs({"f": (place, INT64)}), caller)[0]["f"]
 
 
 def targets(regions, place):
-    return regions.take(Elsewhere(outputs={"f": place}), HERE)[1]
+    return regions.take(SharedMemoryRefs(outputs={"f": place}), HERE)[1]
 
 
 def put(regions, place, array):
@@ -46,24 +51,24 @@ def put(regions, place, array):
 
 
 def test_tensors_are_read_where_they_are(regions, numbers):
-    found = taken(regions, Place("r", 16, 24))
+    found = taken(regions, SharedMemoryRef("r", 16, 24))
     assert found.tolist() == [4, 5]
-    assert taken(regions, Place("r", 72)).tolist() == [*range(1, 10)]
-    assert taken(regions, Place("r", 0)).tolist() == []
+    assert taken(regions, SharedMemoryRef("r", 72)).tolist() == [*range(1, 10)]
+    assert taken(regions, SharedMemoryRef("r", 0)).tolist() == []
     numbers.write_bytes(bytes(80))  # what was read is the request's own
     assert found.tolist() == [4, 5]
 
 
 def test_outputs_are_written_where_they_are_wanted(regions, numbers):
     strided = np.arange(-4, 0)[::2].reshape(2, 1)
-    left = put(regions, Place("r", 16, 8), strided)
+    left = put(regions, SharedMemoryRef("r", 16, 8), strided)
     assert [(name, array.size) for name, array in left] == [("f", 0), ("g", 2)]
     assert np.fromfile(numbers, np.int64).tolist() == [0, 1, -4, -2, *range(4, 10)]
-    put(regions, Place("r", 16, 8), np.ones(1, np.float16))  # there may be room left
+    put(regions, SharedMemoryRef("r", 16, 8), np.ones(1, np.float16))  # there may be room left
     assert numbers.read_bytes()[16:18] == np.float16(1).tobytes()
-    put(regions, Place("r", 16), np.empty((0, 3), np.float32))
+    put(regions, SharedMemoryRef("r", 16), np.empty((0, 3), np.float32))
     with pytest.raises(BadRequest, match=r"\(8 bytes\) should be at least 16 bytes"):
-        put(regions, Place("r", 8), strided)
+        put(regions, SharedMemoryRef("r", 8), strided)
 
 
 def test_what_is_registered_is_told(regions, numbers):
@@ -80,7 +85,7 @@ def test_what_is_registered_is_told(regions, numbers):
 
 
 def test_it_is_off_or_for_this_machine(tmp_path, regions, numbers):
-    off = Regions(on=False, most_bytes=1000, folder=tmp_path)
+    off = SharedMemoryRegistry(on=False, most_bytes=1000, folder=tmp_path)
     asked = ("r", "numbers", 0, 8), ("",), ("",)
     for verb, arguments in zip(("register", "unregister", "status"), asked, strict=True):
         with pytest.raises(Unsupported, match=r"set server\.shared_memory"):
@@ -90,10 +95,10 @@ def test_it_is_off_or_for_this_machine(tmp_path, regions, numbers):
     with pytest.raises(
         BadRequest, match=r"'f': shared memory is not offered.*server\.shared_memory"
     ):
-        taken(off, Place("r", 8))
+        taken(off, SharedMemoryRef("r", 8))
     with pytest.raises(Forbidden, match=r"not for 10\.0\.0\.9"):
-        taken(regions, Place("r", 8), "10.0.0.9")
-    assert taken(regions, Place("r", 8), "::1").tolist() == [1]
+        taken(regions, SharedMemoryRef("r", 8), "10.0.0.9")
+    assert taken(regions, SharedMemoryRef("r", 8), "::1").tolist() == [1]
 
 
 def test_keys_reach_nothing_else(tmp_path, regions, numbers):
@@ -112,14 +117,14 @@ def test_keys_reach_nothing_else(tmp_path, regions, numbers):
     # Nor does what takes a registered file's name later.
     numbers.rename(tmp_path / "other")
     with pytest.raises(BadRequest, match="No such file"):
-        taken(regions, Place("r", 8))
+        taken(regions, SharedMemoryRef("r", 8))
     numbers.symlink_to(tmp_path / "other")
     with pytest.raises(BadRequest, match="Unable to open"):
-        put(regions, Place("r", 8), np.zeros(1))
+        put(regions, SharedMemoryRef("r", 8), np.zeros(1))
     numbers.unlink()
     numbers.write_bytes(bytes(80))
     with pytest.raises(BadRequest, match="is another file by now"):
-        taken(regions, Place("r", 8))
+        taken(regions, SharedMemoryRef("r", 8))
 
 
 def test_sizes_are_those_of_the_file(regions, numbers):
@@ -129,24 +134,28 @@ def test_sizes_are_those_of_the_file(regions, numbers):
     for offset, size in ((0, 0), (-1, 8)):
         with pytest.raises(BadRequest, match="'byte_size' must be positive"):
             regions.register("s", "numbers", offset, size, HERE)
-    for place in (Place("r", 73), Place("r", 8, 72), Place("r", 2**63, 2**63)):
+    for place in (
+        SharedMemoryRef("r", 73),
+        SharedMemoryRef("r", 8, 72),
+        SharedMemoryRef("r", 2**63, 2**63),
+    ):
         with pytest.raises(BadRequest, match="Invalid offset"):
             targets(regions, place)
     with pytest.raises(NotFound, match="Unable to find shared memory region"):
-        taken(regions, Place("none", 8))
-    with pytest.raises(TooLarge, match=r"at most 1000 are taken.*server\.max_body_bytes"):
-        taken(regions, Place("r", 1008))
+        taken(regions, SharedMemoryRef("none", 8))
+    with pytest.raises(RequestTooLarge, match=r"at most 1000 are taken.*server\.max_body_bytes"):
+        taken(regions, SharedMemoryRef("r", 1008))
 
 
 def test_a_file_that_is_cut_short_is_an_error(regions, numbers):
     os.truncate(numbers, 20)
     for size in (16, 72):
         with pytest.raises(BadRequest, match="shorter than when it was registered"):
-            taken(regions, Place("r", size))
+            taken(regions, SharedMemoryRef("r", size))
         with pytest.raises(BadRequest, match="shorter than when it was registered"):
-            put(regions, Place("r", size), np.zeros(size // 8))
+            put(regions, SharedMemoryRef("r", size), np.zeros(size // 8))
     assert numbers.stat().st_size == 20
-    assert taken(regions, Place("r", 8)).tolist() == [1]
+    assert taken(regions, SharedMemoryRef("r", 8)).tolist() == [1]
 
 
 def test_names_and_how_many_there_may_be(regions, numbers, monkeypatch):
@@ -164,12 +173,12 @@ def test_an_answer_to_an_earlier_request_is_not_written_into_a_region_of_the_sam
     regions, numbers
 ):
     """As one of a client that hung up, unregistered its region, and uses the name for the next request."""
-    earlier = targets(regions, Place("r", 8))
+    earlier = targets(regions, SharedMemoryRef("r", 8))
     regions.unregister("r", HERE)
     regions.register("r", "/numbers", 8, 72, HERE)
     with pytest.raises(NotFound, match="'r' was unregistered meanwhile"):
         regions.put([("f", np.array([-1]))], earlier)
-    put(regions, Place("r", 8), np.array([-2]))
+    put(regions, SharedMemoryRef("r", 8), np.array([-2]))
     assert np.fromfile(numbers, np.int64).tolist() == [0, -2, *range(2, 10)]
 
 
@@ -183,7 +192,7 @@ def test_unregister_waits_for_the_answer_that_is_written(regions, numbers, monke
         return really(file, data[:3], at)  # and it may write less than it was given
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    writer = threading.Thread(target=put, args=(regions, Place("r", 8), np.array([-1])))
+    writer = threading.Thread(target=put, args=(regions, SharedMemoryRef("r", 8), np.array([-1])))
     writer.start()
     assert writing.wait(60)
     end = threading.Thread(target=regions.unregister, args=("r", HERE))
@@ -195,11 +204,11 @@ def test_unregister_waits_for_the_answer_that_is_written(regions, numbers, monke
         thread.join(60)
     assert np.fromfile(numbers, np.int64)[1] == -1
     with pytest.raises(NotFound):
-        put(regions, Place("r", 8), np.array([-1]))
+        put(regions, SharedMemoryRef("r", 8), np.array([-1]))
 
 
 def test_an_answer_that_comes_when_the_region_is_gone(regions, numbers):
-    earlier = targets(regions, Place("r", 8))
+    earlier = targets(regions, SharedMemoryRef("r", 8))
     regions.unregister("r", HERE)
     with pytest.raises(NotFound, match="'r' was unregistered meanwhile"):
         regions.put([("f", np.array([-1]))], earlier)
@@ -209,9 +218,9 @@ def test_an_answer_that_comes_when_the_region_is_gone(regions, numbers):
 def test_what_parameters_may_say():
     full = {"shared_memory_region": "r", "shared_memory_byte_size": 8, "shared_memory_offset": 16}
     place = place_of("f", full)
-    assert place == Place("r", 8, 16)
+    assert place == SharedMemoryRef("r", 8, 16)
     assert place.parameters == full
-    assert "shared_memory_offset" not in Place("r", 8).parameters
+    assert "shared_memory_offset" not in SharedMemoryRef("r", 8).parameters
     for wrong in (
         {"shared_memory_region": 3},
         {"shared_memory_byte_size": None},

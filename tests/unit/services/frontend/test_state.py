@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hps.errors import NotFound
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from services.frontend.statistics import Statistics
 
 
@@ -26,7 +26,7 @@ def test_names_whose_model_is_the_same_keep_what_was_counted(small):
 
 
 def test_who_watches_is_told_before_the_server_is_ready(small):
-    state, seen = State(), []
+    state, seen = FrontendState(), []
     state.watch(lambda: seen.append((list(state.entries)[:1], state.ready)))
     state.serve(small.node)
     assert seen == [([], False), (["ctr"], False)]
@@ -36,7 +36,7 @@ def test_who_watches_is_told_before_the_server_is_ready(small):
 def test_models_may_come_later(small):
     models = dict(small.node.models)
     small.node.models.clear()
-    state = State()
+    state = FrontendState()
     state.serve(small.node)
     assert state.phase == "empty"
     small.node.models.update(models)

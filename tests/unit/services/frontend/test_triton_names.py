@@ -2,7 +2,7 @@
 
 from hps.observability import metric_names as m
 from hps.observability.metric_triton import TRITON
-from hps.observability.metrics import Numbers
+from hps.observability.metrics import MetricValues
 from services.frontend.statistics import Statistics
 from services.frontend.triton_names import triton_numbers
 
@@ -17,7 +17,7 @@ def test_counts_times_and_reasons():
     seconds = {("http", "infer", "ctr", "7", code): ([n], 0.1) for code, n in failed.items()}
     seconds["http", "infer", "ctr", "7", "200"] = ([2], 0.1)
     seconds["http", "infer", "", "", "404"] = ([9], 0.1)
-    found = Numbers(
+    found = MetricValues(
         {
             m.REQUEST_SECONDS: seconds,
             m.QUEUE_REQUESTS: {("ctr",): 3},

@@ -17,8 +17,8 @@ from hps.errors import (
     TierError,
     Unsupported,
 )
-from services.frontend.errors import TooLarge
-from services.triton.backend import Answering, Asked, Backend, code
+from services.frontend.errors import RequestTooLarge
+from services.triton.backend import BackendModel, BackendRequest, LookupBackend, code
 
 LIMITS = ServerSettings(request_timeout_ms=10_000, max_keys=100)
 
@@ -37,19 +37,19 @@ LIMITS = ServerSettings(request_timeout_ms=10_000, max_keys=100)
 )
 def test_parameters_that_cannot_act(parameters, error):
     with pytest.raises(ConfigError, match=error):
-        Backend("m.lookup", parameters)
+        LookupBackend("m.lookup", parameters)
 
 
 @pytest.fixture
 def backend(small):
     """What an instance answers with, without Triton: of the small node's model ``words``."""
-    return Answering(small.node.models["words"], "words.lookup", LIMITS, device=1)
+    return BackendModel(small.node.models["words"], "words.lookup", LIMITS, device=1)
 
 
 def by_table(*keys):
     """HPS's form, all keys of the first table."""
     counts = np.array([[len(keys), 0]], np.int32)
-    return Asked({"KEYS": np.array([keys], np.int64), "NUMKEYS": counts})
+    return BackendRequest({"KEYS": np.array([keys], np.int64), "NUMKEYS": counts})
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def test_requests_of_one_call(backend, lookups):
     asked = [
         by_table(),
         by_table(1, 2),
-        Asked({"left": np.array([[3], [4]])}, ("left",)),
-        Asked({"left": np.array([[99]])}, ("left",)),
-        Asked({"wrong": np.array([[1]])}),
+        BackendRequest({"left": np.array([[3], [4]])}, ("left",)),
+        BackendRequest({"left": np.array([[99]])}, ("left",)),
+        BackendRequest({"wrong": np.array([[1]])}),
     ]
     empty, two, pair, unknown, wrong = backend.answer(asked)
     assert empty.outputs[0][1].shape == (1, 0)
@@ -91,7 +91,7 @@ def test_what_is_too_much_for_one_lookup_is_several(backend, form, monkeypatch):
     def request(*keys):
         if form == "by table":
             return by_table(*keys)
-        return Asked({"left": np.array(keys)[:, None]}, ("left",))
+        return BackendRequest({"left": np.array(keys)[:, None]}, ("left",))
 
     *fit, too_large = backend.answer(
         [*[request(k, k + 1, k + 2) for k in range(5)], request(*[0] * 5)]
@@ -102,7 +102,7 @@ def test_what_is_too_much_for_one_lookup_is_several(backend, form, monkeypatch):
 
 def test_a_request_whose_time_is_up_has_no_part_in_the_lookup(backend, lookups):
     late = replace(by_table(1), timeout_us=1)
-    alone = replace(Asked({"left": np.array([[9]])}, ("left",)), timeout_us=1)
+    alone = replace(BackendRequest({"left": np.array([[9]])}, ("left",)), timeout_us=1)
     patient = replace(by_table(2, 3), timeout_us=60_000_000)
     *too_late, found, usual = backend.answer([late, alone, patient, by_table(4)])
     for answer in too_late:
@@ -124,7 +124,7 @@ def test_what_is_found_for_another_after_a_requests_time_is_its_answer(backend, 
         return real(self, replace(request, deadline=None))
 
     monkeypatch.setattr(type(backend._served.engine), "lookup", lookup)
-    short, by_feature = by_table(1), Asked({"left": np.array([[9]])}, ("left",))
+    short, by_feature = by_table(1), BackendRequest({"left": np.array([[9]])}, ("left",))
     asked = [replace(each, timeout_us=1_000_000) for each in (short, by_feature)]
     answer, late, other = backend.answer([*asked, by_table(2)])
     assert limits == [1010.0]
@@ -134,14 +134,16 @@ def test_what_is_found_for_another_after_a_requests_time_is_its_answer(backend, 
 
 def test_outputs_that_are_float32_whatever_the_rows_are(small):
     for float32, dtype in (((), np.float16), (("half",), np.float32)):
-        backend = Answering(small.node.models["halves"], "halves.lookup", LIMITS, float32=float32)
-        (answer,) = backend.answer([Asked({"half": np.array([[1]])}, ("half",))])
+        backend = BackendModel(
+            small.node.models["halves"], "halves.lookup", LIMITS, float32=float32
+        )
+        (answer,) = backend.answer([BackendRequest({"half": np.array([[1]])}, ("half",))])
         assert answer.outputs[0][1].dtype == dtype
 
 
 def test_what_hps_says_of_a_request(backend, monkeypatch):
     """To requests in its own form; of samples where it is known how many keys they have at most."""
-    by_feature = Asked({"left": np.array([[3], [4]])}, ("left",))
+    by_feature = BackendRequest({"left": np.array([[3], [4]])}, ("left",))
     answers = backend.answer([by_table(*range(7)), by_feature])
     assert [each.parameters.get("DeviceID") for each in answers] == [1, None]
     assert not any("NumSample" in each.parameters for each in answers)
@@ -168,7 +170,7 @@ def test_a_failure_of_the_lookup_is_that_of_its_requests(backend, monkeypatch):
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (TooLarge("m"), "INVALID_ARG"),
+        (RequestTooLarge("m"), "INVALID_ARG"),
         (NotFound("m"), "NOT_FOUND"),
         (Unsupported("m"), "UNSUPPORTED"),
         (TierError("redis", "m"), "UNAVAILABLE"),
@@ -184,4 +186,4 @@ def test_a_configuration_without_a_socket(tmp_path):
     path = tmp_path / "hps.yaml"
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"server.runtime is not set"):
-        Backend("m.lookup", {"config": str(path)})
+        LookupBackend("m.lookup", {"config": str(path)})

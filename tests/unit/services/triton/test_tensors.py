@@ -10,7 +10,7 @@ import pytest
 
 from hps.cuda.loader import cupy, lacking
 from hps.errors import ConfigError
-from services.triton.tensors import Place
+from services.triton.tensors import TensorPlacement
 
 
 class Tensor:
@@ -65,7 +65,7 @@ def gpu(monkeypatch):
 
 
 def test_on_the_host():
-    place = Place(Tensor, "CPU", "0")
+    place = TensorPlacement(Tensor, "CPU", "0")
     keys = np.arange(3)
     assert place.array(Tensor("k", keys)) is keys
     (made,) = place.tensors([("f", keys)])
@@ -73,7 +73,7 @@ def test_on_the_host():
 
 
 def test_on_a_gpu(gpu):
-    place = Place(Tensor, "KIND_GPU", "2")
+    place = TensorPlacement(Tensor, "KIND_GPU", "2")
     keys = np.arange(3)
     assert place.array(Tensor("k", keys, there=True)).tolist() == [0, 1, 2]
     assert place.array(Tensor("k", keys)) is keys
@@ -86,10 +86,10 @@ def test_on_a_gpu(gpu):
 
 def test_kinds_that_cannot_be():
     with pytest.raises(ConfigError, match="KIND_CPU or KIND_GPU here, not MODEL"):
-        Place(Tensor, "MODEL", "0")
+        TensorPlacement(Tensor, "MODEL", "0")
     if lacking():
         with pytest.raises(ConfigError, match=r"an instance of KIND_GPU: .* kind: KIND_CPU"):
-            Place(Tensor, "GPU", "0")
+            TensorPlacement(Tensor, "GPU", "0")
 
 
 @pytest.mark.gpu
@@ -102,7 +102,7 @@ def test_on_a_real_gpu():
         def from_dlpack(name, array):
             return There(name, module.from_dlpack(array), there=True)
 
-    place = Place(There, "GPU", "0")
+    place = TensorPlacement(There, "GPU", "0")
     keys = module.arange(5)
     assert place.array(There("k", keys, there=True)).tolist() == [0, 1, 2, 3, 4]
     rows = np.random.default_rng(1).standard_normal((5, 3)).astype(np.float32)

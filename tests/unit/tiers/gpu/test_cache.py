@@ -9,13 +9,13 @@ import pytest
 
 from hps.cuda import fetch as fetch_module
 from hps.cuda import launch, layout, loader
-from hps.cuda.layout import EMPTY, NO_ROW, ROW_MASK, SLOT, TOMBSTONE, Policy
+from hps.cuda.layout import EMPTY, NO_ROW, ROW_MASK, SLOT, TOMBSTONE, EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.cuda.twin import TwinTable
 from hps.errors import BadRequest, ConfigError, TierTimeout
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.gpu.cache import GpuCache
-from hps.tiers.gpu.checks import Pooling
+from hps.tiers.gpu.checks import DevicePooling
 from hps.types import EmbeddingTable, JaggedKeys, Source, make_version
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ def scores_in(held, slots):
 
 def scores_of(policy, rng):
     """Mostly alike in their low half or in their high one, where the caller says what a row is worth."""
-    if policy is not Policy.SCORE or rng.random() < 0.1:
+    if policy is not EvictionPolicy.SCORE or rng.random() < 0.1:
         return None
     return np.array([rng.integers(0, 9) << 32 | rng.integers(0, 9)], np.uint64)
 
@@ -80,7 +80,7 @@ def check(held):
     assert (halves == at[0][:, None]).any(axis=1).all()
 
 
-POLICIES = [Policy.LRU, Policy.LFU, Policy.SCORE, Policy.EPOCH_LRU]
+POLICIES = [EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.SCORE, EvictionPolicy.EPOCH_LRU]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
@@ -271,9 +271,9 @@ def test_all_tables_of_a_batch_take_one_launch_and_one_wait(monkeypatch):
         cache.insert(table, keys[::2].copy(), rows_of(table, keys[::2]), versions_of(keys[::2]))
     parts = [part_of(table, keys) for table in tables]
     cupy().cuda.get_current_stream().synchronize()
-    launch_it = loader.Kernel.launch
+    launch_it = loader.CudaKernel.launch
     monkeypatch.setattr(
-        loader.Kernel, "launch", lambda *given: launched.append(given) or launch_it(*given)
+        loader.CudaKernel, "launch", lambda *given: launched.append(given) or launch_it(*given)
     )
 
     class Stream(cupy().cuda.Stream):
@@ -329,7 +329,7 @@ def test_export_can_leave_out_what_is_old():
 def test_rows_are_worth_what_the_caller_says_to_the_last_of_64_bits():
     table, rng = EmbeddingTable.make("t", 4), np.random.default_rng(1)
     cache = GpuCache({})
-    cache.add_table(table, 20_000, policy=Policy.SCORE)
+    cache.add_table(table, 20_000, policy=EvictionPolicy.SCORE)
     keys = rng.permutation(100_000)
     worth = (7 << 40) + rng.permutation(len(keys)).astype(np.uint64)
     for some in np.array_split(np.arange(len(keys)), 10):
@@ -362,14 +362,14 @@ def test_scores_are_taken_where_rows_are_worth_them():
     cache = GpuCache({table: 100})
     with pytest.raises(BadRequest, match="make room by LRU, so no scores are taken"):
         cache.insert(table, keys, rows, versions, np.ones(3, np.uint64))
-    cache.add_table(table, 100, policy=Policy.SCORE)
+    cache.add_table(table, 100, policy=EvictionPolicy.SCORE)
     with pytest.raises(BadRequest, match=r"scores must be \(3,\) uint64"):
         cache.insert(table, keys, rows, versions, np.ones(3, np.uint32))
 
 
 def test_an_epoch_is_found_again_by_its_scores():
     table = EmbeddingTable.make("t", 4)
-    for policy in (Policy.EPOCH_LRU, Policy.LFU):
+    for policy in (EvictionPolicy.EPOCH_LRU, EvictionPolicy.LFU):
         cache, keys = GpuCache({}), np.arange(2000)
         cache.add_table(table, 4000, policy=policy)
         cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
@@ -380,7 +380,7 @@ def test_an_epoch_is_found_again_by_its_scores():
         assert (scores >> np.uint64(layout.COUNT_BITS) == 3).all()
 
 
-@pytest.mark.parametrize("policy", [Policy.LRU, Policy.LFU], ids=lambda p: p.name)
+@pytest.mark.parametrize("policy", [EvictionPolicy.LRU, EvictionPolicy.LFU], ids=lambda p: p.name)
 def test_the_hottest_keys_come_first(policy, monkeypatch):
     monkeypatch.setattr("hps.cuda.table._RANKED_AT_ONCE", 1 << 12)
     table, keys = EmbeddingTable.make("t", 4), np.arange(-8000, 8000)
@@ -537,7 +537,7 @@ def test_tensors_of_torch_are_read_and_filled_where_they_are():
         np.testing.assert_array_equal(out.cpu().numpy(), rows + 1)
     pooled = torch.zeros(100, 8, device="cuda")
     bags = JaggedKeys(on_device(keys), 100, on_device(np.arange(0, 1001, 10)))
-    assert cache.pool([Pooling(table, bags, "sum", pooled)])
+    assert cache.pool([DevicePooling(table, bags, "sum", pooled)])
     np.testing.assert_array_equal(pooled.cpu(), (rows + 1).reshape(100, 10, 8).sum(axis=1))
     cache.evict(table, on_device(keys))
     assert cache.size(table) == 0
@@ -705,7 +705,7 @@ def test_readers_beside_the_writer_see_the_versions_of_their_rows(defines, monke
 def test_a_writer_that_does_not_wait_is_found_out(monkeypatch):
     """The test above can fail: without the waiting, slow readers see rows that aren't theirs."""
 
-    monkeypatch.setattr("hps.cuda.readers.Readers.hold_back", lambda *_: None)
+    monkeypatch.setattr("hps.cuda.readers.ReaderEvents.hold_back", lambda *_: None)
     table = EmbeddingTable.make("t", DIM)
     _, wrong, _ = race(GpuCache({table: CAPACITY}), table, 4.0, SLOW)
     assert wrong > 0

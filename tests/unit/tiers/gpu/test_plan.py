@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hps.cuda.layout import Policy
+from hps.cuda.layout import EvictionPolicy
 from hps.errors import ConfigError
-from hps.tiers.gpu.plan import Wish, check_fits, device_bytes, host_bytes_of, plan_gpu
+from hps.tiers.gpu.plan import GpuTableRequest, check_fits, device_bytes, host_bytes_of, plan_gpu
 from hps.types import EmbeddingTable
 
 SMALL, LARGE = EmbeddingTable.make("small", 8), EmbeddingTable.make("large", 64)
@@ -20,7 +20,7 @@ SMALL, LARGE = EmbeddingTable.make("small", 8), EmbeddingTable.make("large", 64)
     st.integers(0, 1 << 24),
 )
 def test_it_fits_and_leaves_little(sizes, capacity, host):
-    tables = {EmbeddingTable.make(f"t{i}", d): Wish(n) for i, (n, d) in enumerate(sizes)}
+    tables = {EmbeddingTable.make(f"t{i}", d): GpuTableRequest(n) for i, (n, d) in enumerate(sizes)}
     plan = plan_gpu(tables, capacity_bytes=capacity, host_bytes=host)
     assert device_bytes(plan) <= capacity
     assert host_bytes_of(plan) <= host
@@ -31,16 +31,18 @@ def test_it_fits_and_leaves_little(sizes, capacity, host):
 
 
 def test_shares_and_rows_of_single_tables_go_first():
-    tables = {SMALL: Wish(10_000, rows=500), LARGE: Wish(10_000, share=0.25)}
+    tables = {SMALL: GpuTableRequest(10_000, rows=500), LARGE: GpuTableRequest(10_000, share=0.25)}
     plan = plan_gpu(tables, capacity_bytes=0, share=0.9)
     assert [place.rows for place in plan.values()] == [500, 2500]
-    assert plan_gpu({SMALL: Wish(10_000, rows=0)}, capacity_bytes=1)[SMALL].rows == 0
-    assert plan_gpu({SMALL: Wish(10_000)}, capacity_bytes=0, share=0.9)[SMALL].rows == 9000
-    assert plan_gpu({SMALL: Wish(0)}, capacity_bytes=0, share=1.0)[SMALL].rows == 1024
+    assert plan_gpu({SMALL: GpuTableRequest(10_000, rows=0)}, capacity_bytes=1)[SMALL].rows == 0
+    assert (
+        plan_gpu({SMALL: GpuTableRequest(10_000)}, capacity_bytes=0, share=0.9)[SMALL].rows == 9000
+    )
+    assert plan_gpu({SMALL: GpuTableRequest(0)}, capacity_bytes=0, share=1.0)[SMALL].rows == 1024
 
 
 def test_pinned_memory_is_split_alike():
-    tables = {SMALL: Wish(100_000), LARGE: Wish(100_000)}
+    tables = {SMALL: GpuTableRequest(100_000), LARGE: GpuTableRequest(100_000)}
     plan = plan_gpu(tables, capacity_bytes=1 << 30, host_bytes=100_000 * 144)
     assert [place.host_rows for place in plan.values()] == [50_000, 50_000]
     plan = plan_gpu(tables, capacity_bytes=1 << 30, host_bytes=1 << 40)
@@ -48,22 +50,25 @@ def test_pinned_memory_is_split_alike():
 
 
 def test_static_tables_are_whole_and_in_one_place():
-    tables = {SMALL: Wish(10_000, static=True), LARGE: Wish(10_000)}
+    tables = {SMALL: GpuTableRequest(10_000, static=True), LARGE: GpuTableRequest(10_000)}
     plan = plan_gpu(tables, capacity_bytes=2 << 20, host_bytes=1 << 20)
     assert (plan[SMALL].rows, plan[SMALL].host_rows, plan[SMALL].static) == (10_000, 0, True)
     assert not plan[LARGE].static
-    assert plan[LARGE].policy is Policy.LRU
-    empty = plan_gpu({SMALL: Wish(0, static=True)}, capacity_bytes=1 << 20)
+    assert plan[LARGE].policy is EvictionPolicy.LRU
+    empty = plan_gpu({SMALL: GpuTableRequest(0, static=True)}, capacity_bytes=1 << 20)
     assert (empty[SMALL].rows, empty[SMALL].static) == (0, False)
 
 
 def test_wishes_beyond_the_capacity_are_refused_with_both_sizes():
     with pytest.raises(ConfigError, match=r"take [\d,]+ bytes .*capacity_bytes is 1,000;"):
-        plan_gpu({SMALL: Wish(10_000, static=True)}, capacity_bytes=1000)
+        plan_gpu({SMALL: GpuTableRequest(10_000, static=True)}, capacity_bytes=1000)
 
 
 def test_what_is_free_is_named():
-    plan = plan_gpu({SMALL: Wish(10**6, static=True), LARGE: Wish(10)}, capacity_bytes=1 << 30)
+    plan = plan_gpu(
+        {SMALL: GpuTableRequest(10**6, static=True), LARGE: GpuTableRequest(10)},
+        capacity_bytes=1 << 30,
+    )
     needed = f"{device_bytes(plan):,}"
     with pytest.raises(ConfigError, match=f"needs {needed} bytes on GPU 3, and 5,000 are free"):
         check_fits(plan, 5000, 3)
@@ -72,5 +77,7 @@ def test_what_is_free_is_named():
 
 def test_float16_rows_take_half():
     half = EmbeddingTable.make("half", 64, dtype=np.float16)
-    places = [plan_gpu({t: Wish(10**7)}, capacity_bytes=1 << 28)[t].rows for t in (half, LARGE)]
+    places = [
+        plan_gpu({t: GpuTableRequest(10**7)}, capacity_bytes=1 << 28)[t].rows for t in (half, LARGE)
+    ]
     assert 1.6 < places[0] / places[1] < 2

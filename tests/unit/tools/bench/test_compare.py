@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from hps.cli.main import app
 from hps.errors import ConfigError
 from hps.tools.bench.compare import compare, unlike
-from hps.tools.bench.histogram import Histogram
+from hps.tools.bench.histogram import LatencyHistogram
 from hps.tools.bench.report import report, save
-from hps.tools.bench.run import SLICES, Outcome
+from hps.tools.bench.run import SLICES, BenchResult
 
 ASKED = {
     "model": "m",
@@ -42,7 +42,7 @@ def a_run(
     slice in which every tenth took ten times as long; ``reached``: slices that there were."""
     random = np.random.default_rng(seed)
     spans = [seconds / SLICES] * reached + [0.0] * (SLICES - reached)
-    outcome = Outcome(seconds=sum(spans), spans=spans, answered=1000 * reached)
+    outcome = BenchResult(seconds=sum(spans), spans=spans, answered=1000 * reached)
     for number in range(reached):
         values = random.lognormal(13, 0.3, 1000) * scale
         values[values > np.quantile(values, 0.98)] *= tail
@@ -121,8 +121,8 @@ def test_what_was_asked_otherwise_is_told() -> None:
 
 def test_a_run_without_answers_is_refused() -> None:
     with pytest.raises(ConfigError, match="without an answer"):
-        compare(a_run(1), report(Outcome(), ASKED))
-    assert Histogram().counts == {}
+        compare(a_run(1), report(BenchResult(), ASKED))
+    assert LatencyHistogram().counts == {}
 
 
 @pytest.fixture

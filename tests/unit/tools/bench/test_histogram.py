@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hps.tools.bench.histogram import Histogram, bucket, highest
+from hps.tools.bench.histogram import LatencyHistogram, bucket, highest
 
 EDGES = [0, 1, 1023, 1024, 2047, 2048, 2049, 4095, 4096, 10**6, 10**9, 2**40, 3600 * 10**9]
 
@@ -20,10 +20,10 @@ def test_a_bucket_is_never_wider_than_a_thousandth_of_what_is_in_it(ns: int) -> 
 
 def test_quantiles_are_those_of_what_was_recorded() -> None:
     values = np.random.default_rng(3).lognormal(13, 1, 5000).astype(int)
-    halves = Histogram(), Histogram()
+    halves = LatencyHistogram(), LatencyHistogram()
     for i, value in enumerate(values.tolist()):
         halves[i % 2].record(value)
-    whole = Histogram.summed(halves)
+    whole = LatencyHistogram.summed(halves)
     assert whole.total == 5000
     for share in (0.5, 0.9, 0.99, 1.0):
         exact = np.quantile(values, share, method="inverted_cdf") * 1e-9
@@ -32,5 +32,5 @@ def test_quantiles_are_those_of_what_was_recorded() -> None:
 
 
 def test_an_empty_one_has_no_quantiles() -> None:
-    assert Histogram().quantile(0.5) is None
-    assert Histogram().mean is None
+    assert LatencyHistogram().quantile(0.5) is None
+    assert LatencyHistogram().mean is None

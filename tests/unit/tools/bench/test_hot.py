@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hps.errors import HpsError, NotFound, Unavailable
-from hps.tools.bench.hot import Pools, guessed_admin, hot_pools, shares
-from hps.tools.bench.load import Recipe, Source, from_metadata, made_requests
+from hps.tools.bench.hot import HotKeyPools, guessed_admin, hot_pools, shares
+from hps.tools.bench.load import LoadRecipe, RequestSource, from_metadata, made_requests
 
 TOLD = [
     {"table": "t", "features": {"a": 0, "b": 5}, "keys": [7, -1, 2**64 - 2], "scores": [255] * 3},
@@ -46,7 +46,7 @@ def test_why_there_are_none_is_said(error: HpsError, why: str) -> None:
         raise error
 
     assert why in hot_pools("m", fails).why
-    made, said = made_requests("m", Recipe(2), Source(), lambda _: METADATA, fails)
+    made, said = made_requests("m", LoadRecipe(2), RequestSource(), lambda _: METADATA, fails)
     assert (len(made), "zipf:1.2 of 0 … 99,999 (no hot keys: " in said, why in said) == (
         2,
         True,
@@ -56,7 +56,9 @@ def test_why_there_are_none_is_said(error: HpsError, why: str) -> None:
 
 
 def test_requests_ask_for_hot_keys_and_made_up_ones_where_there_are_none() -> None:
-    made, said = made_requests("m", Recipe(20, batch=3), Source(), lambda _: METADATA, told)
+    made, said = made_requests(
+        "m", LoadRecipe(20, batch=3), RequestSource(), lambda _: METADATA, told
+    )
     assert said == "zipf:1.2 of the server's hottest keys"
     drawn = {name: np.unique(np.concatenate([each[name] for each in made])) for name in "abc"}
     assert set(drawn["a"]) == {-2, -1, 7}
@@ -64,9 +66,9 @@ def test_requests_ask_for_hot_keys_and_made_up_ones_where_there_are_none() -> No
     assert drawn["c"].min() >= 0
 
 
-@pytest.mark.parametrize("recipe", [Recipe(5, rows=10), Recipe(5, keys="uniform", rows=10)])
-def test_rows_that_are_given_are_numbers(recipe: Recipe) -> None:
-    made, said = made_requests("m", recipe, Source(), lambda _: METADATA, told)
+@pytest.mark.parametrize("recipe", [LoadRecipe(5, rows=10), LoadRecipe(5, keys="uniform", rows=10)])
+def test_rows_that_are_given_are_numbers(recipe: LoadRecipe) -> None:
+    made, said = made_requests("m", recipe, RequestSource(), lambda _: METADATA, told)
     assert said == f"{recipe.keys} of 0 … 9"
     assert all(0 <= each["a"].min() <= each["a"].max() < 10 for each in made)
     np.testing.assert_array_equal(made[0]["a"], from_metadata(METADATA, recipe)[0]["a"])
@@ -75,7 +77,7 @@ def test_rows_that_are_given_are_numbers(recipe: Recipe) -> None:
 def test_shares_are_named_by_tier() -> None:
     assert shares(np.array([1, 0, 3])) == {"default": 0.25, "cpu": 0.75}
     assert shares(np.array([], np.int64)) == {}
-    assert Pools().keys == {}
+    assert HotKeyPools().keys == {}
 
 
 @pytest.mark.parametrize(

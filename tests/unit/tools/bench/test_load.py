@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hps.errors import ConfigError
-from hps.tools.bench.load import Recipe, different_keys, from_file, from_metadata, samples
+from hps.tools.bench.load import LoadRecipe, different_keys, from_file, from_metadata, samples
 
 METADATA: dict[str, Any] = {
     "name": "m",
@@ -32,7 +32,7 @@ OTHER = {
 
 
 def test_requests_fit_the_metadata() -> None:
-    made = from_metadata(METADATA, Recipe(count=5, batch=4, rows=50, hotness=2))
+    made = from_metadata(METADATA, LoadRecipe(count=5, batch=4, rows=50, hotness=2))
     assert len(made) == 5
     for tensors in made:
         assert {n: (t.shape, t.dtype.name) for n, t in tensors.items()} == {
@@ -46,12 +46,12 @@ def test_requests_fit_the_metadata() -> None:
 
 
 def test_the_same_seed_makes_the_same() -> None:
-    first, second = (from_metadata(METADATA, Recipe(count=2, seed=8)) for _ in range(2))
+    first, second = (from_metadata(METADATA, LoadRecipe(count=2, seed=8)) for _ in range(2))
     np.testing.assert_array_equal(first[1]["dense"], second[1]["dense"])
 
 
 def test_another_servers_integers_are_keys_and_its_flags_are_not() -> None:
-    (tensors,) = from_metadata(OTHER, Recipe(count=1, batch=3, hotness=1))
+    (tensors,) = from_metadata(OTHER, LoadRecipe(count=1, batch=3, hotness=1))
     assert (tensors["ids"].dtype, tensors["ids"].shape) == (np.uint64, (3, 1))
     assert tensors["flag"].max() <= 1
 
@@ -95,7 +95,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, content: str,
 
 
 def test_different_keys_are_counted_for_each_tensor() -> None:
-    made = from_metadata(METADATA, Recipe(count=50, batch=8, rows=10))
+    made = from_metadata(METADATA, LoadRecipe(count=50, batch=8, rows=10))
     assert different_keys(made) == 20, (
         "ten each of a and b, none of the offsets and the dense input"
     )

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hps.errors import HpsError, Unavailable
-from hps.tools.bench.histogram import Histogram
+from hps.tools.bench.histogram import LatencyHistogram
 from hps.tools.bench.report import quantiles
-from hps.tools.bench.run import SLICES, Outcome, Plan, run
+from hps.tools.bench.run import SLICES, BenchPlan, BenchResult, run
 
 
 class Served:
@@ -46,17 +46,19 @@ class Served:
         self.sent.append("closed")
 
 
-def outcome_of(served: Served, plan: Plan, messages: Sequence[Any] = ("a", "b", "c")) -> Outcome:
+def outcome_of(
+    served: Served, plan: BenchPlan, messages: Sequence[Any] = ("a", "b", "c")
+) -> BenchResult:
     return run(lambda: served, lambda _sender: messages, plan)
 
 
-def measured(outcome: Outcome) -> Histogram:
-    return Histogram.summed(outcome.slices)
+def measured(outcome: BenchResult) -> LatencyHistogram:
+    return LatencyHistogram.summed(outcome.slices)
 
 
 def test_a_closed_loop_has_so_many_callers_and_sends_in_turn() -> None:
     served = Served()
-    outcome = outcome_of(served, Plan(5.0, 0.0, 3, requests=20))
+    outcome = outcome_of(served, BenchPlan(5.0, 0.0, 3, requests=20))
     assert measured(outcome).total == 20
     assert served.sent[:4] == ["a", "b", "c", "a"]
     assert served.sent[-1] == "closed"
@@ -66,14 +68,14 @@ def test_a_closed_loop_has_so_many_callers_and_sends_in_turn() -> None:
 
 def test_what_is_sent_to_warm_up_is_not_measured() -> None:
     served = Served()
-    outcome = outcome_of(served, Plan(0.05, 0.05, 1))
+    outcome = outcome_of(served, BenchPlan(0.05, 0.05, 1))
     assert outcome.warmed_up > 0
     assert measured(outcome).total + outcome.warmed_up == len(served.sent) - 1
 
 
 def test_requests_that_a_stall_kept_from_being_sent_have_waited() -> None:
     """Four at a time: without the clock's times, no more than four would be slow."""
-    plan = Plan(0.5, 0.0, 4, rate=400.0, arrivals="constant")
+    plan = BenchPlan(0.5, 0.0, 4, rate=400.0, arrivals="constant")
     outcome = outcome_of(Served(stalls_at=10, stall_s=0.25), plan)
     slow = sum(n for ns, n in measured(outcome).counts.items() if ns > _bucket(0.05))
     assert measured(outcome).total == 199
@@ -88,20 +90,20 @@ def _bucket(seconds: float) -> int:
 
 
 def test_requests_come_as_often_as_asked_for_and_the_same_with_the_same_seed() -> None:
-    plan = Plan(0.2, 0.0, 99, rate=500.0, seed=4)
+    plan = BenchPlan(0.2, 0.0, 99, rate=500.0, seed=4)
     counts = [measured(outcome_of(Served(), plan)).total for _ in range(2)]
     assert counts[0] == counts[1]
     assert 60 < counts[0] < 140
 
 
 def test_a_server_that_is_far_behind_is_not_waited_for() -> None:
-    plan = Plan(0.1, 0.0, 1, rate=1000.0, timeout_s=0.05)
+    plan = BenchPlan(0.1, 0.0, 1, rate=1000.0, timeout_s=0.05)
     outcome = outcome_of(Served(stalls_at=2, stall_s=0.3), plan)
     assert outcome.errors["NotSent"][0] > 50
 
 
 def test_errors_are_counted_by_kind_with_the_first_ones_words() -> None:
-    outcome = outcome_of(Served(fails=4), Plan(5.0, 0.0, 1, requests=12))
+    outcome = outcome_of(Served(fails=4), BenchPlan(5.0, 0.0, 1, requests=12))
     assert outcome.errors == {"Unavailable": (3, "full at number 4")}
     assert measured(outcome).total == 9
 
@@ -112,7 +114,7 @@ def test_an_error_of_the_program_is_no_error_of_the_server() -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ExceptionGroup) as raised:
-        outcome_of(Broken(), Plan(1.0, 0.0, 1))
+        outcome_of(Broken(), BenchPlan(1.0, 0.0, 1))
     assert raised.group_contains(ZeroDivisionError)
 
 
@@ -126,7 +128,7 @@ def test_an_interrupt_ends_it_with_what_there_is() -> None:
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    outcome = outcome_of(served, Plan(60.0, 0.0, 2))
+    outcome = outcome_of(served, BenchPlan(60.0, 0.0, 2))
     thread.join()
     assert outcome.interrupted
     assert measured(outcome).total >= 3
@@ -138,13 +140,13 @@ def test_a_refusing_server_is_an_outcome_and_not_an_exception() -> None:
         async def send(self, message: Any, until: float) -> None:
             raise HpsError("nobody there")
 
-    outcome = outcome_of(Away(), Plan(5.0, 0.0, 2, requests=4))
+    outcome = outcome_of(Away(), BenchPlan(5.0, 0.0, 2, requests=4))
     assert outcome.errors == {"HpsError": (4, "nobody there")}
     assert len(outcome.slices) == SLICES
 
 
 def test_quantiles_that_so_few_do_not_tell_are_none() -> None:
-    few = Histogram({5: 150})
+    few = LatencyHistogram({5: 150})
     assert quantiles(few)["p99"] is not None
     assert quantiles(few)["p99.9"] is None
 
@@ -157,19 +159,19 @@ def test_what_comes_late_is_no_throughput() -> None:
             self.sent.append(message)
             await asyncio.sleep(0.4)
 
-    outcome = outcome_of(Slow(), Plan(0.5, 0.0, 10))
+    outcome = outcome_of(Slow(), BenchPlan(0.5, 0.0, 10))
     assert measured(outcome).total >= 10
     assert outcome.answered <= 10
     assert outcome.seconds == pytest.approx(0.5)
 
 
 def test_so_many_requests_are_cut_into_slices_by_their_number() -> None:
-    outcome = outcome_of(Served(), Plan(60.0, 0.0, 2, requests=200))
+    outcome = outcome_of(Served(), BenchPlan(60.0, 0.0, 2, requests=200))
     assert [each.total for each in outcome.slices] == [10] * SLICES
     assert all(span > 0 for span in outcome.spans)
     assert sum(outcome.spans) == pytest.approx(outcome.seconds, abs=1e-3)
     assert outcome.answered == 200
-    few = outcome_of(Served(), Plan(60.0, 0.0, 2, requests=3))
+    few = outcome_of(Served(), BenchPlan(60.0, 0.0, 2, requests=3))
     assert sum(each.total for each in few.slices) == 3
     assert sum(span > 0 for span in few.spans) <= 3
 
@@ -184,13 +186,13 @@ def test_slices_that_an_interrupted_run_did_not_reach_have_lasted_no_time() -> N
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    outcome = outcome_of(served, Plan(600.0, 0.0, 2))
+    outcome = outcome_of(served, BenchPlan(600.0, 0.0, 2))
     thread.join()
     assert sum(outcome.spans) == pytest.approx(outcome.seconds, abs=1e-3)
     assert outcome.spans[-1] == 0
 
 
 def test_requests_that_find_no_place_are_counted() -> None:
-    plan = Plan(0.5, 0.0, 4, rate=400.0, arrivals="constant")
+    plan = BenchPlan(0.5, 0.0, 4, rate=400.0, arrivals="constant")
     assert outcome_of(Served(stalls_at=10, stall_s=0.25), plan).full >= 60
-    assert outcome_of(Served(), Plan(0.1, 0.0, 1000, rate=100.0)).full == 0
+    assert outcome_of(Served(), BenchPlan(0.1, 0.0, 1000, rate=100.0)).full == 0

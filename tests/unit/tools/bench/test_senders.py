@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.client.calls import Call
-from hps.client.errors import Unreachable
+from hps.client.calls import InferCall
+from hps.client.errors import ServerUnreachable
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, Unavailable
-from hps.tools.bench.senders import HttpSender, _Connection, open_sender
+from hps.tools.bench.senders import HttpSender, _BenchConnection, open_sender
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
-CALL = Call("m", {"x": np.arange(3)})
+CALL = InferCall("m", {"x": np.arange(3)})
 
 
 def sent(
@@ -132,12 +132,12 @@ def test_answers_may_come_in_chunks() -> None:
 def test_chunks_of_no_size_are_no_answer() -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     found, _, _ = sent([head + b"zz\r\n{}\r\n\r\n"], 1)
-    assert kinds(found) == [Unreachable]
+    assert kinds(found) == [ServerUnreachable]
 
 
 @pytest.mark.parametrize("piece", [1, 7])
 def test_an_answer_may_come_byte_by_byte(piece: int) -> None:
-    connection = _Connection()
+    connection = _BenchConnection()
 
     async def fed() -> bytes:
         connection._reply = asyncio.get_running_loop().create_future()

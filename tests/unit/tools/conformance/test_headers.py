@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import numpy as np
 
-from hps.tools.conformance import Sample, Target
+from hps.tools.conformance import CheckedServer, SampleRequest
 from hps.tools.conformance.grpc_checks import SUITE
 
 
@@ -23,12 +23,12 @@ class Nothing(grpc.GenericRpcHandler):
 
 def test_headers_go_with_every_call():
     nothing = Nothing()
-    sample = Sample("m", {"x": np.ones((2, 2), np.float32)}, ("y",))
+    sample = SampleRequest("m", {"x": np.ones((2, 2), np.float32)}, ("y",))
     with ThreadPoolExecutor(2) as pool:
         server = grpc.server(pool, handlers=[nothing])
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
-        target = Target("", address, (sample,), {"x-api-key": "secret"})
+        target = CheckedServer("", address, (sample,), {"x-api-key": "secret"})
         assert {check.verdict(target)[0] for check in SUITE.checks} >= {"differs"}
         server.stop(None).wait()
     methods = {method.split("/")[1] for method, _ in nothing.asked}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hps.cli.conformance import _judged, app
 from hps.errors import ConfigError, Unavailable
-from hps.tools.conformance import Deviation, Target
+from hps.tools.conformance import CheckedServer, Deviation
 from hps.tools.conformance.checks import CHECKS
 from hps.tools.conformance.grpc_wire import is_raw, tensors_of
 from hps.tools.conformance.http_checks import SUITE
@@ -87,7 +87,7 @@ def odd() -> Iterator[str]:
 
 
 def test_models_that_are_named_need_no_index(odd):
-    server = Target(odd, "", ())
+    server = CheckedServer(odd, "", ())
     with pytest.raises(Deviation, match="404"):
         samples_of(server)
     samples, left_out = samples_of(server, ["good", "bad", "none", "bare"])
@@ -97,9 +97,9 @@ def test_models_that_are_named_need_no_index(odd):
 
 
 def test_versions_are_several_named_or_not_told(odd):
-    samples, _ = samples_of(Target(odd, "", ()), ["good", "bare"])
+    samples, _ = samples_of(CheckedServer(odd, "", ()), ["good", "bare"])
     for sample in samples:
-        HEALTH.run(Target(odd, "", (sample,)))
+        HEALTH.run(CheckedServer(odd, "", (sample,)))
     assert unknown_version(["77", "latest", "78"]) == "79"
 
 
@@ -129,7 +129,7 @@ def test_who_tells_of_binary_tensors_and_refuses_them_differs(odd, monkeypatch):
     monkeypatch.setitem(ABOUT, "/v2", told)
     metadata = next(check for check in SUITE.checks if check.name == "http: server metadata")
     with pytest.raises(Deviation, match="refuses binary tensors"):
-        metadata.run(Target(odd, "", (), binary=False))
+        metadata.run(CheckedServer(odd, "", (), binary=False))
 
 
 def test_grpc_outputs_may_have_protobufs_types():

@@ -8,17 +8,17 @@ import itertools
 import numpy as np
 import pytest
 
-from hps.tools.conformance import Deviation, NotOffered, Sample, Target
+from hps.tools.conformance import CheckedServer, Deviation, NotOffered, SampleRequest
 from hps.tools.conformance import target as target_module
 from hps.tools.conformance.checks import CHECKS
-from hps.tools.conformance.http_wire import Answer, request, tensors_of
-from hps.tools.conformance.target import Suite, note, require, same, steady
+from hps.tools.conformance.http_wire import HttpResponse, request, tensors_of
+from hps.tools.conformance.target import CheckSuite, note, require, same, steady
 
-TARGET = Target("none:1", "none:2", ())
+TARGET = CheckedServer("none:1", "none:2", ())
 
 
 def check(body):
-    suite = Suite("http")
+    suite = CheckSuite("http")
     suite.check(body)
     return suite.checks[0]
 
@@ -59,7 +59,7 @@ def test_what_is_not_offered_is_no_deviation():
 def answer(status, body, kind="application/json"):
     headers = http.client.HTTPMessage()
     headers["Content-Type"] = kind
-    return Answer(status, headers, body)
+    return HttpResponse(status, headers, body)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_answers_that_are_wrong_in_themselves(output, data, error):
 
 
 def test_requests():
-    sample = Sample("m", {"a": np.array([[1, 2]]), "h": np.ones((1, 2), np.float16)}, ("o",))
+    sample = SampleRequest("m", {"a": np.array([[1, 2]]), "h": np.ones((1, 2), np.float16)}, ("o",))
     body, length = request(sample, binary=False)
     assert body[length:] == sample.inputs["h"].tobytes()
     assert b'"data": [1, 2]' in body[:length]
-    assert request(Sample("m", {"a": np.array([[1]])}, ("o",)), binary=False)[1] is None
+    assert request(SampleRequest("m", {"a": np.array([[1]])}, ("o",)), binary=False)[1] is None
 
 
 def test_every_check_says_what_it_is_about():

@@ -14,7 +14,7 @@ from hps.config.model_schema import ModelSpec
 from hps.errors import ConfigError
 from hps.models.repository import Repository
 from hps.models.writer import write_version
-from hps.tools.generate.requests import Recipe, Requests, save
+from hps.tools.generate.requests import GeneratedRequests, RequestRecipe, save
 from hps.types import JaggedKeys
 
 
@@ -55,9 +55,9 @@ def test_keys_of_several_tables_are_drawn_once(tmp_path):
     }
     write_version(tmp_path, ModelSpec.model_validate(spec), 1, tables)
     version = Repository(tmp_path).open("m")
-    request = Requests(version, Recipe(batch=3)).one()
+    request = GeneratedRequests(version, RequestRecipe(batch=3)).one()
     assert {name: array.shape for name, array in request.items()} == {"ad": (3, 2)}
-    by_table = Requests(version, Recipe(batch=3, form="tables")).one()
+    by_table = GeneratedRequests(version, RequestRecipe(batch=3, form="tables")).one()
     assert by_table["NUMKEYS"].tolist() == [[6, 6]]
 
 
@@ -77,7 +77,7 @@ def test_a_preset_without_a_network(tmp_path):
 
 
 def test_the_model_is_served_and_answers(models, tmp_path):
-    made = Requests(Repository(models).open("ctr"), Recipe(batch=3))
+    made = GeneratedRequests(Repository(models).open("ctr"), RequestRecipe(batch=3))
     settings = {
         "models": {"repository": str(models), "serve": {"ctr": {}}},
         "tiers": {"rocksdb": {"path": str(tmp_path / "db")}},
@@ -94,14 +94,16 @@ def test_the_model_is_served_and_answers(models, tmp_path):
 
 def test_the_same_seed_makes_the_same(models):
     version = Repository(models).open("ctr")
-    first, second, third = (Requests(version, Recipe(), seed).one() for seed in (1, 1, 2))
+    first, second, third = (
+        GeneratedRequests(version, RequestRecipe(), seed).one() for seed in (1, 1, 2)
+    )
     assert all(np.array_equal(first[name], second[name]) for name in first)
     assert not all(np.array_equal(first[name], third[name]) for name in first)
 
 
 def test_ragged_requests_and_offsets_of_keys(models):
-    recipe = Recipe(batch=40, hotness=3, ragged=True)
-    request = Requests(Repository(models).open("bags"), recipe).one()
+    recipe = RequestRecipe(batch=40, hotness=3, ragged=True)
+    request = GeneratedRequests(Repository(models).open("bags"), recipe).one()
     assert request.keys() == {"some", "some.offsets", "two"}
     counts = np.diff(request["some.offsets"])
     assert set(counts.tolist()) == {1, 2, 3}
@@ -133,14 +135,16 @@ def test_what_the_help_shows_of_ragged_requests(models, tmp_path):
 
 
 def test_keys_that_no_row_has(models):
-    request = Requests(Repository(models).open("words"), Recipe(batch=4000, unknown=0.25)).one()
+    request = GeneratedRequests(
+        Repository(models).open("words"), RequestRecipe(batch=4000, unknown=0.25)
+    ).one()
     strange = request["f0"] >= 50
     assert strange.mean() == pytest.approx(0.25, abs=0.03)
 
 
 def test_hps_own_form(models):
-    recipe = Recipe("tables", batch=5)
-    request = Requests(Repository(models).open("words"), recipe).one()
+    recipe = RequestRecipe("tables", batch=5)
+    request = GeneratedRequests(Repository(models).open("words"), recipe).one()
     assert request["KEYS"].shape == (1, 10)
     assert request["NUMKEYS"].tolist() == [[5, 5]]
     assert request["NUMKEYS"].dtype == np.int32
@@ -164,23 +168,23 @@ def test_files(models, tmp_path):
 
 def test_mistakes(models, tmp_path):
     bags = Repository(models).open("bags")
-    ragged = Requests(bags, Recipe(hotness=3, ragged=True, batch=2))
+    ragged = GeneratedRequests(bags, RequestRecipe(hotness=3, ragged=True, batch=2))
     with pytest.raises(ConfigError, match="perf_analyzer cannot send ragged"):
         save(tmp_path / "r.json", ragged.many(1), "features")
     with pytest.raises(ConfigError, match=r"expected a .json .* or an .npz"):
         save(tmp_path / "r.txt", ragged.many(1), "features")
     with pytest.raises(ConfigError, match="--unknown 2"):
-        Requests(bags, Recipe(unknown=2))
+        GeneratedRequests(bags, RequestRecipe(unknown=2))
     for option, recipe in {
-        "--ragged": Recipe(ragged=True),
-        "--hotness": Recipe("tables", hotness=2),
+        "--ragged": RequestRecipe(ragged=True),
+        "--hotness": RequestRecipe("tables", hotness=2),
     }.items():
         with pytest.raises(ConfigError, match=f"{option} acts on features without a hotness, ctr"):
-            Requests(Repository(models).open("ctr"), recipe)
+            GeneratedRequests(Repository(models).open("ctr"), recipe)
     done = CliRunner().invoke(
         main,
         ["generate", "model", "both", "--ragged", "--hotness", "2", "--repository", str(tmp_path)],
     )
     assert "leave --hotness out" in done.output
     with pytest.raises(ConfigError, match="--ragged is for requests by feature"):
-        Requests(bags, Recipe("tables", ragged=True))
+        GeneratedRequests(bags, RequestRecipe("tables", ragged=True))

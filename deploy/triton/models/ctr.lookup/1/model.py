@@ -5,8 +5,8 @@ import json
 import triton_python_backend_utils as pb
 
 from hps.errors import HpsError
-from services.triton.backend import Asked, Backend, code
-from services.triton.tensors import Place
+from services.triton.backend import BackendRequest, LookupBackend, code
+from services.triton.tensors import TensorPlacement
 
 
 class TritonPythonModel:
@@ -15,11 +15,11 @@ class TritonPythonModel:
         self.tells = "parameters" in (pb.InferenceResponse.__init__.__doc__ or "")
         config = json.loads(args["model_config"])
         device = args["model_instance_device_id"]
-        self.place = Place(pb.Tensor, args["model_instance_kind"], device)
+        self.place = TensorPlacement(pb.Tensor, args["model_instance_kind"], device)
         parameters = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
         self.inputs = [tensor["name"] for tensor in config["input"]]
         wide = {t["name"] for t in config["output"] if t["data_type"] == "TYPE_FP32"}
-        self.backend = Backend(args["model_name"], parameters, int(device), wide)
+        self.backend = LookupBackend(args["model_name"], parameters, int(device), wide)
 
     def execute(self, requests):
         asked = [self.asked(request) for request in requests]
@@ -34,7 +34,7 @@ class TritonPythonModel:
             tensor = pb.get_input_tensor_by_name(request, name)
             if tensor is not None:
                 inputs[name] = self.place.array(tensor)
-        return Asked(inputs, tuple(request.requested_output_names()), request.timeout())
+        return BackendRequest(inputs, tuple(request.requested_output_names()), request.timeout())
 
     def answered(self, answer):
         if isinstance(answer, HpsError):

@@ -16,14 +16,14 @@ from hps.config.admission_settings import AdmissionSettings, ClientSettings
 from hps.errors import BadRequest, DeadlineExceeded, Unavailable
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from hps.threads import Done
+from hps.threads import CompletedFuture
 from services.frontend.admission import queue as module
 from services.frontend.admission import wait_bound
-from services.frontend.admission.byte_budget import Expiry
-from services.frontend.admission.client_limits import Clients
-from services.frontend.admission.controller import Admission
+from services.frontend.admission.byte_budget import QueueTimeout
+from services.frontend.admission.client_limits import ClientLimits
+from services.frontend.admission.controller import AdmissionController
 from services.frontend.errors import Overloaded, TooManyRequests, http_status, status_of
-from services.frontend.inference_request import Call, Form
+from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.statistics import execution, queued_ns
 from tests.support.waiting import until
 
@@ -43,7 +43,7 @@ class Works:
         if call.id == "wrong":
             raise BadRequest("wrong")
         if not call.inputs:
-            return Done("at once")
+            return CompletedFuture("at once")
         future = Future()
         with self.lock:
             self.begun.append((call.id, future))
@@ -59,7 +59,7 @@ class Works:
 
 
 def call(known_as="", size=1):
-    return Call(Form(), {"x": np.zeros(size, np.uint8)}, known_as)
+    return InferenceRequest(RequestTemplate(), {"x": np.zeros(size, np.uint8)}, known_as)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def made():
 
     def make(**settings):
         works, metrics = Works(), Metrics()
-        shared = Admission(AdmissionSettings(**{"running": 1, **settings}))
+        shared = AdmissionController(AdmissionSettings(**{"running": 1, **settings}))
         return works, shared.line(works, 16, metrics), shared, metrics
 
     return make
@@ -117,11 +117,11 @@ def test_another_kind_of_request_stands_in_the_same_line(made):
     line.submit(call(), FAR)
     other = line.admit(lambda: works.submit(call("other"), FAR), 5, FAR)
     with pytest.raises(Overloaded):
-        line.admit(lambda: Done("never"), 5, FAR)
+        line.admit(lambda: CompletedFuture("never"), 5, FAR)
     works.end()
     works.end()
     assert other.result(0) == "other"
-    assert line.admit(lambda: Done("at once"), 5, FAR).result(0) == "at once"
+    assert line.admit(lambda: CompletedFuture("at once"), 5, FAR).result(0) == "at once"
 
 
 def test_the_settings_may_leave_open_how_many(made):
@@ -134,9 +134,9 @@ def test_the_settings_may_leave_open_how_many(made):
 def test_what_is_answered_at_once_takes_no_place(made):
     works, line, *_ = made()
     for _ in range(3):
-        assert line.submit(Call(Form(), {}), FAR).result(0) == "at once"
+        assert line.submit(InferenceRequest(RequestTemplate(), {}), FAR).result(0) == "at once"
     line.submit(call(), FAR)
-    later = line.submit(Call(Form(), {}), FAR)
+    later = line.submit(InferenceRequest(RequestTemplate(), {}), FAR)
     assert not later.done()
     works.end()
     assert later.result(0) == "at once"
@@ -307,13 +307,13 @@ def test_what_is_over_when_it_begins_is_not_waited_for(made, monkeypatch):
     line._estimate.work_s = line._estimate.turn_s = 4.0
     for _ in range(30):
         line.submit(call(), FAR)
-        line.submit(Call(Form(), {}), FAR)
-        line.submit(Call(Form(), {}), FAR)
+        line.submit(InferenceRequest(RequestTemplate(), {}), FAR)
+        line.submit(InferenceRequest(RequestTemplate(), {}), FAR)
         clock[0] += 4
         works.end()
     line.submit(call(), FAR)
     for _ in range(4):  # 4 s each would be too long
-        line.submit(Call(Form(), {}), FAR)
+        line.submit(InferenceRequest(RequestTemplate(), {}), FAR)
     assert line.waiting == 4
 
 
@@ -335,7 +335,7 @@ def test_who_asks_again_when_answered_finds_the_place_free(made, monkeypatch, at
     clock = _clock(monkeypatch)
     works, line, *_ = made(max_wait_ms=10_000)
     line.submit(call(), FAR)
-    waits = line.submit(Call(Form(), {}) if at_once else call(), FAR)
+    waits = line.submit(InferenceRequest(RequestTemplate(), {}) if at_once else call(), FAR)
     asked = []
     waits.add_done_callback(lambda _: asked.append(line.submit(call("again"), FAR)))
     line._estimate.work_s = line._estimate.turn_s = 400.0
@@ -367,7 +367,7 @@ def test_work_that_ends_while_it_begins_is_counted_out(made):
     works, line, *_ = made(running=2)
     line.submit(call(), FAR)
     line.submit(call(), FAR)
-    answers = [line.submit(Call(Form(), {}), FAR) for _ in range(3)]
+    answers = [line.submit(InferenceRequest(RequestTemplate(), {}), FAR) for _ in range(3)]
     works.end()
     assert [each.result(0) for each in answers] == ["at once"] * 3
     works.end()
@@ -456,7 +456,7 @@ def test_one_that_cannot_be_refused_does_not_keep_the_others(caplog):
                 raise RuntimeError("broken")
 
     broken, good = Waits(), Waits()
-    expiry = Expiry(0.01)
+    expiry = QueueTimeout(0.01)
     expiry.add(broken)
     expiry.add(good)
     until(lambda: good.expired)
@@ -475,7 +475,7 @@ class Stays:
 
 
 def test_who_is_due_is_not_missed_for_one_that_is_gone():
-    expiry = Expiry(1000.0)
+    expiry = QueueTimeout(1000.0)
     expiry._looking = SimpleNamespace(begin=lambda: None)
     assert expiry._next_s() == 1000.0
     now = time.monotonic()
@@ -573,7 +573,7 @@ def test_names_that_are_gone_are_told_of_no_more(made):
 
 
 def test_a_client_has_so_many_requests_at_a_time():
-    clients = Clients(ClientSettings(running=2))
+    clients = ClientLimits(ClientSettings(running=2))
     clients.enter("a")
     clients.enter("a")
     with pytest.raises(TooManyRequests, match="2 requests of yours") as refused:
@@ -589,7 +589,7 @@ def test_a_client_has_so_many_requests_at_a_time():
 def test_a_client_has_so_many_requests_a_second(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clients = Clients(ClientSettings(per_second=10, burst=3))
+    clients = ClientLimits(ClientSettings(per_second=10, burst=3))
     for _ in range(3):
         clients.enter("a")
     with pytest.raises(TooManyRequests, match="10 requests a second") as refused:
@@ -605,7 +605,7 @@ def test_a_client_has_so_many_requests_a_second(monkeypatch):
 
 
 def test_clients_that_ask_no_more_are_forgotten():
-    clients = Clients(ClientSettings(running=1))
+    clients = ClientLimits(ClientSettings(running=1))
     clients.enter("busy")
     for i in range(10_000):
         clients.enter(str(i))

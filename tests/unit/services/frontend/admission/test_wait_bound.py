@@ -14,7 +14,7 @@ from hps.observability.metrics import Metrics
 from services.frontend.admission import queue as line
 from services.frontend.admission import queued_request as waiting
 from services.frontend.admission import wait_bound
-from services.frontend.admission.controller import Admission
+from services.frontend.admission.controller import AdmissionController
 from services.frontend.admission.wait_bound import WaitBound, WaitEstimate
 from services.frontend.errors import Overloaded
 from tests.unit.services.frontend.admission.test_controller import Works, call
@@ -74,7 +74,7 @@ class Simulated:
         for module in (line, wait_bound, waiting):
             monkeypatch.setattr(module, "time", clock)
         self.works = Works()
-        shared = Admission(AdmissionSettings(running=1))
+        shared = AdmissionController(AdmissionSettings(running=1))
         monkeypatch.setattr(shared.expiry, "add", lambda _: None)  # which has a clock of its own
         self.line = shared.line(self.works, 1, Metrics())
         self._random, self._events = random.Random(1), []

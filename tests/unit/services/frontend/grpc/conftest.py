@@ -12,7 +12,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from hps.config.server_settings import GrpcSettings
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.server import GrpcServer
 
 
@@ -49,7 +49,7 @@ def running(small: Any, guard: Any = None, **settings: Any) -> Iterator[Running]
     at = GrpcSettings(**{"port": 0, **settings.pop("grpc", {})})
     state = settings.pop("state", small.state)
     chosen = small.settings.model_copy(update=settings)
-    server = Running(GrpcServer(at, state, chosen, guard or OpenGuard()))
+    server = Running(GrpcServer(at, state, chosen, guard or NoAuthorizer()))
     try:
         yield server
     finally:

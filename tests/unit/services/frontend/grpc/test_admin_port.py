@@ -13,11 +13,11 @@ from hps.config.server_settings import GrpcAdminSettings
 from hps.errors import ConfigError, NotFound
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import TableChanges
-from hps.updates.stream_positions import Store
+from hps.updates.stream_positions import FedStore
 from hps.v1 import admin_pb2 as pb
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.admin_port import AdminPort
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.unit.services.conftest import row
 from tests.unit.services.frontend.grpc.conftest import Running
 
@@ -46,7 +46,7 @@ def serve(small):
 
     def serve(guard=None, state=None):
         at = GrpcAdminSettings(port=0)
-        port = AdminPort(at, state or small.state, small.settings, guard or OpenGuard())
+        port = AdminPort(at, state or small.state, small.settings, guard or NoAuthorizer())
         channel = grpc.insecure_channel(port.url)
         open_ones.append((Running(port), channel))
         return channel
@@ -80,7 +80,7 @@ class KeptStore:
 @pytest.fixture
 def writable(small):
     small.node.streams.write_directly(
-        [Store("rocksdb", KeptStore(small.store), True)], small.node.writer
+        [FedStore("rocksdb", KeptStore(small.store), True)], small.node.writer
     )
 
 
@@ -199,7 +199,7 @@ def test_status_and_models_are_those_of_http(serve, small):
 
 
 def test_while_models_load(serve):
-    channel = serve(state=State())
+    channel = serve(state=FrontendState())
     assert refused(Stub(channel, "Admin").Models, pb.ModelsRequest())[0] == "UNAVAILABLE"
     told = Stub(channel, "Admin").Status(pb.StatusRequest()).status
     assert told["phase"] == "starting"
@@ -246,11 +246,11 @@ def test_reflection_names_the_services(serve):
 
 
 def test_a_port_that_is_taken_is_named(small):
-    taken = AdminPort(GrpcAdminSettings(port=0), small.state, small.settings, OpenGuard())
+    taken = AdminPort(GrpcAdminSettings(port=0), small.state, small.settings, NoAuthorizer())
     port = int(taken.url.rsplit(":", 1)[1])
     again = GrpcAdminSettings(port=port)
     with pytest.raises(ConfigError, match=r"server\.grpc\.admin: cannot listen .*\.admin\.port"):
-        AdminPort(again, small.state, small.settings, OpenGuard())
+        AdminPort(again, small.state, small.settings, NoAuthorizer())
     running = Running(taken)
     running.stop(at_once=True)
     running.join()

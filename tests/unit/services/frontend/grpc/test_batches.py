@@ -12,7 +12,7 @@ from hps.config import Settings
 from hps.config.admission_settings import AdmissionSettings, BatchingSettings
 from hps.config.server_settings import ServerSettings
 from hps.errors import Unavailable
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.test_lookup import Client, keys, question
 
@@ -23,7 +23,7 @@ def batches(small, serve):
     settings = ServerSettings(
         batching=BatchingSettings(at_once=1), admission=AdmissionSettings(running=64)
     )
-    small.state = State(settings=Settings(server=settings))
+    small.state = FrontendState(settings=Settings(server=settings))
     small.state.serve(small.node)
     with grpc.insecure_channel(serve().server.url) as channel:
         stub = GRPCInferenceServiceStub(channel)

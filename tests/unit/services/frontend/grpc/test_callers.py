@@ -8,8 +8,8 @@ import pytest
 
 from hps.config.admission_settings import ClientSettings
 from hps.errors import Unavailable
-from services.frontend.admission.client_limits import Clients
-from services.frontend.grpc.callers import Counted
+from services.frontend.admission.client_limits import ClientLimits
+from services.frontend.grpc.callers import CountedResponder
 
 
 def test_an_answer_that_cannot_be_sent_and_is_told_as_a_failure_is_one_request():
@@ -18,9 +18,9 @@ def test_an_answer_that_cannot_be_sent_and_is_told_as_a_failure_is_one_request()
     def answer(_message):
         raise RuntimeError("can't start new thread")
 
-    clients = Clients(ClientSettings(running=1))
+    clients = ClientLimits(ClientSettings(running=1))
     reply = SimpleNamespace(context=None, caller="me", answer=answer, fail=told.append)
-    counted = Counted(reply, clients, "me")
+    counted = CountedResponder(reply, clients, "me")
     with pytest.raises(RuntimeError):
         counted.answer(b"")
     counted.fail(Unavailable("not sent"))

@@ -15,11 +15,11 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from hps.client import Client
-from hps.lookup.remote.addresses import Address
-from hps.lookup.remote.connection import Connection
+from hps.lookup.remote.addresses import NodeAddress
+from hps.lookup.remote.connection import NodeChannel
 from hps.v1.lookup_pb2 import ServingRequest
 from services.frontend.grpc import listener as port_module
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.test_overload import predict
 
@@ -95,7 +95,7 @@ def channels():
 
 def test_clients_that_look_at_its_health_leave_a_server_before_it_ends(small, serve, channels):
     second = serve()
-    ending = State()
+    ending = FrontendState()
     ending.serve(small.node)
     first = serve(state=ending)
     target = f"ipv4:{first.server.url},{second.server.url}"
@@ -134,7 +134,7 @@ def test_no_call_of_ours_is_lost_by_the_age_of_a_connection(serve):
             return lambda: client.lookup("words", {"left": [1]})
 
         def ask_as_front_end():
-            connection = Connection(Address(running.server.url), None)
+            connection = NodeChannel(NodeAddress(running.server.url), None)
             made.callback(connection.close)
             return lambda: connection.serving(ServingRequest(), timeout=60)
 

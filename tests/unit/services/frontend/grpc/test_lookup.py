@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hps.config.schema import ModelsSettings
 from hps.types import Source
 from hps.v1 import lookup_pb2 as pb
-from services.frontend.observer import Observer
+from services.frontend.observer import RequestObserver
 from tests.support.waiting import until
 from tests.unit.services.conftest import ROW_VERSION, row
 
@@ -242,7 +242,7 @@ def test_keys_of_tables_have_no_batch_and_are_one_sample(client, small):
 
 
 def test_lookups_are_told_of_in_the_log(client, small, caplog):
-    small.state.observer = Observer(1.0)
+    small.state.observer = RequestObserver(1.0)
     caplog.set_level(logging.INFO, "hps.access")
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     given = [("x-request-id", "r-1"), ("traceparent", caller)]

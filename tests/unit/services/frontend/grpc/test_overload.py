@@ -19,15 +19,15 @@ from hps.config.admission_settings import AdmissionSettings
 from hps.config.server_settings import ServerSettings
 from hps.observability import metric_names as m
 from hps.v1 import lookup_pb2
-from services.frontend.admission.queue import Line
-from services.frontend.auth import OpenGuard
+from services.frontend.admission.queue import AdmissionQueue
+from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc import infer
 from services.frontend.grpc import listener as port
 from services.frontend.grpc.callers import address_of
 from services.frontend.grpc.core import internals as inside
 from services.frontend.grpc.core import unary_call as unary
 from services.frontend.http.app import data_app
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.support.waiting import until
 
 
@@ -41,7 +41,7 @@ def stub(small, serve):
         admission = AdmissionSettings(
             **{"running": 2, "queue": 3, "max_wait_ms": 60_000, **settings}
         )
-        small.state = State(settings=Settings(server=ServerSettings(admission=admission)))
+        small.state = FrontendState(settings=Settings(server=ServerSettings(admission=admission)))
         small.state.serve(small.node)
         arguments = [guard] if guard else []
         url = serve(*arguments).server.url
@@ -113,14 +113,14 @@ def test_large_requests_have_their_places_before_they_are_read(small, slow, stub
     """On another thread, where those that came meanwhile would be read in vain."""
     monkeypatch.setattr(unary, "_LARGE", 8)
     reading, read = [], threading.Event()
-    parse = infer.Parser.parse
+    parse = infer.GrpcRequestParser.parse
 
     def slowly(self, message, to):
         reading.append(to.id)
         assert read.wait(60)
         return parse(self, message, to)
 
-    monkeypatch.setattr(infer.Parser, "parse", slowly)
+    monkeypatch.setattr(infer.GrpcRequestParser, "parse", slowly)
     service = stub()
     taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
     until(lambda: len(reading) == 5)  # two will be worked at, three will wait
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_gives_its_place_back(small, slow, stub):
 def test_what_waited_in_vain_holds_nothing(small, slow, stub, monkeypatch):
     service = stub(max_wait_ms=50)
     held = []
-    submit = Line.submit
+    submit = AdmissionQueue.submit
 
     def noted(self, call, *args, **kwargs):
         held.append(ref(call.inputs["user"]))
@@ -156,7 +156,7 @@ def test_what_waited_in_vain_holds_nothing(small, slow, stub, monkeypatch):
 
     taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(2)]
     until(lambda: small.state.entries["ctr"].endpoint.running == 2)
-    monkeypatch.setattr(Line, "submit", noted)
+    monkeypatch.setattr(AdmissionQueue, "submit", noted)
     gc.disable()
     try:
         late = service.ModelInfer.future(predict(), timeout=60)
@@ -196,7 +196,7 @@ def test_the_bounds_are_those_of_all_ports_together(small, slow, stub, call):
     line = small.state.entries["ctr"].endpoint
     taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
     until(lambda: (line.running, line.waiting) == (2, 3))
-    app = data_app(small.state, small.settings, OpenGuard())
+    app = data_app(small.state, small.settings, NoAuthorizer())
     inputs = [
         {"name": name, "shape": [1, 1], "datatype": "INT64", "data": [1]}
         for name in ("user", "item", "history")

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 import pytest
 
 from hps.errors import DeadlineExceeded
-from services.frontend.errors import REFUSED, Cancelled, status_of
-from services.frontend.grpc.pending import Pending
+from services.frontend.errors import REFUSED, RequestCancelled, status_of
+from services.frontend.grpc.pending import PendingAnswers
 from tests.support.waiting import until
 
 
@@ -26,7 +26,7 @@ def pending(allowed_s, end=None):
     return future, ended, reply
 
 
-WAITING = Pending()
+WAITING = PendingAnswers()
 
 
 def test_a_result_is_given_once():
@@ -38,7 +38,7 @@ def test_a_result_is_given_once():
 def test_a_client_that_left_was_not_refused():
     future, ended, reply = pending(60)
     reply.future.cancel()
-    with pytest.raises(Cancelled) as caught:
+    with pytest.raises(RequestCancelled) as caught:
         ended[0].result()
     assert status_of(caught.value).grpc == "CANCELLED"
     assert status_of(caught.value).http not in REFUSED

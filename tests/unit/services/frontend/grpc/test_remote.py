@@ -13,7 +13,7 @@ import pytest
 from hps.config.server_settings import TlsSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, ModelError, Unavailable
 from hps.lookup.base import LookupModel
-from hps.lookup.remote import Candidates, Certificates, Nodes, RemoteLookup, RetryBudget, unary
+from hps.lookup.remote import Candidates, ClientTls, NodeRegistry, RemoteLookup, RetryBudget, unary
 from hps.lookup.remote.balancing import LeastBusy
 from hps.lookup.remote.messages import described
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
@@ -43,7 +43,7 @@ def connect(small):
     closing = []
 
     def connect(*urls, model="ctr", described=None, api_key=None, **options):
-        nodes = Nodes(urls, None, api_key)
+        nodes = NodeRegistry(urls, None, api_key)
         closing.append(nodes)
         candidates = Candidates(described or model_of(small.node.models[model]), nodes)
         closing.append(candidates)
@@ -490,7 +490,7 @@ def test_names_stand_for_nodes_that_come_and_go(small):
 
     with running(small) as first:
         port = int(first.server.url.rsplit(":", 1)[1])
-        nodes = Nodes([f"dns:///name:{port}"], resolve_s=0.01, resolve=resolve)
+        nodes = NodeRegistry([f"dns:///name:{port}"], resolve_s=0.01, resolve=resolve)
         with contextlib.closing(nodes):
             remote = RemoteLookup(Candidates(model_of(small.node.models["words"]), nodes))
             assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
@@ -531,8 +531,10 @@ def test_certificates_bear_the_name_that_was_looked_up(small, tmp_path):
         port = server.server.url.rsplit(":", 1)[1]
 
         def nodes(host, **given):
-            roots = Certificates(authority.ca.read_bytes())
-            return contextlib.closing(Nodes([f"dns:///{host}:{port}"], lambda: roots, **given))
+            roots = ClientTls(authority.ca.read_bytes())
+            return contextlib.closing(
+                NodeRegistry([f"dns:///{host}:{port}"], lambda: roots, **given)
+            )
 
         with nodes("lookup.test", resolve=lambda _host: ["127.0.0.1"]) as found:
             remote = RemoteLookup(Candidates(model, found))

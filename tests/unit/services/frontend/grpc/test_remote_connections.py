@@ -11,10 +11,10 @@ from hps.config.secrets import Secret
 from hps.config.server_settings import TlsSettings
 from hps.errors import DeadlineExceeded, Unavailable
 from hps.lookup.base import LookupModel
-from hps.lookup.remote import Candidates, Certificates, Nodes, RemoteLookup, connection
-from hps.tracing import Origin
+from hps.lookup.remote import Candidates, ClientTls, NodeRegistry, RemoteLookup, connection
+from hps.tracing import RequestContext
 from hps.types import JaggedKeys, LookupRequest
-from services.frontend.observer import Observer
+from services.frontend.observer import RequestObserver
 from tests.support import redis_servers
 from tests.support.network import Network
 from tests.support.waiting import until
@@ -43,7 +43,7 @@ def test_a_connection_that_was_lost_is_given_up(small, monkeypatch):
     with (
         running(small) as node,
         contextlib.closing(Network(int(node.server.url.rpartition(":")[2]))) as network,
-        asking(small, Nodes([network.address])) as remote,
+        asking(small, NodeRegistry([network.address])) as remote,
     ):
 
         def answers():
@@ -60,7 +60,7 @@ def test_a_connection_that_was_lost_is_given_up(small, monkeypatch):
 def test_a_proxy_of_the_environment_is_not_asked(small, monkeypatch):
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    with running(small) as node, asking(small, Nodes([node.server.url])) as remote:
+    with running(small) as node, asking(small, NodeRegistry([node.server.url])) as remote:
         assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
 
 
@@ -72,7 +72,7 @@ def test_certificates_that_are_renewed(small, tmp_path):
     roots = [authority.ca.read_bytes()]
     with running(small, grpc={"tls": tls}) as node:
         at = f"dns:///lookup.test:{node.server.url.rpartition(':')[2]}"
-        nodes = Nodes([at], lambda: Certificates(roots[0]), resolve=lambda _host: ["127.0.0.1"])
+        nodes = NodeRegistry([at], lambda: ClientTls(roots[0]), resolve=lambda _host: ["127.0.0.1"])
         with asking(small, nodes) as remote:
             (target,) = nodes.all
             small.store.gate.clear()
@@ -91,7 +91,7 @@ def test_a_key_that_is_renewed(small, tmp_path, key_guard):
     path = tmp_path / "key"
     path.write_text("x" * 16)
     with running(small, key_guard) as node:
-        nodes = Nodes([node.server.url], None, Secret(None, path, "lookup.api_key_file"))
+        nodes = NodeRegistry([node.server.url], None, Secret(None, path, "lookup.api_key_file"))
         with asking(small, nodes) as remote:
             assert "UNAUTHENTICATED" in nodes.problem
             path.write_text("r" * 16)
@@ -101,10 +101,10 @@ def test_a_key_that_is_renewed(small, tmp_path, key_guard):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_trace_goes_along(small, caplog, kept):
-    small.state.observer = Observer(1.0)
+    small.state.observer = RequestObserver(1.0)
     caplog.set_level(logging.INFO, "hps.access")
-    origin = Origin("", CALLER, "")
-    with running(small) as node, asking(small, Nodes([node.server.url])) as remote:
+    origin = RequestContext("", CALLER, "")
+    with running(small) as node, asking(small, NodeRegistry([node.server.url])) as remote:
         if kept:
             submit = remote.prepare(left(1))
             submit([np.array([2])], None, origin).result(60)

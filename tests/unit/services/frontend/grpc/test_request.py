@@ -14,10 +14,10 @@ from tritonclient.grpc import service_pb2 as pb
 from hps.dense.base import DATATYPES as DTYPES
 from hps.errors import BadRequest
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.errors import TooLarge
+from services.frontend.errors import RequestTooLarge
 from services.frontend.grpc import request as module
 from services.frontend.grpc.contents import PLACES
-from services.frontend.grpc.request import Parser, address
+from services.frontend.grpc.request import GrpcRequestParser, address
 from services.frontend.grpc.wire import field, varint
 
 RULES = {name: InputRule({name: dtype}) for name, dtype in DTYPES.items()}
@@ -42,7 +42,7 @@ def parsed(message, parser=None, max_keys=1000):
     """The call; ``message`` is a request or its bytes."""
     if not isinstance(message, bytes):
         message = message.SerializeToString()
-    parser = parser or Parser("m", RULES, max_keys)
+    parser = parser or GrpcRequestParser("m", RULES, max_keys)
     return parser.parse(message, address(message))
 
 
@@ -63,7 +63,7 @@ def test_raw_tensors_arrive(tensors, request_id, versioned):
         id=request_id,
         model_version="1" if versioned else "",
     )
-    parser = Parser("m", RULES, 1000)
+    parser = GrpcRequestParser("m", RULES, 1000)
     first, second = parsed(request, parser), parsed(request, parser)
     for call in (first, second):
         assert call.id == request_id
@@ -91,7 +91,7 @@ def test_tensors_in_protobufs_own_types_arrive(tensors):
 
 
 def test_a_description_seen_before_is_not_read_again(monkeypatch):
-    parser = Parser("m", RULES, 1000)
+    parser = GrpcRequestParser("m", RULES, 1000)
     parsed(asked(KEYS), parser)
     monkeypatch.setattr(module, "_parsed", None)
     other = ("f", "INT64", (1, 2), np.array([7, -8]).tobytes())
@@ -104,7 +104,7 @@ def test_a_description_seen_before_is_not_read_again(monkeypatch):
 
 def test_forms_are_kept_by_number_and_size(monkeypatch):
     monkeypatch.setattr(module, "_FORMS_KEPT", 2)
-    parser = Parser("m", RULES, 1000)
+    parser = GrpcRequestParser("m", RULES, 1000)
     for count in range(1, 6):
         call = parsed(asked(("f", "INT64", (1, count), bytes(8 * count))), parser)
         assert call.form.kept
@@ -125,7 +125,7 @@ def test_fields_in_any_order_are_a_request():
     ]
     message = b"".join(parts)
     assert address(message)[:3] == ("m", "3", "a")
-    parser = Parser("m", RULES, 1000)
+    parser = GrpcRequestParser("m", RULES, 1000)
     for _ in range(2):
         call = parsed(message, parser)
         assert (call.id, call.inputs["f"].tolist()) == ("a", [1, 2])
@@ -133,7 +133,7 @@ def test_fields_in_any_order_are_a_request():
 
 
 def test_a_known_description_before_other_bytes_is_read_with_care():
-    parser = Parser("m", RULES, 1000)
+    parser = GrpcRequestParser("m", RULES, 1000)
     message = asked(KEYS).SerializeToString()
     parsed(message, parser)
     at = message.rindex(b"\x3a\x10")
@@ -217,7 +217,7 @@ def test_extensions_that_are_not_offered():
 
 
 def test_too_many_keys():
-    with pytest.raises(TooLarge, match="carries 4 keys, at most 3"):
+    with pytest.raises(RequestTooLarge, match="carries 4 keys, at most 3"):
         parsed(asked(KEYS, ("g", *KEYS[1:])), max_keys=3)
 
 

@@ -25,12 +25,12 @@ from hps.config.server_settings import AuthSettings, GrpcSettings, TlsSettings
 from hps.errors import ConfigError
 from hps.observability import metric_names as m
 from services.frontend import log_settings
-from services.frontend.auth import OpenGuard, guard
+from services.frontend.auth import NoAuthorizer, guard
 from services.frontend.grpc import health as health_module
 from services.frontend.grpc import streams as streams_module
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.grpc.service import SERVICE
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 from tests.support.certificates import made
 from tests.support.http2_client import Http2Client
 from tests.support.waiting import until
@@ -199,7 +199,7 @@ def test_failures_are_counted(client, small):
 
 
 def test_a_server_that_loads_says_so(small, serve):
-    small.state = State()
+    small.state = FrontendState()
     with triton.InferenceServerClient(serve().server.url) as client:
         assert client.is_server_live()
         assert not client.is_server_ready()
@@ -348,9 +348,9 @@ def test_streams_of_silent_clients_end(streams, monkeypatch):
 def test_streams_that_wait_for_their_answer_go_on(small, serve, monkeypatch):
     monkeypatch.setattr(streams_module, "_LOOK_S", 0.01)
     looked = threading.Semaphore(0)
-    works = streams_module.Stream.works
+    works = streams_module.OpenStream.works
     monkeypatch.setattr(
-        streams_module.Stream,
+        streams_module.OpenStream,
         "works",
         lambda self: (works(self), monkeypatch.setattr(streams_module, "_PATIENCE_S", -1.0)),
     )
@@ -445,7 +445,7 @@ def test_a_stream_that_wants_its_errors_as_its_own(serve):
 
 
 def test_health_is_watched(serve, small):
-    small.state = State()
+    small.state = FrontendState()
     server = serve()
     with grpc.insecure_channel(server.server.url) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -548,7 +548,7 @@ def test_certificates_that_are_none(small, tmp_path):
     (tmp_path / "f").write_text("no certificate")
     tls = TlsSettings(key_file=tmp_path / "f", certificate_file=tmp_path / "f")
     with pytest.raises(ConfigError, match=r"server.grpc.tls: .*/f.* cannot be used"):
-        GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, OpenGuard())
+        GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, NoAuthorizer())
 
 
 def test_messages_have_a_largest_size(serve):
@@ -631,10 +631,10 @@ def test_certificates_are_renewed(serve, tmp_path, caplog):
 def test_certificate_files_that_are_not_there(small, tmp_path):
     tls = TlsSettings(key_file=tmp_path / "no", certificate_file=tmp_path / "no")
     with pytest.raises(ConfigError, match=r"server.grpc.tls: .*/no: No such file"):
-        GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, OpenGuard())
+        GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, NoAuthorizer())
 
 
 def test_a_port_that_is_taken(small, serve):
     port = int(serve().server.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"server.grpc: cannot listen on 127.0.0.1:{port}"):
-        GrpcServer(GrpcSettings(port=port), small.state, small.settings, OpenGuard())
+        GrpcServer(GrpcSettings(port=port), small.state, small.settings, NoAuthorizer())

@@ -16,9 +16,9 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.grpc import request as module
-from services.frontend.grpc.request import Parser, address
-from services.frontend.shared_memory import Regions
-from services.frontend.state import State
+from services.frontend.grpc.request import GrpcRequestParser, address
+from services.frontend.shared_memory import SharedMemoryRegistry
+from services.frontend.state import FrontendState
 
 
 class Memory:
@@ -41,7 +41,7 @@ class Memory:
 
 @pytest.fixture
 def client(small, serve):
-    small.state.regions = Regions(on=True, most_bytes=1 << 20)
+    small.state.regions = SharedMemoryRegistry(on=True, most_bytes=1 << 20)
     with triton.InferenceServerClient(serve().server.url) as client:
         yield client
 
@@ -139,7 +139,7 @@ def test_faults_of_requests(client, memory):
 
 
 def test_where_it_is_off(small, serve):
-    assert State().regions.on is ServerSettings().shared_memory is False
+    assert FrontendState().regions.on is ServerSettings().shared_memory is False
     with triton.InferenceServerClient(serve().server.url) as client:
         assert "system_shared_memory" not in client.get_server_metadata().extensions
         for call, arguments in (
@@ -159,7 +159,7 @@ def test_where_it_is_off(small, serve):
 
 
 def test_only_callers_with_a_key(small, serve, key_guard):
-    small.state.regions = Regions(on=True, most_bytes=1 << 20)
+    small.state.regions = SharedMemoryRegistry(on=True, most_bytes=1 << 20)
     with triton.InferenceServerClient(serve(key_guard).server.url) as client:
         assert refused(client.get_system_shared_memory_status)[0] == "UNAUTHENTICATED"
         key = {"x-api-key": "r" * 16}
@@ -167,7 +167,7 @@ def test_only_callers_with_a_key(small, serve, key_guard):
 
 
 def test_a_description_seen_before_is_not_read_again(monkeypatch):
-    parser = Parser("m", {"f": InputRule(INTEGERS, is_keys=True)}, 1000)
+    parser = GrpcRequestParser("m", {"f": InputRule(INTEGERS, is_keys=True)}, 1000)
     request = pb.ModelInferRequest(model_name="m")
     tensor = request.inputs.add(name="f", datatype="INT64", shape=[2, 1])
     tensor.parameters["shared_memory_region"].string_param = "r"

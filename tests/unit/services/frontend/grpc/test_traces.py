@@ -23,10 +23,10 @@ from hps.client import Client
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
 from hps.lookup.base import LookupModel
-from hps.lookup.remote import Candidates, Nodes, RemoteLookup
+from hps.lookup.remote import Candidates, NodeRegistry, RemoteLookup
 from hps.observability import otel
 from hps.types import JaggedKeys, LookupRequest
-from services.frontend.observer import Observer
+from services.frontend.observer import RequestObserver
 from tests.support.waiting import until
 from tests.unit.services.conftest import Adder
 
@@ -89,7 +89,7 @@ def spans(small):
     exporter = export.InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    small.state.observer = Observer(0.0, otel.Tracer(provider))
+    small.state.observer = RequestObserver(0.0, otel.Tracer(provider))
     return lambda: {span.name: span for span in exporter.get_finished_spans()}
 
 
@@ -185,7 +185,7 @@ def test_a_trace_goes_on_at_the_lookup_node(small, serve, spans):
     served = small.node.models["words"]
     model = LookupModel(served.name, served.version, served.tables, served.engine.features)
     with (
-        contextlib.closing(Nodes([serve().server.url])) as nodes,
+        contextlib.closing(NodeRegistry([serve().server.url])) as nodes,
         contextlib.closing(Candidates(model, nodes)) as candidates,
     ):
         remote = RemoteLookup(candidates)
@@ -225,7 +225,7 @@ def test_a_request_that_fails_is_a_span_that_failed(infer, spans):
 
 
 def test_requests_are_told_of_in_the_log(infer, small, caplog):
-    small.state.observer = Observer(1.0)
+    small.state.observer = RequestObserver(1.0)
     caplog.set_level(logging.INFO, "hps.access")
     infer("words.lookup", {"left": np.array([[1], [99]])}, NAMED)
     infer("words.lookup", {"left": np.array([[1]])}, {})

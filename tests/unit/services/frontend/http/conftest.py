@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from services.frontend.http.connection import Protocol
+from services.frontend.http.connection import HttpProtocol
 
 PATH = "/v2/models/words.lookup/infer"
 
@@ -63,7 +63,7 @@ class Http:
         """A protocol and its wire, on the running loop."""
         config = uvicorn.Config(
             app or self._app,
-            http=Protocol,
+            http=HttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -71,7 +71,7 @@ class Http:
             proxy_headers=False,
         )
         config.load()
-        protocol = Protocol(config, ServerState(), {}, _loop=asyncio.get_running_loop())
+        protocol = HttpProtocol(config, ServerState(), {}, _loop=asyncio.get_running_loop())
         protocol.connection_made(Wire())
         return protocol, protocol.transport
 

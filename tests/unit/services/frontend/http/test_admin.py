@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
 
@@ -37,9 +37,9 @@ def test_status_models_tables(small, admin, call):
 
 
 def test_status_while_loading(small, call):
-    state = State()
+    state = FrontendState()
     state.loading.append({"title": "t", "done": 1, "total": 2, "unit": "rows"})
-    app = admin_app(state, small.settings, OpenGuard())
+    app = admin_app(state, small.settings, NoAuthorizer())
     status = call(app, "GET", "/v1/status").json()
     assert status["phase"] == "starting"
     assert status["loading"] == state.loading

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http import api
 from services.frontend.http.app import admin_app, data_app
 
@@ -62,7 +62,7 @@ def test_a_header_size_that_is_none(call, admin, error, size):
 @pytest.mark.parametrize("guarded", [False, True])
 def test_pages_of_other_sites_ask_for_nothing(call, small, key_guard, guarded):
     """A browser sends what any of them asks, with its user's certificate."""
-    guard = key_guard if guarded else OpenGuard()
+    guard = key_guard if guarded else NoAuthorizer()
     admin, data = (make(small.state, small.settings, guard) for make in (admin_app, data_app))
     key = {"x-api-key": "a" * 16}
     unload = admin, "POST", "/v2/repository/models/ctr/unload"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from services.frontend import log_settings
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app, data_app
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
 
 
 @pytest.mark.parametrize("make", [data_app, admin_app])
 def test_alive_from_the_start_ready_when_models_are_there(small, make, call, error):
-    state = State()
-    app = make(state, small.settings, OpenGuard())
+    state = FrontendState()
+    app = make(state, small.settings, NoAuthorizer())
 
     def ready():
         reply = call(app, "GET", "/v2/health/ready")
@@ -36,10 +36,10 @@ def test_alive_from_the_start_ready_when_models_are_there(small, make, call, err
 
 
 def test_a_server_without_a_model_is_never_ready(small, call, error):
-    state = State()
+    state = FrontendState()
     small.node.models.clear()
     state.serve(small.node)
-    reply = call(data_app(state, small.settings, OpenGuard()), "GET", "/v2/health/ready")
+    reply = call(data_app(state, small.settings, NoAuthorizer()), "GET", "/v2/health/ready")
     assert reply.status_code == 503
     assert "no model to serve" in error(reply)
 
@@ -154,7 +154,7 @@ def test_paths_and_verbs_nobody_knows(data, method, path, status, call, error):
 def test_an_unexpected_error_is_logged_once_and_not_told(
     small, data, caplog, monkeypatch, call, error
 ):
-    monkeypatch.setattr(State, "require_node", lambda _: 1 / 0)
+    monkeypatch.setattr(FrontendState, "require_node", lambda _: 1 / 0)
     reply = call(data, "GET", "/v2/models")
     assert reply.status_code == 500
     assert "ZeroDivisionError" not in reply.text

@@ -12,8 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hps.errors import BadRequest
-from services.frontend.admission.byte_budget import Room
-from services.frontend.errors import Overloaded, TooLarge, TooSlow, UnknownEncoding
+from services.frontend.admission.byte_budget import ByteBudget
+from services.frontend.errors import (
+    Overloaded,
+    RequestBodyTimeout,
+    RequestTooLarge,
+    UnknownEncoding,
+)
 from services.frontend.http import body as body_module
 from services.frontend.http.body import (
     ClientGone,
@@ -49,7 +54,7 @@ class Source:
 
 def read(source, limit=100, patience_s=5.0, room=None, **headers):
     named = {k.replace("_", "-").encode(): v.encode("latin-1") for k, v in headers.items()}
-    room = room or Room(1 << 20)
+    room = room or ByteBudget(1 << 20)
 
     async def inflated():
         body = await read_body(source, named, limit, patience_s, room)
@@ -67,20 +72,20 @@ def test_chunks_are_joined(chunks):
 
 def test_a_stated_length_beyond_the_limit_is_refused_unread():
     source = Source(b"x" * 101)
-    with pytest.raises(TooLarge, match="has 101 bytes, at most 100 are taken"):
+    with pytest.raises(RequestTooLarge, match="has 101 bytes, at most 100 are taken"):
         read(source, content_length="101")
     assert source.asked == 0
 
 
 def test_a_body_without_a_length_is_refused_when_it_passes_the_limit():
     source = Source(*[b"x" * 40] * 1000)
-    with pytest.raises(TooLarge, match="at least 120 bytes"):
+    with pytest.raises(RequestTooLarge, match="at least 120 bytes"):
         read(source)
     assert source.asked == 3
 
 
 def test_a_body_that_stops_coming():
-    with pytest.raises(TooSlow, match=r"did not come within 0.05 s"):
+    with pytest.raises(RequestBodyTimeout, match=r"did not come within 0.05 s"):
         read(Source(b"x", more=True), patience_s=0.05)
 
 
@@ -94,14 +99,14 @@ def test_a_body_that_comes_too_slowly(monkeypatch):
             now[0] += 2.0
             return await super().__call__()
 
-    with pytest.raises(TooSlow):
+    with pytest.raises(RequestBodyTimeout):
         read(Slow(*[b"x"] * 20))
     chunks = [b"x" * (130 << 10)] * 20
-    assert len(read(Slow(*chunks), limit=4 << 20, room=Room(4 << 20))) == 2600 << 10
+    assert len(read(Slow(*chunks), limit=4 << 20, room=ByteBudget(4 << 20))) == 2600 << 10
 
 
 def test_what_has_come_holds_room():
-    room = Room(100)
+    room = ByteBudget(100)
     room.add(50)
     with pytest.raises(Overloaded, match="hold 90 bytes"):
         read(Source(*[b"x" * 20] * 4), room=room)
@@ -132,7 +137,7 @@ def test_large_bodies_inflate_beyond_the_inline_part():
     for name, encode in ENCODERS.items():
         body = encode(plain)
         assert read(Source(body), len(plain), content_encoding=name) == plain
-        with pytest.raises(TooLarge):
+        with pytest.raises(RequestTooLarge):
             read(Source(body), len(plain) - 1, content_encoding=name)
 
 
@@ -140,7 +145,7 @@ def test_large_bodies_inflate_beyond_the_inline_part():
 def test_a_bomb_takes_no_more_memory_than_the_limit(coding):
     body = ENCODERS[coding](bytes(64 << 20))
     tracemalloc.start()
-    with pytest.raises(TooLarge):
+    with pytest.raises(RequestTooLarge):
         read(Source(body), 1 << 20, content_encoding=coding)
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
     tracemalloc.stop()
@@ -148,7 +153,7 @@ def test_a_bomb_takes_no_more_memory_than_the_limit(coding):
 
 @pytest.mark.parametrize("coding", ENCODERS)
 def test_what_was_inflated_holds_room(coding):
-    room, body = Room(8 << 20), ENCODERS[coding](bytes(64 << 20))
+    room, body = ByteBudget(8 << 20), ENCODERS[coding](bytes(64 << 20))
     room.add(1 << 20)
     tracemalloc.start()
     with pytest.raises(Overloaded, match=r"hold \d+ bytes \(server.admission.queue_bytes"):

@@ -21,7 +21,7 @@ from hps.config import auth as auth_module
 from hps.config.server_settings import HttpSettings, Listener, TlsSettings
 from hps.errors import Forbidden, HpsError, NotFound, Unauthenticated, Unavailable
 from hps.tools.doctor import check, ports
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.certificates import server_context
 from services.frontend.http.app import admin_app
 from services.frontend.http.server import HttpServer, listen
@@ -40,7 +40,7 @@ def serve(small):
 
         def serve(tls, guard=None):
             at = Listener(port=0, tls=TlsSettings(**tls))
-            answers = admin_app(small.state, small.settings, guard or OpenGuard())
+            answers = admin_app(small.state, small.settings, guard or NoAuthorizer())
             context = server_context(at, "server.admin")
             server = HttpServer(answers, listen(at.host, 0, "server.admin"), 60, context)
             ran = Running(server, uvloop.new_event_loop())
@@ -253,8 +253,8 @@ def test_commands(known, certificates):
 def test_the_doctor_knows_a_port_with_certificates(serve, tls, certificates):
     port = int(serve({**tls, "client_ca_file": None}).url.rpartition(":")[2])
     at = HttpSettings(host="localhost", port=port, tls=TlsSettings(**tls))
-    own = ports.Running(True, "", frozenset([port]))
-    unknown = ports.Running(None, "its admin port does not tell")
+    own = ports.RunningServer(True, "", frozenset([port]))
+    unknown = ports.RunningServer(None, "its admin port does not tell")
     trusted = Tls(certificates["ca"][1])
     assert ports.port("http port", at, own, None, trusted).verdict == "OK"
     found = ports.port("http port", at, unknown, None, trusted)

@@ -8,10 +8,10 @@ import json
 
 import pytest
 
-from services.frontend.http.connection import Protocol
+from services.frontend.http.connection import HttpProtocol
 from services.frontend.http.cycle import go_on
 from services.frontend.http.parsing import MAX_HEAD_BYTES
-from services.frontend.open_files import Connections
+from services.frontend.open_files import ConnectionLimit
 
 PATH = "/v2/models/words.lookup/infer"
 
@@ -239,8 +239,8 @@ def test_connections_have_an_end(http, monkeypatch):
     """Their number: those beyond it are told so."""
 
     async def scenario():
-        there = Connections(2)
-        monkeypatch.setattr(Protocol, "of_port", there)
+        there = ConnectionLimit(2)
+        monkeypatch.setattr(HttpProtocol, "of_port", there)
         monkeypatch.setattr("services.frontend.http.connection_lifetime.LINGER_S", 0)
         assert there.enter("another")
         protocol, wire = http.connect()

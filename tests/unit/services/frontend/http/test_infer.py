@@ -14,7 +14,7 @@ import orjson
 import pytest
 from tritonclient.http import InferenceServerClient, InferInput, InferResult
 
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 PATH = "/v2/models/words.lookup/infer"
 LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
@@ -170,7 +170,7 @@ def test_other_requests_go_on(small, ask):
 
 
 def test_before_the_models_are_loaded(small, ask):
-    small.state = State()
+    small.state = FrontendState()
     reply = ask(small.app(), "POST", PATH, GOOD)
     assert reply.status == 503
     assert reply.headers["retry-after"] == "1"

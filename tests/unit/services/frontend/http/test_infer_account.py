@@ -10,9 +10,9 @@ import pytest
 from hps.config import Settings
 from hps.config.admission_settings import BatchingSettings
 from hps.config.server_settings import ServerSettings
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import data_app
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 PATH = "/v2/models/words.lookup/infer"
 LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
@@ -117,9 +117,9 @@ def test_refusals_are_counted(small, ask, key_guard):
 
 def test_requests_of_a_batch_are_one_execution(small, http):
     settings = ServerSettings(batching=BatchingSettings(at_once=1))
-    state = State(settings=Settings(server=settings))
+    state = FrontendState(settings=Settings(server=settings))
     state.serve(small.node)
-    app, entry = data_app(state, settings, OpenGuard()), state.entries["words.lookup"]
+    app, entry = data_app(state, settings, NoAuthorizer()), state.entries["words.lookup"]
 
     async def together():
         small.store.gate.clear()

@@ -9,9 +9,9 @@ from hps.config.admission_settings import AdmissionSettings, ClientSettings
 from hps.config.server_settings import ServerSettings
 from hps.errors import Unauthenticated
 from hps.observability import metric_names as m
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import data_app
-from services.frontend.state import State
+from services.frontend.state import FrontendState
 
 CTR = "/v2/models/ctr/infer"
 
@@ -24,9 +24,9 @@ def limited(small):
     def make(guard=None, **settings):
         admission = AdmissionSettings(**{"running": 2, "queue": 3, **settings})
         chosen = ServerSettings(admission=admission)
-        state = State(settings=Settings(server=chosen))
+        state = FrontendState(settings=Settings(server=chosen))
         state.serve(small.node)
-        return data_app(state, chosen, guard or OpenGuard())
+        return data_app(state, chosen, guard or NoAuthorizer())
 
     return make
 

@@ -8,8 +8,8 @@ import httptools
 import pytest
 
 from hps.config.server_settings import ServerSettings
-from services.frontend.auth import OpenGuard
-from services.frontend.http.connection import Protocol
+from services.frontend.auth import NoAuthorizer
+from services.frontend.http.connection import HttpProtocol
 from services.frontend.http.parsing import (
     FIELD_BYTES,
     MAX_HEAD_BYTES,
@@ -164,9 +164,9 @@ def test_a_pipeline_is_bounded_and_answered_in_order(small, http, tail, piece):
 def test_a_long_body_of_known_length_is_fed_whole(http, monkeypatch):
     """The part of it that came with its head in one slice, the rest in another."""
     fed = []
-    feed = Protocol._feed
+    feed = HttpProtocol._feed
     monkeypatch.setattr(
-        Protocol, "_feed", lambda self, data: fed.append(len(data)) or feed(self, data)
+        HttpProtocol, "_feed", lambda self, data: fed.append(len(data)) or feed(self, data)
     )
 
     async def scenario():
@@ -218,7 +218,7 @@ def parsers(monkeypatch):
 def any_app(request, data, admin):
     """Applications of ports: that for requests, the admin ports of a server and of ``hps ingest``."""
     if request.param == "ingest":
-        return ingest_app(ServerState("ingest"), ServerSettings(), OpenGuard())
+        return ingest_app(ServerState("ingest"), ServerSettings(), NoAuthorizer())
     return {"data": data, "admin": admin}[request.param]
 
 

@@ -13,8 +13,8 @@ from tritonclient.http import InferenceServerClient, InferInput, InferRequestedO
 from hps.dense.base import DATATYPES as DTYPES
 from hps.errors import BadRequest
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.errors import TooLarge
-from services.frontend.http.request import Parser
+from services.frontend.errors import RequestTooLarge
+from services.frontend.http.request import HttpRequestParser
 
 RULES = {name: InputRule({name: dtype}) for name, dtype in DTYPES.items()}
 RULES["f"] = InputRule(INTEGERS, is_keys=True)
@@ -23,7 +23,7 @@ RULES["g"] = InputRule(INTEGERS, is_keys=True)
 
 def parsed(body, size=None, max_keys=1000):
     """The call; read twice, because a header that was seen before is not read again."""
-    parser = Parser("m", RULES, max_keys)
+    parser = HttpRequestParser("m", RULES, max_keys)
     first, second = parser.parse(body, size), parser.parse(body, size)
     assert (first.form is second.form) == (size is not None and not first.form.given)
     assert first.inputs.keys() == second.inputs.keys() == first.form.shapes.keys()
@@ -31,7 +31,7 @@ def parsed(body, size=None, max_keys=1000):
 
 
 def raw(body, name, max_keys=10):
-    return Parser("m", RULES, max_keys).raw(body, name)
+    return HttpRequestParser("m", RULES, max_keys).raw(body, name)
 
 
 def dumps(*inputs, **rest):
@@ -290,7 +290,7 @@ def test_bytes_without_the_header_that_says_where_they_begin():
 def test_keys_are_counted_over_all_features():
     body = dumps(tensor(), tensor("g"))
     assert parsed(body, max_keys=4)
-    with pytest.raises(TooLarge, match="carries 4 keys, at most 3"):
+    with pytest.raises(RequestTooLarge, match="carries 4 keys, at most 3"):
         parsed(body, max_keys=3)
 
 
@@ -341,5 +341,5 @@ def test_raw_requests_at_fault():
         raw(b"", None)
     with pytest.raises(BadRequest, match="not a multiple of 8"):
         raw(bytes(9), "f")
-    with pytest.raises(TooLarge, match="carries 11 keys"):
+    with pytest.raises(RequestTooLarge, match="carries 11 keys"):
         raw(bytes(88), "f")

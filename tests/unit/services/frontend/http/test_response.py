@@ -12,8 +12,8 @@ from tritonclient.http import InferResult
 
 from hps.dense.base import DATATYPES as DTYPES
 from hps.errors import BadRequest
-from services.frontend.http.request import JsonForm
-from services.frontend.http.response import Encoder
+from services.frontend.http.request import JsonRequestTemplate
+from services.frontend.http.response import HttpResponseEncoder
 
 shapes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
 arrays = st.sampled_from(sorted(DTYPES)).flatmap(lambda n: hnp.arrays(DTYPES[n], shapes))
@@ -21,11 +21,11 @@ arrays = st.sampled_from(sorted(DTYPES)).flatmap(lambda n: hnp.arrays(DTYPES[n],
 
 def encode(request_id, outputs, defaulted=0, degraded=(), heads=None, stale_s=0):
     """The body and the length of its JSON header; written twice, because heads are kept."""
-    form = JsonForm(id=request_id, binary={name: binary for name, binary, _ in outputs})
+    form = JsonRequestTemplate(id=request_id, binary={name: binary for name, binary, _ in outputs})
     if heads is not None:
         form.heads = heads
     named = [(name, array) for name, _, array in outputs]
-    encoder = Encoder("m", "3")
+    encoder = HttpResponseEncoder("m", "3")
     body, headers = None, None
     for _ in range(2):
         reply = encoder.encode(form, defaulted, degraded, stale_s, named)

@@ -14,10 +14,10 @@ from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
 from hps.config.server_settings import Listener
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import data_app
 from services.frontend.http.server import HttpServer, listen
-from services.frontend.shared_memory import Regions
+from services.frontend.shared_memory import SharedMemoryRegistry
 from tests.unit.services.frontend.grpc.conftest import Running
 
 PATH = "/v2/models/words.lookup/infer"
@@ -26,9 +26,9 @@ KEY = f"/hps_test_{secrets.token_hex(8)}"
 
 @pytest.fixture
 def client(small):
-    small.state.regions = Regions(on=True, most_bytes=1 << 20)
+    small.state.regions = SharedMemoryRegistry(on=True, most_bytes=1 << 20)
     at = Listener(port=0)
-    answers = data_app(small.state, small.settings, OpenGuard())
+    answers = data_app(small.state, small.settings, NoAuthorizer())
     server = HttpServer(answers, listen(at.host, 0, "server.http"), 60)
     running = Running(server, uvloop.new_event_loop())
     with triton.InferenceServerClient(server.url.removeprefix("http://")) as client:
@@ -147,7 +147,7 @@ def test_faults_of_requests(client, memory):
     ],
 )
 def test_what_can_not_be_registered(small, data, call, error, body, says):
-    small.state.regions = Regions(on=True, most_bytes=1 << 20)
+    small.state.regions = SharedMemoryRegistry(on=True, most_bytes=1 << 20)
     reply = call(data, "POST", "/v2/systemsharedmemory/region/r/register", json=body)
     assert reply.status_code == 400
     assert says in error(reply)

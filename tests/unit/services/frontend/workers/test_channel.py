@@ -8,20 +8,20 @@ import threading
 import pytest
 
 from hps.tiers.node import frames
-from services.frontend.workers.channel import Answering, Asking
+from services.frontend.workers.channel import ControlChannelSupervisor, ControlChannelWorker
 
 
 @pytest.fixture
 def ends():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield Asking(ours), theirs
+        yield ControlChannelSupervisor(ours), theirs
 
 
 def test_questions_are_answered_until_one_side_ends(ends):
     asking, theirs = ends
     alone = threading.Event()
-    answering = Answering(theirs, alone.set)
+    answering = ControlChannelWorker(theirs, alone.set)
     asking.send(b"settings")
     assert answering.receive() == b"settings"
     given = []
@@ -39,7 +39,9 @@ def test_questions_are_answered_until_one_side_ends(ends):
 def test_an_answer_that_was_waited_for_in_vain_is_not_taken_for_another(ends):
     asking, theirs = ends
     go = threading.Event()
-    Answering(theirs, lambda: None).start({"slow": lambda: go.wait(60), "quick": lambda: "here"})
+    ControlChannelWorker(theirs, lambda: None).start(
+        {"slow": lambda: go.wait(60), "quick": lambda: "here"}
+    )
     with pytest.raises(TimeoutError):
         asking.ask("slow", 0.05)
     go.set()
@@ -56,7 +58,7 @@ def test_who_asks_a_worker_that_has_ended_is_told(ends):
 def test_a_worker_that_cannot_answer_is_alone_too(ends, caplog):
     asking, theirs = ends
     alone = threading.Event()
-    Answering(theirs, alone.set).start({"broken": lambda: 1 // 0})
+    ControlChannelWorker(theirs, alone.set).start({"broken": lambda: 1 // 0})
     with pytest.raises(TimeoutError):
         asking.ask("broken", 0.05)
     assert alone.wait(60)
@@ -67,12 +69,12 @@ def test_what_is_no_frame_ends_the_channel_for_both():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         alone = threading.Event()
-        Answering(theirs, alone.set).start({})
-        frames.send(ours, frames.Kind.ASK, [b"{,}"])
+        ControlChannelWorker(theirs, alone.set).start({})
+        frames.send(ours, frames.FrameKind.ASK, [b"{,}"])
         assert alone.wait(60)
-        frames.send(theirs, frames.Kind.OK, [b"{,}"])
+        frames.send(theirs, frames.FrameKind.OK, [b"{,}"])
         with pytest.raises(OSError, match="no JSON"):
-            Asking(ours).told()
+            ControlChannelSupervisor(ours).told()
         theirs.settimeout(60)
         assert theirs.recv(1) == b""  # who answers there would be alone
 
@@ -80,4 +82,4 @@ def test_what_is_no_frame_ends_the_channel_for_both():
 def test_nobody_hears_what_is_told_to_a_process_that_has_ended(ends):
     asking, theirs = ends
     asking.close()
-    Answering(theirs, lambda: None).tell("ready")
+    ControlChannelWorker(theirs, lambda: None).tell("ready")

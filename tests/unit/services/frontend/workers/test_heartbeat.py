@@ -16,12 +16,17 @@ import pytest
 import uvloop
 
 from hps.config.server_settings import GrpcSettings
-from services.frontend.auth import OpenGuard
+from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.server import listen
-from services.frontend.workers.heartbeat import Heartbeat, OverGrpc, OverHttp, _Opportunity
+from services.frontend.workers.heartbeat import (
+    GrpcHeartbeat,
+    Heartbeat,
+    HttpHeartbeat,
+    _RunnableTime,
+)
 from services.frontend.workers.server import WorkerServer
-from services.frontend.workers.watch import Watch
+from services.frontend.workers.watch import WorkerWatch
 from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.conftest import Running
 
@@ -47,7 +52,7 @@ def over_http(data, stack):
     ours, theirs = socket.socketpair()
     listener = listen("127.0.0.1", 0, "server.http")
     started(stack, WorkerServer(data, [listener], 1, 60, None, theirs), loop)
-    return stack.enter_context(closing(OverHttp(ours))), loop
+    return stack.enter_context(closing(HttpHeartbeat(ours))), loop
 
 
 def test_the_event_loop_answers(over_http):
@@ -67,9 +72,9 @@ def test_the_event_loop_answers(over_http):
 def test_the_thread_that_begins_calls_answers(small, stack, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a path of pytest's is too long
     at = GrpcSettings(port=0)
-    server = GrpcServer(at, small.state, small.settings, OpenGuard(), also_at="beat")
+    server = GrpcServer(at, small.state, small.settings, NoAuthorizer(), also_at="beat")
     started(stack, server, None)
-    way = stack.enter_context(closing(OverGrpc("beat")))
+    way = stack.enter_context(closing(GrpcHeartbeat("beat")))
     assert all(way.answered(60) for _ in range(3))
     begun, goes_on = threading.Event(), threading.Event()
     (infer,) = [each for name, each in server._one_request.items() if name.endswith("/ModelInfer")]
@@ -95,7 +100,7 @@ def test_the_thread_that_begins_calls_answers(small, stack, tmp_path, monkeypatc
 
 def test_a_way_whose_other_end_is_gone_does_not_answer(stack):
     ours, theirs = socket.socketpair()
-    way = stack.enter_context(closing(OverHttp(ours)))
+    way = stack.enter_context(closing(HttpHeartbeat(ours)))
     theirs.close()
     assert not way.answered(60)
     assert not way.answered(60)
@@ -152,7 +157,7 @@ def process(stack):
 
 
 def test_a_process_that_waits_could_have_worked(process):
-    opportunity = _Opportunity(process(SLEEP).pid)
+    opportunity = _RunnableTime(process(SLEEP).pid)
     until(lambda: opportunity.since(7.0) == 7.0)
 
 
@@ -160,18 +165,18 @@ def test_a_stopped_process_could_have_worked(process):
     child = process(LOOP)
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    assert _Opportunity(child.pid).since(7.0) == 7.0
+    assert _RunnableTime(child.pid).since(7.0) == 7.0
 
 
 def test_a_process_that_a_debugger_holds_could_not_have_worked(process):
-    assert _Opportunity(process(TRACED).pid).since(7.0) == 0.0
+    assert _RunnableTime(process(TRACED).pid).since(7.0) == 0.0
 
 
 def test_a_process_that_waits_for_a_core_could_have_worked_as_long_as_it_had_one(process):
     """One that runs only where nothing else does, beside one that always runs."""
     core = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
     process(LOOP, *core)
-    opportunity = _Opportunity(process(LOOP, *core, "chrt", "--idle", "0").pid)
+    opportunity = _RunnableTime(process(LOOP, *core, "chrt", "--idle", "0").pid)
     opportunity.since(0.0)
     time.sleep(0.5)
     assert opportunity.since(7.0) < 0.3
@@ -181,7 +186,7 @@ def test_a_process_that_has_ended_is_none_that_waits_for_a_core(process):
     child = process(SLEEP)
     child.kill()
     child.wait()
-    assert _Opportunity(child.pid).since(7.0) == 7.0
+    assert _RunnableTime(child.pid).since(7.0) == 7.0
 
 
 # -- what becomes of a worker ----------------------------------------------------------------------
@@ -205,7 +210,7 @@ def watched(process, monkeypatch):
 
     def watch(*seconds):
         told, stopping = [], threading.Event()
-        watch = Watch(3, 10.0, told.append)
+        watch = WorkerWatch(3, 10.0, told.append)
         child = process(SLEEP)
         ends = threading.Timer(0.3, child.kill) if seconds[-1] <= 10 else None
         if ends is not None:

@@ -11,8 +11,8 @@ import pytest
 
 from hps.config import as_configuration
 from services.frontend.http.server import listen
-from services.frontend.workers.channel import Answering
-from services.frontend.workers.process import Worker
+from services.frontend.workers.channel import ControlChannelWorker
+from services.frontend.workers.process import WorkerProcess
 from tests.support.waiting import until
 
 
@@ -22,7 +22,7 @@ class Started:
     def __init__(self, folder: Path, *, replaces: bool) -> None:
         self._settings = {"server": {"runtime": str(folder), "grpc": None}}
         self._replaces = replaces
-        self.worker: Worker | None = None
+        self.worker: WorkerProcess | None = None
         self.ours, self._theirs = socket.socketpair()
         # Not kept waiting for: as long as a worker hangs, so would the test.
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -30,10 +30,10 @@ class Started:
     def _run(self) -> None:
         with listen("127.0.0.1", 0, "server.http") as listener, self._theirs:
             configuration = as_configuration(self._settings)
-            worker = self.worker = Worker(
+            worker = self.worker = WorkerProcess(
                 configuration, 1, None, [listener], replaces=self._replaces
             )
-            worker.run(Answering(self._theirs, worker.alone))
+            worker.run(ControlChannelWorker(self._theirs, worker.alone))
 
     def waits(self) -> bool:
         return self.worker is not None and bool(self.worker.state.loading)
@@ -62,11 +62,11 @@ def test_a_worker_does_not_outlive_a_node_that_it_waits_for(folder, replaces, ea
 def test_a_stop_that_comes_before_a_server_runs_is_not_lost(folder):
     with listen("127.0.0.1", 0, "server.http") as listener:
         settings = {"server": {"runtime": str(folder), "grpc": None}}
-        worker = Worker(as_configuration(settings), 1, None, [listener])
+        worker = WorkerProcess(as_configuration(settings), 1, None, [listener])
         worker.stop()
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            control = Answering(theirs, lambda: None)
+            control = ControlChannelWorker(theirs, lambda: None)
             ended = threading.Thread(target=worker.run, args=(control,), daemon=True)
             ended.start()
             ended.join(60)

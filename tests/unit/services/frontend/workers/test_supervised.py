@@ -13,9 +13,9 @@ from hps.config import as_configuration
 from hps.observability import metric_names as m
 from services.frontend.statistics import Statistics
 from services.frontend.workers import supervised
-from services.frontend.workers.channel import Answering
+from services.frontend.workers.channel import ControlChannelWorker
 from services.frontend.workers.process import BROKEN
-from services.frontend.workers.supervised import Supervised
+from services.frontend.workers.supervised import SupervisedWorker
 from tests.support.waiting import until
 
 
@@ -33,7 +33,7 @@ class Life:
     def begin(self, end: socket.socket) -> Life:
         self._end = end
         if self._ready:
-            Answering(end, lambda: None).tell("ready")
+            ControlChannelWorker(end, lambda: None).tell("ready")
         else:
             end.close()
         return self
@@ -68,7 +68,9 @@ class Run:
         monkeypatch.setattr(supervised.subprocess, "Popen", popen)
         monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
         self.broke = threading.Event()
-        self.worker = Supervised(1, as_configuration({}), [], None, self.broke.set, self._changed)
+        self.worker = SupervisedWorker(
+            1, as_configuration({}), [], None, self.broke.set, self._changed
+        )
         self.states: list[bool] = []
 
     def __enter__(self):
@@ -129,7 +131,7 @@ def test_what_a_worker_counted_counts_once_when_it_ends_while_it_is_asked(monkey
             metrics = {m.LOOKUP_KEYS: [[["words", "cpu"], 7]]}
             return {"metrics": metrics, "statistics": {"words": own.numbers()}}
 
-    worker = Supervised(1, as_configuration({}), [], None, lambda: None, lambda: None)
+    worker = SupervisedWorker(1, as_configuration({}), [], None, lambda: None, lambda: None)
     ask = worker._ask
     monkeypatch.setattr(worker, "_ask", ended_meanwhile)
     worker._channel, worker.ready = Channel(), True
@@ -149,7 +151,7 @@ def test_what_ended_workers_counted_goes_with_the_version():
         statistics = {f"{name}/{version}": own.numbers() for name in ("words", "words.lookup")}
         return {"metrics": {m.LOOKUP_KEYS: [[labels, 7]]}, "statistics": statistics}
 
-    worker = Supervised(1, as_configuration({}), [], None, lambda: None, lambda: None)
+    worker = SupervisedWorker(1, as_configuration({}), [], None, lambda: None, lambda: None)
     for version in ("1", "2"):
         worker._counted = told(version)
         worker._remember()
