@@ -48,7 +48,7 @@ GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	@$(GPU_PYTHON) -c 'from hps.cuda.loader import cupy; cupy()'
 	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/dense tests/unit/cuda \
-	  tests/unit/node/test_devices.py tests/unit/predict/test_device_feed.py tests/contract tests/model
+	  tests/unit/node/test_gpu_caches.py tests/unit/predict/test_device_feed.py tests/contract tests/model
 
 # The CPU cache's readers beside its writer, fetches in single flight's table, and messages that may be
 # anything, under sanitizers:

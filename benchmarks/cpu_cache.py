@@ -256,7 +256,7 @@ BENCHMARK = Benchmark(
     title=__doc__.splitlines()[0],
     run=run,
     bars=BARS,
-    measured=("hps/native", "hps/tiers/cpu/cache.py", "hps/tiers/cpu/reads.py"),
+    measured=("hps/native", "hps/tiers/cpu/cache.py", "hps/tiers/cpu/cache_reads.py"),
     helpers=(*HELPERS, "benchmarks/cpu_pooling.py", "benchmarks/cpu_scene.py"),
     lacking=lambda: None if COMPILED else "the native core is not built",
 )

@@ -38,9 +38,9 @@ from hps.dense.onnx import OnnxModel
 from hps.dense.triton import TritonModel
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.http import HttpTransport
-from hps.dense.triton.memory import ThreadRegions
+from hps.dense.triton.shared_regions import ThreadRegions
 from hps.models.repository import Repository
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.triton.export import export_dense
 
 BATCHES = (1, 64, 1024)

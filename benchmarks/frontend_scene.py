@@ -29,7 +29,7 @@ from benchmarks.peers.hps_server import start_hps, write_lookup_model
 from benchmarks.peers.process import Server, free_ports, serving
 from benchmarks.peers.triton import start_triton
 from hps.config.model_schema import ModelSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 
 HERE = Path(__file__).parents[1]
 MODELS = HERE / "benchmarks/peers/triton_frontend"

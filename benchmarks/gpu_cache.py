@@ -376,9 +376,9 @@ BENCHMARK = Benchmark(
     measured=(
         "hps/cuda",
         *(f"hps/tiers/{name}.py" for name in ("gpu_cache", "gpu_tables", "gpu_asks", "gpu_checks")),
-        *("hps/tiers/gpu/host_bridge.py", "hps/tiers/gpu/space.py"),
+        *("hps/tiers/gpu/host_bridge.py", "hps/tiers/gpu/device_space.py"),
         *("hps/predict/device_path.py", "hps/dense/lanes.py"),
-        *("hps/lookup/gpu/miss_fill.py", "hps/lookup/gpu/prepared.py"),
+        *("hps/lookup/gpu/miss_fill.py", "hps/lookup/gpu/prepared_lookups.py"),
     ),
     helpers=(
         *("benchmarks/common.py", "benchmarks/measure.py", "benchmarks/gpu.py"),

@@ -19,7 +19,7 @@ import hps
 from benchmarks.common import Report
 from benchmarks.gpu import percentiles
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 
 TABLES, DIM, ROWS = 26, 32, 30_000
 LAYERS = (TABLES * DIM + 13, 1024, 1024, 512, 1)

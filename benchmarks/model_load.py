@@ -35,7 +35,7 @@ from benchmarks.measure import Spread, alternate, ratio, versions
 from hps.config.model_schema import ModelSpec
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import NoProgress

@@ -11,7 +11,7 @@ import orjson
 from tritonclient.grpc import service_pb2 as pb
 
 from benchmarks.load import http_request
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tools.generate.model import model_spec
 
 FEATURES, DENSE, DIM, ROWS, BATCH, HIDDEN = 26, 13, 16, 20_000, 1024, 512

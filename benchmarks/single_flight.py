@@ -29,9 +29,9 @@ import hps
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.measure import Spread, ratio
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.single_flight import SingleFlight, _Flight
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 

@@ -46,7 +46,7 @@ from benchmarks.peers.kafka_broker import KAFKA, kafka_broker
 from benchmarks.peers.redis_server import lacking, redis_server
 from benchmarks.peers.row_stream import PROBES, RowStream, stream_producer
 from hps.config.model_schema import ModelSpec, TableSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tiers.base import FetchContext, Part
 
 MODEL, TABLE, DIM = "fresh", "items", 32

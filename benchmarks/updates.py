@@ -38,12 +38,12 @@ from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, make_version
+from hps.updates.cache_writer import CacheWriter
 from hps.updates.codec import decode_native, encode_native
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import UpdateBatch
 from hps.updates.stream_positions import FedStore, StoreStreamPositions
 from hps.updates.topics import TopicTables, table_name
-from hps.updates.writer import CacheWriter
 
 ROWS, QUICK_ROWS = 10_000_000, 300_000
 DIM = 32

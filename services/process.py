@@ -26,12 +26,12 @@ from hps.errors import ConfigError
 from hps.observability import otel
 from hps.tracing import record
 from hps.types import NoProgress, Progress
+from services.frontend.background_open import LoadProgress, open_in_background
 from services.frontend.certificates import server_context
 from services.frontend.http.asgi import PortApplication
 from services.frontend.http.server import HttpServer, listen
-from services.frontend.loading import LoadProgress, open_in_background
 from services.frontend.logs import fields, log
-from services.frontend.server_paths import hide_paths
+from services.frontend.path_redaction import hide_paths
 from services.server_state import Node, ServerState
 
 Urls = Mapping[str, str]

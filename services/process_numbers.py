@@ -1,4 +1,4 @@
-"""What a server process takes for itself, for metrics; see `services.memory` for what there is."""
+"""What a server process takes for itself, for metrics; see `services.container_memory` for what there is."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hps.config import Settings
-from hps.config.shown import identity
+from hps.config.effective_settings import identity
 from hps.errors import Unavailable
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.expiry import publish_expiry
-from services.memory import publish_memory
+from services.certificate_expiry import publish_expiry
+from services.container_memory import publish_memory
 from services.process_numbers import publish_process
 
 Phase = Literal["starting", "ready", "empty", "stopping"]

@@ -18,7 +18,7 @@ import hps
 from benchmarks.measure import zipf_keys
 from benchmarks.peers.row_stream import PROBES
 from hps.node.served_models import OpenModels
-from services.frontend.workers.slices import ask_for_short_slices
+from services.frontend.workers.scheduler_slice import ask_for_short_slices
 
 LOOKUPS_S, KEYS = 200, 1_024
 _ASKERS = 4

@@ -18,7 +18,7 @@ from examples.ctr.data import FEATURES, INPUTS, Samples
 from examples.ctr.network import LEVELS
 from examples.ctr.training import Trained
 from hps.config.model_schema import ModelSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 
 MODEL = "ctr"
 OUTPUTS = ("click", "logit")

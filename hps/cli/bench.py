@@ -132,7 +132,7 @@ def bench(
     for the server's hottest keys, where its admin address gives them. Exit 1 when requests failed, 130 when
     interrupted; what was measured is printed all the same.
     """
-    from hps.tools.bench.shown import show, show_comparison
+    from hps.tools.bench.result_tables import show, show_comparison
 
     former, model = former_target(model, second)
     if compare is not None:
@@ -182,7 +182,7 @@ def _run(
 ) -> dict[str, Any]:
     from hps.client import Client
     from hps.client.calls import InferCall
-    from hps.tools.bench.hot import sources_of
+    from hps.tools.bench.hot_key_pools import sources_of
     from hps.tools.bench.load import different_keys, made_requests, samples
     from hps.tools.bench.report import report
     from hps.tools.bench.run import run
@@ -227,9 +227,9 @@ def _run(
 def _hot_keys(
     url: str, admin: str | None, api_key: str | None, tls: Tls | None, server: str, model: str
 ) -> Sequence[Mapping[str, Any]]:
-    """See `hps.tools.bench.hot.HotKeys`."""
+    """See `hps.tools.bench.hot_key_pools.HotKeys`."""
     from hps.client import Admin
-    from hps.tools.bench.hot import MOST, guessed_admin, require_same
+    from hps.tools.bench.hot_key_pools import MOST, guessed_admin, require_same
 
     if admin is None and not server.startswith("hps"):
         raise ConfigError("it is no hps server")

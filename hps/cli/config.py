@@ -64,7 +64,7 @@ def show(
     Secrets stay hidden.
     """
     from hps.config import load_config
-    from hps.config.shown import effective, public_settings
+    from hps.config.effective_settings import effective, public_settings
 
     configuration = load_config(config, set_ or ())
     models = [model.spec.name for model in configuration.legacy]
@@ -148,7 +148,7 @@ def schema(
     """Print the JSON Schema of a file, for editors and validators."""
     import json
 
-    from hps.config.shown import json_schema
+    from hps.config.effective_settings import json_schema
 
     print(json.dumps(json_schema(of.value), indent=2))
 
@@ -165,8 +165,8 @@ def convert(
 
     `hps model import` brings the rows over.
     """
+    from hps.config.effective_settings import SETTINGS_FILE, converted
     from hps.config.ps_json.converter import read_ps_json
-    from hps.config.shown import SETTINGS_FILE, converted
     from hps.errors import ConfigError
 
     legacy = read_ps_json(file)

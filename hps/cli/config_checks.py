@@ -56,7 +56,7 @@ def _absent_models(configuration: Configuration) -> Path | None:
 
 
 def _check_models(report: ValidationReport, configuration: Configuration) -> list[ModelVersion]:
-    from hps.node.opened_models import check_models
+    from hps.node.model_opening import check_models
 
     opened = []
     for name, found in check_models(configuration):
@@ -72,7 +72,7 @@ def _check_description(report: ValidationReport, path: Path) -> ModelVersion | N
     """The newest version beside a ``model.yaml``. None where there is none. Raises ModelError."""
     from hps.config import Settings
     from hps.models.repository import SPEC_FILE, Repository
-    from hps.node.opened_models import check_model
+    from hps.node.model_opening import check_model
 
     folder = path.parent
     if path.name != SPEC_FILE or not any(each.name.isdigit() for each in folder.iterdir()):

@@ -95,7 +95,7 @@ def conformance(
     asked. A request that hangs is given up after 30 s.
     """
     from hps.tools.conformance.checks import CHECKS
-    from hps.tools.conformance.known import known_of
+    from hps.tools.conformance.known_deviations import known_of
 
     headers = {"x-api-key": api_key} if api_key else {}
     addresses = former_urls(server, urls) or [HTTP]
@@ -128,7 +128,7 @@ def conformance(
 
 def _judged(check: str, verdict: str, found: Sequence[str], known: Any) -> dict[str, Any]:
     """A row. ``why``: for each text that was found, why it is known of this server, or ""."""
-    from hps.tools.conformance.known import reasons
+    from hps.tools.conformance.known_deviations import reasons
 
     why = reasons(known, check, found) if verdict == DIFFERS else []
     if why and all(why):

@@ -92,7 +92,7 @@ def run(
     from hps.config import load_config
     from hps.errors import HpsError
     from hps.tools.doctor.check import DoctorCheck, guarded
-    from hps.tools.doctor.configured import configured
+    from hps.tools.doctor.configuration import configured
     from hps.tools.doctor.machine import machine
     from hps.tools.doctor.servers import servers as each_of
 

@@ -77,7 +77,7 @@ def from_snapshot(
     path: Path, model: str | None, table: str | None, limit: int
 ) -> list[dict[str, Any]]:
     """As ``Client.hot_keys``, from a file."""
-    from hps.updates.snapshot import read_hot_keys
+    from hps.updates.hot_key_snapshot import read_hot_keys
 
     try:
         tables = read_hot_keys(path)

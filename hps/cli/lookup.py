@@ -19,7 +19,7 @@ from hps.cli.options import (
     open_here,
     refuse_overrides,
 )
-from hps.cli.values import as_typed, parse_key, shown_age, shown_vector
+from hps.cli.value_parsing import as_typed, parse_key, shown_age, shown_vector
 from hps.errors import NotFound
 from hps.suggestions import hint_for
 from hps.tools.output import Output, OutputFormat, plural, print_json, print_table, warn

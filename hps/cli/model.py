@@ -198,7 +198,7 @@ def _check(models: Any, name: str, version: int | None) -> list[tuple[str, str, 
     from hps.cli.progress import ConsoleProgress
     from hps.config import Settings
     from hps.models.check import check_version
-    from hps.node.opened_models import open_model
+    from hps.node.model_opening import open_model
 
     try:
         opened = models.open(name, version)

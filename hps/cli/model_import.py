@@ -129,7 +129,7 @@ def import_(
     from hps.config import load_model_spec
     from hps.models.check import repeated_by_table, repeated_text
     from hps.models.importers import import_model
-    from hps.models.importers.run import describe
+    from hps.models.importers.import_model import describe
     from hps.models.repository import Repository
 
     chosen = options.choices(table, keys, vectors)

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hps.config import ModelSpec, Settings
+from hps.config.config_errors import validate
 from hps.config.model_schema import Datatype, DenseSpec, FeatureSpec, TensorSpec
-from hps.config.problems import validate
 from hps.errors import ConfigError, ModelError
 from hps.models.importers import ImportPlan, TableChoice
 
@@ -134,7 +134,7 @@ def _tensor(name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
 def check_wiring(spec: ModelSpec, dense: Path | None) -> None:
     """Whether the network takes what the description feeds it, before anything is written."""
     from hps.models.repository import ModelVersion
-    from hps.node.opened_models import open_model
+    from hps.node.model_opening import open_model
 
     if spec.dense is not None and dense is None:
         raise ModelError(

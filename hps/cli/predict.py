@@ -20,8 +20,8 @@ from hps.errors import ConfigError, NotFound, Unsupported
 from hps.tools.output import Output, OutputFormat, plural, print_json, print_table, say, warn
 
 if TYPE_CHECKING:
+    from hps.cli.predict_targets import PredictTarget, Submit
     from hps.cli.request import Features
-    from hps.cli.targets import PredictTarget, Submit
     from hps.tools.signature import ModelSignature
     from hps.types import KeyArray, PredictRequest, PredictResult
 
@@ -115,7 +115,7 @@ def predict(
         raise ConfigError("--explain and --top-k are for one request, not for a file")
     if file is None and (out is not None or columns or hex_keys or missing is not EmptyCells.empty):
         raise ConfigError("--out, --columns, --hex-keys and --missing are for a file of samples")
-    from hps.cli.targets import open_target
+    from hps.cli.predict_targets import open_target
 
     with open_target(server, config, overrides, api_key, tls) as target:
         if file is not None:
@@ -139,8 +139,8 @@ class _SampleFile(NamedTuple):
 def _file(
     target: PredictTarget, model: str, source: _SampleFile, out: Path | None, batch_size: int
 ) -> None:
-    from hps.cli.files import SampleWriter, json_lines, open_reader, read
     from hps.cli.progress import ConsoleProgress
+    from hps.cli.sample_files import SampleWriter, json_lines, open_reader, read
 
     signature = target.signature(model)
     file = source.file
@@ -201,7 +201,7 @@ class _ScoreStream:
         is_hex: bool = False,
         missing: Callable[[str], KeyArray] | None = None,
     ) -> None:
-        """``is_hex``, ``missing``: see `hps.cli.columns.keys_of`."""
+        """``is_hex``, ``missing``: see `hps.cli.column_arrays.keys_of`."""
         self._model = model
         self._signature = signature
         self._is_hex, self._missing = is_hex, missing
@@ -222,7 +222,7 @@ class _ScoreStream:
             yield self._next(asked)
 
     def _request(self, columns: Mapping[str, Any]) -> PredictRequest:
-        from hps.cli.columns import dense_of, keys_of
+        from hps.cli.column_arrays import dense_of, keys_of
         from hps.types import PredictRequest
 
         wanted = self._signature
@@ -306,7 +306,7 @@ def _one(
 def _account(target: PredictTarget, model: str, features: Features) -> dict[str, Any]:
     """For each feature, and each table that takes its keys: the keys, where each row came from, and the
     vectors that the network takes."""
-    from hps.cli.targets import source_names
+    from hps.cli.predict_targets import source_names
 
     found = target.lookup(model, features)
     takes = target.network_inputs(model)

@@ -82,7 +82,7 @@ class ProfileTarget(Protocol):
     def profile(self, model: str, request: Request) -> dict[str, Any]: ...
 
     def hot_keys(self, model: str) -> Sequence[Mapping[str, Any]]:
-        """See `hps.tools.bench.hot.HotKeys`."""
+        """See `hps.tools.bench.hot_key_pools.HotKeys`."""
         ...
 
     def plain(self, request: Request) -> float | None:
@@ -133,7 +133,7 @@ def profile(
     or to the node of a configuration, opened in this process. They ask for its hottest keys, where it has
     any. No other request is looked at or slowed down.
     """
-    from hps.cli.stages import account
+    from hps.cli.profile_summary import account
     from hps.tools.bench.load import LoadRecipe, RequestSource, made_requests
 
     recipe = LoadRecipe(min(count, 256), batch, keys, rows, hotness, seed)
@@ -176,7 +176,7 @@ def _messages(model: str, made: Sequence[Tensors], protocol: WireProtocol) -> li
     if protocol is WireProtocol.http:
         wire = HttpCodec("", None)
         return [wire.request(call) for call in calls]
-    from hps.cli.profiled import of_grpc
+    from hps.cli.profile_targets import of_grpc
     from hps.client.grpc import GrpcCodec
 
     grpc = GrpcCodec(None)
@@ -191,7 +191,7 @@ def _opened(
     api_key: str | None,
     tls: Tls | None,
 ) -> Iterator[ProfileTarget]:
-    from hps.cli.profiled import LocalProfileTarget, ServerProfileTarget
+    from hps.cli.profile_targets import LocalProfileTarget, ServerProfileTarget
 
     if config is None:
         refuse_overrides(overrides)
@@ -203,7 +203,7 @@ def _opened(
 
 
 def _show(found: dict[str, Any]) -> None:
-    from hps.tools.bench.shown import in_words, warn_of_defaults
+    from hps.tools.bench.result_tables import in_words, warn_of_defaults
 
     about = found["about"]
     say(

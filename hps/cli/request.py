@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cli.columns import as_samples
+from hps.cli.column_arrays import as_samples
 from hps.errors import BadRequest, ConfigError
 from hps.tools.signature import DenseInput, ModelSignature
 from hps.types import JaggedKeys

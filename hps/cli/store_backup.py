@@ -30,7 +30,7 @@ from hps.cli.store_open import (
     work,
 )
 from hps.cli.store_rows import VersionOption
-from hps.cli.values import parse_version
+from hps.cli.value_parsing import parse_version
 from hps.errors import ConfigError
 from hps.tools.output import Output, OutputFormat, plural, print_json, say, warn
 

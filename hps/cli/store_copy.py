@@ -26,7 +26,7 @@ from hps.cli.store_open import (
     read_config,
     work,
 )
-from hps.cli.values import parse_version
+from hps.cli.value_parsing import parse_version
 from hps.errors import ConfigError, NotFound
 from hps.tools.output import Output, OutputFormat, count, plural, print_json, print_table, say, warn
 

@@ -94,7 +94,7 @@ def read_config(config: Path, overrides: list[str] | None) -> Configuration:
 
 
 def open_models(configuration: Configuration) -> ConfiguredModels:
-    from hps.node.opened_models import open_versions
+    from hps.node.model_opening import open_versions
 
     models = ConfiguredModels()
     for version in open_versions(configuration):
@@ -172,7 +172,7 @@ def _open_rocksdb(
 ) -> RocksDbRows:
     from hps.rows.tiers import RocksDbRows
     from hps.tiers.rocksdb import RocksDbTier, RocksDbTuning
-    from hps.tiers.rocksdb.open import existing_families
+    from hps.tiers.rocksdb.database_options import existing_families
 
     chosen = configuration.settings.tiers.rocksdb
     if not writing and not existing_families(chosen.path):

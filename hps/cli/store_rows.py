@@ -21,7 +21,7 @@ from hps.cli.store_open import (
     read_config,
     work,
 )
-from hps.cli.values import (
+from hps.cli.value_parsing import (
     as_typed,
     key_array,
     parse_key,

@@ -20,7 +20,7 @@ from hps.tools.output import JsonOption, Output, OutputFormat, console, print_js
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from hps.cli.rates import MetricsReading
+    from hps.cli.metric_rates import MetricsReading
     from hps.client import Admin
 
 app = typer.Typer(add_completion=False)
@@ -107,7 +107,7 @@ class _ServerWatch:
         return list(self._threads.map(self._one, self._admins))
 
     def _one(self, admin: Admin) -> dict[str, Any]:
-        from hps.cli.rates import MetricsReading, account
+        from hps.cli.metric_rates import MetricsReading, account
 
         try:
             reading = MetricsReading.of(time.monotonic(), admin.metrics())

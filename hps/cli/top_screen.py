@@ -21,8 +21,8 @@ _LEFT_OUT = (
 
 
 def screen(told: Sequence[Mapping[str, Any]]) -> Any:
-    """The tables of what servers ``told`` (`hps.cli.rates.account`, with each one's name and state), as wide
-    as the terminal."""
+    """The tables of what servers ``told`` (`hps.cli.metric_rates.account`, with each one's name and
+    state), as wide as the terminal."""
     from rich.console import Group
     from rich.text import Text
 

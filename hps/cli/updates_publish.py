@@ -17,7 +17,7 @@ from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
 from hps.cli.updates_sources import BLOCK, PublishedRows, from_file, from_versions
-from hps.cli.values import parse_version
+from hps.cli.value_parsing import parse_version
 from hps.errors import ConfigError
 from hps.tools.output import Output, OutputFormat, count, plural, print_json, print_table, say, warn
 

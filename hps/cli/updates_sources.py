@@ -61,8 +61,8 @@ def from_versions(
     repository: Path, model: str, table: str | None, base: int | None, new: int, at: int | None
 ) -> Iterator[PublishedRows]:
     from hps.models.repository import Repository
-    from hps.rows.changes import difference, whole
     from hps.rows.files import FileRows
+    from hps.rows.version_diff import difference, whole
 
     models = Repository(repository)
     now = models.open(model, new)

@@ -16,9 +16,9 @@ from typing import Any, Literal, Protocol
 
 from hps.config.checks import Path as KeyPath
 from hps.config.checks import duplicates, is_loopback
+from hps.config.config_errors import ConfigProblem, InvalidConfiguration, validate
 from hps.config.model_file import place
 from hps.config.model_schema import StrictModel
-from hps.config.problems import ConfigProblem, InvalidConfiguration, validate
 from hps.config.schema import Settings
 from hps.config.server_settings import ApiKey, AuthSettings
 from hps.config.yaml_text import read_yaml

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
-from hps.config.problems import ConfigProblem, InvalidConfiguration, dotted, has, leaves
+from hps.config.config_errors import ConfigProblem, InvalidConfiguration, dotted, has, leaves
 from hps.config.schema import Settings
-from hps.config.shape import SchemaSlot, is_secret, walk
+from hps.config.schema_paths import SchemaSlot, is_secret, walk
 from hps.config.yaml_text import parse_yaml
 from hps.environment import PREFIX
 from hps.errors import ConfigError

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hps.config.config_errors import ConfigProblem, InvalidConfiguration, dotted, leaves, validate
 from hps.config.layers import (
     ConfigLayer,
     anchored,
@@ -19,10 +20,9 @@ from hps.config.layers import (
     without_empty_sections,
 )
 from hps.config.model_file import place
-from hps.config.problems import ConfigProblem, InvalidConfiguration, dotted, leaves, validate
 from hps.config.ps_json.legacy import LegacyModel
 from hps.config.schema import Settings
-from hps.config.shape import describe_value
+from hps.config.schema_paths import describe_value
 from hps.config.yaml_text import read_yaml
 from hps.environment import near_misses, setting_variables
 from hps.errors import ConfigError

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
+from hps.config.config_errors import ConfigProblem, InvalidConfiguration, validate
 from hps.config.model_schema import ModelSpec
-from hps.config.problems import ConfigProblem, InvalidConfiguration, validate
 from hps.config.schema import ModelOverride
 from hps.config.yaml_text import dump_yaml, read_yaml
 from hps.suggestions import hint_for

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from hps.config.checks import Path as KeyPath
-from hps.config.problems import ConfigProblem, InvalidConfiguration
+from hps.config.config_errors import ConfigProblem, InvalidConfiguration
 from hps.errors import ConfigError
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -25,7 +25,7 @@ from hps.cuda.launch import (
     windows_of,
 )
 from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
-from hps.cuda.readers import ReaderEvents
+from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import StagingBuffer, padded, staged
 from hps.cuda.table import GpuTable
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hps.cuda.fetch import FetchWorkspace
 from hps.cuda.launch import BAGS_ARGS, PARTS, POOL_ARGS, blocks_of
 from hps.cuda.loader import KernelStruct, kernel
-from hps.cuda.readers import ReaderEvents
+from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import StagingBuffer, staged
 from hps.cuda.table import GpuTable
 

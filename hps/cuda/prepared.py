@@ -31,7 +31,7 @@ from hps.cuda.launch import (
 )
 from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.pool import PART, PARTS_AT, ROWS_PART, ROWS_PARTS_AT, tile_and_unit
-from hps.cuda.readers import ReaderEvents
+from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import StagingBuffer, padded
 from hps.cuda.table import GpuTable
 

@@ -16,17 +16,17 @@ from functools import partial
 from hps.errors import DeadlineExceeded
 from hps.lookup.base import Feature, LookupModel, PreparedSubmit
 from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets
-from hps.lookup.fused import FastPath
+from hps.lookup.fast_path import FastPath
+from hps.lookup.feature_groups import FeatureGroupCache
 from hps.lookup.lookup_job import FullLookupJob, LookupJob
+from hps.lookup.lookup_span import traced
 from hps.lookup.partial_hits import PartialHit, PartialHitJob
-from hps.lookup.plans import FeatureGroupCache
 from hps.lookup.table_keys import TableKeys, make_share
-from hps.lookup.traced import traced
 from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
 from hps.threads import BoundedThreadPool, CompletedFuture, LookupPools, then
 from hps.tiers.base import Part, Tier
-from hps.tiers.fused import fused
+from hps.tiers.fused_lookup import fused
 from hps.tracing import RequestContext, timed
 from hps.types import (
     EmbeddingTable,

@@ -17,7 +17,7 @@ from hps.native import dedup
 from hps.observability.meters import Answers
 from hps.tiers.bags import Bags
 from hps.tiers.base import Part
-from hps.tiers.fused import FusedLookup
+from hps.tiers.fused_lookup import FusedLookup
 from hps.types import (
     EmbeddingTable,
     IndexArray,

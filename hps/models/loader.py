@@ -27,9 +27,9 @@ import numpy as np
 
 from hps.errors import ModelError, TierError
 from hps.models.check import check_apart
+from hps.models.external_sort import Chunk, DuplicateCounter, ahead, block_rows, sorted_chunks
 from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
-from hps.models.sorting import Chunk, DuplicateCounter, ahead, block_rows, sorted_chunks
 from hps.models.tables import TableFiles
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.types import EmbeddingTable, Progress, make_version

@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hps.models.check import check_apart
+from hps.models.external_sort import block_rows
 from hps.models.loader import row_version
 from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
-from hps.models.sorting import block_rows
 from hps.models.tables import TableFiles
 from hps.types import EmbeddingTable, KeyArray, Progress, VectorArray
 

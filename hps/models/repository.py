@@ -15,6 +15,7 @@ from hps.config.model_file import apply_override, load_model_spec
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.schema import ModelOverride
 from hps.errors import ModelError, NotFound
+from hps.models.file_stamp import FileStamp
 from hps.models.fused_files import fused
 from hps.models.manifest import (
     FILE_NAME,
@@ -25,7 +26,6 @@ from hps.models.manifest import (
     digest_of,
     read_manifest,
 )
-from hps.models.stamp import FileStamp
 from hps.models.tables import TableFiles, open_table
 from hps.types import EmbeddingTable, MissPolicy
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
+from hps.models.file_stamp import FileStamp
 from hps.models.manifest import FileEntry, Manifest, TableEntry, digest_of
-from hps.models.stamp import FileStamp
 from hps.types import IndexArray, KeyArray
 
 KEY_FILE = "key"

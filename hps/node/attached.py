@@ -20,9 +20,9 @@ from hps.config import Configuration, Settings, as_configuration
 from hps.config.store_settings import GuardSettings
 from hps.errors import ConfigError, ModelError, TierError, TierMisfit
 from hps.models.repository import ModelVersion
-from hps.node.devices import NodeGpus
-from hps.node.opened_models import open_model, open_versions
-from hps.node.serving import ServingContext, dense_runs, freshness_of, lookup_lanes
+from hps.node.gpu_caches import NodeGpus
+from hps.node.model_opening import open_model, open_versions
+from hps.node.serving_context import ServingContext, dense_runs, freshness_of, lookup_lanes
 from hps.node.tier_status import TierStatus
 from hps.node.version_sync import LOOK_S, OpenedVersion, SyncedModels, VersionSync
 from hps.observability import metric_names as m
@@ -36,7 +36,7 @@ from hps.tiers.node import NodeConnectionPool, NodeTier
 from hps.tiers.node.frames import SOCKET
 from hps.tiers.wrappers import GuardedTier, MeteredTier
 from hps.types import EmbeddingTable, NoProgress, Progress, Source
-from hps.updates.arrivals import LOOK_EVERY_S
+from hps.updates.arrival_times import LOOK_EVERY_S
 
 log = logging.getLogger(__name__)
 _LOOK_FOR_NODE_S = 0.05

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from hps.config import Configuration, Settings, as_configuration
-from hps.config.runtime import attachable
+from hps.config.runtime_folder import attachable
 from hps.errors import ConfigError
 from hps.native import COMPILED
 from hps.node.caches import NodeCaches
-from hps.node.devices import NodeGpus
+from hps.node.gpu_caches import NodeGpus
 from hps.node.model_control import ModelControl
+from hps.node.model_opening import OpenedModel, open_model, open_versions, watermarks_of
 from hps.node.node import Node, ServedModel
-from hps.node.opened_models import OpenedModel, open_model, open_versions, watermarks_of
-from hps.node.serving import ServingContext, dense_runs, freshness_of, lookup_lanes
+from hps.node.serving_context import ServingContext, dense_runs, freshness_of, lookup_lanes
 from hps.node.stores import NodeStores
 from hps.node.streams import Limited, UpdateStreams
 from hps.node.tier_status import publish_tiers
@@ -32,8 +32,8 @@ from hps.tiers.chain import TierChain
 from hps.tiers.node import AttachedProcesses, NodeServer
 from hps.tiers.wrappers import MeteredTier
 from hps.types import NoProgress, Progress
-from hps.updates.arrivals import LOOK_EVERY_S
-from hps.updates.writer import CacheWriter
+from hps.updates.arrival_times import LOOK_EVERY_S
+from hps.updates.cache_writer import CacheWriter
 
 __all__ = ["Node", "ServedModel", "open", "open_node"]
 

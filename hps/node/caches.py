@@ -15,8 +15,8 @@ from hps.lookup.engine import Promote
 from hps.models.tables import TableFiles
 from hps.native import dedup
 from hps.node.cache_plan import eviction_of, planned_beside, planned_rows
-from hps.node.devices import NodeGpus
-from hps.node.opened_models import OpenedModel
+from hps.node.gpu_caches import NodeGpus
+from hps.node.model_opening import OpenedModel
 from hps.node.stores import NodeStores
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import count_promotion
@@ -27,9 +27,9 @@ from hps.tiers.cpu.segments import Segments
 from hps.tiers.ranking import HotKeys, MergedRanking
 from hps.types import EmbeddingTable, KeyArray, Progress, Source
 from hps.updates.cache_warmup import CacheWarmup, promote_keys
+from hps.updates.cache_writer import CacheWriter
 from hps.updates.gpu_promotion import GpuPromotion
-from hps.updates.snapshot import HotKeySnapshots, hot_keys_at_start
-from hps.updates.writer import CacheWriter
+from hps.updates.hot_key_snapshot import HotKeySnapshots, hot_keys_at_start
 
 log = logging.getLogger(__name__)
 

@@ -30,12 +30,12 @@ from hps.lookup.remote import (
     RemoteLookup,
     RetryBudget,
 )
-from hps.lookup.remote.versions import VersionVote
+from hps.lookup.remote.version_vote import VersionVote
 from hps.models.repository import Repository
 from hps.native import COMPILED
-from hps.node.opened_models import OpenedModel, open_model
+from hps.node.model_opening import OpenedModel, open_model
 from hps.node.served_models import OpenModels, ServedModel
-from hps.node.serving import dense_runs, lookup_lanes
+from hps.node.serving_context import dense_runs, lookup_lanes
 from hps.node.version_sync import LOOK_S, OpenedVersion, SyncedModels, VersionSync
 from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter

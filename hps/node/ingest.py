@@ -17,7 +17,7 @@ from hps.config import Configuration, Settings
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError
 from hps.native import COMPILED
-from hps.node.opened_models import OpenedTables, open_versions, watermarks_of
+from hps.node.model_opening import OpenedTables, open_versions, watermarks_of
 from hps.node.stores import NodeStores
 from hps.node.streams import UpdateStreams
 from hps.node.tier_status import TierStatus, describe_table, publish_tiers

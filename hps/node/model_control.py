@@ -24,10 +24,10 @@ from hps.config import Settings
 from hps.errors import HpsError, NotFound, Unavailable, Unsupported
 from hps.models.repository import ModelVersion, Repository, check_unchanged
 from hps.node.caches import NodeCaches
-from hps.node.devices import NodeGpus
+from hps.node.gpu_caches import NodeGpus
+from hps.node.model_opening import OpenedModel, open_model, watermarks_of
 from hps.node.node import Node, ServedModel
-from hps.node.opened_models import OpenedModel, open_model, watermarks_of
-from hps.node.serving import ServingContext, freshness_of
+from hps.node.serving_context import ServingContext, freshness_of
 from hps.node.stores import NodeStores
 from hps.node.version_retirement import VersionRetirement
 from hps.observability import metric_names as m

@@ -20,7 +20,7 @@ from hps.node.streams import UpdateStreams
 from hps.node.tier_status import hot_keys
 from hps.tiers.node import NodeServer
 from hps.types import LookupRequest, LookupResult
-from hps.updates.writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter
 
 __all__ = ["ModelController", "Node", "ServedModel"]
 
@@ -42,7 +42,7 @@ class ModelController(Protocol):
 
 
 class CheckpointMaker(Protocol):
-    """Copies of a database, kept in a folder: `hps.tiers.rocksdb.kept.CheckpointFolder`."""
+    """Copies of a database, kept in a folder: `hps.tiers.rocksdb.checkpoint_folder.CheckpointFolder`."""
 
     def add(self, keep: int) -> Path: ...
 

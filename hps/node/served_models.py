@@ -14,7 +14,7 @@ from hps.array_inputs import Features, jagged, targets, tensor
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, NotFound
 from hps.lookup.base import Lookup, inputs_of, spread
-from hps.lookup.gpu.on_device import DeviceLookup
+from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.node.tier_status import TierStatus, describe_table
 from hps.observability.metrics import Metrics
 from hps.predict.pipeline import InferencePipeline

@@ -15,7 +15,7 @@ from hps.config.schema import Settings
 from hps.config.store_settings import GuardSettings, RedisSettings
 from hps.errors import ConfigError, TierError, TierMisfit
 from hps.models.preload import preload_tables
-from hps.node.opened_models import OpenedTables
+from hps.node.model_opening import OpenedTables
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import count_promotion
 from hps.observability.metrics import Metrics
@@ -27,8 +27,8 @@ from hps.tiers.promotion import PromotingTier
 from hps.tiers.redis import RedisTier
 from hps.tiers.wrappers import GuardedTier, TierWrapper
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, VectorArray, VersionArray
+from hps.updates.cache_writer import CacheWriter
 from hps.updates.stream_positions import FedStore
-from hps.updates.writer import CacheWriter
 
 if TYPE_CHECKING:
     from hps.tiers.redis.tables import RedisTableUsage

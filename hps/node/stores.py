@@ -19,7 +19,7 @@ from hps.models.check import check_apart
 from hps.models.loader import load_tables, version_of_rows
 from hps.models.repository import Repository
 from hps.models.tables import TableFiles
-from hps.node.opened_models import OpenedTables
+from hps.node.model_opening import OpenedTables
 from hps.node.tier_status import TierStatus
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter

@@ -13,9 +13,10 @@ from hps.config.update_settings import DirectorySettings, KafkaSettings
 from hps.observability.meters import StreamMeter, UpdateMeter
 from hps.observability.metrics import Metrics
 from hps.types import EmbeddingTable
-from hps.updates.arrivals import PendingUpdates
+from hps.updates.arrival_times import PendingUpdates
+from hps.updates.cache_writer import CacheWriter
 from hps.updates.files.directory import DirectorySource
-from hps.updates.files.waiting import PendingFiles
+from hps.updates.files.pending_files import PendingFiles
 from hps.updates.followed_store import FollowedStore
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
@@ -27,7 +28,6 @@ from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import UpdateSource
 from hps.updates.stream_positions import FedStore, Readers, StoreStreamPositions, StreamPositions
 from hps.updates.topics import TopicTables
-from hps.updates.writer import CacheWriter
 
 # Where HPS feeds the store and keeps no positions in it: updates that it may not have written yet when the
 # caches were filled.

@@ -25,15 +25,15 @@ from hps.observability.metrics import Metrics
 from hps.threads import PeriodicThread
 from hps.tiers.positions import Place
 from hps.types import EmbeddingTable, KeyArray, VectorArray
-from hps.updates.arrivals import LOOK_EVERY_S
-from hps.updates.direct import DirectWriter
+from hps.updates.arrival_times import LOOK_EVERY_S
+from hps.updates.cache_writer import CacheWriter
+from hps.updates.direct_writer import DirectWriter
 from hps.updates.followed_store import FollowedStore
 from hps.updates.freshness import Freshness
 from hps.updates.kafka.source import KafkaSource
 from hps.updates.source import Reason
 from hps.updates.stream_positions import FedStore
 from hps.updates.topics import native_topic
-from hps.updates.writer import CacheWriter
 
 # What waits for less than this is as good as applied: under load there is always something.
 _NEARLY_S = 1.0
@@ -156,7 +156,7 @@ class UpdateStreams:
     def write(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, deleted: KeyArray
     ) -> int:
-        """Rows that come without a stream; see `hps.updates.direct.DirectWriter.write`."""
+        """Rows that come without a stream; see `hps.updates.direct_writer.DirectWriter.write`."""
         if self._direct is None:
             raise Unavailable("the node is not open")
         return self._direct.write(table, keys, vectors, deleted)

@@ -11,7 +11,7 @@ from hps.errors import TierError
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from hps.tiers.base import Tier
-from hps.tiers.cpu.reads import CacheReads
+from hps.tiers.cpu.cache_reads import CacheReads
 from hps.types import EmbeddingTable
 
 Labelled = Iterator[tuple[tuple[str, ...], float]]

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from hps.errors import HpsError
-from hps.node.opened_models import OpenedModel
+from hps.node.model_opening import OpenedModel
 from hps.node.stores import NodeStores
 
 log = logging.getLogger(__name__)

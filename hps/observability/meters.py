@@ -255,7 +255,7 @@ class StreamMeter:
 
 
 def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None:
-    """A promotion into ``tier`` had this ``result``; see `hps.updates.writer.Count`."""
+    """A promotion into ``tier`` had this ``result``; see `hps.updates.cache_writer.Count`."""
     metrics.counter(PROMOTIONS, tier, result).add(keys)
 
 

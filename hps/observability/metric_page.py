@@ -1,4 +1,4 @@
-"""Tables of ``docs/metrics.md``, from the metric table; `hps.tools.reference` writes the page."""
+"""Tables of ``docs/metrics.md``, from the metric table; `hps.tools.docs_tables` writes the page."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hps.dense.base import DenseModel
 from hps.lookup.base import Feature
-from hps.lookup.gpu.on_device import DeviceLookup, DeviceLookupResult
+from hps.lookup.gpu.device_lookup import DeviceLookup, DeviceLookupResult
 from hps.types import LookupRequest, LookupResult, PredictRequest
 
 Arrays = dict[str, NDArray[Any]]

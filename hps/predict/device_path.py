@@ -14,9 +14,9 @@ from hps.dense.lanes import DeviceLanes, LaneBinding, NetworkLane
 from hps.lookup.backoff import Backoff
 from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys, check_sizes
+from hps.lookup.gpu.device_lookup import DeviceLookup, DeviceLookupResult
 from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, LowerTiers, prepared_pooling
-from hps.lookup.gpu.on_device import DeviceLookup, DeviceLookupResult
-from hps.lookup.gpu.prepared import signature_of
+from hps.lookup.gpu.prepared_lookups import signature_of
 from hps.observability.meters import LookupMeter, TierMeter
 from hps.tracing import current, timed
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, Source

@@ -24,7 +24,7 @@ from hps.lookup.base import Lookup
 from hps.observability.meters import DenseMeter
 from hps.observability.metrics import Metrics
 from hps.predict.checks import TOP_K_INDEX, Arrays, PredictChecks, broadcast
-from hps.predict.wiring import check_wiring
+from hps.predict.network_inputs import check_wiring
 from hps.threads import BoundedThreadPool, CompletedFuture, then
 from hps.tracing import timed, waited
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult

@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory, gettempdir
 import numpy as np
 
 from hps.errors import HpsError
+from hps.models.external_sort import DuplicateCounter, sorted_chunks
 from hps.models.loader import row_version
 from hps.models.repository import ModelVersion
-from hps.models.sorting import DuplicateCounter, sorted_chunks
 from hps.rows.base import StoredKeys, TableRows, blocks
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 

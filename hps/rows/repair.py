@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hps.models.external_sort import block_rows
 from hps.models.loader import row_version
 from hps.models.repository import ModelVersion
-from hps.models.sorting import block_rows
 from hps.tiers.rocksdb import RocksDbTier, SalvagedTable, UnreadableRange
 from hps.types import EmbeddingTable, KeyArray, Progress
 

@@ -14,7 +14,7 @@ from threading import Event
 from hps.native import InFlight
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.checks import check_part
-from hps.tiers.parts import copied, hand_over, joined, share
+from hps.tiers.part_operations import copied, hand_over, joined, share
 from hps.tiers.wrappers import TierWrapper
 from hps.types import IndexArray
 

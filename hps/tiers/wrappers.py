@@ -16,7 +16,7 @@ from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.breaker import CircuitBreaker, State
 from hps.tiers.checks import check_part
-from hps.tiers.parts import apart, hand_over
+from hps.tiers.part_operations import apart, hand_over
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 # A fetch waits for a thread of a guarded tier for this share of the tier's deadline: long enough for one

@@ -14,7 +14,7 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 
 class CacheRefresher(Protocol):
-    """Interface that refreshes resident rows: `hps.updates.writer.CacheWriter`."""
+    """Interface that refreshes resident rows: `hps.updates.cache_writer.CacheWriter`."""
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray

@@ -10,7 +10,7 @@ import numpy as np
 
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, KeyArray, Progress, VectorArray
-from hps.updates.writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, KeyArray
-from hps.updates.writer import CacheWriter, Count
+from hps.updates.cache_writer import CacheWriter, Count
 
 log = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S = 0.02

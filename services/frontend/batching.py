@@ -5,12 +5,12 @@ from __future__ import annotations
 from hps.config.admission_settings import BatchingSettings
 from hps.config.server_settings import ServerSettings
 from hps.lookup.base import Lookup
-from hps.lookup.batched import BatchedLookup
+from hps.lookup.batched_lookup import BatchedLookup
 from hps.lookup.batching import BatchLimits
 from hps.node.served_models import ServedModel
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from hps.predict.batched import BatchedPipeline
+from hps.predict.batched_pipeline import BatchedPipeline
 from services.frontend.endpoints import Endpoint
 from services.frontend.lookup_endpoint import LookupEndpoint
 from services.frontend.metadata import ModelInfo, lookup_info, ranking_info, tables_info

@@ -24,7 +24,7 @@ from hps.errors import (
     Unsupported,
 )
 from services.frontend.logs import fields, log
-from services.frontend.server_paths import for_clients
+from services.frontend.path_redaction import for_clients
 
 _SHOWN = 80
 

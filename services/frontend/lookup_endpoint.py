@@ -21,8 +21,8 @@ from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.endpoints import Output, asked_for, output_aliases, unexpected_output
 from services.frontend.errors import shown
 from services.frontend.features import FeatureInputs
+from services.frontend.hps_keys_format import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, HpsKeysFormat
 from services.frontend.inference_request import InferenceRequest
-from services.frontend.keys_form import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, HpsKeysFormat
 
 
 class LookupEndpoint:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
-from hps.config.runtime import for_workers
+from hps.config.runtime_folder import for_workers
 from hps.config.server_settings import Listener
 from hps.errors import ConfigError
 from hps.node.node import Node
@@ -26,7 +26,7 @@ from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.asgi import PortApplication
 from services.frontend.logs import fields, log
-from services.frontend.observer import RequestObserver
+from services.frontend.request_observer import RequestObserver
 from services.frontend.state import FrontendState
 from services.frontend.statistics import Statistics
 from services.frontend.workers.supervisor import Supervisor, WorkerOwnedPort

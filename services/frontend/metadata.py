@@ -17,7 +17,7 @@ from hps.lookup.base import inputs_of
 from hps.node.node import ServedModel
 from hps.predict.checks import TOP_K_INDEX
 from hps.types import Source
-from services.frontend.keys_form import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, HpsKeysFormat
+from services.frontend.hps_keys_format import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, HpsKeysFormat
 
 SERVER_NAME = "hps"
 PLATFORM = "hps"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hps.config.checks import is_loopback
 from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
-from services.frontend import faults
+from services.frontend import request_errors as faults
 from services.frontend.endpoints import Output
 from services.frontend.errors import RequestTooLarge, shown
 from services.frontend.shared_memory_refs import Region, SharedMemoryRef, SharedMemoryRefs, Target

@@ -12,17 +12,17 @@ from hps.config import Settings
 from hps.errors import NotFound, Unavailable
 from hps.lookup.base import Lookup
 from hps.node.served_models import OpenModels, ServedModel
-from hps.node.serving import runs_at_a_time
+from hps.node.serving_context import runs_at_a_time
 from hps.observability.metric_triton import TRITON
 from hps.observability.metrics import Metrics
 from services.frontend.admission.controller import AdmissionController
 from services.frontend.admission.queue import AdmissionQueue
 from services.frontend.batching import endpoints
 from services.frontend.metadata import ModelInfo
-from services.frontend.observer import RequestObserver
+from services.frontend.request_observer import RequestObserver
 from services.frontend.shared_memory import SharedMemoryRegistry
 from services.frontend.statistics import Statistics
-from services.frontend.triton_names import triton_numbers
+from services.frontend.triton_metric_values import triton_numbers
 from services.server_state import ServerState
 
 # Requests worked at at a time where they are batched: what waits for its batch counts.

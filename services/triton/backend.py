@@ -24,15 +24,15 @@ from hps.config.server_settings import ServerSettings
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, HpsError, NotFound, Unsupported
 from hps.lookup.batching import is_of_the_server
-from hps.lookup.merged import MergedLookup, checked, kind
+from hps.lookup.lookup_merge import MergedLookup, checked, kind
 from hps.node.served_models import ServedModel
 from hps.suggestions import hint_for
 from hps.types import LookupRequest, LookupResult
-from services.frontend import faults
+from services.frontend import request_errors as faults
 from services.frontend.endpoints import Output
 from services.frontend.errors import status_of, told
+from services.frontend.hps_keys_format import KEYS
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
-from services.frontend.keys_form import KEYS
 from services.frontend.lookup_endpoint import LookupEndpoint
 
 _DATATYPE = {dtype: name for name, dtype in DATATYPES.items()}

@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from benchmarks.peers.hps_server import Hps, start_hps
 from hps.cli.main import app
 from hps.config.schema import Settings
-from hps.config.shape import settings_of
+from hps.config.schema_paths import settings_of
 from hps.observability import metric_names as m
 from hps.observability.metric_table import METRICS
 from hps.observability.metric_triton import TRITON

@@ -17,7 +17,7 @@ from benchmarks.peers.triton import start_triton
 from hps.cli.main import app
 from hps.config.model_schema import ModelSpec
 from hps.models.repository import Repository
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.triton.export import export_dense
 from hps.updates import Producer
 from hps.updates.topics import native_topic

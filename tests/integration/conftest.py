@@ -17,7 +17,7 @@ import pytest
 from benchmarks.peers.environments import ENVIRONMENTS
 from benchmarks.peers.hps_server import Hps, start_hps
 from hps.config.model_schema import ModelSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 
 RANKING = {
     "name": "clicks",

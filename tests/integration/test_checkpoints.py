@@ -15,8 +15,9 @@ from hps.config.auth import Role
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.server_settings import ServerSettings
 from hps.errors import Forbidden
-from hps.models.writer import write_version
-from hps.tiers.rocksdb import bootstrap, kept
+from hps.models.version_writer import write_version
+from hps.tiers.rocksdb import bootstrap
+from hps.tiers.rocksdb import checkpoint_folder as kept
 from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState

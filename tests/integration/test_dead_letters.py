@@ -14,7 +14,7 @@ import hps
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.observability import metric_names as m
 from hps.tiers.positions import StreamPosition
 from hps.updates.codec import encode_hps, hps_topic

@@ -39,7 +39,19 @@ from hps.config.server_settings import HttpSettings
 from hps.config.store_settings import RedisSettings
 from hps.config.update_settings import KafkaSettings
 from hps.models.repository import Repository
-from hps.tools.doctor import configured, lookups, ports, servers, states, stores, streams
+from hps.tools.doctor import (
+    configuration as configured,
+)
+from hps.tools.doctor import (
+    lookups,
+    ports,
+    servers,
+    stores,
+    streams,
+)
+from hps.tools.doctor import (
+    server_status as states,
+)
 from hps.tools.doctor import triton as triton_checks
 from hps.tools.doctor.check import DoctorCheck
 from hps.tools.doctor.models import models

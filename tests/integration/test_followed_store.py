@@ -12,7 +12,7 @@ import pytest
 import hps
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.store_settings import RedisSettings
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import Applied, StreamPosition, TableChanges
 from hps.tiers.redis import RedisTier

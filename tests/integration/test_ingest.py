@@ -21,9 +21,9 @@ from hps.config import configuration_from
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.store_settings import RedisSettings
 from hps.errors import ConfigError, Unavailable
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.node.ingest import open_ingest
-from hps.node.opened_models import OpenedTables, open_versions
+from hps.node.model_opening import OpenedTables, open_versions
 from hps.node.stores import NodeStores
 from hps.observability.metrics import Metrics
 from hps.tiers.positions import TableChanges

@@ -62,7 +62,7 @@ def expected(seed: int) -> tuple[np.ndarray, np.ndarray]:
 IMPORT = f"""
 import sys, numpy as np
 from hps.config.model_schema import ModelSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 rng = np.random.default_rng(int(sys.argv[2]))
 keys, rows = rng.permutation({ROWS}), rng.random(({ROWS}, {DIM}), np.float32)
 spec = ModelSpec.model_validate({{"name": "m", "tables": [{{"name": "t", "dim": {DIM}}}]}})

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from hps.config.model_schema import ModelSpec, TableSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable
 from hps.updates.topics import native_topic

@@ -13,7 +13,7 @@ import tritonclient.http as triton
 from benchmarks.peers.hps_server import start_hps
 from hps.config import configuration_from
 from hps.config.model_schema import ModelSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.node.build import open_node
 from hps.types import version_now
 

@@ -19,7 +19,7 @@ import tritonclient.grpc as triton
 from benchmarks.peers.hps_server import start_hps
 from benchmarks.peers.process import free_ports
 from hps.config.model_schema import ModelSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.v1 import admin_pb2, lookup_pb2
 from tests.integration.conftest import RANKING, network, write_models

@@ -13,7 +13,7 @@ from hps.errors import BadRequest, ConfigError, Unavailable
 from hps.types import EmbeddingTable, version_unix_ms
 from hps.updates import Producer
 from hps.updates.codec import decode_native, encode_hps, hps_topic
-from hps.updates.kafka.outgoing import partition_of
+from hps.updates.kafka.message_encoder import partition_of
 from hps.updates.topics import TopicTables, native_topic
 from tests.integration.test_kafka import source_of
 from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique

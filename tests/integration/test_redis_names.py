@@ -87,7 +87,7 @@ def test_a_look_up_that_hangs_has_a_deadline(names, server):
 
 def test_what_was_found_before_is_used_while_a_look_up_hangs(names, tier, server, monkeypatch):
     fill(tier)
-    monkeypatch.setattr("hps.tiers.redis.names._FRESH_S", 0.0)
+    monkeypatch.setattr("hps.tiers.redis.host_resolver._FRESH_S", 0.0)
     names.awake.clear()
     for _ in range(3):
         hang_up(server)

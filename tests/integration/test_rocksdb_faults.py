@@ -16,7 +16,8 @@ import pytest
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning, space
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning
+from hps.tiers.rocksdb import write_throttle as space
 from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, version_now
 from tests.support.waiting import until

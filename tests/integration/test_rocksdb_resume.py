@@ -12,7 +12,7 @@ import pytest
 from hps.config.model_schema import ModelSpec
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import RocksDbTier
 from hps.tiers.rocksdb import load as load_module

@@ -15,7 +15,7 @@ from hps.config.auth import Role
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tiers.positions import TableChanges
 from hps.types import Source, make_version, version_now
 from services.frontend.auth import NoAuthorizer

@@ -14,7 +14,7 @@ from benchmarks.peers.hps_server import Hps, start_hps
 from hps.client import Client
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.types import JaggedKeys
 
 SPEC = {

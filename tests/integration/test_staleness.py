@@ -15,7 +15,7 @@ from hps.config import configuration_from
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.server_settings import ServerSettings
 from hps.errors import ConfigError, Unavailable
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.updates.topics import native_topic
 from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app

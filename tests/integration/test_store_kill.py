@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from benchmarks.peers.redis_server import RedisServer
 from hps.cli.main import app
 from hps.config.model_schema import ModelSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.native import partition_hash
 from tests.support.redis_servers import shared_server
 from tests.support.waiting import until

@@ -13,7 +13,7 @@ import hps
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.server_settings import ServerSettings
 from hps.errors import ConfigError, NotFound
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.observability import metric_names as m
 from hps.types import Source, version_unix_ms
 from hps.updates.topics import native_topic

@@ -20,7 +20,7 @@ from benchmarks.peers.triton import start_triton
 from hps.cli.triton import app
 from hps.config.model_schema import ModelSpec
 from hps.errors import Unsupported
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from tests.integration.conftest import RANKING, network, write_models
 from tests.support.waiting import until

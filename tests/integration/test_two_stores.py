@@ -16,9 +16,9 @@ import hps
 from hps.config import load_config
 from hps.config.model_schema import FeatureSpec, MissPolicySpec, ModelSpec, TableSpec
 from hps.errors import ConfigError, ModelError, TierMisfit
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tiers.redis import RedisTier
-from hps.tools.doctor.configured import configured
+from hps.tools.doctor.configuration import configured
 from hps.types import Source, version_now
 from tests.support.redis_servers import Proxy, RedisServer, need, settings, shared_cluster
 from tests.support.waiting import until

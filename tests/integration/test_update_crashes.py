@@ -8,7 +8,7 @@ import pytest
 import hps
 from benchmarks.peers.redis_server import RedisServer
 from hps.config.model_schema import ModelSpec, TableSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.updates.topics import native_topic
 from tests.integration.test_kafka import native, sending
 from tests.support.crash_run import CrashRun

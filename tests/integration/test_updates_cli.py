@@ -19,7 +19,7 @@ from hps.config.model_schema import ModelSpec
 from hps.config.update_settings import KafkaSettings
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.observability.meters import StreamMeter, UpdateMeter
 from hps.observability.metrics import Metrics
 from hps.rows.compare import compare

@@ -17,7 +17,7 @@ from benchmarks.peers.kafka_broker import KafkaBroker
 from benchmarks.peers.redis_server import RedisServer
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.store_settings import RedisSettings
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tiers.redis import RedisTier
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray

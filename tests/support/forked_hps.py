@@ -27,7 +27,12 @@ LOADED = (
         "hps.dense.onnx",
     ),
     *("hps.cli.main", "hps.cli.progress", "hps.cli.serve", "hps.cli.ingest", "hps.cli.predict"),
-    *("hps.cli.doctor", "hps.tools.doctor.configured", "hps.cli.tables", "hps.config.validation"),
+    *(
+        "hps.cli.doctor",
+        "hps.tools.doctor.configuration",
+        "hps.cli.tables",
+        "hps.config.validation",
+    ),
     *("hps.tiers.rocksdb", "hps.tiers.redis", "hps.updates.kafka"),
     *("rich.console", "rich.table", "rich.text", "typer.core"),
 )

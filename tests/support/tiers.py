@@ -16,7 +16,7 @@ from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.node import AttachedProcesses, NodeConnectionPool, NodeServer, NodeTier
 from hps.tiers.promotion import PromotingTier
 from hps.tiers.rocksdb import Access, RocksDbTier, RocksDbTuning

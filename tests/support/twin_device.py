@@ -11,12 +11,12 @@ import numpy as np
 from hps.cuda.pool import RowBags
 from hps.lookup.pooling import pool
 from hps.native import dedup
-from hps.node import devices
+from hps.node import gpu_caches as devices
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu import memory as gpu_memory
+from hps.tiers.gpu.device_space import DeviceParts
 from hps.tiers.gpu.memory import GpuMemoryUsage
-from hps.tiers.gpu.space import DeviceParts
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.wrappers import TierWrapper
 from hps.types import JaggedKeys, Source
 

@@ -8,7 +8,7 @@ from hps.lookup.engine import LookupEngine
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.wrappers import MeteredTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 

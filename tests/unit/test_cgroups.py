@@ -9,7 +9,7 @@ import pytest
 
 from hps.cgroups import available_cores, own_groups
 from hps.config.dense_settings import DenseSettings
-from hps.node.serving import runs_at_a_time
+from hps.node.serving_context import runs_at_a_time
 
 
 @pytest.fixture
@@ -75,5 +75,5 @@ def test_groups_go_from_the_own_one_up(tmp_path):
 def test_networks_in_the_process_run_on_no_more_threads_than_cores(
     monkeypatch, there, dense, expected
 ):
-    monkeypatch.setattr("hps.node.serving.available_cores", lambda: there)
+    monkeypatch.setattr("hps.node.serving_context.available_cores", lambda: there)
     assert runs_at_a_time(DenseSettings.model_validate(dense)) == expected

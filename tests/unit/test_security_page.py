@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from hps.config.schema import Settings
-from hps.config.shape import settings_of
+from hps.config.schema_paths import settings_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text()

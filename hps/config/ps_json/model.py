@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
+from hps.config.config_errors import InvalidConfiguration, validate
 from hps.config.model_schema import REMOTE_PATH, ModelSpec
-from hps.config.problems import InvalidConfiguration, validate
 from hps.config.ps_json.keys import HASH_MAPS
 from hps.config.ps_json.legacy import LegacyModel
 from hps.config.ps_json.tables import PsTable, fused_tables, own_tables

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
-from hps.config.problems import ConfigProblem, InvalidConfiguration, dotted
+from hps.config.config_errors import ConfigProblem, InvalidConfiguration, dotted
 from hps.config.ps_json.keys import REQUIRED, Kind, PsKey, keys_of
-from hps.config.shape import describe_value
+from hps.config.schema_paths import describe_value
 from hps.config.yaml_text import read_text
 from hps.errors import ConfigError
 from hps.suggestions import did_you_mean, one_of

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.dense.base import DenseModel, NetworkTensor
-from hps.dense.triton.memory import ThreadRegions
+from hps.dense.triton.shared_regions import ThreadRegions
 from hps.dense.triton.transport import TritonTransport, TritonUnavailable
 from hps.errors import DeadlineExceeded, ModelError, NotFound, Unavailable
 from hps.tracing import current

@@ -20,7 +20,7 @@ from hps.lookup.base import Feature
 from hps.observability.meters import LookupMeter
 from hps.tiers.bags import Ask
 from hps.tiers.base import FetchContext, Part, Tier
-from hps.tiers.fused import FusedLookup
+from hps.tiers.fused_lookup import FusedLookup
 from hps.tiers.promotion import Promote
 from hps.tiers.wrappers import FetchObserver
 from hps.types import Source, oldest_tombstone

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import grpc
 
-from hps.lookup.remote.targets import LookupNode
+from hps.lookup.remote.lookup_node import LookupNode
 
 
 class NodePicker(Protocol):

@@ -8,9 +8,9 @@ import grpc
 
 from hps.errors import ModelError
 from hps.lookup.base import LookupModel
-from hps.lookup.remote.messages import check_same
-from hps.lookup.remote.nodes import NodeRegistry
-from hps.lookup.remote.targets import LookupNode
+from hps.lookup.remote.lookup_node import LookupNode
+from hps.lookup.remote.model_description import check_same
+from hps.lookup.remote.node_registry import NodeRegistry
 
 log = logging.getLogger(__name__)
 

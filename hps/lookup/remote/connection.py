@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from hps.lookup.remote.addresses import NodeAddress
-from hps.lookup.remote.unary import UnaryMethod
+from hps.lookup.remote.unary_method import UnaryMethod
 from hps.v1 import lookup_pb2 as pb
 
 _SERVICE, _WATCH = "hps.v1.Lookup", "/grpc.health.v1.Health/Watch"

@@ -19,14 +19,14 @@ import numpy as np
 
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
 from hps.lookup.base import Feature, PreparedSubmit
+from hps.lookup.lookup_span import traced
 from hps.lookup.remote.balancing import LeastBusy, NodePicker
-from hps.lookup.remote.budget import RetryBudget
-from hps.lookup.remote.call import LookupAttempt, RemoteLookupCall
 from hps.lookup.remote.candidates import Candidates
+from hps.lookup.remote.lookup_codec import LookupRequestTemplate, offsets_and_weights
+from hps.lookup.remote.lookup_node import shortened
+from hps.lookup.remote.remote_call import LookupAttempt, RemoteLookupCall
 from hps.lookup.remote.request_checks import RemoteRequestChecks
-from hps.lookup.remote.targets import shortened
-from hps.lookup.remote.wire import LookupRequestTemplate, offsets_and_weights
-from hps.lookup.traced import traced
+from hps.lookup.remote.retry_budget import RetryBudget
 from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
 from hps.tracing import RequestContext, timed

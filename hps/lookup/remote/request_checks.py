@@ -9,7 +9,7 @@ import numpy as np
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets, unknown
-from hps.lookup.remote.wire import LookupRequestTemplate
+from hps.lookup.remote.lookup_codec import LookupRequestTemplate
 from hps.observability.meters import LookupMeter
 from hps.types import JaggedKeys, LookupRequest
 

@@ -4,8 +4,8 @@
 which of them become which table; ``run`` writes the version.
 """
 
+from hps.models.importers.import_model import import_model
 from hps.models.importers.plan import ImportPlan, ImportTable, TableChoice
-from hps.models.importers.run import import_model
 from hps.models.importers.sources import SOURCES, plan_import
 
 __all__ = ["SOURCES", "ImportPlan", "ImportTable", "TableChoice", "import_model", "plan_import"]

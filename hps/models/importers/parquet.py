@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
+from hps.models.file_stamp import FileStamp
 from hps.models.importers.arrays import block_rows
 from hps.models.importers.plan import Chunk, ImportPlan, ImportTable, TableChoice, table_name
-from hps.models.stamp import FileStamp
 from hps.types import KeyArray, as_keys
 
 _BUFFER_BYTES = 1 << 20

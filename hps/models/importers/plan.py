@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError
+from hps.models.file_stamp import FileStamp
 from hps.models.importers.arrays import (
     ArrayFile,
     StoredArray,
@@ -20,7 +21,6 @@ from hps.models.importers.arrays import (
     to_float32,
     to_keys,
 )
-from hps.models.stamp import FileStamp
 from hps.types import KeyArray
 
 Chunk = tuple[KeyArray, NDArray[np.float32]]

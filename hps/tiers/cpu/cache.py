@@ -11,8 +11,8 @@ from hps.native import dedup
 from hps.tiers.base import newest_of_each
 from hps.tiers.capacity import plan_capacity
 from hps.tiers.checks import check_keys, check_rows
-from hps.tiers.cpu.memory import CacheMemory
-from hps.tiers.cpu.reads import CacheReads, CacheStats
+from hps.tiers.cpu.cache_memory import CacheMemory
+from hps.tiers.cpu.cache_reads import CacheReads, CacheStats
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 __all__ = ["CacheMemory", "CacheStats", "CpuCache", "Eviction", "plan_capacity"]

@@ -12,6 +12,7 @@ import numpy as np
 from hps.cuda.fetch import PARTS, DirectFetch, FetchWorkspace
 from hps.cuda.layout import NO_ROW
 from hps.cuda.memory import buffers
+from hps.cuda.miss_fill import PreparedMissFill
 from hps.cuda.pool import RowBags, pool, pool_rows
 from hps.cuda.prepared import (
     FixedBags,
@@ -20,7 +21,6 @@ from hps.cuda.prepared import (
     PreparedPooling,
     PreparedRowPooling,
 )
-from hps.cuda.refill import PreparedMissFill
 from hps.cuda.table import GpuTable
 from hps.errors import TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo

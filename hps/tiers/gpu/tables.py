@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
 from hps.cuda.memory import buffers
-from hps.cuda.readers import ReaderEvents
+from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.table import GpuTable
-from hps.cuda.writer import GpuTableWriter
+from hps.cuda.table_writer import GpuTableWriter
 from hps.errors import BadRequest, ConfigError
-from hps.tiers.gpu.space import DeviceSpace
+from hps.tiers.gpu.device_space import DeviceSpace
 from hps.tiers.ranking import hottest
 from hps.types import EmbeddingTable, KeyArray
 

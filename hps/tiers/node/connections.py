@@ -12,7 +12,7 @@ from typing import Any
 
 from hps.errors import TierError, TierMisfit, TierTimeout, Unavailable
 from hps.tiers.node import frames
-from hps.tiers.node.followers import Report
+from hps.tiers.node.attached_processes import Report
 from hps.tiers.node.frames import FrameKind, Pieces
 from hps.types import EmbeddingTable
 
@@ -69,7 +69,7 @@ class NodeConnectionPool:
 
     def follow(self, report: Report, deadline: float | None = None) -> Any:
         """What the node wants this process to have, having been told how it stands; for one thread alone, so
-        that all goes over one connection: see `hps.tiers.node.followers`."""
+        that all goes over one connection: see `hps.tiers.node.attached_processes`."""
         return frames.read_json(self.request(FrameKind.FOLLOW, frames.as_json(report), deadline))
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ FOLLOW    JSON: how the process stands with its models    JSON: the models it is
 ========  ==============================================  ==============================================
 
 Tables are told by their number in HELLO. Rows come only for keys that have one: whose source is not 0. A key
-that is answered and has none was deleted. `hps.tiers.node.followers` tells what FOLLOW is about. ``FAILED``
-answers with JSON: the error's kind and its message.
+that is answered and has none was deleted. `hps.tiers.node.attached_processes` tells what FOLLOW is
+about. ``FAILED`` answers with JSON: the error's kind and its message.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.file_lock import FileLock
 from hps.tiers.node import frames
-from hps.tiers.node.followers import AttachedProcesses
+from hps.tiers.node.attached_processes import AttachedProcesses
 from hps.tiers.node.frames import FrameKind, Pieces
 from hps.types import EmbeddingTable, KeyArray
 

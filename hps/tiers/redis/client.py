@@ -3,7 +3,7 @@ are read, so that every node works at the same time without a thread.
 
 Within the call's deadline it follows redirections, waits out failovers and loading servers and tries
 again, each time after a random pause; a call that may be answered in part waits for no server of a cluster
-that is gone or hangs (`hps.tiers.redis.nodes`). A connection is used again only after its last reply was
+that is gone or hangs (`hps.tiers.redis.servers`). A connection is used again only after its last reply was
 read to the end; whatever else happens closes it. So no reply is ever taken for another question's.
 
 redis-py's own cluster client is not used: it knows no deadline and no packed requests, and it learns the
@@ -43,7 +43,7 @@ from hps.tiers.redis.connection import (
     translate,
 )
 from hps.tiers.redis.layout import pack
-from hps.tiers.redis.nodes import RedisServers, ServerBatch, ready
+from hps.tiers.redis.servers import RedisServers, ServerBatch, ready
 from hps.tiers.redis.topology import RedisTopology, topology
 
 # Of a server that has no other to take its place.

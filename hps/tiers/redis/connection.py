@@ -32,7 +32,7 @@ from hps.config.certificates import client_context
 from hps.config.secrets import Secret
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, TierTimeout
-from hps.tiers.redis.names import HostResolver
+from hps.tiers.redis.host_resolver import HostResolver
 
 NAME = "redis"
 Address = tuple[str, int]

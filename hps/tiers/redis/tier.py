@@ -30,10 +30,10 @@ from hps.tiers.redis.connection import NAME
 from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, stamp
 from hps.tiers.redis.load import RedisLoads
 from hps.tiers.redis.load import RedisLoadSource as LoadSource
+from hps.tiers.redis.maintenance import RedisMaintenance
 from hps.tiers.redis.positions import RedisStreamPositions
 from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
 from hps.tiers.redis.tables import RedisTable, RedisTables, RedisTableUsage
-from hps.tiers.redis.upkeep import RedisMaintenance
 from hps.tiers.redis.writes import Only, RedisWriter
 from hps.tiers.row_values import Layout, StoredRows, WrongLength
 from hps.tiers.table_name import TableName

@@ -14,9 +14,9 @@ from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.commands import RedisCommand, read_replies
 from hps.tiers.redis.layout import WRITE_SLICE, TableLayout, WriteScriptArguments, stamp
+from hps.tiers.redis.maintenance import RedisMaintenance
 from hps.tiers.redis.positions import position_field
 from hps.tiers.redis.tables import RedisTable, RedisTables
-from hps.tiers.redis.upkeep import RedisMaintenance
 from hps.types import (
     EmbeddingTable,
     IndexArray,

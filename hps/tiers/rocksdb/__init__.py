@@ -7,14 +7,14 @@ read), ``load`` (bulk), ``positions`` (streams), ``tombstones``, ``space``, ``fo
 """
 
 from hps.tiers.rocksdb.checkpoint import restore
-from hps.tiers.rocksdb.kept import CheckpointFolder, bootstrap, kept
+from hps.tiers.rocksdb.checkpoint_folder import CheckpointFolder, bootstrap, kept
+from hps.tiers.rocksdb.database_options import Access, RocksDbTuning
 from hps.tiers.rocksdb.load import LoadRecord
-from hps.tiers.rocksdb.open import Access, RocksDbTuning
 from hps.tiers.rocksdb.repair import SalvagedTable, UnreadableRange
 from hps.tiers.rocksdb.rows import ScannedRows
-from hps.tiers.rocksdb.space import StoreFigures
 from hps.tiers.rocksdb.sst import open_sst
 from hps.tiers.rocksdb.tier import RocksDbTier
+from hps.tiers.rocksdb.write_throttle import StoreFigures
 
 __all__ = [
     "Access",

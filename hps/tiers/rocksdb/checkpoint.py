@@ -16,15 +16,15 @@ from rocksdict import Checkpoint
 
 from hps.errors import TierError
 from hps.tiers.rocksdb.database import RocksDbDatabase
-from hps.tiers.rocksdb.errors import NAME, full_disk, is_full, nearest, translate
-from hps.tiers.rocksdb.open import (
+from hps.tiers.rocksdb.database_handle import DatabaseHandle
+from hps.tiers.rocksdb.database_options import (
     PRIVATE,
     OpenSettings,
     RocksDbTuning,
     existing_families,
     make_private,
 )
-from hps.tiers.rocksdb.opened import DatabaseHandle
+from hps.tiers.rocksdb.errors import NAME, full_disk, is_full, nearest, translate
 
 _MEND = "Free some, or name a folder on another disk; the database itself is as it was"
 _TABLE_FILES = {".sst", ".blob"}

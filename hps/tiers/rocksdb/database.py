@@ -22,14 +22,14 @@ from rocksdict import ColumnFamily, Options, Rdict
 from hps.errors import TierError
 from hps.tiers.rocksdb.counts import estimated_rows
 from hps.tiers.rocksdb.damage import DamagedFiles
+from hps.tiers.rocksdb.database_handle import DatabaseHandle
+from hps.tiers.rocksdb.database_options import OpenSettings, note_manifest
 from hps.tiers.rocksdb.errors import NAME, DamagedFileError, translate
 from hps.tiers.rocksdb.high_water import HighWaterMarks
 from hps.tiers.rocksdb.layout import RowCodec, family_name
 from hps.tiers.rocksdb.load import LoadRecord, LoadRecords, clean_leftovers
-from hps.tiers.rocksdb.open import OpenSettings, note_manifest
-from hps.tiers.rocksdb.opened import DatabaseHandle
-from hps.tiers.rocksdb.space import StoreFigures, WriteThrottle
 from hps.tiers.rocksdb.tombstones import TombstoneIndex
+from hps.tiers.rocksdb.write_throttle import StoreFigures, WriteThrottle
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable
 

@@ -2,8 +2,8 @@
 
 RocksDB alone takes a log that ends early for complete. So the log is replayed with absolute consistency,
 which refuses every record that is not whole, and the result is compared with the record of acknowledged
-writes (`hps.tiers.rocksdb.acknowledged`). A killed process may leave a part of the one write that it had not
-acknowledged: that is no loss. After a power failure the newest writes may be missing, as
+writes (`hps.tiers.rocksdb.acknowledged_writes`). A killed process may leave a part of the one write that
+it had not acknowledged: that is no loss. After a power failure the newest writes may be missing, as
 docs/model-repository.md says. Every other loss is damage, and `OpenSettings.on_lost_writes` decides. A reader
 compares the end of what it finds with the record, too, unless a primary writes: that one has compared it.
 
@@ -23,14 +23,14 @@ from pathlib import Path
 from rocksdict import DBRecoveryMode, Options, Rdict
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.acknowledged import AcknowledgedRecord, log_files, noted
-from hps.tiers.rocksdb.errors import NAME, DamagedFileError
-from hps.tiers.rocksdb.open import (
+from hps.tiers.rocksdb.acknowledged_writes import AcknowledgedRecord, log_files, noted
+from hps.tiers.rocksdb.database_options import (
     OpenSettings,
     existing_families,
     folder_beside,
     open_database,
 )
+from hps.tiers.rocksdb.errors import NAME, DamagedFileError
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ import numpy as np
 from rocksdict import IngestExternalFileOptions, Rdict, SstFileWriter
 
 from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
+from hps.tiers.rocksdb.database_options import repair_folder
 from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.rocksdb.load import LoadRecord, ingest_folder
-from hps.tiers.rocksdb.open import repair_folder
 from hps.tiers.rocksdb.rows import entries
 from hps.types import EmbeddingTable, KeyArray
 

@@ -25,15 +25,15 @@ from hps.tiers.rocksdb.checkpoint import checkpoint
 from hps.tiers.rocksdb.counts import compacted_rows, entries_in
 from hps.tiers.rocksdb.damage import DamagedFiles
 from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
+from hps.tiers.rocksdb.database_options import Access, OnLostWrites, OpenSettings, RocksDbTuning
 from hps.tiers.rocksdb.errors import NAME
-from hps.tiers.rocksdb.follow import SecondaryCatchUp
 from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.rocksdb.load import BulkLoad, LoadRecord, ingest_folder, loaded_until
-from hps.tiers.rocksdb.open import Access, OnLostWrites, OpenSettings, RocksDbTuning
 from hps.tiers.rocksdb.positions import RocksDbStreamPositions
 from hps.tiers.rocksdb.repair import TableRepair, UnreadableRange, check_records, gaps_of
 from hps.tiers.rocksdb.rows import ScannedRows, VersionedRows
-from hps.tiers.rocksdb.space import StoreFigures
+from hps.tiers.rocksdb.secondary import SecondaryCatchUp
+from hps.tiers.rocksdb.write_throttle import StoreFigures
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import ConfigError
-from hps.tools.bench.hot import HotKeyPools, HotKeys, hot_pools
+from hps.tools.bench.hot_key_pools import HotKeyPools, HotKeys, hot_pools
 from hps.tools.generate.keys import Draw, distribution
 from hps.tools.signature import NUMPY_TYPES, ModelSignature
 from hps.types import KeyArray

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def models(configuration: Configuration) -> Iterator[tuple[DoctorCheck, ModelVersion | None]]:
     """Every model that would be served, and its version if it can be opened, its network included."""
-    from hps.node.opened_models import check_models
+    from hps.node.model_opening import check_models
 
     repository = configuration.settings.models.repository
     try:

@@ -18,8 +18,8 @@ from hps.errors import (
     Unavailable,
     Unsupported,
 )
+from hps.tools.doctor.certificate_validity import file
 from hps.tools.doctor.check import DoctorCheck, attempt
-from hps.tools.doctor.validity import file
 
 if TYPE_CHECKING:
     from hps.client import Tls
@@ -134,7 +134,7 @@ class RunningServer:
 def running_server(settings: Settings, api_key: str | None, tls: Tls | None) -> RunningServer:
     """Ask the admin port of the configuration which server it belongs to."""
     from hps.client import Admin
-    from hps.config.shown import identity
+    from hps.config.effective_settings import identity
 
     at = settings.server.admin
     if at.port == 0:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from hps import __version__
 from hps.errors import Forbidden, HpsError, NotFound, Unauthenticated
+from hps.tools.doctor.certificate_validity import shown
 from hps.tools.doctor.check import DoctorCheck, attempt, guarded
 from hps.tools.doctor.clocks import clock, least_skew
-from hps.tools.doctor.states import state
-from hps.tools.doctor.validity import shown
+from hps.tools.doctor.server_status import state
 
 if TYPE_CHECKING:
     from hps.client import Tls

@@ -65,7 +65,7 @@ def triton(settings: TritonSettings, models: Sequence[ModelVersion]) -> Iterator
 
 def _network(settings: TritonSettings, version: ModelVersion, weight: Verdict) -> DoctorCheck:
     """Whether Triton has the network, and it takes and gives what ``model.yaml`` says."""
-    from hps.dense.choose import target_of, transport_to
+    from hps.dense.network_factory import target_of, transport_to
     from hps.dense.triton.transport import TritonUnavailable
 
     model = version.name
@@ -101,8 +101,8 @@ def _network(settings: TritonSettings, version: ModelVersion, weight: Verdict) -
 
 def _compare(version: ModelVersion, described: TritonModelInfo) -> None:
     """Raises ModelError."""
-    from hps.node.opened_models import features_of
-    from hps.predict.wiring import check_wiring
+    from hps.node.model_opening import features_of
+    from hps.predict.network_inputs import check_wiring
 
     dense = version.spec.dense
     assert dense is not None

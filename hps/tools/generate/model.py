@@ -10,7 +10,7 @@ import numpy as np
 
 from hps.config.model_schema import ModelSpec
 from hps.errors import ConfigError
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.types import KeyArray, VectorArray
 
 _CHUNK_ROWS = 1 << 16

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from hps.errors import Unavailable
 from hps.tiers.positions import Place
-from hps.updates.arrivals import ArrivalTimes
+from hps.updates.arrival_times import ArrivalTimes
 from hps.updates.kafka.cluster import KafkaCluster
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class KafkaReader(Protocol):
 
 
 class PendingMessages:
-    """Implements `hps.updates.arrivals.PendingUpdates`, of ``topics``, some of which nobody may have
+    """Implements `hps.updates.arrival_times.PendingUpdates`, of ``topics``, some of which nobody may have
     made yet."""
 
     def __init__(self, cluster: KafkaCluster, reader: KafkaReader, topics: Sequence[str]) -> None:

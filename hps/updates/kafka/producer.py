@@ -23,7 +23,7 @@ import confluent_kafka as ck
 from hps.errors import BadRequest, ConfigError, HpsError, Unavailable
 from hps.updates.codec import FULL, hps_table, hps_topic
 from hps.updates.kafka.brokers import Brokers
-from hps.updates.kafka.outgoing import (
+from hps.updates.kafka.message_encoder import (
     Format,
     MessageAttributes,
     by_partition,

@@ -24,7 +24,7 @@ from hps.updates.kafka.client import client_log, reader_options
 from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.credentials import SaslCredentials
 from hps.updates.kafka.hps_group import hps_group
-from hps.updates.kafka.messages import MessageDecoder, traceparents
+from hps.updates.kafka.message_decoder import MessageDecoder, traceparents
 from hps.updates.kafka.partition_progress import AssignedPartitions
 from hps.updates.kafka.start_positions import StartPositions, StorePositions, StreamObserver
 from hps.updates.source import UpdateBatch

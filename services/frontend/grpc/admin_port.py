@@ -7,7 +7,7 @@ from hps.v1 import admin_pb2 as pb
 from services.frontend.auth import Authorizer
 from services.frontend.grpc.admin import AdminService
 from services.frontend.grpc.listener import GrpcPort
-from services.frontend.grpc.methods import UnaryService, handlers_of
+from services.frontend.grpc.unary_services import UnaryService, handlers_of
 from services.frontend.grpc.updates import UpdatesService
 from services.frontend.state import FrontendState
 

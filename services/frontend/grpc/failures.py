@@ -9,7 +9,7 @@ from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from hps.tracing import RequestContext
 from services.frontend.errors import REFUSALS, refused_for, status_of, told
-from services.frontend.grpc.named import named
+from services.frontend.grpc.request_naming import named
 from services.frontend.grpc.responders import UnaryResponder
 from services.frontend.state import FrontendState, ServedEndpoint
 

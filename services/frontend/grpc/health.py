@@ -20,9 +20,9 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 from hps.errors import BadRequest, NotFound, Unavailable
 from services.frontend.errors import TooManyRequests
 from services.frontend.grpc.method_handlers import ServerStreamHandler
+from services.frontend.grpc.protobuf_wire import parsed
 from services.frontend.grpc.responders import StreamResponder
 from services.frontend.grpc.service import SERVICE
-from services.frontend.grpc.wire import parsed
 from services.server_state import ServerState
 
 # At a time. Each is memory, and work at every change.

@@ -17,21 +17,21 @@ from hps.errors import HpsError, Unavailable
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from services.frontend.auth import Authorizer
-from services.frontend.grpc.callers import CountedResponder, address_of, caller_of, check
+from services.frontend.grpc.call_identity import CountedResponder, address_of, caller_of, check
 from services.frontend.grpc.failures import count_failure, fail
-from services.frontend.grpc.named import identify
 from services.frontend.grpc.pending import PendingAnswers, deadline_of
+from services.frontend.grpc.protobuf_wire import field
 from services.frontend.grpc.request import (
     GrpcInferenceRequest,
     GrpcRequestParser,
     ModelReference,
     address,
 )
+from services.frontend.grpc.request_naming import identify
 from services.frontend.grpc.responders import BlockingResponder, CallContext, UnaryResponder
 from services.frontend.grpc.response import GrpcResponseEncoder
 from services.frontend.grpc.status import abort
-from services.frontend.grpc.streams import OpenStream, StreamLimit
-from services.frontend.grpc.wire import field
+from services.frontend.grpc.stream_limit import OpenStream, StreamLimit
 from services.frontend.shared_memory import SharedMemoryRegistry
 from services.frontend.state import FrontendState, ServedEndpoint
 from services.frontend.statistics import execution, queued_ns

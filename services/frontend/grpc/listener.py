@@ -18,8 +18,9 @@ from grpc_reflection.v1alpha import reflection
 from hps.config.server_settings import GrpcListener, ServerSettings
 from hps.errors import ConfigError, Unavailable
 from services.frontend.auth import Authorizer
+from services.frontend.connection_limit import most_connections
+from services.frontend.grpc.call_identity import check
 from services.frontend.grpc.call_limits import call_options
-from services.frontend.grpc.callers import check
 from services.frontend.grpc.connection_age import age_options
 from services.frontend.grpc.core import internals as inside
 from services.frontend.grpc.core.call_acceptor import CallAcceptor
@@ -30,7 +31,6 @@ from services.frontend.grpc.method_handlers import (
     PooledUnaryHandler,
     UnaryHandler,
 )
-from services.frontend.open_files import most_connections
 from services.server_state import ServerState
 
 # Threads for what is quick, and for what keeps a thread: reflection, a stream.

@@ -13,21 +13,21 @@ import grpc
 from hps.config.auth import Role
 from hps.config.server_settings import ServerSettings
 from hps.lookup.base import LookupModel
-from hps.lookup.remote.messages import described
+from hps.lookup.remote.model_description import described
 from hps.observability.profile import Profile
 from hps.tracing import RequestContext
 from hps.types import LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
 from services.frontend.auth import Authorizer
-from services.frontend.grpc.callers import CountedResponder, caller_of
+from services.frontend.grpc.call_identity import CountedResponder, caller_of
 from services.frontend.grpc.failures import fail
 from services.frontend.grpc.lookup_request import LookupRequestParser
 from services.frontend.grpc.method_handlers import UnaryHandler
-from services.frontend.grpc.methods import handlers_of
-from services.frontend.grpc.named import begun, named
 from services.frontend.grpc.pending import PendingAnswers, deadline_of
+from services.frontend.grpc.protobuf_wire import field, parsed
+from services.frontend.grpc.request_naming import begun, named
 from services.frontend.grpc.responders import CallContext, UnaryResponder
-from services.frontend.grpc.wire import field, parsed
+from services.frontend.grpc.unary_services import handlers_of
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.state import FrontendState, ServedEndpoint
 from services.frontend.statistics import execution, queued_ns

@@ -18,9 +18,9 @@ from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
-from services.frontend import faults
+from services.frontend import request_errors as faults
 from services.frontend.errors import shown
-from services.frontend.grpc.wire import field, varint
+from services.frontend.grpc.protobuf_wire import field, varint
 from services.frontend.state import ServedEndpoint
 
 _INT64, _FLOAT32 = np.dtype("<i8"), np.dtype("<f4")

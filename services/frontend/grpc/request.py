@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2 as pb
 
 from hps.errors import BadRequest
-from services.frontend import faults
+from services.frontend import request_errors as faults
 from services.frontend.datatypes import InputRule
-from services.frontend.grpc.contents import contents
-from services.frontend.grpc.wire import MalformedMessage, content_at, varint
+from services.frontend.grpc.protobuf_wire import MalformedMessage, content_at, varint
+from services.frontend.grpc.typed_contents import contents
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.shared_memory_refs import (
     PARAMETERS,

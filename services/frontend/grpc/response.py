@@ -15,8 +15,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from services.frontend.datatypes import DATATYPE_OF
 from services.frontend.endpoints import Output
+from services.frontend.grpc.protobuf_wire import field, varint
 from services.frontend.grpc.request import GrpcInferenceRequest, GrpcRequestTemplate
-from services.frontend.grpc.wire import field, varint
 from services.frontend.shared_memory import SharedMemoryRegistry
 
 _ID, _RAW = 0x1A, 0x32  # fields of ModelInferResponse by their tags

@@ -22,7 +22,7 @@ from services.frontend.grpc.lookup import LookupService, lookup_handlers
 from services.frontend.grpc.method_handlers import BidiStreamHandler, UnaryHandler
 from services.frontend.grpc.pending import PendingAnswers
 from services.frontend.grpc.service import SERVICE, InferenceService
-from services.frontend.grpc.streams import STREAMS
+from services.frontend.grpc.stream_limit import STREAMS
 from services.frontend.state import FrontendState
 
 _STREAMS = STREAMS + 8  # some to refuse more of them

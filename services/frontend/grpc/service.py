@@ -16,7 +16,7 @@ from hps import __version__
 from hps.config.auth import Role
 from hps.errors import Unsupported
 from services.frontend.auth import Authorizer
-from services.frontend.grpc.callers import address_of, check
+from services.frontend.grpc.call_identity import address_of, check
 from services.frontend.grpc.method_handlers import Behavior
 from services.frontend.grpc.responders import CallContext
 from services.frontend.log_settings import change

@@ -11,7 +11,7 @@ from hps.config.auth import Role
 from hps.errors import BadRequest
 from hps.node.streams import UpdateStreams
 from hps.v1 import admin_pb2 as pb
-from services.frontend.grpc.packed import FLOAT32, INT64, numbers
+from services.frontend.grpc.packed_numbers import FLOAT32, INT64, numbers
 from services.frontend.grpc.responders import CallContext
 from services.server_state import ServerState
 

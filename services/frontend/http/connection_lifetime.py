@@ -9,9 +9,9 @@ from typing import Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from services.frontend.connection_limit import ConnectionLimit
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.peer import ConnectionPeer
-from services.frontend.open_files import ConnectionLimit
 
 # An idle keep-alive connection is closed after this time, and one whose client reads nothing of its
 # answer; a connection on which a request has begun but does not go on, after one to two sweeps.

@@ -16,7 +16,7 @@ from services.frontend.http.api import JsonAnswer, answers, failure, json_body, 
 from services.frontend.metadata import server_metadata
 from services.frontend.model_control import index as listed
 from services.frontend.model_control import load, unload
-from services.frontend.server_paths import without_paths
+from services.frontend.path_redaction import without_paths
 from services.frontend.state import FrontendState
 from services.server_state import ServerState
 

@@ -20,7 +20,7 @@ import orjson
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from services.frontend import faults
+from services.frontend import request_errors as faults
 from services.frontend.datatypes import InputRule, numbers
 from services.frontend.http.request_faults import explain
 from services.frontend.inference_request import InferenceRequest, RequestTemplate

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from hps.errors import BadRequest
-from services.frontend import faults
+from services.frontend import request_errors as faults
 from services.frontend.datatypes import BINARY_ONLY, InputRule, flat, numbers
 from services.frontend.errors import shown
 from services.frontend.shared_memory_refs import PARAMETERS, place_of, require_size

@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 
 from hps.errors import ConfigError
+from services.frontend.connection_limit import ConnectionLimit, most_connections
 from services.frontend.http.asgi import PortApplication
 from services.frontend.http.connection import HttpProtocol
-from services.frontend.open_files import ConnectionLimit, most_connections
 
 SWEEP_S = 10.0
 BACKLOG = 2048

@@ -34,11 +34,11 @@ from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import data_app
 from services.frontend.http.asgi import PortApplication
 from services.frontend.logs import log
-from services.frontend.observer import RequestObserver
+from services.frontend.request_observer import RequestObserver
 from services.frontend.state import FrontendState
 from services.frontend.workers.channel import ControlChannelWorker
+from services.frontend.workers.scheduler_slice import ask_for_short_slices
 from services.frontend.workers.server import WorkerServer
-from services.frontend.workers.slices import ask_for_short_slices
 from services.process import PortServer, ServerProcess
 
 BROKEN = 2

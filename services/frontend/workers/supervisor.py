@@ -21,7 +21,7 @@ from hps.observability import metric_names as m
 from hps.observability.metrics import MetricValues
 from services.frontend.http.server import host_of, listen, reserve, url_of
 from services.frontend.logs import Level
-from services.frontend.workers.supervised import SupervisedWorker
+from services.frontend.workers.supervised_worker import SupervisedWorker
 
 # Beyond the time that a worker is given to end, for its process to go.
 _GRACE_S = 5.0

@@ -14,7 +14,7 @@ from benchmarks.peers.hps_server import Hps, start_hps
 from benchmarks.peers.triton import Triton, start_triton
 from hps.config.model_schema import ModelSpec
 from hps.models.repository import Repository
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.tools.conformance import CheckedServer, SampleRequest
 from hps.triton.export import export_dense, export_ensemble, export_lookup

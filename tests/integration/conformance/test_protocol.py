@@ -8,7 +8,7 @@ import pytest
 
 from hps.tools.conformance import Deviation, NotOffered
 from hps.tools.conformance.checks import CHECKS
-from hps.tools.conformance.known import TRITON
+from hps.tools.conformance.known_deviations import TRITON
 
 # What a server does not offer, and why.
 TRITON_LACKS = {

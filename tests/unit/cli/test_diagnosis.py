@@ -18,15 +18,19 @@ from hps.config import configuration_from
 from hps.errors import ConfigError
 from hps.observability import metric_names as m
 from hps.tools.doctor import (
+    certificate_validity as validity,
+)
+from hps.tools.doctor import (
     clocks,
     machine,
     memory,
     ports,
     servers,
-    states,
     stores,
     streams,
-    validity,
+)
+from hps.tools.doctor import (
+    server_status as states,
 )
 from hps.tools.doctor.check import DoctorCheck, failed, guarded
 from hps.updates.kafka.overview import GroupView

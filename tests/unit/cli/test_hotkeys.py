@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from hps.cli.hotkeys import from_snapshot
 from hps.cli.main import app
 from hps.errors import BadRequest, NotFound
-from hps.updates.snapshot import write_hot_keys
+from hps.updates.hot_key_snapshot import write_hot_keys
 
 
 @pytest.fixture

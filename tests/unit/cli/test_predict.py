@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from hps.cli.predict import IN_FLIGHT, _ScoreStream
-from hps.cli.targets import ServerTarget
+from hps.cli.predict_targets import ServerTarget
 from hps.client import Answer, Client
 from hps.errors import BadRequest, Unavailable
 from hps.tools.signature import DenseInput, ModelSignature

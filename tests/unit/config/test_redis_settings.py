@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from hps.config import load_config
+from hps.config.effective_settings import public_settings
 from hps.config.schema import RedisSettings, Settings
-from hps.config.shown import public_settings
 from hps.errors import ConfigError
 
 

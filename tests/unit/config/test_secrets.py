@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hps.config import configuration_from
+from hps.config.effective_settings import effective, public_settings
 from hps.config.schema import Settings
 from hps.config.secrets import Secret, read_secret
-from hps.config.shown import effective, public_settings
 from hps.config.validation import check_files, validate_file
 from hps.errors import ConfigError
 

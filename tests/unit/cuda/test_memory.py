@@ -10,7 +10,7 @@ from hps.cuda import loader, memory, table
 from hps.cuda.layout import EvictionPolicy, shape_of
 from hps.cuda.table import GpuTable
 from hps.errors import ConfigError
-from hps.node.devices import device_count
+from hps.node.gpu_caches import device_count
 from hps.types import EmbeddingTable
 
 FREE, FREE_HOST = 10**9, 10**10

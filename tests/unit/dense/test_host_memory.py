@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from hps.config.dense_settings import TritonSettings
-from hps.dense.choose import _regions
+from hps.dense.network_factory import _regions
 from hps.dense.triton.host_memory import HostRegion, remove_stale_regions
-from hps.dense.triton.memory import SMALLEST
+from hps.dense.triton.shared_regions import SMALLEST
 from hps.errors import Unavailable
 
 SHARED = Path("/dev/shm")

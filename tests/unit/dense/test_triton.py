@@ -28,14 +28,14 @@ from tritonclient.utils import InferenceServerException
 
 from hps.config.dense_settings import DenseSettings, TritonSettings
 from hps.dense.base import NetworkTensor
-from hps.dense.choose import NetworkSpec, open_network
 from hps.dense.fallback import FallbackModel
+from hps.dense.network_factory import NetworkSpec, open_network
 from hps.dense.triton import TritonModel
 from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.grpc import GrpcTransport
 from hps.dense.triton.host_memory import HostRegion
 from hps.dense.triton.http import HttpTransport
-from hps.dense.triton.memory import ThreadRegions
+from hps.dense.triton.shared_regions import ThreadRegions
 from hps.dense.triton.transport import (
     CudaSharedMemory,
     TritonModelInfo,
@@ -283,7 +283,7 @@ def test_a_region_that_triton_refuses_is_released(triton, opened, counted):
 def test_what_a_hung_triton_may_use_is_bounded_and_none_of_it_freed(
     triton, opened, counted, monkeypatch
 ):
-    monkeypatch.setattr("hps.dense.triton.memory._STALE_BYTES", 1 << 20)
+    monkeypatch.setattr("hps.dense.triton.shared_regions._STALE_BYTES", 1 << 20)
     network = opened(ThreadRegions(counted))
     triton.faults |= {"infer": [LATE] * 99, "unregister": [AWAY] * 99}
     for _ in range(16):
@@ -390,7 +390,7 @@ def test_a_gpu_without_memory_to_share(monkeypatch, call, text):
     monkeypatch.setattr("hps.dense.triton.device_memory.cupy", lambda: SimpleNamespace(cuda=cuda))
     with pytest.raises(Unavailable, match=rf"{text}.*cudaErrorNone.*or set .*shared_memory"):
         DeviceRegion(0, 1 << 16)
-    monkeypatch.setattr("hps.dense.choose.lacking", lambda: None)
+    monkeypatch.setattr("hps.dense.network_factory.lacking", lambda: None)
     fed = {"x": IN}
     triton = TritonSettings(url="127.0.0.1:1", shared_memory="cuda", protocol="http")
     settings = DenseSettings(triton=triton)

@@ -13,7 +13,7 @@ from hps.cuda.loader import cupy
 from hps.dense.base import NetworkTensor
 from hps.dense.triton import TritonModel
 from hps.dense.triton.device_memory import DeviceRegion
-from hps.dense.triton.memory import ThreadRegions
+from hps.dense.triton.shared_regions import ThreadRegions
 from hps.dense.triton.transport import CudaSharedMemory, TritonModelInfo
 from hps.errors import DeadlineExceeded
 

@@ -12,7 +12,7 @@ from hps.lookup.engine import LookupEngine
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, MissPolicy, Source
 
 STORE = TierInfo("rocksdb", Source.ROCKSDB, blocking=True, volatile=False)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest, DeadlineExceeded, Unavailable
-from hps.lookup.batched import BatchedLookup, MergingSubmit
+from hps.lookup.batched_lookup import BatchedLookup, MergingSubmit
 from hps.lookup.batching import Batcher, BatchLimits, BatchSize
-from hps.lookup.merged import MergedLookup
+from hps.lookup.lookup_merge import MergedLookup
 from hps.threads import CompletedFuture
 from hps.types import JaggedKeys, LookupRequest
 from tests.support.waiting import until

@@ -8,7 +8,7 @@ from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, MissPolicy, Source, version_now
 
 NOW = version_now()

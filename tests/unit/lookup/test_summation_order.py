@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from hps.lookup import engine as engine_module
 from hps.lookup.base import Feature, LookupModel
-from hps.lookup.batched import BatchedLookup
+from hps.lookup.batched_lookup import BatchedLookup
 from hps.lookup.batching import BatchLimits
 from hps.lookup.engine import LookupEngine
-from hps.lookup.merged import MergedLookup
+from hps.lookup.lookup_merge import MergedLookup
 from hps.lookup.pooling import divisors, is_pooled
 from hps.native import COMPILED, pool_rows, twin_pool
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 
 ROWS = 200

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hps.config.model_schema import ModelSpec
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 
 MakeVersion = Callable[..., Path]
 

@@ -268,7 +268,7 @@ class TestTrouble:
 MEASURE = """
 import sys, threading, time
 from pathlib import Path
-from hps.models import sorting
+from hps.models import external_sort as sorting
 from hps.models import loader
 from hps.models.loader import load_tables
 from hps.models.repository import Repository

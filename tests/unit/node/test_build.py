@@ -18,11 +18,11 @@ import hps
 from hps.config import Configuration, LegacyModel, Settings
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
 from hps.errors import BadRequest, ConfigError, HpsError, ModelError, NotFound, TierError
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.observability.metric_names import LOOKUP_SHARED
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import RocksDbTier
-from hps.tiers.rocksdb.space import StoreFigures
+from hps.tiers.rocksdb.write_throttle import StoreFigures
 from hps.types import JaggedKeys, LookupRequest, PredictRequest, Source, version_now
 from tests.support.waiting import until
 

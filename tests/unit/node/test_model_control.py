@@ -10,7 +10,7 @@ import hps
 from benchmarks.peers.process import free_ports
 from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError, NotFound, TierError, Unavailable, Unsupported
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.node import version_retirement as retiring
 from hps.node.streams import UpdateStreams
 from hps.observability import metric_names as m

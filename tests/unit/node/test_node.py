@@ -12,7 +12,7 @@ import pytest
 import hps
 from hps.config.model_schema import ModelSpec
 from hps.errors import Unavailable
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 
 FORKED = """
 import os, sys, warnings

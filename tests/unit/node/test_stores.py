@@ -12,8 +12,8 @@ import hps
 from hps.config import Settings
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
 from hps.models.repository import Repository
-from hps.models.writer import write_version
-from hps.node.opened_models import OpenedTables
+from hps.models.version_writer import write_version
+from hps.node.model_opening import OpenedTables
 from hps.node.shared_redis import calls_at_a_time
 from hps.node.stores import NodeStores
 from hps.observability.metrics import Metrics

@@ -11,7 +11,7 @@ import pytest
 import hps
 from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError, NotFound, TierError, Unsupported
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.node import attached as attaching
 from hps.types import Source

@@ -33,7 +33,7 @@ from hps.observability.meters import UpdateMeter
 from hps.observability.metrics import Metrics
 from hps.tracing import RequestContext, current, followed, record
 from hps.updates.ingestor import Ingestor
-from hps.updates.kafka.messages import traceparents
+from hps.updates.kafka.message_decoder import traceparents
 from hps.updates.source import UpdateBatch
 from hps.updates.stream_positions import StoreStreamPositions
 from tests.support.letters import Letters

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from hps.cuda.loader import cupy
-from hps.dense import choose
+from hps.dense import network_factory as choose
 from hps.dense.fallback import FallbackModel
 from hps.dense.onnx import OnnxModel
 from hps.dense.triton import TritonModel
 from hps.dense.triton.device_memory import DeviceRegion
 from hps.dense.triton.host_memory import unused_name
-from hps.dense.triton.memory import ThreadRegions
+from hps.dense.triton.shared_regions import ThreadRegions
 from hps.dense.triton.transport import CudaSharedMemory, TritonModelInfo, TritonUnavailable
-from hps.node.devices import device_count
+from hps.node.gpu_caches import device_count
 from tests.support.twin_device import Array
-from tests.unit.node.test_devices import (  # noqa: F401 # the fixtures too
+from tests.unit.node.test_gpu_caches import (  # noqa: F401 # the fixtures too
     HELD,
     open_node,
     repository,

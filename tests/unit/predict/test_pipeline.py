@@ -18,7 +18,7 @@ from hps.predict.pipeline import InferencePipeline, top_k
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, PredictRequest, Source
 from tests.support.waiting import until
 

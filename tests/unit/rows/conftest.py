@@ -10,7 +10,7 @@ import pytest
 
 from hps.config.model_schema import ModelSpec
 from hps.models.repository import ModelVersion, Repository
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.rows.tiers import RocksDbRows
 from hps.tiers.rocksdb import RocksDbTier
 

@@ -11,7 +11,7 @@ from hps.config.model_schema import ModelSpec, TableSpec
 from hps.errors import TierError
 from hps.models.loader import load_tables
 from hps.models.repository import Repository
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.rows.repair import repair_table
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import StreamPosition, TableChanges

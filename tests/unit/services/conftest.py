@@ -28,10 +28,10 @@ from hps.predict.pipeline import InferencePipeline
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.wrappers import MeteredTier
 from hps.types import EmbeddingTable, Source, make_version
-from hps.updates.writer import CacheWriter
+from hps.updates.cache_writer import CacheWriter
 from services.frontend.auth import NoAuthorizer, guard
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.infer import InferApp

@@ -6,7 +6,7 @@ import pytest
 from hps.errors import ConfigError, TierError
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, Source, version_now
 
 TABLE = EmbeddingTable.make("items", 2)

@@ -5,7 +5,8 @@ import threading
 import pytest
 
 from hps.errors import Unavailable, Unsupported
-from hps.tiers.node import AttachedProcesses, followers
+from hps.tiers.node import AttachedProcesses
+from hps.tiers.node import attached_processes as followers
 from tests.support.waiting import until
 
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hps.cuda import refill, staging
+from hps.cuda import miss_fill as refill
+from hps.cuda import staging
 from hps.cuda.launch import PARTS
 from hps.cuda.loader import BLOCK
 from hps.types import EmbeddingTable, Source

@@ -15,7 +15,7 @@ from hps.errors import ConfigError, TierError, TierMisfit, TierTimeout, Unavaila
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.node import (
     AttachedProcesses,
     NodeConnectionPool,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.memory import MemoryTier
+from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.promotion import PromotingTier
 from hps.types import EmbeddingTable, Source, version_now
 

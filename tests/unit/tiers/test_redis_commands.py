@@ -5,7 +5,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
 from hps.tiers.redis.commands import RedisCommand, read_replies
 from hps.tiers.redis.connection import RedisConnection
-from hps.tiers.redis.names import HostResolver
+from hps.tiers.redis.host_resolver import HostResolver
 
 
 class Refusing(RedisConnection):

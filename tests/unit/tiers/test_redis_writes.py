@@ -9,8 +9,8 @@ from hps.config.store_settings import RedisSettings
 from hps.errors import TierError
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.layout import WRITE_SLICE, TableLayout
+from hps.tiers.redis.maintenance import RedisMaintenance
 from hps.tiers.redis.tables import RedisTable
-from hps.tiers.redis.upkeep import RedisMaintenance
 from hps.tiers.redis.writes import RedisWriter
 from hps.types import EmbeddingTable, version_now
 

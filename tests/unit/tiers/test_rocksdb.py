@@ -16,7 +16,7 @@ from rocksdict import Options, Rdict
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning, restore
-from hps.tiers.rocksdb import open as options
+from hps.tiers.rocksdb import database_options as options
 from hps.tiers.rocksdb.errors import translate
 from hps.types import EmbeddingTable, Source, make_version, version_now
 from tests.support.waiting import until

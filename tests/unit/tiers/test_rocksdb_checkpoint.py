@@ -20,8 +20,10 @@ from hps.tiers.rocksdb import (
     RocksDbTier,
     bootstrap,
     checkpoint,
-    kept,
     restore,
+)
+from hps.tiers.rocksdb import (
+    checkpoint_folder as kept,
 )
 from hps.types import EmbeddingTable, version_now
 

@@ -14,7 +14,8 @@ from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.file_lock import is_locked
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.rocksdb import LoadRecord, RocksDbTier, acknowledged
+from hps.tiers.rocksdb import LoadRecord, RocksDbTier
+from hps.tiers.rocksdb import acknowledged_writes as acknowledged
 from hps.types import EmbeddingTable
 
 A, B = EmbeddingTable.make("a", 8), EmbeddingTable.make("b", 8)

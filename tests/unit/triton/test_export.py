@@ -15,7 +15,7 @@ from hps.config.model_schema import ModelSpec
 from hps.dense.base import NetworkTensor
 from hps.errors import ModelError
 from hps.models.repository import Repository
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.triton.export import MODEL_FILES, export_dense, export_ensemble, export_lookup
 
 SPEC = {

@@ -18,12 +18,12 @@ from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.positions import Applied, StreamPosition, TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
+from hps.updates.cache_writer import CacheWriter
 from hps.updates.followed_store import FollowedStore
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor
 from hps.updates.source import MESSAGE, TableUpdate, UpdateBatch
 from hps.updates.stream_positions import FedStore
-from hps.updates.writer import CacheWriter
 from tests.support.letters import Letters
 from tests.support.waiting import until
 

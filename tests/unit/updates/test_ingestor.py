@@ -18,12 +18,12 @@ from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, make_version
+from hps.updates.cache_writer import CacheWriter
 from hps.updates.codec import decode_native, encode_native
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import CACHES, Ingestor
 from hps.updates.source import DeadLetter, Reason, UpdateBatch
 from hps.updates.stream_positions import FedStore, StoreStreamPositions
-from hps.updates.writer import CacheWriter
 from tests.support.letters import Letters
 from tests.support.waiting import until
 

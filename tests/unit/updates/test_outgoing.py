@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from hps.errors import BadRequest
 from hps.types import make_version
 from hps.updates.codec import decode_hps, decode_native, encode_hps
-from hps.updates.kafka.outgoing import (
+from hps.updates.kafka.message_encoder import (
     MessageAttributes,
     by_partition,
     changes_of,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from hps.config.effective_settings import public_settings
 from hps.config.ps_json.keys import KEYS, PsKey
-from hps.config.shown import public_settings
 from hps.config.store_settings import RedisSettings
 
 Ps = Any

@@ -8,7 +8,7 @@ import pytest
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.remote import RemoteLookup, lookup
-from hps.lookup.remote.call import RemoteLookupCall
+from hps.lookup.remote.remote_call import RemoteLookupCall
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, LookupResult
 
 

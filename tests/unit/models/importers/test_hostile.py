@@ -21,7 +21,7 @@ from safetensors.numpy import save as safetensors_bytes
 
 from hps.errors import ModelError
 from hps.models.importers import TableChoice, plan_import
-from hps.models.importers.run import _CheckedChunks
+from hps.models.importers.import_model import _CheckedChunks
 from hps.models.importers.torch import open_torch
 from hps.models.importers.torch_pickle import read_pickle
 from hps.types import NoProgress

@@ -12,7 +12,7 @@ import pytest
 from hps.config.model_schema import FeatureSpec
 from hps.errors import ConfigError, ModelError
 from hps.models.importers import TableChoice, import_model, plan_import
-from hps.models.importers.run import describe
+from hps.models.importers.import_model import describe
 from hps.models.repository import Repository
 
 ROWS = np.random.default_rng(0).random((10, 4), np.float32)

@@ -14,7 +14,7 @@ from hps.tracing import RequestContext, traceparent_of
 from services.frontend import log_settings, logs
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
-from services.frontend.observer import RequestObserver
+from services.frontend.request_observer import RequestObserver
 from services.server_state import ServerState
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -20,10 +20,10 @@ from hps.errors import (
 )
 from hps.types import NoProgress
 from services.frontend import logs
+from services.frontend.background_open import LoadProgress
 from services.frontend.errors import RequestTooLarge, http_status
 from services.frontend.http.errors import error_body
 from services.frontend.http.server import listen
-from services.frontend.loading import LoadProgress
 from services.frontend.statistics import MAX_BATCH_SIZES, Statistics
 
 

@@ -705,7 +705,7 @@ def test_readers_beside_the_writer_see_the_versions_of_their_rows(defines, monke
 def test_a_writer_that_does_not_wait_is_found_out(monkeypatch):
     """The test above can fail: without the waiting, slow readers see rows that aren't theirs."""
 
-    monkeypatch.setattr("hps.cuda.readers.ReaderEvents.hold_back", lambda *_: None)
+    monkeypatch.setattr("hps.cuda.reader_events.ReaderEvents.hold_back", lambda *_: None)
     table = EmbeddingTable.make("t", DIM)
     _, wrong, _ = race(GpuCache({table: CAPACITY}), table, 4.0, SLOW)
     assert wrong > 0

@@ -18,7 +18,7 @@ from hps.tools.conformance import CheckedServer, Deviation
 from hps.tools.conformance.checks import CHECKS
 from hps.tools.conformance.grpc_wire import is_raw, tensors_of
 from hps.tools.conformance.http_checks import SUITE
-from hps.tools.conformance.known import known_of, reasons
+from hps.tools.conformance.known_deviations import known_of, reasons
 from hps.tools.conformance.sampling import samples_of
 from hps.tools.conformance.target import unknown_version
 

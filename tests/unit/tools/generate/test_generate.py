@@ -13,7 +13,7 @@ from hps.cli.main import app as main
 from hps.config.model_schema import ModelSpec
 from hps.errors import ConfigError
 from hps.models.repository import Repository
-from hps.models.writer import write_version
+from hps.models.version_writer import write_version
 from hps.tools.generate.requests import GeneratedRequests, RequestRecipe, save
 from hps.types import JaggedKeys
 

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hps.config.schema import ModelsSettings
 from hps.types import Source
 from hps.v1 import lookup_pb2 as pb
-from services.frontend.observer import RequestObserver
+from services.frontend.request_observer import RequestObserver
 from tests.support.waiting import until
 from tests.unit.services.conftest import ROW_VERSION, row
 

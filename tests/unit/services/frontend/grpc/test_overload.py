@@ -23,7 +23,7 @@ from services.frontend.admission.queue import AdmissionQueue
 from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc import infer
 from services.frontend.grpc import listener as port
-from services.frontend.grpc.callers import address_of
+from services.frontend.grpc.call_identity import address_of
 from services.frontend.grpc.core import internals as inside
 from services.frontend.grpc.core import unary_call as unary
 from services.frontend.http.app import data_app

@@ -13,9 +13,18 @@ import pytest
 from hps.config.server_settings import TlsSettings
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, ModelError, Unavailable
 from hps.lookup.base import LookupModel
-from hps.lookup.remote import Candidates, ClientTls, NodeRegistry, RemoteLookup, RetryBudget, unary
+from hps.lookup.remote import (
+    Candidates,
+    ClientTls,
+    NodeRegistry,
+    RemoteLookup,
+    RetryBudget,
+)
+from hps.lookup.remote import (
+    unary_method as unary,
+)
 from hps.lookup.remote.balancing import LeastBusy
-from hps.lookup.remote.messages import described
+from hps.lookup.remote.model_description import described
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 from hps.v1 import lookup_pb2 as pb
 from tests.support import redis_servers
@@ -112,7 +121,7 @@ def test_answers_are_those_of_the_engine(remote, small, features, report):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_calls_with_and_without_grpcs_futures(serve, connect, small, known, monkeypatch):
-    assert unary.KNOWN, "gRPC is another inside: see hps/lookup/remote/unary.py"
+    assert unary.KNOWN, "gRPC is another inside: see hps/lookup/remote/unary_method.py"
     monkeypatch.setattr(unary, "KNOWN", known)
     remote = connect(serve().server.url, model="words")
     (target,) = nodes_of(remote)

@@ -14,7 +14,7 @@ from hps.lookup.base import LookupModel
 from hps.lookup.remote import Candidates, ClientTls, NodeRegistry, RemoteLookup, connection
 from hps.tracing import RequestContext
 from hps.types import JaggedKeys, LookupRequest
-from services.frontend.observer import RequestObserver
+from services.frontend.request_observer import RequestObserver
 from tests.support import redis_servers
 from tests.support.network import Network
 from tests.support.waiting import until

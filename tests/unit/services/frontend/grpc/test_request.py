@@ -16,9 +16,9 @@ from hps.errors import BadRequest
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.errors import RequestTooLarge
 from services.frontend.grpc import request as module
-from services.frontend.grpc.contents import PLACES
+from services.frontend.grpc.protobuf_wire import field, varint
 from services.frontend.grpc.request import GrpcRequestParser, address
-from services.frontend.grpc.wire import field, varint
+from services.frontend.grpc.typed_contents import PLACES
 
 RULES = {name: InputRule({name: dtype}) for name, dtype in DTYPES.items()}
 RULES["f"] = InputRule(INTEGERS, is_keys=True)

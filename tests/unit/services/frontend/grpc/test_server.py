@@ -27,7 +27,7 @@ from hps.observability import metric_names as m
 from services.frontend import log_settings
 from services.frontend.auth import NoAuthorizer, guard
 from services.frontend.grpc import health as health_module
-from services.frontend.grpc import streams as streams_module
+from services.frontend.grpc import stream_limit as streams_module
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.grpc.service import SERVICE
 from services.frontend.state import FrontendState

@@ -26,7 +26,7 @@ from hps.lookup.base import LookupModel
 from hps.lookup.remote import Candidates, NodeRegistry, RemoteLookup
 from hps.observability import otel
 from hps.types import JaggedKeys, LookupRequest
-from services.frontend.observer import RequestObserver
+from services.frontend.request_observer import RequestObserver
 from tests.support.waiting import until
 from tests.unit.services.conftest import Adder
 

@@ -8,10 +8,10 @@ import json
 
 import pytest
 
+from services.frontend.connection_limit import ConnectionLimit
 from services.frontend.http.connection import HttpProtocol
 from services.frontend.http.cycle import go_on
 from services.frontend.http.parsing import MAX_HEAD_BYTES
-from services.frontend.open_files import ConnectionLimit
 
 PATH = "/v2/models/words.lookup/infer"
 

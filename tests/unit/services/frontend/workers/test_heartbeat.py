@@ -26,7 +26,7 @@ from services.frontend.workers.heartbeat import (
     _RunnableTime,
 )
 from services.frontend.workers.server import WorkerServer
-from services.frontend.workers.watch import WorkerWatch
+from services.frontend.workers.worker_watch import WorkerWatch
 from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.conftest import Running
 
@@ -206,7 +206,7 @@ class Silent:
 @pytest.fixture
 def watched(process, monkeypatch):
     """``watched(*seconds)``: a process watched whose heartbeat is `Silent`; what was reported of it."""
-    monkeypatch.setattr("services.frontend.workers.watch.BEAT_S", 0.01)
+    monkeypatch.setattr("services.frontend.workers.worker_watch.BEAT_S", 0.01)
 
     def watch(*seconds):
         told, stopping = [], threading.Event()

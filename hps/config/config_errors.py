@@ -1,0 +1,178 @@
+"""Turns what pydantic and the checks find into one clear line each.
+
+A line reads ``<where>: <key path>: expected …, found …``; where is a file with its line, an
+environment variable or ``--set``. Secrets are never quoted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from hps.config.checks import ConfigFinding
+from hps.config.checks import Path as KeyPath
+from hps.config.schema_paths import SchemaSlot, describe, describe_value, is_secret, walk
+from hps.config.units import unit_hint
+from hps.errors import ConfigError
+from hps.suggestions import did_you_mean, hint_for
+
+Model = TypeVar("Model", bound=BaseModel)
+Where = Callable[[KeyPath], str]
+_ABSENT = object()
+# Of an address in a message: user and password.
+_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One thing that is wrong: where it was written, the key path, and what to do about it."""
+
+    where: str
+    path: KeyPath
+    message: str
+
+    def __str__(self) -> str:
+        parts = [self.where, dotted(self.path), _USER.sub("********", self.message)]
+        return ": ".join(part for part in parts if part)
+
+
+class InvalidConfiguration(ConfigError):
+    """A ConfigError with every problem of the input at once, one line each."""
+
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+        super().__init__("\n".join(str(p) for p in problems))
+        self.problems = tuple(problems)
+
+
+def dotted(path: KeyPath) -> str:
+    """``("models", "serve", "m", "tables", 0)`` as ``models.serve.m.tables[0]``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def validate(
+    model: type[Model], data: Any, where: Where, faults: Sequence[ConfigProblem] = ()
+) -> Model:
+    """Build ``model`` from plain ``data``; InvalidConfiguration names all problems at once, the
+    ``faults`` found before among them."""
+    try:
+        built = model.model_validate(data)
+    except ValidationError as error:
+        problems, wrong = _translate(model, data, error, where)
+    else:
+        if faults:
+            raise InvalidConfiguration(faults)
+        return built
+    # Rules over several fields run only on fields that are right by themselves. Take the wrong ones
+    # out and ask again, so that the author sees everything in one go.
+    try:
+        model.model_validate(_without(data, wrong))
+    except ValidationError as error:
+        more, _ = _translate(model, data, error, where, ignore=wrong)
+        problems += more
+    raise InvalidConfiguration(sorted([*faults, *problems], key=_line))
+
+
+def _line(problem: ConfigProblem) -> float:
+    """The line of the file, so that problems come in its order; other sources after it."""
+    found = re.search(r":(\d+)(:\d+)?$", problem.where)
+    return float(found[1]) if found else float("inf")
+
+
+def _translate(
+    model: type[BaseModel],
+    data: Any,
+    error: ValidationError,
+    where: Where,
+    ignore: Sequence[KeyPath] = (),
+) -> tuple[list[ConfigProblem], list[KeyPath]]:
+    """Problems in the order of the file, and the paths whose values are at fault."""
+    found: dict[KeyPath, ConfigProblem] = {}
+    for detail in error.errors(include_url=False):
+        slot, path = walk(model, detail["loc"])
+        findings: list[ConfigFinding] = detail.get("ctx", {}).get("findings", [])
+        if detail["type"] != "inconsistent":
+            if not ignore:
+                found.setdefault(path, _problem(slot, path, data, detail, where))
+            continue
+        for finding in findings:
+            at = (*path, *finding.path)
+            involved = [at, *((*path, *other) for other in finding.also)]
+            if not any(_overlap(p, bad) for p in involved for bad in ignore):
+                # The place to look at is the first of these that somebody wrote down.
+                stated = next((p for p in involved if has(data, p)), at)
+                found.setdefault(at, ConfigProblem(where(stated), at, finding.message))
+    return list(found.values()), list(found)
+
+
+def _problem(
+    slot: SchemaSlot, path: KeyPath, data: Any, detail: Any, where: Where
+) -> ConfigProblem:
+    value = _at(data, path)
+    if detail["type"] == "extra_forbidden":
+        parent, _ = walk(slot.root, path[:-1])
+        names = list(parent.fields)
+        hint = hint_for(path[-1], names, "the keys are")
+        return ConfigProblem(where(path), path, f"unknown key{hint}")
+    if detail["type"] == "missing" or value is _ABSENT:
+        return ConfigProblem(where(path), path, f"is missing; expected {describe(slot)}")
+    if detail["loc"] and detail["loc"][-1] == "[key]":
+        message = f"the name {path[-1]!r} must be 1 to 120 of the characters a-z A-Z 0-9 _ -"
+        return ConfigProblem(where(path), path, message)
+    if detail["type"] == "remote_path":
+        return ConfigProblem(where(path), path, detail["msg"])
+    shown = describe_value(value, secret=is_secret(slot))
+    hint = ""
+    if isinstance(value, str):
+        hint = did_you_mean(value, slot.choices) or unit_hint(str(path[-1]), value)
+    return ConfigProblem(where(path), path, f"expected {describe(slot)}, found {shown}{hint}")
+
+
+def _overlap(a: KeyPath, b: KeyPath) -> bool:
+    short = min(len(a), len(b))
+    return a[:short] == b[:short]
+
+
+def _at(data: Any, path: KeyPath) -> Any:
+    for part in path:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return _ABSENT
+    return data
+
+
+def has(data: Any, path: KeyPath) -> bool:
+    """Whether plain data has a value at ``path``."""
+    return _at(data, path) is not _ABSENT
+
+
+def _without(data: Any, paths: Sequence[KeyPath]) -> Any:
+    """A copy of ``data`` that lacks the values at ``paths``; list items stay in place."""
+    copy = _copied(data)
+    for path in paths:
+        parent = _at(copy, path[:-1]) if path else None
+        if isinstance(parent, dict):
+            parent.pop(path[-1], None)
+    return copy
+
+
+def _copied(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _copied(value) for key, value in data.items()}
+    return [_copied(value) for value in data] if isinstance(data, list) else data
+
+
+def leaves(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every value that is no mapping, with its path."""
+    if isinstance(data, dict) and (data or not path):
+        for key, value in data.items():
+            yield from leaves(value, (*path, key))
+    else:
+        yield path, data

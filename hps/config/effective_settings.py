@@ -1,0 +1,86 @@
+"""What may be shown of a configuration: values with their origin, the schema, a ``ps.json`` as YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from hps.config.config_errors import dotted, leaves
+from hps.config.loading import Configuration
+from hps.config.model_file import dump_model_spec
+from hps.config.model_schema import ModelSpec
+from hps.config.ps_json.legacy import PsJson
+from hps.config.schema import Settings
+from hps.config.schema_paths import SchemaSlot, is_secret, walk
+from hps.config.server_settings import ApiKey
+from hps.config.yaml_text import dump_yaml
+
+HIDDEN = "********"
+SETTINGS_FILE = "hps.yaml"
+"""Of what `converted` makes, the file with the settings."""
+SchemaName = Literal["settings", "model", "api-key"]
+_SCHEMAS: dict[str, type[BaseModel]] = {
+    "settings": Settings,
+    "model": ModelSpec,
+    "api-key": ApiKey,
+}
+
+
+def effective(configuration: Configuration) -> dict[str, tuple[Any, str]]:
+    """Every setting by its dotted key: the value in force (secrets hidden) and its origin."""
+    shown = {}
+    for path, value in leaves(configuration.settings.model_dump(mode="json")):
+        slot, _ = walk(Settings, path)
+        key = dotted(path)
+        shown[key] = (_masked(slot, value), configuration.origins.get(key, "default"))
+    return shown
+
+
+def public_settings(settings: Settings) -> dict[str, Any]:
+    """The settings as plain nested data, secrets hidden."""
+    data = settings.model_dump(mode="json")
+    return dict(_masked(SchemaSlot(Settings, Settings), data))
+
+
+def identity(settings: Settings) -> dict[str, str | None]:
+    """The absolute folders that tell a deployment's server from others on the same machine; None for a role
+    without that one."""
+    rocksdb, role = settings.tiers.rocksdb, settings.server.role
+    has_database = rocksdb.enabled and role not in ("frontend", "ingest")
+    return {
+        "repository": str(settings.models.repository.absolute()),
+        "database": str(rocksdb.path.absolute()) if has_database else None,
+    }
+
+
+def _masked(slot: SchemaSlot, value: Any) -> Any:
+    if not is_secret(slot) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        below = {k: (slot.below(k), v) for k, v in value.items()}
+        return {k: HIDDEN if s is None else _masked(s, v) for k, (s, v) in below.items()}
+    if isinstance(value, list):
+        return [
+            HIDDEN if (s := slot.below(i)) is None else _masked(s, v) for i, v in enumerate(value)
+        ]
+    return HIDDEN
+
+
+def json_schema(name: SchemaName = "settings") -> dict[str, Any]:
+    """JSON Schema (2020-12) with the sentence of every field as its description."""
+    schema = _SCHEMAS[name].model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def converted(legacy: PsJson) -> dict[str, str]:
+    """A ``ps.json`` as our files: ``hps.yaml`` and one ``<model>/model.yaml`` per model."""
+    settings = {**legacy.settings, "models": dict(legacy.settings["models"])}
+    if not settings["models"]["serve"]:
+        del settings["models"]["serve"]
+    settings["models"] = {"repository": "models", **settings["models"]}
+    files = {SETTINGS_FILE: dump_yaml(settings)}
+    for model in legacy.models:
+        files[f"models/{model.spec.name}/model.yaml"] = dump_model_spec(model.spec)
+    return files

@@ -1,0 +1,130 @@
+"""What insert, update, delete and evict launch, and what lies between two of them; README.md says why."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from hps.cuda.launch import WRITE_ARGS, WRITE_TILE, blocks_of, unit_of, write_name
+from hps.cuda.layout import MAX_SPARE, NO_ROW
+from hps.cuda.loader import KernelStruct, cupy, kernel
+from hps.cuda.reader_events import ReaderEvents
+from hps.cuda.table import GpuTable
+
+ARGS = struct.Struct("<15Q10I")  # WRITE_ARGS, packed in one go as fetch's are
+
+
+class GpuTableWriter:
+    """Changes tables on the current device, on a stream of its own. One thread at a time."""
+
+    def __init__(self, readers: ReaderEvents) -> None:
+        cp = cupy()
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        self._readers = readers
+        self._given = cp.cuda.Event(disable_timing=True)
+        self._position = cp.empty(MAX_SPARE, np.uint32)
+        self._scratch = cp.full(2 * MAX_SPARE, NO_ROW, np.uint32)
+        self._counters = cp.zeros(4, np.uint32)
+        self._pinned = cp.cuda.alloc_pinned_memory(12)
+        self._counted = np.frombuffer(self._pinned, np.uint32, 3)
+        self._args = KernelStruct(WRITE_ARGS)
+        cp.cuda.get_current_stream().synchronize()
+
+    def after(self, stream: Any) -> None:
+        """Make what follows wait for what ``stream`` was given so far."""
+        self._given.record(stream)
+        self.stream.wait_event(self._given)
+
+    def write(
+        self,
+        table: GpuTable,
+        keys: Any,
+        vectors: Any,
+        versions: Any,
+        oldest_tombstone: int,
+        *,
+        scores: Any = None,
+        update: bool = False,
+        unique: bool = False,
+    ) -> None:
+        """Insert or update ``keys (n,)`` with ``vectors (n, dim)``; delete them where it is None. Device
+        arrays, C-contiguous; ``scores (n,) uint64`` where the caller gives them (`Policy.SCORE`);
+        ``unique`` says that no key stands twice. Every fetch launched after the return sees the result."""
+        row_bytes = table.table.row_bytes
+        for start in range(0, len(keys), table.shape.batch):
+            n = min(table.shape.batch, len(keys) - start)
+            rows = 0 if vectors is None else vectors.data.ptr + row_bytes * start
+            self._pack(
+                table,
+                n,
+                keys.data.ptr + 8 * start,
+                rows,
+                versions.data.ptr + 8 * start,
+                0 if scores is None else scores.data.ptr + 8 * start,
+                0 if unique else self._position.data.ptr,
+                oldest_tombstone,
+            )
+            if not unique:
+                self._launch("dedup_kernel", n)
+            self._write_some(table, unit_of(row_bytes | rows), n, update=update)
+
+    def evict(self, table: GpuTable, keys: Any) -> None:
+        """Drop ``keys (n,)``, a device array."""
+        self._pack(table, len(keys), keys.data.ptr)
+        self._launch("evict_kernel", len(keys), WRITE_TILE)
+        self.finish()
+
+    def clear(self, table: GpuTable) -> None:
+        table.clear(self.stream)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for what was launched. The steps are short: sleeping would cost more than they take."""
+        self.stream.synchronize()
+
+    def _write_some(self, table: GpuTable, unit: int, n: int, *, update: bool) -> None:
+        """At most as many keys as there are spare rows. Everything launched before is complete."""
+        self._readers.hold_back(self.stream)  # the spare rows were shown until the last write
+        self._launch(write_name(unit, update=update, scored=table.shape.scored), n, WRITE_TILE)
+        self.finish()
+        table.account(*self._counted.tolist())
+        if table.static:
+            table.filled += n
+
+    def _launch(self, name: str, keys: int, threads_a_key: int = 1) -> None:
+        kernel(name).launch(blocks_of(keys, threads_a_key), self._args, self.stream.ptr)
+
+    def _pack(
+        self,
+        table: GpuTable,
+        n: int,
+        keys: int,
+        vectors: int = 0,
+        versions: int = 0,
+        scores: int = 0,
+        position: int = 0,
+        oldest_tombstone: int = 0,
+    ) -> None:
+        """The arguments of what is launched next; arrays by their addresses, 0 for none."""
+        ARGS.pack_into(
+            self._args.array.data,
+            0,
+            *table.pointers,
+            table.slot_scores_at,
+            table.spare.data.ptr + 4 * table.filled,
+            *(keys, vectors, versions, scores),
+            position,
+            self._scratch.data.ptr,
+            self._counters.data.ptr,
+            self._pinned.ptr,
+            oldest_tombstone,
+            *table.sizes,
+            n,
+            (1 << (2 * n - 1).bit_length()) - 1,
+            table.first_score,
+            table.policy.rule,
+            not vectors,
+            table.age,
+        )

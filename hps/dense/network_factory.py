@@ -1,0 +1,145 @@
+"""Where a model's network runs, by the settings: in this process, in a Triton, or there with one here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hps.config.certificates import client_context
+from hps.config.dense_settings import DenseSettings, TritonSettings, TritonTarget
+from hps.cuda.loader import lacking
+from hps.dense.base import DenseModel, NetworkTensor
+from hps.dense.fallback import FallbackModel
+from hps.dense.onnx import GpuOptions, OnnxModel
+from hps.errors import ConfigError, ModelError, Unavailable
+
+if TYPE_CHECKING:
+    from hps.dense.triton.shared_regions import ThreadRegions
+    from hps.dense.triton.transport import TritonTransport
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSpec:
+    """The network of model ``name`` as ``model.yaml`` describes it.
+
+    ``path`` is its file, if it is here, to be opened within ``verified``; ``fed`` and ``served`` are its
+    inputs and outputs. ``check`` raises ModelError for a network that differs, ``verified`` for another file
+    than was published.
+    """
+
+    name: str
+    path: Path | None
+    fed: Mapping[str, NetworkTensor]
+    served: Sequence[NetworkTensor]
+    check: Callable[[DenseModel], object]
+    verified: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def open_network(network: NetworkSpec, settings: DenseSettings, device: int) -> DenseModel:
+    """Open the network where the settings say that it runs. Raises ModelError."""
+    triton = settings.triton
+    target = None if triton is None else target_of(network.name, triton)
+    if triton is None or target is None:
+        return _here(network, settings, device)
+    there = _there(target, triton, network, device)
+    if not triton.fallback:
+        return there
+    return FallbackModel(network.name, there, _here(network, settings, device))
+
+
+def check_here(network: NetworkSpec, settings: DenseSettings) -> None:
+    """Open a network that would run in this process, and close it; on the CPU, so that no GPU is needed.
+    Raises ModelError."""
+    triton = settings.triton
+    if triton is not None and not triton.fallback and target_of(network.name, triton) is not None:
+        return
+    on_cpu = settings.model_copy(update={"provider": "cpu", "precision": "float32"})
+    _here(network, on_cpu, 0).close()
+
+
+def target_of(name: str, triton: TritonSettings) -> TritonTarget | None:
+    """The model in Triton that runs the network of model ``name``; None: it runs in this process."""
+    return triton.models.get(name) if triton.models else TritonTarget(name=f"{name}.dense")
+
+
+def transport_to(target: TritonTarget, triton: TritonSettings) -> TritonTransport:
+    """How that is asked. Raises ConfigError for certificates that cannot be used."""
+    # Imported when it is needed: Triton's clients take a tenth of a second.
+    from hps.client.address import Tls
+    from hps.dense.triton.grpc import GrpcTransport
+    from hps.dense.triton.http import HttpTransport
+
+    tls = None
+    if triton.tls is not None:
+        files = triton.tls.ca_file, triton.tls.certificate_file, triton.tls.key_file
+        client_context("dense.triton.tls", *files)  # gRPC says nothing of files it can't use
+        tls = Tls(*files)
+    if triton.protocol == "grpc":
+        return GrpcTransport(
+            triton.url, target.name, target.version, channels=triton.channels, tls=tls
+        )
+    return HttpTransport(triton.url, target.name, target.version, tls)
+
+
+def _here(described: NetworkSpec, settings: DenseSettings, device: int) -> OnnxModel:
+    if described.path is None:
+        raise ModelError(
+            f"{described.name}: dense.onnx is missing, but model.yaml describes a dense part; add the file, "
+            "or have a Triton run the network (dense.triton, without fallback)"
+        )
+    gpu = GpuOptions(device, settings.precision, settings.tf32, settings.graphs)
+    with described.verified():
+        network = OnnxModel(
+            described.path, settings.provider, settings.threads, settings.inline_us, gpu
+        )
+    described.check(network)
+    network.warm_up(described.fed)
+    return network
+
+
+def _there(
+    target: TritonTarget,
+    triton: TritonSettings,
+    described: NetworkSpec,
+    device: int,
+) -> DenseModel:
+    from hps.dense.triton import TritonModel
+
+    transport = transport_to(target, triton)
+    timeout_s = triton.timeout_ms / 1e3
+    return TritonModel(
+        target.name,
+        triton.url,
+        transport,
+        (tuple(described.fed.values()), described.served),
+        timeout_s=timeout_s,
+        retries=triton.retries,
+        regions=_regions(triton, device),
+        check=described.check,
+    )
+
+
+def _regions(triton: TritonSettings, device: int) -> ThreadRegions | None:
+    from hps.dense.triton.host_memory import remove_stale_regions
+    from hps.dense.triton.shared_regions import SMALLEST, ThreadRegions
+
+    if triton.shared_memory == "none":
+        return None
+    if triton.shared_memory == "system":
+        remove_stale_regions()
+        return ThreadRegions()
+    if (why := lacking()) is not None:
+        raise ConfigError(
+            f"dense.triton.shared_memory is cuda, but {why}. Set it to system, or to none"
+        )
+    from hps.dense.triton.device_memory import DeviceRegion
+
+    try:
+        DeviceRegion(device, SMALLEST).release()
+    except Unavailable as error:
+        raise ConfigError(f"dense.triton.shared_memory is cuda, but {error}") from None
+    return ThreadRegions(partial(DeviceRegion, device), on_device=True)

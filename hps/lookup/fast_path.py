@@ -1,0 +1,289 @@
+"""The short way: a request whose every row is in memory is answered in one pass per table.
+
+Most requests are such. For them the deduplication and the reports per key of the ordinary way cost
+more than the rows: a repeated key is read again, which is cheaper than being recognised. Bags are
+pooled as their rows are read; rows of bags that are not in memory are left as `PartialHit`, for which alone
+the other tiers are asked. What this way can't answer goes the ordinary way from the start, as if
+nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.lookup.base import Feature, LookupModel
+from hps.lookup.checks import check_keys, check_sizes
+from hps.lookup.feature_groups import Group
+from hps.lookup.partial_hits import PartialHit, TablePartialHit
+from hps.lookup.pooling import divisors, is_pooled, offsets_of, weights_of
+from hps.observability.meters import LookupMeter
+from hps.tiers.bags import POOLED_DTYPES, Ask, Bags
+from hps.tiers.fused_lookup import FusedLookup, GatherFunction, gather_alike
+from hps.types import (
+    EmbeddingTable,
+    IndexArray,
+    JaggedKeys,
+    KeyArray,
+    LookupRequest,
+    LookupResult,
+    VectorArray,
+)
+
+_INT64 = np.dtype(np.int64)
+_FORMS_KEPT = 256
+
+Plan = Callable[[tuple[str, ...], bool], tuple[Group, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FeatureSlice:
+    """One feature's keys: where they stand in the request (``position``) and among the keys of their
+    table (``start``), and how many there are."""
+
+    feature: Feature
+    position: int
+    start: int
+    n: int
+
+    def keys(self, keys: Sequence[KeyArray]) -> KeyArray:
+        """The table's keys ``(n,)`` for this feature's of the request."""
+        return self.feature.shift(keys[self.position])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PooledFeature(_FeatureSlice):
+    """One feature's keys that are pooled; see `Bags`."""
+
+    shape: tuple[int, int]
+    offsets: IndexArray | None
+    weights: NDArray[np.float32] | None
+    divisors: NDArray[np.float32] | None
+
+    def bags(self, keys: Sequence[KeyArray]) -> Bags:
+        table = self.feature.table
+        out = np.empty(self.shape, table.dtype)
+        return Bags(table, self.keys(keys), out, self.offsets, self.weights, self.divisors)
+
+
+def _pooled(feature: Feature, keys: JaggedKeys, position: int, start: int) -> _PooledFeature:
+    return _PooledFeature(
+        feature,
+        position,
+        start,
+        len(keys.keys),
+        (keys.batch, feature.table.dim),
+        offsets_of(keys),
+        weights_of(keys),
+        divisors(keys) if feature.pooling == "mean" else None,
+    )
+
+
+def _concatenated(slices: Sequence[_FeatureSlice], keys: Sequence[KeyArray]) -> KeyArray:
+    """The table's keys ``(n,)`` for all of these features of the request."""
+    shifted = [each.keys(keys) for each in slices]
+    return shifted[0] if len(shifted) == 1 else np.concatenate(shifted)
+
+
+class _UnpooledFeatures:
+    """The features of one table whose vectors are its rows.
+
+    ``as_sent``: their keys are one feature's, as they came. ``alone``: the one feature's name.
+    """
+
+    __slots__ = ("alone", "as_sent", "dtype", "position", "shape", "slices", "table")
+
+    def __init__(self, table: EmbeddingTable, slices: Sequence[_FeatureSlice]) -> None:
+        first = slices[0].feature
+        self.table = table
+        self.slices = slices
+        self.shape = sum(each.n for each in slices), table.dim
+        self.dtype = table.dtype
+        self.position = slices[0].position
+        alone = len(slices) == 1
+        self.as_sent = alone and first.key_offset == 0 and table.key_bits == 64
+        self.alone = first.name if alone else None
+
+    def keys(self, keys: Sequence[KeyArray]) -> KeyArray:
+        """The table's keys ``(n,)``."""
+        return _concatenated(self.slices, keys)
+
+    def split(self, rows: VectorArray, vectors: dict[str, VectorArray]) -> None:
+        """Fill in ``vectors`` from the ``rows (n, dim)`` of all features."""
+        start = 0
+        for each in self.slices:
+            vectors[each.feature.name] = rows[start : start + each.n]
+            start += each.n
+
+
+class PreparedLookup:
+    """What requests of the same features and sizes have in common, checked once; called with the keys
+    of one of them. Any number of threads may. ``inline``: it takes no longer than its caller has."""
+
+    __slots__ = (
+        "_answers",
+        "_finished",
+        "_gather",
+        "_groups",
+        "_names",
+        "_pooled",
+        "_rows",
+        "_tier",
+        "inline",
+    )
+
+    def __init__(
+        self,
+        tier: FusedLookup,
+        meter: LookupMeter,
+        groups: Sequence[tuple[EmbeddingTable, list[_FeatureSlice]]],
+        names: tuple[str, ...],
+        *,
+        inline: bool,
+    ) -> None:
+        """``names``: the features in the request's order."""
+        self.inline = inline
+        self._tier = tier
+        self._groups = [(table, tuple(slices)) for table, slices in groups]
+        plain = [
+            (table, [s for s in slices if type(s) is _FeatureSlice]) for table, slices in groups
+        ]
+        self._rows = [_UnpooledFeatures(table, slices) for table, slices in plain if slices]
+        self._pooled = [s for _, slices in groups for s in slices if isinstance(s, _PooledFeature)]
+        filled = [s.feature.name for each in self._rows for s in each.slices]
+        filled += [each.feature.name for each in self._pooled]
+        self._names = None if names == tuple(filled) else names
+        source = bytes([tier.info.source])
+        self._answers = [
+            (table, source * sum(s.n for s in slices), [(s.feature.name, s.n) for s in slices])
+            for table, slices in groups
+        ]
+        self._finished = meter.finished_alike(self._answers)
+        sizes = [(each.table, each.shape[0]) for each in self._rows]
+        sizes += [(each.feature.table, each.n) for each in self._pooled]
+        self._gather: GatherFunction = gather_alike(tier, sizes)
+
+    def __call__(self, keys: Sequence[KeyArray]) -> LookupResult | PartialHit | None:
+        """Answer for each feature's keys ``(n,)``, in the request's order; None when the request must go the
+        ordinary way."""
+        started = perf_counter()
+        asks: list[Ask] = []
+        for each in self._rows:
+            flat = keys[each.position] if each.as_sent else each.keys(keys)
+            asks.append((each.table, flat, np.empty(each.shape, each.dtype)))
+        bags = [each.bags(keys) for each in self._pooled] if self._pooled else []
+        if not self._gather(asks, bags):
+            return None
+        vectors: dict[str, VectorArray] = {}
+        for each, (_, _, rows) in zip(self._rows, asks, strict=True):
+            if each.alone is not None:
+                vectors[each.alone] = rows
+            else:
+                each.split(rows, vectors)
+        if bags and not self._take(bags, vectors):
+            return self._gaps(keys, bags, self._ordered(vectors), started)
+        vectors = self._ordered(vectors)
+        self._finished(perf_counter() - started)
+        return LookupResult(vectors)
+
+    def _ordered(self, vectors: dict[str, VectorArray]) -> dict[str, VectorArray]:
+        return vectors if self._names is None else {name: vectors[name] for name in self._names}
+
+    def _take(self, bags: list[Bags], vectors: dict[str, VectorArray]) -> bool:
+        """Fill in ``vectors``; whether they are complete."""
+        whole = True
+        for each, bag in zip(self._pooled, bags, strict=True):
+            vectors[each.feature.name] = bag.out
+            whole = whole and bag.missing is None
+        return whole
+
+    def _gaps(
+        self,
+        keys: Sequence[KeyArray],
+        bags: list[Bags],
+        vectors: dict[str, VectorArray],
+        started: float,
+    ) -> PartialHit:
+        lacking: dict[EmbeddingTable, list[tuple[int, Bags]]] = {}
+        for slice_, bag in zip(self._pooled, bags, strict=True):
+            if bag.missing is not None:
+                lacking.setdefault(bag.table, []).append((slice_.start, bag))
+        tables = []
+        for position, (table, slices) in enumerate(self._groups):
+            if table in lacking:
+                every_key = partial(_concatenated, slices, keys)
+                tables.append(TablePartialHit(table, position, lacking[table], every_key))
+        return PartialHit(self._tier, tables, self._answers, vectors, started)
+
+
+class FastPath:
+    """The short way through ``tier``. Any number of threads may call it."""
+
+    def __init__(
+        self,
+        model: LookupModel,
+        tier: FusedLookup,
+        plan: Plan,
+        meter: LookupMeter,
+        inline_keys: int,
+    ) -> None:
+        self._model = model
+        self._tier = tier
+        self._plan = plan
+        self._meter = meter
+        self._inline_keys = inline_keys
+        self._forms: dict[tuple[object, ...], PreparedLookup | None] = {}
+
+    def form(self, request: LookupRequest) -> PreparedLookup | None:
+        """What answers requests of this form from memory; None when the request wants what only the
+        ordinary way gives: sources, ``out``, conversion of keys, or many rows that are not pooled.
+        Raises ``BadRequest`` as that does."""
+        if request.want_source or request.out:
+            return None
+        signature: list[object] = [request.by_table]
+        alike = True
+        for name, keys in request.features.items():
+            flat = keys.keys
+            if flat.dtype != _INT64 or not flat.flags.c_contiguous:
+                return None
+            # Bags differ from request to request, and must be looked at each time.
+            alike = alike and keys.offsets is None and keys.weights is None
+            signature.append((name, flat.shape, keys.batch))
+        if not alike:
+            return self._check(request)
+        key = tuple(signature)
+        if key not in self._forms:
+            if len(self._forms) >= _FORMS_KEPT:
+                self._forms.clear()
+            self._forms[key] = self._check(request)
+        return self._forms[key]
+
+    def _check(self, request: LookupRequest) -> PreparedLookup | None:
+        """The form of a request of a kind that was not seen before."""
+        names = tuple(request.features)
+        groups = self._plan(names, request.by_table)
+        total = check_sizes(self._model, request)
+        parts: list[tuple[EmbeddingTable, list[_FeatureSlice]]] = []
+        some_pooled, possible = False, True
+        for table, features in groups:
+            slices: list[_FeatureSlice] = []
+            start = 0
+            for feature in features:
+                keys = check_keys(feature, request.features[feature.name])
+                position, n = names.index(feature.name), len(keys.keys)
+                if is_pooled(feature.pooling, keys):
+                    slices.append(_pooled(feature, keys, position, start))
+                    some_pooled, possible = True, possible and table.dtype in POOLED_DTYPES
+                else:
+                    slices.append(_FeatureSlice(feature, position, start, n))
+                start += n
+            parts.append((table, slices))
+        inline = total <= self._inline_keys
+        if not possible or not (inline or some_pooled):
+            return None
+        return PreparedLookup(self._tier, self._meter, parts, names, inline=inline)

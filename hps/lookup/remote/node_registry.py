@@ -1,0 +1,230 @@
+"""The lookup nodes there are, looked after by one thread: where they are, whether they take lookups, what
+they serve. A node that is replaced, drained or hangs is noticed here, even while no lookup goes there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import grpc
+
+from hps.config.secrets import Secret
+from hps.lookup.remote.addresses import NodeAddress, NodeResolver, Resolve
+from hps.lookup.remote.lookup_node import LATE_S, ClientTls, LookupNode
+from hps.threads import PeriodicThread
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""How often each node is asked what it serves."""
+_ANSWER_S = 1.0
+# How long lookups may still come by a connection that has been replaced.
+_FAREWELL_S = 60.0
+# Not more often, however many lookups fail.
+_SOONEST_S = 0.02
+
+
+class NodeRegistry:
+    """All of them, for the lookups of several models. Any thread may call it; ``close`` once nobody asks any
+    more."""
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        certificates: Callable[[], ClientTls] | None = None,
+        api_key: Secret | str | None = None,
+        *,
+        resolve_s: float = 5.0,
+        resolve: Resolve | None = None,
+    ) -> None:
+        """``nodes`` as in `lookup.nodes`. Without ``certificates`` plain text is spoken; those that are told
+        are used from then on. ``api_key`` goes with every call. Waits until each has answered once, or a
+        second."""
+        self._certificates = certificates
+        self._shown = None if certificates is None else certificates()
+        self._credentials = _credentials(self._shown)
+        self._key = api_key if isinstance(api_key, Secret) else Secret(api_key, None, "")
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._addresses = NodeResolver(nodes, resolve)
+        self.all: tuple[LookupNode, ...] = ()
+        self._leaving: list[LookupNode] = []
+        self._looks: dict[LookupNode, Any] = {}
+        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._watchers: tuple[Callable[[], None], ...] = ()
+        self._said: dict[str, str] = {}
+        self._unknown: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._changed = threading.Event()
+        self._closed = False
+        self._find()
+        self._begin()
+        self._await_first()
+        self._thread = threading.Thread(target=self._run, name="hps-lookup-nodes", daemon=True)
+        self._thread.start()
+        self._resolving = None
+        if self._addresses.change:
+            self._resolving = PeriodicThread(self._find, resolve_s, "hps-lookup-names")
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called, on the thread of this, when a node is another than before."""
+        with self._lock:
+            self._watchers = (*self._watchers, changed)
+
+    def unwatch(self, changed: Callable[[], None]) -> None:
+        with self._lock:
+            self._watchers = tuple(each for each in self._watchers if each != changed)
+
+    def look(self, *, tell: bool = False) -> None:
+        """Have nodes asked soon, because one of them did not do as expected. Returns at once. ``tell``: those
+        who watch are called whatever is found."""
+        if tell:
+            self._changed.set()
+        self._wake.set()
+
+    def later(self, seconds: float, work: Callable[[], None]) -> bool:
+        """Have ``work``, which must not wait, done after ``seconds``; False when this is closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._due.append((time.monotonic() + seconds, work))
+        self._wake.set()
+        return True
+
+    @property
+    def problem(self) -> str:
+        """Why none can be asked; empty when one is ready, or late."""
+        if any(target.may_serve for target in self.all):
+            return ""
+        found = [*self._addresses.problems.values()]
+        found += [f"{target.address}: {target.problem}" for target in self.all]
+        return "; ".join(found) or "no address is known"
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._wake.set()
+        self._thread.join(2.0)
+        self._do(float("inf"))
+        if self._resolving is not None:
+            self._resolving.close()
+        for target in (*self.all, *self._leaving):
+            target.close()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._look_after()
+                self._do(time.monotonic())
+            except Exception:  # whatever it was, the next round may do better
+                log.exception("looking after the lookup nodes failed; trying again")
+            next_s = min((due for due, _ in [*self._due]), default=float("inf")) - time.monotonic()
+            woken = self._wake.wait(min(LOOK_S, max(_SOONEST_S, next_s)))
+            self._wake.clear()
+            if woken and not self._changed.is_set() and not self._closed:
+                time.sleep(_SOONEST_S)
+
+    def _do(self, now: float) -> None:
+        """What is due."""
+        with self._lock:
+            due = [work for at, work in self._due if at <= now]
+            self._due = [each for each in self._due if each[0] > now]
+        for work in due:
+            work()
+
+    def _look_after(self) -> None:
+        self._begin()
+        if self._changed.is_set():
+            self._changed.clear()
+            self._say()
+            for changed in self._watchers:
+                changed()
+        for target in [each for each in self._leaving if not each.in_flight]:
+            self._leaving.remove(target)
+            target.close()
+
+    def _find(self) -> None:
+        """Take on nodes that are new, and let go of those that are no more."""
+        before = dict(self._addresses.problems)
+        found = self._addresses.now()
+        with self._lock:
+            known = {NodeAddress(each.address, each.name): each for each in self.all}
+            gone = [target for at, target in known.items() if at not in found]
+            self.all = tuple(
+                known.get(at) or LookupNode(at, self._credentials, lambda: self._metadata)
+                for at in found
+            )
+            self._leaving += gone
+        if gone or len(found) > len(known) or before != self._addresses.problems:
+            self._changed.set()
+            self._wake.set()
+
+    def _begin(self) -> None:
+        """Ask each that has answered the question before."""
+        self._renew()
+        key = self._key.now()
+        self._metadata = () if key is None else (("x-api-key", key),)
+        for target in self.all:
+            if target not in self._looks:
+                self._looks[target] = asked = target.look(_ANSWER_S)
+                asked.add_done_callback(lambda done, target=target: self._told(target, done))
+
+    def _renew(self) -> None:
+        """Connect anew where certificates have been renewed; what is under way ends as it began."""
+        if self._certificates is None or (certificates := self._certificates()) == self._shown:
+            return
+        with self._lock:
+            self._shown, self._credentials = certificates, _credentials(certificates)
+            former = [target.connect(self._credentials) for target in self.all]
+        for connection in former:
+            if not self.later(_FAREWELL_S, connection.close):
+                connection.close()
+
+    def _told(self, target: LookupNode, asked: Any) -> None:
+        """On a thread of gRPC's."""
+        try:
+            if target.looked(asked) and not self._closed:
+                self._changed.set()
+                self._wake.set()
+                if target.standing == "unreachable" and target.may_serve:
+                    self.later(LATE_S, partial(self.look, tell=True))
+        finally:
+            self._looks.pop(target, None)
+
+    def _await_first(self) -> None:
+        done: list[Future[None]] = []
+        for asked in [*self._looks.values()]:
+            ended: Future[None] = Future()
+            asked.add_done_callback(lambda _asked, ended=ended: ended.set_result(None))
+            done.append(ended)
+        for ended in done:
+            ended.result(2 * _ANSWER_S)
+
+    def _say(self) -> None:
+        """Log what is new."""
+        told = {target.address: (target.standing, target.problem) for target in self.all}
+        for address, (standing, problem) in told.items():
+            if self._said.get(address) == standing:
+                continue  # in other words, perhaps
+            if standing == "ready":
+                log.info("lookup node %s is asked", address)
+            else:
+                log.warning("lookup node %s is %s: %s", address, standing, problem)
+        for address in self._said.keys() - told.keys():
+            log.info("lookup node %s is gone", address)
+        self._said = {address: standing for address, (standing, _) in told.items()}
+        for name, problem in self._addresses.problems.items():
+            if self._unknown.get(name) != problem:
+                log.warning("lookup nodes %s: %s; trying again", name, problem)
+        self._unknown = dict(self._addresses.problems)
+
+
+def _credentials(certificates: ClientTls | None) -> grpc.ChannelCredentials | None:
+    return None if certificates is None else grpc.ssl_channel_credentials(*certificates)

@@ -1,0 +1,151 @@
+"""Nodes that fail are left out for a while: outlier ejection, as load balancers do it.
+
+Envoy's rules, simplified (https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier):
+a node is ejected for what it did with its last lookups, for twice as long each time, and comes back by
+itself. What fails everywhere is no outlier: there has to be a node that does much better, and never more than
+half of them are out. So nodes that are all slow, as under overload, keep their share of the lookups.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from hps.lookup.remote.balancing import LeastBusy, NodePicker
+from hps.lookup.remote.lookup_node import LookupNode
+
+log = logging.getLogger(__name__)
+
+_LAST = 10
+# A lookup that was given less time than this says nothing of the node when it is over.
+_PATIENCE_S = 0.1
+_Code = grpc.StatusCode
+_FAILURES = (_Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS)
+
+
+class _NodeRecord:
+    """What is kept of one node."""
+
+    __slots__ = ("ejections", "last", "longer", "until")
+
+    def __init__(self) -> None:
+        self.last: deque[bool] = deque(maxlen=_LAST)
+        """Whether its last lookups failed."""
+        self.until = 0.0
+        """When it is asked again."""
+        self.longer = 0
+        """How often its time out was doubled."""
+        self.ejections = 0
+
+    @property
+    def share(self) -> float:
+        """Of its last lookups, those that failed; 1 when nothing is known."""
+        return self.last.count(True) / len(self.last) if self.last else 1.0
+
+
+class OutlierEjection:
+    """A `NodePicker` that leaves out nodes that fail, and has ``inner`` choose among the others; where
+    all are out, among all. Any thread may call it."""
+
+    def __init__(
+        self,
+        nodes: Callable[[], Sequence[LookupNode]],
+        inner: NodePicker | None = None,
+        *,
+        failures: int = 5,
+        base_s: float = 1.0,
+        most_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``nodes`` tells all there are. ``failures`` among a node's last ten lookups eject it, for
+        ``base_s`` at first and ``most_s`` at most."""
+        self._nodes = nodes
+        self._inner = inner or LeastBusy()
+        self._failures, self._base_s, self._most_s = failures, base_s, most_s
+        self._clock = clock
+        self._records: dict[LookupNode, _NodeRecord] = {}
+        self._lock = threading.Lock()
+        # Read without the lock: most of the time nobody is out.
+        self._out: tuple[LookupNode, ...] = ()
+
+    def pick(self, among: Sequence[LookupNode]) -> LookupNode:
+        if self._out:
+            self._readmit()
+            among = [target for target in among if target not in self._out] or among
+        return self._inner.pick(among)
+
+    def answered(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
+        self._inner.answered(target, code, seconds)
+        late = code is _Code.DEADLINE_EXCEEDED and seconds >= _PATIENCE_S
+        failed = late or code in _FAILURES
+        record = self._records.get(target)
+        if record is None:
+            if not failed:
+                return
+            with self._lock:
+                self._forget()
+                record = self._records.setdefault(target, _NodeRecord())
+        record.last.append(failed)
+        if failed and record.last.count(True) >= self._failures:
+            self._eject(target, record)
+
+    def is_out(self, target: LookupNode) -> bool:
+        """Whether it is left out at the moment."""
+        self._readmit()
+        return target in self._out
+
+    def ejections(self, target: LookupNode) -> int:
+        """How often it was left out so far."""
+        record = self._records.get(target)
+        return 0 if record is None else record.ejections
+
+    def _eject(self, target: LookupNode, record: _NodeRecord) -> None:
+        nodes, now = self._nodes(), self._clock()
+        with self._lock:
+            self._forget()
+            if target in self._out or target not in nodes or 2 * (len(self._out) + 1) > len(nodes):
+                return
+            if not self._does_better(record, nodes):
+                return
+            if now > record.until + self._most_s:
+                record.longer = 0  # it did well for long
+            out_s = min(self._base_s * 2**record.longer, self._most_s)
+            record.until = now + out_s
+            record.longer += 1
+            record.ejections += 1
+            record.last.clear()
+            self._out = (*self._out, target)
+        log.warning("lookup node %s fails; it is left out for %.3g s", target.address, out_s)
+
+    def _does_better(self, record: _NodeRecord, nodes: Sequence[LookupNode]) -> bool:
+        """Whether another node that is not out, and answers, fails half as often, at most. With the lock
+        held."""
+        answer = [each for each in nodes if each.standing == "ready" and each.answers["OK"]]
+        records = [self._records.get(each) for each in answer if each not in self._out]
+        others = [each for each in records if each is not record]
+        return any(each is None or 2 * each.share <= record.share for each in others)
+
+    def _readmit(self) -> None:
+        now = self._clock()
+        if any(self._until(each) <= now for each in self._out):
+            with self._lock:
+                back = [each for each in self._out if self._until(each) <= now]
+                self._out = tuple(each for each in self._out if each not in back)
+            for each in back:
+                log.info("lookup node %s is asked again", each.address)
+
+    def _until(self, target: LookupNode) -> float:
+        """When it is asked again; at once if it is unknown by now."""
+        record = self._records.get(target)
+        return 0.0 if record is None else record.until
+
+    def _forget(self) -> None:
+        """Let go of nodes that are no more. With the lock held."""
+        nodes = self._nodes()
+        self._out = tuple(each for each in self._out if each in nodes)
+        self._records = {t: r for t, r in self._records.items() if t in nodes}

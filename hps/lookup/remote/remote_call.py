@@ -1,0 +1,95 @@
+"""A lookup on its way to other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from hps.lookup.remote.lookup_codec import LookupRequestTemplate
+from hps.lookup.remote.lookup_node import LookupNode
+from hps.lookup.remote.unary_method import Cancel
+from hps.tracing import RequestContext
+from hps.types import LookupResult, VectorArray
+
+
+class LookupAttempt:
+    """One node was asked, at an instant of ``time.monotonic()``. ``is_last``: there was no other, or another
+    may not be asked after it. ``cancel`` ends it, as soon as it has begun."""
+
+    __slots__ = ("cancel", "is_last", "started", "target")
+
+    def __init__(self, target: LookupNode, started: float, is_last: bool) -> None:
+        self.target = target
+        self.started = started
+        self.is_last = is_last
+        self.cancel: Cancel | None = None
+
+
+class RemoteLookupCall:
+    """A lookup on its way; ``tried`` are the nodes it was sent to. ``headers`` tell of its trace. ``profile``
+    is what its time is told to, where anybody asks."""
+
+    __slots__ = (
+        "answer",
+        "attempt",
+        "deadline",
+        "failure",
+        "headers",
+        "message",
+        "nobody_since",
+        "of",
+        "out",
+        "profile",
+        "started",
+        "tried",
+    )
+
+    def __init__(
+        self,
+        of: LookupRequestTemplate,
+        message: bytes,
+        started: float,
+        deadline: float,
+        out: Mapping[str, VectorArray] | None,
+        headers: Mapping[str, str] | None,
+        profile: RequestContext | None = None,
+    ) -> None:
+        self.of = of
+        self.message = message
+        self.deadline = deadline
+        self.started = started
+        self.out = out
+        self.headers = headers
+        self.profile = profile
+        self.tried: list[LookupNode] = []
+        self.failure = ""
+        self.nobody_since: float | None = None
+        """Since when no node has answered, although all were tried."""
+        self.attempt: LookupAttempt | None = None
+        """What a node was asked last; set before it is asked, since it may fail, and another node be asked on
+        another thread, before whoever asked knows how to end it."""
+        self.answer: Future[LookupResult] = Future()
+
+    def cancel(self) -> None:
+        """End what is under way."""
+        attempt = self.attempt
+        if attempt is not None and attempt.cancel is not None:
+            attempt.cancel()
+
+    def finish(self, result: LookupResult) -> None:
+        """Answer with ``result``, its vectors in ``out`` where that has arrays for them. Once the call is
+        cancelled these are the caller's; while they are written it can't be."""
+        if not self.answer.set_running_or_notify_cancel():
+            return
+        try:
+            for name, into in (self.out or {}).items():
+                into[...] = result.vectors[name]
+                result.vectors[name] = into
+        except BaseException as error:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if self.answer.set_running_or_notify_cancel():
+            self.answer.set_exception(error)

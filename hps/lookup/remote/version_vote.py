@@ -1,0 +1,68 @@
+"""Which version of each model to serve: that which most of the lookup nodes serve.
+
+Versions change on one node after the other. Who asks the nodes changes over when most of them have, so that
+there are always enough to ask; the other versions there are it holds ready.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from hps.lookup.remote.node_registry import NodeRegistry
+
+
+class VersionVote:
+    """What `hps.node.version_sync.VersionSync` asks. For one thread at a time."""
+
+    def __init__(self, nodes: NodeRegistry, chosen: Mapping[str, int | None] | None) -> None:
+        """``chosen``: the models to serve, and the version of each where one is stated; None: all there
+        are."""
+        self._nodes = nodes
+        self._chosen = chosen
+
+    def follow(self, report: Mapping[str, Any], _deadline: float) -> dict[str, Any]:
+        """By ``(model, version, token)``: ``serve`` these, and have those of ``open`` ready."""
+        served = dict(map(_of, report["serves"]))
+        serving = [target for target in self._nodes.all if target.may_serve]
+        votes: dict[str, Counter[int]] = {}
+        for target in serving:
+            for (model, version), told in target.models.items():
+                if not told.former:
+                    votes.setdefault(model, Counter())[version] += 1
+        serve: list[tuple[str, int, str]] = []
+        others: list[tuple[str, int, str]] = []
+        for model in sorted({*votes, *served}) if self._chosen is None else self._chosen:
+            stated = (self._chosen or {}).get(model)
+            if stated is not None:
+                serve.append(_entry(model, stated))
+                continue
+            wanted = served.get(model)
+            if serving:  # while no node can say, what was served is served on
+                wanted = _most(votes.get(model), wanted)
+            if wanted is not None:
+                serve.append(_entry(model, wanted))
+            others += [_entry(model, n) for n in votes.get(model, ()) if n != wanted]
+        return {"serve": serve, "open": others}
+
+    def close(self) -> None:
+        pass
+
+
+def _most(votes: Counter[int] | None, served: int | None) -> int | None:
+    """Of equally many, the one that is served; else the newest."""
+    if not votes:
+        return None
+    most = max(votes.values())
+    tied = [version for version, count in votes.items() if count == most]
+    return served if served in tied else max(tied)
+
+
+def _entry(model: str, version: int) -> tuple[str, int, str]:
+    return model, version, f"{model}/{version}"
+
+
+def _of(token: str) -> tuple[str, int]:
+    model, _, version = token.rpartition("/")
+    return model, int(version)

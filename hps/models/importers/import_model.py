@@ -1,0 +1,158 @@
+"""Writes what was planned as a version of the repository."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hps.config.config_errors import validate
+from hps.config.model_file import load_model_spec
+from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec
+from hps.errors import ModelError
+from hps.models.importers.arrays import reading
+from hps.models.importers.plan import Chunk, ImportPlan, ImportTable, table_name
+from hps.models.repository import SPEC_FILE, Repository
+from hps.models.version_writer import write_version
+from hps.types import NoProgress, Progress
+
+
+def import_model(
+    root: Path,
+    name: str,
+    plan: ImportPlan,
+    *,
+    version: int | None = None,
+    spec: ModelSpec | None = None,
+    dense: Path | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    allow_nan: bool = False,
+    replace: bool = False,
+    replace_spec: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the plan's tables as a version of model ``name``, by default the next one; returns its
+    folder. ``spec``: see `describe`. NaN and infinite values are refused unless ``allow_nan``.
+    Takes a few blocks of 4 MB of memory beside what the source's format needs to decode."""
+    spec = describe(root, name, plan) if spec is None else spec
+    _check_tables(spec, plan)
+    if version is None:
+        version = next_version(root, name)
+    shown = progress or NoProgress()
+    return write_version(
+        root,
+        spec,
+        version,
+        {
+            table.name: _CheckedChunks(plan.source, table, shown, allow_nan=allow_nan)
+            for table in plan.tables
+        },
+        dense=dense,
+        metadata={"source": plan.source.name, "format": plan.format, **(metadata or {})},
+        replace=replace,
+        replace_spec=replace_spec,
+    )
+
+
+def next_version(root: Path, name: str) -> int:
+    """The lowest number above all versions of a model."""
+    folder = root / name
+    if not (folder / SPEC_FILE).is_file():
+        return 1
+    return max(Repository(root).versions(name), default=0) + 1
+
+
+def describe(
+    root: Path,
+    name: str,
+    plan: ImportPlan,
+    features: Sequence[FeatureSpec] = (),
+    dense: DenseSpec | None = None,
+    defaults: Mapping[str, float | list[float]] | None = None,
+) -> ModelSpec:
+    """The model's description: the repository's ``model.yaml`` where there is one and nothing is
+    given, else the source's own, else generated: one feature per table, or per stacked part with its
+    offset. ``defaults``: the vector of unknown keys by table. Raises ModelError or ConfigError."""
+    path = root / name / SPEC_FILE
+    if path.is_file() and not features and not defaults and dense is None:
+        return load_model_spec(path)
+    if plan.spec is None:
+        tables = [{"name": t.name, "dim": t.dim} for t in plan.tables]
+        data: dict[str, Any] = {"name": name, "tables": tables}
+    else:
+        data = plan.spec.model_dump() | {"name": name}
+    for table, default in (defaults or {}).items():
+        described = next((t for t in data["tables"] if t["name"] == table), None)
+        if described is None:
+            names = ", ".join(t["name"] for t in data["tables"])
+            raise ModelError(f"--default names table '{table}'; the tables are {names}")
+        described["default"] = default
+    if used := list(features) or _stacked_features(plan):
+        data["features"] = [f.model_dump() for f in used]
+    if dense is not None:
+        data["dense"] = dense.model_dump()
+    return validate(ModelSpec, data, lambda _key: f"model '{name}' from {plan.source}")
+
+
+def _stacked_features(plan: ImportPlan) -> list[FeatureSpec]:
+    """Only needed where a table was stacked; else a feature per table is the default anyway."""
+    if not any(table.parts for table in plan.tables):
+        return []
+    return [
+        FeatureSpec(name=name, table=table.name, key_offset=offset)
+        for table in plan.tables
+        for name, offset in [(table_name(p), o) for p, o in table.parts] or [(table.name, 0)]
+    ]
+
+
+def _check_tables(spec: ModelSpec, plan: ImportPlan) -> None:
+    described = {t.name: t.dim for t in spec.tables}
+    found = {t.name: t.dim for t in plan.tables}
+    if missing := sorted(set(described) - set(found)):
+        raise ModelError(
+            f"model.yaml describes table '{missing[0]}', but {plan.source} gives "
+            f"{', '.join(sorted(found))}; name it with --table {missing[0]}=SOURCE"
+        )
+    if unknown := sorted(set(found) - set(described)):
+        raise ModelError(
+            f"table '{unknown[0]}' is not described in model.yaml, which has "
+            f"{', '.join(sorted(described))}"
+        )
+    for name, dim in found.items():
+        if described[name] != dim:
+            raise ModelError(
+                f"table '{name}' has dim {dim} in {plan.source}, {described[name]} in model.yaml"
+            )
+
+
+class _CheckedChunks:
+    """Iterable of a table's chunks that reports progress and refuses broken values."""
+
+    def __init__(
+        self, source: Path, table: ImportTable, progress: Progress, *, allow_nan: bool
+    ) -> None:
+        self._source = source
+        self._table = table
+        self._progress = progress
+        self._allow_nan = allow_nan
+
+    def __iter__(self) -> Iterator[Chunk]:
+        table, row = self._table, 0
+        task = self._progress.task(f"importing {table.name}", table.rows)
+        with reading(self._source), task as step:
+            for keys, vectors in table.chunks():
+                if not self._allow_nan and not np.isfinite(vectors).all():
+                    bad = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])
+                    raise ModelError(
+                        f"table '{table.name}': row {row + bad} (key {keys[bad]}) holds NaN or a value "
+                        "that is infinite in float32; mend it, or import it as it is with --allow-nan"
+                    )
+                yield keys, vectors
+                row += len(keys)
+                step(len(keys))
+        for stamp in table.stamps:
+            stamp.check()
+        if row != table.rows:
+            raise ModelError(f"table '{table.name}': expected {table.rows} rows, found {row}")

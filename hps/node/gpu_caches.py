@@ -1,0 +1,281 @@
+"""The GPU caches of a node: one on each device, what is bridged to them, and models whose rows stay there.
+
+To lookups whose vectors are wanted on the host, the caches are one tier below the CPU cache: what that one
+holds is nearer. On a device the order is the other way round: the GPU cache, then over the bridge the CPU
+cache and the stores.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from hps.config.schema import ModelOverride, Settings, TableOverride
+from hps.cuda.layout import EvictionPolicy
+from hps.cuda.loader import lacking
+from hps.dense.lanes import DeviceLanes
+from hps.dense.onnx import OnnxModel
+from hps.errors import ConfigError
+from hps.lookup.engine import Promote
+from hps.lookup.gpu.device_lookup import DeviceLookup
+from hps.lookup.gpu.miss_fill import LowerTiers
+from hps.node.model_opening import OpenedModel
+from hps.node.tier_status import TierStatus
+from hps.observability.meters import LookupMeter, TierMeter
+from hps.observability.metrics import Metrics
+from hps.predict.device_feed import DeviceFeed
+from hps.predict.device_path import DevicePath
+from hps.predict.pipeline import DevicePredictor
+from hps.threads import LookupPools
+from hps.tiers.background_refresh import BackgroundValue
+from hps.tiers.base import Tier
+from hps.tiers.chain import TierChain
+from hps.tiers.fused_lookup import fused
+from hps.tiers.gpu.memory import publish_memory
+from hps.tiers.gpu.plan import (
+    GpuTableRequest,
+    Plan,
+    check_fits,
+    device_bytes,
+    host_bytes_of,
+    plan_gpu,
+)
+from hps.tiers.gpu.replicas import GpuReplicas
+from hps.tiers.promotion import PromotingTier
+from hps.tiers.wrappers import MeteredTier
+from hps.types import EmbeddingTable
+
+log = logging.getLogger(__name__)
+_POLICIES = {"lru": EvictionPolicy.LRU, "lfu": EvictionPolicy.LFU, "version": EvictionPolicy.SCORE}
+_COUNT_AGAIN_S = 5.0
+_SWITCH_S = 5e-5
+
+
+class NodeGpus:
+    """Opened by `open`; ``resources`` closes them. Without a GPU there are none, and all it offers is
+    empty. ``static`` are the tables that must be filled as a whole and then sealed."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        opened: Sequence[OpenedModel],
+        metrics: Metrics,
+        resources: ExitStack,
+    ) -> None:
+        self._settings = settings
+        self._chosen = settings.tiers.gpu
+        self._opened = opened
+        self._metrics = metrics
+        self._resources = resources
+        self._bridged: list[tuple[Tier, Tier]] = []
+        self._below: list[LowerTiers] = []
+        self.replicas: GpuReplicas | None = None
+        self.static: list[EmbeddingTable] = []
+
+    def open(self) -> TierStatus | None:
+        """Allocate the caches, as large as the settings say. Raises ConfigError, before anything is
+        allocated, for GPUs that are not there or have too little memory."""
+        if self._chosen.use == "off" or not self._is_there():
+            return None
+        # Whoever waited for a device must not wait as long again for the interpreter's lock.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        plan = self._plan()
+        self.static = [table for table, place in plan.items() if place.static]
+        updates = self._settings.updates
+        if self.static and (updates.kafka or updates.directory):
+            source = "updates.kafka" if updates.kafka else "updates.directory"
+            raise ConfigError(
+                f"table {self.static[0].id} is static in the GPU cache (gpu_static, tiers.gpu.static), which "
+                f"can't follow {source}; serve it with gpu_static: false"
+            )
+        caches = [self._cache(device, plan) for device in self._chosen.devices]
+        by_version = [
+            table
+            for table, place in plan.items()
+            if place.policy is EvictionPolicy.SCORE and not place.static
+        ]
+        replicas = GpuReplicas(caches, by_version)
+        self.replicas = replicas
+        self._resources.callback(replicas.close)
+        tables = [table for table, place in plan.items() if place.rows]
+        rows = BackgroundValue(partial(_count, replicas, tables), _COUNT_AGAIN_S, "gpu-rows")
+        self._resources.callback(rows.close)
+        publish_memory(self._metrics, self._chosen.devices, self._resources)
+        facts = {
+            "devices": self._chosen.devices,
+            "bytes": device_bytes(plan),
+            "pinned_host_bytes": host_bytes_of(plan),
+            "static_tables": len(self.static),
+        }
+        return TierStatus(
+            replicas,
+            lambda table: (rows.value or {}).get(table, 0),
+            replicas.capacity,
+            facts=lambda: facts,
+        )
+
+    def bridge(self, caches: Sequence[Tier], stores: Tier, lift: Promote, promote: Promote) -> None:
+        """Let each device ask ``caches``, in host memory, and ``stores`` for what it lacks. ``lift`` and
+        ``promote`` are told of rows that the former or the latter held."""
+        if self.replicas is None:
+            return
+        for cache, device in zip(self.replicas.caches, self._chosen.devices, strict=True):
+            chain: list[Tier] = [MeteredTier(cache, TierMeter(self._metrics, cache.info.name))]
+            if caches:
+                below = TierChain(caches)
+                inner = PromotingTier(below, lift, "")
+                chain.append(bridged(inner, device, self._chosen.workspaces))
+                self._below.append(LowerTiers(fused(below), chain[1], lift))
+            else:
+                self._below.append(LowerTiers())
+            threads = self._settings.tiers.lookup_threads
+            asked = bridged(PromotingTier(stores, promote, ""), device, threads)
+            self._bridged.append((TierChain(chain), asked))
+
+    def lookups(
+        self, model: OpenedModel, workers: LookupPools, promote: Promote, meter: LookupMeter
+    ) -> list[DeviceLookup]:
+        """The model's lookups, one per device."""
+        if self.replicas is None:
+            return []
+        return [
+            DeviceLookup(cache, below, model.lookup, caches, stores, workers, promote, meter)
+            for cache, below, (caches, stores) in zip(
+                self.replicas.caches, self._below, self._bridged, strict=True
+            )
+        ]
+
+    def paths(
+        self, model: OpenedModel, lookups: Sequence[DeviceLookup], meter: LookupMeter
+    ) -> Sequence[DevicePredictor]:
+        """Where the model's predictions run without a vector coming down: one path per device, none where
+        the network takes no vectors there."""
+        network, spec, name = model.dense, model.spec.dense, model.lookup.name
+        if self.replicas is None or spec is None or network is None:
+            return []
+        feeds = [
+            (feature, spec.embeddings.get(feature.name, feature.name))
+            for feature in model.lookup.features.values()
+        ]
+        if network.takes_device_arrays:
+            caches = self.replicas.caches
+            return [
+                DeviceFeed(lookup, cache.space, network, feeds)
+                for lookup, cache in zip(lookups, caches, strict=True)
+            ]
+        if not isinstance(network, OnnxModel):
+            return []
+        if not runs_on_gpu(network):
+            log.info("model %s: its network runs on the CPU; predictions use the CPU cache", name)
+            return []
+        sent = frozenset(tensor.name for tensor in spec.inputs)
+        observe = TierMeter(self._metrics, self.replicas.info.name)
+        paths = []
+        devices = self._chosen.devices
+        for i, (lookup, cache, device) in enumerate(
+            zip(lookups, self.replicas.caches, devices, strict=True)
+        ):
+            lanes = DeviceLanes(network, cache.space, device, sent, self._settings.dense.lanes)
+            below = self._below[i]
+            paths.append(DevicePath(lookup, cache, below, lanes, feeds, observe, meter))
+        return paths
+
+    # -- opening -----------------------------------------------------------------------------------
+
+    def _is_there(self) -> bool:
+        chosen = self._chosen
+        if (why := lacking()) is None:
+            have = device_count()
+            missing = [device for device in chosen.devices if device >= have]
+            if not missing:
+                return True
+            why = (
+                f"tiers.gpu.devices names GPU {missing[0]}, and there are {have}, from number 0 on"
+            )
+        if chosen.use == "required":
+            raise ConfigError(
+                f"tiers.gpu.use is required, but {why}. Set it to auto to serve from the CPU cache"
+            )
+        log.info("no GPU cache: %s; rows are served from the CPU cache", why)
+        return False
+
+    def _plan(self) -> Plan:
+        chosen = self._chosen
+        plan = plan_gpu(
+            {
+                table: self._wish(table, model.version.tables[name].rows)
+                for model in self._opened
+                for name, table in model.tables.items()
+            },
+            capacity_bytes=chosen.capacity_bytes,
+            host_bytes=chosen.host_bytes,
+            share=chosen.share,
+        )
+        for device in chosen.devices:
+            check_fits(plan, free_memory(device), device)
+        return plan
+
+    def _wish(self, table: EmbeddingTable, rows: int) -> GpuTableRequest:
+        chosen = self._chosen
+        models = self._settings.models.serve or {}
+        override = models.get(table.model) or ModelOverride()
+        own = override.tables.get(table.name) or TableOverride()
+        static = chosen.static if own.gpu_static is None else own.gpu_static
+        policy = _POLICIES[own.gpu_eviction or chosen.eviction]
+        return GpuTableRequest(rows, own.gpu_rows, own.gpu_share, policy, static)
+
+    def _cache(self, device: int, plan: Plan) -> Any:
+        cache = open_cache(device, self._chosen.workspaces)
+        for table, place in plan.items():
+            cache.add_table(
+                table,
+                place.rows,
+                policy=place.policy,
+                host_rows=place.host_rows,
+                static=place.static,
+                ticks=self._chosen.clock_ticks,
+                epoch_s=self._chosen.epoch_s,
+            )
+        return cache
+
+
+def open_cache(device: int, workspaces: int) -> Any:
+    """An empty cache on ``device``."""
+    from hps.tiers.gpu.cache import GpuCache
+
+    return GpuCache({}, device=device, workspaces=workspaces)
+
+
+def bridged(inner: Tier, device: int, workspaces: int) -> Tier:
+    """``inner``, in host memory, for parts on ``device``."""
+    from hps.tiers.gpu.host_bridge import HostBridge
+
+    return HostBridge(inner, device=device, workspaces=workspaces)
+
+
+def runs_on_gpu(network: OnnxModel) -> bool:
+    return not network.on_host
+
+
+def device_count() -> int:
+    """GPUs that this process sees."""
+    from hps.cuda.loader import cupy
+
+    return int(cupy().cuda.runtime.getDeviceCount())
+
+
+def free_memory(device: int) -> int:
+    """Bytes that are free on ``device``."""
+    from hps.cuda.loader import cupy
+    from hps.cuda.memory import free_bytes
+
+    with cupy().cuda.Device(device):
+        return free_bytes()
+
+
+def _count(replicas: GpuReplicas, tables: Sequence[EmbeddingTable]) -> Mapping[EmbeddingTable, int]:
+    return {table: replicas.rows(table) for table in tables}

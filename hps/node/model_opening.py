@@ -1,0 +1,202 @@
+"""Models opened and checked as far as that goes without reading a row.
+
+A broken configuration must end the process within seconds, so this comes before any load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from hps.config import Configuration, Settings, apply_override
+from hps.config.model_schema import ModelSpec
+from hps.config.ps_json.legacy import LegacyModel
+from hps.config.schema import ModelOverride
+from hps.dense.base import DenseModel
+from hps.dense.network_factory import NetworkSpec, check_here, open_network
+from hps.errors import ConfigError, HpsError
+from hps.lookup.base import Feature, LookupModel
+from hps.models.repository import SPEC_FILE, ModelVersion, Repository, open_legacy
+from hps.predict.network_inputs import check_wiring, fed_tensors, served_tensors
+from hps.types import EmbeddingTable
+
+
+def open_versions(
+    configuration: Configuration, chosen: Mapping[str, int] | None = None
+) -> list[ModelVersion]:
+    """The versions to serve: those of ``ps.json`` and those of the repository; ``chosen``, by model, instead
+    of those that the settings would choose now."""
+    return [opens() for opens in version_openers(configuration, chosen).values()]
+
+
+def version_openers(
+    configuration: Configuration, chosen: Mapping[str, int] | None = None
+) -> dict[str, Callable[[], ModelVersion]]:
+    """A function per model to serve, which opens its version; see `open_versions`."""
+    settings = configuration.settings.models
+    overrides: Mapping[str, ModelOverride] = settings.serve or {}
+    openers: dict[str, Callable[[], ModelVersion]] = {}
+    for legacy in configuration.legacy:
+        name = legacy.spec.name
+        openers[name] = partial(_open_legacy, legacy, overrides.get(name))
+    if chosen is not None:
+        names = list(chosen)
+    elif settings.serve is None and not (openers and not settings.repository.is_dir()):
+        names = Repository(settings.repository).names()
+    else:
+        names = list(overrides)
+    repository = Repository(settings.repository)
+    is_frontend = configuration.settings.server.role == "frontend"
+    opens = partial(_described, repository) if is_frontend else repository.open
+    for name in names:
+        version = (chosen or {}).get(name)
+        openers.setdefault(name, partial(opens, name, version, overrides.get(name)))
+    if not openers:
+        raise ConfigError(_no_model(settings.repository))
+    return openers
+
+
+def _no_model(repository: Path) -> str:
+    """Error message for a repository without models."""
+    message = f"no model to serve: {repository} holds none; "
+    folders = sorted(p.name for p in repository.glob("[!.]*") if p.is_dir())
+    if folders:
+        return (
+            message + f"folder '{folders[0]}' has no {SPEC_FILE}: add it, or import the model again"
+        )
+    return message + "make one with `hps model import` or set models.repository"
+
+
+def _open_legacy(legacy: LegacyModel, override: ModelOverride | None) -> ModelVersion:
+    version = open_legacy(legacy)
+    return replace(version, spec=apply_override(version.spec, override))
+
+
+def _described(
+    repository: Repository, name: str, version: int | None, override: ModelOverride | None
+) -> ModelVersion:
+    """As a front end has it: lookup nodes have the rows, and say which version is served."""
+    if version is None and override is not None:
+        version = override.version
+    there = repository.versions(name)
+    return repository.without_rows(name, version or (there[-1] if there else 1), override)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTables:
+    """A model version and its tables, as stores know them."""
+
+    version: ModelVersion
+    tables: dict[str, EmbeddingTable]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel(OpenedTables):
+    """With its lookup description and its network: everything checked but no row read."""
+
+    lookup: LookupModel
+    dense: DenseModel | None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.version.spec
+
+
+def watermarks_of(
+    opened: Iterable[OpenedTables],
+) -> dict[EmbeddingTable, Mapping[str, Mapping[str, int]]]:
+    """Of each table, what its files contain of the update streams (`Manifest.watermark`)."""
+    return {
+        table: model.version.manifest.watermark
+        for model in opened
+        for table in model.tables.values()
+        if model.version.manifest is not None
+    }
+
+
+def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) -> OpenedModel:
+    """Make the version's tables and open its network, which ``resources`` closes; a lookup node has none."""
+    lookup, network = _described_model(version, settings)
+    dense = None
+    if network is not None:
+        dense = open_network(network, settings.dense, settings.tiers.gpu.devices[0])
+        resources.callback(dense.close)
+    return OpenedModel(version, dict(lookup.tables), lookup, dense)
+
+
+def check_model(version: ModelVersion, settings: Settings) -> None:
+    """Open the version as `open_model` does, and close it, without a Triton or a GPU. Raises ModelError."""
+    _, network = _described_model(version, settings)
+    if network is not None:
+        check_here(network, settings.dense)
+
+
+def check_models(configuration: Configuration) -> Iterator[tuple[str, ModelVersion | HpsError]]:
+    """Every model to serve: its version as a start would open it, or what is wrong with it. Sizes of tables
+    are checked, not their contents. Raises ConfigError and ModelError where there is no model."""
+    for name, opens in version_openers(configuration).items():
+        try:
+            version = opens()
+            check_model(version, configuration.settings)
+        except HpsError as error:
+            yield name, error
+        else:
+            yield name, version
+
+
+def _described_model(
+    version: ModelVersion, settings: Settings
+) -> tuple[LookupModel, NetworkSpec | None]:
+    """The version's lookup description, and its network's; a lookup node has no network."""
+    spec, tables = version.spec, version.embedding_tables()
+    lookup = LookupModel(
+        version.name,
+        version.version,
+        tables,
+        features_of(spec, tables),
+        spec.max_batch_size,
+        settings.server.max_keys,
+        _table_bounds(spec),
+    )
+    if spec.dense is None or settings.server.role == "lookup":
+        return lookup, None
+    network = NetworkSpec(
+        version.name,
+        version.dense,
+        fed_tensors(version.name, spec.dense, lookup.features),
+        served_tensors(spec.dense),
+        partial(check_wiring, version.name, spec.dense, lookup.features),
+        version.verified_dense,
+    )
+    return lookup, network
+
+
+def features_of(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[str, Feature]:
+    """The features of ``model.yaml``, by the names of their vectors."""
+    return {
+        name: Feature(
+            name,
+            tables[table],
+            f.key_offset,
+            f.pooling,
+            f.hotness,
+            f.context,
+            f.max_hotness,
+            "" if name == f.name else f.name,
+        )
+        for f in spec.served_features
+        for name, table in f.vectors.items()
+    }
+
+
+def _table_bounds(spec: ModelSpec) -> dict[str, int]:
+    """The most keys of a table in one request, where every feature on it has a bound per sample."""
+    bounds: dict[str, int] = {}
+    for table in {table for f in spec.features for table in f.tables}:
+        most = [f.max_hotness for f in spec.features if table in f.tables]
+        if None not in most:
+            bounds[table] = spec.max_batch_size * sum(m for m in most if m is not None)
+    return bounds

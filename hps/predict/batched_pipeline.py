@@ -1,0 +1,129 @@
+"""Predictions that are batched: one lookup and one run of the network for several requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.lookup.base import Feature
+from hps.lookup.batched_lookup import MergingSubmit, keys_size
+from hps.lookup.batching import Batcher, BatchLimits, BatchSize
+from hps.lookup.lookup_merge import MergedLookup, bounds, checked, kind
+from hps.tracing import RequestContext
+from hps.types import LookupRequest, PredictRequest, PredictResult
+
+
+class PredictionPipeline(Protocol):
+    """What answers predictions: `InferencePipeline`, or one that batches them."""
+
+    def submit(self, request: PredictRequest) -> Future[PredictResult]: ...
+
+
+class BatchedPipeline:
+    """``pipeline``, several requests at a time; see `Batcher`. A request with ``top_k``, or with candidates
+    beside their context, is alone. Any number of threads may call it."""
+
+    def __init__(
+        self,
+        pipeline: PredictionPipeline,
+        features: Mapping[str, Feature],
+        limits: BatchLimits,
+        observe: Callable[[float], None] = lambda _requests: None,
+    ) -> None:
+        """``features`` are the model's."""
+        self._batcher: Batcher[PredictRequest, PredictResult] = Batcher(
+            _PredictionWork(pipeline, features), limits, observe
+        )
+
+    def submit(self, request: PredictRequest) -> Future[PredictResult]:
+        """See ``InferencePipeline.submit``."""
+        return self._batcher.submit(request)
+
+    def predict(self, request: PredictRequest) -> PredictResult:
+        """As ``submit``, waiting for the answer."""
+        return self.submit(request).result()
+
+
+class _PredictionWork:
+    """Predictions as the work of a `Batcher`."""
+
+    def __init__(self, pipeline: PredictionPipeline, features: Mapping[str, Feature]) -> None:
+        self._features = features
+        self.alone = pipeline.submit
+        self.together = MergingSubmit(pipeline.submit, self._merged).begin
+
+    def kind(self, request: PredictRequest) -> tuple[Hashable, PredictRequest] | None:
+        if request.top_k is not None or request.features.keys() != self._features.keys():
+            return None
+        fit = checked(_lookup(request), self._features)
+        keys = kind(fit)
+        batch = keys_size(request.features).rows
+        if keys is None or any(np.shape(a)[:1] != (batch,) for a in request.dense.values()):
+            return None
+        dense = tuple(
+            (name, np.asarray(a).dtype, np.shape(a)[1:]) for name, a in request.dense.items()
+        )
+        if fit.features is not request.features:
+            request = replace(request, features=fit.features)
+        return (keys, dense, request.outputs), request
+
+    def size(self, request: PredictRequest) -> BatchSize:
+        return keys_size(request.features)
+
+    def deadline(self, request: PredictRequest) -> float | None:
+        return request.deadline
+
+    def _merged(
+        self, requests: Sequence[PredictRequest], want_source: bool, origin: RequestContext | None
+    ) -> _MergedPredictions:
+        return _MergedPredictions(requests, self._features, want_source, origin)
+
+
+class _MergedPredictions:
+    """One request for those of ``requests``, which are of one kind."""
+
+    def __init__(
+        self,
+        requests: Sequence[PredictRequest],
+        features: Mapping[str, Feature],
+        want_source: bool,
+        origin: RequestContext | None,
+    ) -> None:
+        self._requests = requests
+        lookups = [_lookup(request) for request in requests]
+        self._lookups = MergedLookup(lookups, features, want_source=want_source)
+        self._rows = bounds([keys_size(request.features).rows for request in requests])
+        joined = self._lookups.request
+        dense: dict[str, NDArray[Any]] = {
+            name: np.concatenate([request.dense[name] for request in requests])
+            for name in requests[0].dense
+        }
+        self.request = PredictRequest(
+            joined.features, dense, None, joined.deadline, want_source, requests[0].outputs, origin
+        )
+
+    def split(self, result: PredictResult) -> list[PredictResult]:
+        """What each request is answered with: parts of the arrays of ``result``."""
+        told = self._lookups.told(result.sources)
+        return [
+            PredictResult(
+                {name: values[rows] for name, values in result.outputs.items()},
+                mine.sources if request.want_source else {},
+                mine.defaulted,
+                result.degraded,
+                result.stale_s,
+            )
+            for request, rows, mine in zip(self._requests, self._rows, told, strict=True)
+        ]
+
+
+def _lookup(request: PredictRequest) -> LookupRequest:
+    return LookupRequest(request.features, request.deadline, request.want_source)
+
+
+__all__ = ["BatchedPipeline", "PredictionPipeline"]

@@ -1,0 +1,122 @@
+"""DeviceSpace: streams and arrays on one device, as lookups need them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hps.cuda.cuda_graph import CudaGraph, record
+from hps.cuda.loader import cupy
+from hps.tiers.base import Part
+from hps.types import EmbeddingTable, KeyArray
+
+_ALIGN = 256
+
+
+class DeviceParts:
+    """Fresh parts whose answers lie on one device; what is small of them in one block, to come down in one
+    copy. ``block`` holds the versions of all parts, then their sources."""
+
+    def __init__(self, parts: list[Part], block: Any, keys: int) -> None:
+        self.parts = parts
+        self._block = block
+        self._keys = keys
+        self._ends = np.cumsum([len(part.keys) for part in parts])[:-1]
+
+    def reports(self, stream: Any) -> tuple[list[NDArray[np.uint64]], list[NDArray[np.uint8]]]:
+        """Each part's versions and sources on the host, when ``stream`` has come this far; waits for it."""
+        block: NDArray[np.uint8] = self._block.get(stream=stream)
+        versions = block[: 8 * self._keys].view(np.uint64)
+        sources = block[8 * self._keys :]
+        return np.split(versions, self._ends), np.split(sources, self._ends)
+
+
+class DeviceSpace:
+    """Any number of threads may use it."""
+
+    kind = "cuda"
+    """ONNX Runtime's name for where the arrays lie."""
+
+    def __init__(self, device: int) -> None:
+        self._cupy = cupy()
+        self.device = self._cupy.cuda.Device(device)
+        self._streams: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def take_stream(self) -> Any:
+        """A stream of this device, to be given back when it has come to rest."""
+        try:
+            return self._streams.get_nowait()
+        except queue.Empty:
+            with self.device:
+                return self._cupy.cuda.Stream(non_blocking=True)
+
+    def give_back(self, stream: Any) -> None:
+        self._streams.put(stream)
+
+    def bytes(self, size: int) -> Any:
+        """``(size,) uint8`` of device memory, for use on any stream."""
+        with self.device:
+            return self._cupy.empty(size, np.uint8)
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """``(size,) uint8`` of host memory that copies don't wait for."""
+        with self.device:
+            memory = self._cupy.cuda.alloc_pinned_memory(size)
+        return np.frombuffer(memory, np.uint8, size)
+
+    def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
+        """Copy between two addresses, on host or device, without waiting."""
+        self._cupy.cuda.runtime.memcpyAsync(to, source, nbytes, 4, stream.ptr)
+
+    def bring(self, to: NDArray[Any], array: Any, stream: Any) -> None:
+        """Copy ``array`` into ``to``, as large and in pinned memory, without waiting."""
+        self.copy(to.ctypes.data, array.data.ptr, to.nbytes, stream)
+
+    def record(self, stream: Any, work: Callable[[], None]) -> CudaGraph | None:
+        """See `record` of `hps/cuda/cuda_graph.py`."""
+        with self.device:
+            return record(stream, work)
+
+    def assign(self, to: Any, source: Any, stream: Any) -> None:
+        """``to[...] = source`` on ``stream``: other types and shapes that broadcast."""
+        with self.device, stream:
+            to[...] = source
+
+    def upload(self, array: NDArray[Any]) -> Any:
+        """``array`` on the device, complete."""
+        with self.device:
+            return self._cupy.asarray(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, stream: Any) -> Any:
+        with self.device, stream:
+            return self._cupy.empty(shape, dtype)
+
+    def parts(self, asked: Sequence[tuple[EmbeddingTable, KeyArray]], stream: Any) -> DeviceParts:
+        """Fresh parts for ``keys (n,)`` of each table, for use on ``stream``."""
+        cp = self._cupy
+        total = sum(len(keys) for _, keys in asked)
+        rows_at, size = [], 0
+        for table, keys in asked:
+            rows_at.append(size)
+            size += -(-len(keys) * table.row_bytes // _ALIGN) * _ALIGN
+        with self.device, stream:
+            block, rows = cp.zeros(9 * total, np.uint8), cp.empty(size, np.uint8)
+        parts, first = [], 0
+        for (table, keys), at in zip(asked, rows_at, strict=True):
+            n = len(keys)
+            parts.append(
+                Part(
+                    table,
+                    keys,
+                    cp.ndarray((n, table.dim), table.dtype, rows.data + at),
+                    cp.ndarray((n,), np.uint64, block.data + 8 * first),
+                    cp.ndarray((n,), np.uint8, block.data + 8 * total + first),
+                    np.arange(n),
+                )
+            )
+            first += n
+        return DeviceParts(parts, block, total)

@@ -1,0 +1,150 @@
+"""An open database with everything that it holds open, for each of the three kinds of access."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rocksdict import DBRecoveryMode, Options
+
+from hps.errors import TierError
+from hps.tiers.rocksdb.acknowledged_writes import (
+    AcknowledgedRecord,
+    AcknowledgedWrites,
+    has_writer,
+    noted,
+)
+from hps.tiers.rocksdb.database_options import (
+    OpenSettings,
+    check_manifest,
+    existing_families,
+    folder_beside,
+    make_options,
+    open_database,
+    repair_folder,
+)
+from hps.tiers.rocksdb.errors import NAME
+from hps.tiers.rocksdb.recovery import LogRecovery, LostWrites, lost_by_reader
+
+# A writer removes files while a reader opens them; the next attempt finds the newer ones.
+_ATTEMPTS = 20
+
+
+class DatabaseHandle:
+    """An open database with all its column families and ``more``, which are created. ``lost``: the
+    acknowledged writes that it did not find."""
+
+    lost: LostWrites | None = None
+
+    def __init__(self, settings: OpenSettings, more: Iterable[str] = ()) -> None:
+        self._folder: TemporaryDirectory[str] | None = None
+        self._acknowledged: AcknowledgedWrites | None = None
+        check_manifest(settings.path)
+        if os.path.isdir(repair_folder(settings.path)) and not settings.repair:
+            raise TierError(
+                NAME,
+                f"{settings.path}: a repair was interrupted; run `hps store verify --repair` again, which "
+                "continues it",
+            )
+        if settings.access == "primary":
+            self._open_primary(settings, more)
+        else:
+            self._open_reader(settings)
+
+    def _open_primary(self, settings: OpenSettings, more: Iterable[str]) -> None:
+        self._prepare(settings, more)
+        recovery = LogRecovery(settings, self.options, self.families)
+        self.db = recovery.open()
+        self.lost = recovery.lost
+        self._acknowledged = AcknowledgedWrites(settings.path, self.db.latest_sequence_number())
+
+    def _open_reader(self, settings: OpenSettings) -> None:
+        for attempt in range(_ATTEMPTS):
+            self._prepare(settings)
+            if not self.families:
+                raise TierError(
+                    NAME,
+                    f"{settings.path} holds no database, and access: {settings.access} forbids to create "
+                    "one; load it once with access: primary",
+                )
+            # What the primary is writing may end in the middle of a record.
+            self.options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
+            known = noted(settings.path)
+            try:
+                if settings.access == "secondary":
+                    _check_files(settings, self.options, self.families)
+                self._folder = folder_beside(settings)
+                self.db = open_database(settings, self.options, self.families, self._folder)
+            except TierError:
+                self.clean()
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            else:
+                self._find_loss(settings, known)
+                return
+
+    def _find_loss(self, settings: OpenSettings, known: AcknowledgedRecord | None) -> None:
+        """Compare what a reader found with the record, unless a primary moves writes from its log to table
+        files meanwhile."""
+        if known is None or has_writer(settings.path) or known != noted(settings.path):
+            return
+        try:
+            self.lost = lost_by_reader(settings, known, self.db.latest_sequence_number())
+        except TierError:
+            self.close()
+            raise
+
+    def _prepare(self, settings: OpenSettings, more: Iterable[str] = ()) -> None:
+        self.families = {*existing_families(settings.path), *more}
+        self.options = make_options(settings, len(self.families))
+        self._identity = _identity(settings.path)
+
+    def acknowledge(self) -> None:
+        """Record that everything written so far is acknowledged. One thread at a time."""
+        if self._acknowledged is not None:
+            self._acknowledged.note(self.db.latest_sequence_number())
+
+    def replaced(self, path: Path) -> bool:
+        """Whether another database lies there now."""
+        return _identity(path) != self._identity
+
+    def clean(self) -> None:
+        """Remove what a reader needs beside it; calls that run still finish."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def close(self) -> None:
+        """Close it, without RocksDB's binding flushing each table on the way."""
+        self.db.cancel_all_background(True)
+        self.clean()
+        try:
+            self.db.close()
+        except Exception as error:
+            # The binding's last flush comes after the end of background work.
+            if "Shutdown in progress" not in str(error):
+                raise
+        finally:
+            if self._acknowledged is not None:
+                self._acknowledged.close()
+
+
+def _check_files(settings: OpenSettings, options: Options, families: Iterable[str]) -> None:
+    """A secondary passes over damaged and missing files, as if what is in them had never been written; an
+    opening for reading alone does not."""
+    reading = replace(settings, access="read_only")
+    links = folder_beside(reading)
+    assert links is not None
+    with links:
+        open_database(reading, options, families, links).close()
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        found = (path / "IDENTITY").stat()
+    except OSError:
+        return 0, 0
+    return found.st_ino, found.st_mtime_ns

@@ -1,0 +1,68 @@
+"""How a reader beside a primary sees what the primary writes."""
+
+from __future__ import annotations
+
+import time
+
+from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
+from hps.tiers.rocksdb.database_options import existing_families
+from hps.tiers.rocksdb.layout import family_name
+from hps.types import EmbeddingTable
+
+
+class SecondaryCatchUp:
+    """Of one open database; for a primary and for ``read_only`` there is nothing to follow. Any number of
+    threads."""
+
+    def __init__(self, database: RocksDbDatabase) -> None:
+        self._database = database
+        self._follows = database.settings.access == "secondary"
+        self._owns = database.settings.access == "primary"
+        self._caught_up = time.monotonic()
+        # Asked for, but made by the primary after this reader opened, if ever.
+        self._unknown: set[str] = set()
+
+    def find(self, table: EmbeddingTable) -> TableFamily | None:
+        """The table's column family, None where a reader's database holds no such table (yet)."""
+        database = self._database
+        if not self._owns and not database.known(table):
+            self._unknown.add(family_name(table, database.layout))
+            return None
+        return database.family(table)
+
+    def keep_up(self) -> None:
+        """Catch up when the last time is long enough ago and nobody else is at it."""
+        if not self._follows:
+            return
+        if time.monotonic() - self._caught_up < self._database.settings.tuning.catch_up_s:
+            return
+        if self._database.lock.acquire(blocking=False):
+            try:
+                self.catch_up()
+            finally:
+                self._database.lock.release()
+
+    def catch_up(self) -> None:
+        """Read what the primary wrote until now. Opens anew when that cannot be followed: another
+        database lies there now, or a table was made that was asked for."""
+        database = self._database
+        if not self._follows:
+            return
+        with database.lock, database.errors():
+            try:
+                anew = self._is_another()
+                if not anew:
+                    database.db.try_catch_up_with_primary()
+            except Exception:
+                anew = True
+            if anew:
+                database.reopen()
+            self._unknown.clear()
+            database.renew_marks()
+            self._caught_up = time.monotonic()
+
+    def _is_another(self) -> bool:
+        path = self._database.settings.path
+        if self._database.opened.replaced(path):
+            return True
+        return bool(self._unknown) and not self._unknown.isdisjoint(existing_families(path))

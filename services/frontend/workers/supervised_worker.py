@@ -1,0 +1,273 @@
+"""One worker as the node's process sees it: started, asked, replaced when it ends or does not answer."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hps.config import Configuration
+from hps.observability.metrics import MetricValues, names_of
+from services.frontend.logs import Level, fields, log
+from services.frontend.statistics import Statistics
+from services.frontend.workers.channel import ControlChannelSupervisor
+from services.frontend.workers.heartbeat import (
+    GrpcHeartbeat,
+    Heartbeat,
+    HeartbeatTransport,
+    HttpHeartbeat,
+)
+from services.frontend.workers.process import BROKEN
+from services.frontend.workers.worker_watch import WorkerWatch
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+# One that lasted so long did not fail because of how it was started.
+_LASTED_S = 60.0
+# For the numbers of one worker; those that were told last stand in for them.
+_PATIENCE_S = 2.0
+
+
+class SupervisedWorker:
+    """Worker ``number``, counted from 1. ``listeners``: of all workers, if they answer HTTP; its own
+    connections come to the one of its number. ``grpc_heartbeat``: where it is to make a socket, if it answers
+    gRPC. ``broke`` is called, on a thread, when it can't be started because something is wrong with its
+    configuration; ``changed`` when it has become ready or is so no more. One that has been ready is replaced
+    however it ends, and tried again while it can't be."""
+
+    def __init__(
+        self,
+        number: int,
+        configuration: Configuration,
+        listeners: Sequence[socket.socket],
+        grpc_heartbeat: Path | None,
+        broke: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.number = number
+        self.ready = False
+        self.broken = False
+        self._was_ready = False
+        self.restarts = 0
+        self._configuration = configuration
+        self._listeners, self._grpc_heartbeat = listeners, grpc_heartbeat
+        self.watch = WorkerWatch(
+            number, configuration.settings.server.worker_timeout_s, self._set_ready
+        )
+        self._broke, self._changed = broke, changed
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: ControlChannelSupervisor | None = None
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._counted: dict[str, Any] = {}
+        self._metrics_before = MetricValues()
+        self._statistics_before: dict[str, Statistics] = {}
+        self._thread = threading.Thread(target=self._live, name=f"hps-worker-{number}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Have it end once what it has accepted is answered; told again, even before."""
+        with self._lock:
+            self._stopping.set()
+            if self._process is not None:
+                self._process.terminate()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until it has ended; after ``timeout_s`` it is killed."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.error("worker killed %s", fields(worker=self.number, after_s=timeout_s))
+            assert self._process is not None
+            self._process.kill()
+            self._thread.join()
+
+    def describe(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        pid = None if self._process is None else self._process.pid
+        state = "ready" if self.ready else "starting"
+        if self.watch.unresponsive:
+            state = "unresponsive"
+        return {
+            "role": "worker",
+            "number": self.number,
+            "pid": pid,
+            "state": "stopping" if self._stopping.is_set() else state,
+            "restarts": self.restarts,
+        }
+
+    # -- what it has counted -----------------------------------------------------------------------
+
+    def metrics(self) -> MetricValues:
+        """Of the worker and those before it."""
+        self._ask()
+        with self._lock:  # as `_remember` moves what was counted to what was before
+            found = MetricValues.from_json(self._counted.get("metrics", {}))
+            if not self.ready:
+                found = found.grown()
+            found.add(self._metrics_before)
+        return found
+
+    def statistics(self) -> dict[str, list[Any]]:
+        """The numbers of `Statistics`, by what they are known as, of the worker and those before it."""
+        self._ask()
+        with self._lock:
+            found = {name: [told] for name, told in self._counted.get("statistics", {}).items()}
+            for name, before in self._statistics_before.items():
+                found.setdefault(name, []).append(before.numbers())
+        return found
+
+    def forget(self, model: str, version: int) -> None:
+        """A version that no process has any more."""
+        with self._lock:
+            told = MetricValues.from_json(self._counted.get("metrics", {}))
+            for numbers in (told, self._metrics_before):
+                numbers.drop(model, version)
+            self._counted = {**self._counted, "metrics": told.as_json()}
+            for name in names_of(model):
+                self._counted.get("statistics", {}).pop(f"{name}/{version}", None)
+                self._statistics_before.pop(f"{name}/{version}", None)
+
+    def set_level(self, level: Level) -> None:
+        """Have it, and those after it, write log lines from ``level`` upwards."""
+        settings = self._configuration.settings
+        server = settings.server.model_copy(update={"log_level": level})
+        settings = settings.model_copy(update={"server": server})
+        self._configuration = replace(self._configuration, settings=settings)
+        channel = self._channel
+        if self.ready and channel is not None:
+            with suppress(OSError):  # it has ended, or hangs
+                channel.ask("log", _PATIENCE_S, level)
+
+    def cover(self, numbers: Collection[int]) -> None:
+        """Have it accept connections in place of these workers, too, and of no others."""
+        channel = self._channel
+        if self.ready and channel is not None:
+            with suppress(OSError):  # it has ended
+                channel.tell("cover", list(numbers))
+
+    def hinder(self, hindrance: str) -> None:
+        """Have it say that it is not ready, and why; empty: that it is."""
+        channel = self._channel
+        if self.ready and channel is not None:
+            with suppress(OSError):  # it has ended
+                channel.tell("hinder", hindrance)
+
+    def _ask(self) -> None:
+        """What it has counted by now, as far as it tells."""
+        channel = self._channel
+        if self.ready and channel is not None:
+            try:
+                told = channel.ask("numbers", _PATIENCE_S)
+            except OSError:
+                pass  # it has ended, or hangs
+            else:
+                with self._lock:
+                    if self._channel is channel:
+                        self._counted = told
+
+    def _remember(self) -> None:
+        """Keep what was told last of the worker that has ended: sums must not go back."""
+        with self._lock:
+            self._channel = None
+            counted, self._counted = self._counted, {}
+            self._metrics_before.add(MetricValues.from_json(counted.get("metrics", {})).grown())
+            for name, told in counted.get("statistics", {}).items():
+                self._statistics_before.setdefault(name, Statistics()).add(told)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            try:
+                end: dict[str, Any] = {"exit_code": self._one_life()}
+            except OSError as error:
+                end = {"error": error}
+            if self._stopping.is_set():
+                return
+            if end.get("exit_code") == BROKEN and not self._was_ready:
+                self.broken = True
+                self._broke()
+                return
+            if time.monotonic() - began > _LASTED_S:
+                pause_s = _FIRST_PAUSE_S
+            self.restarts += 1
+            told = fields(worker=self.number, **end, restart_in_s=pause_s)
+            log.error("worker ended %s", told)
+            self._stopping.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _one_life(self) -> int:
+        """Start a worker; its exit code. Raises OSError: no process, or no open file, is to be had."""
+        with ExitStack() as ours:
+            with ExitStack() as theirs:
+                end, control = _pair(ours, theirs)
+                channel, files, ways = (
+                    ControlChannelSupervisor(end),
+                    [control],
+                    list[HeartbeatTransport](),
+                )
+                if self._listeners:
+                    end, answering = _pair(ours, theirs)
+                    files += [answering, *self._listeners]
+                    ways.append(HttpHeartbeat(end))
+                process = self._start(channel, [each.fileno() for each in files])
+            if process is None:
+                return 0
+            if self._grpc_heartbeat is not None:
+                ours.callback(self._grpc_heartbeat.unlink, missing_ok=True)
+                ways.append(GrpcHeartbeat(self._grpc_heartbeat))
+            heartbeat = ours.enter_context(closing(Heartbeat(process.pid, ways)))
+            try:
+                given = self._configuration, self._grpc_heartbeat, self.restarts > 0
+                channel.send(pickle.dumps(given))
+                channel.told()
+            except OSError:
+                code = process.wait()  # it says more
+            else:
+                self._was_ready = True
+                log.info("worker ready %s", fields(worker=self.number, pid=process.pid))
+                self._set_ready(True)
+                code = self.watch.until_it_ends(process, heartbeat, self._stopping)
+            self._set_ready(False)
+            self._remember()
+            return code
+
+    def _set_ready(self, ready: bool) -> None:
+        if ready != self.ready:
+            self.ready = ready
+            self._changed()
+
+    def _start(
+        self, channel: ControlChannelSupervisor, files: Sequence[int]
+    ) -> subprocess.Popen[bytes] | None:
+        """The worker's process, which inherits ``files``; None when asked to stop."""
+        with self._lock:
+            if self._stopping.is_set():
+                return None
+            # In a session of its own: Ctrl-C is for the node's process, which tells its workers.
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", "services.frontend.workers.process"]
+                + [str(number) for number in (self.number, *files)],
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._channel = channel
+            return process
+
+
+def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
+    """Two sockets that are connected, each closed with its stack."""
+    end, other = socket.socketpair()
+    return ours.enter_context(end), theirs.enter_context(other)

@@ -1,0 +1,69 @@
+"""Where processes of one machine find a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hps.config import InvalidConfiguration, Settings, configuration_from
+from hps.config.runtime_folder import attachable, for_workers
+
+
+def settings(**given: Any) -> Settings:
+    return configuration_from(given, environ={}).settings
+
+
+def found(chosen: Settings) -> tuple[Path | None, str | None]:
+    return chosen.server.runtime, chosen.tiers.cpu_cache.shared.name
+
+
+def test_nothing_is_shared_unless_somebody_may_attach() -> None:
+    assert found(attachable(settings())) == (None, None)
+
+
+def test_a_folder_for_others_shares_the_cache_under_a_name_of_its_own() -> None:
+    one, other = (attachable(settings(server={"runtime": path})) for path in ("/run/a", "/run/b"))
+    assert found(one)[1] != found(other)[1]
+    assert found(one) == found(attachable(settings(server={"runtime": "/run/a"})))
+
+
+def test_what_is_given_stays() -> None:
+    given = {
+        "server": {"runtime": "/run/a", "workers": 2},
+        "tiers": {"cpu_cache": {"shared": {"name": "mine"}}},
+    }
+    assert found(for_workers(settings(**given))) == (Path("/run/a"), "mine")
+    off = for_workers(settings(tiers={"cpu_cache": {"enabled": False}}))
+    assert off.tiers.cpu_cache.shared.name is None
+
+
+def test_a_node_that_comes_back_finds_what_it_left() -> None:
+    """Its folder is told by the database, or else by the port: what one node at a time can have."""
+    there = {"tiers": {"rocksdb": {"path": "/data/db"}}}
+    assert found(for_workers(settings(**there))) == found(for_workers(settings(**there)))
+    elsewhere = {"tiers": {"rocksdb": {"path": "/data/other"}}}
+    assert found(for_workers(settings(**there))) != found(for_workers(settings(**elsewhere)))
+
+    def reading(port: int) -> Settings:
+        rocksdb = {"path": "/data/db", "access": "read_only"}
+        server = {"http": {"port": port}}
+        return for_workers(settings(tiers={"rocksdb": rocksdb}, server=server))
+
+    assert found(reading(9000)) == found(reading(9000))
+    assert found(reading(9000)) != found(reading(9003))
+    assert found(reading(0)) != found(reading(0))
+
+
+def test_workers_use_no_gpu() -> None:
+    assert for_workers(settings()).tiers.gpu.use == "off"
+    with pytest.raises(InvalidConfiguration, match=r"server\.workers: is 2, but workers can't use"):
+        settings(server={"workers": 2}, tiers={"gpu": {"use": "required"}})
+
+
+def test_pages_set_aside_by_size_cannot_be_shared() -> None:
+    with pytest.raises(
+        InvalidConfiguration, match=r"huge_pages: is reserved, which can't be shared"
+    ):
+        settings(server={"workers": 2}, tiers={"cpu_cache": {"huge_pages": "reserved"}})

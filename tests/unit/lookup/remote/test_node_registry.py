@@ -1,0 +1,38 @@
+"""Who looks after the lookup nodes."""
+
+from contextlib import closing
+from types import SimpleNamespace
+
+import grpc
+
+from hps.lookup.remote import lookup_node as targets
+from hps.lookup.remote import node_registry as module
+from hps.lookup.remote.lookup_node import LookupNode
+from hps.v1 import lookup_pb2 as pb
+from tests.support.waiting import until
+
+
+def test_who_watches_is_told_when_a_node_has_been_late_for_too_long(monkeypatch):
+    """That changes nothing in what the node says."""
+
+    class Late(LookupNode):
+        """Has answered once."""
+
+        answered = False
+
+        def look(self, _timeout_s):
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if self.answered else grpc.StatusCode.OK
+            self.answered = True
+            asked = SimpleNamespace(
+                code=lambda: code, details=str, result=lambda: pb.ServingResponse(ready=True)
+            )
+            asked.add_done_callback = lambda told: told(asked)
+            return asked
+
+    monkeypatch.setattr(module, "Target", Late)
+    monkeypatch.setattr(module, "LATE_S", 0.3)
+    monkeypatch.setattr(targets, "LATE_S", 0.3)
+    with closing(module.NodeRegistry(["127.0.0.1:1"])) as nodes:
+        (target,), told = nodes.all, []
+        nodes.watch(lambda: told.append((target.standing, target.may_serve)))
+        until(lambda: ("unreachable", False) in told)

@@ -1,0 +1,163 @@
+"""Which nodes are left out, for how long, and how many."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from hps.lookup.remote.outlier_ejection import OutlierEjection
+
+OK, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
+LATE, REFUSED = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Setup:
+    """``count`` nodes, and a clock."""
+
+    def __init__(self, count):
+        self.now = 100.0
+        self.nodes = [Node(f"node-{i}:8001") for i in range(count)]
+        self.outliers = OutlierEjection(
+            lambda: self.nodes, failures=3, base_s=1.0, most_s=3.0, clock=lambda: self.now
+        )
+
+    def tell(self, node, code, times=1, seconds=0.5):
+        for _ in range(times):
+            self.outliers.answered(node, code, seconds)
+
+    def picked(self):
+        return {self.outliers.pick(self.nodes).address for _ in range(2 * len(self.nodes))}
+
+
+class Node(SimpleNamespace):
+    def __init__(self, address):
+        super().__init__(address=address, in_flight=0, standing="ready", answers=Counter(OK=1))
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+@pytest.fixture
+def three():
+    return Setup(3)
+
+
+def test_a_node_that_fails_is_left_out_and_comes_back(three):
+    bad, *others = three.nodes
+    three.tell(bad, UNAVAILABLE, 2)
+    assert bad.address in three.picked()
+    three.tell(bad, UNAVAILABLE)
+    assert three.picked() == {node.address for node in others}
+    assert three.outliers.is_out(bad)
+    three.now += 1.01
+    assert bad.address in three.picked()
+    assert not three.outliers.is_out(bad)
+    assert [three.outliers.ejections(node) for node in three.nodes] == [1, 0, 0]
+
+
+def test_each_time_it_is_out_for_longer_until_it_did_well_for_long(three):
+    bad = three.nodes[0]
+    for out_s in (1.0, 2.0, 3.0, 3.0):
+        three.tell(bad, UNAVAILABLE, 3)
+        three.now += out_s - 0.01
+        assert bad.address not in three.picked()
+        three.now += 0.02
+        assert bad.address in three.picked()
+    three.now += 3.0
+    three.tell(bad, UNAVAILABLE, 3)
+    three.now += 1.01
+    assert bad.address in three.picked()
+    assert three.outliers.ejections(bad) == 5
+
+
+def test_failures_among_successes_count_too(three):
+    bad = three.nodes[0]
+    for _ in range(2):
+        three.tell(bad, OK, 3)
+        three.tell(bad, UNAVAILABLE)
+    three.tell(bad, OK, 9)  # they are forgotten
+    three.tell(bad, UNAVAILABLE)
+    assert bad.address in three.picked()
+    three.tell(bad, UNAVAILABLE, 2)
+    assert bad.address not in three.picked()
+
+
+def test_what_says_nothing_of_a_node(three):
+    bad = three.nodes[0]
+    three.tell(bad, REFUSED, 9)  # it has too much to do
+    three.tell(bad, LATE, 9, seconds=0.05)  # the request was in a hurry
+    assert bad.address in three.picked()
+    three.tell(bad, LATE, 3)
+    assert bad.address not in three.picked()
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (3, 1), (4, 2)])
+def test_at_most_half_are_left_out(count, most):
+    setup = Setup(count)
+    for node in setup.nodes:
+        setup.tell(node, UNAVAILABLE, 9)
+    assert len(setup.picked()) == count - most
+
+
+def test_what_all_do_says_nothing_of_one(three):
+    """As all are slow under overload: each keeps its share, until one does worse than the others."""
+    for _ in range(20):
+        for node in three.nodes:
+            three.tell(node, LATE)
+    assert len(three.picked()) == 3
+    slow, *others = three.nodes
+    for node in others:
+        three.tell(node, OK, 6)
+    three.tell(slow, LATE)
+    assert three.picked() == {node.address for node in others}
+
+
+@pytest.mark.parametrize("idle", [{"standing": "not ready"}, {"answers": Counter()}])
+def test_one_that_is_not_asked_is_no_example(three, idle):
+    """It starts still, or has other models."""
+    vars(three.nodes[2]).update(idle)
+    for _ in range(10):
+        for node in three.nodes[:2]:
+            three.tell(node, LATE)
+    assert len(three.picked()) == 3
+
+
+def test_one_that_has_just_come_back_is_no_example(three):
+    slow, *others = three.nodes
+    three.tell(slow, LATE, 3)
+    three.now += 1.01
+    three.outliers.pick(three.nodes)
+    for _ in range(10):
+        for node in others:
+            three.tell(node, LATE)
+    assert len(three.picked()) == 3
+
+
+def test_where_only_those_are_left_they_are_asked(three):
+    bad = three.nodes[0]
+    three.tell(bad, UNAVAILABLE, 3)
+    assert three.outliers.pick([bad]) is bad
+
+
+def test_nodes_that_have_gone_are_forgotten(three):
+    bad = three.nodes[0]
+    three.tell(bad, UNAVAILABLE, 3)
+    three.nodes.remove(bad)
+    three.tell(three.nodes[0], UNAVAILABLE, 3)
+    assert len(three.picked()) == 1
+    assert three.outliers.ejections(bad) == 0
+
+
+def test_nodes_that_are_gone_are_forgotten(three):
+    """Also one that was out, while no other may be left out in its place."""
+    gone, *others = three.nodes
+    three.tell(gone, UNAVAILABLE, 3)
+    three.nodes[:] = others[:1]
+    three.tell(others[0], UNAVAILABLE, 3)
+    assert three.picked() == {others[0].address}
+    three.tell(gone, UNAVAILABLE)  # the last of what was under way there
+    three.nodes[:] = [Node(f"later-{i}:8001") for i in range(2)]
+    for each in three.nodes:
+        three.tell(each, UNAVAILABLE)
+    assert three.outliers._records.keys() == set(three.nodes)

@@ -1,0 +1,78 @@
+"""Which version of a model a front end serves, while nodes change over one after the other."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hps.lookup.remote.lookup_node import ServedVersion
+from hps.lookup.remote.retry_budget import RetryBudget
+from hps.lookup.remote.version_vote import VersionVote
+
+
+def node(standing="ready", former=(), late=False, **models):
+    told = {of: ServedVersion(0, False) for of in models.items()}
+    told |= {of: ServedVersion(0, True) for of in former}
+    return SimpleNamespace(standing=standing, may_serve=standing == "ready" or late, models=told)
+
+
+def follow(nodes, serves=(), chosen=None):
+    told = VersionVote(SimpleNamespace(all=nodes), chosen).follow({"serves": list(serves)}, 0.0)
+    assert all(token == f"{m}/{n}" for m, n, token in [*told["serve"], *told["open"]])
+    return [token for *_, token in told["serve"]], [token for *_, token in told["open"]]
+
+
+@pytest.mark.parametrize(
+    ("versions", "served", "wanted"),
+    [
+        ([1, 1, 1], "m/1", "m/1"),
+        ([2, 1, 1], "m/1", "m/1"),
+        ([2, 2, 1], "m/1", "m/2"),
+        ([2, 1], "m/1", "m/1"),  # a tie changes nothing
+        ([2, 1], "m/2", "m/2"),
+        ([1, 1, 2], "m/2", "m/1"),  # back
+        ([2, 1], None, "m/2"),
+        ([3, 3], "m/1", "m/3"),
+    ],
+)
+def test_the_version_of_most_nodes(versions, served, wanted):
+    serve, ready = follow([node(m=version) for version in versions], [served] if served else [])
+    assert serve == [wanted]
+    assert {*ready, wanted} == {f"m/{version}" for version in versions}
+
+
+def test_only_nodes_that_take_lookups_say():
+    away, ends = node("unreachable", m=2), node("not ready", m=2)
+    assert follow([away, ends, node(m=1, former=[("m", 2)])], ["m/2"])[0] == ["m/1"]
+    assert follow([away, ends], ["m/1", "n/4"])[0] == ["m/1", "n/4"]
+    assert follow([away, ends]) == ([], [])
+
+
+def test_nodes_that_are_late_say_what_they_said_last():
+    late = {"standing": "unreachable", "late": True}
+    assert follow([node(**late, m=1), node(**late, m=1, n=1), node(m=2)], ["m/1", "n/1"]) == (
+        ["m/1", "n/1"],
+        ["m/2"],
+    )
+
+
+def test_models_that_no_node_serves_go():
+    assert follow([node(m=1)], ["m/1", "gone/1"])[0] == ["m/1"]
+
+
+def test_models_may_be_chosen_and_their_versions_stated():
+    nodes = [node(a=1, b=2, c=3), node(a=2, b=2, c=3)]
+    chosen = {"a": 1, "b": None, "d": None, "e": 5}
+    assert follow(nodes, ["a/1"], chosen) == (["a/1", "b/2", "e/5"], [])
+
+
+def test_one_retry_for_five_lookups_beyond_the_reserve():
+    budget = RetryBudget(2)
+    assert [budget.spend() for _ in range(3)] == [True, True, False]
+    for _ in range(4):
+        budget.earn()
+    assert not budget.spend()
+    budget.earn()
+    assert [budget.spend(), budget.spend()] == [True, False]
+    for _ in range(100):
+        budget.earn()
+    assert [budget.spend() for _ in range(3)] == [True, True, False]

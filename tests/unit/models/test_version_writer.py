@@ -1,0 +1,175 @@
+"""Writing versions: all or nothing, and never over something without being told to."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hps.config.model_schema import ModelSpec
+from hps.errors import ModelError
+from hps.models import staging
+from hps.models.repository import Repository
+from hps.models.staging import clean_leftovers
+from hps.models.version_writer import write_version
+
+
+def test_streams_chunks(tmp_path, make_spec):
+    def chunks():
+        for i in range(5):
+            yield np.arange(i * 10, i * 10 + 10), np.full((10, 2), i, np.float64)
+
+    seen = []
+    folder = write_version(tmp_path, make_spec("m", t=2), 1, {"t": chunks()}, progress=seen.append)
+    assert np.fromfile(folder / "tables/t/key", "<i8").tolist() == list(range(50))
+    vectors = np.fromfile(folder / "tables/t/emb_vector", "<f4").reshape(50, 2)
+    assert vectors[:, 1].tolist() == [i // 10 for i in range(50)]
+    assert seen == [10] * 5
+    assert Repository(tmp_path).open("m").tables["t"].rows == 50
+
+
+def test_unsigned_keys_keep_their_bits(tmp_path, make_spec):
+    keys = np.array([2**64 - 1, 2**63], np.uint64)
+    folder = write_version(tmp_path, make_spec("m", t=1), 1, {"t": (keys, np.ones((2, 1)))})
+    assert np.fromfile(folder / "tables/t/key", "<i8").tolist() == [-1, -(2**63)]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, make_spec):
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match=r"cannot make the folder .*file/m: Not a directory"):
+        write_version(tmp_path / "file", make_spec("m", t=3), 1, {"t": iter(())})
+
+
+def test_an_empty_table(tmp_path, make_spec):
+    write_version(tmp_path, make_spec("m", t=3), 1, {"t": iter(())})
+    assert Repository(tmp_path).open("m").tables["t"].rows == 0
+
+
+def test_the_network_as_bytes_or_file(tmp_path):
+    described = ModelSpec.model_validate(
+        {
+            "name": "m",
+            "tables": [{"name": "t", "dim": 1}],
+            "dense": {"outputs": [{"name": "y", "shape": [-1]}]},
+        }
+    )
+    rows = {"t": (np.arange(1), np.ones((1, 1)))}
+    (tmp_path / "net.onnx").write_bytes(b"x" * 3_000_000)
+    write_version(tmp_path / "r", described, 1, rows, dense=b"abc")
+    folder = write_version(tmp_path / "r", described, 2, rows, dense=tmp_path / "net.onnx")
+    assert (folder / "dense.onnx").stat().st_size == 3_000_000
+    with pytest.raises(ModelError, match="gone"):
+        write_version(tmp_path / "r", described, 3, rows, dense=tmp_path / "gone")
+    with pytest.raises(ModelError, match="a dense part is described, but no file given"):
+        write_version(tmp_path / "r", described, 3, rows)
+    assert Repository(tmp_path / "r").versions("m") == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "vectors", "said"),
+    [
+        (np.arange(3), np.ones((2, 2)), "3 keys but 2 vectors"),
+        (np.arange(3), np.ones((3, 5)), r"expected keys \(n,\) and vectors \(n, 2\)"),
+        (np.arange(3.0), np.ones((3, 2)), "keys must be integers"),
+        (np.arange(3), np.array([["a", "b"]] * 3), "expected numbers"),
+        (np.ones((3, 1), int), np.ones((3, 2)), "expected keys"),
+    ],
+)
+def test_wrong_arrays_leave_nothing_behind(tmp_path, make_spec, keys, vectors, said):
+    with pytest.raises(ModelError, match=said):
+        write_version(tmp_path, make_spec("m", t=2), 1, {"t": (keys, vectors)})
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("tables", [{}, {"t": (), "u": ()}, {"u": ()}])
+def test_the_tables_must_be_those_described(tmp_path, make_spec, tables):
+    with pytest.raises(ModelError, match="describes the tables t, given are"):
+        write_version(tmp_path, make_spec("m", t=2), 1, tables)
+
+
+class TestExisting:
+    def test_a_version_is_replaced_only_when_told(self, tmp_path, make_version):
+        make_version(1, n=10)
+        with pytest.raises(ModelError, match=r"ctr/1 exists; .*--replace"):
+            make_version(1, n=20)
+        make_version(1, n=20, replace=True)
+        assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
+        assert sorted(p.name for p in (tmp_path / "models/ctr").iterdir()) == ["1", "model.yaml"]
+
+    def test_a_version_is_there_at_every_moment_of_its_replacement(
+        self, tmp_path, make_version, monkeypatch
+    ):
+        """A writer killed between two renames would leave none."""
+        make_version(1, n=10)
+        rename, moved = Path.rename, []
+        monkeypatch.setattr(
+            Path, "rename", lambda path, to: (moved.append(path.name), rename(path, to))
+        )
+        make_version(1, n=20, replace=True)
+        assert "1" not in moved
+        assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
+
+    def test_a_file_system_that_cannot_exchange_folders(self, tmp_path, make_version, monkeypatch):
+        make_version(1, n=10)
+        monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
+        make_version(1, n=20, replace=True)
+        assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
+        assert sorted(p.name for p in (tmp_path / "models/ctr").iterdir()) == ["1", "model.yaml"]
+
+    def test_the_description_is_replaced_only_when_told(self, tmp_path, make_version, make_spec):
+        make_version(1)
+        other = make_spec(users=4, items=16)
+        with pytest.raises(ModelError, match=r"model.yaml differs .*--replace-spec"):
+            make_version(2, spec=other)
+        make_version(2, spec=other, replace_spec=True)
+        assert Repository(tmp_path / "models").open("ctr").tables["items"].dim == 16
+
+    def test_a_version_without_a_description_is_a_leftover(self, tmp_path, make_version):
+        """Killed between the two renames of the first import: nothing is served, a rerun succeeds."""
+        folder = make_version(1, n=10)
+        (folder.parent / "model.yaml").unlink()
+        assert Repository(tmp_path / "models").names() == []
+        make_version(1, n=20)
+        assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
+
+    def test_of_two_writers_at_once_the_second_gives_up(self, tmp_path, make_version, make_spec):
+        make_version(1)
+
+        def slow():
+            make_version(2, n=30)
+            yield np.arange(1), np.ones((1, 4))
+
+        with pytest.raises(ModelError, match="written by somebody else meanwhile"):
+            make_version(2, tables={"users": slow(), "items": iter(())})
+        assert Repository(tmp_path / "models").open("ctr", 2).tables["users"].rows == 30
+
+
+class TestLeftovers:
+    def test_of_a_dead_writer_are_removed(self, make_version):
+        folder = make_version().parent
+        left = folder / ".import-2-dead"
+        (left / "tables").mkdir(parents=True)
+        for name, age in (("dead", 3600), ("live", 0)):
+            spec = folder / f".import-spec-{name}"
+            spec.write_text("")
+            os.utime(spec, (time.time() - age,) * 2)
+        assert sorted(clean_leftovers(folder)) == [left, folder / ".import-spec-dead"]
+        assert not left.exists()
+        assert not (folder / ".import-spec-dead").exists()
+        assert (folder / ".import-spec-live").exists()
+        left.mkdir()
+        make_version(2)
+        assert not left.exists()
+
+    def test_of_a_living_writer_stay(self, make_version):
+        folder = make_version().parent
+        living = folder / ".import-2-live"
+        living.mkdir()
+        handle = os.open(living, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert clean_leftovers(folder) == []
+        make_version(2)
+        assert living.exists()
+        os.close(handle)

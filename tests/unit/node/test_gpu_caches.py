@@ -1,0 +1,689 @@
+"""A node whose rows are on GPUs: with a twin of NumPy arrays in their place, and where results alone count
+also on a real one."""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as h
+
+import hps
+from hps.array_inputs import jagged
+from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
+from hps.cuda import cuda_graph as recording
+from hps.cuda.layout import EvictionPolicy
+from hps.cuda.loader import cupy
+from hps.dense.onnx import OnnxModel
+from hps.errors import BadRequest, ConfigError, DeadlineExceeded
+from hps.models.version_writer import write_version
+from hps.node.gpu_caches import device_count
+from hps.observability.metric_names import FEATURE_KEYS, GPU_MEMORY_TOTAL, LOOKUP_KEYS
+from hps.observability.profile import Profile
+from hps.tiers.gpu import device_space as gpu_space
+from hps.tiers.gpu import memory as gpu_memory
+from hps.tiers.gpu.memory import GpuMemoryUsage
+from hps.types import JaggedKeys, PredictRequest, Source, version_now
+from hps.updates.hot_key_snapshot import read_hot_keys
+from tests.support import twin_device
+from tests.support.waiting import until
+
+TABLES = [
+    TableSpec(name="users", dim=4, default=-1.0),
+    TableSpec(name="items", dim=2, dtype="float16", default=[0.5, 0.25]),
+]
+FEATURES = [
+    FeatureSpec(name="user", table="users", context=True),
+    FeatureSpec(name="item", table="items"),
+    FeatureSpec(name="seen", table="items", pooling="mean"),
+    FeatureSpec(name="last", table="users", pooling="none", hotness=2, key_offset=5),
+]
+DENSE = DenseSpec(
+    inputs=[TensorSpec(name="price", shape=[-1, 1])],
+    outputs=[TensorSpec(name="ctr", shape=[-1, 1]), TensorSpec(name="all", shape=[-1, 17])],
+)
+HELD = 1000
+TIERS = ("gpu", "cpu", "default")
+
+
+def network():
+    widths = {"user": [4], "item": [2], "seen": [2], "price": [1], "last": [2, 4]}
+    flat = [n for n in widths if n != "last"]
+
+    def info(name, shape):
+        return h.make_tensor_value_info(name, T.FLOAT, ["n", *shape])
+
+    graph = h.make_graph(
+        [
+            h.make_node("Flatten", ["last"], ["flat"], axis=1),
+            h.make_node("Concat", [*flat, "flat"], ["all"], axis=1),
+            h.make_node("ReduceSum", ["all", "axes"], ["ctr"], keepdims=1),
+        ],
+        "g",
+        [info(name, shape) for name, shape in widths.items()],
+        [info("ctr", [1]), info("all", [17])],
+        [h.make_tensor("axes", T.INT64, [1], [1])],
+    )
+    made = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=9)
+    return made.SerializeToString()
+
+
+def rows(keys, dim):
+    """Exact in float16."""
+    return np.float32(np.asarray(keys) % 64)[:, None] + np.arange(dim, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    spec = ModelSpec(name="m", tables=TABLES, features=FEATURES, dense=DENSE)
+    keys = np.arange(HELD)
+    held = {table.name: (keys, rows(keys, table.dim)) for table in TABLES}
+    write_version(folder, spec, 1, held, dense=network())
+    return folder
+
+
+@pytest.fixture
+def open_node(repository, tmp_path, monkeypatch):
+    """Opens nodes on ``gpus`` twins (None: on none) of the repository; ``node.gpus`` are their caches."""
+    opened = []
+
+    def open_it(gpus=1, gpu=None, cpu=None, tables=None, **settings):
+        caches = [] if gpus is None else twin_device.install(monkeypatch, gpus)
+        tiers = {"gpu": gpu or {}, "cpu_cache": cpu or {"share": 1.0}}
+        tiers["rocksdb"] = {"path": str(tmp_path / f"db{len(opened)}")}
+        serve = {"m": {"tables": tables or {}}}
+        models = {"repository": str(repository), "serve": serve}
+        node = hps.open({"models": models, "tiers": tiers, **settings})
+        opened.append(node)
+        return node, caches
+
+    yield open_it
+    for node in opened:
+        node.close()
+
+
+@pytest.fixture
+def pair(open_node):
+    """A node with a GPU's twin, one without any, and the former's caches."""
+    node, caches = open_node(gpu={"share": 0.5})
+    return node, open_node(gpus=None, gpu={"use": "off"})[0], caches
+
+
+@pytest.fixture(params=["twin", pytest.param("gpu", marks=pytest.mark.gpu)])
+def both(open_node, request):
+    """A node with a GPU, or its twin, and one without."""
+    gpus = 1 if request.param == "twin" else None
+    node, _ = open_node(gpus=gpus, gpu={"share": 0.5, "use": "required"})
+    return node, open_node(gpus=None, gpu={"use": "off"}, dense={"provider": "cpu"})[0]
+
+
+def table_of(node, name):
+    return node.model("m").tables[name]
+
+
+def request_of(keys, batch):
+    rng = np.random.default_rng(batch)
+
+    def pick(n):
+        return rng.choice(keys, n)
+
+    features = {
+        "user": pick(batch),
+        "item": pick((batch, 3)),
+        "seen": pick((batch, 2)),
+        "last": pick((batch, 2)) - 5,
+    }
+    return features, {"price": rng.random((batch, 1), np.float32)}
+
+
+def same(one, other):
+    assert one.outputs.keys() == other.outputs.keys()
+    for name, values in other.outputs.items():
+        np.testing.assert_allclose(one.outputs[name], values, rtol=1e-5)
+        assert one.outputs[name].dtype == values.dtype
+    assert (one.defaulted, one.degraded) == (other.defaulted, other.degraded)
+
+
+# -- predictions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [(0, 200), (0, HELD), (HELD - 100, HELD + 100)], ids=str)
+@pytest.mark.parametrize("batch", [0, 1, 7, 300])
+def test_scores_are_those_of_rows_on_the_host(both, batch, keys):
+    node, plain = both
+    for _ in range(3):
+        asked = request_of(np.arange(*keys), batch)
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+        node.writer.flush()
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(None, marks=pytest.mark.gpu)])
+def test_keys_of_several_tables_are_fed_from_the_device(tmp_path, monkeypatch, gpus):
+    features = [FeatureSpec(name="ad", table=["users", "items"])]
+    names = [name for feature in features for name in feature.vectors]
+    inputs = [h.make_tensor_value_info(name, T.FLOAT, ["n", None]) for name in names]
+    score = h.make_tensor_value_info("all", T.FLOAT, ["n", None])
+    graph = h.make_graph([h.make_node("Concat", names, ["all"], axis=1)], "g", inputs, [score])
+    network = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=9)
+    dense = DenseSpec(outputs=[TensorSpec(name="all", shape=[-1, 6])])
+    spec = ModelSpec(name="m", tables=TABLES, features=features, dense=dense)
+    keys = np.arange(HELD)
+    held = {table.name: (keys, rows(keys, table.dim)) for table in TABLES}
+    write_version(tmp_path / "models", spec, 1, held, dense=network.SerializeToString())
+    if gpus:
+        twin_device.install(monkeypatch, gpus)
+    gpu = {"use": "required", "share": 1.0}
+    tiers = {"gpu": gpu, "rocksdb": {"path": str(tmp_path / "db")}}
+    with hps.open({"models": {"repository": str(tmp_path / "models")}, "tiers": tiers}) as node:
+        asked = np.array([[3, 70], [HELD, 5]])
+        for _ in range(3):
+            found = node.predict("m", {"ad": asked}).outputs["all"]
+            users, items = rows([3, 70, 0, 5], 4), rows([3, 70, 0, 5], 2)
+            users[2], items[2] = -1.0, [0.5, 0.25]  # the defaults
+            expected = np.hstack([users.reshape(2, 2, 4).sum(1), items.reshape(2, 2, 2).sum(1)])
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+            node.writer.flush()
+
+
+@pytest.mark.parametrize("batch", [1, 7, 300])
+def test_rows_on_the_gpu_give_the_scores_of_rows_on_the_host(pair, batch):
+    node, plain, (cache,) = pair
+    asked = request_of(np.arange(200), batch)
+    pooled, fetched = cache.pooled, len(cache.fetched)
+    for _ in range(3):
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.pooled == pooled + 3
+    assert len(cache.fetched) == fetched  # one launch each, nothing else
+
+
+def test_a_profile_tells_what_the_device_did(both):
+    node, _ = both
+    features, dense = request_of(np.arange(200), 7)
+    profile = Profile()
+    request = PredictRequest(jagged(features), dense, origin=profile)
+    node.model("m").pipeline.predict(request)
+    (device,) = [part for part in profile.parts if part.name == "device"]
+    rows, network = device.parts
+    assert (rows.name, network.name) == ("rows", "network")
+    assert 0 < rows.ns + network.ns <= device.ns
+
+
+@pytest.mark.parametrize("first", [0, HELD - 100])
+def test_rows_that_the_gpu_lacks_come_from_the_host(pair, first):
+    node, plain, (cache,) = pair
+    asked = request_of(np.arange(first, HELD + 100), 40)
+    same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.fetched
+    assert cache.space.lent == 2  # the lanes' own
+
+
+@pytest.mark.parametrize("ask", ["predict", "look up"])
+def test_rows_are_counted_where_they_came_from(pair, ask):
+    """However they came: from the GPU alone, completed by one gather, or, as one was deleted, key by key."""
+    node, _, _ = pair
+    users = table_of(node, "users")
+    node.writer.delete(users, np.array([990]), np.full(1, version_now(), np.uint64)).result()
+    node.writer.close()  # nothing is lifted any more
+
+    def counted():
+        numbers = node.metrics.numbers()
+        tiers = {tier: numbers[LOOKUP_KEYS].get(("m", "1", "users", tier), 0) for tier in TIERS}
+        features = {
+            (feature, result): numbers[FEATURE_KEYS].get(("m", "1", feature, result), 0)
+            for feature in ("user", "last")
+            for result in ("found", "defaulted")
+        }
+        return tiers | features
+
+    for keys in ([1, 2, 2], [3, 800, 801], [4, 5, 990], [802, 803, 803]):
+        features, dense = request_of(np.arange(200), 3)
+        features |= {"user": np.array(keys), "last": np.tile(np.array(keys) - 5, (2, 1)).T.copy()}
+        before = counted()
+        if ask == "predict":
+            defaulted = node.predict("m", features, dense).defaulted
+        else:
+            defaulted = node.lookup_on_device("m", features).defaulted
+        changed = {name: n - before[name] for name, n in counted().items() if n != before[name]}
+        tiers = ["default" if k == 990 else "cpu" if k > 700 else "gpu" for k in 3 * keys]
+        unknown = keys.count(990)
+        expected = {name: tiers.count(name) for name in set(tiers)} | {
+            ("user", "found"): 3 - unknown,
+            ("user", "defaulted"): unknown,
+            ("last", "found"): 6 - 2 * unknown,
+            ("last", "defaulted"): 2 * unknown,
+        }
+        assert changed == {name: n for name, n in expected.items() if n}
+        assert defaulted == tiers.count("default")
+
+
+def test_bags_of_different_lengths_and_weights(both):
+    node, plain = both
+    features, dense = request_of(np.arange(400, 700), 3)
+    bags = JaggedKeys(np.array([400, 1, 2, 999, 5000]), 3, np.array([0, 0, 4, 5]))
+    weights = np.array([0.5, 2, 1, 1, 3], np.float32)
+    features["seen"] = bags
+    features["item"] = JaggedKeys(bags.keys, 3, bags.offsets, weights)
+    same(node.predict("m", features, dense), plain.predict("m", features, dense))
+
+
+def test_candidates_share_their_context(pair):
+    node, plain, (cache,) = pair
+    features, dense = request_of(np.arange(200), 9)
+    features["user"] = features["user"][:1]
+    for _ in range(2):
+        one, other = (n.predict("m", features, dense, top_k=4) for n in (node, plain))
+        same(one, other)
+        assert len(one.outputs["top_k_index"]) == 4
+    assert cache.pooled == 2
+    one, other = (n.predict("m", features, dense, outputs=("all",)) for n in (node, plain))
+    same(one, other)
+
+
+def test_many_batch_sizes_by_turns(both):
+    node, plain = both
+    for batch in [*range(1, 50), 2000, 3, 700]:
+        asked = request_of(np.arange(200), batch)
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+
+
+def test_a_run_that_repeats_is_recorded_once(pair, monkeypatch):
+    node, plain, (cache,) = pair
+    monkeypatch.setattr(OnnxModel, "records", True)
+    for step in range(8):
+        asked = request_of(np.arange(step, 200), 5)
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.space.recorded == 1
+
+
+@pytest.mark.gpu
+def test_recordings_give_what_runs_gave_beside_a_writer(open_node, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        gpu_space, "record", lambda *given: made.append(recording.record(*given)) or made[-1]
+    )
+    node, _ = open_node(gpus=None, gpu={"share": 0.5, "use": "required"})
+    plain, _ = open_node(gpus=None, gpu={"use": "off"}, dense={"provider": "cpu"})
+    table, keys = table_of(node, "users"), np.arange(HELD)
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(
+            lambda: [
+                node.writer.update(
+                    table, keys, rows(keys, 4), np.full(HELD, version_now(), np.uint64)
+                ).result()
+                for _ in range(200)
+            ]
+        )
+        for batch in [1, 7, 300, 2] * 12:
+            asked = request_of(np.arange(200), batch)
+            same(node.predict("m", *asked), plain.predict("m", *asked))
+        written.result()
+    assert len(made) >= 4
+    assert None not in made
+
+
+def test_sources_are_reported(pair):
+    node, _, _ = pair
+    features, dense = request_of(np.arange(200), 2)
+    features["user"] = np.array([3, 900])
+    result = node.predict("m", features, dense, want_source=True)
+    assert result.sources["user"].tolist() == [Source.GPU, Source.CPU]
+
+
+def test_misses_make_the_quick_way_rarer(pair):
+    node, _, (cache,) = pair
+    node.writer.close()  # nothing is lifted any more
+    asked = request_of(np.array([999, 5000]), 2)
+    for _ in range(40):
+        node.predict("m", *asked)
+    assert 3 <= cache.pooled <= 6
+    hits = request_of(np.arange(200), 2)
+    for _ in range(70):
+        node.predict("m", *hits)
+    before = cache.pooled
+    node.predict("m", *hits)
+    assert cache.pooled == before + 1
+
+
+def test_a_wrong_request_is_refused_as_without_a_gpu(pair):
+    for keys in ({"item": np.ones((2, 3), np.int64)}, {"last": np.ones((3, 1), np.int64)}):
+        features, dense = request_of(np.arange(9), 3)
+        raised = []
+        for node in pair[:2]:
+            with pytest.raises(BadRequest) as error:
+                node.predict("m", features | keys, dense)
+            raised.append(str(error.value))
+        assert raised[0] == raised[1]
+    with pytest.raises(DeadlineExceeded):
+        pair[0].predict("m", features, dense, timeout_s=-1)
+
+
+def test_large_runs_go_to_a_thread(open_node):
+    node, (cache,) = open_node(dense={"inline_us": 0})
+    plain, _ = open_node(gpus=None, gpu={"use": "off"})
+    for keys in (np.arange(200), np.arange(900, 1100)):
+        asked = request_of(keys, 64)
+        same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.pooled
+
+
+@pytest.mark.parametrize("last", [200, HELD, 3 * HELD])
+def test_vectors_on_the_device_are_those_on_the_host(both, last):
+    node, plain = both
+    features = request_of(np.arange(last), 50)[0]
+    features["item"] = JaggedKeys(np.arange(9) % 4, 3, np.array([0, 4, 4, 9]))
+    for name in features:
+        one = node.lookup_on_device("m", {name: features[name]}, want_source=True)
+        other = plain.lookup("m", {name: features[name]}, want_source=True)
+        vectors = one.vectors[name]
+        vectors = vectors.get() if hasattr(vectors, "get") else vectors
+        assert vectors.tobytes() == other.vectors[name].tobytes()
+        np.testing.assert_array_equal(one.versions[name], other.versions[name])
+        assert one.defaulted == other.defaulted
+    by_table = node.lookup_on_device("m", {"users": [1, 1, 5000]}, by_table=True)
+    assert by_table.vectors["users"].shape == (3, 4)
+    with pytest.raises(BadRequest, match="no feature"):
+        node.lookup_on_device("m", {"usr": [1]})
+
+
+def test_many_threads(both):
+    node, plain = both
+    asked = [request_of(np.arange(100 * i, 100 * i + 300), 1 + 13 * i) for i in range(8)]
+    expected = [plain.predict("m", *each) for each in asked]
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(20):
+            answers = threads.map(lambda each: node.predict("m", *each), asked)
+            for one, other in zip(answers, expected, strict=True):
+                same(one, other)
+
+
+# -- how rows get there ----------------------------------------------------------------------------
+
+
+def test_what_the_cpu_cache_held_is_lifted(pair):
+    node, _, (cache,) = pair
+    users = table_of(node, "users")
+    assert cache.keys_of(users) == list(range(500))
+    asked = request_of(np.arange(600, 640), 20)
+    node.predict("m", *asked)
+    lifted = set(asked[0]["user"].tolist())
+    until(lambda: lifted <= set(cache.keys_of(users)))
+
+    def is_pooled():
+        before = len(cache.fetched)
+        node.predict("m", *asked)
+        return len(cache.fetched) == before
+
+    until(is_pooled)
+
+
+@pytest.mark.parametrize("kind", ["wait", "default_then_promote"])
+def test_both_miss_policies(open_node, kind):
+    miss = {"kind": kind}
+    tables = {t.name: {"miss_policy": miss} for t in TABLES}
+    node, (cache,) = open_node(gpu={"share": 0.1}, cpu={"share": 0.1}, tables=tables)
+    first = node.lookup_on_device("m", {"user": np.array([1, 700, 700, 2000])})
+    vectors = first.vectors["user"]
+    if kind == "wait":
+        np.testing.assert_array_equal(vectors[:3], rows([1, 700, 700], 4))
+        assert first.defaulted == 1
+    else:
+        np.testing.assert_array_equal(vectors[1:], np.full((3, 4), -1))
+        assert first.defaulted == 3
+    node.writer.flush()
+    assert 700 in cache.keys_of(table_of(node, "users"))
+    assert 2000 not in cache.keys_of(table_of(node, "users"))
+    again = node.lookup_on_device("m", {"user": np.array([1, 700])}, want_source=True)
+    np.testing.assert_array_equal(again.vectors["user"], rows([1, 700], 4))
+    assert again.sources["user"].tolist() == [Source.GPU] * 2
+
+
+def test_every_gpu_gets_updates_and_a_share_of_the_requests(open_node):
+    node, caches = open_node(gpus=3, gpu={"devices": [0, 2], "share": 1.0})
+    users = table_of(node, "users")
+    assert [cache.number for cache in caches] == [0, 2]
+    keys, version = np.array([3, 4]), np.full(2, version_now(), np.uint64)
+    node.writer.update(users, keys, np.full((2, 4), 9, np.float32), version).result()
+    node.writer.delete(users, keys[1:], version[1:] + 1).result()
+    for cache in caches:
+        assert cache.keys_of(users) == [k for k in range(HELD) if k != 4]
+    for _ in range(2):
+        result = node.lookup_on_device("m", {"user": keys})
+        np.testing.assert_array_equal(result.vectors["user"], [[9] * 4, [-1] * 4])
+    asked = request_of(np.arange(5, 200), 3)
+    for _ in range(4):
+        node.predict("m", *asked)
+    assert [cache.pooled for cache in caches] == [3, 3]  # a lookup and two predictions
+    assert [len(cache.fetched) for cache in caches] == [1, 1]
+
+
+@pytest.mark.gpu
+def test_all_gpus_of_this_machine(open_node):
+    node, _ = open_node(gpus=None, gpu={"devices": list(range(device_count())), "share": 0.5})
+    plain, _ = open_node(gpus=None, gpu={"use": "off"}, dense={"provider": "cpu"})
+    users, keys = table_of(node, "users"), np.array([3, 4, 900])
+    version = np.full(3, version_now(), np.uint64)
+    for each in (node, plain):
+        new = np.full((3, 4), 9, np.float32)
+        each.writer.update(table_of(each, "users"), keys, new, version).result()
+        each.writer.delete(table_of(each, "users"), keys[1:2], version[1:2] + 1).result()
+    for _ in range(2 * device_count()):
+        vectors = node.lookup_on_device("m", {"user": keys}).vectors["user"].get()
+        np.testing.assert_array_equal(vectors, [[9] * 4, [-1] * 4, [9] * 4])
+        for last in (200, HELD, 2 * HELD):
+            asked = request_of(np.arange(last), 30)
+            same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert node.tiers[1].tier.rows(users) >= 499
+    assert cupy().cuda.Device().id == 0
+
+
+@pytest.mark.gpu
+def test_no_gpu_is_behind_an_update_that_has_returned(open_node):
+    """Nor does any give a row that is half of one update and half of another."""
+    node, _ = open_node(gpus=None, gpu={"devices": list(range(device_count())), "share": 1.0})
+    users, keys, first = table_of(node, "users"), np.arange(100), version_now()
+
+    def update(n: int) -> int:
+        new, versions = np.full((100, 4), n, np.float32), np.full(100, first + n, np.uint64)
+        node.writer.update(users, keys, new, versions).result()
+        return n
+
+    told = [update(1)]
+
+    def write() -> None:
+        for n in range(2, 200):
+            told[0] = update(n)
+
+    def read() -> None:
+        while not writing.done():
+            least = told[0]
+            vectors = node.lookup_on_device("m", {"user": keys}).vectors["user"].get()
+            assert (vectors == vectors[:, :1]).all()
+            assert vectors.min() >= least
+
+    with ThreadPoolExecutor(5) as threads:
+        writing = threads.submit(write)
+        for reading in [threads.submit(read) for _ in range(4)]:
+            reading.result()
+        writing.result()
+
+
+def test_a_network_leaves_no_device_behind(open_node, monkeypatch):
+    """ONNX Runtime makes its device the thread's own, and leaves it at that."""
+    inside = []
+
+    class Session:
+        def __init__(self, session):
+            self._session = session
+            self.io_binding = session.io_binding
+            inside.append(twin_device.Current.inside)
+
+        def run_with_iobinding(self, *given):
+            inside.append(twin_device.Current.inside)
+            self._session.run_with_iobinding(*given)
+
+    monkeypatch.setattr(OnnxModel, "session_on", lambda self, *_: Session(self._open([])))
+    node, _ = open_node(dense={"lanes": 1})
+    node.predict("m", *request_of(np.arange(200), 5))
+    assert inside == [1, 1]
+
+
+def test_lookups_on_the_host_use_it_below_the_cpu_cache(open_node):
+    node, (cache,) = open_node(gpu={"share": 1.0}, cpu={"share": 0.5})
+    keys = np.array([1, 900, 900, 2000])
+    result = node.lookup("m", {"user": keys}, want_source=True)
+    assert isinstance(result.vectors["user"], np.ndarray)
+    np.testing.assert_array_equal(result.vectors["user"][:3], rows(keys[:3], 4))
+    assert result.sources["user"].tolist() == [Source.CPU, Source.GPU, Source.GPU, 0]
+    assert cache.fetched[0] == 2  # 900 and 2000, each once
+    assert cache.space.lent == 2
+
+
+@pytest.mark.parametrize(("fill", "held"), [(0.0, 0), (0.25, 100), (1.0, 400)])
+def test_how_much_is_filled_before_the_start(open_node, fill, held):
+    node, (cache,) = open_node(gpu={"share": 0.4, "fill": fill}, cpu={"enabled": False})
+    assert cache.keys_of(table_of(node, "users")) == list(range(held))
+
+
+def test_hot_keys_of_the_last_run_come_first(open_node, tmp_path):
+    snapshot = {"share": 0.1, "snapshot": {"path": str(tmp_path / "hot"), "interval_s": 1e6}}
+    node, _ = open_node(gpus=None, gpu={"use": "off"}, cpu=snapshot)
+    hot = np.arange(700, 720)
+    for _ in range(3):
+        node.lookup("m", {"user": hot})
+        node.writer.flush()
+    node.close()
+    node, (cache,) = open_node(cpu=snapshot, gpu={"share": 0.05})
+    assert set(hot.tolist()) <= set(cache.keys_of(table_of(node, "users")))
+
+
+def test_keys_that_only_the_gpu_answers_are_hot_too(open_node, tmp_path):
+    """What a GPU answers the CPU cache is not asked for, and in time drops."""
+    path = tmp_path / "hot"
+    cpu = {"share": 0.1, "snapshot": {"path": str(path), "interval_s": 1e6}}
+    node, (cache,) = open_node(cpu=cpu, gpu={"share": 0.05})
+    users, hot = table_of(node, "users"), np.arange(700, 720)
+    cache.insert(users, hot, rows(hot, 4), np.ones(20, np.uint64))
+    assert not np.isin(hot, node.tiers[0].tier.top_k(users, HELD)[0]).any()
+    node.close()
+    written = read_hot_keys(path)[users.id][0]
+    assert sorted(written[:20].tolist()) == hot.tolist()
+    assert (
+        len(written) == len(set(written.tolist())) == 120
+    )  # the CPU cache's after them, each once
+    node, (cache,) = open_node(cpu=cpu, gpu={"share": 0.05})
+    assert set(hot.tolist()) <= set(cache.keys_of(table_of(node, "users")))
+
+
+def test_rows_of_a_table_may_be_worth_their_version(open_node):
+    """By its own setting; the others' rows, a static table's too, are given no score."""
+    tables = {"users": {"gpu_eviction": "version"}, "items": {"gpu_static": True}}
+    node, (cache,) = open_node(gpu={"share": 0.5, "eviction": "version"}, tables=tables)
+    users, items = table_of(node, "users"), table_of(node, "items")
+    assert cache.places[users]["policy"] is EvictionPolicy.SCORE
+    version = np.full(2, version_now(), np.uint64)
+    node.writer.update(users, np.array([3, 4]), np.ones((2, 4), np.float32), version).result()
+    given = {table: [s for t, s in cache.scored if t == table] for table in (users, items)}
+    assert given[users]
+    assert all(scores.dtype == np.uint64 for scores in given[users])
+    np.testing.assert_array_equal(given[users][-1], version)
+    assert given[items]
+    assert all(scores is None for scores in given[items])
+    node, (cache,) = open_node(gpu={"share": 0.5})
+    assert all(scores is None for _, scores in cache.scored)
+
+
+# -- static tables ---------------------------------------------------------------------------------
+
+
+def test_a_static_table_is_there_as_a_whole_and_stays_as_it_is(open_node):
+    node, (cache,) = open_node(
+        gpu={"share": 0.1, "fill": 0.0}, cpu={"warm": False}, tables={"users": {"gpu_static": True}}
+    )
+    users, items = table_of(node, "users"), table_of(node, "items")
+    assert cache.places[users]["static"]
+    assert cache.keys_of(users) == list(range(HELD))
+    assert cache.sealed(users)
+    assert not cache.sealed(items)
+    assert cache.keys_of(items) == []
+    version = np.full(1, version_now(), np.uint64)
+    update = node.writer.update(users, np.array([1]), np.zeros((1, 4), np.float32), version)
+    with pytest.raises(BadRequest, match="gpu_static: false"):
+        update.result()
+    with pytest.raises(BadRequest, match="static"):
+        node.writer.delete(users, np.array([1]), version).result()
+    asked = request_of(np.arange(HELD + 50), 30)
+    node.predict("m", *asked)
+    node.writer.flush()
+    assert cache.keys_of(users) == list(range(HELD))
+
+
+def test_a_static_table_and_a_stream_of_updates_do_not_go_together(open_node):
+    kafka = {"kafka": {"brokers": "127.0.0.1:1"}}
+    with pytest.raises(ConfigError, match=r"m/1/users is static .* gpu_static: false"):
+        open_node(tables={"users": {"gpu_static": True}}, updates=kafka)
+
+
+# -- without one -----------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_log_says_so(open_node, caplog):
+    caplog.set_level(logging.INFO, "hps.node.gpu_caches")
+    node, _ = open_node(gpus=None)
+    assert [entry.tier.info.name for entry in node.tiers] == ["cpu", "rocksdb"]
+    assert "no GPU cache: the GPU cache needs" in caplog.text
+    with pytest.raises(BadRequest, match="no GPU cache"):
+        node.lookup_on_device("m", {"user": [1]})
+
+
+def test_a_gpu_that_is_required(open_node, monkeypatch):
+    with pytest.raises(ConfigError, match=r"tiers.gpu.use is required, but the GPU cache needs"):
+        open_node(gpus=None, gpu={"use": "required"})
+    with pytest.raises(ConfigError, match="names GPU 2, and there are 2"):
+        open_node(gpus=2, gpu={"use": "required", "devices": [0, 2]})
+
+
+def test_a_cache_that_does_not_fit(open_node, monkeypatch):
+    monkeypatch.setattr(twin_device.install, "__defaults__", (1, 100_000))
+    with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes on GPU 0, and 100,000 are free"):
+        open_node(gpu={"share": 1.0})
+
+
+def test_the_status_tells_of_it(open_node):
+    node, _ = open_node(gpu={"share": 0.5, "host_bytes": 1 << 14})
+    gpu = node.status()["tiers"][1]
+    assert (gpu["name"], gpu["kind"], gpu["devices"]) == ("gpu", "cache", [0])
+    assert gpu["bytes"] > 0
+    assert 0 < gpu["pinned_host_bytes"] <= 1 << 14
+    table = node.status()["models"][0]["tables"][0]
+    assert table["capacity_rows"]["gpu"] == 500
+
+
+def test_a_network_on_the_cpu_gets_its_vectors_there(open_node, monkeypatch):
+    caches = twin_device.install(monkeypatch)
+    monkeypatch.setattr("hps.node.gpu_caches.runs_on_gpu", lambda network: not network.on_host)
+    monkeypatch.setattr(twin_device, "install", lambda *_: caches)
+    node, (cache,) = open_node()
+    plain, _ = open_node(gpus=None, gpu={"use": "off"})
+    asked = request_of(np.arange(200), 3)
+    same(node.predict("m", *asked), plain.predict("m", *asked))
+    assert cache.pooled == 0
+
+
+def test_the_memory_of_each_gpu_is_told_and_that_of_one_that_fails_no_more(open_node, monkeypatch):
+    monkeypatch.setattr(gpu_memory, "_LOOK_EVERY_S", 0.0)
+    node, _ = open_node(gpus=2, gpu={"devices": [0, 1], "share": 0.5})
+
+    def told():
+        return dict(node.metrics.numbers()[GPU_MEMORY_TOTAL])
+
+    until(lambda: told() == {("0", "GPU-0"): 1 << 34, ("1", "GPU-1"): 1 << 34})
+
+    def look(device):
+        if device == 1:
+            raise RuntimeError("fell off the bus")
+        return GpuMemoryUsage(device, "GPU-0", 1, 2)
+
+    monkeypatch.setattr(gpu_memory, "look", look)
+    until(lambda: told() == {("0", "GPU-0"): 2})

@@ -1,0 +1,49 @@
+"""Messages for clients have no paths of the server."""
+
+from __future__ import annotations
+
+import pytest
+
+from hps.config import as_configuration
+from hps.errors import BadRequest, ModelError, TierError, TierTimeout, Unavailable
+from services.frontend import path_redaction as server_paths
+from services.frontend.errors import http_status, told
+
+
+@pytest.fixture(autouse=True)
+def hidden(monkeypatch):
+    monkeypatch.setattr(server_paths, "_names", {})
+    monkeypatch.setattr(server_paths, "_pattern", server_paths._pattern)
+    settings = {"models": {"repository": "/srv/models"}, "tiers": {"rocksdb": {"path": "/srv"}}}
+    server_paths.hide_paths(as_configuration(settings).settings)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("/srv/models/a/1: no", "models.repository/a/1: no"),
+        (
+            "at '/srv/models', '/srv/models2' and /srv",
+            "at 'models.repository', 'tiers.rocksdb.path/models2' and tiers.rocksdb.path",
+        ),
+        ("POST /v2/srv/models is not offered", "POST /v2/srv/models is not offered"),
+        ("in /dev/shm", "in /dev/shm"),
+    ],
+)
+def test_paths_become_the_names_of_their_settings(message, shown):
+    assert str(told(Unavailable(message), "")) == shown
+
+
+def test_errors_stay_what_they_are():
+    error = told(TierTimeout("rocksdb", "/srv/1.sst"), "")
+    assert (type(error), str(error), error.tier) == (
+        TierTimeout,
+        "rocksdb: tiers.rocksdb.path/1.sst",
+        "rocksdb",
+    )
+    assert isinstance(told(TierError("rocksdb", "/srv"), ""), TierError)
+    assert http_status(told(ModelError("/srv/models"), "")) == 409
+
+
+def test_what_a_client_sent_is_not_compared_with_paths():
+    assert str(told(BadRequest("no feature '/srv/models'"), "")) == "no feature '/srv/models'"

@@ -1,0 +1,30 @@
+"""What a worker asks of the kernel's scheduler."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from services.frontend.workers.scheduler_slice import SLICE_NS, ask_for_short_slices, slice_ns
+
+
+def test_a_thread_and_those_it_starts_have_short_slices():
+    if not slice_ns():
+        pytest.skip("this kernel knows no slices of a thread's own")
+
+    def asked() -> tuple[int, int]:
+        ask_for_short_slices()
+        with ThreadPoolExecutor(1) as child:
+            return slice_ns(), child.submit(slice_ns).result()
+
+    before = slice_ns()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(asked).result() == (SLICE_NS, SLICE_NS)
+    assert slice_ns() == before
+
+
+def test_it_does_no_harm_where_the_kernel_knows_nothing_of_it(monkeypatch):
+    monkeypatch.setattr("services.frontend.workers.scheduler_slice._NUMBERS", {})
+    assert slice_ns() == 0
+    ask_for_short_slices()

@@ -1,0 +1,79 @@
+"""How much memory there is, as the kernel tells it of machines and containers."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import services.container_memory
+from hps.observability import metric_names as m
+from hps.observability.metrics import Metrics
+from services.container_memory import ContainerMemory, memory, publish_memory
+
+GB = 1 << 30
+
+
+def written(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """Of 16 GB, 6 of which are taken."""
+    kilobytes = {"MemTotal": 16 << 20, "MemFree": 1 << 20, "MemAvailable": 10 << 20}
+    lines = "\n".join(f"{name}:  {n} kB" for name, n in kilobytes.items())
+    written(tmp_path / "proc", meminfo=lines)
+    return tmp_path
+
+
+def told(machine: Path, groups: str) -> ContainerMemory:
+    written(machine / "proc/self", cgroup=groups)
+    return memory(machine / "proc", machine / "groups")
+
+
+def test_of_a_machine(machine):
+    assert told(machine, "0::/") == (6 * GB, 16 * GB)
+    written(machine / "groups", memory__max="max", memory__current=GB, memory__stat="anon 1")
+    assert told(machine, "0::/") == (6 * GB, 16 * GB)
+
+
+def test_of_a_container_files_that_are_cached_do_not_count(machine):
+    stat = f"anon {2 * GB}\ninactive_file {GB}\nactive_file {GB // 2}"
+    written(machine / "groups", memory__max=4 * GB, memory__current=3 * GB, memory__stat=stat)
+    assert told(machine, "0::/") == (3 * GB - GB - GB // 2, 4 * GB)
+    # Named as whoever is outside sees it.
+    assert told(machine, "0::/../../pods/one") == (3 * GB - GB - GB // 2, 4 * GB)
+
+
+def test_of_the_group_that_has_the_least_left(machine):
+    pod = machine / "groups/pod"
+    written(pod, memory__max=2 * GB, memory__current=GB, memory__stat="anon 1")
+    written(pod / "hps", memory__max=8 * GB, memory__current=GB // 2, memory__stat="anon 1")
+    assert told(machine, "0::/pod/hps") == (GB, 2 * GB)
+
+
+def test_of_the_first_version_of_groups(machine):
+    files = {"memory__stat": f"total_inactive_file {GB}", "memory__usage_in_bytes": 3 * GB}
+    group = machine / "groups/memory/hps"
+    written(group, memory__limit_in_bytes=4 * GB, **files)
+    written(machine / "groups/memory", memory__limit_in_bytes=2**63 - 4096, **files)
+    lines = "4:memory:/hps\n3:cpu,cpuacct:/hps\n0::/"
+    assert told(machine, lines) == (2 * GB, 4 * GB)
+
+
+def test_of_this_machine():
+    found = memory()
+    assert 1 << 20 < found.used < found.limit
+
+
+def test_where_the_system_shows_nothing_of_it_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And all other metrics are."""
+    metrics = Metrics()
+    publish_memory(metrics)
+    assert len(metrics.numbers()[m.MEMORY_LIMIT]) == 1
+    monkeypatch.setattr(services.container_memory, "memory", partial(memory, Path("/nowhere")))
+    assert metrics.numbers()[m.MEMORY_LIMIT] == metrics.numbers()[m.MEMORY_USED] == {}

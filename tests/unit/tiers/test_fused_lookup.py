@@ -1,0 +1,164 @@
+"""Rows straight from the cache: the same as by fetch, or not at all."""
+
+import numpy as np
+import pytest
+
+from hps.errors import BadRequest
+from hps.tiers.bags import Bags
+from hps.tiers.base import FetchContext, Part
+from hps.tiers.chain import TierChain
+from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.fused_lookup import fused
+from hps.tiers.memory_tier import MemoryTier
+from hps.types import EmbeddingTable
+
+ROWS = 20_000
+
+
+@pytest.fixture
+def table():
+    return EmbeddingTable.make("t", 3)
+
+
+@pytest.fixture
+def cache(table):
+    cache = CpuCache({table: ROWS * 2})
+    keys = np.arange(ROWS)
+    rows = np.repeat(keys.astype(np.float32)[:, None], 3, axis=1)
+    cache.insert(table, keys, rows, np.ones(ROWS, np.uint64))
+    yield cache
+    cache.close()
+
+
+def gather(cache, table, keys):
+    keys = np.asarray(keys, np.int64)
+    out = np.full((len(keys), 3), -1, np.float32)
+    return cache.gather([(table, keys, out)]), out
+
+
+@pytest.mark.parametrize("n", [0, 1, 26, 8192, 8193, ROWS])
+def test_every_row_lands_in_its_place(cache, table, n):
+    keys = np.random.default_rng(n).integers(0, ROWS, n)
+    found, out = gather(cache, table, keys)
+    assert found
+    np.testing.assert_array_equal(out[:, 0], keys)
+
+
+@pytest.mark.parametrize("key", [-1, ROWS, 2**63 - 1])
+@pytest.mark.parametrize("at", [0, 9000, 9999])
+def test_one_key_that_is_not_there_is_noticed(cache, table, key, at):
+    keys = np.arange(10_000)
+    keys[at] = key
+    assert not gather(cache, table, keys)[0]
+
+
+def test_deleted_and_evicted_keys_are_not_there(cache, table):
+    cache.delete(table, np.array([5]), np.array([2], np.uint64))
+    cache.evict(table, np.array([6]))
+    assert not gather(cache, table, [4, 5])[0]
+    assert not gather(cache, table, [4, 6])[0]
+    assert gather(cache, table, [4, 7])[0]
+
+
+def test_an_unknown_table_is_not_there(cache):
+    assert not gather(cache, EmbeddingTable.make("other", 3), [1])[0]
+
+
+def test_all_tables_of_a_request_at_once(cache, table):
+    other = EmbeddingTable.make("other", 1)
+    cache.add_table(other, 100)
+    cache.insert(other, np.array([7]), np.array([[70]], np.float32), np.ones(1, np.uint64))
+    outs = np.empty((2, 3), np.float32), np.empty((1, 1), np.float32)
+    pair = (table, np.array([1, 2]), outs[0])
+    assert cache.gather([pair, (other, np.array([7]), outs[1])])
+    assert outs[0][:, 0].tolist() == [1, 2]
+    assert outs[1].tolist() == [[70]]
+    assert not cache.gather([pair, (other, np.array([8]), outs[1])])
+
+
+def test_a_gather_keeps_its_keys_in_the_cache():
+    """As a fetch does: keys that are asked for again and again outlive a flood of others."""
+    table = EmbeddingTable.make("t", 1)
+    cache = CpuCache({table: 1600})
+    hot = np.arange(200)
+    cache.insert(table, hot, np.ones((200, 1), np.float32), np.ones(200, np.uint64))
+    for flood in range(1000, 20_000, 100):
+        assert cache.gather([(table, hot, np.empty((200, 1), np.float32))])
+        keys = np.arange(flood, flood + 100)
+        cache.insert(table, keys, np.zeros((100, 1), np.float32), np.ones(100, np.uint64))
+    part = Part.make(table, hot)
+    cache.fetch([part], FetchContext())
+    assert len(part.missing) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "out"),
+    [
+        (np.zeros(2, np.int32), np.zeros((2, 3), np.float32)),
+        (np.zeros(2, np.int64), np.zeros((2, 3))),
+        (np.zeros(2, np.int64), np.zeros((1, 3), np.float32)),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(cache, table, keys, out):
+    with pytest.raises(BadRequest, match="table model/1/t"):
+        cache.gather([(table, keys, out)])
+
+
+def test_the_first_tier_of_a_chain_is_asked(cache, table):
+    store = MemoryTier()
+    assert fused(cache) is cache
+    assert fused(TierChain([cache, store])) is cache
+    assert fused(TierChain([TierChain([cache]), store])) is cache
+    assert fused(TierChain([store, cache])) is None
+    assert fused(TierChain([])) is None
+
+
+def pooled(cache, table, keys, **options):
+    keys = np.asarray(keys, np.int64)
+    out = np.full((options.pop("bags", 2), 3), -1, np.float32)
+    bags = Bags(table, keys, out, **options)
+    return cache.gather([], [bags]), bags
+
+
+def test_bags_are_pooled_beside_rows(cache, table):
+    out = np.empty((1, 3), np.float32)
+    bags = Bags(table, np.array([1, 2, 3, 4]), np.empty((2, 3), np.float32))
+    assert cache.gather([(table, np.array([7]), out)], [bags])
+    assert out[:, 0].tolist() == [7]
+    assert bags.out[:, 0].tolist() == [3, 7]
+    assert bags.missing is None
+
+
+def test_what_bags_lack_is_listed_and_completed(cache, table):
+    found, bags = pooled(cache, table, [1, -9, 3, 4], divisors=np.array([2, 2], np.float32))
+    assert found
+    assert bags.missing.tolist() == [1]
+    assert bags.out[1].tolist() == [3.5] * 3
+    assert cache.complete(bags, np.full((1, 3), 5, np.float32))
+    assert bags.out[:, 0].tolist() == [3, 3.5]
+    cache.evict(table, np.array([1]))
+    assert not cache.complete(bags, np.full((1, 3), 5, np.float32))
+
+
+def test_bags_of_a_table_that_is_not_held_are_not_pooled(cache):
+    found, bags = pooled(cache, EmbeddingTable.make("other", 3), [1, 2])
+    assert not found
+    assert not cache.complete(bags, bags.out)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"keys": [1, 2, 3]}, "3 keys cannot be divided into 2 bags"),
+        ({"keys": [1], "bags": 0}, "1 keys cannot be divided into 0 bags"),
+        ({"offsets": np.array([0, 2])}, r"offsets must be \(3,\) int64"),
+        ({"offsets": np.array([0, 1, 1])}, "rise from 0 to the number of keys, 2"),
+        ({"offsets": np.array([0, 3, 2])}, "rise from 0"),
+        ({"weights": np.ones(1, np.float32)}, r"weights must be \(2,\) float32"),
+        ({"weights": np.ones(2)}, "weights must be"),
+        ({"divisors": np.ones(3, np.float32)}, r"divisors must be \(2,\) float32"),
+    ],
+)
+def test_bags_that_do_not_fit_are_named(cache, table, wrong, words):
+    with pytest.raises(BadRequest, match=words):
+        pooled(cache, table, **{"keys": [1, 2]} | wrong)
