@@ -36,7 +36,7 @@ from benchmarks.gpu_serving import measure_serving
 from benchmarks.measure import versions
 from benchmarks.peers import gpu as peers
 from hps.cuda import launch
-from hps.cuda.loader import cupy, lacking
+from hps.cuda.loader import cupy, missing_requirement
 from hps.tiers.base import FetchContext
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.gpu.cache import GpuCache
@@ -386,7 +386,7 @@ BENCHMARK = Benchmark(
         *(f"benchmarks/peers/gpu{name}" for name in (".py", "_common.cuh")),
         *(f"benchmarks/peers/gpu_{peer.name}.cu" for peer in peers.PEERS),
     ),
-    lacking=lacking,
+    lacking=missing_requirement,
 )
 
 if __name__ == "__main__":

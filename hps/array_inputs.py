@@ -18,7 +18,7 @@ Features = Mapping[str, Any]
 anything on the host with ``__dlpack__``, or a list of keys per sample."""
 
 
-def jagged(features: Features) -> dict[str, JaggedKeys]:
+def jagged_keys(features: Features) -> dict[str, JaggedKeys]:
     """Keys by feature. Raises ``BadRequest`` for what are no keys."""
     found = {}
     for name, keys in features.items():
@@ -62,7 +62,7 @@ def flat_keys(name: str, keys: Any) -> KeyArray:
     return found
 
 
-def targets(out: Any) -> dict[str, VectorArray] | None:
+def output_arrays(out: Any) -> dict[str, VectorArray] | None:
     """Arrays to write vectors into, by name; None for none. Raises ``BadRequest``."""
     if not isinstance(out, Mapping):
         kind = type(out).__name__

@@ -13,7 +13,7 @@ def hint_for(name: object, known: Iterable[str], listing: str = "it has") -> str
     """``; did you mean 'x'?`` for the nearest of ``known``; without one ``; it has x, y``, in the words of
     ``listing``."""
     names = list(known)
-    return did_you_mean(name, names) or f"; {listing} {one_of(names)}"
+    return did_you_mean(name, names) or f"; {listing} {name_list(names)}"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -25,7 +25,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
 
 
-def one_of(names: Sequence[str], limit: int = 12) -> str:
+def name_list(names: Sequence[str], limit: int = 12) -> str:
     """The names as a readable list, cut short when there are many."""
     shown = ", ".join(names[:limit]) or "none"
     return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"

@@ -70,7 +70,7 @@ class CompletedFuture(Future[T], Generic[T]):
         return []
 
 
-def then(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:
+def chain_future(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:
     """The future of what ``go_on`` starts with the result of ``first``, on the thread that has it; the
     errors of all three are its own. Cancelled as `_ChainedFuture.cancel` says."""
     answer = _ChainedFuture[U](first)

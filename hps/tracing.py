@@ -77,12 +77,12 @@ class RequestContext:
         `hps.profile` has it, or nothing."""
 
     def part(self, name: str) -> AbstractContextManager[RequestContext]:
-        """A part of the work, done by this thread: `current` meanwhile."""
+        """A part of the work, done by this thread: `current_context` meanwhile."""
         return self.begin(name).whole()
 
     @contextmanager
     def whole(self) -> Iterator[RequestContext]:
-        """All of it is done by this thread: `current` meanwhile."""
+        """All of it is done by this thread: `current_context` meanwhile."""
         token = _current.set(self)
         try:
             yield self
@@ -95,7 +95,9 @@ class RequestContext:
             _current.reset(token)
 
 
-def timed(origin: RequestContext | None, name: str, call: Callable[..., T], *arguments: Any) -> T:
+def call_timed(
+    origin: RequestContext | None, name: str, call: Callable[..., T], *arguments: Any
+) -> T:
     """``call(*arguments)``, as a part of ``origin``'s work where it is profiled."""
     if origin is None or not origin.is_profiled:
         return call(*arguments)
@@ -103,7 +105,7 @@ def timed(origin: RequestContext | None, name: str, call: Callable[..., T], *arg
         return call(*arguments)
 
 
-def waited(origin: RequestContext | None, call: Callable[..., T]) -> Callable[..., T]:
+def timed_wait(origin: RequestContext | None, call: Callable[..., T]) -> Callable[..., T]:
     """``call``, to be made later: the time until then is a part of ``origin``'s, where it is profiled."""
     if origin is None or not origin.is_profiled:
         return call
@@ -116,16 +118,16 @@ def waited(origin: RequestContext | None, call: Callable[..., T]) -> Callable[..
     return run
 
 
-def counted(call: Callable[..., T], name: str) -> Callable[..., T]:
-    """``call``, whose time is told as ``spent`` on ``name`` by what is `current`; to be used where that is
-    profiled."""
+def timed_total(call: Callable[..., T], name: str) -> Callable[..., T]:
+    """``call``, whose time is told as ``spent`` on ``name`` by what is `current_context`; to be used
+    where that is profiled."""
 
     def run(*arguments: Any) -> T:
         started = perf_counter_ns()
         try:
             return call(*arguments)
         finally:
-            if (origin := current()) is not None:
+            if (origin := current_context()) is not None:
                 origin.spent(name, perf_counter_ns() - started)
 
     return run
@@ -144,7 +146,7 @@ def tracestate_of(header: str) -> str:
     return header if _TRACESTATE.fullmatch(header) else ""
 
 
-def current() -> RequestContext | None:
+def current_context() -> RequestContext | None:
     """On whose behalf this thread works, where that was said."""
     return _current.get()
 
@@ -157,7 +159,7 @@ class Recorder(Protocol):
         ...
 
 
-def record(recorder: Recorder | None) -> None:
+def set_recorder(recorder: Recorder | None) -> None:
     """Have ``recorder`` keep this process's spans, or nobody."""
     global _recorder
     _recorder = recorder
@@ -168,7 +170,7 @@ def recorder() -> Recorder | None:
     return _recorder
 
 
-def on_behalf_of(name: str, origins: Iterable[RequestContext | None]) -> RequestContext | None:
+def shared_span(name: str, origins: Iterable[RequestContext | None]) -> RequestContext | None:
     """On whose behalf ``name`` is done for several at once, to be ended by ``end``: where spans are kept, one
     that is linked to theirs, else the first of them."""
     known = [origin for origin in origins if origin is not None]
@@ -178,7 +180,7 @@ def on_behalf_of(name: str, origins: Iterable[RequestContext | None]) -> Request
     return known[0].begin(name) if known else None
 
 
-def followed(
+def span_until_done(
     part: RequestContext, begin: Callable[[], Future[T]], describe: Callable[[T], Any]
 ) -> Future[T]:
     """What ``begin`` starts; ``part`` ends with it, having noted what ``describe`` says of its result."""

@@ -41,12 +41,12 @@ def publish_memory(metrics: Metrics) -> None:
 def _told() -> list[ContainerMemory]:
     """None where the system shows a process itself alone (systemd's ProcSubset=pid)."""
     try:
-        return [memory()]
+        return [read_memory_limits()]
     except (OSError, KeyError):
         return []
 
 
-def memory(proc: Path = PROC, groups: Path = GROUPS) -> ContainerMemory:
+def read_memory_limits(proc: Path = PROC, groups: Path = GROUPS) -> ContainerMemory:
     """Of this process's container, or of the group above it that has the least left; without limits, of the
     machine."""
     told = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE))

@@ -24,7 +24,7 @@ from hps.config.auth import check_exposure
 from hps.config.server_settings import Listener
 from hps.errors import ConfigError
 from hps.observability import otel
-from hps.tracing import record
+from hps.tracing import set_recorder
 from hps.types import NoProgress, Progress
 from services.frontend.background_open import LoadProgress, open_in_background
 from services.frontend.certificates import server_context
@@ -105,12 +105,12 @@ class ServerProcess(ABC, Generic[Node]):
         """Serve until stopped; both are called on a thread of their own, so they may ask the server."""
         tracer = otel.tracer(self._state.role)
         if tracer is not None:
-            record(tracer)
+            set_recorder(tracer)
             self._trace(tracer)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve(on_ready, on_listening))
         if tracer is not None:
-            record(None)
+            set_recorder(None)
             tracer.close()
 
     def _trace(self, tracer: otel.Tracer) -> None:

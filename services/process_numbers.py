@@ -20,11 +20,11 @@ def publish_process(metrics: Metrics, role: str) -> None:
     metrics.gauge(m.PROCESS_CPU, time.process_time, role)
     metrics.gauges(
         m.PROCESS_MEMORY,
-        lambda: [((role, kind), size) for kind, size in resident(_STATUS.read_text())],
+        lambda: [((role, kind), size) for kind, size in resident_bytes(_STATUS.read_text())],
     )
 
 
-def resident(status: str) -> Iterator[tuple[str, int]]:
+def resident_bytes(status: str) -> Iterator[tuple[str, int]]:
     """The kinds of resident memory that ``/proc/PID/status`` tells of, in bytes."""
     for kind, kilobytes in re.findall(r"^Rss(\w+):\s+(\d+) kB$", status, re.MULTILINE):
         yield _RESIDENT.get(kind, kind.lower()), int(kilobytes) * 1024

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from hps.config import Settings
-from hps.config.effective_settings import identity
+from hps.config.effective_settings import deployment_identity
 from hps.errors import Unavailable
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
@@ -133,7 +133,7 @@ class ServerState(Generic[Node]):
             "phase": self.phase,
             "ready": self.ready,
             "processes": [me, *self.processes()],
-            "server": {"urls": dict(self.urls), **identity(self._settings)},
+            "server": {"urls": dict(self.urls), **deployment_identity(self._settings)},
         }
         if self.node is not None:
             return status | self.node.status()

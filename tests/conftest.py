@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hps.cuda.loader import lacking
+from hps.cuda.loader import missing_requirement
 from tests.support.tiers import TIERS, TierUnderTest, open_case
 
 # A machine that does something else at the moment is no failure.
@@ -48,7 +48,7 @@ def _lack(message: str) -> NoReturn:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where there is no CUDA device; `make test-gpu` fails there."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and (reason := lacking()):
+    if marked and (reason := missing_requirement()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
 

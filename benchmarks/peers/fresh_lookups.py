@@ -18,7 +18,7 @@ import hps
 from benchmarks.measure import zipf_keys
 from benchmarks.peers.row_stream import PROBES
 from hps.node.served_models import OpenModels
-from services.frontend.workers.scheduler_slice import ask_for_short_slices
+from services.frontend.workers.scheduler_slice import request_short_slices
 
 LOOKUPS_S, KEYS = 200, 1_024
 _ASKERS = 4
@@ -123,7 +123,7 @@ class AttachedLookups:
 
 
 def main() -> None:
-    ask_for_short_slices()  # as workers do
+    request_short_slices()  # as workers do
     settings, *given = json.loads(sys.argv[1])
     with hps.attach(settings) as node:
         lookups = Lookups(node, *given)

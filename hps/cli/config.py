@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hps.tools.output import Output, OutputFormat, plural, print_json, print_table, say, warn
+from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, print_table, warn
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe the configuration.")
 
@@ -64,7 +64,7 @@ def show(
     Secrets stay hidden.
     """
     from hps.config import load_config
-    from hps.config.effective_settings import effective, public_settings
+    from hps.config.effective_settings import effective_settings, public_settings
 
     configuration = load_config(config, set_ or ())
     models = [model.spec.name for model in configuration.legacy]
@@ -80,11 +80,14 @@ def show(
         )
         return
     rows = [
-        (key, _text(value), origin) for key, (value, origin) in effective(configuration).items()
+        (key, _text(value), origin)
+        for key, (value, origin) in effective_settings(configuration).items()
     ]
     print_table(("setting", "value", "from"), rows)
     if models:
-        say(f"The file itself describes the models {', '.join(models)}; see: hps config convert")
+        print_line(
+            f"The file itself describes the models {', '.join(models)}; see: hps config convert"
+        )
     for warning in configuration.warnings:
         warn(warning)
 
@@ -165,14 +168,14 @@ def convert(
 
     `hps model import` brings the rows over.
     """
-    from hps.config.effective_settings import SETTINGS_FILE, converted
+    from hps.config.effective_settings import SETTINGS_FILE, convert_ps_json
     from hps.config.ps_json.converter import read_ps_json
     from hps.errors import ConfigError
 
     legacy = read_ps_json(file)
     for warning in legacy.warnings:
         warn(warning)
-    files = converted(legacy)
+    files = convert_ps_json(legacy)
     if into is None:
         print("---\n".join(f"# {name}\n{text}" for name, text in files.items()), end="")
         return
@@ -184,7 +187,7 @@ def convert(
         # The settings may have a password.
         (into / name).touch(0o600 if name == SETTINGS_FILE else 0o666)
         (into / name).write_text(text)
-        say(str(into / name))
+        print_line(str(into / name))
 
 
 def _text(value: Any) -> str:

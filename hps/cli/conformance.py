@@ -15,11 +15,11 @@ from hps.tools.output import (
     JsonOption,
     Output,
     OutputFormat,
-    complain,
     plural,
     print_json,
+    print_line,
+    print_problem,
     print_table,
-    say,
     warn,
 )
 
@@ -115,12 +115,12 @@ def conformance(
             title=f"{at}{f' ({name})' if name else ''}: {models}",
             styles=_STYLES,
         )
-        say()
+        print_line()
         counts = {v: sum(row["verdict"] == v for row in rows) for v in (GOOD, KNOWN, LACKS)}
-        say(", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n) + ".")
+        print_line(", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n) + ".")
     failing = {DIFFERS, KNOWN} if strict else {DIFFERS}
     if differs := sum(row["verdict"] in failing for row in rows):
-        complain(
+        print_problem(
             f"{differs} of {plural(len(rows), 'check')} find something else than the protocol says"
         )
         raise typer.Exit(1)

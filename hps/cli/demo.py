@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.errors import ConfigError
-from hps.tools.output import FormattedNumber, count, print_table, say, share
+from hps.tools.output import FormattedNumber, count, percentage, print_line, print_table
 
 if TYPE_CHECKING:
     from hps.cli.demo_data import DemoData
@@ -64,7 +64,7 @@ def demo(
     score is compared with the trainer's. Needs no GPU, no other service and no network.
     """
     from hps.cli.demo_data import FOLDER, load_demo
-    from hps.cli.demo_process import ends_when_told, start, wait
+    from hps.cli.demo_process import start, stop_on_signals, wait
     from hps.cli.demo_run import TIMED_REQUESTS, ask
 
     folder = model or FOLDER
@@ -73,13 +73,15 @@ def demo(
         _write(data, folder, write, f"http://127.0.0.1:{port or PORT}")
         return
     with (
-        ends_when_told(),
+        stop_on_signals(),
         tempfile.TemporaryDirectory(prefix="hps-demo-") as scratch,
         ExitStack() as stack,
     ):
         with _step(f"1/2 Starting a server for model {data.model!r}"):
             process, ready = start(stack, folder, Path(scratch), port)
-        say(f"It answers at {ready['http']}, gRPC at {ready['grpc']}, admin at {ready['admin']}.")
+        print_line(
+            f"It answers at {ready['http']}, gRPC at {ready['grpc']}, admin at {ready['admin']}."
+        )
         with _step(
             f"2/2 Sending {data.samples} requests twice, in batches, and {TIMED_REQUESTS} alone"
         ):
@@ -87,8 +89,8 @@ def demo(
         _report(data, findings)
         _try_next(data, findings, ready, folder, once)
         if not once:
-            say()
-            say("Serving until Ctrl-C.", style="bold")
+            print_line()
+            print_line("Serving until Ctrl-C.", style="bold")
             wait(process)
     raise typer.Exit(0 if findings.ok else 1)
 
@@ -96,10 +98,10 @@ def demo(
 @contextmanager
 def _step(title: str) -> Iterator[None]:
     """Announce a step, and how long it took."""
-    say(f"{title} …")
+    print_line(f"{title} …")
     begun = time.monotonic()
     yield
-    say(f"{title}: done, {time.monotonic() - begun:.1f} s")
+    print_line(f"{title}: done, {time.monotonic() - begun:.1f} s")
 
 
 def _write(data: DemoData, folder: Path, repository: Path, http: str) -> None:
@@ -117,20 +119,20 @@ def _write(data: DemoData, folder: Path, repository: Path, http: str) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write the demo's model into {repository}: {error}") from None
     if there and data.model not in there:
-        say(f"{repository} has models already, the demo's stays out: {', '.join(there)}")
+        print_line(f"{repository} has models already, the demo's stays out: {', '.join(there)}")
         return
     body = json.dumps(json_request(data.tensors(slice(0, 1))), separators=(",", ":"))
     output = next(iter(data.scores))
-    say(f"{repository} has model {data.model!r}. Once a server serves it, ask for a score:")
-    say()
-    say(f"  curl -s {http}/v2/models/{data.model}/infer -d '{body}'")
-    say()
-    say(f"The trainer's own {output} for this request is {data.scores[output][0]:.6f}.")
+    print_line(f"{repository} has model {data.model!r}. Once a server serves it, ask for a score:")
+    print_line()
+    print_line(f"  curl -s {http}/v2/models/{data.model}/infer -d '{body}'")
+    print_line()
+    print_line(f"The trainer's own {output} for this request is {data.scores[output][0]:.6f}.")
 
 
 def _report(data: DemoData, found: DemoResults) -> None:
-    say()
-    say("Scores", style="bold")
+    print_line()
+    print_line("Scores", style="bold")
     output = next(iter(data.scores))
     columns = ("request", f"served {output}", "the trainer's", "rows came from")
     rows = []
@@ -145,28 +147,30 @@ def _report(data: DemoData, found: DemoResults) -> None:
             )
         )
     print_table(columns, rows)
-    say()
-    say("Where the rows came from (the cache was empty at first)", style="bold")
+    print_line()
+    print_line("Where the rows came from (the cache was empty at first)", style="bold")
     tiers = list(dict.fromkeys(tier for counts in found.rounds for tier in counts))
     total = sum(found.rounds[0].values())
     passes = [part for i in range(len(found.rounds)) for part in (f"pass {i + 1}", "hit rate")]
     by_tier = []
     for tier in tiers:
         keys = [counts.get(tier, 0) for counts in found.rounds]
-        by_tier.append((tier, *(cell for n in keys for cell in (count(n), share(n, total)))))
+        by_tier.append((tier, *(cell for n in keys for cell in (count(n), percentage(n, total)))))
     print_table(("tier", *passes), by_tier)
     from hps.cli.demo_run import CANDIDATES
 
-    say()
+    print_line()
     best = ", ".join(f"number {position} ({score:.4f})" for position, score in found.best)
-    say(f"Ranking {CANDIDATES} candidates for one context, best first: {best}")
+    print_line(f"Ranking {CANDIDATES} candidates for one context, best first: {best}")
     p50, p99 = _percentiles(found)
-    say()
-    say(f"Latency of one request over HTTP: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
-    say()
+    print_line()
+    print_line(f"Latency of one request over HTTP: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
+    print_line()
     for name, passed in found.checks.items():
-        say(f"{'OK  ' if passed else 'FAIL'} {name}", style="green" if passed else "bold red")
-    say(f"     largest difference to the trainer's scores: {found.difference:.1e}")
+        print_line(
+            f"{'OK  ' if passed else 'FAIL'} {name}", style="green" if passed else "bold red"
+        )
+    print_line(f"     largest difference to the trainer's scores: {found.difference:.1e}")
 
 
 def _percentiles(found: DemoResults) -> tuple[float, float]:
@@ -192,17 +196,21 @@ def _try_next(
 ) -> None:
     body = json.dumps(found.sample, separators=(",", ":"))
     http, admin = ready["http"], ready["admin"]
-    say()
-    say("Try it yourself" + (", while hps demo runs without --once" if once else ""), style="bold")
+    print_line()
+    print_line(
+        "Try it yourself" + (", while hps demo runs without --once" if once else ""), style="bold"
+    )
     if shutil.which("hps") is None:
-        say(f"source {os.path.relpath(sys.prefix)}/bin/activate     # in each new shell, for hps")
-    say(f"curl -s {http}/v2/models/{data.model}/infer -d '{body}'")
+        print_line(
+            f"source {os.path.relpath(sys.prefix)}/bin/activate     # in each new shell, for hps"
+        )
+    print_line(f"curl -s {http}/v2/models/{data.model}/infer -d '{body}'")
     values = {t["name"]: _plain(t["data"]) for t in found.sample["inputs"]}
     plain = json.dumps(values, separators=(",", ":"))
     at = "" if http.endswith(":8000") else f" --server {http}"
-    say(f"hps predict {data.model}{at} --explain --json '{plain}'")
-    say()
-    say("What to try next", style="bold")
+    print_line(f"hps predict {data.model}{at} --explain --json '{plain}'")
+    print_line()
+    print_line("What to try next", style="bold")
     there = "" if admin.endswith(":8002") else f" --server {admin}"
     print_table(
         ("", ""),

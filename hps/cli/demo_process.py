@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hps.errors import ConfigError, Unavailable
-from hps.tools.output import say
+from hps.tools.output import print_line
 
 PORTS = {"http": 8000, "grpc": 8001, "admin": 8002}
 START_S = 60.0
@@ -23,7 +23,7 @@ class PortTaken(Unavailable):
 
 
 @contextmanager
-def ends_when_told() -> Iterator[None]:
+def stop_on_signals() -> Iterator[None]:
     """Makes SIGINT, SIGTERM and SIGHUP a KeyboardInterrupt, on the main thread.
 
     A shell starts what runs in the background with SIGINT ignored, and Python leaves it at that; who
@@ -74,7 +74,7 @@ def _ports(port: int | None) -> dict[str, int]:
                     f"port {number} is taken; leave --port out and the demo finds one"
                 )
             ports[name] = _free_port()
-            say(f"Port {number} is taken; the {name} port is {ports[name]}.", style="yellow")
+            print_line(f"Port {number} is taken; the {name} port is {ports[name]}.", style="yellow")
     return ports
 
 
@@ -156,6 +156,6 @@ def wait(process: subprocess.Popen[str]) -> None:
     try:
         code = process.wait()
     except KeyboardInterrupt:
-        say("Stopping.")
+        print_line("Stopping.")
         return
     raise Unavailable(f"the demo's server ended by itself with exit code {code}")

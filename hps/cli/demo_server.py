@@ -21,7 +21,7 @@ def end_with_the_demo() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def abandoned() -> bool:
+def parent_exited() -> bool:
     """Whether the demo is gone: it writes nothing, so there is something to read only at the end."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
@@ -39,7 +39,7 @@ def serve(config: Path) -> None:
         finally:  # the demo's end may come while the server ends by itself
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     finally:
-        if abandoned():
+        if parent_exited():
             shutil.rmtree(config.parent, ignore_errors=True)
 
 

@@ -17,9 +17,9 @@ from hps.tools.output import (
     Output,
     OutputFormat,
     print_json,
+    print_line,
     print_table,
     problems,
-    say,
 )
 
 if TYPE_CHECKING:
@@ -91,13 +91,13 @@ def run(
 ) -> Iterator[DoctorCheck]:
     from hps.config import load_config
     from hps.errors import HpsError
-    from hps.tools.doctor.check import DoctorCheck, guarded
+    from hps.tools.doctor.check import DoctorCheck, catch_errors
     from hps.tools.doctor.configuration import configured
     from hps.tools.doctor.machine import machine
     from hps.tools.doctor.servers import servers as each_of
 
     is_configured = config is not None or bool(overrides)
-    yield from guarded("machine", machine(alone=not is_configured))
+    yield from catch_errors("machine", machine(alone=not is_configured))
     if is_configured:
         try:
             loaded = load_config(config, overrides or ())
@@ -109,7 +109,7 @@ def run(
             for warning in loaded.warnings:
                 yield DoctorCheck(CONFIGURATION, "WARN", warning, "see docs/ps-json.md")
             yield DoctorCheck(CONFIGURATION, "OK", str(config or "defaults"))
-            yield from guarded("deployment", configured(loaded, api_key, tls))
+            yield from catch_errors("deployment", configured(loaded, api_key, tls))
     if servers:
         yield from each_of(servers, api_key, tls)
 
@@ -120,9 +120,9 @@ def show(checks: list[DoctorCheck], failed: int) -> None:
         [(c.verdict, c.name, c.found, c.mend) for c in checks],
         styles=VERDICT_STYLES,
     )
-    say()
+    print_line()
     warned = sum(check.verdict == "WARN" for check in checks)
     if failed or warned:
-        say(f"{failed} failed, {warned} to look at.")
+        print_line(f"{failed} failed, {warned} to look at.")
     else:
-        say("All is well.")
+        print_line("All is well.")

@@ -10,7 +10,7 @@ import typer
 
 from hps.cli.model import RepositoryOption, VersionOption
 from hps.cli.model_import import DEFAULT_REPOSITORY
-from hps.tools.output import count, say
+from hps.tools.output import count, print_line
 
 app = typer.Typer(no_args_is_help=True, help="Make models and requests for load tests.")
 
@@ -76,7 +76,7 @@ def model(
     spec = model_spec(name, tables, dim, None if ragged else hotness or 1, dense, 65_536)
     with ConsoleProgress().task(f"writing {name}", tables * rows) as step:
         folder = write_model(repository, spec, rows, seed, step)
-    say(f"{folder}: {tables} tables of {count(rows)} rows of {dim}")
+    print_line(f"{folder}: {tables} tables of {count(rows)} rows of {dim}")
 
 
 REQUEST_EXAMPLES = """\b
@@ -124,4 +124,4 @@ def requests(
     recipe = RequestRecipe(form.value, batch, distribution, hotness, ragged, unknown)
     made = GeneratedRequests(Repository(repository).open(model, version), recipe, seed)
     save(out, made.many(count), form.value)
-    say(f"{out}: {count} requests of {batch}")
+    print_line(f"{out}: {count} requests of {batch}")

@@ -77,9 +77,9 @@ def healthcheck(
             raise Unavailable(told or f"the server answered with status {status}")
     except HpsError as error:
         # Not 2, as of other commands: container engines know 0 and 1 alone.
-        from hps.cli.main import tell
+        from hps.cli.main import print_error
 
-        tell(error)
+        print_error(error)
         raise typer.Exit(1) from None
 
 

@@ -11,7 +11,7 @@ import typer
 
 from hps.cli.options import SetOption
 from hps.cli.serve import check_early
-from hps.tools.output import Output, OutputFormat, print_json, say
+from hps.tools.output import Output, OutputFormat, print_json, print_line
 
 app = typer.Typer(add_completion=False)
 
@@ -70,7 +70,7 @@ def ingest(
     from services.frontend import logs
     from services.ingest.main import IngestServer
 
-    logs.setup_for(configuration.settings.server)
+    logs.setup_logging(configuration.settings.server)
     server = IngestServer(configuration, ConsoleProgress())
 
     def ready(admin: str) -> None:
@@ -101,6 +101,8 @@ def show(report: dict[str, Any]) -> None:
     if report["warnings"]:
         facts.append(("warnings", f"{len(report['warnings'])}, logged above"))
     for name, value in facts:
-        say(f"{name:9} {value}")
-    say()
-    say(f"hps {report['version']} is ready after {report['seconds']:.1f} s.", style="bold green")
+        print_line(f"{name:9} {value}")
+    print_line()
+    print_line(
+        f"hps {report['version']} is ready after {report['seconds']:.1f} s.", style="bold green"
+    )

@@ -17,7 +17,7 @@ from hps.cli.options import (
     TlsOption,
     open_admin,
     open_here,
-    refuse_overrides,
+    reject_overrides,
 )
 from hps.cli.value_parsing import as_typed, parse_key, shown_age, shown_vector
 from hps.errors import NotFound
@@ -70,7 +70,7 @@ def lookup(
         with open_here(config, overrides) as node:
             report = here(node, model, table, numbers)
     else:
-        refuse_overrides(overrides)
+        reject_overrides(overrides)
         report = asked(open_admin(server, api_key, tls), model, table, numbers)
     for row, text in zip(report["rows"], keys, strict=True):
         row["key"] = as_typed(text)
@@ -96,14 +96,14 @@ def here(node: Node, model: str, table: str, keys: list[int]) -> dict[str, Any]:
     """The same account from a node in this process."""
     import numpy as np
 
-    from hps.lookup.explain import explained
+    from hps.lookup.explain import explain_rows
 
     served = node.model(model)
     if table not in served.tables:
         raise NotFound(f"model {model!r} has no table {table!r}{hint_for(table, served.tables)}")
     wanted = np.array(keys, np.int64)
     found = node.lookup(model, {table: wanted}, by_table=True, want_source=True)
-    return explained(served.tables[table], wanted, found)
+    return explain_rows(served.tables[table], wanted, found)
 
 
 def show(report: dict[str, Any], explain: bool) -> None:

@@ -116,7 +116,7 @@ class LazyCommands(TyperGroup):
         except HpsError as error:
             if ctx.params.get("debug"):
                 raise
-            tell(error)
+            print_error(error)
             raise typer.Exit(exit_code(error)) from None
 
 
@@ -134,25 +134,25 @@ def _usage_in_one_line() -> Iterator[None]:
         message = getattr(error, "format_message", error.__str__)()
         if message.startswith("Usage:"):  # the help of a command that lacks a sub-command
             raise
-        from hps.tools.output import complain
+        from hps.tools.output import print_problem
 
         words: list[str] = []
         while context is not None and context.parent is not None:
             words.insert(0, context.info_name)
             context = context.parent
         command = " ".join(["hps", *words])
-        complain(f"{command}: {message.rstrip('.')}; {command} --help explains it")
+        print_problem(f"{command}: {message.rstrip('.')}; {command} --help explains it")
         raise typer.Exit(USAGE) from None
 
 
-def tell(error: HpsError) -> None:
+def print_error(error: HpsError) -> None:
     """One line on stderr; a line each for a configuration with several mistakes."""
-    from hps.tools.output import complain, problems
+    from hps.tools.output import print_problem, problems
 
     hint = "; the command takes it from --api-key or HPS_API_KEY"
     suffix = hint if isinstance(error, Unauthenticated) else ""
     for mistake in problems(error):
-        complain(mistake + suffix)
+        print_problem(mistake + suffix)
 
 
 def exit_code(error: HpsError) -> int:
@@ -197,12 +197,14 @@ def main() -> None:
     except Exception as error:
         import traceback
 
-        from hps.tools.output import complain
+        from hps.tools.output import print_problem
 
         traceback.print_exc()
         if not isinstance(error, HpsError):  # --debug lets those through
             kind = type(error).__name__
-            complain(f"{kind}: a mistake in hps; please report it with the above and `hps version`")
+            print_problem(
+                f"{kind}: a mistake in hps; please report it with the above and `hps version`"
+            )
         sys.exit(exit_code(error) if isinstance(error, HpsError) else FAILED)
 
 

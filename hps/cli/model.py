@@ -15,8 +15,8 @@ from hps.tools.output import (
     OutputFormat,
     count,
     print_json,
+    print_line,
     print_table,
-    say,
     size,
     warn,
 )
@@ -102,7 +102,7 @@ def _described(opened: ModelVersion) -> dict[str, Any]:
 def _show(opened: ModelVersion) -> None:
     manifest = opened.manifest
     made = f", made {manifest.created:%Y-%m-%d %H:%M %Z}" if manifest else ""
-    say(f"{opened.name} version {opened.version}{made}, in {opened.folder}")
+    print_line(f"{opened.name} version {opened.version}{made}, in {opened.folder}")
     specs = {t.name: t for t in opened.spec.tables}
     print_table(
         ("table", "rows", "dim", "in tiers", "default", "size"),
@@ -114,7 +114,7 @@ def _show(opened: ModelVersion) -> None:
     )  # fmt: skip
     features = opened.spec.features
     if features:
-        say()
+        print_line()
         print_table(
             ("feature", "table", "key offset", "pooling", "hotness", "context"),
             [
@@ -130,7 +130,7 @@ def _show(opened: ModelVersion) -> None:
             ],
         )
     if opened.spec.dense is not None:
-        say()
+        print_line()
         dense = opened.spec.dense
         tensors = [("input", t) for t in dense.inputs] + [("output", t) for t in dense.outputs]
         rows = [
@@ -139,7 +139,7 @@ def _show(opened: ModelVersion) -> None:
         ]
         print_table(("network", "tensor", "type", "shape", "context"), rows)
     for key, value in (manifest.metadata if manifest else {}).items():
-        say(f"{key}: {value}")
+        print_line(f"{key}: {value}")
     for warning in opened.warnings:
         warn(warning)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.errors import ConfigError
-from hps.tools.output import Output, OutputFormat, plural, print_json, say, warn
+from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, warn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,7 +144,7 @@ def import_(
     for plan in _plans(source, chosen, format_, model, name):
         called = name or (plan.spec.name if plan.spec else plan.source.stem)
         if spec is not None:
-            described = options.renamed(load_model_spec(spec), called)
+            described = options.rename_spec(load_model_spec(spec), called)
         else:
             exists = (repository / called / "model.yaml").is_file() and not (given or defaults)
             generated = dense is not None and not exists
@@ -174,12 +174,14 @@ def import_(
         return
     for (called, number, folder, plan), counts in zip(written, repeated, strict=True):
         for each in plan.tables:
-            say(f"{called}/{number} {each.name}: {plural(each.rows, 'row')} of dim {each.dim}")
+            print_line(
+                f"{called}/{number} {each.name}: {plural(each.rows, 'row')} of dim {each.dim}"
+            )
             if counts[each.name]:
                 warn(f"{called}/{number} {each.name}: {repeated_text(counts[each.name])}")
             for part, offset in each.parts:
-                say(f"  {part}: keys from {offset:,} (its feature has key_offset {offset})")
-        say(f"Written to {folder}. Serve it: hps serve --set models.repository={repository}")
+                print_line(f"  {part}: keys from {offset:,} (its feature has key_offset {offset})")
+        print_line(f"Written to {folder}. Serve it: hps serve --set models.repository={repository}")
 
 
 def _plans(

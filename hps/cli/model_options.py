@@ -165,7 +165,7 @@ def _check_alone(dense: Path) -> None:
             ) from None
 
 
-def renamed(spec: ModelSpec, name: str) -> ModelSpec:
+def rename_spec(spec: ModelSpec, name: str) -> ModelSpec:
     """``spec`` under the name it is imported as."""
     if spec.name == name:
         return spec

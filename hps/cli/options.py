@@ -129,7 +129,7 @@ def tls_of(given: str | None) -> Tls | None:
     return Tls(files.get("ca"), files.get("certificate"), files.get("key"))
 
 
-def refuse_overrides(overrides: list[str] | None) -> None:
+def reject_overrides(overrides: list[str] | None) -> None:
     if overrides:
         raise ConfigError("--set changes a configuration; give --config FILE with it")
 

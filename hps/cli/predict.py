@@ -17,7 +17,7 @@ import typer
 
 from hps.cli.options import HTTP, ApiKeyOption, ConfigOption, ServerOption, SetOption, TlsOption
 from hps.errors import ConfigError, NotFound, Unsupported
-from hps.tools.output import Output, OutputFormat, plural, print_json, print_table, say, warn
+from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, print_table, warn
 
 if TYPE_CHECKING:
     from hps.cli.predict_targets import PredictTarget, Submit
@@ -254,13 +254,13 @@ class _ScoreStream:
 
 
 def _summary(out: Path, score: _ScoreStream, seconds: float) -> None:
-    from hps.tools.output import console, count, plural, share
+    from hps.tools.output import console, count, percentage, plural
 
     rows, keys, defaulted = score.rows, score.keys, score.defaulted
     rate = f"{rows / seconds:,.0f} rows/s" if seconds > 0 else ""
     console(stderr=True).print(
         f"{plural(rows, 'row')} scored into {out}, {rate}; {count(defaulted)} of {count(keys)} keys "
-        f"({share(defaulted, keys)}) unknown and answered with the table's default",
+        f"({percentage(defaulted, keys)}) unknown and answered with the table's default",
         soft_wrap=True,
     )
 
@@ -331,16 +331,18 @@ def _show(report: dict[str, Any]) -> None:
         [(i, *(_values(value[i]) for value in outputs.values())) for i in range(rows)],
     )
     for name, feature in report.get("features", {}).items():
-        say()
+        print_line()
         taken = feature["network_input"]
-        say(f"feature {name}" + (f" -> network input {taken}" if taken else ""), style="bold")
+        print_line(
+            f"feature {name}" + (f" -> network input {taken}" if taken else ""), style="bold"
+        )
         print_table(("sample", "keys, and where each came from", "vector"), _explained(feature))
     for name, value in report.get("dense", {}).items():
-        say()
-        say(f"dense input {name}", style="bold")
+        print_line()
+        print_line(f"dense input {name}", style="bold")
         print_table(("sample", "values"), [(i, _values(v)) for i, v in enumerate(value)])
-    say()
-    say(
+    print_line()
+    print_line(
         f"{report['milliseconds']:.2f} ms, {plural(report['defaulted'], 'unknown key')} answered with the "
         "table's default"
     )

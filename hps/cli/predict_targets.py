@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cli.options import open_here, refuse_overrides, tls_of
+from hps.cli.options import open_here, reject_overrides, tls_of
 from hps.threads import BoundedThreadPool, CompletedFuture
 from hps.tools.signature import MAX_BATCH, ModelSignature
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
@@ -137,7 +137,7 @@ def open_target(
         with open_here(config, overrides) as node:
             yield NodeTarget(node)
         return
-    refuse_overrides(overrides)
+    reject_overrides(overrides)
     from hps.client import Client
 
     with Client(server, api_key=api_key, tls=tls_of(tls)) as client:

@@ -20,7 +20,7 @@ from hps.cli.options import (
     TlsOption,
     former_target,
     open_here,
-    refuse_overrides,
+    reject_overrides,
     tls_of,
 )
 from hps.errors import ConfigError
@@ -29,11 +29,11 @@ from hps.tools.output import (
     JsonOption,
     Output,
     OutputFormat,
+    percentage,
     plural,
     print_json,
+    print_line,
     print_table,
-    say,
-    share,
 )
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _opened(
     from hps.cli.profile_targets import LocalProfileTarget, ServerProfileTarget
 
     if config is None:
-        refuse_overrides(overrides)
+        reject_overrides(overrides)
         with ServerProfileTarget(server, api_key, tls) as there:
             yield there
         return
@@ -206,22 +206,22 @@ def _show(found: dict[str, Any]) -> None:
     from hps.tools.bench.result_tables import in_words, warn_of_defaults
 
     about = found["about"]
-    say(
+    print_line(
         f"{about['model']}, version {about['version']}, batch {about['batch']}, {about['protocol']}: "
         f"{found['requests']} requests, mean {found['mean_us']:,.0f} µs, "
         f"p50 {found['p50_us']:,.0f}, p99 {found['p99_us']:,.0f}"
     )
     keys = found["keys"]
     answered = f": {in_words(keys['from'])}" if keys["from"] else ""
-    say(f"keys {keys['of']}{answered}")
-    say()
+    print_line(f"keys {keys['of']}{answered}")
+    print_line()
     print_table(
         ("part", "mean µs", "share", "p50 µs", "p99 µs", "requests", ""),
         [
             (
                 "  " * (len(part["path"]) - 1) + part["path"][-1],
                 FormattedNumber(f"{part['mean_us']:,.1f}"),
-                share(part["share"], 1.0),
+                percentage(part["share"], 1.0),
                 FormattedNumber(f"{part['p50_us']:,.1f}"),
                 FormattedNumber(f"{part['p99_us']:,.1f}"),
                 part["requests"],
@@ -232,17 +232,17 @@ def _show(found: dict[str, Any]) -> None:
     )
     if found["round_trip_p50_us"] is not None:
         outside = found["round_trip_p50_us"] - found["p50_us"]
-        say()
+        print_line()
         more = f"{outside:,.0f} µs more, for HTTP, the way, and this client"
         if outside < 0:
             more = "less, so other work came between"
-        say(
+        print_line(
             f"Without a profile the same requests take {found['round_trip_p50_us']:,.0f} µs (p50) here, at "
             f"their caller: {more}."
         )
     if about["workers"]:
-        say()
-        say(
+        print_line()
+        print_line(
             "This is the node, whose caches are its own. Its clients are answered by "
             f"{plural(about['workers'], 'worker')}, which ask it for what the shared cache lacks."
         )

@@ -13,7 +13,7 @@ import typer
 from hps.cli.options import SetOption
 from hps.cli.tables import flatten
 from hps.cli.tables import show as show_tables
-from hps.tools.output import Output, OutputFormat, plural, print_json, say
+from hps.tools.output import Output, OutputFormat, plural, print_json, print_line
 
 if TYPE_CHECKING:
     from hps.config import Configuration
@@ -105,7 +105,7 @@ def serve(
     from services.frontend import logs
     from services.frontend.main import FrontendServer, ServerUrls
 
-    logs.setup_for(configuration.settings.server)
+    logs.setup_logging(configuration.settings.server)
     frontend = FrontendServer(configuration, ConsoleProgress())
 
     def ready(addresses: ServerUrls) -> None:
@@ -178,8 +178,8 @@ def show(report: dict[str, Any]) -> None:
     else:
         show_tables(report["tables"][:SHOWN_TABLES])
         if len(report["tables"]) > SHOWN_TABLES:
-            say(f"… and {len(report['tables']) - SHOWN_TABLES} more: hps tables")
-        say()
+            print_line(f"… and {len(report['tables']) - SHOWN_TABLES} more: hps tables")
+        print_line()
     endpoints, requests = report["endpoints"], "lookups of front ends, by gRPC"
     if "http" in endpoints:
         requests = f"{endpoints['http']}  (Open Inference Protocol)"
@@ -195,6 +195,8 @@ def show(report: dict[str, Any]) -> None:
     if report["warnings"]:
         facts.append(("warnings", f"{len(report['warnings'])}, logged above"))
     for name, value in facts:
-        say(f"{name:9} {value}")
-    say()
-    say(f"hps {report['version']} is ready after {report['seconds']:.1f} s.", style="bold green")
+        print_line(f"{name:9} {value}")
+    print_line()
+    print_line(
+        f"hps {report['version']} is ready after {report['seconds']:.1f} s.", style="bold green"
+    )

@@ -21,11 +21,11 @@ from hps.tools.output import (
     OutputFormat,
     age,
     count,
+    percentage,
     plural,
     print_json,
+    print_line,
     print_table,
-    say,
-    share,
     size,
     warn,
 )
@@ -123,9 +123,11 @@ def _show(report: dict[str, Any]) -> None:
     if "models" not in report:
         _show_loading(report)
         return
-    say(f"hps {report['version']}, {report.get('phase', '')}, up for {age(report['uptime_s'])}")
+    print_line(
+        f"hps {report['version']}, {report.get('phase', '')}, up for {age(report['uptime_s'])}"
+    )
     _show_processes(report)
-    say()
+    print_line()
     print_table(
         ("model", "version", "answers", "tables", "features"),
         [
@@ -139,11 +141,11 @@ def _show(report: dict[str, Any]) -> None:
             for model in report["models"]
         ],
     )
-    say()
+    print_line()
     _show_tiers(report)
     _show_updates(report)
     if report["requests"]:
-        say()
+        print_line()
         print_table(
             ("model", "method", "requests", "p50 below", "p99 below"),
             [
@@ -158,8 +160,8 @@ def _show(report: dict[str, Any]) -> None:
             ],
         )
     if unknown := report["unknown_model_requests"]:
-        say()
-        say(f"{plural(unknown, 'request')} rejected: no such model.")
+        print_line()
+        print_line(f"{plural(unknown, 'request')} rejected: no such model.")
     for warning in report.get("warnings", []):
         warn(warning)
 
@@ -169,7 +171,7 @@ def _show_processes(report: dict[str, Any]) -> None:
     processes = report.get("processes", [])
     if len(processes) < 2:
         return
-    say()
+    print_line()
     print_table(
         ("process", "pid", "state", "replaced"),
         [
@@ -201,13 +203,13 @@ def _show_tiers(report: dict[str, Any]) -> None:
         tier, keys = tiers.get(name, {}), answered.get(name, 0)
         kind = "shared" if tier.get("shared") else tier.get("kind", "")
         facts = kind, tier.get("circuit", "")
-        rows.append((name, *facts, count(keys), share(keys, total)))
+        rows.append((name, *facts, count(keys), percentage(keys, total)))
     columns = ("tier", "kind", "circuit", "keys answered", "share")
     print_table(columns, rows, styles={"open": "red", "half-open": "yellow"})
     for name, tier in tiers.items():
         if shared := tier.get("shared_memory"):
             taken = f"{shared['path']}, {size(shared['bytes'])}"
-            say(
+            print_line(
                 f"{name} shared: {taken}, owner {shared['owner']}, {count(shared['readers'])} readers"
             )
         if tier.get("problem"):
@@ -218,7 +220,7 @@ def _show_updates(report: dict[str, Any]) -> None:
     """The readers of update streams, what keeps them from applying, and dead letters."""
     streams = report.get("updates", [])
     if streams:
-        say()
+        print_line()
         print_table(
             ("updates", "state", "messages behind", "oldest wait"),
             [
@@ -243,11 +245,13 @@ def _show_updates(report: dict[str, Any]) -> None:
 
 def _show_loading(report: dict[str, Any]) -> None:
     """A server that has no node yet."""
-    say(f"Not ready ({report.get('phase', 'unknown')}), up for {age(report.get('uptime_s', 0))}")
+    print_line(
+        f"Not ready ({report.get('phase', 'unknown')}), up for {age(report.get('uptime_s', 0))}"
+    )
     for task in report.get("loading", []):
         done, total = task["done"], task["total"]
         amount = f"{count(done)} of {count(total)} {task['unit']}"
-        say(f"{task['title']}: {amount}, {share(done, total)}")
+        print_line(f"{task['title']}: {amount}, {percentage(done, total)}")
 
 
 def _time(seconds: float | None) -> FormattedNumber:

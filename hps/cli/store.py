@@ -28,8 +28,8 @@ from hps.tools.output import (
     approximate,
     count,
     print_json,
+    print_line,
     print_table,
-    say,
     size,
     warn,
 )
@@ -97,9 +97,9 @@ def ls(
 
 def _listed(store: RedisRows | RocksDbRows, models: ConfiguredModels) -> list[dict[str, Any]]:
     """The tables a store holds, and the configured ones that it lacks."""
-    from hps.rows.tiers import name_of, stand_in
+    from hps.rows.tiers import placeholder_table, table_name_in
 
-    configured = {name_of(table, store.tier.layout): table for table in models.all()}
+    configured = {table_name_in(table, store.tier.layout): table for table in models.all()}
     there = store.tables()
     entries = []
     for name in sorted({*there, *configured}, key=lambda n: (n.model, n.version, n.name)):
@@ -108,7 +108,7 @@ def _listed(store: RedisRows | RocksDbRows, models: ConfiguredModels) -> list[di
         rows, bytes_, exact = 0, 0, True
         dim = table.dim if table else record.dim if record else None
         if name in there:
-            shape = table or stand_in(name, dim or 1)
+            shape = table or placeholder_table(name, dim or 1)
             problem = _problem(store, table) if table else _unconfigured(name, models)
             rows, bytes_, exact = store.measure(shape)
         else:
@@ -219,7 +219,7 @@ def erase(
     if output is OutputFormat.json:
         print_json(erased)
     else:
-        say(f"Erased: {', '.join(_label(entry) for entry in erased)}")
+        print_line(f"Erased: {', '.join(_label(entry) for entry in erased)}")
 
 
 def _confirm(erased: list[dict[str, Any]], *, yes: bool) -> None:

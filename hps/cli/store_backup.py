@@ -15,7 +15,7 @@ from hps.cli.options import (
     SomeAdminOption,
     TlsOption,
     open_admin,
-    refuse_overrides,
+    reject_overrides,
 )
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
@@ -32,7 +32,7 @@ from hps.cli.store_open import (
 from hps.cli.store_rows import VersionOption
 from hps.cli.value_parsing import parse_version
 from hps.errors import ConfigError
-from hps.tools.output import Output, OutputFormat, plural, print_json, say, warn
+from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +81,7 @@ def checkpoint(
             raise ConfigError(
                 "--server has a node choose the folder; leave out FOLDER and --config"
             )
-        refuse_overrides(overrides)
+        reject_overrides(overrides)
         _ask(open_admin(server, api_key, tls, timeout_s=_CHECKPOINT_S), keep, output)
         return
     if folder is None or config is None:
@@ -95,7 +95,7 @@ def _ask(node: Admin, keep: int, output: OutputFormat) -> None:
     if output is OutputFormat.json:
         print_json(made)
     else:
-        say(f"{made['checkpoint']} is a checkpoint of the node at {node.url}")
+        print_line(f"{made['checkpoint']} is a checkpoint of the node at {node.url}")
 
 
 def _make(folder: Path, config: Path, overrides: list[str] | None, output: OutputFormat) -> None:
@@ -109,7 +109,7 @@ def _make(folder: Path, config: Path, overrides: list[str] | None, output: Outpu
     if output is OutputFormat.json:
         print_json({"checkpoint": folder, "database": path})
     else:
-        say(f"{folder} is a checkpoint of {path}")
+        print_line(f"{folder} is a checkpoint of {path}")
 
 
 RESTORE_EXAMPLES = """\b
@@ -153,9 +153,11 @@ def restore(
     if output is OutputFormat.json:
         print_json({"checkpoint": found, "database": chosen.path})
     elif found is None:
-        say(f"{chosen.path} is left to the node: it is there, or {folder} holds no checkpoint")
+        print_line(
+            f"{chosen.path} is left to the node: it is there, or {folder} holds no checkpoint"
+        )
     else:
-        say(f"{chosen.path} is restored from {found}")
+        print_line(f"{chosen.path} is restored from {found}")
 
 
 DUMP_EXAMPLES = """\b
@@ -197,7 +199,7 @@ def dump(
     if output is OutputFormat.json:
         print_json({"file": file, "table": chosen.id, "tier": store.name, "rows": written})
     else:
-        say(f"{file}: {plural(written, 'row')}")
+        print_line(f"{file}: {plural(written, 'row')}")
 
 
 IMPORT_EXAMPLES = """\b
@@ -225,7 +227,7 @@ def import_dump(
     """
     import numpy as np
 
-    from hps.rows.tiers import name_of
+    from hps.rows.tiers import table_name_in
     from hps.updates.version_clock import VersionClock
 
     at = VersionClock().now() if version is None else parse_version(version)
@@ -239,12 +241,14 @@ def import_dump(
                 store.tier.insert(chosen, keys, vectors, versions)
         # Of rows without versions the last write wins.
         overwritten = store.name == TierName.rocksdb and not store.versioned
-        overwritten = overwritten and store.record(name_of(chosen, "hps")) is None
+        overwritten = overwritten and store.record(table_name_in(chosen, "hps")) is None
     if output is OutputFormat.json:
         facts = {"rows": opened.rows, "version": at}
         print_json({"file": file, "table": chosen.id, "tier": store.name, **facts})
     else:
-        say(f"{plural(opened.rows, 'row')} of {file} written into {chosen.id} in {store.name}")
+        print_line(
+            f"{plural(opened.rows, 'row')} of {file} written into {chosen.id} in {store.name}"
+        )
     if overwritten:
         warn(
             f"the model's files were never loaded into {chosen.id}: the next start writes them over these "

@@ -31,8 +31,8 @@ from hps.tools.output import (
     OutputFormat,
     count,
     print_json,
+    print_line,
     print_table,
-    say,
 )
 
 if TYPE_CHECKING:
@@ -180,7 +180,9 @@ def _show(
         ]
         print_json(entries)
         return
-    say(f"{store} compared with {against}" + (", a sample" if found and found[0].sampled else ""))
+    print_line(
+        f"{store} compared with {against}" + (", a sample" if found and found[0].sampled else "")
+    )
     print_table(
         ("table", "rows", "equal", *KINDS),
         [
@@ -191,7 +193,7 @@ def _show(
     for table, each in zip(tables, found, strict=True):
         for kind, keys in each.examples.items():
             more = "" if each.counts[kind] <= len(keys) else " …"
-            say(f"{table.id}: {kind}: {' '.join(map(str, keys))}{more}")
+            print_line(f"{table.id}: {kind}: {' '.join(map(str, keys))}{more}")
 
 
 VERIFY_EXAMPLES = """\b

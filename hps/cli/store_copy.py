@@ -28,7 +28,16 @@ from hps.cli.store_open import (
 )
 from hps.cli.value_parsing import parse_version
 from hps.errors import ConfigError, NotFound
-from hps.tools.output import Output, OutputFormat, count, plural, print_json, print_table, say, warn
+from hps.tools.output import (
+    Output,
+    OutputFormat,
+    count,
+    plural,
+    print_json,
+    print_line,
+    print_table,
+    warn,
+)
 
 if TYPE_CHECKING:
     from hps.config import Configuration
@@ -164,9 +173,9 @@ def export(
         print_json({"file": out, "table": chosen.id, "tier": store.name, **facts})
         return
     deleted = f", {report.deleted:,} of them deleted" if report.deleted else ""
-    say(f"{out}: {plural(report.rows, 'row')}{deleted}")
+    print_line(f"{out}: {plural(report.rows, 'row')}{deleted}")
     if store.versioned and report.rows:
-        say(f"The next export goes on with --since {report.newest}")
+        print_line(f"The next export goes on with --since {report.newest}")
 
 
 CONVERT_EXAMPLES = """\b

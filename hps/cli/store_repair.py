@@ -38,7 +38,7 @@ def repaired(
 ) -> list[Finding]:
     """Repair every damaged table of the database. Raises what opening it raises."""
     from hps.rows.repair import repair_table
-    from hps.rows.tiers import RocksDbRows, name_of, stand_in
+    from hps.rows.tiers import RocksDbRows, placeholder_table, table_name_in
 
     if tier is TierName.redis:
         raise ConfigError("--repair is for RocksDB; Redis repairs itself, or is loaded again")
@@ -54,10 +54,10 @@ def repaired(
         except TierError as error:
             text = f"the store's own records cannot be repaired: {error}"
             return [*findings, ("(all)", "records", "FAIL", text)]
-        configured = {name_of(table, store.tier.layout): table for table in models.all()}
+        configured = {table_name_in(table, store.tier.layout): table for table in models.all()}
         for name in store.tables():
             record = store.record(name)
-            table = configured.get(name) or stand_in(name, record.dim if record else 1)
+            table = configured.get(name) or placeholder_table(name, record.dim if record else 1)
             version = models.versions[table.model] if name in configured else None
             saved = repair_table(store.tier, table, version, ConsoleProgress())
             if saved is not None:

@@ -37,8 +37,8 @@ from hps.tools.output import (
     OutputFormat,
     plural,
     print_json,
+    print_line,
     print_table,
-    say,
     warn,
 )
 
@@ -319,7 +319,7 @@ def _tell_written(
         done = "Deleted" if deleting else "Written"
         tiers = list(dict.fromkeys(row["tier"] for row in found))
         number = len(found) // len(tiers) - len({row["key"] for row in kept})
-        say(f"{done}: {plural(number, 'row')} in {' and '.join(tiers)}")
+        print_line(f"{done}: {plural(number, 'row')} in {' and '.join(tiers)}")
     for row in kept:
         newer = f"version {row['version']}; --version {row['version'] + 1} would replace it"
         warn(f"{row['tier']} keeps what is newer of key {row['key']}: {newer}")

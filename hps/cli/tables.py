@@ -16,7 +16,7 @@ from hps.cli.options import (
     TlsOption,
     open_admin,
     open_here,
-    refuse_overrides,
+    reject_overrides,
 )
 from hps.errors import NotFound, Unavailable
 from hps.tools.output import (
@@ -25,9 +25,9 @@ from hps.tools.output import (
     OutputFormat,
     approximate,
     count,
+    percentage,
     print_json,
     print_table,
-    share,
     size,
 )
 
@@ -62,7 +62,7 @@ def tables(
         with open_here(config, overrides) as node:
             status = node.status()
     else:
-        refuse_overrides(overrides)
+        reject_overrides(overrides)
         with open_admin(server, api_key, tls) as client:
             status = client.status()
     if "models" not in status:
@@ -133,7 +133,9 @@ def show(rows: list[dict[str, Any]]) -> None:
                 row["dtype"],
                 count(row["rows"], about=row["rows_approximate"]),
                 approximate(size(row["bytes"]), about=row["rows_approximate"]),
-                approximate(share(row["cached_rows"], row["rows"]), about=row["rows_approximate"]),
+                approximate(
+                    percentage(row["cached_rows"], row["rows"]), about=row["rows_approximate"]
+                ),
                 *(_held(row["shared"][tier]) for tier in shared),
                 row["miss_policy"],
             )

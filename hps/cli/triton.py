@@ -12,7 +12,7 @@ from hps.cli.model import RepositoryOption, VersionOption
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.config import load_config
 from hps.errors import ConfigError
-from hps.tools.output import say
+from hps.tools.output import print_line
 
 app = typer.Typer(no_args_is_help=True, help="Make model repositories for a Triton server.")
 
@@ -90,10 +90,10 @@ def export(
         raise ConfigError(f"'{model}' has no network; with --config its lookups are written")
     if opened.spec.dense is not None:
         folder = export_dense(opened, out, dense.value)
-        say(f"{folder}: the network, in Triton's backend {dense.value}")
+        print_line(f"{folder}: the network, in Triton's backend {dense.value}")
         network = folder / str(opened.version) / MODEL_FILES[dense.value]
         if not network.exists():
-            say(f"{network}: put the network there")
+            print_line(f"{network}: put the network there")
     if config is None:
         return
     if load_config(config).settings.server.runtime is None:
@@ -102,6 +102,6 @@ def export(
             "instances"
         )
     folder = export_lookup(opened, out, config_at or config, instances, gpu or ())
-    say(f"{folder}: lookups, attached to the node of {config}")
+    print_line(f"{folder}: lookups, attached to the node of {config}")
     if opened.spec.dense is not None:
-        say(f"{export_ensemble(opened, out)}: both, one after the other")
+        print_line(f"{export_ensemble(opened, out)}: both, one after the other")

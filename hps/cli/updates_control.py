@@ -20,8 +20,8 @@ from hps.tools.output import (
     OutputFormat,
     count,
     print_json,
+    print_line,
     print_table,
-    say,
     warn,
 )
 
@@ -115,7 +115,7 @@ def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
         print_json(streams)
         return
     if not streams:
-        say("No updates are read here; set updates.kafka or updates.directory.")
+        print_line("No updates are read here; set updates.kafka or updates.directory.")
         return
     print_table(
         ("group", "source", "state", "writes", "behind"),
@@ -136,7 +136,7 @@ def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
         for part in each["partitions"]
     ]
     if rows:
-        say()
+        print_line()
         print_table(("group", "topic", "partition", "behind"), rows)
     tables = [
         (
@@ -148,11 +148,11 @@ def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
         for table in each["tables"]
     ]
     if tables:
-        say()
+        print_line()
         print_table(("group", "table", "age"), tables)
     for each in streams:
         if not each["partitions"] and not each["problem"]:
-            say(
+            print_line(
                 f"{each['group']}: no topic of its models is there yet (hps_updates.<model>, "
                 "hps_et.<model>.<table>); "
                 "a new one is noticed within 10 s"

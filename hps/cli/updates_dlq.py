@@ -18,8 +18,8 @@ from hps.tools.output import (
     age,
     plural,
     print_json,
+    print_line,
     print_table,
-    say,
     size,
     warn,
 )
@@ -104,7 +104,7 @@ def _show(letters: list[StoredDeadLetter], matching: int, topic: str, output: Ou
         print_json([asdict(each) for each in letters])
         return
     if not letters:
-        say(f"No dead letters in {topic}")
+        print_line(f"No dead letters in {topic}")
         return
     now = time.time()
     print_table(
@@ -122,7 +122,7 @@ def _show(letters: list[StoredDeadLetter], matching: int, topic: str, output: Ou
         ],
     )
     if matching > len(letters):
-        say(f"The newest {len(letters)} of {matching:,}; --limit shows more")
+        print_line(f"The newest {len(letters)} of {matching:,}; --limit shows more")
 
 
 def _tell_requeued(
@@ -135,7 +135,7 @@ def _tell_requeued(
         wrong = [{**asdict(letter), "error": why} for letter, why in failed]
         print_json({"requeued": sent, "failed": wrong})
     else:
-        say(f"Sent {plural(sent, 'letter')} again")
+        print_line(f"Sent {plural(sent, 'letter')} again")
     for letter, why in failed[:_SHOWN]:
         warn(
             f"{letter.topic}/{letter.from_partition} did not take offset {letter.from_offset}: {why}"

@@ -19,7 +19,16 @@ from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, k
 from hps.cli.updates_sources import BLOCK, PublishedRows, from_file, from_versions
 from hps.cli.value_parsing import parse_version
 from hps.errors import ConfigError
-from hps.tools.output import Output, OutputFormat, count, plural, print_json, print_table, say, warn
+from hps.tools.output import (
+    Output,
+    OutputFormat,
+    count,
+    plural,
+    print_json,
+    print_line,
+    print_table,
+    warn,
+)
 
 if TYPE_CHECKING:
     from hps.config.update_settings import KafkaSettings
@@ -258,7 +267,7 @@ def _show(
     )
     rows = sum(part.rows + part.deleted for part in parts)
     if dry_run:
-        say(f"Would send {plural(rows, 'change')}")
+        print_line(f"Would send {plural(rows, 'change')}")
     else:
         rate = f", {round(rows / seconds):,} a second" if seconds > 1 else ""
-        say(f"Sent {plural(rows, 'change')}{rate}")
+        print_line(f"Sent {plural(rows, 'change')}{rate}")

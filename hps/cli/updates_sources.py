@@ -62,7 +62,7 @@ def from_versions(
 ) -> Iterator[PublishedRows]:
     from hps.models.repository import Repository
     from hps.rows.files import FileRows
-    from hps.rows.version_diff import difference, whole
+    from hps.rows.version_diff import all_rows, diff_versions
 
     models = Repository(repository)
     now = models.open(model, new)
@@ -74,7 +74,7 @@ def from_versions(
         files, wanted = FileRows(now), tables[name]
         version = files.row_version(wanted) if at is None else at
         if old is None:
-            changes = partial(whole, files, wanted, version)
+            changes = partial(all_rows, files, wanted, version)
             total = files.entries(wanted)
         else:
             before, known = FileRows(old), old.embedding_tables()[name]
@@ -83,7 +83,7 @@ def from_versions(
                     f"version {new} was made before version {base}: stores would keep the rows of {base} "
                     f"(table {name}); say --at now if the ones of {new} are to win"
                 )
-            changes = partial(difference, before, known, files, wanted, version)
+            changes = partial(diff_versions, before, known, files, wanted, version)
             total = before.entries(known) + files.entries(wanted)
         yield PublishedRows(name, total, wanted.key_bits, changes)
 

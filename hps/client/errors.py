@@ -65,7 +65,7 @@ def retry_after_s(error: HpsError) -> float:
     return error.after_s if isinstance(error, RetryLater) else 0.0
 
 
-def replied(status: int, body: bytes, retry_after: str | None, base: str) -> HpsError:
+def http_error(status: int, body: bytes, retry_after: str | None, base: str) -> HpsError:
     """An HTTP reply of ``base`` that is no success; ``retry_after`` is its header, of which dates are not
     read."""
     try:
@@ -75,7 +75,7 @@ def replied(status: int, body: bytes, retry_after: str | None, base: str) -> Hps
     return _error(status, message, retry_after, 1)
 
 
-def ended(base: str, code: str, message: str, pushback_ms: str | None = None) -> HpsError:
+def grpc_error(base: str, code: str, message: str, pushback_ms: str | None = None) -> HpsError:
     """A gRPC call's status; ``pushback_ms`` is its ``grpc-retry-pushback-ms``."""
     if code == "RESOURCE_EXHAUSTED" and "larger than max" in message:
         return BadRequest(message)
@@ -101,7 +101,7 @@ def _error(status: int | str, message: str, later: str | None, unit_s: float) ->
     return kind(message)
 
 
-def unreachable(base: str, error: Exception) -> HpsError:
+def unreachable_error(base: str, error: Exception) -> HpsError:
     """Why nobody answered at ``base``, and what to do."""
     if isinstance(error, ConnectionRefusedError):
         return ServerUnreachable(

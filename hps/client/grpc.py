@@ -11,10 +11,10 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from hps.client.address import ServerAddress
 from hps.client.calls import InferCall
-from hps.client.errors import ended, left_s
+from hps.client.errors import grpc_error, left_s
 from hps.client.http_messages import checked_key
 from hps.client.trace import trace_headers
-from hps.client.wire import Answer, decoded, encoded
+from hps.client.wire import Answer, decode_array, encode_array
 from hps.errors import HpsError
 
 _OPTIONS = [
@@ -66,7 +66,7 @@ class _Channel:
 
     def _told(self, error: Any) -> HpsError:
         pushback = dict(error.trailing_metadata() or ()).get("grpc-retry-pushback-ms")
-        return ended(self._at.base, error.code().name, error.details() or "", pushback)
+        return grpc_error(self._at.base, error.code().name, error.details() or "", pushback)
 
 
 class GrpcChannel(_Channel):
@@ -131,7 +131,7 @@ class GrpcCodec:
         """Its deadline travels with the call."""
         request = pb.ModelInferRequest(model_name=call.model, id=call.request_id)
         for name, value in call.inputs.items():
-            datatype, tensor = encoded(value)
+            datatype, tensor = encode_array(value)
             request.inputs.add(name=name, datatype=datatype, shape=value.shape)
             request.raw_input_contents.append(tensor.tobytes())
         for name in call.outputs or ():
@@ -146,7 +146,7 @@ class GrpcCodec:
         if len(response.raw_output_contents) != len(response.outputs):
             raise HpsError("the server's outputs are not raw; is it an hps server?")
         arrays = {
-            out.name: decoded(out.datatype, raw).reshape(tuple(out.shape))
+            out.name: decode_array(out.datatype, raw).reshape(tuple(out.shape))
             for out, raw in zip(response.outputs, response.raw_output_contents, strict=True)
         }
         parameters = {

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hps.client.errors import replied
+from hps.client.errors import http_error
 from hps.errors import ConfigError, HpsError
 
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -33,7 +33,7 @@ class Reply(NamedTuple):
         """Raises what an answer that is no success says."""
         if self.status == 200:
             return self
-        raise replied(self.status, self.body, self.headers.get("retry-after"), url)
+        raise http_error(self.status, self.body, self.headers.get("retry-after"), url)
 
     def json(self, url: str) -> Any:
         """What a success says."""

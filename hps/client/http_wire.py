@@ -12,7 +12,7 @@ import numpy as np
 from hps.client.calls import InferCall
 from hps.client.http_messages import Reply, Request, key_headers
 from hps.client.trace import trace_headers
-from hps.client.wire import Answer, decoded, encoded, numpy_type
+from hps.client.wire import Answer, decode_array, encode_array, numpy_type
 from hps.errors import BadRequest, HpsError
 
 _ID = re.compile(r"[\x20-\x7e]+")
@@ -52,7 +52,7 @@ class HttpCodec:
         inputs: list[Any] = []
         tensors: list[Any] = []
         for name, value in call.inputs.items():
-            datatype, tensor = encoded(value)
+            datatype, tensor = encode_array(value)
             binary = {"binary_data_size": tensor.nbytes}
             inputs.append(
                 {"name": name, "shape": value.shape, "datatype": datatype, "parameters": binary}
@@ -101,4 +101,4 @@ def _array(out: dict[str, Any], body: bytes, start: int) -> tuple[Any, int]:
     if size is None:
         return np.array(out["data"], numpy_type(out["datatype"])).reshape(out["shape"]), start
     end = start + size
-    return decoded(out["datatype"], body[start:end]).reshape(out["shape"]), end
+    return decode_array(out["datatype"], body[start:end]).reshape(out["shape"]), end

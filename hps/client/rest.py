@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 from hps.client.address import ServerAddress
-from hps.client.errors import left_s, unreachable
+from hps.client.errors import left_s, unreachable_error
 from hps.client.http_messages import Reply, Request
 
 _JOINED_BYTES = 256 << 10
@@ -29,7 +29,7 @@ class HttpConnectionPool:
         try:
             return self.exchange(request, until)
         except (OSError, http.client.HTTPException) as error:
-            raise unreachable(self._at.base, error) from None
+            raise unreachable_error(self._at.base, error) from None
 
     def exchange(self, request: Request, until: float) -> Reply:
         """The same with errors as they are, TimeoutError and DeadlineExceeded at ``until``: OSError, and

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 
 from hps.client.address import ServerAddress
-from hps.client.errors import left_s, unreachable
+from hps.client.errors import left_s, unreachable_error
 from hps.client.http_messages import Reply, Request
 
 
@@ -34,7 +34,7 @@ class AsyncHttpConnectionPool:
                 headers = {name.lower(): value for name, value in reply.headers.items()}
                 return Reply(reply.status, headers, await reply.read())
         except (OSError, aiohttp.ClientError) as error:
-            raise unreachable(self._base, _plain(error)) from None
+            raise unreachable_error(self._base, _plain(error)) from None
 
     async def close(self) -> None:
         session, self._session = self._session, None

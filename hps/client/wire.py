@@ -54,7 +54,7 @@ def numpy_type(datatype: str) -> np.dtype[Any]:
     return dtype
 
 
-def encoded(array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
+def encode_array(array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
     """The protocol's name of an array's type, and its elements as they travel, C-contiguous."""
     from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
@@ -64,7 +64,7 @@ def encoded(array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
     return datatype, np.ascontiguousarray(array)
 
 
-def decoded(datatype: str, raw: bytes) -> NDArray[Any]:
+def decode_array(datatype: str, raw: bytes) -> NDArray[Any]:
     """The elements of an array, flat."""
     from tritonclient.utils import deserialize_bytes_tensor
 

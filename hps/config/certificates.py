@@ -29,13 +29,13 @@ def client_context(
             cafile=None if folder else ca, capath=ca if folder else None
         )
     except (OSError, ValueError) as error:
-        raise unusable(setting, str(ca), error) from None
+        raise unusable_file_error(setting, str(ca), error) from None
     if certificate is not None:
         try:
             context.load_cert_chain(certificate, key, no_password)
         except (OSError, ValueError) as error:
             used = f"{certificate} and {key}" if key is not None else f"{certificate}"
-            raise unusable(setting, used, error) from None
+            raise unusable_file_error(setting, used, error) from None
         check_current(setting, certificate)
     return context
 
@@ -74,7 +74,7 @@ class ClientCertificates:
                 None if path is None else path.read_bytes() for path in self._files
             ]
         except OSError as error:
-            raise unusable(self._setting, str(error.filename), error) from None
+            raise unusable_file_error(self._setting, str(error.filename), error) from None
         return ca, certificate, key
 
 
@@ -101,7 +101,7 @@ def expiry(certificates: Path, *, roots: bool = False) -> float | None:
     return (max if roots else min)(ends, default=None)
 
 
-def unusable(setting: str, used: str, error: Exception) -> ConfigError:
+def unusable_file_error(setting: str, used: str, error: Exception) -> ConfigError:
     """For files that OpenSSL does not take."""
     return ConfigError(f"{setting}: {used} cannot be used: {_why(error)}")
 

@@ -36,7 +36,7 @@ class ConfigProblem:
     message: str
 
     def __str__(self) -> str:
-        parts = [self.where, dotted(self.path), _USER.sub("********", self.message)]
+        parts = [self.where, dotted_path(self.path), _USER.sub("********", self.message)]
         return ": ".join(part for part in parts if part)
 
 
@@ -48,7 +48,7 @@ class InvalidConfiguration(ConfigError):
         self.problems = tuple(problems)
 
 
-def dotted(path: KeyPath) -> str:
+def dotted_path(path: KeyPath) -> str:
     """``("models", "serve", "m", "tables", 0)`` as ``models.serve.m.tables[0]``."""
     text = ""
     for part in path:
@@ -106,7 +106,7 @@ def _translate(
             involved = [at, *((*path, *other) for other in finding.also)]
             if not any(_overlap(p, bad) for p in involved for bad in ignore):
                 # The place to look at is the first of these that somebody wrote down.
-                stated = next((p for p in involved if has(data, p)), at)
+                stated = next((p for p in involved if has_path(data, p)), at)
                 found.setdefault(at, ConfigProblem(where(stated), at, finding.message))
     return list(found.values()), list(found)
 
@@ -148,7 +148,7 @@ def _at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def has(data: Any, path: KeyPath) -> bool:
+def has_path(data: Any, path: KeyPath) -> bool:
     """Whether plain data has a value at ``path``."""
     return _at(data, path) is not _ABSENT
 
@@ -169,10 +169,10 @@ def _copied(data: Any) -> Any:
     return [_copied(value) for value in data] if isinstance(data, list) else data
 
 
-def leaves(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def leaf_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Every value that is no mapping, with its path."""
     if isinstance(data, dict) and (data or not path):
         for key, value in data.items():
-            yield from leaves(value, (*path, key))
+            yield from leaf_values(value, (*path, key))
     else:
         yield path, data

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from hps.config.config_errors import dotted, leaves
+from hps.config.config_errors import dotted_path, leaf_values
 from hps.config.loading import Configuration
 from hps.config.model_file import dump_model_spec
 from hps.config.model_schema import ModelSpec
@@ -19,7 +19,7 @@ from hps.config.yaml_text import dump_yaml
 
 HIDDEN = "********"
 SETTINGS_FILE = "hps.yaml"
-"""Of what `converted` makes, the file with the settings."""
+"""Of what `convert_ps_json` makes, the file with the settings."""
 SchemaName = Literal["settings", "model", "api-key"]
 _SCHEMAS: dict[str, type[BaseModel]] = {
     "settings": Settings,
@@ -28,12 +28,12 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
 }
 
 
-def effective(configuration: Configuration) -> dict[str, tuple[Any, str]]:
+def effective_settings(configuration: Configuration) -> dict[str, tuple[Any, str]]:
     """Every setting by its dotted key: the value in force (secrets hidden) and its origin."""
     shown = {}
-    for path, value in leaves(configuration.settings.model_dump(mode="json")):
+    for path, value in leaf_values(configuration.settings.model_dump(mode="json")):
         slot, _ = walk(Settings, path)
-        key = dotted(path)
+        key = dotted_path(path)
         shown[key] = (_masked(slot, value), configuration.origins.get(key, "default"))
     return shown
 
@@ -44,7 +44,7 @@ def public_settings(settings: Settings) -> dict[str, Any]:
     return dict(_masked(SchemaSlot(Settings, Settings), data))
 
 
-def identity(settings: Settings) -> dict[str, str | None]:
+def deployment_identity(settings: Settings) -> dict[str, str | None]:
     """The absolute folders that tell a deployment's server from others on the same machine; None for a role
     without that one."""
     rocksdb, role = settings.tiers.rocksdb, settings.server.role
@@ -74,7 +74,7 @@ def json_schema(name: SchemaName = "settings") -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def converted(legacy: PsJson) -> dict[str, str]:
+def convert_ps_json(legacy: PsJson) -> dict[str, str]:
     """A ``ps.json`` as our files: ``hps.yaml`` and one ``<model>/model.yaml`` per model."""
     settings = {**legacy.settings, "models": dict(legacy.settings["models"])}
     if not settings["models"]["serve"]:

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
-from hps.config.config_errors import ConfigProblem, InvalidConfiguration, dotted, has, leaves
+from hps.config.config_errors import (
+    ConfigProblem,
+    InvalidConfiguration,
+    dotted_path,
+    has_path,
+    leaf_values,
+)
 from hps.config.schema import Settings
 from hps.config.schema_paths import SchemaSlot, is_secret, walk
 from hps.config.yaml_text import parse_yaml
@@ -28,7 +34,7 @@ class ConfigLayer:
     where: Callable[[KeyPath], str]
 
 
-def merged(layers: Sequence[ConfigLayer]) -> dict[str, Any]:
+def merge_layers(layers: Sequence[ConfigLayer]) -> dict[str, Any]:
     """The later layers over the earlier: mappings are merged, all else is replaced."""
     result: dict[str, Any] = {}
     for layer in layers:
@@ -38,10 +44,10 @@ def merged(layers: Sequence[ConfigLayer]) -> dict[str, Any]:
 
 def origin(layers: Sequence[ConfigLayer], path: KeyPath) -> str:
     """The place that decided ``path``, or ``default``."""
-    return next((x.where(path) for x in reversed(layers) if has(x.data, path)), DEFAULT)
+    return next((x.where(path) for x in reversed(layers) if has_path(x.data, path)), DEFAULT)
 
 
-def nearest(layers: Sequence[ConfigLayer], path: KeyPath) -> str:
+def nearest_origin(layers: Sequence[ConfigLayer], path: KeyPath) -> str:
     """The place to look at when ``path`` is wrong: its own, else that of the value around it."""
     places = (origin(layers, path[:length]) for length in range(len(path), 0, -1))
     return next((place for place in places if place != DEFAULT), "")
@@ -91,11 +97,11 @@ def from_overrides(overrides: Sequence[str]) -> tuple[ConfigLayer, list[ConfigPr
     return ConfigLayer(data, lambda path: "--set"), problems
 
 
-def seen_by_all(given: ConfigLayer) -> list[str]:
+def command_line_secrets(given: ConfigLayer) -> list[str]:
     """Warnings on secrets that a command line gives."""
     shown = [
-        dotted(path)
-        for path, value in leaves(given.data)
+        dotted_path(path)
+        for path, value in leaf_values(given.data)
         if value not in (None, []) and is_secret(walk(Settings, path)[0])
     ]
     return [
@@ -117,9 +123,9 @@ def without_empty_sections(data: dict[str, Any], slot: SchemaSlot = ROOT) -> dic
     return result
 
 
-def anchored(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+def resolve_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """``data`` with every relative path taken from ``folder``, and ``~`` as the home folder."""
-    for path, value in list(leaves(data)):
+    for path, value in list(leaf_values(data)):
         slot, reached = walk(Settings, path)
         is_path = Path in slot.options and reached == path
         if is_path and isinstance(value, str) and value and "://" not in value:
@@ -166,7 +172,7 @@ def _longest(names: Mapping[KeyPath, str], path: KeyPath) -> str:
     for length in range(len(path), 0, -1):
         if path[:length] in names:
             return names[path[:length]]
-    return next(_under(names, path), dotted(path))
+    return next(_under(names, path), dotted_path(path))
 
 
 def _under(names: Mapping[KeyPath, str], path: KeyPath) -> Iterator[str]:

@@ -7,16 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hps.config.config_errors import ConfigProblem, InvalidConfiguration, dotted, leaves, validate
+from hps.config.config_errors import (
+    ConfigProblem,
+    InvalidConfiguration,
+    dotted_path,
+    leaf_values,
+    validate,
+)
 from hps.config.layers import (
     ConfigLayer,
-    anchored,
+    command_line_secrets,
     from_environment,
     from_overrides,
-    merged,
-    nearest,
+    merge_layers,
+    nearest_origin,
     origin,
-    seen_by_all,
+    resolve_paths,
     without_empty_sections,
 )
 from hps.config.model_file import place
@@ -73,7 +79,7 @@ def load_config(
         message = f"expected a mapping with {', '.join(Settings.model_fields)}"
         raise ConfigError(f"{path}: {message}, found {describe_value(data)}")
     lines = document.lines
-    data = anchored(without_empty_sections(data), path.absolute().parent)
+    data = resolve_paths(without_empty_sections(data), path.absolute().parent)
     file = ConfigLayer(data, lambda key: place(str(path), lines, key))
     return _configuration([file], path, overrides, environ, faults=document.faults)
 
@@ -116,7 +122,9 @@ def _configuration(
     layers = [*base, variables, flags]
     problems = [*wrong_variables, *wrong_flags]
     try:
-        settings = validate(Settings, merged(layers), lambda key: nearest(layers, key), faults)
+        settings = validate(
+            Settings, merge_layers(layers), lambda key: nearest_origin(layers, key), faults
+        )
     except InvalidConfiguration as error:
         raise InvalidConfiguration([*error.problems, *problems]) from None
     if problems:
@@ -124,7 +132,9 @@ def _configuration(
     return Configuration(
         settings=settings,
         legacy=legacy,
-        warnings=(*warnings, *near_misses(environ), *seen_by_all(flags)),
+        warnings=(*warnings, *near_misses(environ), *command_line_secrets(flags)),
         path=path,
-        origins={dotted(key): origin(layers, key) for key, _ in leaves(settings.model_dump())},
+        origins={
+            dotted_path(key): origin(layers, key) for key, _ in leaf_values(settings.model_dump())
+        },
     )

@@ -22,10 +22,10 @@ def for_workers(settings: Settings) -> Settings:
     tiers = settings.tiers.model_copy(update={"gpu": gpu})
     runtime = settings.server.runtime or _own_folder(settings)
     server = settings.server.model_copy(update={"runtime": runtime})
-    return attachable(settings.model_copy(update={"tiers": tiers, "server": server}))
+    return with_shared_cache(settings.model_copy(update={"tiers": tiers, "server": server}))
 
 
-def attachable(settings: Settings) -> Settings:
+def with_shared_cache(settings: Settings) -> Settings:
     """``settings`` with a shared CPU cache where ``server.runtime`` lets others attach."""
     runtime, cache = settings.server.runtime, settings.tiers.cpu_cache
     if runtime is None or not cache.enabled or cache.shared.name is not None:

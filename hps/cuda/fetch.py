@@ -26,7 +26,7 @@ from hps.cuda.launch import (
 )
 from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.reader_events import ReaderEvents
-from hps.cuda.staging import StagingBuffer, padded, staged
+from hps.cuda.staging import StagingBuffer, padded_bytes, staging_bytes
 from hps.cuda.table import GpuTable
 
 # FETCH_PART, packed in one go: setting the fields one by one takes longer than the fetch.
@@ -76,9 +76,9 @@ class FetchWorkspace:
         staging = self.staging
         needed, total = 0, 0
         for ask in asks:
-            needed += staged(ask.keys, ask.positions)
+            needed += staging_bytes(ask.keys, ask.positions)
             total += ask.n
-        staging.begin(needed + padded(4 * total))
+        staging.begin(needed + padded_bytes(4 * total))
         plan = self._plan(tuple([ask.table for ask in asks]))
         blocks, run = self._fill(asks, code, plan)
         staging.send(stream)

@@ -132,7 +132,7 @@ class GpuTableShape:
         return self.host_rows * self.stride
 
 
-def shape_of(
+def plan_table_shape(
     table: EmbeddingTable,
     capacity: int,
     host_rows: int = 0,
@@ -167,14 +167,14 @@ def fitting_capacity(
     low, high = 0, MAX_ROWS
     while low < high:
         middle = (low + high + 1) // 2
-        if shape_of(table, middle, static=static, scored=scored).bytes <= free_bytes:
+        if plan_table_shape(table, middle, static=static, scored=scored).bytes <= free_bytes:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def ranks_of(scores: Any, now: int) -> Any:
+def eviction_ranks(scores: Any, now: int) -> Any:
     """How late rows with ``scores`` of 32 bits, an array or a number, make room: the lowest first. Scores
     wrap, as ticks and epochs go on, and are told apart over half of their range on either side of ``now``."""
     return (scores - now + (1 << 31)) & SCORE_MASK
@@ -191,7 +191,7 @@ def mix(keys: KeyArray) -> NDArray[np.uint64]:
     return h
 
 
-def halves_of(keys: KeyArray, buckets: int) -> IndexArray:
+def half_buckets(keys: KeyArray, buckets: int) -> IndexArray:
     """(n, 4): the halves each of ``keys (n,)`` may live in, half h of bucket b being 2 * b + h: its home
     half, the other half of that bucket, the two of its second bucket."""
     h = mix(keys)

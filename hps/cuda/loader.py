@@ -57,7 +57,7 @@ def cupy() -> Any:
 
 
 @contextmanager
-def device_kept() -> Iterator[None]:
+def keep_device() -> Iterator[None]:
     """Leaves the thread the device it had, whatever a library makes its current one meanwhile."""
     runtime = cupy().cuda.runtime
     device = runtime.getDevice()
@@ -68,7 +68,7 @@ def device_kept() -> Iterator[None]:
             runtime.setDevice(device)
 
 
-def lacking() -> str | None:
+def missing_requirement() -> str | None:
     """Why the GPU cache can't be used in this process, or None when it can."""
     try:
         cupy()

@@ -65,7 +65,7 @@ def pinned(table: EmbeddingTable, shape: GpuTableShape) -> Any:
         raise _too_much_pinned(table, shape) from error
 
 
-def too_large(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError:
+def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError:
     """That the arrays of ``shape`` on the device can't be had."""
     free, static = free_bytes(), shape.spare == shape.rows
     fitting = layout.fitting_capacity(
@@ -89,7 +89,7 @@ def _too_much_pinned(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError
 
 
 @contextmanager
-def buffers(what: str) -> Iterator[None]:
+def allocate_buffers(what: str) -> Iterator[None]:
     """Allocations of ``what`` on the current device and in pinned host memory; one that fails is a
     ConfigError."""
     cp = cupy()

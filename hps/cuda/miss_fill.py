@@ -12,7 +12,7 @@ from hps.cuda.launch import PARTS, SCATTER_ARGS, blocks_of
 from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.prepared import PreparedFetch
 from hps.cuda.scatter import tile_and_unit
-from hps.cuda.staging import StagingBuffer, padded
+from hps.cuda.staging import StagingBuffer, padded_bytes
 from hps.types import EmbeddingTable
 
 
@@ -37,8 +37,8 @@ class PreparedMissFill:
     def room(self, misses: Sequence[NDArray[np.int64]]) -> list[NDArray[Any]]:
         """Per table ``(m, dim)`` in pinned memory, for the rows at the positions ``misses (m,)``."""
         staging, sizes = self._staging, [len(left) for left in misses]
-        each = [padded(n * t.row_bytes) for n, t in zip(sizes, self._tables, strict=True)]
-        staging.begin(sum(each) + padded(8 * sum(sizes)))
+        each = [padded_bytes(n * t.row_bytes) for n, t in zip(sizes, self._tables, strict=True)]
+        staging.begin(sum(each) + padded_bytes(8 * sum(sizes)))
         places = [
             staging.room(n * table.dim, table.dtype)
             for n, table in zip(sizes, self._tables, strict=True)

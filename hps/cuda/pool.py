@@ -14,7 +14,7 @@ from hps.cuda.fetch import FetchWorkspace
 from hps.cuda.launch import BAGS_ARGS, PARTS, POOL_ARGS, blocks_of
 from hps.cuda.loader import KernelStruct, kernel
 from hps.cuda.reader_events import ReaderEvents
-from hps.cuda.staging import StagingBuffer, staged
+from hps.cuda.staging import StagingBuffer, staging_bytes
 from hps.cuda.table import GpuTable
 
 PART = struct.Struct("<7Q12I")
@@ -54,7 +54,7 @@ def _pool_some(
     space: FetchWorkspace, readers: ReaderEvents, stream: Any, asks: Sequence[KernelBags]
 ) -> int:
     staging = space.staging
-    staging.begin(sum(staged(ask.keys, ask.offsets, ask.weights) for ask in asks))
+    staging.begin(sum(staging_bytes(ask.keys, ask.offsets, ask.weights) for ask in asks))
     tile, unit = tile_and_unit([ask.table.table.dim for ask in asks])
     args, blocks = KernelStruct(POOL_ARGS), 0
     for index, ask in enumerate(asks):
@@ -113,7 +113,7 @@ def pool_rows(staging: StagingBuffer, stream: Any, asks: Sequence[RowBags]) -> N
 
 
 def _pool_some_rows(staging: StagingBuffer, stream: Any, asks: Sequence[RowBags]) -> None:
-    staging.begin(sum(staged(ask.fallback, ask.offsets, ask.weights) for ask in asks))
+    staging.begin(sum(staging_bytes(ask.fallback, ask.offsets, ask.weights) for ask in asks))
     tile, unit = tile_and_unit([len(ask.fallback) for ask in asks])
     args, blocks = KernelStruct(BAGS_ARGS), 0
     for index, ask in enumerate(asks):

@@ -32,7 +32,7 @@ from hps.cuda.launch import (
 from hps.cuda.loader import CudaKernel, KernelStruct, cupy, kernel
 from hps.cuda.pool import PART, PARTS_AT, ROWS_PART, ROWS_PARTS_AT, tile_and_unit
 from hps.cuda.reader_events import ReaderEvents
-from hps.cuda.staging import StagingBuffer, padded
+from hps.cuda.staging import StagingBuffer, padded_bytes
 from hps.cuda.table import GpuTable
 
 _ALIGN = 256
@@ -58,7 +58,7 @@ class PreparedPooling:
     def __init__(self, readers: ReaderEvents, asks: Sequence[FixedBags]) -> None:
         self._readers = readers
         self._staging = StagingBuffer()
-        self._staging.begin(sum(padded(8 * ask.n) for ask in asks))
+        self._staging.begin(sum(padded_bytes(8 * ask.n) for ask in asks))
         room = [self._staging.room(ask.n, np.int64) for ask in asks]
         self.keys = [keys for keys, _ in room]
         parts = [(ask, at) for ask, (_, at) in zip(asks, room, strict=True)]
@@ -169,7 +169,7 @@ class PreparedFetch:
         self._readers = readers
         total = sum(n for _, n in asks)
         self._staging = StagingBuffer()
-        self._staging.begin(sum(padded(8 * n) for _, n in asks))
+        self._staging.begin(sum(padded_bytes(8 * n) for _, n in asks))
         room = [self._staging.room(n, np.int64) for _, n in asks]
         self.keys = [keys for keys, _ in room]
         sizes = [-(-n * table.table.row_bytes // _ALIGN) * _ALIGN for table, n in asks]

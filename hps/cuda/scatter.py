@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hps.cuda.launch import PARTS, SCATTER_ARGS, blocks_of, unit_of
 from hps.cuda.loader import KernelStruct, kernel
-from hps.cuda.staging import StagingBuffer, padded
+from hps.cuda.staging import StagingBuffer, padded_bytes
 from hps.types import EmbeddingTable
 
 _PART = struct.Struct("<8Q4I")
@@ -37,7 +37,12 @@ class ScatterInputs:
     @staticmethod
     def bytes(table: EmbeddingTable, n: int, m: int) -> int:
         """What `make` takes of a staging buffer at most."""
-        return padded(n * table.row_bytes) + padded(8 * n) + padded(n) + 2 * padded(8 * m)
+        return (
+            padded_bytes(n * table.row_bytes)
+            + padded_bytes(8 * n)
+            + padded_bytes(n)
+            + 2 * padded_bytes(8 * m)
+        )
 
     @staticmethod
     def make(

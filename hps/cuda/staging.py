@@ -23,7 +23,7 @@ class StagingBuffer:
         self._grow(1 << 16)
 
     def begin(self, needed: int) -> None:
-        """Start over with room for ``needed`` bytes, `padded` array by array. What was launched on the
+        """Start over with room for ``needed`` bytes, `padded_bytes` array by array. What was launched on the
         buffer must have ended."""
         if needed > self._size:
             self._grow(1 << (needed - 1).bit_length())
@@ -35,7 +35,7 @@ class StagingBuffer:
         """The next ``count`` values of the buffer, and their address for kernels."""
         start = self.used
         array: NDArray[Any] = np.frombuffer(self.host, dtype, count, start)
-        self.used = start + padded(array.nbytes)
+        self.used = start + padded_bytes(array.nbytes)
         return array, self.base + start
 
     def put(self, array: Any) -> int:
@@ -72,11 +72,11 @@ class StagingBuffer:
         self.host: NDArray[np.uint8] = np.frombuffer(self._pinned, np.uint8, size)
 
 
-def padded(nbytes: int) -> int:
+def padded_bytes(nbytes: int) -> int:
     """What ``nbytes`` take of a buffer."""
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def staged(*arrays: Any) -> int:
+def staging_bytes(*arrays: Any) -> int:
     """What those of ``arrays`` that are on the host take of a buffer."""
-    return sum(padded(array.nbytes) for array in arrays if isinstance(array, np.ndarray))
+    return sum(padded_bytes(array.nbytes) for array in arrays if isinstance(array, np.ndarray))

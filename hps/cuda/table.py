@@ -19,11 +19,11 @@ from hps.cuda.layout import (
     WAYS,
     EvictionPolicy,
     GpuTableShape,
-    ranks_of,
-    shape_of,
+    eviction_ranks,
+    plan_table_shape,
 )
 from hps.cuda.loader import KernelStruct, cupy, kernel
-from hps.cuda.memory import free_bytes, pinned, too_large
+from hps.cuda.memory import free_bytes, out_of_memory_error, pinned
 from hps.types import EmbeddingTable, KeyArray
 
 _RANKED_AT_ONCE = 1 << 20
@@ -68,17 +68,17 @@ class GpuTable:
         self.static = static
         self.policy = EvictionPolicy.NONE if static else policy
         scored = self.policy is EvictionPolicy.SCORE
-        self.shape: GpuTableShape = shape_of(
+        self.shape: GpuTableShape = plan_table_shape(
             table, capacity, host_rows, static=static, scored=scored
         )
         shape = self.shape
         if shape.bytes > free_bytes():
-            raise too_large(table, shape)
+            raise out_of_memory_error(table, shape)
         try:
             self._allocate()
         except cp.cuda.memory.OutOfMemoryError as error:
             self._forget()
-            raise too_large(table, shape) from error
+            raise out_of_memory_error(table, shape) from error
         self.host = pinned(table, shape)
         host = self.host.ptr - shape.device_rows * shape.stride if self.host else 0
         self.pointers = (
@@ -195,7 +195,7 @@ class GpuTable:
         return found[0], self._ranks(found[1])
 
     def _ranks(self, scores: Any) -> Any:
-        return scores if self.shape.scored else ranks_of(scores, self.now)
+        return scores if self.shape.scored else eviction_ranks(scores, self.now)
 
     def export(
         self, stream: Any, least: int = 0, *, with_versions: bool = True

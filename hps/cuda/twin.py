@@ -21,7 +21,7 @@ from hps.cuda.layout import (
     TOMBSTONE,
     EvictionPolicy,
     GpuTableShape,
-    ranks_of,
+    eviction_ranks,
 )
 from hps.types import KeyArray, VectorArray, VersionArray
 
@@ -147,12 +147,12 @@ class TwinTable:
         """The keys that have a row with a score of at least ``least``, ascending."""
         ranks: NDArray[Any] = self.scores
         if self.policy is not EvictionPolicy.SCORE:
-            ranks = ranks_of(ranks.astype(np.int64), self.now)
-            least = least and ranks_of(least, self.now)
+            ranks = eviction_ranks(ranks.astype(np.int64), self.now)
+            least = least and eviction_ranks(least, self.now)
         return np.sort(self.keys[(self.words < TOMBSTONE) & (ranks >= least)])
 
     def _halves(self, key: int) -> list[int]:
-        halves: list[int] = layout.halves_of(np.array([key], np.int64), self.shape.buckets)[
+        halves: list[int] = layout.half_buckets(np.array([key], np.int64), self.shape.buckets)[
             0
         ].tolist()
         return halves
@@ -203,7 +203,7 @@ class TwinTable:
         if self.policy is EvictionPolicy.SCORE:
             ranks = self.scores[halves].astype(object)  # 64 bits, and below them the tombstones
         else:
-            ranks = ranks_of(self.scores[halves].astype(np.int64), self.now)
+            ranks = eviction_ranks(self.scores[halves].astype(np.int64), self.now)
         if self.policy.rule is EvictionPolicy.LRU:
             ranks[1:] += AGE
         ranks[self.words[halves] >= TOMBSTONE] = -1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hps.config.certificates import client_context
 from hps.config.dense_settings import DenseSettings, TritonSettings, TritonTarget
-from hps.cuda.loader import lacking
+from hps.cuda.loader import missing_requirement
 from hps.dense.base import DenseModel, NetworkTensor
 from hps.dense.fallback import FallbackModel
 from hps.dense.onnx import GpuOptions, OnnxModel
@@ -42,7 +42,7 @@ class NetworkSpec:
 def open_network(network: NetworkSpec, settings: DenseSettings, device: int) -> DenseModel:
     """Open the network where the settings say that it runs. Raises ModelError."""
     triton = settings.triton
-    target = None if triton is None else target_of(network.name, triton)
+    target = None if triton is None else triton_target(network.name, triton)
     if triton is None or target is None:
         return _here(network, settings, device)
     there = _there(target, triton, network, device)
@@ -51,17 +51,21 @@ def open_network(network: NetworkSpec, settings: DenseSettings, device: int) -> 
     return FallbackModel(network.name, there, _here(network, settings, device))
 
 
-def check_here(network: NetworkSpec, settings: DenseSettings) -> None:
+def check_local_network(network: NetworkSpec, settings: DenseSettings) -> None:
     """Open a network that would run in this process, and close it; on the CPU, so that no GPU is needed.
     Raises ModelError."""
     triton = settings.triton
-    if triton is not None and not triton.fallback and target_of(network.name, triton) is not None:
+    if (
+        triton is not None
+        and not triton.fallback
+        and triton_target(network.name, triton) is not None
+    ):
         return
     on_cpu = settings.model_copy(update={"provider": "cpu", "precision": "float32"})
     _here(network, on_cpu, 0).close()
 
 
-def target_of(name: str, triton: TritonSettings) -> TritonTarget | None:
+def triton_target(name: str, triton: TritonSettings) -> TritonTarget | None:
     """The model in Triton that runs the network of model ``name``; None: it runs in this process."""
     return triton.models.get(name) if triton.models else TritonTarget(name=f"{name}.dense")
 
@@ -132,7 +136,7 @@ def _regions(triton: TritonSettings, device: int) -> ThreadRegions | None:
     if triton.shared_memory == "system":
         remove_stale_regions()
         return ThreadRegions()
-    if (why := lacking()) is not None:
+    if (why := missing_requirement()) is not None:
         raise ConfigError(
             f"dense.triton.shared_memory is cuda, but {why}. Set it to system, or to none"
         )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cuda.loader import device_kept, lacking
+from hps.cuda.loader import keep_device, missing_requirement
 from hps.dense.base import NetworkTensor
 from hps.environment import keep_onnxruntime_quiet
 from hps.errors import ConfigError, DenseModelError, ModelError
@@ -82,8 +82,10 @@ class OnnxModel:
         self._beside: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._asked:
             _load_cuda(ort)
-            if lacking() is None:  # ONNX Runtime leaves its device behind as the thread's
-                self._beside = device_kept
+            if (
+                missing_requirement() is None
+            ):  # ONNX Runtime leaves its device behind as the thread's
+                self._beside = keep_device
         self._network: Any = str(path)
         if self._gpu.precision == "float16":
             self._network = self._narrowed(provider)
@@ -171,7 +173,7 @@ class OnnxModel:
             )
         if self._asked == "TensorrtExecutionProvider":
             return str(self.path)
-        return narrowed(self.path)
+        return convert_to_float16(self.path)
 
     def predict(
         self,
@@ -248,7 +250,7 @@ def _load_cuda(ort: Any) -> None:
             ort.preload_dlls()
 
 
-def narrowed(path: Path) -> bytes:
+def convert_to_float16(path: Path) -> bytes:
     """The network of ``path`` with float16 weights and operators, converted at its inputs and outputs."""
     try:
         import onnx

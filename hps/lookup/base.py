@@ -46,7 +46,7 @@ class Feature:
         return keys if self.table.key_bits == 64 else self.table.narrow(keys)
 
 
-def inputs_of(features: Mapping[str, Feature]) -> dict[str, list[Feature]]:
+def features_by_input(features: Mapping[str, Feature]) -> dict[str, list[Feature]]:
     """The features by the request's name for their keys."""
     inputs: dict[str, list[Feature]] = {}
     for feature in features.values():
@@ -54,21 +54,21 @@ def inputs_of(features: Mapping[str, Feature]) -> dict[str, list[Feature]]:
     return inputs
 
 
-def spread(
+def keys_by_feature(
     keys: Mapping[str, JaggedKeys], features: Mapping[str, Feature]
 ) -> Mapping[str, JaggedKeys]:
     """The request's ``keys`` by feature: those that several tables take once for each. Unknown names stay;
     the lookup rejects them."""
     if keys.keys() <= features.keys():
         return keys
-    inputs = inputs_of(features)
+    inputs = features_by_input(features)
     found: dict[str, JaggedKeys] = {}
     for name, given in keys.items():
         found |= {feature.name: given for feature in inputs.get(name, ())} or {name: given}
     return found
 
 
-def keys_order(tables: Sequence[str], features: Sequence[tuple[str, str]]) -> Mapping[str, str]:
+def hps_keys_order(tables: Sequence[str], features: Sequence[tuple[str, str]]) -> Mapping[str, str]:
     """Names that HPS's ``KEYS`` go by, in order, with the table of each: the tables, or where these are HPS's
     fused ones the ``features (name, table)``, which are called as the tables were before."""
     return dict(features) if any(map(is_fused, tables)) else dict(zip(tables, tables, strict=True))

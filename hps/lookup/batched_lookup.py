@@ -10,9 +10,9 @@ from typing import Generic, Protocol, TypeVar
 
 from hps.lookup.base import Feature, Lookup, PreparedSubmit
 from hps.lookup.batching import Batcher, BatchLimits, BatchSize
-from hps.lookup.lookup_merge import MergedLookup, checked, kind
-from hps.threads import CompletedFuture, then
-from hps.tracing import RequestContext, followed, on_behalf_of
+from hps.lookup.lookup_merge import MergedLookup, check_mergeable, merge_key
+from hps.threads import CompletedFuture, chain_future
+from hps.tracing import RequestContext, shared_span, span_until_done
 from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult
 
 
@@ -83,8 +83,8 @@ class _LookupWork:
         known = self._lookup.tables if request.by_table else self._lookup.features
         if not request.features.keys() <= known.keys():
             return None  # asked alone, it is told what is wrong
-        fit = checked(request, self._lookup.features)
-        found = kind(fit)
+        fit = check_mergeable(request, self._lookup.features)
+        found = merge_key(fit)
         return None if found is None else (found, fit)
 
     def size(self, request: LookupRequest) -> BatchSize:
@@ -157,7 +157,7 @@ class MergingSubmit(Generic[Request, Result]):
         return self._begin(requests, sourced)
 
     def _begin(self, requests: Sequence[Request], sourced: bool) -> Future[list[Result]]:
-        origin = on_behalf_of("batch", (request.origin for request in requests))
+        origin = shared_span("batch", (request.origin for request in requests))
         merged = self._merge(requests, sourced, origin)
 
         def split(result: Result) -> Future[list[Result]]:
@@ -168,8 +168,8 @@ class MergingSubmit(Generic[Request, Result]):
             return CompletedFuture(merged.split(result))
 
         begin = partial(self._submit, merged.request)
-        asked = begin() if origin is None else followed(origin, begin, lambda _: {})
-        return split(asked.result()) if asked.done() else then(asked, split)
+        asked = begin() if origin is None else span_until_done(origin, begin, lambda _: {})
+        return split(asked.result()) if asked.done() else chain_future(asked, split)
 
 
 def keys_size(features: Mapping[str, JaggedKeys]) -> BatchSize:

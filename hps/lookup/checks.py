@@ -15,7 +15,7 @@ _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
 
 
-def unknown(kind: str, name: str, known: Iterable[str], model: str) -> BadRequest:
+def unknown_name_error(kind: str, name: str, known: Iterable[str], model: str) -> BadRequest:
     """An error for a name the model does not have, with the nearest one it has."""
     return BadRequest(f"model {model!r} has no {kind} {name!r}{hint_for(name, known)}")
 
@@ -196,4 +196,4 @@ def check_out_names(out: Mapping[str, VectorArray], request: LookupRequest, mode
     """Raises BadRequest for an array of ``out`` that no feature of the request fills."""
     for name in out:
         if name not in request.features:
-            raise unknown("requested feature", name, request.features, model)
+            raise unknown_name_error("requested feature", name, request.features, model)

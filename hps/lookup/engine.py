@@ -19,15 +19,15 @@ from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_ta
 from hps.lookup.fast_path import FastPath
 from hps.lookup.feature_groups import FeatureGroupCache
 from hps.lookup.lookup_job import FullLookupJob, LookupJob
-from hps.lookup.lookup_span import traced
+from hps.lookup.lookup_span import submit_in_span
 from hps.lookup.partial_hits import PartialHit, PartialHitJob
-from hps.lookup.table_keys import TableKeys, make_share
+from hps.lookup.table_keys import TableKeys, make_table_keys
 from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
-from hps.threads import BoundedThreadPool, CompletedFuture, LookupPools, then
+from hps.threads import BoundedThreadPool, CompletedFuture, LookupPools, chain_future
 from hps.tiers.base import Part, Tier
-from hps.tiers.fused_lookup import fused
-from hps.tracing import RequestContext, timed
+from hps.tiers.fused_lookup import fused_lookup_of
+from hps.tracing import RequestContext, call_timed
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -72,7 +72,7 @@ class LookupEngine:
         # Not a method of ours: whoever drops a model waits until nothing refers to its engine.
         self._plan = FeatureGroupCache(model)
         self._short: FastPath | None = None
-        if tier := fused(caches):
+        if tier := fused_lookup_of(caches):
             self._short = FastPath(model, tier, self._plan, self._meter, INLINE_KEYS)
 
     @property
@@ -92,7 +92,7 @@ class LookupEngine:
 
         The future fails with ``DeadlineExceeded`` or with what a store without a guard raised.
         """
-        return traced(self.model.name, request, self._submit)
+        return submit_in_span(self.model.name, request, self._submit)
 
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
         form = self._short.form(request) if self._short else None
@@ -100,15 +100,15 @@ class LookupEngine:
             return self._ordinary(request)
         keys = [keys.keys for keys in request.features.values()]
         if form.inline:
-            found = timed(request.origin, "memory", form, keys)
+            found = call_timed(request.origin, "memory", form, keys)
             return (
                 CompletedFuture(found)
                 if type(found) is LookupResult
                 else self._rest(request, found)
             )
-        ask = partial(timed, request.origin, "memory", form, keys)
+        ask = partial(call_timed, request.origin, "memory", form, keys)
         asked = self._lanes.memory.submit(ask, request.deadline)
-        return then(asked, partial(self._rest, request))
+        return chain_future(asked, partial(self._rest, request))
 
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
@@ -145,17 +145,17 @@ class LookupEngine:
             return CompletedFuture(found)
         if found is None:
             return self._ordinary(request)
-        job = timed(request.origin, "dedup", PartialHitJob, request, found)
+        job = call_timed(request.origin, "dedup", PartialHitJob, request, found)
         return self._go_on(job, self._ask_caches(job))
 
     def _ordinary(self, request: LookupRequest) -> Future[LookupResult]:
-        shares, keys = timed(request.origin, "dedup", self._shares, request)
+        shares, keys = call_timed(request.origin, "dedup", self._shares, request)
         job = FullLookupJob(request, shares)
         if _is_past(request.deadline):
             raise DeadlineExceeded("the request's deadline had passed when it came")
         if keys > INLINE_KEYS:
             asked = self._lanes.memory.submit(partial(self._ask_caches, job), request.deadline)
-            return then(asked, partial(self._go_on, job))
+            return chain_future(asked, partial(self._go_on, job))
         return self._go_on(job, self._ask_caches(job))
 
     # -- stages ------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class LookupEngine:
                 # The store was skipped because this request had no time left: no row is at fault.
                 raise DeadlineExceeded("the deadline passed while the stores were asked")
             self._hand_on(waiting, asked)
-        answered = timed(job.request.origin, "merge", job.answer)
+        answered = call_timed(job.request.origin, "merge", job.answer)
         if answered is None:
             return None
         result, sources = answered
@@ -238,7 +238,7 @@ class LookupEngine:
             keys = [check_keys(feature, request.features[feature.name]) for feature in features]
             if out:
                 check_targets(table, features, keys, out)
-            shares.append(make_share(table, features, keys, out))
+            shares.append(make_table_keys(table, features, keys, out))
         return shares, total
 
 

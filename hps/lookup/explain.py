@@ -10,7 +10,7 @@ import numpy as np
 from hps.types import EmbeddingTable, KeyArray, LookupResult, Source, version_unix_ms
 
 
-def explained(table: EmbeddingTable, keys: KeyArray, result: LookupResult) -> dict[str, Any]:
+def explain_rows(table: EmbeddingTable, keys: KeyArray, result: LookupResult) -> dict[str, Any]:
     """One object per key of ``keys (n,)``: the vector, the tier it came from, its version and age.
 
     ``result`` answers a request by table that asked for sources.

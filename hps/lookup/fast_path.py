@@ -24,7 +24,7 @@ from hps.lookup.partial_hits import PartialHit, TablePartialHit
 from hps.lookup.pooling import divisors, is_pooled, offsets_of, weights_of
 from hps.observability.meters import LookupMeter
 from hps.tiers.bags import POOLED_DTYPES, Ask, Bags
-from hps.tiers.fused_lookup import FusedLookup, GatherFunction, gather_alike
+from hps.tiers.fused_lookup import FusedLookup, GatherFunction, prepare_gather
 from hps.types import (
     EmbeddingTable,
     IndexArray,
@@ -166,7 +166,7 @@ class PreparedLookup:
         self._finished = meter.finished_alike(self._answers)
         sizes = [(each.table, each.shape[0]) for each in self._rows]
         sizes += [(each.feature.table, each.n) for each in self._pooled]
-        self._gather: GatherFunction = gather_alike(tier, sizes)
+        self._gather: GatherFunction = prepare_gather(tier, sizes)
 
     def __call__(self, keys: Sequence[KeyArray]) -> LookupResult | PartialHit | None:
         """Answer for each feature's keys ``(n,)``, in the request's order; None when the request must go the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
-from hps.lookup.checks import unknown
+from hps.lookup.checks import unknown_name_error
 from hps.types import EmbeddingTable
 
 Group = tuple[EmbeddingTable, tuple[Feature, ...]]
@@ -35,7 +35,9 @@ class FeatureGroupCache:
         for name in names:
             feature = known.get(name)
             if feature is None:
-                raise unknown("table" if by_table else "feature", name, known, model.name)
+                raise unknown_name_error(
+                    "table" if by_table else "feature", name, known, model.name
+                )
             groups.setdefault(feature.table, []).append(feature)
         plan = tuple((table, tuple(features)) for table, features in groups.items())
         if not by_table:

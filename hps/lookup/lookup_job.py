@@ -10,7 +10,7 @@ from hps.lookup.pooling import pool
 from hps.lookup.table_keys import TableKeys
 from hps.observability.meters import Answers
 from hps.tiers.base import FetchContext, Part
-from hps.tracing import counted
+from hps.tracing import timed_total
 from hps.types import (
     IndexArray,
     LookupRequest,
@@ -63,7 +63,7 @@ class FullLookupJob(LookupJob):
     def answer(self) -> tuple[LookupResult, Answers]:
         request = self.request
         profiled = request.origin is not None and request.origin.is_profiled
-        pooled_rows = counted(pool, "pooling") if profiled else pool
+        pooled_rows = timed_total(pool, "pooling") if profiled else pool
         result = LookupResult({}, degraded=self.degraded)
         sources = []
         for share in self.shares:

@@ -15,7 +15,7 @@ from hps.tracing import RequestContext
 from hps.types import JaggedKeys, LookupRequest, LookupResult, Source, SourceArray, as_keys
 
 
-def kind(request: LookupRequest) -> Hashable | None:
+def merge_key(request: LookupRequest) -> Hashable | None:
     """Equal for requests that may be merged: those by table, and those of the same features in the same
     form. None for a request that must be alone: its caller owns the answer's arrays, or its features have
     different batches (candidates with their context)."""
@@ -30,7 +30,7 @@ def kind(request: LookupRequest) -> Hashable | None:
     return tuple((name, keys.hotness, keys.weights is not None) for name, keys in asked.items())
 
 
-def checked(request: LookupRequest, features: Mapping[str, Feature]) -> LookupRequest:
+def check_mergeable(request: LookupRequest, features: Mapping[str, Feature]) -> LookupRequest:
     """``request`` with its keys in the form that can be joined. Raises ``BadRequest`` where a request's
     offsets, sizes or types are wrong: joined, they would be another request's."""
     if request.by_table:
@@ -43,9 +43,9 @@ def checked(request: LookupRequest, features: Mapping[str, Feature]) -> LookupRe
 
 
 class MergedLookup:
-    """One request for those of ``requests``, which are of one ``kind`` and ``checked``; ``features`` are the
-    model's. Without ``want_source`` it can't be told whose keys were answered with a default. ``origin``: on
-    whose behalf it is, see `on_behalf_of`."""
+    """One request for those of ``requests``, which are of one ``merge_key`` and ``check_mergeable``;
+    ``features`` are the model's. Without ``want_source`` it can't be told whose keys were answered with
+    a default. ``origin``: on whose behalf it is, see `on_behalf_of`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class MergedLookup:
                 rows = tuple([keys.batch for keys in given])
             for sizes in (asked, rows):
                 if sizes not in spans:
-                    spans[sizes] = bounds(sizes)
+                    spans[sizes] = split_points(sizes)
             self._shares[name] = _FeatureShares(who, spans[rows], spans[asked])
         deadlines = [each.deadline for each in requests]
         latest = None if None in deadlines else max(d for d in deadlines if d is not None)
@@ -145,6 +145,6 @@ def _joined(keys: Sequence[JaggedKeys]) -> JaggedKeys:
     return JaggedKeys(flat, batch, offsets, weights)
 
 
-def bounds(sizes: Sequence[int]) -> list[slice]:
+def split_points(sizes: Sequence[int]) -> list[slice]:
     """Where each of several arrays of these ``sizes`` is when they are joined."""
     return [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]

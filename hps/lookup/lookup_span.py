@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hps.tracing import followed
+from hps.tracing import span_until_done
 from hps.types import LookupRequest, LookupResult
 
 
-def traced(
+def submit_in_span(
     model: str, request: LookupRequest, submit: Callable[[LookupRequest], Future[LookupResult]]
 ) -> Future[LookupResult]:
     """``submit(request)``, as a span where the request's are recorded."""
@@ -21,7 +21,7 @@ def traced(
         return submit(request)
     part = origin.begin("lookup")
     part.note(model=model, keys=sum(len(keys.keys) for keys in request.features.values()))
-    return followed(part, partial(submit, replace(request, origin=part)), _described)
+    return span_until_done(part, partial(submit, replace(request, origin=part)), _described)
 
 
 def _described(result: LookupResult) -> dict[str, Any]:

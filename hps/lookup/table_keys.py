@@ -30,7 +30,7 @@ class TableKeys:
         return [(f.name, len(k.keys)) for f, k in zip(self.features, self.keys, strict=True)]
 
 
-def make_share(
+def make_table_keys(
     table: EmbeddingTable,
     features: tuple[Feature, ...],
     keys: list[JaggedKeys],

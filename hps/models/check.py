@@ -121,7 +121,7 @@ def repeated_keys(files: TableFiles, key_bits: int = 64) -> int:
     return count
 
 
-def check_apart(files: TableFiles, key_bits: int) -> None:
+def check_disjoint_tables(files: TableFiles, key_bits: int) -> None:
     """Raises ModelError when a key stands in several of the tables that a fused table is made of. Reads all
     keys of a fused table."""
     if not isinstance(files, FusedFiles):

@@ -192,7 +192,7 @@ def _cacheable_bytes() -> int:
         return 1 << 30
 
 
-def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
+def prefetch(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """Iterate in a thread of its own, up to ``depth`` items ahead of the consumer."""
     queue: Queue[tuple[T | None, BaseException | None]] = Queue(depth)
     stop = Event()

@@ -72,7 +72,7 @@ class FusedFiles(TableFiles):
             begin += part.rows
 
 
-def fused(name: str, parts: Sequence[TableFiles]) -> TableFiles:
+def open_fused(name: str, parts: Sequence[TableFiles]) -> TableFiles:
     """The files of table ``name``, whose rows are those of ``parts``; all have one dim."""
     if len(parts) == 1:
         return parts[0]

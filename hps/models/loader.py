@@ -26,8 +26,8 @@ from typing import Literal
 import numpy as np
 
 from hps.errors import ModelError, TierError
-from hps.models.check import check_apart
-from hps.models.external_sort import Chunk, DuplicateCounter, ahead, block_rows, sorted_chunks
+from hps.models.check import check_disjoint_tables
+from hps.models.external_sort import Chunk, DuplicateCounter, block_rows, prefetch, sorted_chunks
 from hps.models.manifest import checksum_file, compare_checksum
 from hps.models.repository import ModelVersion
 from hps.models.tables import TableFiles
@@ -127,7 +127,7 @@ def _load(
             f"table {table.id} is not loaded into {store.path}, and access: {store.access} forbids it; "
             "load it once with access: primary",
         )
-    check_apart(files, table.key_bits)
+    check_disjoint_tables(files, table.key_bits)
     record = LoadRecord(
         files.digest,
         files.rows,
@@ -178,7 +178,7 @@ def _chunks(
     scratch = store.scratch / f"{time.monotonic_ns()}"
     spreading = partial(progress.task, f"sorting {files.name}", files.rows)
     chunks = sorted_chunks(files, partial(store.codes, table), duplicates, scratch, spreading)
-    return ahead(chunks) if files.bytes >= _THREAD_BYTES else chunks
+    return prefetch(chunks) if files.bytes >= _THREAD_BYTES else chunks
 
 
 def _bulk_load(

@@ -65,7 +65,7 @@ class Manifest(_ManifestModel):
         return int(self.created.timestamp() * 1000)
 
 
-def now() -> datetime:
+def manifest_time() -> datetime:
     """In milliseconds, as versions of rows are: cut to a second, the files would be older than rows that were
     streamed before them."""
     created = datetime.now(UTC)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hps.models.check import check_apart
+from hps.models.check import check_disjoint_tables
 from hps.models.external_sort import block_rows
 from hps.models.loader import row_version
 from hps.models.manifest import checksum_file, compare_checksum
@@ -48,7 +48,7 @@ def preload_tables(
 
 
 def _verify(files: TableFiles, table: EmbeddingTable) -> None:
-    check_apart(files, table.key_bits)
+    check_disjoint_tables(files, table.key_bits)
     for path, entry in files.entries():
         compare_checksum(path, entry.checksum, checksum_file(path))
 

@@ -16,7 +16,7 @@ from hps.config.model_schema import ModelSpec, TableSpec
 from hps.config.schema import ModelOverride
 from hps.errors import ModelError, NotFound
 from hps.models.file_stamp import FileStamp
-from hps.models.fused_files import fused
+from hps.models.fused_files import open_fused
 from hps.models.manifest import (
     FILE_NAME,
     FileEntry,
@@ -272,7 +272,7 @@ def open_legacy(model: LegacySource) -> ModelVersion:
         if not folders:
             raise ModelError(f"model '{model.spec.name}': no directory for table '{spec.name}'")
         parts = [open_table(folder, spec.name, spec.dim, None) for folder in folders]
-        tables[spec.name] = fused(spec.name, parts)
+        tables[spec.name] = open_fused(spec.name, parts)
     digest = digest_of({n: t.digest for n, t in tables.items()})
     folder = next(iter(tables.values())).folder.parent
     return ModelVersion(model.spec.name, 1, model.spec, folder, tables, None, None, digest)

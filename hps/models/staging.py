@@ -75,7 +75,7 @@ def clean_leftovers(model: Path) -> list[Path]:
     return removed
 
 
-def put_in_place(folder: Path, final: Path, *, replace: bool) -> None:
+def publish_version(folder: Path, final: Path, *, replace: bool) -> None:
     """Make the hidden ``folder`` the version ``final``; what was there takes its place as a leftover."""
     if not final.exists():
         folder.rename(final)
@@ -86,7 +86,7 @@ def put_in_place(folder: Path, final: Path, *, replace: bool) -> None:
         final.rename(old)
         folder.rename(final)
         shutil.rmtree(old, ignore_errors=True)
-    sync(final.parent)
+    fsync_path(final.parent)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -99,22 +99,22 @@ def _exchange(a: Path, b: Path) -> bool:
     return done == 0
 
 
-def write_in_one_step(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file that is never seen half-written."""
     temporary = path.with_name(f"{_PREFIX}spec-{secrets.token_hex(4)}")
     temporary.write_text(text)
-    sync(temporary)
+    fsync_path(temporary)
     temporary.rename(path)
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
-def sync_all(folder: Path) -> None:
+def fsync_all(folder: Path) -> None:
     """Bring every file to the disk; several at a time, as they share the file system's commits."""
     with ThreadPoolExecutor(_SYNCS, "hps-sync") as pool:
-        list(pool.map(sync, list(folder.rglob("*"))))
+        list(pool.map(fsync_path, list(folder.rglob("*"))))
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Bring a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -17,18 +17,18 @@ from hps.models.manifest import (
     FileEntry,
     Manifest,
     TableEntry,
-    now,
+    manifest_time,
     write_manifest,
 )
 from hps.models.repository import DENSE_FILE, SPEC_FILE, TABLES_FOLDER
 from hps.models.staging import (
     clean_leftovers,
+    fsync_all,
+    fsync_path,
     hidden_folder,
     make_folder,
-    put_in_place,
-    sync,
-    sync_all,
-    write_in_one_step,
+    publish_version,
+    write_atomically,
 )
 from hps.models.tables import KEY_FILE, VECTOR_FILE
 from hps.types import as_keys
@@ -70,18 +70,18 @@ def write_version(
         manifest = Manifest(
             model=spec.name,
             version=version,
-            created=now(),
+            created=manifest_time(),
             tables=entries,
             dense=None if dense is None else _write_dense(folder / DENSE_FILE, dense),
             metadata=dict(metadata or {}),
             watermark={topic: dict(offsets) for topic, offsets in (watermark or {}).items()},
         )
-        sync_all(folder)
+        fsync_all(folder)
         write_manifest(folder / FILE_NAME, manifest)
-        sync(folder / FILE_NAME)
-        sync(folder)
+        fsync_path(folder / FILE_NAME)
+        fsync_path(folder)
         final = model / str(version)
-        put_in_place(folder, final, replace=replace or not described)
+        publish_version(folder, final, replace=replace or not described)
         write_spec(model, spec)
     return final
 
@@ -210,4 +210,4 @@ def write_spec(model: Path, spec: ModelSpec) -> None:
     path = model / SPEC_FILE
     if path.is_file() and load_model_spec(path) == spec:
         return
-    write_in_one_step(path, dump_model_spec(spec))
+    write_atomically(path, dump_model_spec(spec))

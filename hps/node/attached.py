@@ -22,7 +22,12 @@ from hps.errors import ConfigError, ModelError, TierError, TierMisfit
 from hps.models.repository import ModelVersion
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_opening import open_model, open_versions
-from hps.node.serving_context import ServingContext, dense_runs, freshness_of, lookup_lanes
+from hps.node.serving_context import (
+    ServingContext,
+    freshness_of,
+    open_dense_pool,
+    open_lookup_pools,
+)
 from hps.node.tier_status import TierStatus
 from hps.node.version_sync import LOOK_S, OpenedVersion, SyncedModels, VersionSync
 from hps.observability import metric_names as m
@@ -129,11 +134,11 @@ class _AttachBuilder:
             *([TierStatus(c, c.size, c.capacity)] if (c := self._cache) else []),
             TierStatus(guarded, _unknown, state=lambda: guarded.state, facts=self._facts),
         ]
-        runs = dense_runs(self._settings, resources)
+        runs = open_dense_pool(self._settings, resources)
         *caches, stores = [
             MeteredTier(t.tier, TierMeter(metrics, t.tier.info.name)) for t in self._tiers
         ]
-        lanes = lookup_lanes(self._settings, resources)
+        lanes = open_lookup_pools(self._settings, resources)
         self._serving = ServingContext(TierChain(caches), stores, self._node.promote, lanes, runs)
         self._serving.publish(metrics)
         self._devices = NodeGpus(self._settings, [], metrics, resources)  # none is opened

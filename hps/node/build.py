@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hps.config import Configuration, Settings, as_configuration
-from hps.config.runtime_folder import attachable
+from hps.config.runtime_folder import with_shared_cache
 from hps.errors import ConfigError
 from hps.native import COMPILED
 from hps.node.caches import NodeCaches
@@ -20,7 +20,12 @@ from hps.node.gpu_caches import NodeGpus
 from hps.node.model_control import ModelControl
 from hps.node.model_opening import OpenedModel, open_model, open_versions, watermarks_of
 from hps.node.node import Node, ServedModel
-from hps.node.serving_context import ServingContext, dense_runs, freshness_of, lookup_lanes
+from hps.node.serving_context import (
+    ServingContext,
+    freshness_of,
+    open_dense_pool,
+    open_lookup_pools,
+)
 from hps.node.stores import NodeStores
 from hps.node.streams import Limited, UpdateStreams
 from hps.node.tier_status import publish_tiers
@@ -49,7 +54,7 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
     What is cheap to check is checked before rows are loaded, so that a broken configuration ends
     within seconds. Raises ``ConfigError``, ``ModelError`` or ``TierError``; nothing stays open then.
     """
-    settings = attachable(configuration.settings)
+    settings = with_shared_cache(configuration.settings)
     if settings.server.role == "frontend":
         raise ConfigError(
             "server.role is frontend: a front end has no rows of its own; open it with hps.connect"
@@ -98,12 +103,12 @@ class _NodeBuilder:
         writer = caches.open(on_gpu)
         caches.fill(self._progress)
         # Two pools: a slow store never holds up a network whose rows are there.
-        runs = dense_runs(self._settings, self._resources)
+        runs = open_dense_pool(self._settings, self._resources)
         serving = ServingContext(
             TierChain([MeteredTier(c.tier, self._meter(c.tier)) for c in caches.statuses]),
             stores.asked(),
             caches.promote,
-            lookup_lanes(self._settings, self._resources),
+            open_lookup_pools(self._settings, self._resources),
             runs,
         )
         in_memory = [caches.in_memory] if caches.in_memory else []

@@ -10,7 +10,7 @@ from hps.tiers.capacity import TABLE_BYTES, Rows, plan_capacity, slot_bytes
 from hps.types import EmbeddingTable
 
 
-def planned_rows(settings: Settings, table_rows: Mapping[EmbeddingTable, int]) -> Rows:
+def plan_rows(settings: Settings, table_rows: Mapping[EmbeddingTable, int]) -> Rows:
     """The cache's memory shared out over tables that have so many rows; overrides by table come first."""
     chosen = settings.tiers.cpu_cache
     overrides = {table: _override(settings, table) for table in table_rows}
@@ -23,16 +23,16 @@ def planned_rows(settings: Settings, table_rows: Mapping[EmbeddingTable, int]) -
     )
 
 
-def planned_beside(
+def plan_rows_for_new_model(
     settings: Settings,
     table_rows: Mapping[EmbeddingTable, int],
     new: Collection[EmbeddingTable],
     held: Mapping[EmbeddingTable, int],
 ) -> tuple[Rows, str]:
-    """As `planned_rows`, for the ``new`` of the tables, beside others that keep the ``held`` rows of capacity
+    """As `plan_rows`, for the ``new`` of the tables, beside others that keep the ``held`` rows of capacity
     they have: no more than those leave of the memory, and a warning if that is less than a start would
     give, else "". A share of the rows is given whatever it costs."""
-    whole = planned_rows(settings, table_rows)
+    whole = plan_rows(settings, table_rows)
     plan = {table: whole[table] for table in new}
     chosen = settings.tiers.cpu_cache
     if chosen.share is not None:

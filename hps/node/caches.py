@@ -14,7 +14,7 @@ from hps.config.cache_settings import CpuCacheSettings
 from hps.lookup.engine import Promote
 from hps.models.tables import TableFiles
 from hps.native import dedup
-from hps.node.cache_plan import eviction_of, planned_beside, planned_rows
+from hps.node.cache_plan import eviction_of, plan_rows, plan_rows_for_new_model
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_opening import OpenedModel
 from hps.node.stores import NodeStores
@@ -109,7 +109,7 @@ class NodeCaches:
         settings = self._settings
         evictions = {table: eviction_of(settings, table) for table in self._tables}
         cache = CpuCache(
-            planned_rows(settings, {table: self._stores.rows(table) for table in self._tables}),
+            plan_rows(settings, {table: self._stores.rows(table) for table in self._tables}),
             eviction=chosen.eviction,
             evictions={table: given for table, given in evictions.items() if given},
             memory=cache_memory(chosen),
@@ -184,7 +184,7 @@ class NodeCaches:
         if cache is None:
             return ""
         new = list(model.tables.values())
-        plan, warning = planned_beside(
+        plan, warning = plan_rows_for_new_model(
             self._settings,
             {table: self._stores.rows(table) for table in (*beside, *new)},
             new,

@@ -35,7 +35,7 @@ from hps.models.repository import Repository
 from hps.native import COMPILED
 from hps.node.model_opening import OpenedModel, open_model
 from hps.node.served_models import OpenModels, ServedModel
-from hps.node.serving_context import dense_runs, lookup_lanes
+from hps.node.serving_context import open_dense_pool, open_lookup_pools
 from hps.node.version_sync import LOOK_S, OpenedVersion, SyncedModels, VersionSync
 from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter
@@ -150,8 +150,8 @@ class _ConnectBuilder:
         stated = None if chosen is None else {name: each.version for name, each in chosen.items()}
         self._following = VersionSync(VersionVote(nodes, stated), self._open)
         resources.callback(self._following.close)  # when no lookup is under way any more
-        self._runs = dense_runs(settings, resources)
-        self._lanes = lookup_lanes(settings, resources)
+        self._runs = open_dense_pool(settings, resources)
+        self._lanes = open_lookup_pools(settings, resources)
 
     def wait(self, wait_s: float | None, progress: Progress) -> None:
         """Until there is a model to serve; None: see what there is. Raises TierError, or what it could not be

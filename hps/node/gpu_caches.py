@@ -16,7 +16,7 @@ from typing import Any
 
 from hps.config.schema import ModelOverride, Settings, TableOverride
 from hps.cuda.layout import EvictionPolicy
-from hps.cuda.loader import lacking
+from hps.cuda.loader import missing_requirement
 from hps.dense.lanes import DeviceLanes
 from hps.dense.onnx import OnnxModel
 from hps.errors import ConfigError
@@ -34,7 +34,7 @@ from hps.threads import LookupPools
 from hps.tiers.background_refresh import BackgroundValue
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
-from hps.tiers.fused_lookup import fused
+from hps.tiers.fused_lookup import fused_lookup_of
 from hps.tiers.gpu.memory import publish_memory
 from hps.tiers.gpu.plan import (
     GpuTableRequest,
@@ -128,12 +128,12 @@ class NodeGpus:
             if caches:
                 below = TierChain(caches)
                 inner = PromotingTier(below, lift, "")
-                chain.append(bridged(inner, device, self._chosen.workspaces))
-                self._below.append(LowerTiers(fused(below), chain[1], lift))
+                chain.append(bridge_to_device(inner, device, self._chosen.workspaces))
+                self._below.append(LowerTiers(fused_lookup_of(below), chain[1], lift))
             else:
                 self._below.append(LowerTiers())
             threads = self._settings.tiers.lookup_threads
-            asked = bridged(PromotingTier(stores, promote, ""), device, threads)
+            asked = bridge_to_device(PromotingTier(stores, promote, ""), device, threads)
             self._bridged.append((TierChain(chain), asked))
 
     def lookups(
@@ -188,7 +188,7 @@ class NodeGpus:
 
     def _is_there(self) -> bool:
         chosen = self._chosen
-        if (why := lacking()) is None:
+        if (why := missing_requirement()) is None:
             have = device_count()
             missing = [device for device in chosen.devices if device >= have]
             if not missing:
@@ -250,7 +250,7 @@ def open_cache(device: int, workspaces: int) -> Any:
     return GpuCache({}, device=device, workspaces=workspaces)
 
 
-def bridged(inner: Tier, device: int, workspaces: int) -> Tier:
+def bridge_to_device(inner: Tier, device: int, workspaces: int) -> Tier:
     """``inner``, in host memory, for parts on ``device``."""
     from hps.tiers.gpu.host_bridge import HostBridge
 

@@ -16,7 +16,7 @@ from hps.config.model_schema import ModelSpec
 from hps.config.ps_json.legacy import LegacyModel
 from hps.config.schema import ModelOverride
 from hps.dense.base import DenseModel
-from hps.dense.network_factory import NetworkSpec, check_here, open_network
+from hps.dense.network_factory import NetworkSpec, check_local_network, open_network
 from hps.errors import ConfigError, HpsError
 from hps.lookup.base import Feature, LookupModel
 from hps.models.repository import SPEC_FILE, ModelVersion, Repository, open_legacy
@@ -131,7 +131,7 @@ def check_model(version: ModelVersion, settings: Settings) -> None:
     """Open the version as `open_model` does, and close it, without a Triton or a GPU. Raises ModelError."""
     _, network = _described_model(version, settings)
     if network is not None:
-        check_here(network, settings.dense)
+        check_local_network(network, settings.dense)
 
 
 def check_models(configuration: Configuration) -> Iterator[tuple[str, ModelVersion | HpsError]]:

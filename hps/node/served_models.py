@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from hps.array_inputs import Features, jagged, targets, tensor
+from hps.array_inputs import Features, jagged_keys, output_arrays, tensor
 from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest, NotFound
-from hps.lookup.base import Lookup, inputs_of, spread
+from hps.lookup.base import Lookup, features_by_input, keys_by_feature
 from hps.lookup.gpu.device_lookup import DeviceLookup
 from hps.node.tier_status import TierStatus, describe_table
 from hps.observability.metrics import Metrics
@@ -47,8 +47,8 @@ class ServedModel:
 
     def keys(self, features: Features, by_table: bool = False) -> Mapping[str, JaggedKeys]:
         """A caller's keys as a request has them. Raises ``BadRequest`` for keys that are not integers."""
-        keys = jagged(features)
-        return keys if by_table else spread(keys, self.engine.features)
+        keys = jagged_keys(features)
+        return keys if by_table else keys_by_feature(keys, self.engine.features)
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
@@ -104,7 +104,7 @@ class OpenModels:
         ``out`` names arrays that are written in place: NumPy arrays, or writable tensors on the host
         with ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape.
         """
-        into = None if out is None else targets(out)
+        into = None if out is None else output_arrays(out)
         served = self.model(model)
         request = LookupRequest(
             served.keys(features, by_table), deadline_in(timeout_s), want_source, into, by_table
@@ -153,7 +153,7 @@ class OpenModels:
             "name": model.name,
             "version": model.version,
             "dense": model.pipeline is not None,
-            "features": list(inputs_of(model.engine.features)),
+            "features": list(features_by_input(model.engine.features)),
             "tables": [describe_table(table, self.tiers) for table in model.tables.values()],
         }
 

@@ -83,7 +83,7 @@ def freshness_of(settings: Settings, model: str, metrics: Metrics) -> Freshness:
     return Freshness(model, updates.max_staleness_s, updates.on_stale, metrics)
 
 
-def lookup_lanes(settings: Settings, resources: ExitStack) -> LookupPools:
+def open_lookup_pools(settings: Settings, resources: ExitStack) -> LookupPools:
     """The threads of lookups, which ``resources`` closes."""
     tiers = settings.tiers
     setting, queued = "tiers.lookup_queue", tiers.lookup_queue
@@ -93,14 +93,14 @@ def lookup_lanes(settings: Settings, resources: ExitStack) -> LookupPools:
     return LookupPools(_workers(resources, "gather", threads, setting, queued), stores)
 
 
-def dense_runs(settings: Settings, resources: ExitStack) -> BoundedThreadPool:
+def open_dense_pool(settings: Settings, resources: ExitStack) -> BoundedThreadPool:
     """The threads of networks. What a lookup hands on to a network must find them at the end: to be made
     before the lookups', so that they close last."""
     dense = settings.dense
-    return _workers(resources, "dense", runs_at_a_time(dense), "dense.queue", dense.queue)
+    return _workers(resources, "dense", dense_concurrency(dense), "dense.queue", dense.queue)
 
 
-def runs_at_a_time(dense: DenseSettings) -> int:
+def dense_concurrency(dense: DenseSettings) -> int:
     """Number of runs of networks at a time. More than there are cores take turns on them, which
     costs: of predictions by 0.5 M parameters, a core did 168 a second four at a time, 183 one by one."""
     if dense.runs is not None:

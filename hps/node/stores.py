@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hps.config.schema import Settings
 from hps.config.store_settings import GuardSettings, RedisSettings, RocksDbSettings
 from hps.errors import TierError
-from hps.models.check import check_apart
+from hps.models.check import check_disjoint_tables
 from hps.models.loader import load_tables, version_of_rows
 from hps.models.repository import Repository
 from hps.models.tables import TableFiles
@@ -24,7 +24,7 @@ from hps.node.tier_status import TierStatus
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
 from hps.observability.metrics import Metrics
-from hps.rows.leftovers import left_over
+from hps.rows.leftovers import unserved_families
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.single_flight import SingleFlight
@@ -257,7 +257,7 @@ class NodeStores:
         if (chosen.layout, chosen.access) == ("native", "primary"):
             served = {(each.version.name, each.version.version) for each in self._opened}
             repository = Repository(self._settings.models.repository)
-            if warning := left_over(store.families(), served, repository):
+            if warning := unserved_families(store.families(), served, repository):
                 self.warnings.append(warning)
         return TierStatus(
             guarded,
@@ -277,7 +277,7 @@ class NodeStores:
                 store.open_tables(list(model.tables.values()))
                 for name, table in model.tables.items():
                     store.check(table)
-                    check_apart(model.version.tables[name], table.key_bits)
+                    check_disjoint_tables(model.version.tables[name], table.key_bits)
 
     def _open_redis(self, chosen: RedisSettings) -> SharedRedis:
         from hps.node.shared_redis import SharedRedis

@@ -9,7 +9,9 @@ from typing import Any
 from hps.observability.metric_spec import MetricSpec
 
 
-def shown(spec: MetricSpec, found: Mapping[str, Mapping[tuple[str, ...], Any]]) -> Iterator[str]:
+def render_metric(
+    spec: MetricSpec, found: Mapping[str, Mapping[tuple[str, ...], Any]]
+) -> Iterator[str]:
     """One metric in the text format. Not by prometheus_client, which gives every counter a name that ends in
     ``_total``, as Triton's do not."""
     yield f"# HELP {spec.name} {spec.help}\n# TYPE {spec.name} {spec.kind}\n"

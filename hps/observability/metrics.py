@@ -21,7 +21,7 @@ from hps.observability.counters import (
     TallyRegistry,
     add_all,
 )
-from hps.observability.exposition import shown
+from hps.observability.exposition import render_metric
 from hps.observability.metric_spec import MetricSpec
 from hps.observability.metric_table import METRICS
 
@@ -225,8 +225,8 @@ class Metrics:
         for read in self._included:
             found.add(read())
         for spec in METRICS:
-            yield from shown(spec, found)
+            yield from render_metric(spec, found)
         for specs, make in self._others:
             made = make(found)
             for spec in specs:
-                yield from shown(spec, made)
+                yield from render_metric(spec, made)

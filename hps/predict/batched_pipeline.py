@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hps.lookup.base import Feature
 from hps.lookup.batched_lookup import MergingSubmit, keys_size
 from hps.lookup.batching import Batcher, BatchLimits, BatchSize
-from hps.lookup.lookup_merge import MergedLookup, bounds, checked, kind
+from hps.lookup.lookup_merge import MergedLookup, check_mergeable, merge_key, split_points
 from hps.tracing import RequestContext
 from hps.types import LookupRequest, PredictRequest, PredictResult
 
@@ -60,8 +60,8 @@ class _PredictionWork:
     def kind(self, request: PredictRequest) -> tuple[Hashable, PredictRequest] | None:
         if request.top_k is not None or request.features.keys() != self._features.keys():
             return None
-        fit = checked(_lookup(request), self._features)
-        keys = kind(fit)
+        fit = check_mergeable(_lookup(request), self._features)
+        keys = merge_key(fit)
         batch = keys_size(request.features).rows
         if keys is None or any(np.shape(a)[:1] != (batch,) for a in request.dense.values()):
             return None
@@ -97,7 +97,7 @@ class _MergedPredictions:
         self._requests = requests
         lookups = [_lookup(request) for request in requests]
         self._lookups = MergedLookup(lookups, features, want_source=want_source)
-        self._rows = bounds([keys_size(request.features).rows for request in requests])
+        self._rows = split_points([keys_size(request.features).rows for request in requests])
         joined = self._lookups.request
         dense: dict[str, NDArray[Any]] = {
             name: np.concatenate([request.dense[name] for request in requests])

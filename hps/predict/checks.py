@@ -15,7 +15,7 @@ from hps.config.model_schema import DenseSpec, TensorSpec
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
 from hps.lookup.base import Feature
-from hps.lookup.checks import unknown
+from hps.lookup.checks import unknown_name_error
 from hps.types import PredictRequest
 
 TOP_K_INDEX = "top_k_index"
@@ -53,7 +53,7 @@ class PredictChecks:
                     f"{feature.hotness} keys per sample; send it without offsets"
                 )
         batch = _batch(sizes)
-        return {name: broadcast(array, batch) for name, array in inputs.items()}, batch
+        return {name: broadcast_batch(array, batch) for name, array in inputs.items()}, batch
 
     def outputs(self, request: PredictRequest) -> tuple[str, ...]:
         """Those asked for, in the order of ``model.yaml``. Raises ``BadRequest``."""
@@ -63,7 +63,7 @@ class PredictChecks:
             return self._outputs
         for name in request.outputs:
             if name not in self._outputs and not (name == TOP_K_INDEX and request.top_k):
-                raise unknown("output", name, self._outputs, self._model)
+                raise unknown_name_error("output", name, self._outputs, self._model)
         return tuple(name for name in self._outputs if name in request.outputs)
 
 
@@ -74,7 +74,7 @@ def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, str], 
     for name in got:
         if name not in expected:
             others = dict.fromkeys(sent for sent in expected.values() if sent != name)
-            raise unknown(kind, name, others, model)
+            raise unknown_name_error(kind, name, others, model)
     missing = dict.fromkeys(sent for name, sent in expected.items() if name not in got)
     raise BadRequest(f"the request to model {model!r} lacks {kind} {', '.join(map(repr, missing))}")
 
@@ -107,7 +107,7 @@ def _batch(sizes: list[tuple[str, int, bool]]) -> int:
     return batch if batch >= 0 else 1
 
 
-def broadcast(array: NDArray[Any], batch: int) -> NDArray[Any]:
+def broadcast_batch(array: NDArray[Any], batch: int) -> NDArray[Any]:
     """``array (1, ...)`` repeated to ``(batch, ...)``; C-contiguous, as networks want it."""
     if array.shape[0] == batch:
         return array

@@ -16,9 +16,9 @@ from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.gpu.device_lookup import DeviceLookup, DeviceLookupResult
 from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, LowerTiers, prepared_pooling
-from hps.lookup.gpu.prepared_lookups import signature_of
+from hps.lookup.gpu.prepared_lookups import request_signature
 from hps.observability.meters import LookupMeter, TierMeter
-from hps.tracing import current, timed
+from hps.tracing import call_timed, current_context
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, Source
 
 _KEPT = 32
@@ -75,7 +75,7 @@ class DevicePath:
             return None
         if request.deadline is not None and time.monotonic() > request.deadline:
             return None
-        signature = signature_of(request.features)
+        signature = request_signature(request.features)
         if signature is None:
             return None
         key = (batch, names, signature)
@@ -121,10 +121,10 @@ class DevicePath:
         pooled = alike.pooled
         if pooled is None:
             pooled = alike.pooled = prepared_pooling(self._cache, alike.bags)
-        part = current()
-        timed(part, "rows", self._begin, lane, alike, features, pooled)
+        part = current_context()
+        call_timed(part, "rows", self._begin, lane, alike, features, pooled)
         # Whether a row was missing is known only later. Until then the network is under way.
-        outputs = timed(part, "network", _run, alike.form, inputs)
+        outputs = call_timed(part, "network", _run, alike.form, inputs)
         missing = pooled.missing()
         self._patience.tell(worked=not missing)
         if missing:
@@ -142,12 +142,12 @@ class DevicePath:
         if fetched is None:
             given = self._cache, self._below, alike.bags, self._observe, self._meter
             fetched = alike.fetched = FilledFetch(*given)
-        part = current()
+        part = current_context()
         _fill(alike.bags, request.features, fetched.keys)
-        if not timed(part, "rows", fetched.run, lane.stream, request.deadline):
+        if not call_timed(part, "rows", fetched.run, lane.stream, request.deadline):
             return None
         self._assign(lane, alike.assigned)
-        outputs = timed(part, "network", _run, alike.form, inputs)
+        outputs = call_timed(part, "network", _run, alike.form, inputs)
         return outputs, LookupResult({}, defaulted=fetched.finish())
 
     def _begin(

@@ -23,10 +23,10 @@ from hps.errors import BadRequest, DeadlineExceeded, DenseModelError
 from hps.lookup.base import Lookup
 from hps.observability.meters import DenseMeter
 from hps.observability.metrics import Metrics
-from hps.predict.checks import TOP_K_INDEX, Arrays, PredictChecks, broadcast
+from hps.predict.checks import TOP_K_INDEX, Arrays, PredictChecks, broadcast_batch
 from hps.predict.network_inputs import check_wiring
-from hps.threads import BoundedThreadPool, CompletedFuture, then
-from hps.tracing import timed, waited
+from hps.threads import BoundedThreadPool, CompletedFuture, chain_future
+from hps.tracing import call_timed, timed_wait
 from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
 
 
@@ -116,8 +116,8 @@ class InferencePipeline:
         quick = partial(self._quick, request, inputs, batch, wanted, device)
         if batch == 0 or self.dense.runs_inline(batch):
             return go_on(quick())
-        begun = self._workers.submit(waited(request.origin, quick), request.deadline)
-        return then(begun, go_on)
+        begun = self._workers.submit(timed_wait(request.origin, quick), request.deadline)
+        return chain_future(begun, go_on)
 
     def _ordinary(
         self,
@@ -142,10 +142,10 @@ class InferencePipeline:
             if batch == 0 or self.dense.runs_inline(batch):
                 return CompletedFuture(score(rows))
             return self._workers.submit(
-                waited(request.origin, partial(score, rows)), request.deadline
+                timed_wait(request.origin, partial(score, rows)), request.deadline
             )
 
-        return run(lookup.result()) if lookup.done() else then(lookup, run)
+        return run(lookup.result()) if lookup.done() else chain_future(lookup, run)
 
     def _quick(
         self,
@@ -157,7 +157,7 @@ class InferencePipeline:
     ) -> PredictResult | None:
         names = self._computed(request, wanted)
         start = time.perf_counter()
-        answer = timed(request.origin, "device", device.quick, request, inputs, batch, names)
+        answer = call_timed(request.origin, "device", device.quick, request, inputs, batch, names)
         if answer is None:
             return None
         outputs, rows = answer
@@ -181,7 +181,7 @@ class InferencePipeline:
         else:
             start = time.perf_counter()
             if device is None:
-                feed = timed(request.origin, "feed", self._feed, inputs, rows, batch)
+                feed = call_timed(request.origin, "feed", self._feed, inputs, rows, batch)
                 with _part(request, "dense"):
                     outputs = self.dense.predict(feed, names, request.deadline)
             else:
@@ -225,7 +225,7 @@ class InferencePipeline:
                 vectors = vectors.reshape(-1, feature.hotness or 1, feature.table.dim)
             if tensor in self._widen:
                 vectors = vectors.astype(self._widen[tensor])
-            feed[tensor] = broadcast(vectors, batch)
+            feed[tensor] = broadcast_batch(vectors, batch)
         return feed
 
     def _judge(self, outputs: Arrays, batch: int, seconds: float) -> None:

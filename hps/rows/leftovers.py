@@ -11,7 +11,7 @@ from hps.rows.tiers import parse_family
 _SHOWN = 3
 
 
-def left_over(
+def unserved_families(
     families: Iterable[str], served: Collection[tuple[str, int]], repository: Repository
 ) -> str:
     """What is to be said of RocksDB's ``families``, in the native layout, that are of versions (model,

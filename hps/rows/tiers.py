@@ -99,7 +99,7 @@ class RocksDbRows(TierRows):
 
     def record(self, name: TableName) -> LoadRecord | None:
         """What was loaded into a table, configured or not."""
-        return self.tier.loaded(stand_in(name, 1))
+        return self.tier.loaded(placeholder_table(name, 1))
 
     def measure(self, table: EmbeddingTable) -> tuple[int, int, bool]:
         """How many rows there are, their bytes, and whether that is exact."""
@@ -115,7 +115,7 @@ class RocksDbRows(TierRows):
         """Of more tables at a time the tier would leave the empty column families there."""
         for start in range(0, len(names), _DROPPED):
             some = names[start : start + _DROPPED]
-            self.tier.drop(*(stand_in(name, 1) for name in some))
+            self.tier.drop(*(placeholder_table(name, 1) for name in some))
 
     def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
         """In the order of the stored keys."""
@@ -155,7 +155,7 @@ class RedisRows(TierRows):
         cannot be asked. To look leaves no trace there."""
         if self._there is None:
             self._there = set(self.tables())
-        if name_of(table, self.tier.layout) not in self._there:
+        if table_name_in(table, self.tier.layout) not in self._there:
             raise self._absent(table, f"Redis at {', '.join(self._settings.addresses)}")
         self.tier.check(table)
 
@@ -169,7 +169,7 @@ class RedisRows(TierRows):
 
         other = _other(self.tier.layout)
         with closing(RedisTier(self._settings.model_copy(update={"layout": other}))) as tier:
-            return other if name_of(table, other) in tier.find_tables(table.model) else None
+            return other if table_name_in(table, other) in tier.find_tables(table.model) else None
 
     def record(self, name: TableName) -> None:
         """Redis keeps none."""
@@ -206,7 +206,7 @@ class RedisRows(TierRows):
                 break
 
 
-def stand_in(name: TableName, dim: int) -> EmbeddingTable:
+def placeholder_table(name: TableName, dim: int) -> EmbeddingTable:
     """A table that is not configured, to look at from outside: of its rows only their number counts."""
     return EmbeddingTable.make(name.name, dim, model=name.model, version=name.version)
 
@@ -215,7 +215,7 @@ def _other(layout: Layout) -> Layout:
     return "native" if layout == "hps" else "hps"
 
 
-def name_of(table: EmbeddingTable, layout: Layout) -> TableName:
+def table_name_in(table: EmbeddingTable, layout: Layout) -> TableName:
     """What a table is called in a layout; HPS's knows no versions."""
     return TableName(table.model, 0 if layout == "hps" else table.version, table.name)
 

@@ -20,7 +20,7 @@ def _unheard(_rows: int) -> None:
     pass
 
 
-def whole(
+def all_rows(
     files: FileRows, table: EmbeddingTable, version: int, step: Step = _unheard
 ) -> Iterator[TableChanges]:
     """Every row of the files. ``step`` is told how many rows were read."""
@@ -28,7 +28,7 @@ def whole(
         yield _changes(rows, _NONE, version)
 
 
-def difference(
+def diff_versions(
     base: FileRows,
     base_table: EmbeddingTable,
     new: FileRows,
@@ -38,11 +38,11 @@ def difference(
 ) -> Iterator[TableChanges]:
     """Rows of ``new`` that ``base`` lacks or has with other bits, and deletions of keys that only ``base``
     has, by ascending keys; each with ``version``. The tables have one shape. A step may be empty."""
-    for rows, gone in merged(_told(base.scan(base_table), step), _told(new.scan(table), step)):
+    for rows, gone in diff_scans(_told(base.scan(base_table), step), _told(new.scan(table), step)):
         yield _changes(rows, gone, version)
 
 
-def merged(
+def diff_scans(
     base: Iterable[TableRows], new: Iterable[TableRows]
 ) -> Iterator[tuple[TableRows, KeyArray]]:
     """The same for two scans in the order of their keys, each key once: rows to be written, and keys (m,) to

@@ -49,13 +49,13 @@ class FusedLookup(Protocol):
         ...
 
 
-def fused(tier: Tier) -> FusedLookup | None:
+def fused_lookup_of(tier: Tier) -> FusedLookup | None:
     """The one-pass lookup of ``tier``, seen through meters, or of the first tier of a chain; None when
     it has none."""
     if isinstance(tier, TierChain):
-        return fused(tier.tiers[0]) if tier.tiers else None
+        return fused_lookup_of(tier.tiers[0]) if tier.tiers else None
     if isinstance(tier, MeteredTier):
-        inner = fused(tier.inner)
+        inner = fused_lookup_of(tier.inner)
         return None if inner is None else _MeteredGather(inner, tier.observe)
     return tier if isinstance(tier, FusedLookup) else None
 
@@ -81,7 +81,7 @@ class _MeteredGather:
         return self.inner.complete(bags, rows)
 
     def alike(self, sizes: Sequence[tuple[EmbeddingTable, int]]) -> GatherFunction:
-        inner, clock = gather_alike(self.inner, sizes), time.perf_counter
+        inner, clock = prepare_gather(self.inner, sizes), time.perf_counter
         everything = [(table, n, n) for table, n in sizes]
         # Who has to look up a counter per table prefers to do it once.
         observe_alike = getattr(self._observe, "alike", None)
@@ -117,6 +117,8 @@ def _found(asks: list[Ask], bags: Sequence[Bags]) -> list[tuple[EmbeddingTable, 
     return [(table, n, n) for table, n in sizes]
 
 
-def gather_alike(tier: FusedLookup, sizes: Sequence[tuple[EmbeddingTable, int]]) -> GatherFunction:
+def prepare_gather(
+    tier: FusedLookup, sizes: Sequence[tuple[EmbeddingTable, int]]
+) -> GatherFunction:
     """``tier.gather`` for asks, then bags, that all have these tables and numbers of keys, in this order."""
     return tier.alike(sizes) if isinstance(tier, _MeteredGather) else tier.gather

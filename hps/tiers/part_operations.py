@@ -13,17 +13,17 @@ from hps.types import IndexArray
 _ALL = slice(None)
 
 
-def apart(part: Part) -> Part:
+def new_part_for_misses(part: Part) -> Part:
     """A part with arrays of its own for the keys that ``part`` lacks."""
     return Part.make(part.table, part.keys[part.missing])
 
 
-def share(part: Part, missing: IndexArray) -> Part:
+def restrict_part(part: Part, missing: IndexArray) -> Part:
     """The same arrays, of which only the positions ``missing`` are asked for."""
     return Part(part.table, part.keys, part.out, part.versions, part.source, missing)
 
 
-def copied(part: Part, asked: IndexArray) -> Part:
+def copy_part(part: Part, asked: IndexArray) -> Part:
     """Arrays of their own with what ``part`` says of its positions ``asked``."""
     missing = np.flatnonzero(_still_missing(part)[asked])
     return Part(
@@ -36,7 +36,7 @@ def copied(part: Part, asked: IndexArray) -> Part:
     )
 
 
-def hand_over(answer: Part, part: Part, at: IndexArray | slice = _ALL) -> None:
+def copy_answer(answer: Part, part: Part, at: IndexArray | slice = _ALL) -> None:
     """Give ``part`` what ``answer`` holds: the key ``part.missing[i]`` stands at ``at[i]`` there."""
     asked, missed, source = part.missing, _still_missing(answer)[at], answer.source[at]
     rows, done = source != 0, ~missed
@@ -46,7 +46,7 @@ def hand_over(answer: Part, part: Part, at: IndexArray | slice = _ALL) -> None:
     part.missing = asked[missed]
 
 
-def joined(shares: Sequence[Part]) -> IndexArray:
+def merge_misses(shares: Sequence[Part]) -> IndexArray:
     """The positions that any of ``shares`` of one part still lacks, ascending."""
     if len(shares) == 1:
         return shares[0].missing

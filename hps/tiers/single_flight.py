@@ -14,7 +14,7 @@ from threading import Event
 from hps.native import InFlight
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.checks import check_part
-from hps.tiers.part_operations import copied, hand_over, joined, share
+from hps.tiers.part_operations import copy_answer, copy_part, merge_misses, restrict_part
 from hps.tiers.wrappers import TierWrapper
 from hps.types import IndexArray
 
@@ -112,8 +112,8 @@ class SingleFlight(TierWrapper):
         if not shares:
             return parts, []
         self._count(sum(len(positions) for _, _, _, positions, _ in shares))
-        return [share(part, left) for part, left in zip(parts, own, strict=True)], [
-            _FollowedKeys(self._flights[number], share(parts[mine], positions), of, places)
+        return [restrict_part(part, left) for part, left in zip(parts, own, strict=True)], [
+            _FollowedKeys(self._flights[number], restrict_part(parts[mine], positions), of, places)
             for number, mine, of, positions, places in shares
         ]
 
@@ -128,7 +128,7 @@ class SingleFlight(TierWrapper):
                 del self._flights[flight.number]
             elif ctx is not None and good:
                 flight.degraded = tuple(ctx.degraded)
-                flight.answer = [copied(*each) for each in zip(reads, wanted, strict=True)]
+                flight.answer = [copy_part(*each) for each in zip(reads, wanted, strict=True)]
         finally:
             flight.landed.set()
 
@@ -145,16 +145,16 @@ class SingleFlight(TierWrapper):
         if not flight.landed.wait(wait):
             if self.info.name not in ctx.degraded:
                 ctx.degraded.append(self.info.name)
-            return share(part, part.missing[:0])
+            return restrict_part(part, part.missing[:0])
         if flight.answer is None:
             again, part.missing = part.missing, part.missing[:0]
-            return share(part, again)
-        hand_over(flight.answer[followed.of], part, followed.places)
+            return restrict_part(part, again)
+        copy_answer(flight.answer[followed.of], part, followed.places)
         ctx.degraded.extend(name for name in flight.degraded if name not in ctx.degraded)
-        return share(part, part.missing[:0])
+        return restrict_part(part, part.missing[:0])
 
 
 def _note_missing(parts: Sequence[Part], shares: Sequence[Part]) -> None:
     """Of each of ``parts`` what any of its ``shares`` still lacks."""
     for part in parts:
-        part.missing = joined([each for each in shares if each.out is part.out])
+        part.missing = merge_misses([each for each in shares if each.out is part.out])

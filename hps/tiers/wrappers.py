@@ -16,7 +16,7 @@ from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.breaker import CircuitBreaker, State
 from hps.tiers.checks import check_part
-from hps.tiers.part_operations import apart, hand_over
+from hps.tiers.part_operations import copy_answer, new_part_for_misses
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 # A fetch waits for a thread of a guarded tier for this share of the tier's deadline: long enough for one
@@ -163,7 +163,7 @@ class GuardedTier(TierWrapper):
         if permit is None:
             self._skip(ctx, "open")
             return
-        answer = [apart(part) for part in parts]
+        answer = [new_part_for_misses(part) for part in parts]
         call = _GuardedCall(self.inner, answer, FetchContext(limit, ctx.stream), permit, longest)
         try:
             self._call(call, limit)
@@ -177,7 +177,7 @@ class GuardedTier(TierWrapper):
         if self.info.name in call.ctx.degraded:
             self._skipped("refused")
         for mine, part in zip(call.parts, parts, strict=True):
-            hand_over(mine, part)
+            copy_answer(mine, part)
         ctx.degraded.extend(name for name in call.ctx.degraded if name not in ctx.degraded)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ _NAMES = {
 }
 
 
-def renewed(text: str) -> str:
+def render_page(text: str) -> str:
     """The page with every generated block as the code has it now."""
     return _BLOCK.sub(lambda m: f"{m[1]}\n{BLOCKS[m[2]]()}\n\n{m[3]}", text)
 
@@ -161,7 +161,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 def main(paths: Sequence[str]) -> None:
     for name in paths:
         path = Path(name)
-        path.write_text(renewed(path.read_text()))
+        path.write_text(render_page(path.read_text()))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def problems(error: Exception) -> list[str]:
     return [str(problem) for problem in getattr(error, "problems", (error,))]
 
 
-def complain(message: str) -> None:
+def print_problem(message: str) -> None:
     """One line on stderr: the error, its cause and its mend (messages of several lines are joined)."""
     _note("error", "bold red", message)
 
@@ -145,7 +145,7 @@ def _fitting(
     return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def say(text: str = "", style: str = "") -> None:
+def print_line(text: str = "", style: str = "") -> None:
     """A line of prose on stdout, for people."""
     from rich.text import Text
 
@@ -182,7 +182,7 @@ def size(value: int | None) -> FormattedNumber:
     return FormattedNumber(f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}")
 
 
-def share(part: float, whole: float) -> FormattedNumber:
+def percentage(part: float, whole: float) -> FormattedNumber:
     """``part`` of ``whole`` in per cent; a dash when there is nothing to divide."""
     return FormattedNumber(f"{100 * part / whole:.1f} %" if whole else "-")
 

@@ -19,7 +19,7 @@ from hps.tiers.positions import Applied, Place, StreamPosition
 from hps.tiers.wrappers import TierWrapper
 from hps.types import EmbeddingTable
 from hps.updates.source import TableUpdate
-from hps.updates.stream_positions import Contained, FedStore, Readers, loss
+from hps.updates.stream_positions import Contained, FedStore, Readers, describe_loss
 
 OtherWriter = Callable[[Place], int | None]
 """``other_writer(place)``: the offset up to which a writer that keeps no positions in the store has applied a
@@ -116,7 +116,7 @@ class FollowedStore(TierWrapper):
         for place, before in self._seen.get(table, {}).items():
             at = now.get(place, Applied(0))
             if at.offset < before.offset or _differ(at.topic_id, before.topic_id):
-                self._lost = loss(self.name, place, at.offset, before.offset)
+                self._lost = describe_loss(self.name, place, at.offset, before.offset)
         self._seen[table] = now
         return now
 

@@ -11,7 +11,9 @@ from hps.types import make_version
 from hps.updates.source import TableUpdate
 
 
-def without_ahead(update: TableUpdate, ahead_s: float) -> tuple[TableUpdate | None, list[int]]:
+def drop_future_versions(
+    update: TableUpdate, ahead_s: float
+) -> tuple[TableUpdate | None, list[int]]:
     """``update`` without messages that hold a version more than ``ahead_s`` ahead of this machine's clock,
     None when nothing is left; and the numbers of those messages."""
     changes, messages = update.changes, update.messages

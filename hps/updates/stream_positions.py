@@ -84,7 +84,7 @@ class StreamPositions(Protocol):
         ...
 
 
-def loss(store: str, place: Place, offset: int, reached: int) -> str:
+def describe_loss(store: str, place: Place, offset: int, reached: int) -> str:
     """Report on a ``store`` that has updates up to ``offset`` and had them up to ``reached``."""
     topic, partition = place
     return (
@@ -204,7 +204,7 @@ class StoreStreamPositions:
             self._reached.clear()
             self._unnoted.clear()
             names = " or ".join(each.name for each in self.stores)
-            return loss(names, place, offset, reached)
+            return describe_loss(names, place, offset, reached)
         self._reached[place] = reached
         return ""
 

@@ -6,7 +6,7 @@ import logging
 import ssl
 from collections.abc import Iterable
 
-from hps.config.certificates import check_current, no_password, unusable
+from hps.config.certificates import check_current, no_password, unusable_file_error
 from hps.config.server_settings import Listener, TlsSettings
 from hps.errors import ConfigError
 
@@ -66,7 +66,7 @@ class PortCertificates:
                 context.load_verify_locations(tls.client_ca_file)
                 context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ValueError) as error:
-            raise unusable(setting, used, error) from None
+            raise unusable_file_error(setting, used, error) from None
         check_current(setting, tls.certificate_file)
         return context
 

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from hps.lookup.base import Feature, inputs_of
+from hps.lookup.base import Feature, features_by_input
 from hps.suggestions import hint_for
 from services.frontend.datatypes import InputRule
-from services.frontend.errors import shown
+from services.frontend.errors import short_value
 from services.frontend.inference_request import InferenceRequest
 
 # An output on its way out: its name and its values.
@@ -49,7 +49,9 @@ class Endpoint(Protocol):
 
 def output_aliases(features: Mapping[str, Feature]) -> dict[str, list[str]]:
     """Outputs that stand for several: of keys that several tables take, all vectors, or all sources."""
-    shared = {name: takers for name, takers in inputs_of(features).items() if len(takers) > 1}
+    shared = {
+        name: takers for name, takers in features_by_input(features).items() if len(takers) > 1
+    }
     return {
         f"{name}{suffix}": [f"{feature.name}{suffix}" for feature in takers]
         for name, takers in shared.items()
@@ -57,7 +59,7 @@ def output_aliases(features: Mapping[str, Feature]) -> dict[str, list[str]]:
     }
 
 
-def asked_for(
+def select_outputs(
     call: InferenceRequest,
     values: Mapping[str, NDArray[Any]],
     sources: Mapping[str, NDArray[Any]],
@@ -86,5 +88,5 @@ def _named(outputs: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> Sequ
 def unexpected_output(name: str, model: str, known: set[str]) -> BadRequest:
     """An error for an output the model does not have."""
     return BadRequest(
-        f"unexpected inference output {shown(name)} for model '{model}'{hint_for(name, sorted(known))}"
+        f"unexpected inference output {short_value(name)} for model '{model}'{hint_for(name, sorted(known))}"
     )

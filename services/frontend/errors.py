@@ -24,7 +24,7 @@ from hps.errors import (
     Unsupported,
 )
 from services.frontend.logs import fields, log
-from services.frontend.path_redaction import for_clients
+from services.frontend.path_redaction import redact_error
 
 _SHOWN = 80
 
@@ -122,7 +122,7 @@ RETRY_AFTER_S = 1
 RETRIED = (429, 503)
 
 
-def is_retried(error: HpsError) -> bool:
+def is_retryable(error: HpsError) -> bool:
     """Whether the same request may be answered when it is sent again."""
     return http_status(error) in RETRIED
 
@@ -135,14 +135,14 @@ REFUSED = {401: "unauthenticated", 403: "forbidden", 413: "too_large", 503: "una
 REFUSALS = (Overloaded, TooManyRequests)
 
 
-def refused_for(error: BaseException) -> str | None:
+def rejection_reason(error: BaseException) -> str | None:
     """Why a request that ends with ``error`` was refused before it was looked at; None when it was not."""
     if isinstance(error, REFUSALS):
         return error.reason
     return REFUSED.get(http_status(error)) if isinstance(error, HpsError) else None
 
 
-def told(error: BaseException, request_id: str) -> HpsError:
+def client_error(error: BaseException, request_id: str) -> HpsError:
     """What the client is told of ``error``: what somebody raised on purpose as it is, of anything else only
     where the log has it, and none of it with paths of the server. Faults of our own are logged."""
     if isinstance(error, asyncio.CancelledError):  # the drain is over
@@ -150,13 +150,13 @@ def told(error: BaseException, request_id: str) -> HpsError:
     if isinstance(error, HpsError):
         if http_status(error) == 500:
             log.error("request failed %s", fields(request_id=request_id, error=str(error)))
-        return for_clients(error)
+        return redact_error(error)
     known_as = request_id or secrets.token_hex(8)
     log.error("internal error %s", fields(request_id=known_as), exc_info=error)
     return HpsError(f"internal error; the server's log has it under id {known_as}")
 
 
-def shown(value: Any) -> str:
+def short_value(value: Any) -> str:
     """A value of the request for a message: JSON, cut to a readable length."""
     try:
         text = orjson.dumps(value).decode()

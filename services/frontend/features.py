@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest
-from hps.lookup.base import Feature, inputs_of
+from hps.lookup.base import Feature, features_by_input
 from hps.types import JaggedKeys
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.inference_request import InferenceRequest
@@ -31,7 +31,7 @@ class FeatureInputs:
     def __init__(self, features: Mapping[str, Feature]) -> None:
         self._wires = {
             name: _KeyTensors(name, tuple(takers), f"{name}.offsets", f"{name}.weights")
-            for name, takers in inputs_of(features).items()
+            for name, takers in features_by_input(features).items()
         }
         self.names = tuple(self._wires)
         """The request's names for keys."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.lookup.base import Lookup, keys_order
+from hps.lookup.base import Lookup, hps_keys_order
 from hps.types import JaggedKeys, KeyArray
 
 KEYS, NUMKEYS, OUTPUT0 = "KEYS", "NUMKEYS", "OUTPUT0"
@@ -21,7 +21,7 @@ class HpsKeysFormat:
 
     def __init__(self, engine: Lookup) -> None:
         features = [(each.name, each.table.name) for each in engine.features.values()]
-        order = keys_order(list(engine.tables), features)
+        order = hps_keys_order(list(engine.tables), features)
         self.names = list(order)
         self._tables = list(order.values())
         self._fused = self.names != self._tables

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hps.errors import BadRequest, Unsupported
-from services.frontend.errors import shown
+from services.frontend.errors import short_value
 from services.frontend.logs import LEVELS, Level, level, log, set_level
 from services.server_state import ServerState
 
@@ -15,19 +15,19 @@ _SWITCHES: dict[str, Level] = {"log_info": "info", "log_warning": "warning", "lo
 _FIXED = {"log_file": "", "log_format": "ISO8601"}
 
 
-def told() -> dict[str, Any]:
+def log_settings() -> dict[str, Any]:
     """The settings, by Triton's names. ``log_verbose_level`` above 0 is level debug."""
     held = LEVELS.index(level())
     switches = {name: held <= LEVELS.index(least) for name, least in _SWITCHES.items()}
     return {**_FIXED, **switches, "log_verbose_level": int(held == 0)}
 
 
-def change(given: Mapping[str, Any], state: ServerState[Any]) -> dict[str, Any]:
+def change_log_settings(given: Mapping[str, Any], state: ServerState[Any]) -> dict[str, Any]:
     """Take over those that are ``given``, in this process and those it has; the settings now. Raises
     ``BadRequest`` or ``Unsupported``."""
     if state.spread_level is None:
         raise Unsupported("this is one of several processes; ask the admin port, which tells all")
-    settings = told()
+    settings = log_settings()
     for name, value in given.items():
         _check(name, value, settings)
         settings[name] = value
@@ -36,20 +36,22 @@ def change(given: Mapping[str, Any], state: ServerState[Any]) -> dict[str, Any]:
         set_level(wanted)
         state.spread_level(wanted)
         log.warning("log level %s now", wanted)
-    return told()
+    return log_settings()
 
 
 def _check(name: str, value: Any, settings: Mapping[str, Any]) -> None:
     if name not in settings:
-        raise BadRequest(f"there is no log setting {shown(name)}; there are {', '.join(settings)}")
+        raise BadRequest(
+            f"there is no log setting {short_value(name)}; there are {', '.join(settings)}"
+        )
     if name in _FIXED:
         if value != settings[name]:
             raise Unsupported(f"'{name}' cannot be changed: lines go to standard error as they are")
     elif name in _SWITCHES:
         if not isinstance(value, bool):
-            raise BadRequest(f"'{name}' must be true or false, got {shown(value)}")
+            raise BadRequest(f"'{name}' must be true or false, got {short_value(value)}")
     elif type(value) is not int or value < 0:
-        raise BadRequest(f"'{name}' must be a number from 0 up, got {shown(value)}")
+        raise BadRequest(f"'{name}' must be a number from 0 up, got {short_value(value)}")
 
 
 def _level(settings: Mapping[str, Any]) -> Level:

@@ -105,7 +105,7 @@ def setup(level: Level, form: Format = "text", **always: Any) -> None:
     set_level(level)
 
 
-def setup_for(settings: ServerSettings, **always: Any) -> None:
+def setup_logging(settings: ServerSettings, **always: Any) -> None:
     """As they say."""
     setup(settings.log_level, settings.log_format, **always)
 

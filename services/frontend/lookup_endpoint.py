@@ -18,8 +18,8 @@ from hps.threads import CompletedFuture
 from hps.tracing import RequestContext
 from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.endpoints import Output, asked_for, output_aliases, unexpected_output
-from services.frontend.errors import shown
+from services.frontend.endpoints import Output, output_aliases, select_outputs, unexpected_output
+from services.frontend.errors import short_value
 from services.frontend.features import FeatureInputs
 from services.frontend.hps_keys_format import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT0, HpsKeysFormat
 from services.frontend.inference_request import InferenceRequest
@@ -124,7 +124,8 @@ class LookupEndpoint:
             )
         if min(counts) < 0 or sum(counts) != len(flat):
             raise BadRequest(
-                f"'{NUMKEYS}' counts {shown(counts)} must not be negative and add up to the {len(flat)} "
+                f"'{NUMKEYS}' counts {short_value(counts)} must not be negative and "
+                f"add up to the {len(flat)} "
                 f"keys of '{KEYS}'"
             )
         return self._keys_form.split(flat, counts)
@@ -133,7 +134,7 @@ class LookupEndpoint:
         """Outputs that were asked for; one whose input was not sent is left out."""
         if KEYS in call.form.shapes and self._by_table:
             return self._flat_outputs(call, result)
-        return asked_for(call, result.vectors, result.sources, self._aliases)
+        return select_outputs(call, result.vectors, result.sources, self._aliases)
 
     def _flat_outputs(self, call: InferenceRequest, result: LookupResult) -> list[Output]:
         """``OUTPUT0 (Σ keys * dim,)`` float32, table after table, and the source of every key."""

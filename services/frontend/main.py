@@ -64,7 +64,7 @@ def run(
     on a thread of their own, so they may ask the server. Raises ``ConfigError`` (a port is taken, the
     configuration is wrong) or ``ModelError`` before anything is served.
     """
-    logs.setup_for(configuration.settings.server)
+    logs.setup_logging(configuration.settings.server)
     FrontendServer(configuration, progress).run(on_ready, on_listening)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from hps.lookup.base import inputs_of
+from hps.lookup.base import features_by_input
 from hps.node.node import ServedModel
 from hps.predict.checks import TOP_K_INDEX
 from hps.types import Source
@@ -114,7 +114,9 @@ def ranking_info(served: ServedModel) -> ModelInfo:
         **_common(served),
         "top_k": f"request parameter: keep the k best by '{_ranking_output(served)}' and add output "
         f"'{TOP_K_INDEX}' INT64 [k]",
-        "context": [n for n, (f, *_) in inputs_of(served.engine.features).items() if f.context]
+        "context": [
+            n for n, (f, *_) in features_by_input(served.engine.features).items() if f.context
+        ]
         + [t.name for t in dense.inputs if t.context],
         "lookup_model": f"{served.name}.lookup",
     }
@@ -178,7 +180,7 @@ def _common(served: ServedModel) -> dict[str, Any]:
         "source_outputs": [f"{f.name}.source" for f in features],
         "jagged_inputs": [
             f"{name}.{part}"
-            for name, (feature, *_) in inputs_of(served.engine.features).items()
+            for name, (feature, *_) in features_by_input(served.engine.features).items()
             if feature.hotness is None
             for part in ("offsets", "weights")
         ],
@@ -198,7 +200,7 @@ def _tables_form(served: ServedModel) -> str:
 def _key_inputs(served: ServedModel, *, optional: bool = False) -> list[TensorMetadata]:
     return [
         TensorMetadata(name, "INT64", (-1, feature.hotness or -1), optional)
-        for name, (feature, *_) in inputs_of(served.engine.features).items()
+        for name, (feature, *_) in features_by_input(served.engine.features).items()
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hps.errors import BadRequest, Unavailable, Unsupported
 from hps.node.node import ModelController, Node
-from services.frontend.errors import shown
+from services.frontend.errors import short_value
 from services.frontend.state import FrontendState
 
 _DIGITS = re.compile("[0-9]{1,19}")
@@ -92,5 +92,7 @@ def _number(version: Any) -> int | None:
     if isinstance(version, str) and _DIGITS.fullmatch(version):
         version = int(version)
     if type(version) is not int or not 0 < version < 2**63:
-        raise BadRequest(f"parameter 'version' must be a whole number from 1, got {shown(version)}")
+        raise BadRequest(
+            f"parameter 'version' must be a whole number from 1, got {short_value(version)}"
+        )
     return version

@@ -34,7 +34,7 @@ def without_paths(message: str) -> str:
     return _pattern.sub(lambda found: _names[found[0]], message)
 
 
-def for_clients(error: HpsError) -> HpsError:
+def redact_error(error: HpsError) -> HpsError:
     """``error`` with such a message."""
     message = str(error)
     if isinstance(error, _ECHOES) or (shown := without_paths(message)) == message:

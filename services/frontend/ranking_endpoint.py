@@ -11,7 +11,7 @@ from hps.node.node import ServedModel
 from hps.predict.checks import TOP_K_INDEX
 from hps.types import PredictRequest, PredictResult
 from services.frontend.datatypes import InputRule
-from services.frontend.endpoints import Output, asked_for, output_aliases, unexpected_output
+from services.frontend.endpoints import Output, output_aliases, select_outputs, unexpected_output
 from services.frontend.features import FeatureInputs
 from services.frontend.inference_request import InferenceRequest
 
@@ -84,7 +84,7 @@ class RankingEndpoint:
 
     def outputs(self, call: InferenceRequest, result: PredictResult) -> list[Output]:
         """The network's outputs in the model's order, or what was asked for in the request's."""
-        return asked_for(call, result.outputs, result.sources, self._aliases)
+        return select_outputs(call, result.outputs, result.sources, self._aliases)
 
 
 def _check_shape(name: str, model: str, expected: list[int], shape: list[int]) -> None:

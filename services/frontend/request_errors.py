@@ -9,7 +9,7 @@ from typing import Any
 from hps.errors import BadRequest
 from hps.suggestions import hint_for
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.errors import RequestTooLarge, shown
+from services.frontend.errors import RequestTooLarge, short_value
 
 # Dimensions of a shape. Their product has as many digits as they have together, and takes the square of that.
 MOST_DIMENSIONS = 32
@@ -17,7 +17,7 @@ MOST_DIMENSIONS = 32
 
 def unknown_input(name: str, model: str, rules: Mapping[str, InputRule]) -> BadRequest:
     return BadRequest(
-        f"unexpected inference input {shown(name)} for model '{model}'{hint_for(name, rules)}"
+        f"unexpected inference input {short_value(name)} for model '{model}'{hint_for(name, rules)}"
     )
 
 
@@ -32,7 +32,7 @@ def wrong_type(name: str, datatype: Any, model: str, rule: InputRule) -> BadRequ
     else:
         expected += "'"
     return BadRequest(
-        f"inference input '{name}' data-type is {shown(datatype)}, but model '{model}' expects "
+        f"inference input '{name}' data-type is {short_value(datatype)}, but model '{model}' expects "
         f"'{expected}"
     )
 
@@ -40,7 +40,7 @@ def wrong_type(name: str, datatype: Any, model: str, rule: InputRule) -> BadRequ
 def wrong_shape(name: str, shape: Any, model: str) -> BadRequest:
     return BadRequest(
         f"input '{name}' of model '{model}' needs a 'shape' of non-negative integers, at most "
-        f"{MOST_DIMENSIONS}, got {shown(shape)}"
+        f"{MOST_DIMENSIONS}, got {short_value(shape)}"
     )
 
 
@@ -69,12 +69,14 @@ def classification(name: str) -> BadRequest:
 def checked_timeout(value: Any) -> int:
     """The request parameter ``timeout``; ``BadRequest`` unless it is microseconds."""
     if type(value) is not int or not 0 <= value < 2**63:
-        raise BadRequest(f"parameter 'timeout' must be whole microseconds, got {shown(value)}")
+        raise BadRequest(
+            f"parameter 'timeout' must be whole microseconds, got {short_value(value)}"
+        )
     return value
 
 
 def checked_top_k(value: Any) -> int:
     """The request parameter ``top_k``; ``BadRequest`` unless it is positive."""
     if type(value) is not int or value < 1:
-        raise BadRequest(f"parameter 'top_k' must be a positive integer, got {shown(value)}")
+        raise BadRequest(f"parameter 'top_k' must be a positive integer, got {short_value(value)}")
     return value

@@ -24,7 +24,7 @@ from hps.config.checks import is_loopback
 from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
 from services.frontend import request_errors as faults
 from services.frontend.endpoints import Output
-from services.frontend.errors import RequestTooLarge, shown
+from services.frontend.errors import RequestTooLarge, short_value
 from services.frontend.shared_memory_refs import Region, SharedMemoryRef, SharedMemoryRefs, Target
 
 FOLDER = Path("/dev/shm")
@@ -123,7 +123,8 @@ class SharedMemoryRegistry:
         region = self._regions.get(place.region)
         if region is None:
             raise NotFound(
-                f"'{tensor}': Unable to find shared memory region: {shown(place.region)}; register it first"
+                f"'{tensor}': Unable to find shared memory region: {short_value(place.region)}; "
+                "register it first"
             )
         if place.offset + place.size > region.size:
             raise BadRequest(
@@ -171,7 +172,7 @@ class SharedMemoryRegistry:
         if plain in ("", ".", "..") or len(plain.encode()) > _NAME or {"/", "\0"} & {*plain}:
             raise BadRequest(
                 f"the key of a shared memory region must be a plain name of up to {_NAME} bytes, as shm_open "
-                f"takes it, got {shown(key)}"
+                f"takes it, got {short_value(key)}"
             )
         if size <= 0 or offset < 0:
             raise BadRequest(
@@ -184,10 +185,10 @@ class SharedMemoryRegistry:
             finally:
                 os.close(file)
         if not stat.S_ISREG(found.st_mode):
-            raise BadRequest(f"shared memory key {shown(key)} is no shared memory")
+            raise BadRequest(f"shared memory key {short_value(key)} is no shared memory")
         if offset + size > found.st_size:
             raise BadRequest(
-                f"shared memory key {shown(key)} has {found.st_size} bytes, not {size} from {offset}"
+                f"shared memory key {short_value(key)} has {found.st_size} bytes, not {size} from {offset}"
             )
         return found.st_dev, found.st_ino
 
@@ -198,7 +199,8 @@ class SharedMemoryRegistry:
             found = os.fstat(file)
             if (found.st_dev, found.st_ino) != region.file:
                 raise BadRequest(
-                    f"shared memory key {shown(region.key)} is another file by now than the one that was "
+                    f"shared memory key {short_value(region.key)} is another file "
+                    "by now than the one that was "
                     f"registered as '{region.name}'; unregister and register it"
                 )
             yield file
@@ -212,10 +214,13 @@ def _told_of(key: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise BadRequest(
-            f"Unable to open shared memory region: {shown(key)} in {FOLDER}: {error.strerror}; it must be "
+            f"Unable to open shared memory region: {short_value(key)} in {FOLDER}: {error.strerror}; "
+            "it must be "
             "there, and the server must be allowed to read and write it"
         ) from None
 
 
 def _short(key: str) -> BadRequest:
-    return BadRequest(f"shared memory key {shown(key)} is shorter than when it was registered")
+    return BadRequest(
+        f"shared memory key {short_value(key)} is shorter than when it was registered"
+    )

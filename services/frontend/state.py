@@ -12,7 +12,7 @@ from hps.config import Settings
 from hps.errors import NotFound, Unavailable
 from hps.lookup.base import Lookup
 from hps.node.served_models import OpenModels, ServedModel
-from hps.node.serving_context import runs_at_a_time
+from hps.node.serving_context import dense_concurrency
 from hps.observability.metric_triton import TRITON
 from hps.observability.metrics import Metrics
 from services.frontend.admission.controller import AdmissionController
@@ -145,7 +145,7 @@ class FrontendState(ServerState[OpenModels]):
     def _entries(self, served: ServedModel, metrics: Metrics) -> list[ServedEndpoint]:
         """The names of a model, each behind its line."""
         settings = self._settings
-        threads = max(settings.tiers.lookup_threads, runs_at_a_time(settings.dense))
+        threads = max(settings.tiers.lookup_threads, dense_concurrency(settings.dense))
         running = threads if settings.server.batching is None else max(threads, _BATCHED)
         found, lookup = endpoints(served, settings.server, metrics)
         return [

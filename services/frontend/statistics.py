@@ -32,7 +32,7 @@ def queued_ns(answer: Future[Any]) -> int:
     return getattr(answer, "queued_ns", 0)
 
 
-def execution(answer: Future[Any]) -> Iterator[int] | None:
+def execution_samples(answer: Future[Any]) -> Iterator[int] | None:
     """The execution that ``answer`` came of: gives the samples of its whole batch, to the first who asks.
     None where the request waited for no batch and was executed alone."""
     return getattr(answer, "execution", None)
@@ -65,8 +65,8 @@ class Statistics:
         """A request of ``batch`` samples, with the instants (ns) at which its stages ended; between being
         parsed and inferred it was ``queued`` for so long.
 
-        Of those that share an ``execution`` the first has it counted, with the samples that it gives and that
-        request's times; a request without was executed alone.
+        Of those that share an ``execution_samples`` the first has it counted, with the samples that it
+        gives and that request's times; a request without was executed alone.
         """
         inferring = inferred - parsed - queued
         with self._lock:

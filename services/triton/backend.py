@@ -24,13 +24,13 @@ from hps.config.server_settings import ServerSettings
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, HpsError, NotFound, Unsupported
 from hps.lookup.batching import is_of_the_server
-from hps.lookup.lookup_merge import MergedLookup, checked, kind
+from hps.lookup.lookup_merge import MergedLookup, check_mergeable, merge_key
 from hps.node.served_models import ServedModel
 from hps.suggestions import hint_for
 from hps.types import LookupRequest, LookupResult
 from services.frontend import request_errors as faults
 from services.frontend.endpoints import Output
-from services.frontend.errors import status_of, told
+from services.frontend.errors import client_error, status_of
 from services.frontend.hps_keys_format import KEYS
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.lookup_endpoint import LookupEndpoint
@@ -73,7 +73,7 @@ class BackendResponse:
     parameters: dict[str, Any]
 
 
-def code(error: HpsError) -> str:
+def triton_error_code(error: HpsError) -> str:
     """The name of Triton's code for ``error``, which HTTP and gRPC have their statuses by."""
     return _CODES.get(status_of(error).grpc, "INTERNAL")
 
@@ -184,8 +184,8 @@ class BackendModel:
             try:
                 call = self._call(each)
                 request = self._endpoint.request(call, self._deadline(each))
-                request = checked(request, self._served.engine.features)
-                groups[kind(request) or index].append((index, call, request))
+                request = check_mergeable(request, self._served.engine.features)
+                groups[merge_key(request) or index].append((index, call, request))
             except HpsError as error:
                 answers[index] = error
         for group in groups.values():
@@ -214,7 +214,7 @@ class BackendModel:
             return [*self._lookup(requests)]
         except Exception as error:
             if len(requests) == 1 or is_of_the_server(error):
-                return [told(error, "")] * len(requests)
+                return [client_error(error, "")] * len(requests)
         half = len(requests) // 2
         return self._found(requests[:half]) + self._found(requests[half:])
 

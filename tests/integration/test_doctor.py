@@ -255,7 +255,7 @@ def test_a_name_that_stands_for_no_lookup_node_is_told(
     def nowhere(host: str) -> list[str]:
         raise OSError(-2, "Name or service not known")
 
-    monkeypatch.setattr("hps.lookup.remote.addresses.addresses_of", nowhere)
+    monkeypatch.setattr("hps.lookup.remote.addresses.resolve_addresses", nowhere)
     found = by_name(lookups.lookup_nodes(front_end(["dns:///nowhere:8001"], small_repository)))
     assert verdicts(found) == {"lookup nodes dns:///nowhere:8001": "FAIL"}
     assert "Name or service" in found["lookup nodes dns:///nowhere:8001"].found

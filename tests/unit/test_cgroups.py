@@ -9,7 +9,7 @@ import pytest
 
 from hps.cgroups import available_cores, own_groups
 from hps.config.dense_settings import DenseSettings
-from hps.node.serving_context import runs_at_a_time
+from hps.node.serving_context import dense_concurrency
 
 
 @pytest.fixture
@@ -76,4 +76,4 @@ def test_networks_in_the_process_run_on_no_more_threads_than_cores(
     monkeypatch, there, dense, expected
 ):
     monkeypatch.setattr("hps.node.serving_context.available_cores", lambda: there)
-    assert runs_at_a_time(DenseSettings.model_validate(dense)) == expected
+    assert dense_concurrency(DenseSettings.model_validate(dense)) == expected

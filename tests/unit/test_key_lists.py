@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hps.array_inputs import jagged
+from hps.array_inputs import jagged_keys
 from hps.client.wire import tensors_of
 from hps.errors import BadRequest
 from hps.types import JaggedKeys
@@ -48,13 +48,13 @@ def test_keys_of_lists_are_dense_or_jagged(
 @pytest.mark.parametrize(
     "given", [[1.5], [[1.5], [2, 3]], ["a"], [True], [None], [2**64], [[[1]], [[2, 3], [4, 5]]]]
 )
-@pytest.mark.parametrize("convert", [tensors_of, jagged])
+@pytest.mark.parametrize("convert", [tensors_of, jagged_keys])
 def test_keys_that_are_not_integers_are_rejected(given: Any, convert: Any) -> None:
     with pytest.raises(BadRequest, match="feature 'tags'"):
         convert({"tags": given})
 
 
-@pytest.mark.parametrize("convert", [tensors_of, jagged])
+@pytest.mark.parametrize("convert", [tensors_of, jagged_keys])
 def test_lists_of_different_lengths_are_accepted(convert: Any) -> None:
     found = convert({"tags": [[1], [2, 3]]})
     if convert is tensors_of:
@@ -85,7 +85,7 @@ def test_from_lists_takes_weights_of_the_same_lengths() -> None:
         ([["a"], [1, 2]], "keys must be integers from -2^63 to 2^64-1, got dtype <U"),
     ],
 )
-@pytest.mark.parametrize("convert", [tensors_of, jagged])
+@pytest.mark.parametrize("convert", [tensors_of, jagged_keys])
 def test_wrong_keys_are_named(given: Any, message: str, convert: Any) -> None:
     with pytest.raises(BadRequest) as error:
         convert({"tags": given})

@@ -1,6 +1,6 @@
 """What is said about unknown names."""
 
-from hps.suggestions import did_you_mean, hint_for, one_of
+from hps.suggestions import did_you_mean, hint_for, name_list
 
 
 def test_the_nearest_name_whatever_its_case():
@@ -22,4 +22,4 @@ def test_without_a_near_one_all_there_are():
 
 
 def test_a_long_list_is_cut_short():
-    assert one_of([str(n) for n in range(20)], 3) == "0, 1, 2, … (20 in all)"
+    assert name_list([str(n) for n in range(20)], 3) == "0, 1, 2, … (20 in all)"

@@ -9,7 +9,7 @@ import pytest
 
 from hps import threads as workers_module
 from hps.errors import DeadlineExceeded, TierError, Unavailable
-from hps.threads import BoundedThreadPool, CompletedFuture, RetryThread, then
+from hps.threads import BoundedThreadPool, CompletedFuture, RetryThread, chain_future
 
 
 @pytest.fixture
@@ -187,9 +187,9 @@ def test_close_without_any_thread_runs_the_last_work_in_place():
 
 
 def test_then_goes_on_with_the_result(workers):
-    answer = then(workers.submit(lambda: 20), lambda n: workers.submit(lambda: n + 1))
+    answer = chain_future(workers.submit(lambda: 20), lambda n: workers.submit(lambda: n + 1))
     assert answer.result(60) == 21
-    assert then(CompletedFuture(1), lambda n: CompletedFuture(n + 1)).done()
+    assert chain_future(CompletedFuture(1), lambda n: CompletedFuture(n + 1)).done()
 
 
 @pytest.mark.parametrize("fails", ["first", "between", "second"])
@@ -204,12 +204,12 @@ def test_then_hands_on_every_error(workers, fails):
         return workers.submit(lambda: step("second"))
 
     with pytest.raises(KeyError, match=fails):
-        then(workers.submit(lambda: step("first")), go_on).result(60)
+        chain_future(workers.submit(lambda: step("first")), go_on).result(60)
 
 
 def test_then_cancels_a_first_stage_that_waits_for_a_thread(workers, busy):
     started = []
-    answer = then(workers.submit(lambda: started.append(1)), lambda _: started.append(2))
+    answer = chain_future(workers.submit(lambda: started.append(1)), lambda _: started.append(2))
     assert answer.cancel()
     assert answer.cancelled()
     assert wait([answer], 0).done == {answer}
@@ -225,7 +225,7 @@ def test_then_is_cancelled_when_the_first_stage_that_runs_has_ended(workers):
         begun.set()
         gate.wait(60)
 
-    answer = then(workers.submit(first), lambda _: started.append(1))
+    answer = chain_future(workers.submit(first), lambda _: started.append(1))
     assert begun.wait(60)
     assert not answer.cancel()
     assert not answer.done()
@@ -237,7 +237,7 @@ def test_then_is_cancelled_when_the_first_stage_that_runs_has_ended(workers):
 
 
 def test_then_cancels_a_second_stage_that_waits_for_a_thread(workers, busy):
-    answer = then(CompletedFuture(1), lambda n: workers.submit(lambda: n))
+    answer = chain_future(CompletedFuture(1), lambda n: workers.submit(lambda: n))
     assert answer.cancel()
     assert answer.cancelled()
 
@@ -250,7 +250,7 @@ def test_then_answers_when_a_second_stage_that_runs_is_cancelled(workers):
         gate.wait(60)
         return 2
 
-    answer = then(CompletedFuture(1), lambda _: workers.submit(second))
+    answer = chain_future(CompletedFuture(1), lambda _: workers.submit(second))
     assert begun.wait(60)
     assert not answer.cancel()
     gate.set()

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hps.config.checks import Path as KeyPath
-from hps.config.config_errors import ConfigProblem, InvalidConfiguration, dotted
+from hps.config.config_errors import ConfigProblem, InvalidConfiguration, dotted_path
 from hps.config.ps_json.keys import REQUIRED, Kind, PsKey, keys_of
 from hps.config.schema_paths import describe_value
 from hps.config.yaml_text import read_text
 from hps.errors import ConfigError
-from hps.suggestions import did_you_mean, one_of
+from hps.suggestions import did_you_mean, name_list
 
 _WORDS: dict[Kind, tuple[str, str]] = {
     "bool": ("true or false", "truth values"),
@@ -135,7 +135,7 @@ def _together(paths: Sequence[KeyPath]) -> list[str]:
         found = models.setdefault((indexed, path[2:] if indexed else path), [])
         found += [str(path[1])] if indexed else []
     return [
-        f"models[{','.join(indices)}].{dotted(path)}" if indexed else dotted(path)
+        f"models[{','.join(indices)}].{dotted_path(path)}" if indexed else dotted_path(path)
         for (indexed, path), indices in models.items()
     ]
 
@@ -174,7 +174,7 @@ def _fits(kind: Kind, value: Any) -> bool:
 
 def _expected(key: PsKey) -> str:
     if key.kind == "enum":
-        return f"one of {one_of(list(key.aliases), 20)}"
+        return f"one of {name_list(list(key.aliases), 20)}"
     if key.kind == "list":
         return f"a list of {_WORDS[key.items][1]}"
     return _WORDS[key.kind][0]

@@ -15,13 +15,13 @@ from hps.dense.triton.transport import (
     CudaSharedMemory,
     SharedMemoryTensors,
     TritonModelInfo,
-    arrays_of,
     info_of,
     microseconds,
-    on_behalf,
+    output_arrays_of,
+    request_headers,
     tensors_in,
     tensors_out,
-    told,
+    translate_triton_error,
 )
 
 # A channel asks for its server again after at most this long.
@@ -70,7 +70,7 @@ class GrpcTransport:
             left = max(0.0, until - time.monotonic())
             config = client.get_model_config(*of, client_timeout=left).config
         except InferenceServerException as error:
-            raise told(error, describing=self._model) from None
+            raise translate_triton_error(error, describing=self._model) from None
         return TritonModelInfo(
             tuple(info_of(t.name, t.datatype, t.shape) for t in about.inputs),
             tuple(info_of(t.name, t.datatype, t.shape) for t in about.outputs),
@@ -84,7 +84,7 @@ class GrpcTransport:
         timeout_s: float,
         shared: SharedMemoryTensors | None = None,
     ) -> dict[str, NDArray[Any]]:
-        request_id, headers = on_behalf()
+        request_id, headers = request_headers()
         try:
             result = self._client().infer(
                 self._model,
@@ -97,8 +97,8 @@ class GrpcTransport:
                 timeout=microseconds(timeout_s),
             )
         except InferenceServerException as error:
-            raise told(error) from None
-        return arrays_of(result, outputs, shared)
+            raise translate_triton_error(error) from None
+        return output_arrays_of(result, outputs, shared)
 
     def register(
         self, region: str, key: str | CudaSharedMemory, size: int, timeout_s: float
@@ -112,7 +112,7 @@ class GrpcTransport:
             else:
                 client.register_system_shared_memory(region, key, size, client_timeout=timeout_s)
         except InferenceServerException as error:
-            raise told(error) from None
+            raise translate_triton_error(error) from None
 
     def unregister(self, region: str, key: str | CudaSharedMemory, timeout_s: float) -> None:
         client = self._client()
@@ -122,7 +122,7 @@ class GrpcTransport:
             else:
                 client.unregister_system_shared_memory(region, client_timeout=timeout_s)
         except InferenceServerException as error:
-            raise told(error) from None
+            raise translate_triton_error(error) from None
 
     def close(self) -> None:
         for client in self._clients:

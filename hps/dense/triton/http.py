@@ -20,13 +20,13 @@ from hps.dense.triton.transport import (
     CudaSharedMemory,
     SharedMemoryTensors,
     TritonModelInfo,
-    arrays_of,
     info_of,
     microseconds,
-    on_behalf,
+    output_arrays_of,
+    request_headers,
     tensors_in,
     tensors_out,
-    told,
+    translate_triton_error,
 )
 from hps.errors import DeadlineExceeded
 
@@ -71,7 +71,7 @@ class HttpTransport:
         shared: SharedMemoryTensors | None = None,
     ) -> dict[str, NDArray[Any]]:
         client = self._http.InferenceServerClient
-        request_id, headers = on_behalf()
+        request_id, headers = request_headers()
         body, length = client.generate_request_body(
             tensors_in(self._http, inputs, shared),
             outputs=tensors_out(self._http, outputs, shared),
@@ -85,7 +85,7 @@ class HttpTransport:
         result = client.parse_response_body(
             reply.body, header_length=None if size is None else int(size)
         )
-        return arrays_of(result, outputs, shared)
+        return output_arrays_of(result, outputs, shared)
 
     def register(
         self, region: str, key: str | CudaSharedMemory, size: int, timeout_s: float
@@ -117,14 +117,16 @@ class HttpTransport:
         try:
             reply = self._connections.exchange(request, time.monotonic() + timeout_s)
         except DeadlineExceeded:
-            raise told(TimeoutError()) from None
+            raise translate_triton_error(TimeoutError()) from None
         except HTTPException as error:
-            raise told(ConnectionError(f"{type(error).__name__}: {error}")) from None
+            raise translate_triton_error(
+                ConnectionError(f"{type(error).__name__}: {error}")
+            ) from None
         except Exception as error:
-            raise told(error, describing) from None
+            raise translate_triton_error(error, describing) from None
         if reply.status != 200:
             refusal = InferenceServerException(_error(reply), str(reply.status))
-            raise told(refusal, describing)
+            raise translate_triton_error(refusal, describing)
         return reply
 
 

@@ -17,7 +17,7 @@ from hps.dense.base import DenseModel, NetworkTensor
 from hps.dense.triton.shared_regions import ThreadRegions
 from hps.dense.triton.transport import TritonTransport, TritonUnavailable
 from hps.errors import DeadlineExceeded, ModelError, NotFound, Unavailable
-from hps.tracing import current
+from hps.tracing import current_context
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.02
@@ -111,7 +111,7 @@ class TritonModel:
         self._transport.close()
 
     def _part(self) -> AbstractContextManager[object]:
-        origin = current()
+        origin = current_context()
         return nullcontext() if origin is None else origin.part("triton_infer")
 
     def _get_to_know(self, until: float) -> None:

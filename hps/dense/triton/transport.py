@@ -1,7 +1,7 @@
 """How Triton is asked, and what its clients' tensors and errors are here.
 
-Errors are Triton's: `TritonUnavailable` for what may be better a moment later or elsewhere (`told` says
-what that is), anything else as it is.
+Errors are Triton's: `TritonUnavailable` for what may be better a moment later or elsewhere
+(`translate_triton_error` says what that is), anything else as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from hps.dense.base import DATATYPES, NetworkTensor
 from hps.errors import DeadlineExceeded, DenseModelError, ModelError, NotFound
-from hps.tracing import current
+from hps.tracing import current_context
 
 _TOO_LATE = "StatusCode.DEADLINE_EXCEEDED"
 # Triton's words for a request whose `timeout` passed in its queue; its status is UNAVAILABLE.
@@ -104,9 +104,9 @@ class TritonTransport(Protocol):
     def close(self) -> None: ...
 
 
-def on_behalf() -> tuple[str, dict[str, str]]:
+def request_headers() -> tuple[str, dict[str, str]]:
     """The id of the request that is worked for, and what Triton is told of its trace."""
-    origin = current()
+    origin = current_context()
     return ("", {}) if origin is None else (origin.request_id, origin.headers())
 
 
@@ -143,7 +143,7 @@ def tensors_out(kind: Any, names: Sequence[str], shared: SharedMemoryTensors | N
     return made
 
 
-def arrays_of(
+def output_arrays_of(
     result: Any, names: Sequence[str], shared: SharedMemoryTensors | None
 ) -> dict[str, NDArray[Any]]:
     """The outputs of an answer but those in ``shared``. Raises DenseModelError when one is missing."""
@@ -167,7 +167,7 @@ def info_of(name: str, datatype: str, shape: Sequence[int]) -> NetworkTensor:
     return NetworkTensor(name, datatype, tuple(map(int, shape)))
 
 
-def told(error: Exception, describing: str | None = None) -> Exception:
+def translate_triton_error(error: Exception, describing: str | None = None) -> Exception:
     """Triton's clients' errors as ours. What may be better a moment later is `TritonUnavailable`: a
     Triton that says it is not available or that does not know the model, no connection, and one lost in
     mid-call. A request whose time was up in Triton's queue is late, whatever status that has."""

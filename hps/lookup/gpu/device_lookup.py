@@ -22,11 +22,11 @@ from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.engine import INLINE_KEYS, LookupEngine
 from hps.lookup.gpu.miss_fill import LowerTiers
-from hps.lookup.gpu.prepared_lookups import PreparedDeviceLookups, signature_of
+from hps.lookup.gpu.prepared_lookups import PreparedDeviceLookups, request_signature
 from hps.lookup.lookup_job import LookupJob
 from hps.lookup.table_keys import TableKeys
 from hps.observability.meters import Answers
-from hps.threads import then
+from hps.threads import chain_future
 from hps.tiers.base import Part
 from hps.tiers.chain import TierChain
 from hps.tiers.wrappers import MeteredTier
@@ -114,7 +114,7 @@ class DeviceLookup(LookupEngine):
 
     def at_once(self, request: LookupRequest) -> LookupResult | None:
         """The vectors, where every row is in memory and nothing else is wanted. Raises BadRequest."""
-        signature = None if request.want_source else signature_of(request.features)
+        signature = None if request.want_source else request_signature(request.features)
         if signature is None or _is_past(request.deadline):
             return None
         key = request.by_table, signature
@@ -164,7 +164,7 @@ class DeviceLookup(LookupEngine):
         job = _DeviceLookupJob(self, request, shares, block, stream)
         if total > INLINE_KEYS:
             fetched = self._lanes.memory.submit(partial(self._ask_caches, job), request.deadline)
-            return then(fetched, partial(self._go_on, job))
+            return chain_future(fetched, partial(self._go_on, job))
         return self._go_on(job, self._ask_caches(job))
 
     def _hand_on(self, parts: list[Part], asked: list[IndexArray]) -> None:

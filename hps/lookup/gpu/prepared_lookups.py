@@ -26,7 +26,7 @@ _GPU = int(Source.GPU)
 Signature = tuple[tuple[str, int, int], ...]
 
 
-def signature_of(features: Mapping[str, JaggedKeys]) -> Signature | None:
+def request_signature(features: Mapping[str, JaggedKeys]) -> Signature | None:
     """The names, numbers of keys and batches of a request without offsets, weights, keys to be converted or
     features without keys; None for others."""
     found = []

@@ -25,7 +25,7 @@ class NodeResolver:
 
     def __init__(self, nodes: Sequence[str], resolve: Resolve | None = None) -> None:
         self._nodes = list(dict.fromkeys(nodes))
-        self._resolve = resolve or addresses_of
+        self._resolve = resolve or resolve_addresses
         self._known: dict[str, list[NodeAddress]] = {}
         self.problems: dict[str, str] = {}
         """Why a name could not be looked up, by node."""
@@ -58,7 +58,7 @@ class NodeResolver:
         return self._known.get(node, [])
 
 
-def addresses_of(host: str) -> list[str]:
+def resolve_addresses(host: str) -> list[str]:
     """By the system's resolver: IPv4, where the name has such and this machine, too; else IPv6. Both would
     be every node twice where nodes have both. Raises OSError."""
     try:

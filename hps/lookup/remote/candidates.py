@@ -9,7 +9,7 @@ import grpc
 from hps.errors import ModelError
 from hps.lookup.base import LookupModel
 from hps.lookup.remote.lookup_node import LookupNode
-from hps.lookup.remote.model_description import check_same
+from hps.lookup.remote.model_description import check_same_description
 from hps.lookup.remote.node_registry import NodeRegistry
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,9 @@ class Candidates:
             return target.problem
         served = target.models.get(self._of)
         if served is None:
-            return "it serves " + (told_of(target, self.model.name) or "nothing of the model")
+            return "it serves " + (
+                reported_versions(target, self.model.name) or "nothing of the model"
+            )
         return self._different.get(
             served.digest, "its model.yaml is being compared with the one here"
         )
@@ -86,7 +88,7 @@ class Candidates:
     def _ask(self, target: LookupNode) -> None:
         try:
             told = target.describe(*self._of, _DESCRIBE_S)
-            check_same(target.address, told, self.model)
+            check_same_description(target.address, told, self.model)
         except grpc.RpcError:
             self.nodes.look(tell=True)  # to be asked again
         except ModelError as error:
@@ -106,7 +108,7 @@ class Candidates:
         self.others = tuple(sorted(others, key=lambda target: _ORDER[target.standing]))
 
 
-def told_of(target: LookupNode, model: str) -> str:
+def reported_versions(target: LookupNode, model: str) -> str:
     """The versions of a model that a node serves, for a message; empty when it serves none."""
     versions = [version for name, version in target.models if name == model]
     return ", ".join(f"version {version}" for version in versions)

@@ -19,17 +19,17 @@ import numpy as np
 
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
 from hps.lookup.base import Feature, PreparedSubmit
-from hps.lookup.lookup_span import traced
+from hps.lookup.lookup_span import submit_in_span
 from hps.lookup.remote.balancing import LeastBusy, NodePicker
 from hps.lookup.remote.candidates import Candidates
 from hps.lookup.remote.lookup_codec import LookupRequestTemplate, offsets_and_weights
-from hps.lookup.remote.lookup_node import shortened
+from hps.lookup.remote.lookup_node import short_error
 from hps.lookup.remote.remote_call import LookupAttempt, RemoteLookupCall
 from hps.lookup.remote.request_checks import RemoteRequestChecks
 from hps.lookup.remote.retry_budget import RetryBudget
 from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
-from hps.tracing import RequestContext, timed
+from hps.tracing import RequestContext, call_timed
 from hps.types import (
     EmbeddingTable,
     KeyArray,
@@ -129,13 +129,13 @@ class RemoteLookup:
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         """Start a lookup; see ``Lookup.submit``."""
-        return traced(self.model.name, request, self._submit)
+        return submit_in_span(self.model.name, request, self._submit)
 
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
         asked, features = self._questions.asked(request)
         keys = [each.keys for each in features.values()]
         more = b"" if asked.are_keys_all else offsets_and_weights(features)
-        message = timed(request.origin, "encode", asked.message, keys, more)
+        message = call_timed(request.origin, "encode", asked.message, keys, more)
         return self._begin(asked, message, request.deadline, request.out, request.origin)
 
     def _begin(
@@ -217,7 +217,7 @@ class RemoteLookup:
     ) -> None:
         """A node answered."""
         try:
-            self._heard(call, attempt, code, shortened(details), response)
+            self._heard(call, attempt, code, short_error(details), response)
         except Exception as error:  # as above
             call.fail(error)
 
@@ -273,7 +273,7 @@ class RemoteLookup:
         if call.profile is not None:
             sent, now = round(attempt.started * 1e9), time.monotonic_ns()
             call.profile.reported("node", sent, now, response.profile)
-        result = timed(call.profile, "decode", call.of.result, response)
+        result = call_timed(call.profile, "decode", call.of.result, response)
         call.of.finished(time.monotonic() - call.started)
         call.finish(result)
 

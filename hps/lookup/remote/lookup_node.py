@@ -36,7 +36,7 @@ class ServedVersion(NamedTuple):
     former: bool
 
 
-def shortened(details: str) -> str:
+def short_error(details: str) -> str:
     """What a call that failed says; gRPC takes many words to say that nobody listens."""
     if details.startswith("failed to connect to all addresses"):
         return details.rpartition(": ")[2]
@@ -139,7 +139,7 @@ class LookupNode:
         else:
             # What it served last stays known: it may be this process that is slow.
             self.standing = "unreachable"
-            self.problem = f"{code.name}: {shortened(asked.details() or '')}"
+            self.problem = f"{code.name}: {short_error(asked.details() or '')}"
         return before != (self.standing, self.problem, self.models)
 
     @property

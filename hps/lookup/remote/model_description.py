@@ -15,7 +15,7 @@ _DATATYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtyp
 _DATATYPE_OF = {dtype: name for name, dtype in _DATATYPES.items()}
 
 
-def described(model: LookupModel) -> Any:
+def describe_model(model: LookupModel) -> Any:
     """The ``DescribeResponse`` that tells of ``model``."""
     told = pb.DescribeResponse(
         model=model.name,
@@ -49,7 +49,7 @@ def _feature(feature: Feature) -> Any:
     )
 
 
-def check_same(address: str, there: Any, here: LookupModel) -> None:
+def check_same_description(address: str, there: Any, here: LookupModel) -> None:
     """That the node's ``DescribeResponse`` and ``here`` mean the same. Raises ``ModelError``, naming what
     differs."""
     tables = {table.name: table for table in there.tables}

@@ -8,7 +8,13 @@ import numpy as np
 
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
-from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets, unknown
+from hps.lookup.checks import (
+    check_keys,
+    check_out_names,
+    check_sizes,
+    check_targets,
+    unknown_name_error,
+)
 from hps.lookup.remote.lookup_codec import LookupRequestTemplate
 from hps.observability.meters import LookupMeter
 from hps.types import JaggedKeys, LookupRequest
@@ -56,7 +62,7 @@ class RemoteRequestChecks:
         for name in request.features:
             if name not in known:
                 kind = "table" if request.by_table else "feature"
-                raise unknown(kind, name, known, self._model.name)
+                raise unknown_name_error(kind, name, known, self._model.name)
         check_sizes(self._model, request)
         found = {name: check_keys(known[name], keys) for name, keys in request.features.items()}
         if out := request.out:

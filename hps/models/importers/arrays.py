@@ -80,7 +80,7 @@ class ArrayFile:
         return shown or "nothing that could be a table"
 
 
-def stored(
+def read_blocks(
     path: Path,
     dtype: np.dtype[Any],
     offset: int,
@@ -145,13 +145,13 @@ def _strided(
     return out.reshape(shape)
 
 
-def empty(_rows: int) -> Iterator[NDArray[Any]]:
+def empty_blocks(_rows: int) -> Iterator[NDArray[Any]]:
     """Blocks of an array without elements, whatever its shape claims."""
     return iter(())
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def import_errors(path: Path) -> Iterator[None]:
     """What the readers of zip, Parquet and JSON raise for a damaged or hostile file, as ModelError."""
     try:
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 from hps.config import load_config
 from hps.config.ps_json.legacy import LegacyModel
 from hps.errors import ModelError
-from hps.models.check import check_apart
+from hps.models.check import check_disjoint_tables
 from hps.models.importers.arrays import block_rows
 from hps.models.importers.plan import ImportPlan, ImportTable, TableChoice, table_name
 from hps.models.repository import open_legacy
@@ -76,7 +76,7 @@ def plan_ps_json(path: Path, model: str | None = None) -> ImportPlan:
 def plan_legacy(path: Path, model: LegacyModel) -> ImportPlan:
     version = open_legacy(model)
     for table in version.embedding_tables().values():
-        check_apart(version.tables[table.name], table.key_bits)
+        check_disjoint_tables(version.tables[table.name], table.key_bits)
     tables = tuple(_table(files) for files in version.tables.values())
     return ImportPlan(path, "ps.json", tables, model.spec)
 

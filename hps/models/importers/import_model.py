@@ -12,7 +12,7 @@ from hps.config.config_errors import validate
 from hps.config.model_file import load_model_spec
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec
 from hps.errors import ModelError
-from hps.models.importers.arrays import reading
+from hps.models.importers.arrays import import_errors
 from hps.models.importers.plan import Chunk, ImportPlan, ImportTable, table_name
 from hps.models.repository import SPEC_FILE, Repository
 from hps.models.version_writer import write_version
@@ -141,7 +141,7 @@ class _CheckedChunks:
     def __iter__(self) -> Iterator[Chunk]:
         table, row = self._table, 0
         task = self._progress.task(f"importing {table.name}", table.rows)
-        with reading(self._source), task as step:
+        with import_errors(self._source), task as step:
             for keys, vectors in table.chunks():
                 if not self._allow_nan and not np.isfinite(vectors).all():
                     bad = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])

@@ -14,7 +14,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, empty, stored
+from hps.models.importers.arrays import ArrayFile, StoredArray, empty_blocks, read_blocks
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -96,11 +96,11 @@ def _stored(
     path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any], *, fortran: bool
 ) -> Callable[[int], Iterator[NDArray[Any]]]:
     if 0 in shape or not shape or not dtype.itemsize:
-        return empty
+        return empty_blocks
     if fortran and len(shape) > 2:
-        return empty  # neither keys nor a table
+        return empty_blocks  # neither keys nor a table
     strides = (1, shape[0])[: len(shape)] if fortran else None
-    return stored(path, dtype, offset, shape, strides)
+    return read_blocks(path, dtype, offset, shape, strides)
 
 
 def _inflated(

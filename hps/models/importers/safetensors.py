@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, empty, stored
+from hps.models.importers.arrays import ArrayFile, StoredArray, empty_blocks, read_blocks
 
 _MAX_HEADER = 100 << 20
 _DTYPES = {
@@ -80,5 +80,5 @@ def _array(path: Path, size: int, base: int, name: str, entry: Any) -> StoredArr
             f"gives it {end - begin}"
         )
     if kind not in _DTYPES or not count or not shape:
-        return StoredArray(name, shape, dtype, empty)
-    return StoredArray(name, shape, dtype, stored(path, item, base + begin, shape))
+        return StoredArray(name, shape, dtype, empty_blocks)
+    return StoredArray(name, shape, dtype, read_blocks(path, item, base + begin, shape))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, reading
+from hps.models.importers.arrays import ArrayFile, import_errors
 from hps.models.importers.hugectr import plan_folders, plan_ps_json
 from hps.models.importers.npz import open_npz
 from hps.models.importers.parquet import plan_parquet
@@ -112,7 +112,7 @@ def _with_keys_of(file: Path, choice: TableChoice) -> TableChoice:
 
 
 def _plan(path: Path, kind: str, choices: Sequence[TableChoice]) -> ImportPlan:
-    with reading(path):
+    with import_errors(path):
         if kind == "hugectr":
             return plan_folders(path, choices)
         if kind == "parquet":

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, empty, stored
+from hps.models.importers.arrays import ArrayFile, StoredArray, empty_blocks, read_blocks
 from hps.models.importers.npz import data_offset, open_zip
 from hps.models.importers.torch_pickle import TorchTensor, read_pickle
 
@@ -118,7 +118,7 @@ def _array(
 ) -> StoredArray:
     item = np.dtype(f"{order}{tensor.stored}")
     if 0 in tensor.size or len(tensor.size) not in (1, 2):
-        return StoredArray(name, tensor.size, tensor.dtype, empty)
+        return StoredArray(name, tensor.size, tensor.dtype, empty_blocks)
     entry = entries.get(f"{prefix}data/{tensor.storage.key}")
     if entry is None:
         raise ModelError(f"{path}: the bytes of '{name}' (data/{tensor.storage.key}) are missing")
@@ -137,5 +137,5 @@ def _array(
     offset = data_offset(path, entry) + tensor.offset * item.itemsize
     strides = None if tensor.stride == (*tensor.size[1:], 1) else tuple(tensor.stride)
     return StoredArray(
-        name, tensor.size, tensor.dtype, stored(path, item, offset, tensor.size, strides)
+        name, tensor.size, tensor.dtype, read_blocks(path, item, offset, tensor.size, strides)
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from hps.cuda.fetch import PARTS, DirectFetch, FetchWorkspace
 from hps.cuda.layout import NO_ROW
-from hps.cuda.memory import buffers
+from hps.cuda.memory import allocate_buffers
 from hps.cuda.miss_fill import PreparedMissFill
 from hps.cuda.pool import RowBags, pool, pool_rows
 from hps.cuda.prepared import (
@@ -26,15 +26,15 @@ from hps.errors import TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu.checks import (
     DevicePooling,
+    array_length,
+    check_array,
+    check_on_device,
     check_part,
     check_pooling,
-    check_there,
     check_writable,
-    checked,
-    count_of,
-    given_of,
+    write_arrays,
 )
-from hps.tiers.gpu.kernel_inputs import ask_of, bags_of, hand_out
+from hps.tiers.gpu.kernel_inputs import distribute_misses, fetch_arguments, kernel_bags
 from hps.tiers.gpu.tables import GpuTables
 from hps.types import EmbeddingTable, Source, oldest_tombstone
 
@@ -66,7 +66,7 @@ class GpuCache(GpuTables):
         self._clock = clock
         self._workspaces: queue.SimpleQueue[FetchWorkspace] = queue.SimpleQueue()
         self.direct = DirectFetch(self._readers)
-        with self._device, buffers(f"{workspaces} workspaces"):
+        with self._device, allocate_buffers(f"{workspaces} workspaces"):
             for _ in range(workspaces):
                 self._workspaces.put(FetchWorkspace())
         for table, rows in capacities.items():
@@ -85,7 +85,7 @@ class GpuCache(GpuTables):
             if table is not None:
                 check_part(part, self._device.id)
                 if len(part.missing):
-                    asked.append((part, ask_of(part, table, now)))
+                    asked.append((part, fetch_arguments(part, table, now)))
         if not asked:
             return
         with self._device:
@@ -97,7 +97,7 @@ class GpuCache(GpuTables):
                     misses = space.fetch(
                         self._readers, stream, [ask for _, ask in some], int(Source.GPU)
                     )
-                    hand_out([part for part, _ in some], misses)
+                    distribute_misses([part for part, _ in some], misses)
             finally:
                 self._workspaces.put(space)
 
@@ -112,7 +112,7 @@ class GpuCache(GpuTables):
             if table is None and len(ask.keys.keys):
                 return False
             if table is not None and len(ask.out):
-                bags.append(bags_of(table, ask))
+                bags.append(kernel_bags(table, ask))
             elif len(ask.out):
                 ask.out.fill(0)
         with self._device:
@@ -131,7 +131,7 @@ class GpuCache(GpuTables):
         """``(n,) uint32`` on the device: the number of each key's row, `NO_ROW` where there is none. A number
         is good until the next write of the table. Runs on the current stream."""
         cp = self._cupy
-        keys = checked(table, "keys", keys, count_of(keys), self._device.id)
+        keys = check_array(table, "keys", keys, array_length(keys), self._device.id)
         held = self._tables.get(table)
         with self._device:
             out = cp.full(len(keys), NO_ROW, np.uint32)
@@ -215,8 +215,8 @@ class GpuCache(GpuTables):
         """Replace those of ``vectors (n, dim)``, on the device, whose key has a row by that row; insert the
         others. Returns how many had one. Of a key that stands several times and has none, the one that
         counts for `insert` is inserted, and replaces the others here. ``unique`` as there."""
-        check_there(table, vectors, count_of(keys), self._device.id)
-        held, given = self._prepare(table, **given_of(keys, vectors, versions, scores))
+        check_on_device(table, vectors, array_length(keys), self._device.id)
+        held, given = self._prepare(table, **write_arrays(keys, vectors, versions, scores))
         if held is None:
             return 0
         cp, n = self._cupy, len(given["keys"])
@@ -280,7 +280,7 @@ class GpuCache(GpuTables):
         update: bool = False,
         unique: bool = False,
     ) -> None:
-        held, arrays = self._prepare(table, **given_of(keys, vectors, versions, scores))
+        held, arrays = self._prepare(table, **write_arrays(keys, vectors, versions, scores))
         if held is not None:
             with self._device:
                 oldest = oldest_tombstone(table, self._clock())
@@ -294,10 +294,10 @@ class GpuCache(GpuTables):
 
         The table is None when there is nothing to do.
         """
-        n = count_of(arrays["keys"])
+        n = array_length(arrays["keys"])
         with self._device:
             for name, array in arrays.items():
-                arrays[name] = checked(table, name, array, n, self._device.id)
+                arrays[name] = check_array(table, name, array, n, self._device.id)
             held = self._tables.get(table)
             if held is not None:
                 check_writable(held, scored="scores" in arrays)

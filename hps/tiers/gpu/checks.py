@@ -46,13 +46,13 @@ def check_pooling(ask: DevicePooling, device: int) -> DevicePooling:
     """Check every array of ``ask``; what offsets on the device say is not looked at. Returns ``ask``, other
     libraries' arrays replaced by views of them."""
     table, bags = ask.table, ask.keys
-    n = count_of(bags.keys)
+    n = array_length(bags.keys)
     keys, weights, offsets = bags.keys, bags.weights, bags.offsets
-    keys = checked(table, "keys", keys, n, device)
+    keys = check_array(table, "keys", keys, n, device)
     if weights is not None:
-        weights = checked(table, "weights", weights, n, device)
+        weights = check_array(table, "weights", weights, n, device)
     if offsets is not None:
-        offsets = checked(table, "offsets", offsets, bags.batch + 1, device)
+        offsets = check_array(table, "offsets", offsets, bags.batch + 1, device)
         if isinstance(offsets, np.ndarray) and not _are_offsets(offsets, n):
             raise BadRequest(
                 f"table {table.id}: offsets must ascend from 0 to the number of keys, {n:,}"
@@ -61,7 +61,7 @@ def check_pooling(ask: DevicePooling, device: int) -> DevicePooling:
         raise BadRequest(
             f"table {table.id}: {n:,} keys can't be shared out over {bags.batch:,} bags"
         )
-    out = checked(table, "out", ask.out, bags.batch, device)
+    out = check_array(table, "out", ask.out, bags.batch, device)
     if isinstance(out, np.ndarray):
         raise BadRequest(f"table {table.id}: out must be on device {device}, got a NumPy array")
     if keys is bags.keys and weights is bags.weights and offsets is bags.offsets and out is ask.out:
@@ -79,12 +79,12 @@ def check_part(part: Part, device: int) -> None:
     if _is_usual(part, device):
         return
     table, n = part.table, len(part.keys)
-    part.keys = checked(table, "keys", part.keys, n, device)
-    part.missing = checked(table, "missing", part.missing, len(part.missing), device)
+    part.keys = check_array(table, "keys", part.keys, n, device)
+    part.missing = check_array(table, "missing", part.missing, len(part.missing), device)
     for name in ("out", "versions", "source"):
         array = getattr(part, name)
         if not isinstance(array, np.ndarray):
-            array = checked(table, name, array, n, device)
+            array = check_array(table, name, array, n, device)
         if isinstance(array, np.ndarray):
             shape, dtype = _wanted(table, name, n)
             raise BadRequest(
@@ -94,9 +94,9 @@ def check_part(part: Part, device: int) -> None:
         setattr(part, name, array)
 
 
-def check_there(table: EmbeddingTable, vectors: Any, n: int, device: int) -> None:
+def check_on_device(table: EmbeddingTable, vectors: Any, n: int, device: int) -> None:
     """Check ``vectors (n, dim)``, which are to be read and filled: they must lie on ``device``."""
-    if isinstance(checked(table, "vectors", vectors, n, device), np.ndarray):
+    if isinstance(check_array(table, "vectors", vectors, n, device), np.ndarray):
         raise BadRequest(f"table {table.id}: vectors must be on device {device}, got a host array")
 
 
@@ -111,18 +111,18 @@ def check_writable(held: GpuTable, *, scored: bool = False) -> None:
         )
 
 
-def given_of(keys: Any, vectors: Any, versions: Any, scores: Any) -> dict[str, Any]:
+def write_arrays(keys: Any, vectors: Any, versions: Any, scores: Any) -> dict[str, Any]:
     """A write's arrays by name, without the one that may be missing."""
     given = {"keys": keys, "vectors": vectors, "versions": versions}
     return given if scores is None else given | {"scores": scores}
 
 
-def count_of(array: Any) -> int:
+def array_length(array: Any) -> int:
     """How many values ``array`` has; 0 when it is no array."""
     return math.prod(getattr(array, "shape", (0,)))
 
 
-def checked(table: EmbeddingTable, name: str, array: Any, n: int, device: int) -> Any:
+def check_array(table: EmbeddingTable, name: str, array: Any, n: int, device: int) -> Any:
     """``array``, a CuPy array if it lies on ``device``. ``n`` entries, or rows, are expected."""
     cp = cupy()
     shape, dtype = _wanted(table, name, n)

@@ -17,7 +17,7 @@ from hps.cuda.staging import StagingBuffer
 from hps.errors import TierTimeout
 from hps.native import dedup
 from hps.tiers.base import FetchContext, Part, Tier, TierInfo
-from hps.tiers.gpu.checks import check_part, checked, count_of
+from hps.tiers.gpu.checks import array_length, check_array, check_part
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 
@@ -98,9 +98,9 @@ class HostBridge:
         self.inner.evict(table, *self._down(table, keys=keys))
 
     def _down(self, table: EmbeddingTable, **arrays: Any) -> list[Any]:
-        n = count_of(arrays["keys"])
+        n = array_length(arrays["keys"])
         with self._device:
-            there = [checked(table, name, a, n, self._device.id) for name, a in arrays.items()]
+            there = [check_array(table, name, a, n, self._device.id) for name, a in arrays.items()]
             return [a if isinstance(a, np.ndarray) else a.get() for a in there]
 
     def close(self) -> None:

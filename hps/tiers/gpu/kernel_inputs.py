@@ -16,7 +16,7 @@ from hps.tiers.gpu.checks import DevicePooling
 from hps.types import IndexArray, KeyArray, oldest_tombstone
 
 
-def ask_of(part: Part, table: GpuTable, now: float) -> FetchArguments:
+def fetch_arguments(part: Part, table: GpuTable, now: float) -> FetchArguments:
     """What ``part``, of which something is missing, asks of ``table`` at the instant ``now``."""
     n = len(part.missing)
     positions = None if n == len(part.keys) else part.missing
@@ -26,14 +26,14 @@ def ask_of(part: Part, table: GpuTable, now: float) -> FetchArguments:
     )
 
 
-def bags_of(table: GpuTable, ask: DevicePooling) -> KernelBags:
+def kernel_bags(table: GpuTable, ask: DevicePooling) -> KernelBags:
     keys, mean = ask.keys, ask.combiner == "mean"
     return KernelBags(
         table, keys.keys, keys.offsets, keys.weights, ask.out, keys.hotness or 0, mean
     )
 
 
-def hand_out(parts: Sequence[Part], misses: NDArray[np.uint32]) -> None:
+def distribute_misses(parts: Sequence[Part], misses: NDArray[np.uint32]) -> None:
     """Give each part its share of ``misses``, ascending positions in the batch of all parts."""
     if len(parts) == 1:
         parts[0].missing = _left(parts[0], misses.astype(np.int64))

@@ -43,13 +43,13 @@ def _look(devices: Sequence[int]) -> list[GpuMemoryUsage]:
     found = []
     for device in devices:
         try:
-            found.append(look(device))
+            found.append(read_memory(device))
         except Exception as error:  # whatever the driver says
             log.warning("GPU %d does not answer: %s", device, error)
     return found
 
 
-def look(device: int) -> GpuMemoryUsage:
+def read_memory(device: int) -> GpuMemoryUsage:
     from hps.cuda.memory import device_memory
 
     return GpuMemoryUsage(device, *device_memory(device))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hps.cuda.layout import EvictionPolicy, GpuTableShape, shape_of
+from hps.cuda.layout import EvictionPolicy, GpuTableShape, plan_table_shape
 from hps.errors import ConfigError
 from hps.tiers.capacity import EMPTY_TABLE_ROWS
 from hps.types import EmbeddingTable
@@ -39,7 +39,7 @@ class GpuTablePlan:
         if not self.rows:
             return None
         scored = self.policy is EvictionPolicy.SCORE
-        return shape_of(table, self.rows, self.host_rows, static=self.static, scored=scored)
+        return plan_table_shape(table, self.rows, self.host_rows, static=self.static, scored=scored)
 
 
 Plan = dict[EmbeddingTable, GpuTablePlan]
@@ -146,5 +146,5 @@ def _rows(wish: GpuTableRequest, share: float) -> int:
 
 def _row_bytes(tables: Sequence[EmbeddingTable], rows: Mapping[EmbeddingTable, int]) -> list[int]:
     """What the rows take where they lie, aligned as the device wants them."""
-    shapes = [(shape_of(t, rows[t]), rows[t]) for t in tables if rows[t]]
+    shapes = [(plan_table_shape(t, rows[t]), rows[t]) for t in tables if rows[t]]
     return [shape.stride * n for shape, n in shapes]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hps.cuda.layout import EvictionPolicy
 from hps.cuda.loader import cupy
-from hps.cuda.memory import buffers
+from hps.cuda.memory import allocate_buffers
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.table import GpuTable
 from hps.cuda.table_writer import GpuTableWriter
@@ -30,7 +30,7 @@ class GpuTables:
         self._device = self._cupy.cuda.Device(device)
         self.space = DeviceSpace(device)
         self._tables: dict[EmbeddingTable, GpuTable] = {}
-        with self._device, buffers("its writer"):
+        with self._device, allocate_buffers("its writer"):
             self._readers = ReaderEvents()
             self._writer = GpuTableWriter(self._readers)
 

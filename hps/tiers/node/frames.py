@@ -182,7 +182,7 @@ def fetch_answer(parts: Sequence[Part], degraded: Sequence[str]) -> Pieces:
     ]
 
 
-def take_answer(
+def read_fetch_answer(
     payload: bytearray, asked: Sequence[tuple[Part, Any]], degraded: list[str]
 ) -> list[Any]:
     """Give each part of ``asked`` what the answer holds for the positions (k,) that were asked for; which of

@@ -99,7 +99,7 @@ class NodeTier:
         request = frames.fetch_request(keys, left_s)
         answer = connections.request(FrameKind.FETCH, request, ctx.deadline)
         try:
-            return frames.take_answer(answer, asked, ctx.degraded)
+            return frames.read_fetch_answer(answer, asked, ctx.degraded)
         except frames.BadFrame as error:
             raise TierError(NAME, str(error)) from None
 

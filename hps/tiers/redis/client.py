@@ -40,10 +40,10 @@ from hps.tiers.redis.connection import (
     Address,
     RedisConnectionFactory,
     is_retryable,
-    translate,
+    translate_redis_error,
 )
 from hps.tiers.redis.layout import pack
-from hps.tiers.redis.servers import RedisServers, ServerBatch, ready
+from hps.tiers.redis.servers import RedisServers, ServerBatch, readable_servers
 from hps.tiers.redis.topology import RedisTopology, topology
 
 # Of a server that has no other to take its place.
@@ -102,7 +102,7 @@ class RedisClient:
         try:
             return self._topology.some_slots(deadline or self.deadline())
         except RedisError as error:
-            raise translate(error, self._topology.known(0)) from None
+            raise translate_redis_error(error, self._topology.known(0)) from None
 
     def call_slot(self, slot: int, *arguments: Any, deadline: float | None = None) -> Any:
         """A command without a key on the server that holds ``slot``."""
@@ -147,7 +147,7 @@ class RedisClient:
             else:
                 self._run(commands, receive, deadline)
         except RedisError as error:  # of the topology
-            raise translate(error, self._topology.known(0)) from None
+            raise translate_redis_error(error, self._topology.known(0)) from None
         finally:
             self._places.release()
 
@@ -209,7 +209,7 @@ class RedisClient:
     def failure(self, command: RedisCommand) -> TierError:
         """Why the command was not answered."""
         address = command.asking or self._topology.known(command.slot)
-        return translate(command.reply, address)
+        return translate_redis_error(command.reply, address)
 
     def _learn(self, failed: Sequence[RedisCommand], deadline: float) -> None:
         """Where to ask next time."""
@@ -271,7 +271,7 @@ class RedisClient:
             self._nodes.was_well(leg.node)
 
         while waiting:
-            some = waiting if len(waiting) == 1 else ready(waiting, until) or waiting
+            some = waiting if len(waiting) == 1 else readable_servers(waiting, until) or waiting
             for leg in some:
                 self._attempt(leg, read, _until(until, partly and len(waiting) > 1))
                 if isinstance(error := leg.commands[0].reply, Late):

@@ -51,7 +51,7 @@ class RedisConnection(Connection):
 
     def open(self, deadline: float, connect_timeout_s: float) -> None:
         """Connect and authenticate, unless that is done already."""
-        left = left_of(deadline)
+        left = remaining_s(deadline)
         self.socket_timeout = left
         self._connect_by = time.monotonic() + min(left, connect_timeout_s)
         self.connect()
@@ -62,7 +62,7 @@ class RedisConnection(Connection):
         try:
             for address in self._names.look_up(self._name, self._connect_by):
                 self.host = address
-                self.socket_connect_timeout = left_of(self._connect_by)
+                self.socket_connect_timeout = remaining_s(self._connect_by)
                 try:
                     return super()._connect()
                 except (OSError, RedisError) as error:
@@ -97,7 +97,7 @@ class RedisConnection(Connection):
         sock: Any = self._sock
         if sock is None:
             raise Lost("Connection closed")
-        sock.settimeout(left_of(deadline))
+        sock.settimeout(remaining_s(deadline))
 
     def receive(self, at: int) -> int:
         """Read into ``buffer`` from ``at`` on; returns the number of bytes."""
@@ -186,7 +186,7 @@ class _RedisCredentials:
         return {"username": self._username, "password": self._password.now()}
 
 
-def left_of(deadline: float) -> float:
+def remaining_s(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise Late("the deadline passed")
@@ -200,7 +200,7 @@ def is_retryable(error: Exception) -> bool:
     return isinstance(error, Lost) and "CERTIFICATE" not in str(error).upper()
 
 
-def translate(error: Exception, address: Address) -> TierError:
+def translate_redis_error(error: Exception, address: Address) -> TierError:
     """redis-py's error -> a TierError that names the cause and the mend."""
     where, text = f"{address[0]}:{address[1]}", str(error)
     if isinstance(error, Late):

@@ -233,7 +233,7 @@ def packed_script(
     return b"*%d\r\n" % (len(parts) + following) + body
 
 
-def stamp(policy: Policy | None, unix_s: float | None = None) -> bytes:
+def entry_stamp(policy: Policy | None, unix_s: float | None = None) -> bytes:
     """The stamp of an entry that is used now, as the scripts take it."""
     if policy == "least_used":
         return b"n"
@@ -279,7 +279,7 @@ def parse_key(layout: Layout, key: bytes) -> KeyName | None:
     return KeyName(TableName(model, int(version), name), at, kind)
 
 
-def pattern(layout: Layout, model: str | None = None) -> str:
+def scan_pattern(layout: Layout, model: str | None = None) -> str:
     """For SCAN: the keys of one model or of all. Names hold no character that is special here."""
     if layout == "native":
         return f"hps:{{{model or '*'}/*}}[vtomuf]"

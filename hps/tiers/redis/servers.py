@@ -27,7 +27,7 @@ from hps.tiers.redis.connection import (
     Address,
     RedisConnection,
     RedisConnectionFactory,
-    translate,
+    translate_redis_error,
 )
 from hps.tiers.redis.topology import RedisTopology
 
@@ -68,7 +68,7 @@ class ServerBatch:
         self.clean = False
 
 
-def ready(legs: Sequence[ServerBatch], until: float) -> list[ServerBatch]:
+def readable_servers(legs: Sequence[ServerBatch], until: float) -> list[ServerBatch]:
     """Those with bytes to read, waiting for one; none when time is over."""
     poll, by_file = select.poll(), {}
     for leg in legs:
@@ -190,7 +190,8 @@ class RedisServers:
             node.problem = problem
             start, self._watching = not self._watching, True
         log.warning(
-            "%s; its rows are done without until it answers", translate(problem, node.address)
+            "%s; its rows are done without until it answers",
+            translate_redis_error(problem, node.address),
         )
         node.drop_idle()
         if start:

@@ -28,7 +28,7 @@ from hps.tiers.redis.layout import (
     TableLayout,
     packed_script,
     parse_key,
-    pattern,
+    scan_pattern,
 )
 from hps.tiers.table_name import TableName
 from hps.types import EmbeddingTable, KeyArray
@@ -219,7 +219,13 @@ class RedisTables:
             cursor = "0"
             while True:
                 reply = self._client.call_slot(
-                    slot, "SCAN", cursor, "MATCH", pattern(self._layout, model), "COUNT", _SCANNED
+                    slot,
+                    "SCAN",
+                    cursor,
+                    "MATCH",
+                    scan_pattern(self._layout, model),
+                    "COUNT",
+                    _SCANNED,
                 )
                 cursor = reply[0].decode()
                 yield from reply[1]

@@ -27,7 +27,7 @@ from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.commands import RedisCommand, read_replies
 from hps.tiers.redis.connection import NAME
-from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, stamp
+from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, entry_stamp
 from hps.tiers.redis.load import RedisLoads
 from hps.tiers.redis.load import RedisLoadSource as LoadSource
 from hps.tiers.redis.maintenance import RedisMaintenance
@@ -120,7 +120,7 @@ class RedisTier:
         self._upkeep.nudge()
 
     def _note_use(self, table: RedisTable, part: Part, positions: IndexArray) -> None:
-        mark = stamp(self._upkeep.policy)
+        mark = entry_stamp(self._upkeep.policy)
         if not mark:
             return
         keys = part.keys[positions[part.source[positions] != 0]]

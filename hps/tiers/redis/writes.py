@@ -13,7 +13,7 @@ from hps.tiers.base import newest_of_each
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.commands import RedisCommand, read_replies
-from hps.tiers.redis.layout import WRITE_SLICE, TableLayout, WriteScriptArguments, stamp
+from hps.tiers.redis.layout import WRITE_SLICE, TableLayout, WriteScriptArguments, entry_stamp
 from hps.tiers.redis.maintenance import RedisMaintenance
 from hps.tiers.redis.positions import position_field
 from hps.tiers.redis.tables import RedisTable, RedisTables
@@ -169,7 +169,9 @@ class RedisWriter:
             (position_field(p.topic, p.partition), b"%d" % p.offset, b"%d" % p.since)
             for p in positions
         ]
-        return WriteScriptArguments(flags, oldest, stamp(self._upkeep.policy), noted, opened.floors)
+        return WriteScriptArguments(
+            flags, oldest, entry_stamp(self._upkeep.policy), noted, opened.floors
+        )
 
 
 def _decisive(layout: TableLayout, keys: KeyArray, versions: VersionArray) -> IndexArray:

@@ -3,11 +3,11 @@
 In reading order: ``layout`` (column families, keys, values), ``open``, ``acknowledged``, ``recovery``,
 ``opened`` and ``database`` (the folder), ``rows`` (reads and writes), ``high_water`` (which writes need no
 read), ``load`` (bulk), ``positions`` (streams), ``tombstones``, ``space``, ``follow``, ``checkpoint``,
-``kept``, ``damage``, ``repair`` and ``sst`` (HPS's dumps).
+``complete_checkpoints``, ``damage``, ``repair`` and ``sst`` (HPS's dumps).
 """
 
 from hps.tiers.rocksdb.checkpoint import restore
-from hps.tiers.rocksdb.checkpoint_folder import CheckpointFolder, bootstrap, kept
+from hps.tiers.rocksdb.checkpoint_folder import CheckpointFolder, bootstrap, complete_checkpoints
 from hps.tiers.rocksdb.database_options import Access, RocksDbTuning
 from hps.tiers.rocksdb.load import LoadRecord
 from hps.tiers.rocksdb.repair import SalvagedTable, UnreadableRange
@@ -27,7 +27,7 @@ __all__ = [
     "StoreFigures",
     "UnreadableRange",
     "bootstrap",
-    "kept",
+    "complete_checkpoints",
     "open_sst",
     "restore",
 ]

@@ -110,7 +110,7 @@ class AcknowledgedWrites:
             os.pwrite(self._file, f"{about}\n".encode(), _NUMBER_BYTES)
 
 
-def noted(path: Path) -> AcknowledgedRecord | None:
+def read_acknowledged(path: Path) -> AcknowledgedRecord | None:
     """The record beside the database at ``path``; None where there is none, or that of another database."""
     try:
         record = (path / _FILE).read_bytes()

@@ -24,7 +24,13 @@ from hps.tiers.rocksdb.database_options import (
     existing_families,
     make_private,
 )
-from hps.tiers.rocksdb.errors import NAME, full_disk, is_full, nearest, translate
+from hps.tiers.rocksdb.errors import (
+    NAME,
+    full_disk,
+    is_full,
+    nearest_folder,
+    translate_rocksdb_error,
+)
 
 _MEND = "Free some, or name a folder on another disk; the database itself is as it was"
 _TABLE_FILES = {".sst", ".blob"}
@@ -47,7 +53,7 @@ def checkpoint(database: RocksDbDatabase, folder: Path) -> None:
             if is_full(error):
                 raise full_disk(folder, 0, str(error), _MEND) from error
             if isinstance(error, OSError):
-                raise translate(error, folder) from error
+                raise translate_rocksdb_error(error, folder) from error
             raise
 
 
@@ -65,12 +71,12 @@ def restore(folder: Path, path: Path) -> None:
         _check(part, folder)
         _publish(part, path)
     except OSError as error:
-        raise translate(error, path) from error
+        raise translate_rocksdb_error(error, path) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def bring(made: Path, folder: Path) -> None:
+def move_checkpoint(made: Path, folder: Path) -> None:
     """Put the checkpoint ``made`` at ``folder``, on whichever disk that is. ``made`` is gone afterwards,
     however it ends. Raises TierError."""
     try:
@@ -83,7 +89,7 @@ def bring(made: Path, folder: Path) -> None:
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except OSError as error:
-        raise translate(error, folder) from error
+        raise translate_rocksdb_error(error, folder) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -99,7 +105,7 @@ def _copy(folder: Path, part: Path, path: Path) -> None:
                 os.link(file, target)
                 continue
             except OSError:
-                needed, free = file.stat().st_size, shutil.disk_usage(nearest(part)).free
+                needed, free = file.stat().st_size, shutil.disk_usage(nearest_folder(part)).free
                 if needed > free:
                     raise full_disk(path, needed, f"copying {file}") from None
         shutil.copyfile(file, target)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hps.errors import TierError, Unavailable
-from hps.tiers.rocksdb.checkpoint import bring, restore
+from hps.tiers.rocksdb.checkpoint import move_checkpoint, restore
 from hps.tiers.rocksdb.database_options import existing_families
 
 log = logging.getLogger(__name__)
@@ -40,15 +40,15 @@ class CheckpointFolder:
             target = self.folder / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now()))
             shutil.rmtree(self._beside, ignore_errors=True)  # of an attempt that was killed
             self._make(self._beside)
-            bring(self._beside, target)
-            for old in kept(self.folder)[:-keep]:
+            move_checkpoint(self._beside, target)
+            for old in complete_checkpoints(self.folder)[:-keep]:
                 shutil.rmtree(old, ignore_errors=True)
             return target
         finally:
             self._busy.release()
 
 
-def kept(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first; none where there is no such folder."""
     if not folder.is_dir():
         return []
@@ -62,7 +62,7 @@ def bootstrap(folder: Path, path: Path) -> Path | None:
     if existing_families(path):
         return None
     failure: TierError | None = None
-    for checkpoint in reversed(kept(folder)):
+    for checkpoint in reversed(complete_checkpoints(folder)):
         try:
             restore(checkpoint, path)
             return checkpoint

@@ -24,7 +24,7 @@ from hps.tiers.rocksdb.counts import estimated_rows
 from hps.tiers.rocksdb.damage import DamagedFiles
 from hps.tiers.rocksdb.database_handle import DatabaseHandle
 from hps.tiers.rocksdb.database_options import OpenSettings, note_manifest
-from hps.tiers.rocksdb.errors import NAME, DamagedFileError, translate
+from hps.tiers.rocksdb.errors import NAME, DamagedFileError, translate_rocksdb_error
 from hps.tiers.rocksdb.high_water import HighWaterMarks
 from hps.tiers.rocksdb.layout import RowCodec, family_name
 from hps.tiers.rocksdb.load import LoadRecord, LoadRecords, clean_leftovers
@@ -112,7 +112,7 @@ class RocksDbDatabase:
 
     def _translated(self, error: Exception) -> TierError:
         """Not in `fail`, whose frame would hold what it raises, and that all frames before."""
-        translated = translate(error, self.settings.path)
+        translated = translate_rocksdb_error(error, self.settings.path)
         if isinstance(translated, DamagedFileError):
             self.damage.found(error, self._table_of)
         return translated
@@ -129,7 +129,9 @@ class RocksDbDatabase:
         """Report a damaged table file, by which a read of ``table`` failed. Raises TierError for every other
         error; a secondary may also miss a file that the primary has replaced."""
         follows = self.settings.access == "secondary" and "no such file" in str(error).lower()
-        if follows or not isinstance(translate(error, self.settings.path), DamagedFileError):
+        if follows or not isinstance(
+            translate_rocksdb_error(error, self.settings.path), DamagedFileError
+        ):
             self.fail(error)
         self.damage.found(error, lambda _file: table)
 

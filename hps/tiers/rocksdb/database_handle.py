@@ -15,7 +15,7 @@ from hps.tiers.rocksdb.acknowledged_writes import (
     AcknowledgedRecord,
     AcknowledgedWrites,
     has_writer,
-    noted,
+    read_acknowledged,
 )
 from hps.tiers.rocksdb.database_options import (
     OpenSettings,
@@ -72,7 +72,7 @@ class DatabaseHandle:
                 )
             # What the primary is writing may end in the middle of a record.
             self.options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
-            known = noted(settings.path)
+            known = read_acknowledged(settings.path)
             try:
                 if settings.access == "secondary":
                     _check_files(settings, self.options, self.families)
@@ -89,7 +89,7 @@ class DatabaseHandle:
     def _find_loss(self, settings: OpenSettings, known: AcknowledgedRecord | None) -> None:
         """Compare what a reader found with the record, unless a primary moves writes from its log to table
         files meanwhile."""
-        if known is None or has_writer(settings.path) or known != noted(settings.path):
+        if known is None or has_writer(settings.path) or known != read_acknowledged(settings.path):
             return
         try:
             self.lost = lost_by_reader(settings, known, self.db.latest_sequence_number())

@@ -45,7 +45,7 @@ from rocksdict import (
 )
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.errors import NAME, translate
+from hps.tiers.rocksdb.errors import NAME, translate_rocksdb_error
 
 Access = Literal["primary", "read_only", "secondary"]
 OnLostWrites = Literal["refuse", "accept"]
@@ -162,9 +162,9 @@ def existing_families(path: Path) -> list[str]:
         # killed while it created one.
         left = next((f for f in path.glob("*") if f.suffix in (".sst", ".log")), None)
     except Exception as error:
-        raise translate(error, path) from error
+        raise translate_rocksdb_error(error, path) from error
     if left is not None:
-        raise translate(
+        raise translate_rocksdb_error(
             OSError(f"Corruption: the file CURRENT is missing beside {left.name}"), path
         )
     return []
@@ -192,7 +192,7 @@ def open_database(
     except TierError:
         raise
     except Exception as error:
-        raise translate(error, path) from error
+        raise translate_rocksdb_error(error, path) from error
     Env().set_background_threads(settings.tuning.threads)
     return opened
 
@@ -237,7 +237,7 @@ def check_manifest(path: Path) -> None:
         return
     if name == noted.get("name") and size < noted.get("bytes", 0):
         why = f"Corruption: {name} has {size:,} bytes, but had {noted['bytes']:,} before"
-        raise translate(OSError(why), path)
+        raise translate_rocksdb_error(OSError(why), path)
 
 
 def folder_beside(settings: OpenSettings) -> TemporaryDirectory[str] | None:
@@ -254,5 +254,5 @@ def folder_beside(settings: OpenSettings) -> TemporaryDirectory[str] | None:
                     (Path(folder.name) / file.name).symlink_to(file.resolve())
         except OSError as error:
             folder.cleanup()
-            raise translate(error, settings.path) from error
+            raise translate_rocksdb_error(error, settings.path) from error
     return folder

@@ -30,7 +30,7 @@ class DamagedFileError(TierError):
         super().__init__(NAME, message)
 
 
-def translate(error: BaseException, path: Path) -> TierError:
+def translate_rocksdb_error(error: BaseException, path: Path) -> TierError:
     """RocksDB's message -> a TierError that names the cause and the mend."""
     text = str(error)
     low = text.lower()
@@ -82,7 +82,7 @@ _MEND = (
 def full_disk(path: Path, needed: int, why: str, mend: str = _MEND) -> TierError:
     """Writing stops for want of space; ``needed`` bytes, 0 = unknown."""
     try:
-        free = shutil.disk_usage(nearest(path)).free
+        free = shutil.disk_usage(nearest_folder(path)).free
     except OSError:
         free = 0
     wanted = f", {needed:,} bytes are needed" if needed else ""
@@ -92,7 +92,7 @@ def full_disk(path: Path, needed: int, why: str, mend: str = _MEND) -> TierError
     )
 
 
-def nearest(path: Path) -> Path:
+def nearest_folder(path: Path) -> Path:
     """The folder, or the closest one above it that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent

@@ -23,7 +23,7 @@ from pathlib import Path
 from rocksdict import DBRecoveryMode, Options, Rdict
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.acknowledged_writes import AcknowledgedRecord, log_files, noted
+from hps.tiers.rocksdb.acknowledged_writes import AcknowledgedRecord, log_files, read_acknowledged
 from hps.tiers.rocksdb.database_options import (
     OpenSettings,
     existing_families,
@@ -85,7 +85,7 @@ class LogRecovery:
         self._settings = settings
         self._options = options
         self._families = list(families)
-        self._noted = noted(settings.path)
+        self._noted = read_acknowledged(settings.path)
         self.lost: LostWrites | None = None
         """Lost writes, once the database is open."""
 

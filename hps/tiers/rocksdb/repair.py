@@ -23,7 +23,7 @@ from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
 from hps.tiers.rocksdb.database_options import repair_folder
 from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.rocksdb.load import LoadRecord, ingest_folder
-from hps.tiers.rocksdb.rows import entries
+from hps.tiers.rocksdb.rows import scan_entries
 from hps.types import EmbeddingTable, KeyArray
 
 _FILE_BYTES = 256 << 20
@@ -54,11 +54,11 @@ class SalvagedTable:
 def check_records(database: RocksDbDatabase) -> None:
     """Raises TierError when the store's own records, of all tables, cannot be read."""
     with database.errors():
-        for _ in entries(database.db):
+        for _ in scan_entries(database.db):
             pass
 
 
-def gaps_of(database: RocksDbDatabase, family: TableFamily) -> list[UnreadableRange]:
+def unreadable_ranges(database: RocksDbDatabase, family: TableFamily) -> list[UnreadableRange]:
     """The parts of a table that cannot be read. Reads all of it."""
     gaps: list[UnreadableRange] = []
     for _ in _readable(database, family.data, family.table.id, family.codec.key_bytes, gaps):
@@ -74,7 +74,7 @@ def _readable(
     start, end, last = 0, (1 << 8 * width) - 1, -1
     while True:
         try:
-            for names, values in entries(data, start.to_bytes(width, "big")):
+            for names, values in scan_entries(data, start.to_bytes(width, "big")):
                 last = int.from_bytes(names[-1], "big")
                 yield names, values
             return

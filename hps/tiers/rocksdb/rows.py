@@ -41,7 +41,9 @@ class ScannedRows(NamedTuple):
     versions: VersionArray
 
 
-def entries(data: Rdict, start: bytes | None = None) -> Iterator[tuple[list[bytes], list[bytes]]]:
+def scan_entries(
+    data: Rdict, start: bytes | None = None
+) -> Iterator[tuple[list[bytes], list[bytes]]]:
     """Keys and values of every entry from key ``start`` on, some thousand at a time. Raises RocksDB's error
     at a damaged block."""
     items, last = data.items(from_key=start), start
@@ -105,7 +107,7 @@ class VersionedRows:
             last = None
             if start is not None:
                 (last,) = family.codec.stored_keys(family.codec.codes(np.array([start], np.int64)))
-            for names, values in entries(family.data, last):
+            for names, values in scan_entries(family.data, last):
                 yield family.codec.keys(b"".join(names)), _decode(family, values)
 
     def check_first(self, family: TableFamily) -> None:

@@ -17,7 +17,7 @@ from rocksdict import IngestExternalFileOptions, Options, Rdict
 from hps.errors import ModelError
 from hps.tiers.rocksdb.counts import estimated_rows
 from hps.tiers.rocksdb.layout import RowCodec
-from hps.tiers.rocksdb.rows import entries
+from hps.tiers.rocksdb.rows import scan_entries
 from hps.types import EmbeddingTable, KeyArray, VectorArray
 
 
@@ -38,7 +38,7 @@ class SstDump:
         unsigned, as in HPS. Raises ModelError for a damaged file, and for rows that are not of ``table``."""
         codec = RowCodec(table, "hps")
         try:
-            for names, values in entries(self._data):
+            for names, values in scan_entries(self._data):
                 self._check(table, names, "keys", table.key_bits // 8)
                 self._check(table, values, "values", table.dim * table.dtype.itemsize)
                 flat = np.frombuffer(b"".join(values), table.dtype.newbyteorder("<"))

@@ -30,7 +30,7 @@ from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.rocksdb.load import BulkLoad, LoadRecord, ingest_folder, loaded_until
 from hps.tiers.rocksdb.positions import RocksDbStreamPositions
-from hps.tiers.rocksdb.repair import TableRepair, UnreadableRange, check_records, gaps_of
+from hps.tiers.rocksdb.repair import TableRepair, UnreadableRange, check_records, unreadable_ranges
 from hps.tiers.rocksdb.rows import ScannedRows, VersionedRows
 from hps.tiers.rocksdb.secondary import SecondaryCatchUp
 from hps.tiers.rocksdb.write_throttle import StoreFigures
@@ -258,7 +258,7 @@ class RocksDbTier:
 
     def gaps(self, table: EmbeddingTable) -> list[UnreadableRange]:
         """The parts of a table that cannot be read. Reads all of it."""
-        return gaps_of(self._database, self._database.family(table))
+        return unreadable_ranges(self._database, self._database.family(table))
 
     def keys_of(self, table: EmbeddingTable, gap: UnreadableRange) -> tuple[int, int]:
         """The first and last key of a gap, in the order of the stored keys."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from rocksdict import Rdict, WriteBatch, WriteOptions
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.errors import NAME, full_disk, nearest
+from hps.tiers.rocksdb.errors import NAME, full_disk, nearest_folder
 
 # Longest a batch waits for compactions.
 STALL_SECONDS = 10.0
@@ -64,7 +64,7 @@ class WriteThrottle:
         self._stalled_seconds = 0.0
 
     def free_bytes(self) -> int:
-        disk = os.statvfs(nearest(self._path))
+        disk = os.statvfs(nearest_folder(self._path))
         return disk.f_bavail * disk.f_frsize
 
     def check(self, needed: int = 0) -> None:

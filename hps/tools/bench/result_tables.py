@@ -8,7 +8,16 @@ from typing import Any
 
 from hps.tools.bench.compare import LEVEL, BenchDifference, compare, unlike
 from hps.tools.bench.report import BUSY, errors_of, load, slices_of
-from hps.tools.output import FormattedNumber, complain, count, plural, print_table, say, share, warn
+from hps.tools.output import (
+    FormattedNumber,
+    count,
+    percentage,
+    plural,
+    print_line,
+    print_problem,
+    print_table,
+    warn,
+)
 
 # From here on, of the time at the 99th percentile, requests that are sent late count.
 _LATE, _LATE_S = 0.1, 1e-3
@@ -19,19 +28,19 @@ _MANY_DEFAULTED = 0.1
 def show(told: Mapping[str, Any]) -> None:
     """A result for people."""
     way = f"{told['rate']:g} due per s, {told['arrivals']}" if told["rate"] else "closed loop"
-    say(
+    print_line(
         f"{told['model']} at {told['url']} ({told['server']}), batch {told['batch']}, keys {told['keys']}: "
         f"{plural(told['different_requests'], 'request')} in turn, "
         f"{plural(told['different_keys'], 'different key')}"
     )
     lines = f", {plural(told['connections'], 'connection')}" if told["connections"] else ""
-    say(
+    print_line(
         f"{way}, concurrency {told['concurrency']}{lines}, {told['seconds']:.1f} s after "
         f"{told['warmup_s']:g} s of warm-up"
     )
     if told["keys_from"] is not None:
-        say(f"keys answered from {in_words(told['keys_from'])}")
-    say()
+        print_line(f"keys answered from {in_words(told['keys_from'])}")
+    print_line()
     failed, done = errors_of(told), told["requests"]
     print_table(
         ("requests", "requests/s", "samples/s", "errors"),
@@ -40,11 +49,13 @@ def show(told: Mapping[str, Any]) -> None:
                 count(done),
                 FormattedNumber(f"{told['requests_per_s']:,.1f}"),
                 FormattedNumber(f"{told['samples_per_s']:,.0f}"),
-                FormattedNumber(f"{failed:,} ({share(failed, failed + done)})" if failed else "0"),
+                FormattedNumber(
+                    f"{failed:,} ({percentage(failed, failed + done)})" if failed else "0"
+                ),
             )
         ],
     )
-    say()
+    print_line()
     columns = [name for name, value in told["latency_s"].items() if value is not None]
     rows = [("latency", *(_ms(told["latency_s"][name]) for name in columns))]
     if told["rate"]:
@@ -52,7 +63,7 @@ def show(told: Mapping[str, Any]) -> None:
     if columns:
         print_table(("ms", *columns), rows)
     for kind, error in sorted(told["errors"].items(), key=lambda each: -each[1]["count"]):
-        complain(f"{error['count']:,} {kind}; the first one: {error['first']}")
+        print_problem(f"{error['count']:,} {kind}; the first one: {error['first']}")
     if told["interrupted"]:
         warn("interrupted: this is what there was until then")
     _show_limits(told)
@@ -63,7 +74,7 @@ def in_words(keys_from: Mapping[str, float]) -> str:
     """The shares of the tiers, the largest first."""
     shares = sorted(keys_from.items(), key=lambda each: -each[1])
     return ", ".join(
-        f"{'no row (default)' if name == 'default' else name} {share(part, 1.0)}"
+        f"{'no row (default)' if name == 'default' else name} {percentage(part, 1.0)}"
         for name, part in shares
     )
 
@@ -72,7 +83,8 @@ def warn_of_defaults(part: float) -> None:
     """``part``: the share of keys that had no row."""
     if part > _MANY_DEFAULTED:
         warn(
-            f"{share(part, 1.0)} of the keys have no row, so this measures defaults: ask for the server's "
+            f"{percentage(part, 1.0)} of the keys have no row, so this measures defaults: "
+            "ask for the server's "
             "hottest keys (leave --rows out), for those of --repository DIR, or send --requests FILE of hps "
             "generate requests"
         )
@@ -117,13 +129,13 @@ def show_comparison(before_file: Path, after_file: Path) -> None:
         [_shown(each) for each in found],
         styles={"slower": "red", "faster": "green"},
     )
-    say()
+    print_line()
     parts = " and ".join(str(len(slices_of(told))) for told in (before, after))
-    say(
+    print_line(
         f"between: {100 * (1 - LEVEL):.0f} % for all lines together (Bonferroni), by a block bootstrap of "
         f"{parts} slices. none: they tell no difference."
     )
-    say("What else a machine does may differ by more from run to run: repeat both, in turn.")
+    print_line("What else a machine does may differ by more from run to run: repeat both, in turn.")
 
 
 def _shown(each: BenchDifference) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from hps.client import Tls
 from hps.client.address import ServerAddress, address
 from hps.client.calls import InferCall
-from hps.client.errors import unreachable
+from hps.client.errors import unreachable_error
 from hps.client.http_messages import Reply, Request
 from hps.client.http_wire import HttpCodec
 from hps.errors import DeadlineExceeded
@@ -89,7 +89,7 @@ class HttpSender:
         except TimeoutError:
             raise DeadlineExceeded("no answer within the request's time") from None
         except OSError as error:
-            raise unreachable(self._at.base, error) from None
+            raise unreachable_error(self._at.base, error) from None
         if not connection.closes:
             self._idle.append(connection)
         reply.checked(self._at.base)

@@ -14,10 +14,10 @@ from tritonclient.grpc import service_pb2 as pb
 from hps.tools.conformance.grpc_wire import (
     PATIENCE_S,
     GrpcProbe,
+    expect_error,
     is_raw,
-    offered,
-    refused,
     request,
+    skip_unimplemented,
     tensors_of,
 )
 from hps.tools.conformance.target import (
@@ -64,11 +64,13 @@ def health_service(target: CheckedServer) -> None:
         stub = health_pb2_grpc.HealthStub(ask.channel)
         for name in ("", SERVICE):
             asked = health_pb2.HealthCheckRequest(service=name)
-            with offered("grpc.health.v1"):
+            with skip_unimplemented("grpc.health.v1"):
                 status = stub.Check(asked, timeout=PATIENCE_S, metadata=ask.metadata)
             require(status.status == _SERVING, f"{name!r}: {status}")
         other = health_pb2.HealthCheckRequest(service="none")
-        refused(lambda: stub.Check(other, timeout=PATIENCE_S, metadata=ask.metadata), "NOT_FOUND")
+        expect_error(
+            lambda: stub.Check(other, timeout=PATIENCE_S, metadata=ask.metadata), "NOT_FOUND"
+        )
 
 
 @SUITE.check
@@ -80,7 +82,7 @@ def health_watch(target: CheckedServer) -> None:
             health_pb2.HealthCheckRequest(service=""), timeout=PATIENCE_S, metadata=ask.metadata
         )
         try:
-            with offered("grpc.health.v1"):
+            with skip_unimplemented("grpc.health.v1"):
                 require(next(watch).status == _SERVING, "not SERVING")
             require(watch.is_active(), "the watch ended")
         except grpc.RpcError as error:
@@ -99,7 +101,7 @@ def reflection(target: CheckedServer) -> None:
     with GrpcProbe(target) as ask:
         stub = reflection_pb2_grpc.ServerReflectionStub(ask.channel)
         try:
-            with offered("grpc.reflection"):
+            with skip_unimplemented("grpc.reflection"):
                 listed, described = stub.ServerReflectionInfo(
                     iter(wanted), timeout=PATIENCE_S, metadata=ask.metadata
                 )
@@ -183,7 +185,7 @@ def unknown_names(target: CheckedServer) -> None:
     with GrpcProbe(target) as ask:
 
         def fails(code: str, changed: Any = sample, **fields: Any) -> str:
-            return refused(lambda: ask.infer(request(changed, **fields)), *code.split())
+            return expect_error(lambda: ask.infer(request(changed, **fields)), *code.split())
 
         fails("NOT_FOUND", replace(sample, model="none"))
         fails("NOT_FOUND UNAVAILABLE INVALID_ARGUMENT", model_version="77")
@@ -196,7 +198,7 @@ def unknown_names(target: CheckedServer) -> None:
             if extension is not None and extension not in extensions:
                 continue
             none = getattr(pb, f"{call}Request")(name="none")
-            refused(lambda call=call, none=none: ask.ask(call, none), "NOT_FOUND")  # type: ignore[misc]
+            expect_error(lambda call=call, none=none: ask.ask(call, none), "NOT_FOUND")  # type: ignore[misc]
         more = {**sample.inputs, "more": np.zeros((1, 1), np.int64)}
         note("more" in fails("INVALID_ARGUMENT", replace(sample, inputs=more)), "no name")
         note("none" in fails("INVALID_ARGUMENT", replace(sample, outputs=("none",))), "no name")
@@ -211,7 +213,7 @@ def wrong_tensors(target: CheckedServer) -> None:
     with GrpcProbe(target) as ask:
 
         def fails(made: Any, what: str) -> None:
-            refused(lambda: ask.infer(made), "INVALID_ARGUMENT", what=what)
+            expect_error(lambda: ask.infer(made), "INVALID_ARGUMENT", what=what)
 
         for other in (array.astype(np.float64), np.full(array.shape, b"x", np.object_)):
             wrong = request(replace(sample, inputs={**sample.inputs, name: other}))
@@ -245,7 +247,7 @@ def streams(target: CheckedServer) -> None:
     with GrpcProbe(target) as ask:
         wrong = request(replace(sample, model="none"), id="b")
         sent = [request(sample, id="a"), wrong, request(sample, id="c")]
-        with offered("ModelStreamInfer"):
+        with skip_unimplemented("ModelStreamInfer"):
             answers = ask.stream(sent)
         told = [(each.error_message != "", each.infer_response.id) for each in answers]
         require([error for error, _ in told] == [False, True, False], f"{told}")
@@ -284,12 +286,12 @@ def repository(target: CheckedServer) -> None:
         unload = pb.RepositoryModelUnloadRequest(model_name=sample.model)
         load = pb.RepositoryModelLoadRequest(model_name=sample.model)
         if "model_repository" not in ask.extensions():
-            refused(lambda: ask.ask("RepositoryModelUnload", unload), "UNIMPLEMENTED")
-            refused(lambda: ask.ask("RepositoryModelLoad", load), "UNIMPLEMENTED")
+            expect_error(lambda: ask.ask("RepositoryModelUnload", unload), "UNIMPLEMENTED")
+            expect_error(lambda: ask.ask("RepositoryModelLoad", load), "UNIMPLEMENTED")
             raise NotOffered("model_repository")
         expected = ask.infer(request(sample))
         ask.ask("RepositoryModelUnload", unload)
-        refused(lambda: ask.infer(request(sample)), "NOT_FOUND", "UNAVAILABLE")
+        expect_error(lambda: ask.infer(request(sample)), "NOT_FOUND", "UNAVAILABLE")
         ask.ask("RepositoryModelLoad", load)
         same(ask.infer(request(sample)), expected, "loaded again")
 
@@ -309,4 +311,4 @@ def what_is_not_offered(target: CheckedServer) -> None:
             if extension in offered:
                 ask.ask(call)
             else:
-                refused(lambda call=call: ask.ask(call), "UNIMPLEMENTED")  # type: ignore[misc]
+                expect_error(lambda call=call: ask.ask(call), "UNIMPLEMENTED")  # type: ignore[misc]

@@ -10,7 +10,7 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from hps.tools.conformance.grpc_wire import GrpcProbe, refused, request
+from hps.tools.conformance.grpc_wire import GrpcProbe, expect_error, request
 from hps.tools.conformance.target import CheckedServer, CheckSuite, NotOffered, require
 
 SUITE = CheckSuite("grpc")
@@ -38,7 +38,7 @@ def shared_memory(target: CheckedServer) -> None:
         at = _places(name, sent.inputs, map(len, raws), 0)
         ends = _places(name, sent.outputs, (expected[o.name].nbytes for o in sent.outputs), at)
         codes = ("NOT_FOUND", "INVALID_ARGUMENT")
-        refused(lambda: ask.ask("ModelInfer", sent), *codes, what="a region nobody knows")
+        expect_error(lambda: ask.ask("ModelInfer", sent), *codes, what="a region nobody knows")
         region = pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=size)
         ask.ask("SystemSharedMemoryRegister", region)
         status = pb.SystemSharedMemoryStatusRequest(name=name)
@@ -53,7 +53,9 @@ def shared_memory(target: CheckedServer) -> None:
                 found = bytes(memory.buf[start : start + array.nbytes])
                 require(found == array.tobytes(), f"{output.name!r} is not as it is sent")
             sent.outputs[-1].parameters["shared_memory_offset"].int64_param = size
-            refused(lambda: ask.ask("ModelInfer", sent), *codes, what="a place beyond the region")
+            expect_error(
+                lambda: ask.ask("ModelInfer", sent), *codes, what="a place beyond the region"
+            )
         finally:
             ask.ask(
                 "SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=name)

@@ -77,7 +77,7 @@ def credentials(tls: Tls) -> grpc.ChannelCredentials:
 
 
 @contextmanager
-def offered(what: str) -> Iterator[None]:
+def skip_unimplemented(what: str) -> Iterator[None]:
     """Calls of a service that is no part of the protocol: NotOffered where it is UNIMPLEMENTED."""
     try:
         yield
@@ -86,7 +86,7 @@ def offered(what: str) -> Iterator[None]:
         raise
 
 
-def refused(call: Callable[[], Any], *codes: str, what: str = "a request at fault") -> str:
+def expect_error(call: Callable[[], Any], *codes: str, what: str = "a request at fault") -> str:
     """The text of the error that ``call`` ends in; one without any of ``codes`` is noted, as is none."""
     try:
         call()

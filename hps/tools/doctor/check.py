@@ -34,7 +34,7 @@ def failed(name: str, error: HpsError, mend: str = "see the message") -> DoctorC
     return DoctorCheck(name, "FAIL", str(error), mend)
 
 
-def guarded(name: str, checks: Iterable[DoctorCheck]) -> Iterator[DoctorCheck]:
+def catch_errors(name: str, checks: Iterable[DoctorCheck]) -> Iterator[DoctorCheck]:
     """``checks``, and one more that fails where they end in an error: what one part does must not keep the
     others from being looked at."""
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hps.tools.doctor.check import DoctorCheck, attempt, guarded
+from hps.tools.doctor.check import DoctorCheck, attempt, catch_errors
 from hps.tools.doctor.lookups import lookup_nodes
 from hps.tools.doctor.memory import memory
 from hps.tools.doctor.models import models
@@ -29,7 +29,7 @@ def configured(
     """Ports, models, memory, stores, streams, networks; the server itself if it runs on this machine."""
     settings = configuration.settings
     running = running_server(settings, api_key, tls)
-    yield from guarded("ports", ports(settings, running, api_key, tls))
+    yield from catch_errors("ports", ports(settings, running, api_key, tls))
     served = None
     if running.is_own:
         served = server(url_of(settings.server.admin), api_key, tls, "this server")
@@ -41,12 +41,12 @@ def configured(
     if served is not None and served.models is not None:
         yield from _as_configured(versions, served.models)
     if settings.server.role == "frontend":
-        yield from guarded("lookup nodes", lookup_nodes(settings))
+        yield from catch_errors("lookup nodes", lookup_nodes(settings))
     else:
         yield from _rows(settings, versions)
     if settings.dense.triton is not None and settings.server.role in ("all", "frontend"):
         networks = [version for version in versions if version.spec.dense is not None]
-        yield from guarded("Triton", triton(settings.dense.triton, networks))
+        yield from catch_errors("Triton", triton(settings.dense.triton, networks))
 
 
 def _as_configured(
@@ -72,16 +72,16 @@ def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Doct
     total = sum(files.bytes for version in versions for files in version.tables.values())
     tables = [table for version in versions for table in version.embedding_tables().values()]
     if own:
-        yield from guarded("memory", memory(settings, total))
+        yield from catch_errors("memory", memory(settings, total))
     if own:
         yield attempt("folders", partial(_folders, settings))
     if own and settings.tiers.rocksdb.enabled:
         yield rocksdb(settings.tiers.rocksdb, total)
     if settings.tiers.redis is not None:
-        yield from guarded("Redis", redis(settings.tiers.redis, tables))
+        yield from catch_errors("Redis", redis(settings.tiers.redis, tables))
     if settings.updates.kafka is not None:
         found = kafka(settings.updates.kafka, groups(settings), tables)
-        yield from guarded("Kafka", found)
+        yield from catch_errors("Kafka", found)
     if own and settings.updates.directory is not None:
         yield directory(settings.updates.directory)
 

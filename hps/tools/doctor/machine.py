@@ -91,9 +91,9 @@ def gpu() -> DoctorCheck:
     """Whether there is a GPU, and whether its packages work."""
     if not has_gpu():
         return DoctorCheck("GPU", "OK", "none; hps serves from the CPU")
-    from hps.cuda.loader import lacking
+    from hps.cuda.loader import missing_requirement
 
-    if why := lacking():
+    if why := missing_requirement():
         return DoctorCheck(
             "GPU", "WARN", f"there is one, but {why}", "pip install 'hps-server[gpu]'"
         )

@@ -41,12 +41,12 @@ def memory(settings: Settings, table_bytes: int) -> Iterator[DoctorCheck]:
 
 def gpus(settings: Settings) -> Iterator[DoctorCheck]:
     """Whether the GPUs that are configured are there, and have room for the rows."""
-    from hps.cuda.loader import cupy, lacking
+    from hps.cuda.loader import cupy, missing_requirement
 
     wanted, name = settings.tiers.gpu, "tiers.gpu"
     if wanted.use == "off":
         return
-    if why := lacking():
+    if why := missing_requirement():
         if wanted.use == "required":
             mend = "give this machine or container its GPUs, or set tiers.gpu.use to auto"
             yield DoctorCheck(name, "FAIL", f"use is required, but {why}", mend)

@@ -134,7 +134,7 @@ class RunningServer:
 def running_server(settings: Settings, api_key: str | None, tls: Tls | None) -> RunningServer:
     """Ask the admin port of the configuration which server it belongs to."""
     from hps.client import Admin
-    from hps.config.effective_settings import identity
+    from hps.config.effective_settings import deployment_identity
 
     at = settings.server.admin
     if at.port == 0:
@@ -153,7 +153,7 @@ def running_server(settings: Settings, api_key: str | None, tls: Tls | None) -> 
         return RunningServer(None, f"the admin port does not tell: {error}")
     if told is None:
         return RunningServer(None, "it is of an earlier release, which does not tell its folders")
-    for name, mine in identity(settings).items():
+    for name, mine in deployment_identity(settings).items():
         if None not in (mine, told.get(name)) and mine != told[name]:
             return RunningServer(
                 False, f"its {name} is {told[name]}, this configuration's is {mine}"

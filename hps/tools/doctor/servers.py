@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hps import __version__
 from hps.errors import Forbidden, HpsError, NotFound, Unauthenticated
 from hps.tools.doctor.certificate_validity import shown
-from hps.tools.doctor.check import DoctorCheck, attempt, guarded
+from hps.tools.doctor.check import DoctorCheck, attempt, catch_errors
 from hps.tools.doctor.clocks import clock, least_skew
 from hps.tools.doctor.server_status import state
 
@@ -43,7 +43,7 @@ def servers(urls: Sequence[str], api_key: str | None, tls: Tls | None) -> Iterat
         found = list(threads.map(lambda url, name: server(url, api_key, tls, name), urls, names))
     for each in found:
         yield from each.checks
-    yield from alike(found)
+    yield from check_same_versions(found)
 
 
 def server(url: str, api_key: str | None, tls: Tls | None, name: str = "server") -> ServerFindings:
@@ -52,11 +52,11 @@ def server(url: str, api_key: str | None, tls: Tls | None, name: str = "server")
     found = ServerFindings(url)
     secured = url.startswith(("https:", "grpcs:"))
     checks = _checks(name, url, api_key, tls if secured else None, found)
-    found.checks = list(guarded(name, checks))
+    found.checks = list(catch_errors(name, checks))
     return found
 
 
-def alike(found: Sequence[ServerFindings]) -> Iterator[DoctorCheck]:
+def check_same_versions(found: Sequence[ServerFindings]) -> Iterator[DoctorCheck]:
     """Whether those that told it are of one version of hps, and serve the same versions of the models that
     several of them serve."""
     versions = {each.version for each in found if each.version}

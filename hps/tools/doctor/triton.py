@@ -65,12 +65,12 @@ def triton(settings: TritonSettings, models: Sequence[ModelVersion]) -> Iterator
 
 def _network(settings: TritonSettings, version: ModelVersion, weight: Verdict) -> DoctorCheck:
     """Whether Triton has the network, and it takes and gives what ``model.yaml`` says."""
-    from hps.dense.network_factory import target_of, transport_to
+    from hps.dense.network_factory import transport_to, triton_target
     from hps.dense.triton.transport import TritonUnavailable
 
     model = version.name
     name = f"Triton: {model}"
-    target = target_of(model, settings)
+    target = triton_target(model, settings)
     if target is None:
         return DoctorCheck(name, "OK", "runs in the server itself")
     known_as = f"{target.name} version {target.version}" if target.version else target.name

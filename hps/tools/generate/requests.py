@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hps.config.model_schema import TensorSpec
 from hps.dense.base import DATATYPES
 from hps.errors import ConfigError
-from hps.lookup.base import keys_order
+from hps.lookup.base import hps_keys_order
 from hps.models.repository import ModelVersion
 from hps.tools.generate.keys import Draw, distribution
 from hps.types import KeyArray
@@ -94,7 +94,7 @@ class GeneratedRequests:
     def _by_table(self) -> dict[str, NDArray[Any]]:
         """HPS's form: as many keys of each table as its features would bring."""
         pairs = [(f.name, table) for f in self._features for table in f.tables]
-        order = keys_order(list(self._version.tables), pairs)
+        order = hps_keys_order(list(self._version.tables), pairs)
         counts = dict.fromkeys(order, 0)
         for feature in self._features:
             for table in feature.tables:

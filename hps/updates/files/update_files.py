@@ -14,7 +14,7 @@ from hps.tiers.positions import StreamPosition, TableChanges
 from hps.types import EmbeddingTable, make_version
 from hps.updates.codec import LONGEST, decode_native
 from hps.updates.files.row_files import FORMATS, open_rows
-from hps.updates.future_versions import without_ahead
+from hps.updates.future_versions import drop_future_versions
 from hps.updates.source import MESSAGE, DeadLetter, Reason, TableUpdate, UpdateBatch
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class UpdateFile:
             if fault is not None:
                 faults += [(i, fault, 0) for i in update.numbers.tolist()]
                 continue
-            kept, ahead = without_ahead(update, self._ahead_s)
+            kept, ahead = drop_future_versions(update, self._ahead_s)
             faults += [(i, Reason.AHEAD, 0) for i in ahead]
             if kept is not None:
                 updates.append(kept)
@@ -118,7 +118,7 @@ class UpdateFile:
                 why = f"{_word(fault)}: {name}, dim {changes.vectors.shape[1]}"
                 yield UpdateBatch((), dead=[self._note(fault, why)])
                 return
-            kept, ahead = without_ahead(_update(name, changes, event_ms), self._ahead_s)
+            kept, ahead = drop_future_versions(_update(name, changes, event_ms), self._ahead_s)
             late = [self._note(Reason.AHEAD, f"{_word(Reason.AHEAD)}: {name}") for _ in ahead]
             yield UpdateBatch([] if kept is None else [kept], dead=late)
 

@@ -42,7 +42,7 @@ class Brokers:
         try:
             client = kind({**own, **self.options}, logger=client_log)
         except ck.KafkaException as error:
-            raise ConfigError(f"Kafka's options: {text_of(error)}") from None
+            raise ConfigError(f"Kafka's options: {kafka_error_text(error)}") from None
         self.topics(client)
         return client
 
@@ -55,7 +55,8 @@ class Brokers:
             client.poll(0)  # tells `_error` why
             raise Unavailable(
                 f"no Kafka broker at {self.addresses} answers within {self.answer_s:g} s"
-                f"{self.why() or f' ({text_of(error)})'}; start it, or correct the address and options"
+                f"{self.why() or f' ({kafka_error_text(error)})'}; "
+                "start it, or correct the address and options"
             ) from None
         return {name: len(topic.partitions) for name, topic in found.items() if topic.partitions}
 
@@ -70,7 +71,7 @@ class Brokers:
             if error.args[0].code() != ck.KafkaError.TOPIC_ALREADY_EXISTS:
                 raise Unavailable(
                     f"topic {topic} is not there and Kafka at {self.addresses} does not create it: "
-                    f"{text_of(error)}; create it with {partitions} partitions"
+                    f"{kafka_error_text(error)}; create it with {partitions} partitions"
                 ) from None
         return self._appeared(client, topic)
 
@@ -94,7 +95,8 @@ class Brokers:
             ) as error:  # as a partition that was just made has no leader yet
                 if time.monotonic() > deadline:
                     raise Unavailable(
-                        f"Kafka at {self.addresses} does not tell where its topics end: {text_of(error)}; "
+                        f"Kafka at {self.addresses} does not tell where its topics end: "
+                        f"{kafka_error_text(error)}; "
                         "look after the broker and try again"
                     ) from None
                 time.sleep(_POLL_S)
@@ -127,6 +129,6 @@ class Brokers:
             self._heard = error.str()
 
 
-def text_of(error: Exception) -> str:
+def kafka_error_text(error: Exception) -> str:
     first: Any = error.args[0] if error.args else error
     return str(first.str() if isinstance(first, ck.KafkaError) else first)

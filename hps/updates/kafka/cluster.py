@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.tiers.positions import Place
-from hps.updates.kafka.brokers import text_of
+from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import client_log, client_options
 from hps.updates.kafka.credentials import SaslCredentials
 
@@ -50,7 +50,7 @@ class KafkaCluster:
             # To ask for one by name might create it.
             there = (consumer or admin).list_topics(timeout=_ANSWER_S).topics
         except ck.KafkaException as error:
-            raise Unavailable(f"Kafka: {text_of(error)}") from None
+            raise Unavailable(f"Kafka: {kafka_error_text(error)}") from None
         names = [name for name in there if wanted(name)]
         if not names:
             return {}
@@ -61,7 +61,7 @@ class KafkaCluster:
                 told = answer.result()
             except ck.KafkaException as error:
                 if error.args[0].code() != ck.KafkaError.UNKNOWN_TOPIC_OR_PART:
-                    raise Unavailable(f"Kafka: {name}: {text_of(error)}") from None
+                    raise Unavailable(f"Kafka: {name}: {kafka_error_text(error)}") from None
             else:  # one that is being deleted has no partitions
                 if told.partitions:
                     found[name] = Topic(_id_of(told), len(told.partitions))
@@ -103,7 +103,7 @@ class KafkaCluster:
             try:
                 found[at.topic, at.partition] = answer.result().offset
             except ck.KafkaException as error:
-                client_log.debug("%s/%d: %s", at.topic, at.partition, text_of(error))
+                client_log.debug("%s/%d: %s", at.topic, at.partition, kafka_error_text(error))
         return found
 
 

@@ -18,7 +18,7 @@ from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.native.twin_codec import HEADER, MAGIC
 from hps.updates.codec import hps_table
-from hps.updates.kafka.brokers import Brokers, text_of
+from hps.updates.kafka.brokers import Brokers, kafka_error_text
 from hps.updates.kafka.client import ATTEMPT_HEADER, LARGEST, SIZE_HEADER, attempt_of
 from hps.updates.kafka.kept_letters import Identity, Newest
 
@@ -158,7 +158,7 @@ class DeadLetterReader:
                 on_delivery=delivered,
             )
         except (ck.KafkaException, BufferError) as error:
-            failed[letter.place] = text_of(error)
+            failed[letter.place] = kafka_error_text(error)
 
     def _settle(
         self, producer: Any, sent: Sequence[StoredDeadLetter], failed: dict[tuple[int, int], str]
@@ -193,7 +193,7 @@ class DeadLetterReader:
                 for p in range(count)
             }
         except ck.KafkaException as error:
-            raise self._silent(text_of(error)) from None
+            raise self._silent(kafka_error_text(error)) from None
 
     def _messages(self, bounds: dict[int, tuple[int, int]]) -> Iterator[Any]:
         """Those between the offsets, by partition in order."""

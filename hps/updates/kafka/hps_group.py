@@ -40,7 +40,9 @@ class HpsProgress:
             self._consumer = None
 
 
-def committed(settings: KafkaSettings, group: str, places: Iterable[Place]) -> Mapping[Place, int]:
+def committed_offsets(
+    settings: KafkaSettings, group: str, places: Iterable[Place]
+) -> Mapping[Place, int]:
     """The first message of each of ``places`` that ``group`` has not committed, of those it knows. It is
     asked, not joined. Raises Unavailable."""
     consumer = _asking(settings, group)
@@ -56,7 +58,7 @@ def _asking(settings: KafkaSettings, group: str) -> ck.Consumer:
 
 
 def committed_by(consumer: ck.Consumer, group: str, places: Iterable[Place]) -> dict[Place, int]:
-    """`committed`, asked by a ``consumer`` of that ``group``."""
+    """`committed_offsets`, asked by a ``consumer`` of that ``group``."""
     asked = [ck.TopicPartition(*place) for place in places]
     try:
         found = consumer.committed(asked, timeout=ANSWER_S)

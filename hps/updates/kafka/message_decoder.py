@@ -11,7 +11,7 @@ import numpy as np
 from hps.tiers.positions import StreamPosition
 from hps.tracing import traceparent_of
 from hps.updates.codec import DecodedMessages, decode_hps, decode_native, hps_table
-from hps.updates.future_versions import without_ahead
+from hps.updates.future_versions import drop_future_versions
 from hps.updates.kafka.client import attempt_of
 from hps.updates.source import DeadLetter, Reason, TableUpdate
 from hps.updates.topics import TopicTables
@@ -47,7 +47,7 @@ class MessageDecoder:
                 if fault is not None:
                     dead += [_letter(some[i], fault, 0) for i in update.numbers.tolist()]
                     continue
-                kept, ahead = without_ahead(update, self._ahead_s)
+                kept, ahead = drop_future_versions(update, self._ahead_s)
                 dead += [_letter(some[i], Reason.AHEAD, 0) for i in ahead]
                 if kept is not None:
                     ends = _ends([some[i] for i in kept.numbers.tolist()])

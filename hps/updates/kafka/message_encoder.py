@@ -46,7 +46,7 @@ def unix_ms(event_time: float | None) -> int:
     return round(event_time * 1000)
 
 
-def changes_of(
+def check_changes(
     keys: Any, rows: Any, versions: Any, deleted: Any, clock: VersionClock, event_ms: int
 ) -> TableChanges:
     """Arrays as callers have them, checked. Raises BadRequest."""
@@ -92,7 +92,7 @@ def _versions(given: Any, n: int, gone: int) -> VersionArray:
     return versions.astype(np.uint64)
 
 
-def by_partition(
+def split_by_partition(
     changes: TableChanges, groups: int, partitions: int
 ) -> Iterator[tuple[int, TableChanges]]:
     """The same changes by Kafka partition, in their order: each key goes where `partition_of` says."""

@@ -12,7 +12,7 @@ from confluent_kafka import admin
 
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError, Unavailable
-from hps.updates.kafka.brokers import text_of
+from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import client_log, client_options
 
 Place = tuple[str, int]
@@ -66,7 +66,9 @@ class KafkaReport:
         try:
             self._admin = admin.AdminClient({**options, "log_level": 3}, logger=client_log)
         except ck.KafkaException as error:
-            raise ConfigError(f"updates.kafka.options: {text_of(error)}; correct them") from None
+            raise ConfigError(
+                f"updates.kafka.options: {kafka_error_text(error)}; correct them"
+            ) from None
 
     def brokers(self) -> list[str]:
         """Those that the first one names, as `host:port`."""
@@ -76,7 +78,8 @@ class KafkaReport:
             self._admin.poll(0)
             raise Unavailable(
                 f"no broker at {self.addresses} answers within {self._answer_s:g} s: "
-                f"{self._heard or text_of(error)}; start it, or correct updates.kafka.brokers and options"
+                f"{self._heard or kafka_error_text(error)}; "
+                "start it, or correct updates.kafka.brokers and options"
             ) from None
         return [f"{each.host}:{each.port}" for each in found.values()]
 
@@ -131,7 +134,7 @@ class KafkaReport:
             return {(at.topic, at.partition): told.result() for at, told in asked.items()}
         except ck.KafkaException as error:
             raise Unavailable(
-                f"Kafka does not tell where its topics end: {text_of(error)}"
+                f"Kafka does not tell where its topics end: {kafka_error_text(error)}"
             ) from None
 
     def _error(self, error: Any) -> None:
@@ -166,4 +169,4 @@ def _answered(future: Any, read: Callable[[Any], Any]) -> Any:
         if code in _SOON:
             return _NO_COORDINATOR
         view = TopicView if read is _topic_of else GroupView
-        return view(problem=text_of(error))
+        return view(problem=kafka_error_text(error))

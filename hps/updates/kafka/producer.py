@@ -26,9 +26,9 @@ from hps.updates.kafka.brokers import Brokers
 from hps.updates.kafka.message_encoder import (
     Format,
     MessageAttributes,
-    by_partition,
-    changes_of,
+    check_changes,
     encode,
+    split_by_partition,
     unix_ms,
 )
 from hps.updates.topics import native_topic
@@ -141,7 +141,7 @@ class Producer:
         said = MessageAttributes(unix_ms(event_time), ttl_s, step, dense_version)
         if self._format == "hps" and versions is not None:
             raise BadRequest("HPS's format has no room for versions; leave them out")
-        changes = changes_of(keys, rows, versions, deleted, self._clock, said.event_ms)
+        changes = check_changes(keys, rows, versions, deleted, self._clock, said.event_ms)
         native = self._format == "native"
         topic = native_topic(self._model) if native else hps_topic(self._model, table)
         name = f"{self._model}/{table}" if native else table
@@ -149,7 +149,7 @@ class Producer:
         count = self._count(topic)
         parts = [
             (partition, encode(self._format, name, some, said, key_bits=self._key_bits, full=self._full))
-            for partition, some in by_partition(changes, self._groups, count)
+            for partition, some in split_by_partition(changes, self._groups, count)
         ]  # fmt: skip
         for partition, messages in parts:
             for message in messages:

@@ -19,7 +19,7 @@ from hps.errors import BadRequest, ConfigError, Unavailable
 from hps.tiers.positions import Place, StreamPosition
 from hps.tracing import recorder
 from hps.updates.kafka.assignment import AllPartitions, GroupMember, PartitionAssignment
-from hps.updates.kafka.brokers import text_of
+from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import client_log, reader_options
 from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.credentials import SaslCredentials
@@ -100,7 +100,7 @@ class KafkaSource:
         try:
             consumer = ck.Consumer(self._options, logger=client_log)
         except ck.KafkaException as error:
-            raise ConfigError(f"updates.kafka: {text_of(error)}") from None
+            raise ConfigError(f"updates.kafka: {kafka_error_text(error)}") from None
         if self._is_member:
             return consumer, GroupMember(consumer, self._taken_back)
         return consumer, AllPartitions()

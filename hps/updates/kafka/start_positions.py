@@ -12,10 +12,10 @@ import confluent_kafka as ck
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.tiers.positions import Place
-from hps.updates.kafka.brokers import text_of
+from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import ANSWER_S
 from hps.updates.kafka.cluster import KafkaCluster, Topic
-from hps.updates.kafka.hps_group import committed, committed_by
+from hps.updates.kafka.hps_group import committed_by, committed_offsets
 from hps.updates.stream_positions import Readers
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class StartPositions:
         """First offsets of partitions that no store knows, and whether what is before counts as applied."""
         hps: Mapping[Place, int] = {}
         if self._hps_group is not None and places:
-            hps = committed(self._settings, self._hps_group, places)
+            hps = committed_offsets(self._settings, self._hps_group, places)
         firsts = {}
         for place in places:
             at, end = hps.get(place), bounds[place][1]
@@ -217,7 +217,7 @@ class StartPositions:
         try:
             (found,) = consumer.offsets_for_times([asked], timeout=ANSWER_S)
         except ck.KafkaException as error:
-            raise Unavailable(f"Kafka: {place[0]}: {text_of(error)}") from None
+            raise Unavailable(f"Kafka: {place[0]}: {kafka_error_text(error)}") from None
         return int(found.offset) if found.offset >= 0 else end
 
 

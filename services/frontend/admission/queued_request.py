@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from hps.errors import Unavailable
-from services.frontend.statistics import execution, queued_ns
+from services.frontend.statistics import execution_samples, queued_ns
 
 
 class QueuedRequest(Future[Any]):
@@ -49,7 +49,7 @@ class QueuedRequest(Future[Any]):
         """Be answered as ``work`` was."""
         self.work = None  # which holds on to this
         self.queued_ns += queued_ns(work)
-        self.execution = execution(work)
+        self.execution = execution_samples(work)
         try:
             if (error := work.exception()) is not None:
                 self.set_exception(error)

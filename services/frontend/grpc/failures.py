@@ -8,7 +8,7 @@ from hps.errors import HpsError
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from hps.tracing import RequestContext
-from services.frontend.errors import REFUSALS, refused_for, status_of, told
+from services.frontend.errors import REFUSALS, client_error, rejection_reason, status_of
 from services.frontend.grpc.request_naming import named
 from services.frontend.grpc.responders import UnaryResponder
 from services.frontend.state import FrontendState, ServedEndpoint
@@ -35,7 +35,7 @@ def fail(
     if origin is None:
         model = "" if endpoint is None else endpoint.name
         origin = state.observer.begin(model, started, *named(known_as, reply.context))
-    answered = told(error, origin.request_id)
+    answered = client_error(error, origin.request_id)
     count_failure(answered, state.metrics, method, entry, started)
     state.observer.failed("grpc", origin, endpoint, status_of(answered).grpc, error, started)
     reply.fail(answered)
@@ -54,5 +54,5 @@ def count_failure(
     metrics.histogram(m.REQUEST_SECONDS, "grpc", method, name, version, status).observe(
         (done - started) * 1e-9
     )
-    if (reason := refused_for(error)) is not None:
+    if (reason := rejection_reason(error)) is not None:
         metrics.counter(m.REQUESTS_REFUSED, reason).add()

@@ -20,7 +20,7 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 from hps.errors import BadRequest, NotFound, Unavailable
 from services.frontend.errors import TooManyRequests
 from services.frontend.grpc.method_handlers import ServerStreamHandler
-from services.frontend.grpc.protobuf_wire import parsed
+from services.frontend.grpc.protobuf_wire import parse_message
 from services.frontend.grpc.responders import StreamResponder
 from services.frontend.grpc.service import SERVICE
 from services.server_state import ServerState
@@ -81,7 +81,7 @@ class GrpcHealth:
     def _watch(self, message: bytes, call: StreamResponder) -> None:
         """Until the client is gone, or all are told to go."""
         try:
-            service = parsed(HealthCheckRequest, message).service
+            service = parse_message(HealthCheckRequest, message).service
         except BadRequest as error:
             call.fail(error)
             return

@@ -19,7 +19,7 @@ from hps.observability.metrics import Metrics
 from services.frontend.auth import Authorizer
 from services.frontend.grpc.call_identity import CountedResponder, address_of, caller_of, check
 from services.frontend.grpc.failures import count_failure, fail
-from services.frontend.grpc.pending import PendingAnswers, deadline_of
+from services.frontend.grpc.pending import PendingAnswers, call_deadline
 from services.frontend.grpc.protobuf_wire import field
 from services.frontend.grpc.request import (
     GrpcInferenceRequest,
@@ -34,7 +34,7 @@ from services.frontend.grpc.status import abort
 from services.frontend.grpc.stream_limit import OpenStream, StreamLimit
 from services.frontend.shared_memory import SharedMemoryRegistry
 from services.frontend.state import FrontendState, ServedEndpoint
-from services.frontend.statistics import execution, queued_ns
+from services.frontend.statistics import execution_samples, queued_ns
 
 # Set by clients that want the first error of a stream as the stream's own (Triton's extension).
 _STRICT_STREAM = ("triton_grpc_error", "true")
@@ -174,7 +174,7 @@ class GrpcInferenceService:
             call = self._read(message, to, route, reply, expected)
             parsed = perf_counter_ns()
             identify(call, route.entry.name, reply.context, started, self._state.observer)
-            deadline = deadline_of(reply.context, call.form.timeout_us * 1e-6 or self._timeout_s)
+            deadline = call_deadline(reply.context, call.form.timeout_us * 1e-6 or self._timeout_s)
         except Exception as error:
             if expected is not None:
                 endpoint.forget(expected)
@@ -229,7 +229,13 @@ class GrpcInferenceService:
             answer = route.encode(call, result)
             done = perf_counter_ns()
             route.entry.statistics.succeeded(
-                call.batch, started, parsed, inferred, done, queued_ns(future), execution(future)
+                call.batch,
+                started,
+                parsed,
+                inferred,
+                done,
+                queued_ns(future),
+                execution_samples(future),
             )
             route.observe_ok((done - started) * 1e-9)
             if call.origin is not None:

@@ -13,7 +13,7 @@ import grpc
 from hps.config.auth import Role
 from hps.config.server_settings import ServerSettings
 from hps.lookup.base import LookupModel
-from hps.lookup.remote.model_description import described
+from hps.lookup.remote.model_description import describe_model
 from hps.observability.profile import Profile
 from hps.tracing import RequestContext
 from hps.types import LookupRequest, LookupResult
@@ -23,14 +23,14 @@ from services.frontend.grpc.call_identity import CountedResponder, caller_of
 from services.frontend.grpc.failures import fail
 from services.frontend.grpc.lookup_request import LookupRequestParser
 from services.frontend.grpc.method_handlers import UnaryHandler
-from services.frontend.grpc.pending import PendingAnswers, deadline_of
-from services.frontend.grpc.protobuf_wire import field, parsed
+from services.frontend.grpc.pending import PendingAnswers, call_deadline
+from services.frontend.grpc.protobuf_wire import field, parse_message
 from services.frontend.grpc.request_naming import begun, named
 from services.frontend.grpc.responders import CallContext, UnaryResponder
 from services.frontend.grpc.unary_services import handlers_of
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.state import FrontendState, ServedEndpoint
-from services.frontend.statistics import execution, queued_ns
+from services.frontend.statistics import execution_samples, queued_ns
 
 SERVICE = "hps.v1.Lookup"
 _LOOKUP = ".lookup"
@@ -109,7 +109,7 @@ class LookupService:
 
     def _described(self, entry: ServedEndpoint) -> Any:
         served = entry.served
-        return described(
+        return describe_model(
             LookupModel(
                 served.name,
                 served.version,
@@ -131,11 +131,11 @@ class LookupService:
             caller = caller_of(reply, self._guard)
             if (clients := self._state.admission.clients) is not None:
                 reply = CountedResponder(reply, clients, caller)
-            request = parsed(pb.LookupRequest, message)
+            request = parse_message(pb.LookupRequest, message)
             kept = self._kept  # another when other models are served
             question = kept.get(request.asked)
             if question is None:
-                asks = parsed(pb.Asked, request.asked)
+                asks = parse_message(pb.Asked, request.asked)
                 entry = self._entry(asks)
                 question = self._question(asks, entry)
                 _keep_in_mind(kept, request.asked, question)
@@ -148,7 +148,7 @@ class LookupService:
             else:
                 found = named("", reply.context)
                 origin = begun(found, entry.name, started, self._state.observer)
-            deadline = deadline_of(reply.context, self._timeout_s)
+            deadline = call_deadline(reply.context, self._timeout_s)
             asked: LookupRequest | None = None
             if origin is None and question.prepared is not None:
                 start = partial(question.prepared, keys, deadline)
@@ -191,7 +191,7 @@ class LookupService:
             done = perf_counter_ns()
             batch, queued = question.batch, queued_ns(future)
             entry.statistics.succeeded(
-                batch, started, parsed, inferred, done, queued, execution(future)
+                batch, started, parsed, inferred, done, queued, execution_samples(future)
             )
             question.observe((done - started) * 1e-9)
             if isinstance(origin, Profile):

@@ -19,7 +19,7 @@ from hps.observability.metrics import Metrics
 from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
 from services.frontend import request_errors as faults
-from services.frontend.errors import shown
+from services.frontend.errors import short_value
 from services.frontend.grpc.protobuf_wire import field, varint
 from services.frontend.state import ServedEndpoint
 
@@ -61,7 +61,7 @@ class LookupRequestParser:
         known: set[str] = set()
         for each in self._names:
             if each.name in known:
-                raise BadRequest(f"{shown(each.name)} stands twice in the request")
+                raise BadRequest(f"{short_value(each.name)} stands twice in the request")
             known.add(each.name)
         self.batch = max((each.batch for each in self._names), default=0)
         """Samples, for statistics; keys by table are one, however many."""
@@ -73,12 +73,14 @@ class LookupRequestParser:
         """The next one: its numbers stand behind those of the names before."""
         name, count, batch = given.name, given.count, given.batch
         if count < 0 or batch < 0:
-            raise BadRequest(f"{shown(name)}: count {count} and batch {batch} must not be negative")
+            raise BadRequest(
+                f"{short_value(name)}: count {count} and batch {batch} must not be negative"
+            )
         if not (given.has_offsets or batch):
             batch = count
         if self.by_table and batch > count:
             raise BadRequest(
-                f"{shown(name)} is a table: {count} keys are no batch of {batch}; leave the batch out"
+                f"{short_value(name)} is a table: {count} keys are no batch of {batch}; leave the batch out"
             )
         keys, offsets, weights = slice(self._keys, self._keys + count), None, None
         self._keys += count

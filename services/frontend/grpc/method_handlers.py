@@ -11,14 +11,14 @@ import grpc
 
 from hps.config.auth import Role
 from hps.errors import BadRequest, HpsError
-from services.frontend.errors import RequestCancelled, told
+from services.frontend.errors import RequestCancelled, client_error
 from services.frontend.grpc.responders import (
     BlockingResponder,
     CallContext,
     StreamResponder,
     UnaryResponder,
 )
-from services.frontend.grpc.status import abort, ending_of
+from services.frontend.grpc.status import abort, call_status
 
 Begin = Callable[[bytes, UnaryResponder], None]
 Behavior = Callable[[Any, CallContext], Any]
@@ -75,13 +75,13 @@ class PooledUnaryHandler(UnaryHandler):
         self._pool = self.experimental_thread_pool = pool
 
     def reject(self, error: Exception, reply: UnaryResponder) -> None:
-        reply.fail(told(error, ""))
+        reply.fail(client_error(error, ""))
 
     def __call__(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         try:
             return self._answered(message, context)
         except Exception as error:
-            abort(told(error, ""), context)
+            abort(client_error(error, ""), context)
             raise AssertionError("abort raises") from None
 
     def _submit(self, message: bytes, reply: UnaryResponder) -> None:
@@ -93,7 +93,7 @@ class PooledUnaryHandler(UnaryHandler):
         try:
             reply.answer(self._answered(message, reply.context))
         except BaseException as error:  # whatever it was, the caller must hear of it
-            reply.fail(told(error, ""))
+            reply.fail(client_error(error, ""))
 
     def _answered(self, message: bytes, context: CallContext) -> bytes:
         answer: bytes = self._write(self._behavior(self._request(message), context))
@@ -143,7 +143,7 @@ class _GrpcStreamResponder:
             on_gone()
 
     def fail(self, error: HpsError) -> None:
-        ending = ending_of(error)
+        ending = call_status(error)
         self._context.set_trailing_metadata(ending.trailers or ())
         self._context.set_code(ending.code)
         self._context.set_details(str(error))

@@ -8,17 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from services.frontend.errors import shown
+from services.frontend.errors import short_value
 
 INT64, FLOAT32 = np.dtype("<i8"), np.dtype("<f4")
 
 
-def numbers(name: str, what: str, packed: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+def unpack_numbers(name: str, what: str, packed: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
     """``packed`` as ``(n,)``, read-only and not copied. ``BadRequest``, naming ``what`` of ``name`` it was to
     be, when it is not."""
     if len(packed) % dtype.itemsize:
         raise BadRequest(
-            f"{what} of {shown(name)}: {len(packed)} bytes are no {dtype.name} numbers, which take "
+            f"{what} of {short_value(name)}: {len(packed)} bytes are no {dtype.name} numbers, which take "
             f"{dtype.itemsize} each"
         )
     return np.frombuffer(packed, dtype)

@@ -20,7 +20,7 @@ _LOOK_S = 0.01  # between looks at the time while anything waits
 End = Callable[["Future[Any]"], None]
 
 
-def deadline_of(context: CallContext, allowed_s: float) -> float:
+def call_deadline(context: CallContext, allowed_s: float) -> float:
     """An instant of ``time.monotonic``: the client's deadline, and no later than ``allowed_s`` from now."""
     remaining_s = context.time_remaining()
     if remaining_s is not None and remaining_s < allowed_s:

@@ -41,7 +41,7 @@ def content_at(message: bytes, at: int) -> tuple[int, int]:
     raise MalformedMessage("it ends within a field")
 
 
-def parsed(kind: Any, message: bytes) -> Any:
+def parse_message(kind: Any, message: bytes) -> Any:
     """``message`` as one of protobuf's class ``kind``. Raises ``BadRequest``."""
     try:
         return kind.FromString(message)

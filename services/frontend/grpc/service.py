@@ -19,8 +19,8 @@ from services.frontend.auth import Authorizer
 from services.frontend.grpc.call_identity import address_of, check
 from services.frontend.grpc.method_handlers import Behavior
 from services.frontend.grpc.responders import CallContext
-from services.frontend.log_settings import change
-from services.frontend.log_settings import told as told_of_logs
+from services.frontend.log_settings import change_log_settings
+from services.frontend.log_settings import log_settings as told_of_logs
 from services.frontend.metadata import server_metadata
 from services.frontend.model_control import index, load, unload
 from services.frontend.state import FrontendState
@@ -28,7 +28,7 @@ from services.frontend.state import FrontendState
 SERVICE = "inference.GRPCInferenceService"
 
 
-def answering(guard: Authorizer, role: Role | None, behavior: Behavior) -> Behavior:
+def require_role(guard: Authorizer, role: Role | None, behavior: Behavior) -> Behavior:
     """``behavior`` for callers of ``role`` (None: all); raises ``Unauthenticated`` or ``Forbidden``."""
 
     @wraps(behavior)
@@ -47,7 +47,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
     def __init__(self, state: FrontendState, guard: Authorizer) -> None:
         self._state = state
         for name in ("ServerLive", "ServerReady", "ModelReady"):
-            setattr(self, name, answering(guard, None, getattr(self, name)))
+            setattr(self, name, require_role(guard, None, getattr(self, name)))
         for name in (
             "ServerMetadata",
             "ModelMetadata",
@@ -59,13 +59,13 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
             "SystemSharedMemoryStatus",
             "CudaSharedMemoryUnregister",
         ):
-            setattr(self, name, answering(guard, "read", getattr(self, name)))
+            setattr(self, name, require_role(guard, "read", getattr(self, name)))
         for name in ("RepositoryModelLoad", "RepositoryModelUnload"):
-            setattr(self, name, answering(guard, "admin", getattr(self, name)))
-        self.LogSettings = answering(guard, "read", partial(self._log_settings, guard))
+            setattr(self, name, require_role(guard, "admin", getattr(self, name)))
+        self.LogSettings = require_role(guard, "read", partial(self._log_settings, guard))
         for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             if method.name not in self.__dict__ and method.name not in type(self).__dict__:
-                setattr(self, method.name, answering(guard, "read", _not_offered(method.name)))
+                setattr(self, method.name, require_role(guard, "read", _not_offered(method.name)))
 
     def ServerLive(self, request: Any, context: CallContext) -> Any:
         return pb.ServerLiveResponse(live=True)
@@ -161,7 +161,9 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         if given:
             check(guard, context, "admin")
         response = pb.LogSettingsResponse()
-        for name, value in (change(given, self._state) if given else told_of_logs()).items():
+        for name, value in (
+            change_log_settings(given, self._state) if given else told_of_logs()
+        ).items():
             kind = {bool: "bool_param", int: "uint32_param"}.get(type(value), "string_param")
             setattr(response.settings[name], kind, value)
         return response

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import grpc
 
 from hps.errors import HpsError
-from services.frontend.errors import RETRY_AFTER_S, is_retried, status_of
+from services.frontend.errors import RETRY_AFTER_S, is_retryable, status_of
 
 Trailers = tuple[tuple[str, str], ...] | None
 
@@ -24,13 +24,13 @@ class CallStatus(NamedTuple):
     trailers: Trailers
 
 
-def ending_of(error: HpsError) -> CallStatus:
+def call_status(error: HpsError) -> CallStatus:
     """How a call ends that fails with ``error``."""
     kind = type(error)
     found = _OF_KIND.get(kind)
     if found is None:
         code = grpc.StatusCode[status_of(error).grpc]
-        found = CallStatus(code, code.value[0], _PUSHBACK if is_retried(error) else None)
+        found = CallStatus(code, code.value[0], _PUSHBACK if is_retryable(error) else None)
         _OF_KIND[kind] = found
     return found
 
@@ -40,7 +40,7 @@ _OF_KIND: dict[type[HpsError], CallStatus] = {}
 
 def abort(error: HpsError, context: grpc.ServicerContext) -> None:
     """End a call on the thread it has: raises what grpc knows by."""
-    code, _, trailers = ending_of(error)
+    code, _, trailers = call_status(error)
     if trailers is not None:
         context.set_trailing_metadata(trailers)
     context.abort(code, str(error))

@@ -10,7 +10,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from hps.config.auth import Role
 from services.frontend.auth import Authorizer
-from services.frontend.grpc.service import answering
+from services.frontend.grpc.service import require_role
 
 
 class UnaryService(Protocol):
@@ -25,7 +25,7 @@ def handlers_of(
     """Handlers for the calls of ``service``, whose ``descriptor`` has their messages."""
     return {
         name: grpc.unary_unary_rpc_method_handler(
-            answering(guard, role, getattr(service, name)),
+            require_role(guard, role, getattr(service, name)),
             GetMessageClass(descriptor.methods_by_name[name].input_type).FromString,
             GetMessageClass(descriptor.methods_by_name[name].output_type).SerializeToString,
         )

@@ -11,7 +11,7 @@ from hps.config.auth import Role
 from hps.errors import BadRequest
 from hps.node.streams import UpdateStreams
 from hps.v1 import admin_pb2 as pb
-from services.frontend.grpc.packed_numbers import FLOAT32, INT64, numbers
+from services.frontend.grpc.packed_numbers import FLOAT32, INT64, unpack_numbers
 from services.frontend.grpc.responders import CallContext
 from services.server_state import ServerState
 
@@ -32,9 +32,9 @@ class UpdatesService:
 
     def Write(self, request: Any, context: CallContext) -> Any:
         node = self._state.require_node()
-        keys = numbers(request.table, "keys", request.keys, INT64)
-        deleted = numbers(request.table, "deleted", request.deleted, INT64)
-        vectors = numbers(request.table, "vectors", request.vectors, FLOAT32)
+        keys = unpack_numbers(request.table, "keys", request.keys, INT64)
+        deleted = unpack_numbers(request.table, "deleted", request.deleted, INT64)
+        vectors = unpack_numbers(request.table, "vectors", request.vectors, FLOAT32)
         dim = node.table(request.model, request.table).dim
         if len(vectors) != len(keys) * dim:
             raise BadRequest(

@@ -82,14 +82,14 @@ async def _rest(
         message = await _next(receive, min(patience_s, left_s))
 
 
-async def in_task() -> None:
+async def ensure_task() -> None:
     """Go on within a task: timers need one, and an answer may have begun without."""
     if asyncio.current_task() is None:
         await asyncio.sleep(0)
 
 
 async def _next(receive: Receive, left_s: float) -> MutableMapping[str, Any]:
-    await in_task()
+    await ensure_task()
     try:
         if left_s <= 0:
             raise TimeoutError
@@ -105,7 +105,7 @@ async def _next(receive: Receive, left_s: float) -> MutableMapping[str, Any]:
 async def discard(receive: Receive) -> None:
     """Read what is left of a refused body and forget it, up to a bound of bytes and seconds."""
     left = _DISCARDED_BYTES
-    await in_task()
+    await ensure_task()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DISCARDED_S):
             while left > 0:

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 from services.frontend.errors import REFUSALS
 from services.frontend.http.asgi import EXTENSIONS, GONE, PortApplication
-from services.frontend.http.cycle import HttpCycle, go_on
+from services.frontend.http.cycle import HttpCycle, resume_coroutine
 from services.frontend.http.head import RequestHead
 from services.frontend.http.infer import HEAD_BYTES
 from services.frontend.http.parsing import HttpParsing
@@ -198,7 +198,7 @@ class HttpProtocol(HttpParsing):
             waits_for = running.send(None)
         except StopIteration:
             return
-        task = self.loop.create_task(go_on(running, waits_for))
+        task = self.loop.create_task(resume_coroutine(running, waits_for))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 

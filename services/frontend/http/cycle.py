@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from services.frontend.http.connection import HttpProtocol
 
 
-async def go_on(running: Any, waits_for: Any) -> None:
+async def resume_coroutine(running: Any, waits_for: Any) -> None:
     """The rest of a coroutine that was begun outside a task and waits for ``waits_for``."""
     await _rest(running, waits_for)  # from Python 3.12 on a task takes no generator
 

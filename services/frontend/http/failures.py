@@ -6,7 +6,7 @@ from time import perf_counter_ns
 
 from hps.observability import metric_names as m
 from hps.tracing import RequestContext
-from services.frontend.errors import http_status, refused_for, told
+from services.frontend.errors import client_error, http_status, rejection_reason
 from services.frontend.http.asgi import Receive, Send
 from services.frontend.http.body import ClientGone, discard
 from services.frontend.http.errors import error_body, error_headers
@@ -60,7 +60,7 @@ def failure(
     metrics.histogram(m.REQUEST_SECONDS, "http", "infer", name, version, str(status)).observe(
         (done - started) * 1e-9
     )
-    if (reason := refused_for(error)) is not None:
+    if (reason := rejection_reason(error)) is not None:
         metrics.counter(m.REQUESTS_REFUSED, reason).add()
     reply = error_headers(status, body)
     if head.request_id:
@@ -72,5 +72,5 @@ def failure(
 
 def describe(error: BaseException, known_as: str) -> tuple[int, bytes]:
     """Status and body for an error of the request ``known_as``."""
-    answer = told(error, known_as)
+    answer = client_error(error, known_as)
     return http_status(answer), error_body(str(answer))

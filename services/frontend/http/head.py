@@ -77,7 +77,7 @@ class RequestHead:
         self.is_named = bool(self.request_id or self.traceparent)
 
 
-def apart(text: bytes) -> tuple[bytes, dict[bytes, bytes]]:
+def split_request_lines(text: bytes) -> tuple[bytes, dict[bytes, bytes]]:
     """A head's bytes without the lines of the one request's own, and those lines."""
     pieces = _OWN_LINE.split(text)
     own = {
@@ -87,7 +87,7 @@ def apart(text: bytes) -> tuple[bytes, dict[bytes, bytes]]:
     return b"".join(pieces[::3]), own
 
 
-def without_own(headers: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+def shared_headers(headers: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """Headers but those of the one request."""
     return {name: value for name, value in headers.items() if name not in _OWN}
 
@@ -95,9 +95,9 @@ def without_own(headers: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
 def request_id(headers: Mapping[bytes, bytes]) -> str:
     """``X-Request-ID`` if it is one that may be repeated in a header and a log line, else ""."""
     given = headers.get(b"x-request-id")
-    return "" if given is None else repeatable(given.decode("latin-1"))
+    return "" if given is None else printable_request_id(given.decode("latin-1"))
 
 
-def repeatable(name: str) -> str:
+def printable_request_id(name: str) -> str:
     """``name`` if it may stand in a header and a log line, else ""."""
     return name if _REQUEST_ID.fullmatch(name) else ""

@@ -19,7 +19,7 @@ from services.frontend.errors import Overloaded, RequestBodyTimeout, RequestTooL
 from services.frontend.http.asgi import App, Receive, Scope, Send
 from services.frontend.http.body import decompress, read_body
 from services.frontend.http.failures import fail, failure
-from services.frontend.http.head import RequestHead, apart, without_own
+from services.frontend.http.head import RequestHead, shared_headers, split_request_lines
 from services.frontend.http.inference import HttpInference
 from services.frontend.http.peer import ConnectionPeer, peer_of
 from services.frontend.http.response import HttpReply
@@ -101,7 +101,7 @@ class InferApp:
         size = request.find(b"\r\n\r\n") + 4
         head = self._heads.get(request[:size])
         if head is None:
-            text, own = apart(request[:size])
+            text, own = split_request_lines(request[:size])
             if not own or (head := self._heads.get(text)) is None:
                 return None, 0
             head = head.named(own)
@@ -121,8 +121,8 @@ class InferApp:
                 self._heads.clear()
             head.body_size = body_size
             bare = head.named({})
-            bare.headers = without_own(head.headers)
-            self._heads[apart(text)[0]] = bare
+            bare.headers = shared_headers(head.headers)
+            self._heads[split_request_lines(text)[0]] = bare
         return head
 
     def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from hps.errors import BadRequest, DeadlineExceeded
 from services.frontend.http.asgi import GONE, WHOLE, Receive, Scope, Send
-from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, in_task
+from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, ensure_task
 from services.frontend.http.failures import fail
-from services.frontend.http.head import RequestHead, repeatable
+from services.frontend.http.head import RequestHead, printable_request_id
 from services.frontend.http.response import HttpReply
-from services.frontend.statistics import execution, queued_ns
+from services.frontend.statistics import execution_samples, queued_ns
 
 if TYPE_CHECKING:
     from services.frontend.http.infer import InferApp
@@ -132,7 +132,7 @@ class HttpInference:
         try:
             if self._error is not None:
                 raise self._error
-            result = future.result() if future.done() else await outcome(future, self.deadline)
+            result = future.result() if future.done() else await await_result(future, self.deadline)
             inferred = perf_counter_ns()
             reply = self._reply(result)
             if head.coding is not None and reply.size >= COMPRESS_FROM_BYTES:
@@ -160,7 +160,7 @@ class HttpInference:
         freshness = route.entry.freshness
         stale_s = freshness.flag() if freshness.stale_s else result.stale_s
         reply = route.encoder.encode(call.form, result.defaulted, result.degraded, stale_s, outputs)
-        known_as = head.request_id or repeatable(call.id)
+        known_as = head.request_id or printable_request_id(call.id)
         return reply.known_as(known_as) if known_as else reply
 
     def _count(self, inferred: int, result: Any) -> None:
@@ -175,7 +175,7 @@ class HttpInference:
             inferred,
             done,
             queued_ns(self.future),
-            execution(self.future),
+            execution_samples(self.future),
         )
         route.observe_ok((done - started) * 1e-9)
         if call.origin is not None:
@@ -209,9 +209,9 @@ def header_size(value: bytes | None, size: int) -> int | None:
     return int(value)
 
 
-async def outcome(future: Future[Any], deadline: float) -> Any:
+async def await_result(future: Future[Any], deadline: float) -> Any:
     """The result of work that is done elsewhere; cancels it when its time is up."""
-    await in_task()
+    await ensure_task()
     try:
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
             return await asyncio.wrap_future(future)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from services.frontend.auth import Authorizer
 from services.frontend.http.api import JsonAnswer, answers, json_body, needs, takes
-from services.frontend.log_settings import change, told
+from services.frontend.log_settings import change_log_settings, log_settings
 from services.server_state import ServerState
 
 
@@ -21,7 +21,7 @@ def logging_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     @router.get("/v2/logging", responses=answers("LogSettings"), dependencies=needs(guard, "read"))
     async def settings() -> Response:
         """Which log lines are written, by Triton's names."""
-        return JsonAnswer(told())
+        return JsonAnswer(log_settings())
 
     @router.post(
         "/v2/logging",
@@ -32,6 +32,8 @@ def logging_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     async def set_some(request: Request) -> Response:
         """Change some of them; a `log_verbose_level` above 0 also logs every request."""
         given = await json_body(request)
-        return JsonAnswer(await run_in_threadpool(change, given, state))  # other processes are told
+        return JsonAnswer(
+            await run_in_threadpool(change_log_settings, given, state)
+        )  # other processes are told
 
     return router

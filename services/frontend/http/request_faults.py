@@ -15,7 +15,7 @@ import orjson
 from hps.errors import BadRequest
 from services.frontend import request_errors as faults
 from services.frontend.datatypes import BINARY_ONLY, InputRule, flat, numbers
-from services.frontend.errors import shown
+from services.frontend.errors import short_value
 from services.frontend.shared_memory_refs import PARAMETERS, place_of, require_size
 
 _PLACES = frozenset(PARAMETERS)
@@ -56,7 +56,7 @@ def _header(text: bytes) -> dict[str, Any]:
             hint = "; NaN and Infinity are not JSON: send such tensors in binary form"
         raise BadRequest(f"failed to parse the request JSON buffer: {error}{hint}") from None
     if not isinstance(header, dict):
-        raise BadRequest(f"the request must be a JSON object, got {shown(header)}")
+        raise BadRequest(f"the request must be a JSON object, got {short_value(header)}")
     return header
 
 
@@ -64,7 +64,9 @@ def _inputs(header: dict[str, Any]) -> list[Any]:
     if "inputs" not in header:
         raise BadRequest("the request has no 'inputs'")
     if not isinstance(header["inputs"], list):
-        raise BadRequest(f"'inputs' must be an array of tensors, got {shown(header['inputs'])}")
+        raise BadRequest(
+            f"'inputs' must be an array of tensors, got {short_value(header['inputs'])}"
+        )
     return header["inputs"]
 
 
@@ -79,7 +81,7 @@ def _input(
 ) -> int:
     """Check one input; return the offset behind its bytes."""
     if not isinstance(item, dict):
-        raise BadRequest(f"inputs[{position}] must be an object, got {shown(item)}")
+        raise BadRequest(f"inputs[{position}] must be an object, got {short_value(item)}")
     name = item.get("name")
     if not isinstance(name, str):
         raise BadRequest(f"inputs[{position}] has no 'name', or one that is no string")
@@ -111,7 +113,7 @@ def _input(
     if size != expected:
         raise BadRequest(
             f"unexpected size for input '{name}' of model '{model}': binary_data_size is "
-            f"{shown(size)}, shape {shown(item['shape'])} of {item['datatype']} takes {expected}"
+            f"{short_value(size)}, shape {short_value(item['shape'])} of {item['datatype']} takes {expected}"
         )
     if offset + expected > raw_size:
         raise BadRequest(
@@ -163,12 +165,12 @@ def _data(item: dict[str, Any], name: str, datatype: str, dtype: np.dtype[Any], 
             raise _out_of_range(name, datatype) from None
         raise BadRequest(
             f"input '{name}': 'data' must be an array, flat or nested, of {datatype} values alone, got "
-            f"{shown(item['data'])}"
+            f"{short_value(item['data'])}"
         ) from None
     except ValueError:
         raise BadRequest(
             f"unexpected number of elements in 'data' of input '{name}': its shape "
-            f"{shown(item['shape'])} takes {count}"
+            f"{short_value(item['shape'])} takes {count}"
         ) from None
 
 
@@ -183,15 +185,16 @@ def _out_of_range(name: str, datatype: str) -> BadRequest:
 
 def _options(header: dict[str, Any]) -> None:
     if not isinstance(header.get("id", ""), str):
-        raise BadRequest(f"'id' must be a string, got {shown(header['id'])}")
+        raise BadRequest(f"'id' must be a string, got {short_value(header['id'])}")
     parameters = header.get("parameters")
     parameters = {} if parameters is None else parameters
     if not isinstance(parameters, dict):
-        raise BadRequest(f"'parameters' must be an object, got {shown(parameters)}")
+        raise BadRequest(f"'parameters' must be an object, got {short_value(parameters)}")
     for key, value in parameters.items():
         if type(value) not in (str, int, float, bool):
             raise BadRequest(
-                f"parameter {shown(key)} must be a string, number or truth value, got {shown(value)}"
+                f"parameter {short_value(key)} must be a string, number or truth value, "
+                f"got {short_value(value)}"
             )
     if type(parameters.get("binary_data_output", False)) is not bool:
         raise BadRequest("parameter 'binary_data_output' must be true or false")
@@ -204,7 +207,7 @@ def _outputs(wanted: Any) -> None:
     if wanted is None:
         return
     if not isinstance(wanted, list):
-        raise BadRequest(f"'outputs' must be an array, got {shown(wanted)}")
+        raise BadRequest(f"'outputs' must be an array, got {short_value(wanted)}")
     seen = set()
     for position, item in enumerate(wanted):
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):

@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from hps.errors import BadRequest
-from hps.lookup.explain import explained
+from hps.lookup.explain import explain_rows
 from hps.suggestions import hint_for
 from hps.types import JaggedKeys, KeyArray, LookupRequest, VectorArray
 from services.frontend.auth import Authorizer
-from services.frontend.errors import shown
+from services.frontend.errors import short_value
 from services.frontend.http.api import JsonAnswer, answers, json_body, needs, takes
-from services.frontend.http.inference import outcome
+from services.frontend.http.inference import await_result
 from services.frontend.state import FrontendState
 from services.server_state import ServerState
 
@@ -46,8 +46,8 @@ def rows_routes(state: FrontendState, guard: Authorizer, timeout_s: float) -> AP
         request = LookupRequest(
             {table: JaggedKeys(wanted, len(wanted))}, deadline, want_source=True, by_table=True
         )
-        result = await outcome(engine.submit(request), deadline)
-        return JsonAnswer(explained(found, wanted, result))
+        result = await await_result(engine.submit(request), deadline)
+        return JsonAnswer(explain_rows(found, wanted, result))
 
     return router
 
@@ -80,7 +80,7 @@ class JsonFields:
     def __init__(self, body: dict[str, Any], names: Sequence[str]) -> None:
         for name in body:
             if name not in names:
-                raise BadRequest(f"{shown(name)} is not a field here{hint_for(name, names)}")
+                raise BadRequest(f"{short_value(name)} is not a field here{hint_for(name, names)}")
         self._body = body
 
     def keys(self, name: str) -> KeyArray:
@@ -106,7 +106,7 @@ def parse_keys(text: str) -> KeyArray:
     for part in parts:
         digits = part.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 21):
-            raise BadRequest(f"key {shown(part)} is not an integer")
+            raise BadRequest(f"key {short_value(part)} is not an integer")
         keys.append(in_64_bits(int(part)))
     return np.array(keys, np.uint64).view(np.int64)
 
@@ -114,5 +114,5 @@ def parse_keys(text: str) -> KeyArray:
 def in_64_bits(key: int) -> int:
     """The bits of a signed or unsigned key. Raises BadRequest for one that has more."""
     if not -(2**63) <= key < 2**64:
-        raise BadRequest(f"key {shown(str(key))} does not fit into 64 bits")
+        raise BadRequest(f"key {short_value(str(key))} does not fit into 64 bits")
     return key % 2**64

@@ -27,7 +27,7 @@ def listen(host: str, port: int, setting: str, *, one_of_many: bool = False) -> 
     return _bound(host, port, setting, one_of_many=one_of_many, listens=True)
 
 
-def reserve(host: str, port: int, setting: str, *, one_of_many: bool = False) -> socket.socket:
+def reserve_port(host: str, port: int, setting: str, *, one_of_many: bool = False) -> socket.socket:
     """As `listen`, of a socket that keeps the port and takes no connections."""
     return _bound(host, port, setting, one_of_many=one_of_many, listens=False)
 

@@ -37,7 +37,7 @@ from services.frontend.logs import log
 from services.frontend.request_observer import RequestObserver
 from services.frontend.state import FrontendState
 from services.frontend.workers.channel import ControlChannelWorker
-from services.frontend.workers.scheduler_slice import ask_for_short_slices
+from services.frontend.workers.scheduler_slice import request_short_slices
 from services.frontend.workers.server import WorkerServer
 from services.process import PortServer, ServerProcess
 
@@ -177,13 +177,13 @@ def _sums(attached: Attached) -> Mapping[str, Any] | None:
 
 
 def main() -> None:
-    ask_for_short_slices()
+    request_short_slices()
     # To standard error, when the node's process asks for it: where each thread is.
     faulthandler.register(signal.SIGUSR1)
     number, control, *http = map(int, sys.argv[1:])
     channel = ControlChannelWorker(socket.socket(fileno=control), lambda: worker.alone())
     configuration, grpc_heartbeat, replaces = pickle.loads(channel.receive())
-    logs.setup_for(configuration.settings.server, worker=number)
+    logs.setup_logging(configuration.settings.server, worker=number)
     try:
         listeners = [socket.socket(fileno=each) for each in http]
         heartbeat = listeners.pop(0) if listeners else None

@@ -37,7 +37,7 @@ def slice_ns() -> int:
     return 0 if held is None else int(held.runtime_ns)
 
 
-def ask_for_short_slices() -> None:
+def request_short_slices() -> None:
     """For the calling thread and all that it starts from now on. Nothing happens where there is no such
     thing."""
     held = _held()

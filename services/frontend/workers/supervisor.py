@@ -19,7 +19,7 @@ from hps.config.server_settings import GrpcSettings, HttpSettings
 from hps.errors import ConfigError
 from hps.observability import metric_names as m
 from hps.observability.metrics import MetricValues
-from services.frontend.http.server import host_of, listen, reserve, url_of
+from services.frontend.http.server import host_of, listen, reserve_port, url_of
 from services.frontend.logs import Level
 from services.frontend.workers.supervised_worker import SupervisedWorker
 
@@ -88,9 +88,9 @@ class Supervisor:
     def _reserve(self, at: GrpcSettings) -> GrpcSettings:
         """gRPC's sockets are made by its own library, in each worker. One here that does not listen keeps
         the port."""
-        with reserve(at.host, at.port, "server.grpc") as alone:
+        with reserve_port(at.host, at.port, "server.grpc") as alone:
             port = alone.getsockname()[1]
-        self._sockets.enter_context(reserve(at.host, port, "server.grpc", one_of_many=True))
+        self._sockets.enter_context(reserve_port(at.host, port, "server.grpc", one_of_many=True))
         return at.model_copy(update={"port": port})
 
     async def serve(self) -> None:

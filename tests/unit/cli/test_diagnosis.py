@@ -32,7 +32,7 @@ from hps.tools.doctor import (
 from hps.tools.doctor import (
     server_status as states,
 )
-from hps.tools.doctor.check import DoctorCheck, failed, guarded
+from hps.tools.doctor.check import DoctorCheck, catch_errors, failed
 from hps.updates.kafka.overview import GroupView
 
 
@@ -91,7 +91,7 @@ def test_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_that_cannot_be_used_is_warned_of(
     lacks: str | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hps.cuda.loader.lacking", lambda: lacks)
+    monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: lacks)
     (tmp_path / "nvidia3").touch()  # what a container has that is given one of four
     monkeypatch.setattr(machine, "DEVICES", tmp_path)
     check = machine.gpu()
@@ -242,7 +242,7 @@ def test_one_part_that_says_nonsense_does_not_hide_the_others() -> None:
         yield DoctorCheck("a", "OK", "fine")
         raise KeyError("version")
 
-    first, second = guarded("part", odd())
+    first, second = catch_errors("part", odd())
     assert (first.name, second.name, second.verdict) == ("a", "part", "FAIL")
     assert "KeyError: 'version'" in second.found
     assert second.mend
@@ -261,10 +261,12 @@ def test_servers_of_several_versions_are_told() -> None:
         return servers.ServerFindings(url, version=version, models=models)
 
     same = [found("a", "1", {"m": 1}), found("b", "1", {"m": 1}), found("c", "1", None)]
-    (good,) = servers.alike(same)
+    (good,) = servers.check_same_versions(same)
     assert (good.verdict, good.found.startswith("2 serve the same")) == ("OK", True)
-    assert list(servers.alike(same[:1])) == []
-    versions, models = servers.alike([found("a", "1", {"m": 1}), found("b", "2", {"m": 2, "n": 1})])
+    assert list(servers.check_same_versions(same[:1])) == []
+    versions, models = servers.check_same_versions(
+        [found("a", "1", {"m": 1}), found("b", "2", {"m": 2, "n": 1})]
+    )
     assert (versions.verdict, versions.found) == ("WARN", "of several versions: a 1, b 2")
     assert models.found == "do not serve the same: m: a 1, b 2; n: a not, b 1"
 
@@ -332,7 +334,7 @@ def test_gpus_that_are_required_and_not_there_fail(monkeypatch: pytest.MonkeyPat
         device = SimpleNamespace(mem_info=(10, 1000))
         count = SimpleNamespace(getDeviceCount=lambda: 1)
         cuda = SimpleNamespace(Device=lambda _n: device, runtime=count)
-        monkeypatch.setattr("hps.cuda.loader.lacking", lambda: lacks)
+        monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: lacks)
         monkeypatch.setattr("hps.cuda.loader.cupy", lambda: SimpleNamespace(cuda=cuda))
         gpu = {"use": use, "devices": devices, "capacity_bytes": 1000}
         settings = configuration_from({"tiers": {"gpu": gpu}}, environ={}).settings

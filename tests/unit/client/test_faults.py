@@ -21,7 +21,7 @@ from tritonclient.grpc.service_pb2_grpc import (
 from hps.client import AsyncClient, Client, Tls
 from hps.client import client as module
 from hps.client.calls import RetryDeadline
-from hps.client.errors import RetryLater, ServerUnreachable, ended, replied
+from hps.client.errors import RetryLater, ServerUnreachable, grpc_error, http_error
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, HpsError, Unavailable
 from tests.support.certificates import made
 
@@ -236,18 +236,22 @@ def test_only_a_server_that_was_not_available_is_asked_again():
 
 
 def test_what_a_server_says_of_another_attempt():
-    assert replied(503, b"", "5", "h").after_s == 5
-    assert type(replied(503, b"", "Fri, 31 Dec 1999 23:59:59 GMT", "h")) is Unavailable
-    assert ended("g", "UNAVAILABLE", "busy", "250").after_s == 0.25
-    assert ended("g", "RESOURCE_EXHAUSTED", "too many", "250").after_s == 0.25
+    assert http_error(503, b"", "5", "h").after_s == 5
+    assert type(http_error(503, b"", "Fri, 31 Dec 1999 23:59:59 GMT", "h")) is Unavailable
+    assert grpc_error("g", "UNAVAILABLE", "busy", "250").after_s == 0.25
+    assert grpc_error("g", "RESOURCE_EXHAUSTED", "too many", "250").after_s == 0.25
     for never in ("-1", "soon"):  # gRFC A6: not to be repeated
-        assert ended("g", "UNAVAILABLE", "busy", never).after_s == math.inf
+        assert grpc_error("g", "UNAVAILABLE", "busy", never).after_s == math.inf
     assert (
-        type(ended("g", "UNAVAILABLE", "failed to connect to all addresses")) is ServerUnreachable
+        type(grpc_error("g", "UNAVAILABLE", "failed to connect to all addresses"))
+        is ServerUnreachable
     )
-    assert type(ended("g", "CANCELLED", "CANCELLED")) is ServerUnreachable
-    assert type(ended("g", "RESOURCE_EXHAUSTED", "queue is full")) is Unavailable
-    assert type(ended("g", "RESOURCE_EXHAUSTED", "Received message larger than max")) is BadRequest
+    assert type(grpc_error("g", "CANCELLED", "CANCELLED")) is ServerUnreachable
+    assert type(grpc_error("g", "RESOURCE_EXHAUSTED", "queue is full")) is Unavailable
+    assert (
+        type(grpc_error("g", "RESOURCE_EXHAUSTED", "Received message larger than max"))
+        is BadRequest
+    )
 
 
 # -- gRPC ------------------------------------------------------------------------------------------

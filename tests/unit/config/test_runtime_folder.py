@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hps.config import InvalidConfiguration, Settings, configuration_from
-from hps.config.runtime_folder import attachable, for_workers
+from hps.config.runtime_folder import for_workers, with_shared_cache
 
 
 def settings(**given: Any) -> Settings:
@@ -20,13 +20,15 @@ def found(chosen: Settings) -> tuple[Path | None, str | None]:
 
 
 def test_nothing_is_shared_unless_somebody_may_attach() -> None:
-    assert found(attachable(settings())) == (None, None)
+    assert found(with_shared_cache(settings())) == (None, None)
 
 
 def test_a_folder_for_others_shares_the_cache_under_a_name_of_its_own() -> None:
-    one, other = (attachable(settings(server={"runtime": path})) for path in ("/run/a", "/run/b"))
+    one, other = (
+        with_shared_cache(settings(server={"runtime": path})) for path in ("/run/a", "/run/b")
+    )
     assert found(one)[1] != found(other)[1]
-    assert found(one) == found(attachable(settings(server={"runtime": "/run/a"})))
+    assert found(one) == found(with_shared_cache(settings(server={"runtime": "/run/a"})))
 
 
 def test_what_is_given_stays() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hps.config import configuration_from
-from hps.config.effective_settings import effective, public_settings
+from hps.config.effective_settings import effective_settings, public_settings
 from hps.config.schema import Settings
 from hps.config.secrets import Secret, read_secret
 from hps.config.validation import check_files, validate_file
@@ -103,7 +103,12 @@ def test_what_may_be_a_secret_is_not_shown() -> None:
     given |= {"auth": {"mode": "api_key", "keys": [{"name": "a", "role": "read", "key": SECRET}]}}
     configuration = configuration_from(given, environ={})
     settings = configuration.settings
-    for shown in (effective(configuration), public_settings(settings), settings, configuration):
+    for shown in (
+        effective_settings(configuration),
+        public_settings(settings),
+        settings,
+        configuration,
+    ):
         assert SECRET not in repr(shown)
 
 

@@ -61,7 +61,7 @@ def test_argument_structs_have_the_same_fields(file, struct, dtype):
 
 @given(st.lists(INT64, min_size=1, max_size=50), st.integers(layout.MIN_BUCKETS, 2**26))
 def test_a_key_has_four_halves_in_two_buckets(keys, buckets):
-    halves = layout.halves_of(np.array(keys, np.int64), buckets)
+    halves = layout.half_buckets(np.array(keys, np.int64), buckets)
     assert (halves >= 0).all()
     assert (halves < 2 * buckets).all()
     both = halves // 2
@@ -73,7 +73,7 @@ def test_a_key_has_four_halves_in_two_buckets(keys, buckets):
 
 
 def test_halves_are_filled_evenly():
-    halves = layout.halves_of(np.arange(-50_000, 50_000), 500)
+    halves = layout.half_buckets(np.arange(-50_000, 50_000), 500)
     for choice in (0, 1):
         load = np.bincount(halves[:, choice], minlength=1000)
         assert load.min() > 50
@@ -84,19 +84,21 @@ def test_halves_are_filled_evenly():
 @pytest.mark.parametrize(("dim", "dtype", "stride"), [(3, "f2", 32), (8, "f4", 32), (9, "f4", 64)])
 def test_rows_share_no_sector(dim, dtype, stride):
     table = EmbeddingTable.make("t", dim, dtype=dtype)
-    assert layout.shape_of(table, 1000).stride == stride
+    assert layout.plan_table_shape(table, 1000).stride == stride
 
 
 @given(st.integers(1, layout.MAX_ROWS))
 def test_capacity_is_rounded_up_to_buckets(capacity):
-    shape = layout.shape_of(EmbeddingTable.make("t", 8), capacity)
+    shape = layout.plan_table_shape(EmbeddingTable.make("t", 8), capacity)
     assert shape.capacity >= capacity
     assert shape.capacity - capacity < layout.WAYS or shape.buckets == layout.MIN_BUCKETS
 
 
 def test_scores_beside_the_slots_take_eight_bytes_each():
     table = EmbeddingTable.make("t", 8)
-    plain, scored = (layout.shape_of(table, 1000, scored=scored) for scored in (False, True))
+    plain, scored = (
+        layout.plan_table_shape(table, 1000, scored=scored) for scored in (False, True)
+    )
     assert scored.bytes == plain.bytes + 8 * plain.slots
     assert layout.fitting_capacity(table, scored.bytes, scored=True) == plain.slots
 
@@ -104,23 +106,23 @@ def test_scores_beside_the_slots_take_eight_bytes_each():
 @pytest.mark.parametrize("now", [1, 100, 2**31, 2**32 - 3, 0])
 def test_scores_may_wrap(now):
     past = np.array([2**30, 1000, 8, 1, 0, -1])  # how long ago: -1 is told by a clock read later
-    ranks = layout.ranks_of((now - past) & layout.SCORE_MASK, now)
+    ranks = layout.eviction_ranks((now - past) & layout.SCORE_MASK, now)
     assert (np.diff(ranks) > 0).all()
-    assert layout.ranks_of(now, now) == ranks[4]
+    assert layout.eviction_ranks(now, now) == ranks[4]
 
 
 def test_rows_that_cannot_be_numbered_are_refused():
     table = EmbeddingTable.make("t", 8)
     with pytest.raises(ConfigError, match="at most"):
-        layout.shape_of(table, 2**30)
+        layout.plan_table_shape(table, 2**30)
 
 
 @pytest.mark.parametrize("free", [0, 100, 10**6, 10**9, 10**11, 10**13])
 def test_the_fitting_capacity_fits_and_no_more_would(free):
     table = EmbeddingTable.make("t", 16)
     rows = layout.fitting_capacity(table, free)
-    assert rows == 0 or layout.shape_of(table, rows).bytes <= free
-    assert rows == layout.MAX_ROWS or layout.shape_of(table, rows + 1).bytes > free
+    assert rows == 0 or layout.plan_table_shape(table, rows).bytes <= free
+    assert rows == layout.MAX_ROWS or layout.plan_table_shape(table, rows + 1).bytes > free
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hps.cuda import loader, memory, table
-from hps.cuda.layout import EvictionPolicy, shape_of
+from hps.cuda.layout import EvictionPolicy, plan_table_shape
 from hps.cuda.table import GpuTable
 from hps.errors import ConfigError
 from hps.node.gpu_caches import device_count
@@ -88,7 +88,7 @@ def rows_offered(error):
 def test_an_allocation_that_fails_although_enough_was_free(device, refused):
     """The arrays that were had are let go, and so count as free; less is offered than was asked for."""
     device(refused)
-    shape = shape_of(TABLE, 1_000_000, scored=True)
+    shape = plan_table_shape(TABLE, 1_000_000, scored=True)
     assert shape.bytes < FREE
     with pytest.raises(ConfigError) as error:
         GpuTable(TABLE, 1_000_000, EvictionPolicy.SCORE)
@@ -96,7 +96,7 @@ def test_an_allocation_that_fails_although_enough_was_free(device, refused):
     assert said in str(error.value)
     offered = rows_offered(error)
     assert 900_000 < offered < 1_000_000
-    assert shape_of(TABLE, offered, scored=True).bytes < shape.bytes
+    assert plan_table_shape(TABLE, offered, scored=True).bytes < shape.bytes
 
 
 def test_a_table_larger_than_what_is_free(device):
@@ -104,14 +104,14 @@ def test_a_table_larger_than_what_is_free(device):
     with pytest.raises(ConfigError, match=r"and 1,000,000,000 are free on the device") as error:
         GpuTable(TABLE, 10_000_000)
     assert made.asked == 0
-    assert 0.9 * FREE < shape_of(TABLE, rows_offered(error)).bytes < FREE
+    assert 0.9 * FREE < plan_table_shape(TABLE, rows_offered(error)).bytes < FREE
 
 
 @pytest.mark.parametrize("host_rows", [100_000, 50_000_000], ids=["fails", "more than is free"])
 def test_pinned_memory_that_can_not_be_had(device, host_rows):
     device(0)
     rows, size = host_rows, 256 * host_rows
-    shape = shape_of(TABLE, rows, rows)
+    shape = plan_table_shape(TABLE, rows, rows)
     with pytest.raises(ConfigError) as error:
         memory.pinned(TABLE, shape)
     said = (
@@ -124,7 +124,7 @@ def test_pinned_memory_that_can_not_be_had(device, host_rows):
 
 def test_no_rows_there_take_no_pinned_memory(device):
     device(0)
-    assert memory.pinned(TABLE, shape_of(TABLE, 1000)) is None
+    assert memory.pinned(TABLE, plan_table_shape(TABLE, 1000)) is None
 
 
 def test_buffers_that_find_no_memory_are_named(device):
@@ -134,7 +134,7 @@ def test_buffers_that_find_no_memory_are_named(device):
             pytest.raises(
                 ConfigError, match=rf"no memory for 4 workspaces: .*{FREE:,} bytes are free"
             ),
-            memory.buffers("4 workspaces"),
+            memory.allocate_buffers("4 workspaces"),
         ):
             raise failure
 
@@ -142,7 +142,7 @@ def test_buffers_that_find_no_memory_are_named(device):
 def test_another_failure_is_not_taken_for_one_of_memory(device, monkeypatch):
     made = device(0)
     monkeypatch.setattr(made.cuda.runtime, "CUDARuntimeError", Broken)
-    with pytest.raises(Broken), memory.buffers("4 workspaces"):
+    with pytest.raises(Broken), memory.allocate_buffers("4 workspaces"):
         raise Broken("cudaErrorIllegalAddress")
 
 
@@ -157,7 +157,7 @@ def test_pinned_memory_beyond_the_hosts_is_refused_with_what_would_fit():
     with pytest.raises(
         ConfigError, match=r"needs [\d,]+ bytes of pinned .* at most [\d,]+ rows fit"
     ):
-        memory.pinned(table, shape_of(table, rows, rows))
+        memory.pinned(table, plan_table_shape(table, rows, rows))
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from hps.cuda.layout import (
     TOMBSTONE,
     EvictionPolicy,
     GpuTableShape,
-    shape_of,
+    plan_table_shape,
 )
 from hps.cuda.twin import AGE, TwinTable
 from hps.tiers.base import newest_of_each
@@ -68,7 +68,7 @@ def test_rows_come_back():
 
 
 def test_a_table_filled_to_three_quarters_holds_nearly_all():
-    shape = shape_of(EmbeddingTable.make("t", DIM), 8000)
+    shape = plan_table_shape(EmbeddingTable.make("t", DIM), 8000)
     twin = TwinTable(shape, 1)
     keys = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 6000)
     for some in np.array_split(keys, 12):
@@ -76,7 +76,7 @@ def test_a_table_filled_to_three_quarters_holds_nearly_all():
     assert twin.evicted < 0.003 * len(keys)
     assert len(twin.resident()) == len(keys) - twin.evicted
     some = twin.resident()[::6]
-    homes = layout.halves_of(some, shape.buckets)[:, 0].tolist()
+    homes = layout.half_buckets(some, shape.buckets)[:, 0].tolist()
     away = [twin.find(key)[0] != home for key, home in zip(some.tolist(), homes, strict=True)]
     assert np.mean(away) < 0.2  # each costs fetch a second look
 
@@ -292,7 +292,7 @@ def test_the_clock_is_nearly_exact_lru():
     capacity, batch = 1024, 64
     chances = np.arange(1, 8001) ** -0.85
     trace = rng.permutation(8000)[rng.choice(8000, 30_000, p=chances / chances.sum())]
-    twin = TwinTable(shape_of(EmbeddingTable.make("t", 1), capacity), 1)
+    twin = TwinTable(plan_table_shape(EmbeddingTable.make("t", 1), capacity), 1)
     exact: OrderedDict[int, None] = OrderedDict()
     missed = [0, 0]
     for start in range(0, len(trace), batch):

@@ -14,7 +14,7 @@ from onnx import helper as h
 from hps.cuda import loader
 from hps.dense import onnx as module
 from hps.dense.base import NetworkTensor, check_network
-from hps.dense.onnx import GpuOptions, OnnxModel, narrowed
+from hps.dense.onnx import GpuOptions, OnnxModel, convert_to_float16
 from hps.errors import ConfigError, DenseModelError, ModelError
 
 
@@ -295,7 +295,7 @@ def test_a_narrowed_network_takes_and_gives_what_it_did(tmp_path):
         [weights],
     )
     kept = OnnxModel(path, "cpu")
-    (tmp_path / "narrow.onnx").write_bytes(narrowed(path))
+    (tmp_path / "narrow.onnx").write_bytes(convert_to_float16(path))
     narrow = OnnxModel(tmp_path / "narrow.onnx", "cpu")
     assert (narrow.inputs, narrow.outputs) == (kept.inputs, kept.outputs)
     rng = np.random.default_rng(1)

@@ -42,7 +42,7 @@ from hps.dense.triton.transport import (
     TritonNotConnected,
     TritonRejected,
     TritonUnavailable,
-    told,
+    translate_triton_error,
 )
 from hps.errors import (
     ConfigError,
@@ -362,7 +362,7 @@ def test_a_call_without_a_connection_has_not_reached_triton(kind):
     ],
 )
 def test_what_triton_has_answered(status, is_answer):
-    error = told(InferenceServerException("no", status))
+    error = translate_triton_error(InferenceServerException("no", status))
     assert isinstance(error, DenseModelError)
     assert isinstance(error, TritonRejected) == is_answer
 
@@ -538,12 +538,14 @@ def test_runs_are_repeated_where_triton_is_unavailable_and_only_there(triton, op
 @pytest.mark.parametrize("status", ["StatusCode.NOT_FOUND", "StatusCode.UNAVAILABLE", "400", "404"])
 def test_a_run_that_finds_the_network_not_loaded_yet_is_repeated(status):
     error = InferenceServerException("Request for unknown model: 'n' is not found", status)
-    assert isinstance(told(error), TritonUnavailable)
+    assert isinstance(translate_triton_error(error), TritonUnavailable)
 
 
 @pytest.mark.parametrize("status", ["StatusCode.UNAVAILABLE", "503", "400"])
 def test_a_run_whose_time_was_up_in_tritons_queue_is_late_and_not_repeated(triton, opened, status):
-    error = told(InferenceServerException("in ensemble 'n', Request timeout expired", status))
+    error = translate_triton_error(
+        InferenceServerException("in ensemble 'n', Request timeout expired", status)
+    )
     assert isinstance(error, DeadlineExceeded)
     network = opened(retries=2)
     triton.faults["infer"] = [error]

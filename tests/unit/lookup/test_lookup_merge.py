@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
-from hps.lookup.lookup_merge import MergedLookup, kind
+from hps.lookup.lookup_merge import MergedLookup, merge_key
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
@@ -93,7 +93,7 @@ def same(ours, alone, request):
 @given(requests())
 def test_features(engine, made):
     fixed = [r for r in made if all(k.batch for k in r.features.values())]
-    if not fixed or len({kind(r) for r in fixed}) != 1:
+    if not fixed or len({merge_key(r) for r in fixed}) != 1:
         return
     merged = MergedLookup(fixed, FEATURES)
     for ours, request in zip(merged.split(engine.lookup(merged.request)), fixed, strict=True):
@@ -111,11 +111,17 @@ def test_tables(engine, asked):
 def test_what_may_be_merged():
     one = JaggedKeys.dense(np.array([[1, 2]]))
     by_feature = LookupRequest({"sum": one})
-    assert kind(by_feature) == kind(LookupRequest({"sum": JaggedKeys.dense(np.array([[3, 4]]))}))
-    assert kind(by_feature) != kind(LookupRequest({"mean": one}))
-    assert kind(by_feature) != kind(LookupRequest({"sum": JaggedKeys.dense(np.array([3]))}))
-    assert kind(LookupRequest({"t": one}, by_table=True)) == kind(LookupRequest({}, by_table=True))
-    assert kind(LookupRequest({"sum": one}, out={"sum": np.zeros((1, 3))})) is None
+    assert merge_key(by_feature) == merge_key(
+        LookupRequest({"sum": JaggedKeys.dense(np.array([[3, 4]]))})
+    )
+    assert merge_key(by_feature) != merge_key(LookupRequest({"mean": one}))
+    assert merge_key(by_feature) != merge_key(
+        LookupRequest({"sum": JaggedKeys.dense(np.array([3]))})
+    )
+    assert merge_key(LookupRequest({"t": one}, by_table=True)) == merge_key(
+        LookupRequest({}, by_table=True)
+    )
+    assert merge_key(LookupRequest({"sum": one}, out={"sum": np.zeros((1, 3))})) is None
 
 
 def test_the_latest_deadline_is_that_of_all():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hps.errors import ModelError
 from hps.models import external_sort as sorting
-from hps.models.external_sort import DuplicateCounter, ahead, sort_last, sorted_chunks
+from hps.models.external_sort import DuplicateCounter, prefetch, sort_last, sorted_chunks
 from hps.models.tables import open_table
 from tests.support.waiting import until
 
@@ -151,8 +151,8 @@ def test_sort_last_is_a_dictionary(values):
 
 class TestAhead:
     def test_order_and_end(self):
-        assert list(ahead(range(100))) == list(range(100))
-        assert list(ahead(())) == []
+        assert list(prefetch(range(100))) == list(range(100))
+        assert list(prefetch(())) == []
 
     def test_stays_within_its_depth(self):
         made = []
@@ -162,7 +162,7 @@ class TestAhead:
                 made.append(i)
                 yield i
 
-        reader = ahead(items(), depth=2)
+        reader = prefetch(items(), depth=2)
         assert next(reader) == 0
         time.sleep(0.3)
         assert len(made) <= 4
@@ -173,7 +173,7 @@ class TestAhead:
             yield 1
             raise OSError("gone")
 
-        reader = ahead(items())
+        reader = prefetch(items())
         assert next(reader) == 1
         with pytest.raises(OSError, match="gone"):
             next(reader)
@@ -188,7 +188,7 @@ class TestAhead:
             finally:
                 closed.set()
 
-        reader = ahead(items())
+        reader = prefetch(items())
         next(reader)
         reader.close()
         assert closed.wait(60)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hps.errors import ModelError
-from hps.models.check import check_apart, repeated_keys
-from hps.models.fused_files import fused
+from hps.models.check import check_disjoint_tables, repeated_keys
+from hps.models.fused_files import open_fused
 from hps.models.tables import open_table
 
 
@@ -99,7 +99,7 @@ class TestFused:
             vectors = np.arange(2 * len(some)).reshape(-1, 2) + 100 * number
             part = write(folder / f"t{number}", some, vectors)
             parts.append(open_table(part, "fused_embedding0", 2, None))
-        return fused("fused_embedding0", parts), parts
+        return open_fused("fused_embedding0", parts), parts
 
     def test_rows_are_those_of_the_parts_one_behind_the_other(self, tmp_path):
         files, parts = self.open(tmp_path, [5, 3], [], [9, -1, 7], [8])
@@ -129,15 +129,15 @@ class TestFused:
     def test_one_part_is_a_table_of_its_own(self, tmp_path):
         files, (part,) = self.open(tmp_path, [5, 3])
         assert files is part
-        check_apart(files, 64)
+        check_disjoint_tables(files, 64)
 
     def test_keys_of_several_parts_are_refused_and_repeated_ones_of_a_part_are_not(self, tmp_path):
         files, _ = self.open(tmp_path / "apart", [5, 3, 5], [9, 9])
-        check_apart(files, 64)
+        check_disjoint_tables(files, 64)
         files, _ = self.open(tmp_path / "both", [5, 3, 5], [9, 5, 3])
         with pytest.raises(ModelError, match=r"2 keys stand in several of .*t0, .*t1, but fuse_"):
-            check_apart(files, 64)
+            check_disjoint_tables(files, 64)
         files, _ = self.open(tmp_path / "narrow", [5], [5 + 2**32])
-        check_apart(files, 64)
+        check_disjoint_tables(files, 64)
         with pytest.raises(ModelError, match="1 keys stand in several"):
-            check_apart(files, 32)
+            check_disjoint_tables(files, 32)

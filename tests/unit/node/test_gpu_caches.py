@@ -10,7 +10,7 @@ from onnx import TensorProto as T
 from onnx import helper as h
 
 import hps
-from hps.array_inputs import jagged
+from hps.array_inputs import jagged_keys
 from hps.config.model_schema import DenseSpec, FeatureSpec, ModelSpec, TableSpec, TensorSpec
 from hps.cuda import cuda_graph as recording
 from hps.cuda.layout import EvictionPolicy
@@ -202,7 +202,7 @@ def test_a_profile_tells_what_the_device_did(both):
     node, _ = both
     features, dense = request_of(np.arange(200), 7)
     profile = Profile()
-    request = PredictRequest(jagged(features), dense, origin=profile)
+    request = PredictRequest(jagged_keys(features), dense, origin=profile)
     node.model("m").pipeline.predict(request)
     (device,) = [part for part in profile.parts if part.name == "device"]
     rows, network = device.parts

@@ -31,7 +31,7 @@ from hps.errors import ConfigError
 from hps.observability import otel
 from hps.observability.meters import UpdateMeter
 from hps.observability.metrics import Metrics
-from hps.tracing import RequestContext, current, followed, record
+from hps.tracing import RequestContext, current_context, set_recorder, span_until_done
 from hps.updates.ingestor import Ingestor
 from hps.updates.kafka.message_decoder import traceparents
 from hps.updates.source import UpdateBatch
@@ -67,10 +67,10 @@ def test_a_request_is_a_span_of_its_callers_trace_and_its_parts_are_its_children
     assert request.trace_id == CALLER[3:35]
     assert request.tracestate == "v=1"
     with request.part("dense") as part:
-        assert current() is part
+        assert current_context() is part
         assert part.headers() == {"traceparent": part.traceparent, "tracestate": "v=1"}
         assert part.request_id == "r-1"
-    assert current() is None
+    assert current_context() is None
     with pytest.raises(ValueError, match="broken"), request.part("broken"):
         raise ValueError("broken")
     request.stage("decode", 10, 20)
@@ -108,11 +108,13 @@ def test_what_is_done_elsewhere_ends_its_span(spans):
     request = spans.tracer.request("r", 0, "", "", "")
     done, failed = Future(), Future()
     for name, future in {"done": done, "failed": failed}.items():
-        assert followed(request.begin(name), lambda f=future: f, lambda n: {"n": n}) is future
+        assert (
+            span_until_done(request.begin(name), lambda f=future: f, lambda n: {"n": n}) is future
+        )
     done.set_result(7)
     failed.set_exception(ValueError("x"))
     with pytest.raises(KeyError):
-        followed(request.begin("refused"), lambda: {}["x"], dict)
+        span_until_done(request.begin("refused"), lambda: {}["x"], dict)
     found = spans()
     assert found["done"].attributes == {"hps.n": 7}
     assert not found["failed"].status.is_ok
@@ -151,12 +153,12 @@ def test_updates_are_linked_to_the_traces_of_their_messages(spans):
 
     places = StoreStreamPositions([], lambda topic: ())
     ingestor = Ingestor(Source(), {}, places, None, Letters(), UpdateMeter(Metrics()))
-    record(spans.tracer)
+    set_recorder(spans.tracer)
     try:
         for _ in range(3):
             ingestor.step()
     finally:
-        record(None)
+        set_recorder(None)
     span = spans()["ingest"]
     assert [f"{link.context.trace_id:032x}" for link in span.links] == [CALLER[3:35], other[3:35]]
     assert span.attributes == {"hps.rows": 0, "hps.dead": 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hps.observability.profile import Profile
-from hps.tracing import RequestContext, counted, current, timed
+from hps.tracing import RequestContext, call_timed, current_context, timed_total
 
 
 def test_parts_of_parts_are_told_with_their_times() -> None:
@@ -13,7 +13,7 @@ def test_parts_of_parts_are_told_with_their_times() -> None:
     with profile.part("lookup") as lookup:
         lookup.note(keys=3)
         with lookup.part("cpu"):
-            assert current() is not lookup
+            assert current_context() is not lookup
     profile.stage("parse", 1_000, 3_500)
     profile.end()
     told = profile.told()
@@ -31,7 +31,7 @@ def test_what_is_done_a_little_at_a_time_is_one_part() -> None:
         return number + 1
 
     with profile.part("merge"):
-        assert [counted(work, "pooling")(n) for n in range(3)] == [1, 2, 3]
+        assert [timed_total(work, "pooling")(n) for n in range(3)] == [1, 2, 3]
     (merge,) = profile.parts
     (pooling,) = merge.parts
     assert pooling.name == "pooling"
@@ -50,7 +50,7 @@ def test_a_part_that_failed_says_why_and_one_that_has_not_ended_has_no_time() ->
 
 @pytest.mark.parametrize("origin", [None, RequestContext("r-1")])
 def test_a_request_that_is_not_looked_at_is_called_as_it_is(origin: RequestContext | None) -> None:
-    assert timed(origin, "x", lambda: current()) is None
+    assert call_timed(origin, "x", lambda: current_context()) is None
     if origin is not None:
         origin.stage("x", 0, 1)
         origin.spent("x", 1)
@@ -58,7 +58,7 @@ def test_a_request_that_is_not_looked_at_is_called_as_it_is(origin: RequestConte
 
 def test_a_request_that_is_looked_at_is_timed() -> None:
     profile = Profile()
-    part = timed(profile, "x", lambda: current())
+    part = call_timed(profile, "x", lambda: current_context())
     assert profile.parts == [part]
 
 

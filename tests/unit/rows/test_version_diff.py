@@ -12,7 +12,7 @@ from hps.models.repository import Repository
 from hps.models.version_writer import write_version
 from hps.rows.base import TableRows
 from hps.rows.files import FileRows
-from hps.rows.version_diff import difference, merged, whole
+from hps.rows.version_diff import all_rows, diff_scans, diff_versions
 
 keys_and_values = st.dictionaries(
     st.integers(-20, 20) | st.sampled_from([-(2**63), 2**63 - 1]), st.integers(0, 2), max_size=30
@@ -35,7 +35,7 @@ cuts = st.lists(st.integers(0, 30), max_size=6)
 def test_exactly_the_difference(base, new, base_cuts, new_cuts):
     written: dict[int, float] = {}
     gone: list[int] = []
-    for rows, deleted in merged(parts(base, base_cuts), parts(new, new_cuts)):
+    for rows, deleted in diff_scans(parts(base, base_cuts), parts(new, new_cuts)):
         assert len(rows.keys) == len(rows.vectors) == len(rows.versions)
         assert not written.keys() & set(rows.keys.tolist())
         written |= dict(zip(rows.keys.tolist(), rows.vectors[:, 0].tolist(), strict=True))
@@ -52,7 +52,7 @@ def test_bits_count_not_values():
     other = TableRows(
         np.array([1, 2]), np.array([[-0.0], [np.nan]], np.float32), np.zeros(2, np.uint64)
     )
-    ((rows, gone),) = merged([one], [other])
+    ((rows, gone),) = diff_scans([one], [other])
     assert (rows.keys.tolist(), gone.tolist()) == ([1], [])
 
 
@@ -62,10 +62,10 @@ def test_of_model_versions(write, tmp_path):
     write_version(tmp_path / "models", old.spec, 2, {"t": (new_keys, new_rows)})
     new = Repository(tmp_path / "models").open("m", 2)
     tables = old.embedding_tables()["t"], new.embedding_tables()["t"]
-    found = list(difference(FileRows(old), tables[0], FileRows(new), tables[1], 99))
+    found = list(diff_versions(FileRows(old), tables[0], FileRows(new), tables[1], 99))
     assert np.concatenate([each.keys for each in found]).tolist() == [3, 7]
     assert np.concatenate([each.deleted for each in found]).tolist() == [-1]
     assert {v for each in found for v in [*each.versions, *each.deleted_versions]} == {99}
     assert all(each.vectors.dtype == np.float16 for each in found)
-    everything = list(whole(FileRows(new), tables[1], 7))
+    everything = list(all_rows(FileRows(new), tables[1], 7))
     assert np.concatenate([each.keys for each in everything]).tolist() == [3, 5, 7]

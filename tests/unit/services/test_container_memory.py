@@ -8,7 +8,7 @@ import pytest
 import services.container_memory
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.container_memory import ContainerMemory, memory, publish_memory
+from services.container_memory import ContainerMemory, publish_memory, read_memory_limits
 
 GB = 1 << 30
 
@@ -30,7 +30,7 @@ def machine(tmp_path: Path) -> Path:
 
 def told(machine: Path, groups: str) -> ContainerMemory:
     written(machine / "proc/self", cgroup=groups)
-    return memory(machine / "proc", machine / "groups")
+    return read_memory_limits(machine / "proc", machine / "groups")
 
 
 def test_of_a_machine(machine):
@@ -64,7 +64,7 @@ def test_of_the_first_version_of_groups(machine):
 
 
 def test_of_this_machine():
-    found = memory()
+    found = read_memory_limits()
     assert 1 << 20 < found.used < found.limit
 
 
@@ -75,5 +75,7 @@ def test_where_the_system_shows_nothing_of_it_nothing_is_told(
     metrics = Metrics()
     publish_memory(metrics)
     assert len(metrics.numbers()[m.MEMORY_LIMIT]) == 1
-    monkeypatch.setattr(services.container_memory, "memory", partial(memory, Path("/nowhere")))
+    monkeypatch.setattr(
+        services.container_memory, "memory", partial(read_memory_limits, Path("/nowhere"))
+    )
     assert metrics.numbers()[m.MEMORY_LIMIT] == metrics.numbers()[m.MEMORY_USED] == {}

@@ -2,7 +2,7 @@
 
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.process_numbers import publish_process, resident
+from services.process_numbers import publish_process, resident_bytes
 
 STATUS = """Name:\tpython
 VmRSS:\t  100 kB
@@ -14,7 +14,7 @@ RssShmem:\t   10 kB
 
 def test_kinds_of_resident_memory():
     told = {"anonymous": 60 << 10, "file": 30 << 10, "shared": 10 << 10}
-    assert dict(resident(STATUS)) == told
+    assert dict(resident_bytes(STATUS)) == told
 
 
 def test_a_process_is_told_of():

@@ -8,7 +8,7 @@ from hps.tiers.bags import Bags
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.fused_lookup import fused
+from hps.tiers.fused_lookup import fused_lookup_of
 from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable
 
@@ -106,11 +106,11 @@ def test_arrays_that_do_not_fit_are_named(cache, table, keys, out):
 
 def test_the_first_tier_of_a_chain_is_asked(cache, table):
     store = MemoryTier()
-    assert fused(cache) is cache
-    assert fused(TierChain([cache, store])) is cache
-    assert fused(TierChain([TierChain([cache]), store])) is cache
-    assert fused(TierChain([store, cache])) is None
-    assert fused(TierChain([])) is None
+    assert fused_lookup_of(cache) is cache
+    assert fused_lookup_of(TierChain([cache, store])) is cache
+    assert fused_lookup_of(TierChain([TierChain([cache]), store])) is cache
+    assert fused_lookup_of(TierChain([store, cache])) is None
+    assert fused_lookup_of(TierChain([])) is None
 
 
 def pooled(cache, table, keys, **options):

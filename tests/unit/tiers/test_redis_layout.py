@@ -9,10 +9,10 @@ from hps.tiers.redis.layout import (
     READ_SLICE,
     TableLayout,
     TableName,
+    entry_stamp,
     pack,
     parse_key,
-    pattern,
-    stamp,
+    scan_pattern,
     stamp_value,
 )
 from hps.types import EmbeddingTable
@@ -83,9 +83,9 @@ def test_names_are_taken_apart_again(kind):
 
 
 def test_what_scan_looks_for():
-    assert pattern("native") == "hps:{*/*}[vtomuf]"
-    assert pattern("native", "wdl") == "hps:{wdl/*}[vtomuf]"
-    assert pattern("hps", "wdl") == "hps_et{hps_et.wdl.*}[vtomuf]"
+    assert scan_pattern("native") == "hps:{*/*}[vtomuf]"
+    assert scan_pattern("native", "wdl") == "hps:{wdl/*}[vtomuf]"
+    assert scan_pattern("hps", "wdl") == "hps_et{hps_et.wdl.*}[vtomuf]"
 
 
 def test_reads_as_hps_packs_them():
@@ -153,10 +153,10 @@ def test_every_key_has_one_share():
 
 
 def test_stamps_are_those_of_hps():
-    assert stamp(None) == b""
-    assert stamp("random") == b""
-    assert stamp("least_used") == b"n"
-    assert stamp("oldest", 1_700_000_000.9) == struct.pack("<q", 1_700_000_000)
+    assert entry_stamp(None) == b""
+    assert entry_stamp("random") == b""
+    assert entry_stamp("least_used") == b"n"
+    assert entry_stamp("oldest", 1_700_000_000.9) == struct.pack("<q", 1_700_000_000)
     assert stamp_value("oldest", struct.pack("<q", 1_700_000_000)) == 1_700_000_000
     assert stamp_value("least_used", b"17") == 17
     for policy in ("oldest", "least_used"):

@@ -17,7 +17,7 @@ from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning, restore
 from hps.tiers.rocksdb import database_options as options
-from hps.tiers.rocksdb.errors import translate
+from hps.tiers.rocksdb.errors import translate_rocksdb_error
 from hps.types import EmbeddingTable, Source, make_version, version_now
 from tests.support.waiting import until
 
@@ -682,7 +682,7 @@ class TestBrokenFolders:
         ],
     )
     def test_messages(self, text, said):
-        assert said in str(translate(Exception(text), Path("/data/db")))
+        assert said in str(translate_rocksdb_error(Exception(text), Path("/data/db")))
 
 
 def in_another_process(code: str) -> str:

@@ -190,7 +190,7 @@ def test_a_part_of_an_unacknowledged_write_is_no_loss(folder):
 
 def test_log_files_that_are_not_needed_any_more_may_be_gone(folder):
     path = folder("flushed")
-    assert set(acknowledged.noted(path).logs) - {log.name for log in logs(path)}
+    assert set(acknowledged.read_acknowledged(path).logs) - {log.name for log in logs(path)}
     tier = RocksDbTier(path)
     assert there(tier).all()
     tier.close()
@@ -232,11 +232,11 @@ def test_a_record_of_the_earlier_format_counts_as_none(folder):
     record = path / "hps-acknowledged"
     about = record.read_bytes()[8:].partition(b"\n")[0]
     record.write_bytes(b"%020d\n" % 10**12 + about + b"\n")
-    assert acknowledged.noted(path) is None
+    assert acknowledged.read_acknowledged(path) is None
     tier = RocksDbTier(path)
     assert there(tier).all()
     tier.close()
-    noted = acknowledged.noted(path)
+    noted = acknowledged.read_acknowledged(path)
     assert noted is not None
     assert ROWS < noted.sequence < 10 * ROWS
 

@@ -12,7 +12,7 @@ import yaml
 from hps.config import load_config
 from hps.config.admission_settings import BatchingSettings
 from hps.config.auth import read_keys_file
-from hps.config.config_errors import leaves
+from hps.config.config_errors import leaf_values
 from hps.config.effective_settings import json_schema
 from hps.config.lookup_settings import LookupSettings, LookupTlsSettings
 from hps.config.model_schema import ModelSpec
@@ -23,7 +23,7 @@ from hps.config.server_settings import ApiKey, GrpcAdminSettings
 from hps.config.store_settings import RedisSettings, RedisTlsSettings
 from hps.config.validation import validate_file
 from hps.environment import VARIABLES
-from hps.tools.docs_tables import renewed, shown_key
+from hps.tools.docs_tables import render_page, shown_key
 
 ROOT = Path(__file__).parents[3]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
@@ -54,7 +54,7 @@ def schema_keys(schema: dict[str, Any], node: dict[str, Any], prefix: str = "") 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_page_is_what_the_code_says(page: Path) -> None:
-    assert renewed(page.read_text()) == page.read_text(), (
+    assert render_page(page.read_text()) == page.read_text(), (
         "renew it: python -m hps.tools.docs_tables docs/*.md"
     )
 
@@ -147,7 +147,7 @@ def test_the_example_as_it_stands_is_the_defaults() -> None:
 
 def test_the_example_shows_every_setting_with_its_default(everything: Path) -> None:
     given = yaml.safe_load(everything.read_text())
-    stated = {".".join(map(str, path)) for path, _ in leaves(given)}
+    stated = {".".join(map(str, path)) for path, _ in leaf_values(given)}
     elsewhere = (
         "models.serve",
         "auth.keys[]",

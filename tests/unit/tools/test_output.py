@@ -200,12 +200,12 @@ def test_colours_on_a_terminal_and_no_color(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    output.complain("broken\nvery")
+    output.print_problem("broken\nvery")
     assert "\x1b[" in sys.stderr.getvalue()
     assert "broken; very" in sys.stderr.getvalue()
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    output.complain("broken")
+    output.print_problem("broken")
     assert "\x1b[31" not in sys.stderr.getvalue()
 
 
@@ -217,8 +217,8 @@ def test_readable_numbers() -> None:
     assert output.count(1234567) == "1,234,567"
     assert output.plural(1, "table") == "1 table"
     assert output.plural(1234, "key") == "1,234 keys"
-    assert output.share(1, 3) == "33.3 %"
-    assert output.share(0, 0) == "-"
+    assert output.percentage(1, 3) == "33.3 %"
+    assert output.percentage(0, 0) == "-"
     assert output.age(12.9) == "12 s"
     assert output.age(184) == "3 min 4 s"
     assert output.age(7_800) == "2 h 10 min"

@@ -19,7 +19,7 @@ from hps.updates.codec import (
     hps_topic,
     record_versions,
 )
-from hps.updates.future_versions import without_ahead
+from hps.updates.future_versions import drop_future_versions
 from hps.updates.source import Reason
 
 MESSAGES = Path(__file__).parent / "messages"
@@ -115,7 +115,7 @@ def test_timestamps_that_a_version_cannot_hold_are_rejected_as_ahead(unit):
     messages = [hps_message((1, 0, 0))] * len(timestamps)
     offsets = np.arange(len(timestamps))
     (update,) = decode_hps(messages, "m/t", 2, timestamps_ms=timestamps, offsets=offsets).updates
-    assert without_ahead(update, ahead_s=1e9) == (None, offsets.tolist())
+    assert drop_future_versions(update, ahead_s=1e9) == (None, offsets.tolist())
     # The last one that fits is compared by its time.
     assert record_versions(np.array([2**44 - 1]), np.array([0])).tolist() == [(2**44 - 1) << 20]
 

@@ -8,7 +8,7 @@ import pytest
 from hps.tiers.positions import TableChanges
 from hps.types import make_version
 from hps.updates.codec import decode_native, encode_native
-from hps.updates.future_versions import without_ahead
+from hps.updates.future_versions import drop_future_versions
 
 HOUR_S = 3600.0
 NOW_MS = int(time.time() * 1000)
@@ -34,7 +34,7 @@ def updated(*messages):
 
 def test_what_is_of_now_is_handed_on_as_it_is():
     update = updated(message([1, 2], [3], NOW_MS), message([4], [], NOW_MS + 3_000_000))
-    assert without_ahead(update, HOUR_S) == (update, [])
+    assert drop_future_versions(update, HOUR_S) == (update, [])
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_message_of_the_future_goes_with_all_its_rows(late, keys, deleted):
         message(*each, LATE_MS if number == late else NOW_MS) for number, each in enumerate(holds)
     ]
     messages.append(message([4], [], NOW_MS))
-    kept, numbers = without_ahead(updated(None, *messages), HOUR_S)
+    kept, numbers = drop_future_versions(updated(None, *messages), HOUR_S)
     assert numbers == [late + 1]  # of what was polled, the one without payload included
     assert kept.changes.keys.tolist() == keys
     assert kept.changes.vectors.tolist() == [[key, key] for key in keys]
@@ -69,8 +69,8 @@ def test_one_row_of_the_future_is_enough():
         ),
         event_ms=NOW_MS,
     )  # fmt: skip
-    assert without_ahead(updated(one), HOUR_S) == (None, [0])
-    kept, numbers = without_ahead(updated(one), 3 * HOUR_S)
+    assert drop_future_versions(updated(one), HOUR_S) == (None, [0])
+    kept, numbers = drop_future_versions(updated(one), 3 * HOUR_S)
     assert (kept.changes.keys.tolist(), numbers) == ([0, 1, 2], [])
 
 
@@ -83,4 +83,4 @@ def test_the_largest_version_is_ahead_of_any_clock():
         ),
         event_ms=NOW_MS,
     )  # fmt: skip
-    assert without_ahead(updated(one), 1e9) == (None, [0])
+    assert drop_future_versions(updated(one), 1e9) == (None, [0])

@@ -13,10 +13,10 @@ from hps.types import make_version
 from hps.updates.codec import decode_hps, decode_native, encode_hps
 from hps.updates.kafka.message_encoder import (
     MessageAttributes,
-    by_partition,
-    changes_of,
+    check_changes,
     encode,
     partition_of,
+    split_by_partition,
     unix_ms,
 )
 from hps.updates.version_clock import VersionClock
@@ -39,7 +39,7 @@ class Foreign:
 
 
 def made(keys=(1, 2, 3), rows=ROWS, versions=None, deleted=None, clock=None):
-    return changes_of(keys, rows, versions, deleted, clock or VersionClock(0), NOW)
+    return check_changes(keys, rows, versions, deleted, clock or VersionClock(0), NOW)
 
 
 def test_versions_begin_at_the_time_and_grow_over_rows_and_deletions():
@@ -111,8 +111,8 @@ def test_key_groups_and_partitions_are_hpss():
 )
 def test_each_key_goes_to_its_partition_in_order(keys, deleted, groups, partitions):
     rows = np.arange(len(keys), dtype=np.float32).reshape(-1, 1)
-    changes = changes_of(keys, rows, None, deleted, VersionClock(), NOW)
-    parts = dict(by_partition(changes, groups, partitions))
+    changes = check_changes(keys, rows, None, deleted, VersionClock(), NOW)
+    parts = dict(split_by_partition(changes, groups, partitions))
     expected = partition_of(changes.keys, groups, partitions)
     expected_gone = partition_of(changes.deleted, groups, partitions)
     assert sum(len(part.keys) + len(part.deleted) for part in parts.values()) == len(keys) + len(

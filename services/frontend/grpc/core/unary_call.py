@@ -15,7 +15,7 @@ from grpc._cython import cygrpc
 from hps.errors import HpsError
 from services.frontend.grpc.method_handlers import UnaryHandler
 from services.frontend.grpc.slow_readers import NOTED, SlowReaderLimit
-from services.frontend.grpc.status import Trailers, ending_of
+from services.frontend.grpc.status import Trailers, call_status
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class UnaryCall:
         self.abort(cygrpc.StatusCode.internal, "internal error")
 
     def fail(self, error: HpsError) -> None:
-        ending = ending_of(error)
+        ending = call_status(error)
         self.abort(ending.number, str(error), ending.trailers)
 
     def abort(self, code: Any, details: str, trailers: Trailers = None) -> None:

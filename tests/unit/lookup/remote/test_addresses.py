@@ -4,7 +4,7 @@ from socket import AF_INET, AF_INET6, AI_ADDRCONFIG, SOCK_STREAM
 
 import pytest
 
-from hps.lookup.remote.addresses import NodeAddress, NodeResolver, addresses_of
+from hps.lookup.remote.addresses import NodeAddress, NodeResolver, resolve_addresses
 
 
 def test_addresses_are_as_they_stand_and_names_of_several_looked_up():
@@ -46,7 +46,7 @@ def test_a_name_that_is_not_known_for_now():
 
 
 def test_by_the_systems_resolver():
-    assert "127.0.0.1" in addresses_of("127.0.0.1")
+    assert "127.0.0.1" in resolve_addresses("127.0.0.1")
 
 
 def infos(addresses):
@@ -65,7 +65,7 @@ def infos(addresses):
 )
 def test_nodes_that_have_both_kinds_of_address_count_once(monkeypatch, known, taken):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_asked, **_options: infos(known))
-    assert addresses_of("replicas") == taken
+    assert resolve_addresses("replicas") == taken
 
 
 @pytest.mark.parametrize("without_ipv4", [OSError(-9, "Address family"), infos(["::1"])])
@@ -78,4 +78,4 @@ def test_this_machine_where_it_has_no_other_ipv4_address(monkeypatch, without_ip
         return without_ipv4
 
     monkeypatch.setattr("socket.getaddrinfo", resolved)
-    assert addresses_of("localhost") == ["127.0.0.1"]
+    assert resolve_addresses("localhost") == ["127.0.0.1"]

@@ -13,7 +13,7 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
 from hps.observability import metric_names as m
 from hps.observability import otel
-from hps.tracing import RequestContext, record
+from hps.tracing import RequestContext, set_recorder
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.lookup_endpoint import LookupEndpoint
 from services.frontend.state import FrontendState
@@ -113,11 +113,11 @@ def test_a_batch_is_a_span_linked_to_its_requests(small, batched, name):
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = otel.Tracer(provider)
     origins = [tracer.request(f"r-{i}", 0, f"r-{i}", "", "") for i in range(3)]
-    record(tracer)
+    set_recorder(tracer)
     try:
         submit_three(small, batched()[name], origins)
     finally:
-        record(None)
+        set_recorder(None)
     ended = exporter.get_finished_spans()
     (batch,) = [span for span in ended if span.name == "batch"]
     linked = [f"{link.context.span_id:016x}" for link in batch.links]

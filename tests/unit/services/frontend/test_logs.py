@@ -68,14 +68,14 @@ def test_the_level_is_changed_while_the_server_runs(levels):
     state, spread = ServerState("node"), []
     state.spread_level = spread.append
     logs.set_level("info")
-    assert log_settings.told()["log_verbose_level"] == 0
-    now = log_settings.change({"log_verbose_level": 1}, state)
+    assert log_settings.log_settings()["log_verbose_level"] == 0
+    now = log_settings.change_log_settings({"log_verbose_level": 1}, state)
     assert logs.level() == "debug"
     assert now["log_info"] is True
     assert now["log_verbose_level"] == 1
-    log_settings.change({"log_verbose_level": 0, "log_info": False}, state)
+    log_settings.change_log_settings({"log_verbose_level": 0, "log_info": False}, state)
     assert logs.level() == "warning"
-    now = log_settings.change({"log_warning": False}, state)
+    now = log_settings.change_log_settings({"log_warning": False}, state)
     assert (now["log_info"], now["log_warning"], now["log_error"]) == (False, False, True)
     assert spread == ["debug", "warning", "error"]
     for wrong, kind in {
@@ -86,10 +86,10 @@ def test_the_level_is_changed_while_the_server_runs(levels):
         ("log_file", "/etc/x"): Unsupported,
     }.items():
         with pytest.raises(kind):
-            log_settings.change(dict([wrong]), state)
+            log_settings.change_log_settings(dict([wrong]), state)
     state.spread_level = None
     with pytest.raises(Unsupported, match="ask the admin port"):
-        log_settings.change({"log_info": True}, state)
+        log_settings.change_log_settings({"log_info": True}, state)
 
 
 @dataclass

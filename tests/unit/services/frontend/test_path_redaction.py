@@ -7,7 +7,7 @@ import pytest
 from hps.config import as_configuration
 from hps.errors import BadRequest, ModelError, TierError, TierTimeout, Unavailable
 from services.frontend import path_redaction as server_paths
-from services.frontend.errors import http_status, told
+from services.frontend.errors import client_error, http_status
 
 
 @pytest.fixture(autouse=True)
@@ -31,19 +31,21 @@ def hidden(monkeypatch):
     ],
 )
 def test_paths_become_the_names_of_their_settings(message, shown):
-    assert str(told(Unavailable(message), "")) == shown
+    assert str(client_error(Unavailable(message), "")) == shown
 
 
 def test_errors_stay_what_they_are():
-    error = told(TierTimeout("rocksdb", "/srv/1.sst"), "")
+    error = client_error(TierTimeout("rocksdb", "/srv/1.sst"), "")
     assert (type(error), str(error), error.tier) == (
         TierTimeout,
         "rocksdb: tiers.rocksdb.path/1.sst",
         "rocksdb",
     )
-    assert isinstance(told(TierError("rocksdb", "/srv"), ""), TierError)
-    assert http_status(told(ModelError("/srv/models"), "")) == 409
+    assert isinstance(client_error(TierError("rocksdb", "/srv"), ""), TierError)
+    assert http_status(client_error(ModelError("/srv/models"), "")) == 409
 
 
 def test_what_a_client_sent_is_not_compared_with_paths():
-    assert str(told(BadRequest("no feature '/srv/models'"), "")) == "no feature '/srv/models'"
+    assert (
+        str(client_error(BadRequest("no feature '/srv/models'"), "")) == "no feature '/srv/models'"
+    )

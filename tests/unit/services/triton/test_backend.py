@@ -18,7 +18,7 @@ from hps.errors import (
     Unsupported,
 )
 from services.frontend.errors import RequestTooLarge
-from services.triton.backend import BackendModel, BackendRequest, LookupBackend, code
+from services.triton.backend import BackendModel, BackendRequest, LookupBackend, triton_error_code
 
 LIMITS = ServerSettings(request_timeout_ms=10_000, max_keys=100)
 
@@ -179,7 +179,7 @@ def test_a_failure_of_the_lookup_is_that_of_its_requests(backend, monkeypatch):
     ],
 )
 def test_tritons_codes(error, expected):
-    assert code(error) == expected
+    assert triton_error_code(error) == expected
 
 
 def test_a_configuration_without_a_socket(tmp_path):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hps.cuda.loader import cupy, lacking
+from hps.cuda.loader import cupy, missing_requirement
 from hps.errors import ConfigError
 from services.triton.tensors import TensorPlacement
 
@@ -87,7 +87,7 @@ def test_on_a_gpu(gpu):
 def test_kinds_that_cannot_be():
     with pytest.raises(ConfigError, match="KIND_CPU or KIND_GPU here, not MODEL"):
         TensorPlacement(Tensor, "MODEL", "0")
-    if lacking():
+    if missing_requirement():
         with pytest.raises(ConfigError, match=r"an instance of KIND_GPU: .* kind: KIND_CPU"):
             TensorPlacement(Tensor, "GPU", "0")
 

@@ -76,7 +76,7 @@ def check(held):
     at = np.nonzero(slots["word"] < EMPTY)
     keys = slots["key"][at]
     assert len(np.unique(keys)) == len(keys)
-    halves = layout.halves_of(np.ascontiguousarray(keys), held.shape.buckets)
+    halves = layout.half_buckets(np.ascontiguousarray(keys), held.shape.buckets)
     assert (halves == at[0][:, None]).any(axis=1).all()
 
 

@@ -8,7 +8,7 @@ import pytest
 from hps.errors import BadRequest
 from hps.tiers.base import Part
 from hps.tiers.gpu import checks as gpu_checks
-from hps.tiers.gpu.checks import check_part, checked
+from hps.tiers.gpu.checks import check_array, check_part
 from hps.types import EmbeddingTable
 
 TABLE = EmbeddingTable.make("t", 4)
@@ -71,8 +71,8 @@ def test_a_part_that_will_not_do(others, message):
 def test_what_another_library_holds_on_the_device_is_taken_as_it_is():
     values = np.arange(3)
     theirs = SimpleNamespace(__cuda_array_interface__={}, values=values)
-    assert checked(TABLE, "keys", theirs, 3, 0).shape == (3,)
+    assert check_array(TABLE, "keys", theirs, 3, 0).shape == (3,)
     with pytest.raises(BadRequest, match=r"\(4,\) int64"):
-        checked(TABLE, "keys", theirs, 4, 0)
+        check_array(TABLE, "keys", theirs, 4, 0)
     with pytest.raises(BadRequest, match="not an array; convert it"):
-        checked(TABLE, "keys", [1, 2, 3], 3, 0)
+        check_array(TABLE, "keys", [1, 2, 3], 3, 0)

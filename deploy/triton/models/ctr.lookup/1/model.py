@@ -5,7 +5,7 @@ import json
 import triton_python_backend_utils as pb
 
 from hps.errors import HpsError
-from services.triton.backend import BackendRequest, LookupBackend, code
+from services.triton.backend import BackendRequest, LookupBackend, triton_error_code
 from services.triton.tensors import TensorPlacement
 
 
@@ -38,7 +38,7 @@ class TritonPythonModel:
 
     def answered(self, answer):
         if isinstance(answer, HpsError):
-            status = getattr(pb.TritonError, code(answer))
+            status = getattr(pb.TritonError, triton_error_code(answer))
             return pb.InferenceResponse([], pb.TritonError(str(answer), status))
         tensors = self.place.tensors(answer.outputs)
         if not self.tells:

@@ -24,7 +24,7 @@ from services.frontend.admission.client_limits import ClientLimits
 from services.frontend.admission.controller import AdmissionController
 from services.frontend.errors import Overloaded, TooManyRequests, http_status, status_of
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
-from services.frontend.statistics import execution, queued_ns
+from services.frontend.statistics import execution_samples, queued_ns
 from tests.support.waiting import until
 
 FAR = 1e12
@@ -103,13 +103,13 @@ def test_what_waited_in_the_line_tells_also_of_its_batch(made, at_once):
     if at_once:
         batched.set_result("batched")
     waits = line.admit(lambda: batched, 1, FAR)
-    assert (queued_ns(waits), execution(waits)) == (0, None)
+    assert (queued_ns(waits), execution_samples(waits)) == (0, None)
     works.end()
     if not at_once:
         batched.set_result("batched")
     assert waits.result(0) == "batched"
     assert queued_ns(waits) > 10**15
-    assert next(execution(waits)) == 7
+    assert next(execution_samples(waits)) == 7
 
 
 def test_another_kind_of_request_stands_in_the_same_line(made):

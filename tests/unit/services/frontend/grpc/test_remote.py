@@ -24,7 +24,7 @@ from hps.lookup.remote import (
     unary_method as unary,
 )
 from hps.lookup.remote.balancing import LeastBusy
-from hps.lookup.remote.model_description import described
+from hps.lookup.remote.model_description import describe_model
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
 from hps.v1 import lookup_pb2 as pb
 from tests.support import redis_servers
@@ -389,7 +389,7 @@ class Impostor(grpc.GenericRpcHandler):
 )
 def test_an_answer_that_does_not_fit_is_an_error(connect, small, given):
     model = model_of(small.node.models["words"])
-    told = described(model)
+    told = describe_model(model)
     right = {"vectors": bytes(12), "sources": b"x", "versions": bytes(8)}
     answer = pb.LookupResponse(digest=told.digest, **{**right, **given})
     server = grpc.server(ThreadPoolExecutor(2))

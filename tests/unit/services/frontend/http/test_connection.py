@@ -10,7 +10,7 @@ import pytest
 
 from services.frontend.connection_limit import ConnectionLimit
 from services.frontend.http.connection import HttpProtocol
-from services.frontend.http.cycle import go_on
+from services.frontend.http.cycle import resume_coroutine
 from services.frontend.http.parsing import MAX_HEAD_BYTES
 
 PATH = "/v2/models/words.lookup/infer"
@@ -324,6 +324,6 @@ def test_a_client_that_goes_while_its_answer_waits_is_no_error(http, caplog, beh
 
 def test_what_goes_on_in_a_task_is_a_coroutine():
     """From Python 3.12 on a task takes nothing else."""
-    going_on = go_on(None, None)
+    going_on = resume_coroutine(None, None)
     assert inspect.iscoroutine(going_on)
     going_on.close()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.frontend.workers.scheduler_slice import SLICE_NS, ask_for_short_slices, slice_ns
+from services.frontend.workers.scheduler_slice import SLICE_NS, request_short_slices, slice_ns
 
 
 def test_a_thread_and_those_it_starts_have_short_slices():
@@ -14,7 +14,7 @@ def test_a_thread_and_those_it_starts_have_short_slices():
         pytest.skip("this kernel knows no slices of a thread's own")
 
     def asked() -> tuple[int, int]:
-        ask_for_short_slices()
+        request_short_slices()
         with ThreadPoolExecutor(1) as child:
             return slice_ns(), child.submit(slice_ns).result()
 
@@ -27,4 +27,4 @@ def test_a_thread_and_those_it_starts_have_short_slices():
 def test_it_does_no_harm_where_the_kernel_knows_nothing_of_it(monkeypatch):
     monkeypatch.setattr("services.frontend.workers.scheduler_slice._NUMBERS", {})
     assert slice_ns() == 0
-    ask_for_short_slices()
+    request_short_slices()
