@@ -303,13 +303,13 @@ def install(monkeypatch: Any, count: int = 1, free: int = 1 << 34) -> list[Cache
         caches.append(Cache(device))
         return caches[-1]
 
-    monkeypatch.setattr(devices, "lacking", lambda: None)
+    monkeypatch.setattr(devices, "missing_requirement", lambda: None)
     monkeypatch.setattr(devices, "device_count", lambda: count)
     monkeypatch.setattr(devices, "free_memory", lambda device: free)
     monkeypatch.setattr(devices, "open_cache", open_cache)
     monkeypatch.setattr(
-        gpu_memory, "look", lambda device: GpuMemoryUsage(device, f"GPU-{device}", 1, free)
+        gpu_memory, "read_memory", lambda device: GpuMemoryUsage(device, f"GPU-{device}", 1, free)
     )
-    monkeypatch.setattr(devices, "bridged", Bridge)
+    monkeypatch.setattr(devices, "bridge_to_device", Bridge)
     monkeypatch.setattr(devices, "runs_on_gpu", lambda network: True)
     return caches

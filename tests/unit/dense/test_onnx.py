@@ -269,7 +269,7 @@ def test_a_network_on_a_gpu_leaves_the_thread_its_device(monkeypatch):
             return session
 
     monkeypatch.setitem(sys.modules, "onnxruntime", Runtime([CUDA, CPU], None))
-    monkeypatch.setattr(module, "lacking", lambda: None)
+    monkeypatch.setattr(module, "missing_requirement", lambda: None)
     monkeypatch.setattr(loader, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=cuda)))
     model = OnnxModel(Path("x.onnx"), "cuda", gpu=GpuOptions(device=2))
     assert current.device == 0

@@ -390,7 +390,7 @@ def test_a_gpu_without_memory_to_share(monkeypatch, call, text):
     monkeypatch.setattr("hps.dense.triton.device_memory.cupy", lambda: SimpleNamespace(cuda=cuda))
     with pytest.raises(Unavailable, match=rf"{text}.*cudaErrorNone.*or set .*shared_memory"):
         DeviceRegion(0, 1 << 16)
-    monkeypatch.setattr("hps.dense.network_factory.lacking", lambda: None)
+    monkeypatch.setattr("hps.dense.network_factory.missing_requirement", lambda: None)
     fed = {"x": IN}
     triton = TritonSettings(url="127.0.0.1:1", shared_memory="cuda", protocol="http")
     settings = DenseSettings(triton=triton)

@@ -685,5 +685,5 @@ def test_the_memory_of_each_gpu_is_told_and_that_of_one_that_fails_no_more(open_
             raise RuntimeError("fell off the bus")
         return GpuMemoryUsage(device, "GPU-0", 1, 2)
 
-    monkeypatch.setattr(gpu_memory, "look", look)
+    monkeypatch.setattr(gpu_memory, "read_memory", look)
     until(lambda: told() == {("0", "GPU-0"): 2})

@@ -237,8 +237,8 @@ def test_a_killed_reader_is_not_counted(tmp_path):
     script = f"""
 import os, signal
 from pathlib import Path
-from hps.tiers.cpu.segments import Reader
-reader = Reader(Path({str(tmp_path / "hps.c")!r}))
+from hps.tiers.cpu.segments import CacheReaderLock
+reader = CacheReaderLock(Path({str(tmp_path / "hps.c")!r}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", script], check=False, timeout=60)

@@ -29,7 +29,7 @@ def test_who_watches_is_told_when_a_node_has_been_late_for_too_long(monkeypatch)
             asked.add_done_callback = lambda told: told(asked)
             return asked
 
-    monkeypatch.setattr(module, "Target", Late)
+    monkeypatch.setattr(module, "LookupNode", Late)
     monkeypatch.setattr(module, "LATE_S", 0.3)
     monkeypatch.setattr(targets, "LATE_S", 0.3)
     with closing(module.NodeRegistry(["127.0.0.1:1"])) as nodes:
