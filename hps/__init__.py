@@ -6,8 +6,7 @@
         node.lookup("ctr", {"user": [17, 42]}).vectors["user"]  # (2, dim)
         node.predict("ctr", {"user": [17], "ad": [4]}, {"depth": [[2.0]]}).outputs
 
-docs/python.md tells the rest; ``hps.client`` asks a server over HTTP.
-"""
+docs/python.md describes the API; ``hps.client`` sends requests to a server."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ __all__ = [
     "open",
 ]
 
-# Nothing is imported until it is asked for: `import hps` costs no ONNX Runtime and no RocksDB.
+# Names are imported on first access: `import hps` loads neither ONNX Runtime nor RocksDB.
 _HOMES = {
     "open": "hps.node.build",
     "attach": "hps.node.attached",

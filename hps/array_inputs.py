@@ -1,4 +1,4 @@
-"""What callers hand in, as arrays of ours: anything array-like on the host, not copied where that goes."""
+"""Convert callers' arrays to NumPy: any array-like on the host, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ anything on the host with ``__dlpack__``, or a list of keys per sample."""
 
 
 def jagged_keys(features: Features) -> dict[str, JaggedKeys]:
-    """Keys by feature. Raises ``BadRequest`` for what are no keys."""
-    found = {}
+    """Convert keys by feature. Raises ``BadRequest`` for values that are not keys."""
+    converted = {}
     for name, keys in features.items():
         if (
             type(keys) is np.ndarray
@@ -28,19 +28,19 @@ def jagged_keys(features: Features) -> dict[str, JaggedKeys]:
             and keys.ndim
             and keys.flags.c_contiguous
         ):
-            keys = JaggedKeys(keys.reshape(-1), len(keys))  # as most are
+            keys = JaggedKeys(keys.reshape(-1), len(keys))  # the usual case
         elif not isinstance(keys, JaggedKeys):
             try:
                 nested = isinstance(keys, list | tuple)
                 keys = JaggedKeys.of(keys if nested else tensor(name, keys))
             except (TypeError, ValueError) as error:
                 raise BadRequest(f"feature {name!r}: {error}") from None
-        found[name] = keys
-    return found
+        converted[name] = keys
+    return converted
 
 
 def tensor(name: str, array: Any) -> NDArray[Any]:
-    """Any array-like on the host as NumPy, without a copy where there is an array already."""
+    """Convert any array-like on the host to NumPy, by reference if it is an array. Raises ``BadRequest``."""
     if isinstance(array, np.ndarray):
         return array
     try:
@@ -52,18 +52,18 @@ def tensor(name: str, array: Any) -> NDArray[Any]:
 
 
 def flat_keys(name: str, keys: Any) -> KeyArray:
-    """Keys ``(n,)`` of a table. Raises ``BadRequest``."""
+    """Convert keys ``(n,)`` of a table. Raises ``BadRequest``."""
     try:
-        found = as_keys(tensor(name, keys))
+        array = as_keys(tensor(name, keys))
     except TypeError as error:
         raise BadRequest(f"{name}: {error}") from None
-    if found.ndim != 1:
-        raise BadRequest(f"{name} must be (n,), not {found.shape}")
-    return found
+    if array.ndim != 1:
+        raise BadRequest(f"{name} must be (n,), not {array.shape}")
+    return array
 
 
 def output_arrays(out: Any) -> dict[str, VectorArray] | None:
-    """Arrays to write vectors into, by name; None for none. Raises ``BadRequest``."""
+    """Convert the arrays by name that receive vectors; None if empty. Raises ``BadRequest``."""
     if not isinstance(out, Mapping):
         kind = type(out).__name__
         raise BadRequest(f"out must be a mapping from names to arrays, got {kind}")
@@ -71,15 +71,15 @@ def output_arrays(out: Any) -> dict[str, VectorArray] | None:
 
 
 def _target(name: str, array: Any) -> VectorArray:
-    """A caller's array to write into: the memory itself, never a copy."""
+    """Convert a caller's array to write into: the same memory, never a copy."""
     if isinstance(array, np.ndarray):
         return array
     if not hasattr(array, "__dlpack__"):
         raise BadRequest(f"out[{name!r}] must be an array or a tensor, got {type(array).__name__}")
-    there = tensor(name, array)
-    if not there.flags.writeable:
+    view = tensor(name, array)
+    if not view.flags.writeable:
         raise BadRequest(
             f"out[{name!r}] cannot be written through DLPack (it is read-only, or its exporter is "
             "older than DLPack 1.0); pass its NumPy view, as tensor.numpy()"
         )
-    return there
+    return view

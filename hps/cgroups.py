@@ -12,8 +12,11 @@ PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def own_groups(controller: str, proc: Path = PROC, groups: Path = GROUPS) -> Iterator[Path]:
-    """Folders of this process's groups, from its own up: those of ``controller``, or "" for version 2, which
-    has one tree for all. Some may not be visible from within a container. Raises OSError without /proc."""
+    """Folders of this process's control groups, from the innermost up.
+
+    ``controller`` names a hierarchy of version 1; "" means version 2, which has one tree. A container
+    may hide
+    some of the folders. Raises OSError without /proc."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
@@ -25,7 +28,7 @@ def own_groups(controller: str, proc: Path = PROC, groups: Path = GROUPS) -> Ite
 
 
 def available_cores(proc: Path = PROC, groups: Path = GROUPS) -> int:
-    """Cores that this process may use at a time: its affinity, and its container's limit rounded up."""
+    """Number of cores that this process may use: its affinity, or its container's limit rounded up."""
     has_affinity = hasattr(os, "sched_getaffinity")
     limits = [len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1]
     with suppress(OSError):
@@ -34,7 +37,7 @@ def available_cores(proc: Path = PROC, groups: Path = GROUPS) -> int:
 
 
 def _quotas(proc: Path, groups: Path) -> Iterator[float]:
-    """Limits in cores, of all groups that have one."""
+    """CPU limits in cores, of all groups that have one."""
     for group in own_groups("", proc, groups):
         with suppress(OSError):
             quota, period = (group / "cpu.max").read_text().split()

@@ -1,4 +1,4 @@
-"""The exception tree. Core errors know nothing of HTTP or gRPC; services/frontend maps them.
+"""The exception tree. The library knows nothing of HTTP or gRPC; services/frontend maps errors to statuses.
 
 HpsError
 ├── ConfigError, ModelError
@@ -9,54 +9,53 @@ HpsError
 │   └── TierTimeout, TierMisfit
 └── DenseModelError
 
-Messages name the cause and the mend; they are shown to users as they are.
-"""
+A message names the cause and the remedy; users see it unchanged."""
 
 from __future__ import annotations
 
 
 class HpsError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base class of the errors that this library raises on purpose."""
 
 
 class ConfigError(HpsError):
-    """A setting, a file of settings or model.yaml is wrong; a process ends with exit code 2."""
+    """Invalid setting, settings file or model.yaml; the process exits with code 2."""
 
 
 class ModelError(HpsError):
-    """A model repository is damaged or does not fit its description."""
+    """Damaged model repository, or one that does not match its description."""
 
 
 class NotFound(HpsError):
-    """No such model, version, table or feature."""
+    """Unknown model, version, table or feature."""
 
 
 class BadRequest(HpsError):
-    """The request is at fault: a shape, a type, an input that is missing."""
+    """Invalid request: a wrong shape or type, a missing input."""
 
 
 class Unavailable(HpsError):
-    """No answer now: starting, draining or overloaded. Ask again."""
+    """No answer now: the server is starting, draining or overloaded. The client may retry."""
 
 
 class DeadlineExceeded(HpsError):
-    """The request's time ran out."""
+    """The request's deadline passed."""
 
 
 class Unsupported(HpsError):
-    """The operation exists in the protocol but not here."""
+    """Operation of the protocol that this server does not implement."""
 
 
 class Unauthenticated(HpsError):
-    """No API key, or one nobody knows."""
+    """Missing or unknown API key."""
 
 
 class Forbidden(HpsError):
-    """The API key's role does not allow this."""
+    """Operation that the API key's role does not allow."""
 
 
 class TierError(HpsError):
-    """A tier could not do its work: it is skipped, and the answer is degraded. ``tier`` is its name."""
+    """Failure of a tier: it is skipped, and the answer is degraded. ``tier`` is its name."""
 
     def __init__(self, tier: str, message: str) -> None:
         super().__init__(f"{tier}: {message}")
@@ -64,12 +63,12 @@ class TierError(HpsError):
 
 
 class TierTimeout(TierError):
-    """A tier did not answer in time."""
+    """A tier did not answer before its timeout."""
 
 
 class TierMisfit(TierError):
-    """What the tier holds of a table is of another shape or layout than the table."""
+    """A tier's data of a table has another shape or layout than the table."""
 
 
 class DenseModelError(HpsError):
-    """The network failed."""
+    """Failure of the network."""

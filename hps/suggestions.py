@@ -1,23 +1,22 @@
-"""What a message says about a name that nobody knows: the nearest one there is, or all there are."""
+""" "Did you mean" hints for unknown names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-# Looking for what is near takes a microsecond for each character; no name is longer.
+# Comparing takes a microsecond per character; longer names get no suggestion.
 _LONGEST = 500
 
 
 def hint_for(name: object, known: Iterable[str], listing: str = "it has") -> str:
-    """``; did you mean 'x'?`` for the nearest of ``known``; without one ``; it has x, y``, in the words of
-    ``listing``."""
+    """``; did you mean 'x'?`` for the nearest of ``known``; else all of them: ``; <listing> x, y``."""
     names = list(known)
     return did_you_mean(name, names) or f"; {listing} {name_list(names)}"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the nearest of ``known``, or the empty string. Case does not count."""
+    """``; did you mean 'x'?`` for the nearest of ``known`` regardless of case; else an empty string."""
     if len(str(name)) > _LONGEST:
         return ""
     by_folded = {each.lower(): each for each in known}
@@ -26,6 +25,6 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def name_list(names: Sequence[str], limit: int = 12) -> str:
-    """The names as a readable list, cut short when there are many."""
+    """Join ``names`` with commas; of more than ``limit``, the first and the count."""
     shown = ", ".join(names[:limit]) or "none"
     return shown if len(names) <= limit else f"{shown}, … ({len(names)} in all)"

@@ -1,8 +1,7 @@
-"""Threads for work that may wait or hang: bounded, refusing instead of blocking, and futures already done.
+"""Bounded thread pools that reject instead of blocking, periodic threads, and completed futures.
 
-Not a ThreadPoolExecutor: its queue has no bound, and Python joins its threads at exit, so one hung
-disk or network call would keep the process from ending. These are daemons.
-"""
+Not a ThreadPoolExecutor: its queue is unbounded, and Python joins its threads at exit, so that one hung
+disk or network call would keep the process from exiting. These threads are daemons."""
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # of `RetryThread`
 T = TypeVar("T")
 U = TypeVar("U")
-_STATE_DONE = "FINISHED"  # concurrent.futures' own word, read by asyncio and by wait()
+_STATE_DONE = "FINISHED"  # the state in concurrent.futures, which asyncio and wait() read
 
 
 class CompletedFuture(Future[T], Generic[T]):
-    """A future that was born with its result.
+    """A future that is created with its result.
 
-    A quarter of the cost of ``Future()`` plus ``set_result``, which are a condition variable and two
-    lock round trips: worth it, because most lookups are answered from memory.
-    """
+    It costs a quarter of ``Future()`` plus ``set_result``, which take a condition variable and two lock
+    round
+    trips. Most lookups are answered from memory, so this counts."""
 
     _state = _STATE_DONE
 
@@ -59,8 +58,9 @@ class CompletedFuture(Future[T], Generic[T]):
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         fn(self)
 
-    # concurrent.futures.wait() and as_completed() lock every future they are given. Not by __getattr__, which
-    # would make whoever asks for an attribute that may be missing pay for an exception.
+    # concurrent.futures.wait() and as_completed() lock every future that they receive. Not by __getattr__:
+    # each
+    # check for an optional attribute would then cost an exception.
     @cached_property
     def _condition(self) -> threading.Condition:  # type: ignore[override]
         return threading.Condition()
@@ -70,18 +70,20 @@ class CompletedFuture(Future[T], Generic[T]):
         return []
 
 
-def chain_future(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]:
-    """The future of what ``go_on`` starts with the result of ``first``, on the thread that has it; the
-    errors of all three are its own. Cancelled as `_ChainedFuture.cancel` says."""
+def chain_future(first: Future[T], start_second: Callable[[T], Future[U]]) -> Future[U]:
+    """Start a second stage with the result of ``first``; return the future of both.
+
+    ``start_second`` runs on the thread that completes ``first``. An error of any of them fails the future.
+    `_ChainedFuture.cancel` describes cancellation."""
     answer = _ChainedFuture[U](first)
 
     def first_is_done(done: Future[T]) -> None:
-        if done.cancelled() or answer.is_given_up:
+        if done.cancelled() or answer.is_abandoned:
             answer.end_cancelled()
             return
         try:
-            second = answer.stage = go_on(done.result())
-        except BaseException as error:  # whatever it was, the caller must hear of it
+            second = answer.stage = start_second(done.result())
+        except BaseException as error:  # any error must reach the caller
             answer.end(error=error)
         else:
             second.add_done_callback(second_is_done)
@@ -99,18 +101,22 @@ def chain_future(first: Future[T], go_on: Callable[[T], Future[U]]) -> Future[U]
 
 
 class _ChainedFuture(Future[U], Generic[U]):
-    """The future of two stages, one after the other. ``stage`` is the one that is awaited."""
+    """The future of two consecutive stages. ``stage`` is the one that is running."""
 
     def __init__(self, first: Future[Any]) -> None:
         super().__init__()
-        self.stage: Future[Any] | None = first  # until the end: stages refer to this one
-        self.is_given_up = False
+        self.stage: Future[Any] | None = (
+            first  # cleared at the end, since stages refer to this future
+        )
+        self.is_abandoned = False
 
     def cancel(self) -> bool:
-        """Cancel the stage that is awaited, and start no other. A stage that runs can't be cancelled: it may
-        write to the caller's arrays. Then this returns False, and the future is cancelled, or done, when that
-        stage ends."""
-        self.is_given_up = True
+        """Cancel the current stage, and start no other.
+
+        A running stage can't be cancelled, since it may write to the caller's arrays: this returns
+        False, and the
+        future is cancelled, or done, when that stage ends."""
+        self.is_abandoned = True
         stage = self.stage
         return self.cancelled() if stage is None else stage.cancel()
 
@@ -124,19 +130,17 @@ class _ChainedFuture(Future[U], Generic[U]):
     def end_cancelled(self) -> None:
         self.stage = None
         super().cancel()
-        self.set_running_or_notify_cancel()  # for those in concurrent.futures.wait()
+        self.set_running_or_notify_cancel()  # wakes concurrent.futures.wait()
 
 
 class BoundedThreadPool:
-    """At most ``threads`` daemon threads, started when they are first needed, behind a queue of at
-    most ``queued`` waiting jobs. ``setting`` is the name of that bound in the configuration.
+    """At most ``threads`` daemon threads, started on demand, with a queue of at most ``queued`` jobs.
 
-    Any thread may call it; ``submit`` never waits.
-    """
+    ``setting`` is the name of the queue's bound in the configuration. Thread-safe; ``submit`` never waits."""
 
     def __init__(self, threads: int, queued: int, *, name: str, setting: str = "") -> None:
         self._limit = queued
-        self._most_threads = threads
+        self._max_threads = threads
         self._name = name
         self._setting = setting
         self._queue: SimpleQueue[_PoolTask[Any] | None] = SimpleQueue()
@@ -150,49 +154,49 @@ class BoundedThreadPool:
 
     @property
     def waiting(self) -> int:
-        """Jobs that no thread has taken yet."""
+        """Number of queued jobs that no thread has taken yet."""
         return self._queue.qsize()
 
     def submit(self, work: Callable[[], T], deadline: float | None = None) -> Future[T]:
-        """Run ``work`` on a thread. ``deadline`` (``time.monotonic()``): the future fails with
-        ``DeadlineExceeded`` when no thread was free before it. A cancelled future is not run.
+        """Run ``work`` on a thread; a future that is cancelled while queued is skipped.
 
-        Raises ``Unavailable`` when the queue is full, the workers are closed, or the process is a fork
-        of theirs, which has none of the threads.
-        """
+        The future fails with ``DeadlineExceeded`` if no thread was free before ``deadline``
+        (``time.monotonic()``).
+        Raises ``Unavailable`` when the queue is full or the pool is closed, and in a forked process,
+        which does
+        not inherit the threads."""
         if os.getpid() != self._process:
             raise Unavailable(
-                "this process was forked from the one that opened the node, and threads do not come "
-                "along; open the node after forking, or start processes by spawning"
+                "this process was forked from the one that opened the node, and has none of its "
+                "threads; open the node after forking, or start processes by spawning"
             )
         future: Future[T] = Future()
         with self._lock:
             self.check_open()
-            may_start = len(self._threads) < self._most_threads
+            may_start = len(self._threads) < self._max_threads
             if may_start and not self._idle.acquire(blocking=False):
                 self._start()
             elif self._queue.qsize() >= self._limit:
                 where = f", {self._setting}" if self._setting else ""
                 raise Unavailable(
-                    f"overloaded: Exceeds maximum queue size ({self._limit} requests wait "
-                    f"already{where}); retry later"
+                    f"overloaded: Exceeds maximum queue size ({self._limit} requests are "
+                    f"queued{where}); retry later"
                 )
             self._queue.put(_PoolTask(future, work, deadline))
         return future
 
     def check_open(self) -> None:
-        """Raises ``Unavailable`` once `close` was called."""
+        """Raise ``Unavailable`` once `close` was called."""
         if self._closed:
             raise Unavailable("the server is shutting down; ask another replica")
 
     def close(
         self, timeout_s: float | None = None, last: Callable[[], None] = lambda: None
     ) -> None:
-        """Finish what was accepted, end the threads, then run ``last``. Idempotent.
+        """Finish the accepted jobs, end the threads, then run ``last``. Idempotent.
 
-        Waits at most ``timeout_s`` for the threads; when one hangs for longer, the last thread to
-        end runs ``last``, which must not run beside a job.
-        """
+        Waits at most ``timeout_s`` for the threads. If one hangs for longer, the last thread to end runs
+        ``last``, which must not run in parallel with a job."""
         with self._lock:
             if self._closed:
                 return
@@ -218,7 +222,7 @@ class BoundedThreadPool:
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             job.run()
-            del job  # a result must not live until the next job comes
+            del job  # free the result before waiting for the next job
             self._idle.release()
         with self._lock:
             self._running -= 1
@@ -228,8 +232,10 @@ class BoundedThreadPool:
 
 
 class LookupPools(NamedTuple):
-    """Where lookups go that can't be answered on the caller's thread: ``memory`` for those that are only
-    large, ``stores`` for those that wait for a disk or a network, and must not hold up the others."""
+    """Pools of the lookups that cannot be answered on the caller's thread.
+
+    ``memory`` runs large lookups; ``stores`` those that wait for a disk or a network, so that they do not
+    delay the others."""
 
     memory: BoundedThreadPool
     stores: BoundedThreadPool
@@ -240,8 +246,9 @@ class LookupPools(NamedTuple):
 
 
 class RetryThread:
-    """Tries ``work`` on a thread of its own until it does not raise TierError, with growing pauses: for
-    what could not be done at the start because a server was not there."""
+    """Thread that repeats ``work`` with growing pauses until it raises no TierError.
+
+    It catches up on a step of the start that failed because a server was down."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self._work = work
@@ -255,29 +262,30 @@ class RetryThread:
             try:
                 self._work()
             except TierError as error:
-                log.warning("%s; trying again in %.0f s", error, pause)
+                log.warning("%s; retrying in %.0f s", error, pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             except Exception:
-                log.exception("what could not be done at the start can't be done at all")
+                log.exception("%s failed; not retrying", self._thread.name)
                 return
             else:
                 return
 
     def close(self) -> None:
-        """Try no more. An attempt at hand is left to fail by itself."""
+        """Stop retrying. A running attempt ends by itself."""
         self._closed.set()
         self._thread.join(1.0)
 
 
 class PeriodicThread:
-    """Does ``work`` every ``every_s`` seconds on a thread of its own, the first time at once. What it raises
-    is logged, once for each kind of error, and does not end it."""
+    """Thread that runs ``work`` immediately and then every ``every_s`` seconds.
+
+    Errors do not end it; they are logged, once for each type of error."""
 
     def __init__(self, work: Callable[[], None], every_s: float, name: str) -> None:
         self._work = work
         self._every_s = every_s
         self._closed = threading.Event()
-        self._said: set[type[Exception]] = set()
+        self._logged: set[type[Exception]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -286,14 +294,14 @@ class PeriodicThread:
             try:
                 self._work()
             except Exception as error:
-                level = logging.DEBUG if type(error) in self._said else logging.ERROR
-                log.log(level, "%s failed; trying again", self._thread.name, exc_info=True)
-                self._said.add(type(error))
+                level = logging.DEBUG if type(error) in self._logged else logging.ERROR
+                log.log(level, "%s failed; retrying", self._thread.name, exc_info=True)
+                self._logged.add(type(error))
             if self._closed.wait(self._every_s):
                 return
 
     def close(self) -> None:
-        """Do it no more. What is under way is left to end by itself."""
+        """Stop the thread. A running ``work`` ends by itself."""
         self._closed.set()
         self._thread.join(1.0)
 
@@ -318,7 +326,7 @@ class _PoolTask(Generic[T]):
                     f"the deadline passed while the request waited {waited:.0f} ms for a thread"
                 )
             result = self._work()
-        except BaseException as error:  # whatever it was, the caller must hear of it
+        except BaseException as error:  # any error must reach the caller
             self._future.set_exception(error)
         else:
             self._future.set_result(result)

@@ -1,9 +1,8 @@
-"""On whose behalf something is done: a request's id, and its place in a trace.
+"""Request context: a request's id, and its place in a trace.
 
-A request that has neither is no object at all (None), and costs nothing. With OpenTelemetry
-(`hps.observability.otel`) spans are recorded; otherwise a request's trace is passed on to the services that
-work for it, as W3C Trace Context.
-"""
+A request without either has no context (None), which costs nothing. With OpenTelemetry
+(`hps.observability.otel`) spans are recorded. Without it, the trace is passed on to the services that the
+request uses, as W3C Trace Context."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ _current: ContextVar[RequestContext | None] = ContextVar("hps_origin", default=N
 
 
 class RequestContext:
-    """A request as those know it who work for it. May be used by any thread."""
+    """Id and trace of a request, as passed to all code that works for it. Thread-safe."""
 
     __slots__ = ("request_id", "traceparent", "tracestate")
 
     is_recorded = False
-    """Whether spans are kept."""
+    """True if spans are recorded."""
     is_profiled = False
-    """Whether the small parts of its work are kept, too."""
+    """True if the request's profile is recorded, too: the small parts of its work."""
 
     def __init__(self, request_id: str = "", traceparent: str = "", tracestate: str = "") -> None:
         self.request_id = request_id
@@ -50,39 +49,40 @@ class RequestContext:
         return self.traceparent[36:52]
 
     def headers(self) -> dict[str, str]:
-        """What others are told of the trace, HTTP's headers or gRPC's metadata."""
+        """HTTP headers, or gRPC metadata, that pass the trace on."""
         if not self.traceparent:
             return {}
         state = {"tracestate": self.tracestate} if self.tracestate else {}
         return {"traceparent": self.traceparent, **state}
 
     def begin(self, name: str) -> RequestContext:
-        """A part of the work, to be ended by ``end``."""
+        """Start a child span; the caller ends it by ``end``."""
         return self
 
     def note(self, **attributes: Any) -> None:
-        """Tell something of it."""
+        """Add attributes to the span."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """It is done, or has failed."""
+        """End the span, with its error if it failed."""
 
     def stage(self, name: str, started: int, ended: int) -> None:
-        """A part that is over, between two instants of ``time.perf_counter_ns``."""
+        """Record a completed part of the work, between two instants of ``time.perf_counter_ns``."""
 
     def spent(self, name: str, ns: int) -> None:
-        """``ns`` more of its time went into ``name``, which is done a little at a time."""
+        """Add ``ns`` to the total time of ``name``, which occurs many times per request."""
 
-    def reported(self, name: str, started: int, ended: int, told: bytes) -> None:
-        """A part that another process has done, between two instants; ``told``: what it says of it, as
-        `hps.profile` has it, or nothing."""
+    def reported(self, name: str, started: int, ended: int, report: bytes) -> None:
+        """Record a part that another process has done, between two instants.
+
+        ``report`` is that process's profile, encoded by `hps.observability.profile`, or empty."""
 
     def part(self, name: str) -> AbstractContextManager[RequestContext]:
-        """A part of the work, done by this thread: `current_context` meanwhile."""
+        """Child span of work on this thread; it is the `current_context` meanwhile."""
         return self.begin(name).whole()
 
     @contextmanager
     def whole(self) -> Iterator[RequestContext]:
-        """All of it is done by this thread: `current_context` meanwhile."""
+        """Run the whole span on this thread: it is the `current_context`, and ends with the block."""
         token = _current.set(self)
         try:
             yield self
@@ -98,7 +98,7 @@ class RequestContext:
 def call_timed(
     origin: RequestContext | None, name: str, call: Callable[..., T], *arguments: Any
 ) -> T:
-    """``call(*arguments)``, as a part of ``origin``'s work where it is profiled."""
+    """Call ``call(*arguments)``; record it as a part of ``origin`` if that is profiled."""
     if origin is None or not origin.is_profiled:
         return call(*arguments)
     with origin.part(name):
@@ -106,21 +106,20 @@ def call_timed(
 
 
 def timed_wait(origin: RequestContext | None, call: Callable[..., T]) -> Callable[..., T]:
-    """``call``, to be made later: the time until then is a part of ``origin``'s, where it is profiled."""
+    """Wrap ``call``: the time until it is called is recorded as ``origin``'s wait if that is profiled."""
     if origin is None or not origin.is_profiled:
         return call
-    since, told = perf_counter_ns(), origin
+    since, context = perf_counter_ns(), origin
 
     def run(*arguments: Any) -> T:
-        told.stage("wait", since, perf_counter_ns())
+        context.stage("wait", since, perf_counter_ns())
         return call(*arguments)
 
     return run
 
 
 def timed_total(call: Callable[..., T], name: str) -> Callable[..., T]:
-    """``call``, whose time is told as ``spent`` on ``name`` by what is `current_context`; to be used
-    where that is profiled."""
+    """Wrap ``call``: its time is added to ``name`` of the `current_context`, which must be profiled."""
 
     def run(*arguments: Any) -> T:
         started = perf_counter_ns()
@@ -134,45 +133,47 @@ def timed_total(call: Callable[..., T], name: str) -> Callable[..., T]:
 
 
 def traceparent_of(header: str) -> str:
-    """A header ``traceparent`` that is one, else ""; of a later version, the part that is known."""
-    found = _TRACEPARENT.match(header)
-    if found is None or (found.end() < len(header) and header[:3] == "00-"):
+    """Validated header ``traceparent``, or ""; of a later version, the part that this version defines."""
+    match = _TRACEPARENT.match(header)
+    if match is None or (match.end() < len(header) and header[:3] == "00-"):
         return ""
-    return found[0]
+    return match[0]
 
 
 def tracestate_of(header: str) -> str:
-    """A header ``tracestate`` that may be passed on, else ""."""
+    """Header ``tracestate`` if it is valid, else ""."""
     return header if _TRACESTATE.fullmatch(header) else ""
 
 
 def current_context() -> RequestContext | None:
-    """On whose behalf this thread works, where that was said."""
+    """The request context of this thread's work, or None."""
     return _current.get()
 
 
 class Recorder(Protocol):
-    """Who keeps spans in this process."""
+    """Recorder of this process's spans."""
 
     def batch(self, name: str, traceparents: Iterable[str]) -> RequestContext:
-        """Work done for several requests or messages at once: a trace of its own, linked to theirs."""
+        """Start a span for work on several requests or messages: a new trace, linked to theirs."""
         ...
 
 
 def set_recorder(recorder: Recorder | None) -> None:
-    """Have ``recorder`` keep this process's spans, or nobody."""
+    """Set the recorder of this process's spans; None switches recording off."""
     global _recorder
     _recorder = recorder
 
 
 def recorder() -> Recorder | None:
-    """Who keeps this process's spans; None when nobody does."""
+    """The recorder of this process's spans, or None."""
     return _recorder
 
 
 def shared_span(name: str, origins: Iterable[RequestContext | None]) -> RequestContext | None:
-    """On whose behalf ``name`` is done for several at once, to be ended by ``end``: where spans are kept, one
-    that is linked to theirs, else the first of them."""
+    """Start a span ``name`` for work on several requests; the caller ends it by ``end``.
+
+    If one of ``origins`` is recorded, it is a new span linked to those recorded; else a child of the first.
+    """
     known = [origin for origin in origins if origin is not None]
     recorded = [origin.traceparent for origin in known if origin.is_recorded]
     if recorded and _recorder is not None:
@@ -183,7 +184,7 @@ def shared_span(name: str, origins: Iterable[RequestContext | None]) -> RequestC
 def span_until_done(
     part: RequestContext, begin: Callable[[], Future[T]], describe: Callable[[T], Any]
 ) -> Future[T]:
-    """What ``begin`` starts; ``part`` ends with it, having noted what ``describe`` says of its result."""
+    """Call ``begin``; end ``part`` with its future, adding the attributes that ``describe`` returns."""
 
     def ended(future: Future[T]) -> None:
         if future.cancelled():

@@ -1,10 +1,9 @@
-"""Values that travel through the library: tables, keys, requests and results.
+"""Value types of the library: tables, keys, requests and results.
 
 Arrays in, arrays out. Keys are ``(n,) int64``, vectors ``(n, dim)`` of the table's dtype,
 versions ``(n,) uint64``, sources ``(n,) uint8``; all C-contiguous, NumPy on the host and CuPy on
-the device. Every int64 is an ordinary key: negative ones and unsigned 64-bit signs (reinterpreted)
-included.
-"""
+the device. Every int64 is a valid key: negative ones and reinterpreted unsigned 64-bit hashes
+included."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ Pooling = Literal["sum", "mean", "none"]
 
 
 class Source(IntEnum):
-    """Which tier a row came from; the code reported per key (``f.source`` on the wire)."""
+    """The tier that a row came from, as reported per key (``f.source`` on the wire)."""
 
     DEFAULT = 0
     GPU = 1
@@ -43,12 +42,11 @@ class Source(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MissPolicy:
-    """What a lookup does with keys that no memory tier holds (invariant 7).
+    """Rule for a lookup's keys that are not in memory (invariant 7).
 
-    ``wait``: ask the stores. ``default_then_promote``: answer with the default at once and promote
-    the row in the background, unless fewer than ``min_hit_rate`` of the batch's unique keys of the
-    table were found in memory, in which case the lookup waits after all.
-    """
+    ``wait``: fetch from the stores. ``default_then_promote``: answer with the default vector and promote
+    the row in the background; but wait if fewer than ``min_hit_rate`` of the table's unique keys in the
+    batch were in memory."""
 
     kind: Literal["wait", "default_then_promote"] = "wait"
     min_hit_rate: float = 0.0
@@ -56,13 +54,12 @@ class MissPolicy:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EmbeddingTable:
-    """One version of a named map from key to vector. Compared and hashed by identity: one object
-    per table lives in the process, and tiers key their state by it.
+    """One version of a named map from key to vector.
 
-    ``default`` is ``(dim,)`` of ``dtype``, read-only: what an unknown key gets.
-    ``tombstone_ttl_s`` is how long a deletion is remembered against late, older upserts.
-    ``key_bits`` is 64, or 32 where only the low 32 bits of a key count (`key_dtype: uint32`).
-    """
+    Compared and hashed by identity: a process has one object per table, and tiers key their state by it.
+    ``default`` is ``(dim,)`` of ``dtype``, read-only: the answer for an unknown key.
+    ``tombstone_ttl_s`` is the time for which a deletion is kept, so that an older insert that arrives late
+    is dropped. ``key_bits`` is 64, or 32 if only the low 32 bits of a key count (`key_dtype: uint32`)."""
 
     model: str
     version: int
@@ -84,7 +81,7 @@ class EmbeddingTable:
         return self.dim * self.dtype.itemsize
 
     def narrow(self, keys: KeyArray) -> KeyArray:
-        """``keys (n,) int64`` as this table knows them: unchanged, or their low 32 bits."""
+        """Reduce ``keys (n,) int64`` to the table's key bits: all 64, or the low 32."""
         return keys if self.key_bits == 64 else keys & np.int64(0xFFFF_FFFF)
 
     @staticmethod
@@ -114,9 +111,8 @@ class JaggedKeys:
     """The keys of one feature for a batch of samples.
 
     Fixed hotness: ``keys`` is ``(batch * hotness,)`` and ``offsets`` is None. Jagged: sample ``i``
-    owns ``keys[offsets[i]:offsets[i + 1]]`` with ``offsets (batch + 1,) int64``. ``weights``, if
-    given, is ``(n,) float32`` and multiplies each vector before it is summed.
-    """
+    has ``keys[offsets[i]:offsets[i + 1]]`` with ``offsets (batch + 1,) int64``. ``weights`` is
+    ``(n,) float32`` or None, and multiplies each vector before it is summed."""
 
     keys: KeyArray
     batch: int
@@ -132,10 +128,9 @@ class JaggedKeys:
 
     @staticmethod
     def dense(keys: Any) -> JaggedKeys:
-        """``keys (batch,)`` or ``(batch, hotness)``; unsigned 64-bit keys are reinterpreted.
+        """Build from ``keys (batch,)`` or ``(batch, hotness)``; unsigned 64-bit keys are reinterpreted.
 
-        Raises ``TypeError`` for anything but integers, ``ValueError`` for lists of mixed depth.
-        """
+        Raises ``TypeError`` for anything but integers, ``ValueError`` for lists of mixed depth."""
         try:
             arr = as_keys(keys)
         except ValueError:
@@ -146,11 +141,10 @@ class JaggedKeys:
     def from_lists(
         keys: Sequence[Sequence[int]], weights: Sequence[Sequence[float]] | None = None
     ) -> JaggedKeys:
-        """One list (or array) of keys per sample, of any lengths; ``weights`` has the same lengths.
+        """Build from one list (or array) of keys per sample; ``weights`` has the same lengths.
 
         Raises ``TypeError`` for keys that are not integers, ``ValueError`` for weights of other lengths.
-        Converts element by element: arrays with ``offsets`` are faster for large batches.
-        """
+        Converts element by element: arrays with ``offsets`` are faster for large batches."""
         try:
             lengths = [len(bag) for bag in keys]
         except TypeError:
@@ -172,7 +166,8 @@ class JaggedKeys:
 
     @staticmethod
     def of(keys: Any) -> JaggedKeys:
-        """Keys in any form: ``JaggedKeys``, integers ``(batch,)`` or ``(batch, hotness)``, or a list of
+        """Build from keys in any form: ``JaggedKeys``, integers ``(batch,)`` or ``(batch, hotness)``, or a
+        list of
         keys per sample. Raises ``TypeError`` or ``ValueError``."""
         if isinstance(keys, JaggedKeys):
             return keys
@@ -184,7 +179,7 @@ class JaggedKeys:
 
 
 def _is_nested(keys: Any) -> bool:
-    """Whether ``keys`` is a list, or an array of objects, of lists or arrays."""
+    """True if ``keys`` is a list, or an array of objects, of lists or arrays."""
     is_list = isinstance(keys, list | tuple)
     if not is_list and not (isinstance(keys, np.ndarray) and keys.dtype == object):
         return False
@@ -192,7 +187,7 @@ def _is_nested(keys: Any) -> bool:
 
 
 def _mixed_depth(keys: Sequence[Any]) -> str:
-    """Error message for keys of which some, but not all, are lists of a sample's keys."""
+    """Error message for keys of which some, but not all, are lists."""
     wrong = [i for i, bag in enumerate(keys) if not hasattr(bag, "__len__")]
     if not wrong:
         return "a sample's keys must be one flat list"
@@ -200,10 +195,9 @@ def _mixed_depth(keys: Sequence[Any]) -> str:
 
 
 def as_keys(keys: Any) -> KeyArray:
-    """Integer keys as C-contiguous int64 without changing a bit (uint64 is reinterpreted).
+    """Convert integer keys to C-contiguous int64, bit for bit (uint64 is reinterpreted).
 
-    Raises ``TypeError`` for anything but integers of 64 bits.
-    """
+    Raises ``TypeError`` for anything but integers of 64 bits."""
     arr = np.ascontiguousarray(keys)
     if arr.dtype.kind in "fO" and isinstance(keys, list | tuple):
         arr = _large_integers(keys, arr)
@@ -216,13 +210,14 @@ def as_keys(keys: Any) -> KeyArray:
     if arr.size == 0:
         return arr.astype(np.int64)
     wrong = [key for key in arr.flat if not _is_key(key)][:1] if arr.dtype == object else []
-    found = f"{wrong[0]!r}" if wrong else f"dtype {arr.dtype}"
-    raise TypeError(f"keys must be integers from -2^63 to 2^64-1, got {found}")
+    value = f"{wrong[0]!r}" if wrong else f"dtype {arr.dtype}"
+    raise TypeError(f"keys must be integers from -2^63 to 2^64-1, got {value}")
 
 
 def _large_integers(keys: Sequence[Any], arr: NDArray[Any]) -> NDArray[Any]:
-    """``keys`` as uint64; ``arr`` if one of them is not an integer of 64 bits. NumPy converts a list with
-    integers from 2^63 on and smaller ones to float64, ``arr``."""
+    """Convert ``keys`` to uint64; return ``arr`` if one of them is not an integer of 64 bits.
+
+    NumPy converts a list with integers from 2^63 on and smaller ones to float64, ``arr``."""
     exact = np.array(keys, object)
     if not all(_is_key(key) for key in exact.flat):
         return arr
@@ -237,11 +232,10 @@ def _is_key(key: Any) -> bool:
 class LookupRequest:
     """Keys of one batch, by feature name.
 
-    ``deadline`` is a ``time.monotonic()`` instant or None. ``out`` optionally names caller-owned
-    arrays per feature that receive the vectors. ``want_source`` asks for the per-key report.
-    ``by_table``: the names are tables, keys are taken as they are and vectors come back unpooled.
-    ``origin``: on whose behalf, where anybody cares.
-    """
+    ``deadline`` is a ``time.monotonic()`` instant or None. ``out`` optionally holds the caller's
+    arrays per feature that receive the vectors. ``want_source`` requests sources and versions per key.
+    ``by_table``: the names are tables, keys are used unchanged and vectors are unpooled.
+    ``origin`` is the request's id and trace, or None."""
 
     features: Mapping[str, JaggedKeys]
     deadline: float | None = None
@@ -253,13 +247,14 @@ class LookupRequest:
 
 @dataclass(slots=True)
 class LookupResult:
-    """``vectors[f]`` is ``(batch, dim)`` when pooled, ``(n, dim)`` when pooling is ``none``.
+    """Vectors of a lookup: ``vectors[f]`` is ``(batch, dim)`` if pooled, ``(n, dim)`` if pooling is
+    ``none``.
 
-    ``sources[f] (n,) uint8`` and ``versions[f] (n,) uint64`` are filled when asked for.
+    ``sources[f] (n,) uint8`` and ``versions[f] (n,) uint64`` are filled with ``want_source``.
     ``defaulted`` counts keys (not unique keys) that were answered with the table's default;
-    ``degraded`` names the tiers that were skipped. ``stale_s``: how old rows may be, in seconds, when that
-    is more than `updates.max_staleness_s`; else 0.
-    """
+    ``degraded`` names the tiers that were skipped. ``stale_s`` is the possible age of the rows in
+    seconds if
+    it exceeds `updates.max_staleness_s`; else 0."""
 
     vectors: dict[str, VectorArray]
     sources: dict[str, SourceArray] = field(default_factory=dict)
@@ -288,8 +283,9 @@ class PredictRequest:
 
 @dataclass(slots=True)
 class PredictResult:
-    """Named outputs, in the model's order; with ``top_k`` also ``top_k_index (k,) int64``. ``defaulted``,
-    ``degraded``, ``stale_s``: as of the lookup."""
+    """Named outputs, in the model's order; with ``top_k`` also ``top_k_index (k,) int64``.
+
+    ``defaulted``, ``degraded`` and ``stale_s`` are those of the lookup."""
 
     outputs: dict[str, NDArray[Any]]
     sources: dict[str, SourceArray] = field(default_factory=dict)
@@ -299,7 +295,7 @@ class PredictResult:
 
 
 class Progress(Protocol):
-    """How long work reports itself; the command line draws bars, a server logs, tests ignore it."""
+    """Progress reports of long work; the command line draws bars, a server logs, tests ignore them."""
 
     def task(
         self, title: str, total: int, unit: str = "rows"
@@ -309,7 +305,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Tells nobody."""
+    """Progress that is not reported."""
 
     def task(
         self, title: str, total: int, unit: str = "rows"
@@ -317,28 +313,27 @@ class NoProgress:
         return nullcontext(lambda _step: None)
 
 
-# A row's version: Unix milliseconds << 20 | sequence. Newest wins.
+# A row's version: Unix milliseconds << 20 | sequence. The highest wins.
 VERSION_SEQUENCE_BITS = 20
 
 
 def make_version(unix_ms: int, sequence: int = 0) -> int:
-    """The version of a write at ``unix_ms`` with a tie-breaking ``sequence`` (taken mod 2^20)."""
+    """Version of a write at ``unix_ms`` with a tie-breaking ``sequence`` (taken mod 2^20)."""
     return (unix_ms << VERSION_SEQUENCE_BITS) | (sequence & ((1 << VERSION_SEQUENCE_BITS) - 1))
 
 
 def version_now(sequence: int = 0) -> int:
-    """The version of a write of this moment."""
+    """Version of a write at this moment."""
     return make_version(time.time_ns() // 1_000_000, sequence)
 
 
 def version_unix_ms(version: int) -> int:
-    """When the write was, in Unix milliseconds."""
+    """Time of the write in Unix milliseconds."""
     return int(version) >> VERSION_SEQUENCE_BITS
 
 
 def oldest_tombstone(table: EmbeddingTable, unix_s: float) -> int:
-    """The version below which a tombstone of ``table`` is forgotten at the instant ``unix_s``.
+    """The version below which a tombstone of ``table`` has expired at the instant ``unix_s``.
 
-    The deletion's own version tells its time, so a replay or another tier decides alike.
-    """
+    The deletion's version contains its time, so a replay and every tier decide alike."""
     return make_version(int(max(0.0, (unix_s - table.tombstone_ttl_s) * 1000.0)))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hps.cuda.loader import keep_device, missing_requirement
 from hps.dense.base import NetworkTensor
-from hps.environment import keep_onnxruntime_quiet
+from hps.environment import disable_onnxruntime_telemetry
 from hps.errors import ConfigError, DenseModelError, ModelError
 
 Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
@@ -72,7 +72,7 @@ class OnnxModel:
         inline_us: float = 150.0,
         gpu: GpuOptions | None = None,
     ) -> None:
-        keep_onnxruntime_quiet()
+        disable_onnxruntime_telemetry()
         import onnxruntime as ort
 
         self.path = path

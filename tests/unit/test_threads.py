@@ -280,7 +280,7 @@ def test_again_tries_until_it_is_done(quick, caplog):
     again.close()
     time.sleep(0.05)
     assert len(tries) == 4
-    assert "redis: is not there; trying again in" in caplog.text
+    assert "redis: is not there; retrying in" in caplog.text
 
 
 def test_again_gives_up_on_a_fault_of_the_program(quick, caplog):

@@ -1,5 +1,5 @@
 """The Open Inference Protocol, and hps.v1, over gRPC."""
 
-from hps.environment import keep_grpc_from_its_engine
+from hps.environment import disable_grpc_event_engine
 
-keep_grpc_from_its_engine()
+disable_grpc_event_engine()

@@ -90,7 +90,7 @@ def test_a_variable_that_lacks_an_underscore_is_warned_about() -> None:
     environ = {"HPS_SERVER__HTTP__PORT": "81", "HPS_NATIVE": "on", "HPS_SERVER_SERVICE_PORT": "1"}
     warnings = load(None, environ=environ).warnings
     assert len(warnings) == 1
-    assert warnings[0].startswith("HPS_SERVER__HTTP__PORT sets nothing")
+    assert warnings[0].startswith("HPS_SERVER__HTTP__PORT is ignored")
 
 
 def test_the_real_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,8 @@ def test_where_the_system_shows_nothing_of_it_nothing_is_told(
     publish_memory(metrics)
     assert len(metrics.numbers()[m.MEMORY_LIMIT]) == 1
     monkeypatch.setattr(
-        services.container_memory, "read_memory_limits", partial(read_memory_limits, Path("/nowhere"))
+        services.container_memory,
+        "read_memory_limits",
+        partial(read_memory_limits, Path("/nowhere")),
     )
     assert metrics.numbers()[m.MEMORY_LIMIT] == metrics.numbers()[m.MEMORY_USED] == {}
