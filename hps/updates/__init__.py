@@ -1,4 +1,4 @@
-"""Everything that changes rows while the node serves; ``hps.updates.Producer`` sends them."""
+"""Changes of rows while a node serves; ``hps.updates.Producer`` sends them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Producer"]
 
 
 def __getattr__(name: str) -> Any:
-    # Kafka's client is imported when it is asked for: a node without Kafka does without it.
+    # Imported on first use: a node without Kafka does not need its client.
     if name == "Producer":
         from hps.updates.kafka.producer import Producer
 

@@ -1,8 +1,8 @@
-"""Since when rows wait in a stream: how old what is served may be.
+"""Arrival times of stream messages, from which the age of served rows follows.
 
-Asked of the stream's own end, not of its reader: a reader that is paused, stuck at a store or cut off from
-its broker does not know what it lacks.
-"""
+They are read from the stream's end, not from its reader: a reader that is paused, stuck at a store or
+cut off
+from its broker does not know which messages it misses."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ _MOST_LOOKS = 256
 
 
 class PendingUpdates(Protocol):
-    """What waits in the places of one stream."""
+    """Unapplied updates of one stream, by partition."""
 
     def look(self) -> None:
-        """See what is there now; may wait for seconds. Called by one thread, every `LOOK_EVERY_S` at
-        least. Raises what went wrong; what was seen last counts then, and ages."""
+        """Poll the stream's ends; may take seconds. Called by one thread, at least every `LOOK_EVERY_S`.
+
+        Raises whatever went wrong; `ages_s` then counts from the last poll that worked."""
         ...
 
     def ages_s(self) -> Mapping[Place, float | None]:
-        """Of each place, how long ago the first of what is not applied came, 0 when everything is; None:
-        some of it was there before the first look, or nothing could be seen yet. Any thread may call it,
-        and it never waits."""
+        """Age in seconds of each partition's first unapplied message; 0 when everything is applied.
+
+        None: part of it was there before the first poll, or no poll has worked yet. Any thread may call it;
+        it never waits."""
         ...
 
 
 class ArrivalTimes:
-    """Where a stream's partitions ended at several instants, as told by a monotonic clock. Thread-safe."""
+    """End offsets of a stream's partitions at several instants of a monotonic clock. Thread-safe."""
 
     def __init__(self) -> None:
         self._looks: dict[Place, deque[tuple[float, int]]] = {}
@@ -42,7 +44,7 @@ class ArrivalTimes:
         self._lock = threading.Lock()
 
     def saw(self, ends: Mapping[Place, int], at_s: float) -> None:
-        """Each partition ended at the offset ``ends[place]``, at the instant ``at_s`` or after it."""
+        """Record that each partition ended at the offset ``ends[place]`` at the instant ``at_s`` or later."""
         with self._lock:
             for place, end in ends.items():
                 looks = self._looks.setdefault(place, deque())
@@ -50,13 +52,12 @@ class ArrivalTimes:
                     looks.clear()
                 if looks and looks[-1][1] == end:
                     looks.pop()
-                elif len(looks) >= _MOST_LOOKS:  # stuck for long
+                elif len(looks) >= _MOST_LOOKS:  # the reader has been stuck for long
                     looks = self._looks[place] = _thinned(looks, at_s)
                 looks.append((at_s, end))
 
     def age_s(self, place: Place, applied: int, now_s: float) -> float | None:
-        """How long ago the first message came that is not below ``applied``; None as
-        `PendingUpdates.ages_s`."""
+        """Age of the first message at or above the offset ``applied``; None as in `PendingUpdates.ages_s`."""
         with self._lock:
             looks = self._looks.get(place, deque())
             while looks and looks[0][1] <= applied:
@@ -69,7 +70,7 @@ class ArrivalTimes:
 
 
 def _thinned(looks: deque[tuple[float, int]], now_s: float) -> deque[tuple[float, int]]:
-    """The looks without some between which little time went by: ages then seem at most an eighth higher."""
+    """Drop polls that are close together; ages then are at most an eighth too high."""
     first, *rest = looks
     kept = deque([first])
     for look, following in pairwise(rest):

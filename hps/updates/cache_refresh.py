@@ -28,7 +28,7 @@ class CacheRefresher(Protocol):
 def refresh(
     caches: CacheRefresher, table: EmbeddingTable, changes: TableChanges, *, versioned: bool
 ) -> None:
-    """Have what is resident changed, and wait for it. Raises Unavailable when the caches are closed."""
+    """Change the resident rows and wait for it. Raises Unavailable when the caches are closed."""
     last = _last_word(changes)
     versions, gone_versions = last.versions, last.deleted_versions
     if not versioned:
@@ -46,7 +46,7 @@ def refresh(
 
 
 def _last_word(changes: TableChanges) -> TableChanges:
-    """Each key once, with the change of the highest version, the last on a tie, a deletion before a row."""
+    """Reduce ``changes`` to one per key: the highest version; on a tie a deletion, then the last row."""
     split = len(changes.keys)
     keys = np.concatenate([changes.keys, changes.deleted])
     versions = np.concatenate([changes.versions, changes.deleted_versions])

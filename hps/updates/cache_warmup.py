@@ -1,4 +1,4 @@
-"""Fills a cache before the node is ready, from the start of a table's files."""
+"""Fill a cache before the node is ready, from the start of a table's files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 ReadVectors = Callable[[int, int], VectorArray]
 """Reads the vectors (n, dim) float32 of the keys from one number to before another."""
 _CHUNK_ROWS = 16_384
-# Reading a store does 50,000 rows/s and more; after this long the rest comes by use.
+# A store reads 50,000 rows/s and more; after this long, lookups warm the rest.
 WARM_SECONDS = 20.0
 
 
 class CacheWarmup:
-    """Fills the caches of ``writer`` table by table, telling ``progress``."""
+    """Fills the caches of ``writer`` table by table and reports ``progress``."""
 
     def __init__(self, writer: CacheWriter, progress: Progress) -> None:
         self._writer = writer
@@ -32,8 +32,11 @@ class CacheWarmup:
     def fill(
         self, table: EmbeddingTable, keys: KeyArray, vectors: ReadVectors, version: int | None
     ) -> None:
-        """Put ``keys (n,)`` into the caches, the first ones first: with ``vectors`` if the stores hold just
-        these, all of ``version``; if that is not known (None), as the stores have them."""
+        """Put ``keys (n,)`` into the caches, the first ones first.
+
+        ``version``: that of all rows, if the stores still hold the files' ``vectors`` unchanged; None
+        if unknown:
+        the rows are then read from the stores."""
         if not len(keys):
             return
         keys = table.narrow(keys)
@@ -44,10 +47,10 @@ class CacheWarmup:
                 promote_keys(self._writer, table, keys, step, self._until)
 
     def hottest(self, table: EmbeddingTable, keys: KeyArray, cache: Tier) -> None:
-        """Put ``keys (n,)``, the hottest first, into ``cache`` as the stores have them."""
+        """Put ``keys (n,)``, the hottest first, into ``cache`` with the stores' rows."""
         with self._progress.task(f"warming {table.name}, hottest keys", len(keys)) as step:
             promote_keys(self._writer, table, keys, step, self._until)
-        # Those that came first look coldest now: a use puts that right.
+        # The keys inserted first now have the lowest scores; a lookup of them raises these.
         half = keys[: len(keys) // 2]
         for start in range(0, len(half), _CHUNK_ROWS):
             cache.fetch([Part.make(table, half[start : start + _CHUNK_ROWS])], FetchContext())
@@ -63,9 +66,9 @@ def insert_rows(
 ) -> None:
     """Insert ``keys (n,)`` with their ``vectors``, all of ``version``.
 
-    Only for files whose rows the stores still hold just like that: no key twice, nothing written since.
-    The first rows go in last, so that they are the ones a full cache keeps.
-    """
+    Only for files whose rows the stores still hold unchanged, with no key twice. The first rows are
+    inserted
+    last, so that a full cache keeps those."""
     for part in _backwards(len(keys)):
         rows = np.ascontiguousarray(vectors(part.start, part.stop)[::-1], table.dtype)
         versions = np.full(len(rows), version, np.uint64)
@@ -80,8 +83,9 @@ def promote_keys(
     step: Callable[[int], None],
     until: float,
 ) -> None:
-    """Promote ``keys (n,)``, the first ones first, while it is before ``until`` (``time.monotonic()``):
-    slower than ``insert_rows``, but right whatever was written since."""
+    """Promote ``keys (n,)``, the first ones first, until the instant ``until`` (``time.monotonic()``).
+
+    Slower than ``insert_rows``, but correct whatever was written meanwhile."""
     chunk = min(_CHUNK_ROWS, writer.queue_keys)
     for start in range(0, len(keys), chunk):
         if time.monotonic() > until:

@@ -1,17 +1,18 @@
 """CacheWriter: the one thread of a node that changes its caches.
 
-Two rules keep a cache from going stale (invariant 5). Whoever changes a store tells the writer
-afterwards, through ``update`` or ``delete``. And a promotion is queued as keys, not rows: the writer
-reads the rows from every store at the moment it inserts them. So whichever comes first, the newest
-row is the one that stays; and so changes may overtake the promotions that wait, of which there can be
-many seconds' worth after a cold start, and are seen at once.
+Two rules keep a cache from going stale (invariant 5). After a store has changed, its writer calls
+``update``
+or ``delete`` here. And a promotion is queued as keys, not rows: the writer reads the rows from every
+store at
+the moment it inserts them. In either order the newest row stays. So changes may overtake queued promotions,
+of which there can be many seconds' worth after a cold start, and lookups see them immediately.
 
-A store that could not be asked for a key may hold a newer row of it, or its deletion, and then the key is not
-promoted. But not when the node's own store could be: that one has every update before the caches receive
-it, so its rows lag no more than lookups do that pass over the others. Otherwise a Redis that is down would
-keep the CPU cache cold for as long. Where rows have no versions, the row of the own store counts as the
-newest: another store may not have an update yet that the caches received before the row came.
-"""
+A store that is skipped for a key may hold a newer row of it, or its deletion; the key is then not promoted.
+The exception is a key that the node's own store answers: that store has every update before the caches
+receive it, so its rows are no older than those of lookups that skip the other stores. Otherwise an
+unavailable Redis would keep the CPU cache cold for as long. Where rows have no versions, the own
+store's row
+counts as the newest: another store may miss an update that the caches have already received."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 log = logging.getLogger(__name__)
 
-# Keys read and inserted at a time: a store's list interface holds the interpreter lock, and request
-# threads must get their turn.
+# Keys read and inserted at a time: a store's list interface holds the interpreter lock, and request threads
+# must get their turn.
 SLICE_KEYS = 1_024
 _LOG_EVERY_S = 5.0
 
@@ -52,21 +53,21 @@ class _Promotion:
 
 @dataclass(slots=True)
 class _CacheChange:
-    """Work with a caller who may want to know when it is done."""
+    """A queued change, with the future that its caller may wait for."""
 
     work: Callable[[], None]
     done: Future[None]
 
 
 class CacheWriter:
-    """``caches`` is what it writes to; ``stores`` are the single stores below, each of which is asked
-    at a promotion, fastest first. ``own``: the one of them that has every update before `update` or
-    `delete` is called; ``own_first``: of rows of equal versions its is taken. At most ``queue_keys`` keys
-    wait to be promoted; more are dropped and counted. ``lacked`` must not block.
+    """Writes ``caches``; promotes rows from ``stores``, the single stores below, fastest first.
 
-    Keys may come from outside: those of tables with 32-bit keys are narrowed. All methods may be called
-    from any thread.
-    """
+    A promotion asks each store. ``own``: the store that has every update before `update` or `delete` is
+    called;
+    ``own_first``: of rows with equal versions, its row is taken. At most ``queue_keys`` keys are queued for
+    promotion; more are dropped and counted. ``lacked`` must not block.
+
+    Keys of tables with 32-bit keys are narrowed here. Any thread may call any method."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class CacheWriter:
         self._count = count
         self._lacked = lacked
         self._changes: deque[_CacheChange] = deque()
-        # A change among the promotions is one that waits for those before it.
+        # A change in this queue waits for the promotions before it.
         self._promotions: deque[_Promotion | _CacheChange] = deque()
         self._waiting_keys = 0
         self._wake = threading.Condition()
@@ -98,12 +99,13 @@ class CacheWriter:
 
     @property
     def waiting_keys(self) -> int:
-        """Keys whose promotion is not finished: those that wait, and those at hand."""
+        """Keys whose promotion is queued or running."""
         return self._waiting_keys
 
     def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Have the rows of ``keys (n,)`` copied into the caches some time soon. Never blocks; keys
-        beyond the queue's bound are dropped. ``keys`` must not be changed afterwards."""
+        """Queue ``keys (n,)`` for a copy of their rows into the caches. Never blocks.
+
+        Keys beyond the queue's bound are dropped. The caller must not change ``keys`` afterwards."""
         with self._wake:
             room = 0 if self._closed else self.queue_keys - self._waiting_keys
             kept = table.narrow(keys[: max(0, room)])
@@ -117,29 +119,32 @@ class CacheWriter:
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> Future[None]:
-        """Put rows into the caches, resident or not. Only for rows the stores hold just like that."""
+        """Put rows into the caches, resident or not. Only for rows that the stores hold unchanged."""
         work = partial(self._caches.insert, table, table.narrow(keys), vectors, versions)
         return self._queue(self._changes, work)
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> Future[None]:
-        """Refresh resident rows; to be called after every store has the new ones."""
+        """Refresh resident rows. Callers must first have written the rows to every store."""
         work = partial(self._caches.update, table, table.narrow(keys), vectors, versions)
         return self._queue(self._changes, work)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> Future[None]:
-        """Delete from the caches; to be called after every store has deleted."""
+        """Delete from the caches. Callers must first have deleted from every store."""
         work = partial(self._caches.delete, table, table.narrow(keys), versions)
         return self._queue(self._changes, work)
 
     def run(self, work: Callable[[], None]) -> Future[None]:
-        """Have ``work`` done on the thread that alone writes to the caches, in its turn among the changes."""
+        """Queue ``work`` for the writer's thread, in order with the other changes."""
         return self._queue(self._changes, work)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything queued before this call is done; False when time ran out or the
-        writer is closed, or this process is a fork of its own, without its thread."""
+        """Wait until everything queued before this call is done.
+
+        False after ``timeout`` seconds, when the writer is closed, and in a forked process, which has
+        no writer
+        thread."""
         barrier = self._queue(self._promotions, lambda: None)
         try:
             barrier.result(timeout)
@@ -148,8 +153,9 @@ class CacheWriter:
         return True
 
     def close(self) -> None:
-        """Finish the job at hand, drop the rest (caches are about to go), end the thread. Idempotent;
-        futures of dropped changes are cancelled."""
+        """Finish the current job, drop the others, end the thread. Idempotent.
+
+        Futures of dropped changes are cancelled; the caches are freed next."""
         with self._wake:
             self._closed = True
             dropped = [*self._changes, *self._promotions]
@@ -170,7 +176,7 @@ class CacheWriter:
     ) -> Future[None]:
         change = _CacheChange(work, Future())
         with self._wake:
-            # After a fork this process has no such thread: nobody would ever finish it.
+            # A forked process has no such thread: the change would never finish.
             if self._closed or not self._thread.is_alive():
                 change.done.cancel()
             else:
@@ -191,12 +197,12 @@ class CacheWriter:
                     self._done(done)
                     waiting -= done
             except Exception:
-                # Whatever it was, others wait for this thread, some without an end.
+                # The thread must survive any error: other threads wait for it, some without a timeout.
                 log.exception("the cache writer gave up %d promotions", waiting)
                 self._done(waiting)
 
     def _promote_all(self, promotions: list[_Promotion]) -> Iterator[int]:
-        """Promote, let changes overtake; how many keys of the queue are done with, each time."""
+        """Promote slice by slice and let changes overtake; yields the number of queued keys finished."""
         refused = False
         for table, keys, queued in _slices(promotions):
             if self._closed:
@@ -210,7 +216,7 @@ class CacheWriter:
                 _finish(change)
 
     def _next(self) -> _CacheChange | list[_Promotion] | None:
-        """A change, or else all promotions that wait; None once closed."""
+        """The next change, or else all queued promotions; None once closed."""
         with self._wake:
             while not (self._changes or self._promotions or self._closed):
                 self._wake.wait()
@@ -238,7 +244,7 @@ class CacheWriter:
                 self._waiting_keys -= keys
 
     def _promote_slice(self, table: EmbeddingTable, keys: KeyArray) -> bool:
-        """False when the caches refused the rows: they would refuse others, each after a while."""
+        """False when the caches rejected the rows: they would reject more, each after a delay."""
         try:
             rows, skipped = self._newest(table, keys)
         except Exception:
@@ -263,8 +269,9 @@ class CacheWriter:
             log.exception("promotion of %d keys of table %s failed", len(keys), table.id)
 
     def _newest(self, table: EmbeddingTable, keys: KeyArray) -> tuple[Part, bool]:
-        """Each key's row of the highest version over all stores, source 0 where that is a deletion, no store
-        knows the key, or a store that was skipped for it may know better; and whether one was skipped."""
+        """Each key's row of the highest version over all stores; and whether a store was skipped.
+
+        Source 0: a deletion, a key that no store has, or a skipped store that may hold a newer row."""
         newest, unsure = Part.make(table, keys), np.zeros(len(keys), bool)
         known = np.zeros(len(keys), bool)
         skipped, lacked = False, keys[:0]
@@ -292,8 +299,9 @@ class CacheWriter:
 
 
 def _slices(promotions: list[_Promotion]) -> Iterator[tuple[EmbeddingTable, KeyArray, int]]:
-    """The keys by table, each once, ``SLICE_KEYS`` at a time; and how many of those in the queue are done
-    with it, repeated ones included."""
+    """Split the keys by table, each key once, into slices of ``SLICE_KEYS``.
+
+    With each slice comes the number of queued keys that it finishes, repeated keys included."""
     chosen: dict[EmbeddingTable, list[KeyArray]] = {}
     for job in promotions:
         chosen.setdefault(job.table, []).append(job.keys)

@@ -1,9 +1,8 @@
 """Update messages to arrays and back: HPS's wire format and the native one (docs/wire-format.md).
 
-Decoding takes many messages at once and never raises for what is in them: a message that is damaged, of
-another format or of the wrong size gets a `Reason`, the others are decoded. Of such a message nothing is
-taken. All functions may be called from several threads; the GIL is released while large batches are copied.
-"""
+Decoding takes many messages in one call and never raises for their content: a message that is damaged, of
+another format or of the wrong size gets a `Reason` and contributes no rows; the others are decoded. All
+functions may be called from several threads; the GIL is released while large batches are copied."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ from hps.tiers.positions import TableChanges
 from hps.types import VERSION_SEQUENCE_BITS, IndexArray, KeyArray, VectorArray, VersionArray
 from hps.updates.source import Reason, TableUpdate
 
-LONGEST = 128 << 20  # bytes of a message that is read
-FULL = 256 << 10  # bytes of a message that is written, as HPS's producer fills them
+LONGEST = 128 << 20  # largest message that is read, in bytes
+FULL = 256 << 10  # largest message that is written, in bytes, as by HPS's producer
 
 _TOPIC = re.compile(r"hps_et\.([\w-]+)\.([\w-]+)", re.ASCII)
 _NAME = re.compile(r"[\x21-\x7e]{1,65535}")
@@ -44,14 +43,15 @@ _NAME = re.compile(r"[\x21-\x7e]{1,65535}")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DecodedMessages:
-    """``messages (m,)`` of dtype `MESSAGE`, one for each that was handed in; ``updates`` per table and row
-    format, in the order of their first message."""
+    """Decoded messages: ``messages (m,)`` of dtype `MESSAGE`, one per payload.
+
+    ``updates``: one per table and row format, in the order of their first message."""
 
     messages: NDArray[Any]
     updates: Sequence[TableUpdate]
 
     def faults(self) -> list[tuple[int, Reason, int]]:
-        """Of the messages that could not be taken: number, reason, and the byte that tells."""
+        """Number, reason and offending byte of each message that cannot be applied."""
         wrong = np.flatnonzero(self.messages["reason"] >= Reason.TRUNCATED)
         return [
             (int(i), Reason(self.messages["reason"][i]), int(self.messages["at"][i])) for i in wrong
@@ -59,20 +59,22 @@ class DecodedMessages:
 
 
 def hps_topic(model: str, table: str) -> str:
-    """The topic HPS reads a table's updates from."""
+    """The topic from which HPS reads a table's updates."""
     return f"hps_et.{model}.{table}"
 
 
 def hps_table(topic: str) -> tuple[str, str] | None:
-    """The model and table of one of HPS's topics; None when it is another topic."""
+    """The model and table of one of HPS's topics; None for another topic."""
     found = _TOPIC.fullmatch(topic)
     return (found[1], found[2]) if found else None
 
 
 def record_versions(timestamps_ms: IndexArray, offsets: IndexArray) -> VersionArray:
-    """The versions (m,) of records that carry none: timestamp, then offset mod 2^20. A record without a
-    timestamp (negative) counts as written in 1970: only unversioned rows are older. A timestamp that a
-    version cannot hold, as one in microseconds, gets the latest version, which `without_ahead` rejects."""
+    """Versions (m,) of records that carry none: timestamp, then offset mod 2^20.
+
+    A record without a timestamp (negative) counts as written in 1970: only unversioned rows are older. A
+    timestamp too large for a version, as one in microseconds, gets the latest version, which
+    `drop_future_versions` rejects."""
     milliseconds = np.clip(timestamps_ms, 0, LATEST_MS - 1).astype(np.uint64)
     sequence = offsets.astype(np.uint64) & np.uint64((1 << VERSION_SEQUENCE_BITS) - 1)
     return milliseconds << np.uint64(VERSION_SEQUENCE_BITS) | sequence
@@ -89,8 +91,11 @@ def decode_hps(
     key_bits: Literal[32, 64] = 64,
     longest: int = LONGEST,
 ) -> DecodedMessages:
-    """Messages of the topic of ``table``, with Kafka's own ``timestamps_ms (m,)``, ``offsets (m,)`` and
-    ``keys``. ``dim`` is the table's: float32 rows of another one are ROW_SIZE."""
+    """Decode messages of the topic of ``table``.
+
+    ``timestamps_ms (m,)``, ``offsets (m,)`` and ``keys`` are Kafka's. ``dim`` is the table's: float32
+    rows of
+    another one are ROW_SIZE."""
     keyed = np.zeros(len(payloads), np.uint8)
     if keys is not None:
         keyed = np.fromiter(map(bool, keys), np.uint8, len(payloads))
@@ -106,7 +111,7 @@ def decode_hps(
 
 
 def decode_native(payloads: Payloads, *, longest: int = LONGEST) -> DecodedMessages:
-    """Native messages, of any tables."""
+    """Decode native messages of any tables."""
     found, groups = native.decode_native(payloads, longest)
     tables = []
     for table, dtype, dim, keys, versions, rows, deleted, deleted_versions in groups:
@@ -132,12 +137,12 @@ def _updates(
 def encode_hps(
     keys: KeyArray, vectors: VectorArray, *, key_bits: Literal[32, 64] = 64, full: int = FULL
 ) -> list[bytes]:
-    """HPS's messages of ``keys (n,)`` and ``vectors (n, dim)`` float32, each at most ``full`` bytes long.
+    """Encode ``keys (n,)`` and ``vectors (n, dim)`` float32 as HPS messages of at most ``full`` bytes.
 
-    Messages of one key must go to one partition, in order: the caller parts the keys by
-    `hps.native.partition_hash` first. Raises ValueError for keys that 32 bits don't hold, and for arrays
-    that don't fit each other.
-    """
+    Messages of one key must go to one partition, in order: the caller splits the keys by
+    `hps.native.partition_hash` first. Raises ValueError for keys that do not fit 32 bits, and for
+    arrays whose
+    shapes do not match."""
     _check_rows(keys, vectors, (np.dtype("<f4"),))
     if key_bits == 32 and len(keys) and not (keys.min() >= 0 and keys.max() < 2**32):
         raise ValueError("keys of 32 bits must lie between 0 and 2^32 - 1")
@@ -157,13 +162,14 @@ def encode_native(
     dense_version: int = 0,
     full: int = FULL,
 ) -> list[bytes]:
-    """Native messages of ``changes``, each at most ``full`` bytes long; rows first, then deletions.
+    """Encode ``changes`` as native messages of at most ``full`` bytes; rows first, then deletions.
 
-    ``vectors (n, dim)`` are float32 or float16; ``event_ms``: when the rows were made; ``ttl_s``: how
-    long they count from then on, 0 for ever; ``step`` and ``dense_version``: of the training and of the dense
-    network they belong to, 0 for none. Raises ValueError for a name that is not printable ASCII without
-    spaces, and for arrays that don't fit each other. Partitions: see `encode_hps`.
-    """
+    ``vectors (n, dim)`` are float32 or float16; ``event_ms``: creation time of the rows; ``ttl_s``: their
+    lifetime from then on, 0 for ever; ``step``, ``dense_version``: training step and dense network that
+    they
+    belong to, 0 for none. Raises ValueError for a name that is not printable ASCII without spaces, and
+    for arrays
+    whose shapes do not match. Partitions: see `encode_hps`."""
     _check_changes(table, changes)
     if not 0 <= event_ms < LATEST_MS:
         raise ValueError(f"event_ms is out of range: {event_ms} is not Unix time in ms")
@@ -212,7 +218,7 @@ def _message(name: bytes, fields: tuple[int, ...], columns: Sequence[memoryview]
 
 
 def _fitting(room: int, entry_bytes: int, full: int) -> int:
-    """How many entries fit a message. Raises ValueError when not even one does."""
+    """Number of entries that fit a message. Raises ValueError if none does."""
     if room < entry_bytes:
         need = full - room + entry_bytes
         raise ValueError(

@@ -1,9 +1,10 @@
-"""Rows written by hand or by a small program, without a stream: into every store, then into the caches.
+"""Direct writes: rows from a call instead of a stream, into every store, then the caches.
 
-A call returns when all of them have the rows. Rows get the version of the moment, and later calls a higher
-one, whatever the clock does; so a row written here wins over those of the stream that were made before. Where
-a store has a version ahead of this machine's clock, the row gets one above that: else it would be ignored.
-"""
+A call returns when all of them have the rows. Rows get the current time as version, and later calls a
+higher
+one, whatever the clock does; so a direct write replaces rows that the stream sent before. Where a store
+has a
+version ahead of this machine's clock, the row gets a version above that: else it would be ignored."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ DIRECT_TIMEOUT_S = 10.0
 
 
 class DirectWriter:
-    """Writes to ``stores`` and refreshes ``caches``; any thread may call it, one call is served at a time.
-    ``fixed``: tables that some cache keeps as they were when it was filled."""
+    """Writes to ``stores`` and refreshes ``caches``. Any thread may call it; calls run one at a time.
+
+    ``fixed``: static tables, which some cache keeps as they were when it was filled."""
 
     def __init__(
         self,
@@ -53,13 +55,14 @@ class DirectWriter:
         deleted: KeyArray,
         timeout_s: float = DIRECT_TIMEOUT_S,
     ) -> int:
-        """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``; the version they got,
-        the highest one where these differ.
+        """Upsert ``vectors (n, dim)`` for ``keys (n,)``, delete ``deleted (m,)``; return their version.
 
-        Raises BadRequest for arrays that do not fit, for values that are not finite, for a key on both sides
-        and for one that is stored with the highest version there is; TierError or Unavailable when a store
-        could not: some stores may have the rows then, and calling again is harmless.
-        """
+        The highest one if versions differ. Raises BadRequest for arrays of wrong shapes, values that
+        are not finite,
+        a key in both ``keys`` and ``deleted``, and a key stored with the highest possible version.
+        Raises TierError
+        or Unavailable when a store failed: some stores may have the rows then, and a second call is
+        harmless."""
         self._check(table, keys, vectors, deleted)
         if not self._stores:
             raise Unsupported("this node writes no store: its database is read only")
@@ -93,7 +96,7 @@ class DirectWriter:
         return int(versions.max()) if len(versions) else version
 
     def _versions(self, table: EmbeddingTable, keys: KeyArray, version: int) -> VersionArray:
-        """(n,) for ``keys (n,)``: ``version``, or one above what a store has."""
+        """Versions (n,) for ``keys (n,)``: ``version``, or one above the stored version."""
         stored = np.zeros(len(keys), np.uint64)
         for each in self._stores:
             if each.versioned:

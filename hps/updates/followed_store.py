@@ -1,12 +1,12 @@
-"""Followed store: fed by other processes from the streams that this node reads for its caches alone.
+"""Followed store: other processes feed it; this node reads the streams for its caches alone.
 
-A promotion copies what the store holds at that moment. A cache that was refreshed with an update before the
-store has it could therefore get the row from before the update, from a promotion, and keep it: the update
-does not come again. Two rules keep that from happening:
+A promotion copies what the store holds at that moment. If a cache were refreshed with an update before the
+store has it, a promotion could then put the older row back, and it would stay: the update does not come
+again. Two rules prevent that:
 
-* Caches are refreshed with a batch once the store contains it, which its stream positions tell.
-* The updates of a table are read from where the store was before the first of its rows was promoted.
-"""
+* Caches are refreshed with a batch once the store contains it, according to its stream positions.
+* The updates of a table are read from the position that the store had before the first of its rows was
+  promoted."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ partition; None when that is unknown."""
 
 
 class FollowedStore(TierWrapper):
-    """``tier``, as promotions read it, and ``store``, the same one with its stream positions.
+    """Wraps ``tier``, which promotions read; ``store`` is the same one with its stream positions.
 
-    `fetch` may be called from many threads; everything else from one at a time.
-    """
+    `fetch` may be called from many threads; everything else from one at a time."""
 
     def __init__(self, tier: Tier, store: FedStore) -> None:
         super().__init__(tier)
         self._store = store
-        # Up to where the caches have each table's updates, and up to where the store was seen to have them.
+        # Offsets of each table's updates in the caches, and offsets last read from the store.
         self._progress: dict[EmbeddingTable, dict[Place, int]] = {}
         self._seen: dict[EmbeddingTable, dict[Place, Applied]] = {}
         self._to_check: deque[EmbeddingTable] = deque()
@@ -60,7 +59,7 @@ class FollowedStore(TierWrapper):
         self.inner.fetch(parts, ctx)
 
     def forget(self, tables: Sequence[EmbeddingTable]) -> None:
-        """Free what is kept for ``tables``, which are served no more."""
+        """Free the positions of ``tables``, which are no longer served."""
         for table in tables:
             self._progress.pop(table, None)
             self._seen.pop(table, None)
@@ -68,20 +67,22 @@ class FollowedStore(TierWrapper):
     def places(
         self, readers: Readers, contained: Contained, other_writer: OtherWriter | None
     ) -> FollowedPositions:
-        """The positions of one reader's streams in this store."""
+        """Positions of one reader's streams in this store."""
         return FollowedPositions(self, readers, contained, other_writer)
 
     def progress(self, table: EmbeddingTable) -> dict[Place, int]:
-        """Up to where the caches have the updates of ``table``. Raises TierError."""
+        """Offsets up to which the caches have the updates of ``table``. Raises TierError."""
         self._start(table)
         return self._progress[table]
 
     def reached(
         self, table: EmbeddingTable, place: Place, offset: int = 0, topic_id: str = ""
     ) -> int | None:
-        """Up to where the store has the updates of ``table`` from the topic ``topic_id``, asked anew unless
-        it was seen at ``offset``; 0 when it has those of a former topic, None when it has no position.
-        Raises TierError."""
+        """Offset up to which the store has the updates of ``table`` from the topic ``topic_id``.
+
+        The store is asked unless it was at ``offset`` before. 0 if it has those of an earlier topic of
+        that name,
+        None if it has no position. Raises TierError."""
         seen = self._seen.get(table, {}).get(place)
         if seen is None or seen.offset < offset or _differ(seen.topic_id, topic_id):
             seen = self._look(table).get(place)
@@ -90,8 +91,7 @@ class FollowedStore(TierWrapper):
         return 0 if _differ(seen.topic_id, topic_id) else seen.offset
 
     def lost(self) -> str:
-        """See `hps.updates.stream_positions.StreamPositions`, in any table seen so far; each call checks
-        one table. Progress is that of the store then."""
+        """See `StreamPositions`. Each call checks one table; progress then falls back to the store's."""
         if not self._to_check:
             self._to_check.extend(self._seen)
         try:
@@ -105,13 +105,13 @@ class FollowedStore(TierWrapper):
         return lost
 
     def _start(self, table: EmbeddingTable) -> None:
-        """Note where the store is, before a row of ``table`` is promoted or an update of it read."""
+        """Record the store's position before a row of ``table`` is promoted or an update of it read."""
         if table not in self._progress:
             found = self._store.store.positions(table)
             self._progress.setdefault(table, {place: at.offset for place, at in found.items()})
 
     def _look(self, table: EmbeddingTable) -> dict[Place, Applied]:
-        """Up to where the store has the updates of ``table``, now."""
+        """Read the store's offsets for ``table``."""
         now = dict(self._store.store.positions(table))
         for place, before in self._seen.get(table, {}).items():
             at = now.get(place, Applied(0))
@@ -121,7 +121,7 @@ class FollowedStore(TierWrapper):
         return now
 
     def _fall_back(self) -> None:
-        """Rows that the store lost may have been promoted as they were before: refresh them once more."""
+        """Repeat refreshes: promotions may have copied rows that the store then lost."""
         for table in list(self._seen):
             now = self._look(table)
             self._progress[table] = {
@@ -132,12 +132,11 @@ class FollowedStore(TierWrapper):
 
 
 class FollowedPositions:
-    """`hps.updates.stream_positions.StreamPositions` of a reader that refreshes caches after
-    ``followed`` was fed.
+    """`StreamPositions` of a reader that refreshes caches after ``followed`` was fed.
 
-    ``other_writer``: asked as well where others may feed the store without keeping positions in it, as HPS
-    does; while neither knows a position, nothing is waited for.
-    """
+    ``other_writer``: also asked where a writer that keeps no positions in the store may feed it, as HPS
+    does;
+    while neither has a position, updates do not wait."""
 
     def __init__(
         self,
@@ -156,8 +155,9 @@ class FollowedPositions:
         self.lost = followed.lost
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
-        """See `Places`. The store's writer keeps the id there; until then the store counts as one that has
-        none of the topic's updates."""
+        """See `StreamPositions`. The store's writer keeps the id there; before, the store counts as having
+        none of the
+        topic's updates."""
         place = topic, partition
         self._topic_ids[place] = topic_id
         tables = self._readers(topic)
@@ -228,5 +228,5 @@ class FollowedPositions:
 
 
 def _differ(one: str, other: str) -> bool:
-    """Whether two ids are known and not the same."""
+    """True for two known ids that differ."""
     return bool(one and other and one != other)

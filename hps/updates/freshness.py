@@ -1,4 +1,4 @@
-"""Whether what a model serves is as fresh as wanted: looked at by a thread, read by requests."""
+"""Staleness limit per model: set by a thread, read by requests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ Result = TypeVar("Result", bound=LookupResult | PredictResult)
 
 
 class Freshness:
-    """Of one model. `judge` is called by one thread; requests read the two attributes, without a lock, and
-    call a method only when there is something to say. Without ``limit_s`` there never is."""
+    """Staleness of one model. Without ``limit_s`` it is never stale.
+
+    One thread calls `judge`. Requests read the two attributes, without a lock, and call a method only
+    when one
+    is set."""
 
     __slots__ = ("_flagged", "_limit_s", "_on_stale", "_refused", "refusal", "stale_s")
 
@@ -38,7 +41,7 @@ class Freshness:
         """Why requests are refused, while they are."""
 
     def judge(self, ages_s: Mapping[EmbeddingTable, float]) -> None:
-        """The model's tables are so old."""
+        """Set the two attributes from the ages of the model's tables."""
         table, age_s = max(ages_s.items(), key=lambda each: each[1])
         if self._limit_s is None or age_s <= self._limit_s:
             self.stale_s, self.refusal = 0, None
@@ -52,19 +55,19 @@ class Freshness:
             )
 
     def require(self) -> None:
-        """Raises Unavailable while requests are refused, and counts that."""
+        """Raise Unavailable, and count it, while requests are rejected."""
         if self.refusal is not None:
             self._refused.add()
             raise Unavailable(self.refusal)
 
     def flag(self) -> int:
-        """``stale_s``; an answer that says so is counted."""
+        """Return ``stale_s``, and count the answer if it is not 0."""
         if self.stale_s:
             self._flagged.add()
         return self.stale_s
 
     def mark(self, result: Result) -> Result:
-        """``result``, which says so where it may be stale."""
+        """Return ``result``, flagged if it may be stale."""
         if self.stale_s:
             result.stale_s = self.flag()
         return result

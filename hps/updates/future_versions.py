@@ -1,4 +1,4 @@
-"""Versions of the future: what a producer with a wrong clock sends must not block its keys until then."""
+"""Future versions: rows of a producer with a wrong clock must not block their keys."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hps.updates.source import TableUpdate
 def drop_future_versions(
     update: TableUpdate, ahead_s: float
 ) -> tuple[TableUpdate | None, list[int]]:
-    """``update`` without messages that hold a version more than ``ahead_s`` ahead of this machine's clock,
-    None when nothing is left; and the numbers of those messages."""
+    """Drop messages that hold a version more than ``ahead_s`` ahead of this machine's clock.
+
+    Returns the rest, None when nothing is left, and the numbers of the dropped messages."""
     changes, messages = update.changes, update.messages
     latest = make_version(int((time.time() + ahead_s) * 1000))
     rows, gone = changes.versions > latest, changes.deleted_versions > latest

@@ -1,4 +1,4 @@
-"""Lifting: rows found in one cache are copied into the one above it."""
+"""Promotion of rows from the CPU cache into the GPU cache above it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from hps.updates.cache_writer import CacheWriter, Count
 
 log = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S = 0.02
-# Rows that are asked for all the time are told of again. Meanwhile requests have the processor.
+# Keys in constant use are queued again. Between two copies, requests get the processor.
 _PAUSES_A_TURN = 4.0
 _CHUNK_ROWS = 16_384
 
 
 class GpuPromotion:
-    """Copies rows of ``source`` into ``target``, both caches of ``writer``, on the writer's thread. No store
-    is asked: whatever changes the one changes the other after it, on that thread, so a row read there is
+    """Copies rows of ``source`` into ``target``, both caches of ``writer``, on the writer's thread.
+
+    No store is asked: every change reaches ``source`` and then ``target`` on that thread, so a row read
+    there is
     as new as ``target`` may have it.
 
-    At most ``queue_keys`` keys wait; more are dropped, and told to ``count`` as such. Keys are gathered for a
-    while and then copied table by table, so that what a cache takes for a write is paid for many; between
-    two turns is four times as long as the first one took. All methods may be called from any thread.
-    """
+    At most ``queue_keys`` keys are queued; more are dropped and reported to ``count``. Keys are
+    collected and
+    then copied table by table, so that one cache write pays for many keys; the pause between two copies
+    is four
+    times as long as a copy took. Any thread may call any method."""
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class GpuPromotion:
         self._thread.start()
 
     def lift(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Have the rows of ``keys (n,)`` copied some time soon. Never blocks."""
+        """Queue the rows of ``keys (n,)`` for a copy. Never blocks."""
         with self._changed:
             fits = self._waiting + len(keys) <= self._queue_keys and not self._closed.is_set()
             if fits:
@@ -65,13 +68,13 @@ class GpuPromotion:
             self._count("dropped", len(keys))
 
     def now(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Copy the rows of ``keys (n,)``, the first ones last, so that they look hottest; waits for it."""
+        """Copy the rows of ``keys (n,)`` and wait; the first keys last, so that they get the highest score."""
         for stop in range(len(keys), 0, -_CHUNK_ROWS):
             chosen = np.array(keys[max(0, stop - _CHUNK_ROWS) : stop], np.int64)
             self._writer.run(partial(self._copy, table, chosen)).result()
 
     def flush(self) -> None:
-        """Copy what waits, now."""
+        """Copy all queued rows and wait."""
         with self._changed:
             keys, self._keys, self._waiting = self._keys, {}, 0
         try:
@@ -81,7 +84,7 @@ class GpuPromotion:
             self.close()  # the writer is closed
 
     def close(self) -> None:
-        """Drop what waits and end the thread. Idempotent."""
+        """Drop queued keys and end the thread. Idempotent."""
         with self._changed:
             self._closed.set()
             self._changed.notify()

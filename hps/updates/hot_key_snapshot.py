@@ -1,9 +1,8 @@
-"""Which keys of a cache are hot, kept in a file, so that a node is as warm after a restart as before.
+"""Hot key snapshot: a file of a cache's hot keys, from which a restarted node warms it.
 
-Keys, not rows: a row's truth is in the stores, which may have changed meanwhile. The file is
-``HPSHOT1\\n``, the length of a JSON header (u32, little endian), the header, which lists the tables, each
-table's keys (int64) and scores (u8), hottest first, and the CRC-32 of all that.
-"""
+It has keys, not rows: the rows in the stores may have changed meanwhile. The file is ``HPSHOT1\n``, the
+length of a JSON header (u32, little endian), the header, which lists the tables, each table's keys (int64)
+and scores (u8), hottest first, and the CRC-32 of all that."""
 
 from __future__ import annotations
 
@@ -33,8 +32,9 @@ def write_hot_keys(
     bytes_per_s: float = float("inf"),
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Replace ``path`` by the hot keys of ``tables``, by their ids, no faster than ``bytes_per_s``. Whoever
-    reads it finds the old file or the new one, whole. Raises OSError."""
+    """Replace ``path`` by the hot keys of ``tables``, by their ids, at most ``bytes_per_s`` fast.
+
+    Readers see the old file or the new one, never a part. Raises OSError."""
     header = json.dumps(
         {
             "written": time.time(),
@@ -58,7 +58,7 @@ def write_hot_keys(
 
 
 def _private(path: str, flags: int) -> int:
-    """Keys may be people: nothing for other users of the machine."""
+    """Keys may identify people: other users of the machine get no access."""
     return os.open(path, flags, 0o660)
 
 
@@ -72,7 +72,7 @@ def _chunks(header: bytes, tables: Mapping[str, HotKeys]) -> Iterator[bytes]:
 
 
 def read_hot_keys(path: Path) -> dict[str, HotKeys]:
-    """What `write_hot_keys` wrote. Raises OSError, and ValueError for a damaged file."""
+    """Read a file of `write_hot_keys`. Raises OSError, and ValueError for a damaged file."""
     data = path.read_bytes()
     start = len(_MAGIC) + 4
     if len(data) < start + 4 or not data.startswith(_MAGIC):
@@ -90,11 +90,11 @@ def read_hot_keys(path: Path) -> dict[str, HotKeys]:
 
 
 class HotKeySnapshots:
-    """Writes ``cache``'s hot keys of ``tables`` to ``path`` every ``interval_s`` seconds and when it is
-    closed, on a thread of its own. Neither readers nor the writer of the cache wait for it.
+    """Writes ``cache``'s hot keys of ``tables`` to ``path`` every ``interval_s`` and at `close`.
 
-    ``most``: keys per table, None for all. ``tables`` may change meanwhile.
-    """
+    A thread does it; neither readers nor the writer of the cache wait for it. ``most``: keys per table,
+    None for
+    all. ``tables`` may change meanwhile."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class HotKeySnapshots:
         self._thread.start()
 
     def close(self) -> None:
-        """Write it once more. The cache must still be open. Idempotent."""
+        """Write a last snapshot. The cache must still be open. Idempotent."""
         self._closed.set()
         self._thread.join()
 
@@ -133,7 +133,7 @@ class HotKeySnapshots:
                 n = self._cache.capacity(table)
                 hot[table.id] = self._cache.top_k(table, n if self._most is None else self._most)
             if not any(len(keys) for keys, _ in hot.values()):
-                return  # nothing was served: what an earlier one says is worth more
+                return  # nothing was served: an earlier snapshot is worth more
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_hot_keys(self._path, hot, self._bytes_per_s, self._closed.wait)
         except OSError as error:
@@ -143,7 +143,7 @@ class HotKeySnapshots:
 
 
 def hot_keys_at_start(path: Path) -> dict[str, HotKeys]:
-    """As `read_hot_keys`; nothing, with a warning, from a damaged file, and without from none."""
+    """As `read_hot_keys`; empty if there is no file, and with a warning if it is damaged."""
     try:
         return read_hot_keys(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The thread that an ingestor runs on: pause, resume, and what must be done between two batches."""
+"""Thread of an ingestor: pause, resume, and calls between two batches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hps.updates.source import UpdateSource
 
 log = logging.getLogger(__name__)
 
-# Writing holds the interpreter lock in pieces of 0.1 ms: requests need not wait for Python's usual 5 ms.
+# Ingest holds the interpreter lock in pieces of 0.1 ms: requests need not wait for Python's usual 5 ms.
 _SWITCH_S = 1e-4
 
 
 class IngestThread:
-    """Runs an ingestor until it is closed; `call` has something done between two steps."""
+    """Runs an ingestor until it is closed; `call` runs a function between two steps."""
 
     def __init__(self, ingestor: Ingestor, source: UpdateSource, name: str) -> None:
         self._ingestor = ingestor
@@ -41,9 +41,9 @@ class IngestThread:
         return not self._resumed.is_set()
 
     def pause(self) -> Future[None]:
-        """Apply no more after the batch at hand, which is over when the future is done; the source stays
-        connected.
-        """
+        """Stop after the current batch, which is finished when the future is done.
+
+        The source stays connected."""
         self._resumed.clear()
         return self.call(lambda: None)
 
@@ -51,7 +51,7 @@ class IngestThread:
         self._resumed.set()
 
     def call(self, work: Callable[[], None]) -> Future[None]:
-        """Have ``work`` done by the ingesting thread, which alone may touch the source."""
+        """Queue ``work`` for the ingest thread, which alone may use the source."""
         done: Future[None] = Future()
         self._calls.append((work, done))
         if self._closed.is_set():
@@ -59,7 +59,7 @@ class IngestThread:
         return done
 
     def close(self) -> None:
-        """Finish or give up the batch at hand, note positions, close the source. Idempotent."""
+        """Finish or give up the current batch, record positions, close the source. Idempotent."""
         self._closed.set()
         self._ingestor.close()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -84,12 +84,12 @@ class IngestThread:
                         self._ingestor.problem = None
                     pause = FIRST_PAUSE_S
                 except HpsError as error:
-                    # Where to begin cannot be told yet, or a batch was given up: it comes again.
+                    # The start position is unknown yet, or a batch was given up: it is polled again.
                     broken = True
                     self._waits(str(error))
                     self._closed.wait(FIRST_PAUSE_S)
                 except Exception as error:
-                    # Not even a mistake of ours may end the stream: what was at hand comes again.
+                    # Not even a bug may end the stream: the current batch is polled again.
                     broken = True
                     self._ingestor.problem = f"{type(error).__name__}: {error}"
                     log.exception("updates failed; trying again in %.1f s", pause)
@@ -113,7 +113,7 @@ class IngestThread:
             if done.set_running_or_notify_cancel():
                 try:
                     work()
-                except BaseException as error:  # whoever asked must hear of it
+                except BaseException as error:  # the future's owner gets it
                     done.set_exception(error)
                 else:
                     done.set_result(None)

@@ -1,17 +1,16 @@
-"""Ingestor: applies what an update source brings. Stores first, then caches, then commit.
+"""Ingestor: applies batches of an update source to the stores, then the caches, then commits.
 
-What is polled is in every store before a cache hears of it, and in both before it is committed, so a crash
-at any point repeats work and loses none. A store that fails is tried again until it takes the rows: nothing
-more is polled meanwhile, the stream waits where it is, and lookups go on with what they have. Replays are
-harmless because a store keeps what is newer.
+A batch is in every store before a cache is refreshed, and in both before it is committed, so a crash at any
+point repeats work and loses none. A failed store is retried until it accepts the rows: meanwhile nothing is
+polled, the stream waits, and lookups continue with the rows they have. Replays are harmless because a store
+keeps the newer row.
 
-Where other processes feed the store (`hps.updates.followed_store`), a batch is held until they have, so that
-here too the caches change after the store.
+Where other processes feed the store (`hps.updates.followed_store`), a batch is held until they have written
+it, so that here too the caches change after the store.
 
-Each table's store also keeps the position up to which it contains the stream (`hps.tiers.positions`). A
-table that a batch does not touch gets it noted now and then, or a quiet table would have its stream replayed
-from its last row.
-"""
+Each table's store also keeps the position up to which it contains the stream (`hps.tiers.positions`). It is
+also recorded every few seconds for tables that batches do not touch; otherwise the stream of a quiet table
+would be replayed from its last row."""
 
 from __future__ import annotations
 
@@ -40,48 +39,50 @@ POLL_S = 0.2
 NOTE_EVERY_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 _LOG_EVERY_S = 5.0
-# A batch that is held is checked after a quarter of the time it has been held for, but not before this.
+# A held batch is checked again after a quarter of the time that it has been held, but not earlier than
+# this.
 _SHORTEST_HOLD_S = 0.01
 _LATE_S = 1.0
 
 
 class DeadLetters(Protocol):
-    """Where messages go that cannot be taken."""
+    """Keeps messages that can never be applied."""
 
     def keep(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
-        """Returns those that were not kept before, once all are kept. Raises HpsError when they cannot be,
-        and is called again."""
+        """Keep ``letters``; returns those that were not kept before. Raises HpsError, then is called again."""
         ...
 
     def report(self) -> None:
-        """Log what was kept since the last log line, if that is due. Called every few seconds."""
+        """Log what was kept since the last log line, if due. Called every few seconds."""
         ...
 
 
 class IngestObserver(Protocol):
-    """Who counts (`hps.observability.meters.UpdateMeter`); called on the ingestor's thread."""
+    """Counts (`hps.observability.meters.UpdateMeter`); called on the ingestor's thread."""
 
     def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
         """``result``: upserted, deleted, not_finite or expired."""
         ...
 
     def visible(self, table: EmbeddingTable, tier: str, made_s: NDArray[np.float64]) -> None:
-        """``tier`` has what messages brought that were made at ``made_s (k,)``, Unix seconds, now."""
+        """``tier`` now has the rows of messages made at ``made_s (k,)``, in Unix seconds."""
         ...
 
     def took(self, seconds: float) -> None:
-        """A batch was in all stores and caches after ``seconds``, waits for a store included."""
+        """All stores and caches had a batch after ``seconds``, waits for a store included."""
         ...
 
     def dead(self, reason: str) -> None: ...
 
 
 class Ingestor:
-    """``tables`` by the name that sources use, ``model/table``; ``places``: the stores that it writes, none
-    where others fill them, and how far they are. ``caches``: None where there are none.
+    """Applies the batches of ``source`` to the stores of ``places``, then to ``caches``.
 
-    `step` is called by one thread (`IngestThread`); `close` by any.
-    """
+    ``tables`` by their name in messages, `model/table`; ``places``: the stores to write, empty where
+    others fill
+    them, with their positions. ``caches``: None for a process without caches.
+
+    `step` is called by one thread (`IngestThread`); `close` by any."""
 
     def __init__(
         self,
@@ -114,19 +115,18 @@ class Ingestor:
 
     @property
     def refreshes(self) -> bool:
-        """Whether caches hear of what is applied."""
+        """True if applied rows also refresh caches."""
         return self._caches is not None
 
     @property
     def holds(self) -> bool:
-        """Whether a batch waits for a store that other processes feed."""
+        """True while a batch waits for a store that other processes feed."""
         return self._held is not None
 
     def step(self, timeout_s: float = POLL_S) -> int:
-        """Poll once and apply what came; how many rows and deletions that was. None, while a batch is held.
+        """Poll once and apply the batch; returns its number of rows and deletions, 0 while one is held.
 
-        Raises Unavailable when `close` came in the middle: the batch is not committed and comes again.
-        """
+        Raises Unavailable if `close` interrupts it: the batch is not committed and is polled again."""
         batch = self._next(timeout_s)
         if batch is not None:
             started = time.perf_counter()
@@ -144,7 +144,7 @@ class Ingestor:
         return 0 if batch is None else batch.rows
 
     def _next(self, timeout_s: float) -> UpdateBatch | None:
-        """The next batch that may be applied now, if there is one."""
+        """The next batch that may be applied now, or None."""
         batch = self._held or self._source.poll(timeout_s)
         if batch is None:
             return None
@@ -167,12 +167,12 @@ class Ingestor:
         return None
 
     def _missing(self, batch: UpdateBatch) -> str:
-        """Why ``batch`` must not reach the caches yet; empty when it may."""
+        """Reason why ``batch`` must not reach the caches yet; empty when it may."""
         found = (self._places.missing(self._tables[each.table], each) for each in batch.updates)
         return next(filter(None, found), "")
 
     def apply(self, batch: UpdateBatch) -> None:
-        """Dead letters, stores, caches, in this order."""
+        """Keep dead letters, write stores, refresh caches, in this order."""
         if batch.dead:
             self._until_done("dead letters", lambda: self._keep(batch.dead))
         tables = [self._tables[update.table] for update in batch.updates]
@@ -187,14 +187,14 @@ class Ingestor:
             self._observe.dead(letter.reason.name.lower())
 
     def note(self) -> None:
-        """Have the stores keep the positions of tables that nothing was written to lately."""
+        """Record the stream positions of tables that had no rows lately in the stores."""
         for table, positions in self._places.unnoted():
             for each in self._stores:
                 self._write(each, table, _nothing(table), positions)
         self._noted_at = time.monotonic()
 
     def close(self) -> None:
-        """Have a waiting `step` give up. The source is not closed."""
+        """Make a waiting `step` give up. The source stays open."""
         self._stop.set()
 
     # -- one table ---------------------------------------------------------------------------------
@@ -215,8 +215,9 @@ class Ingestor:
         self.newest_s[table] = max(self.newest_s.get(table, 0.0), float(made_s.max()))
 
     def _usable(self, table: EmbeddingTable, update: TableUpdate) -> TableChanges:
-        """Without rows whose time is over and rows that are not finite, which would spoil every score;
-        in the table's own keys and dtype."""
+        """Convert to the table's keys and dtype; drop rows that are expired or not finite.
+
+        A row that is not finite would spoil every score."""
         changes, messages = update.changes, update.messages
         good = np.ones(len(changes.keys), bool)
         if messages["ttl_s"].any():
@@ -251,7 +252,7 @@ class Ingestor:
         self._until_done(store.name, lambda: store.store.apply(table, changes, positions))
 
     def _until_done(self, who: str, work: Callable[[], None]) -> None:
-        """Try until it works: the stream waits meanwhile. Raises Unavailable once closed."""
+        """Retry ``work`` until it succeeds; the stream waits meanwhile. Raises Unavailable once closed."""
         pause, logged_at = FIRST_PAUSE_S, float("-inf")
         while True:
             try:
@@ -273,7 +274,7 @@ class Ingestor:
 
 
 def _part(batch: UpdateBatch) -> AbstractContextManager[object]:
-    """A span linked to the traces that the batch's messages belong to, where such are kept."""
+    """A span linked to the traces of the batch's messages, if tracing is on."""
     kept_by = recorder()
     if kept_by is None or not batch.traceparents:
         return nullcontext()

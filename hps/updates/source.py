@@ -1,9 +1,8 @@
-"""Where new rows come from: what a poll brings, and the protocol every update source keeps.
+"""Update sources: the batches that they return, and the protocol that they implement.
 
-A batch holds what the polled messages do to each table, and how far its streams have come with it. Who
-applies it hands every table's changes with the batch's positions to the stores, then to the caches, and only
-then commits (`hps.tiers.positions`).
-"""
+A batch holds the changes of the polled messages by table, and the stream positions that they reach. The
+ingestor passes every table's changes with the positions to the stores, then to the caches, and only then
+commits (`hps.tiers.positions`)."""
 
 from __future__ import annotations
 
@@ -21,14 +20,19 @@ __all__ = ["MESSAGE", "DeadLetter", "Reason", "TableUpdate", "UpdateBatch", "Upd
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TableUpdate:
-    """What messages do to one table, in one row format: ``table`` as the messages name it; ``changes``
-    with ``vectors (n, dim)`` float32 or float16; ``messages (k,)`` of dtype `MESSAGE`, in the stream's order:
-    event time (Unix ms), TTL, training step and dense version, each with its number of rows.
+    """Changes of several messages to one table, in one row format.
 
-    ``numbers (k,)``: which of the polled messages they are, so that the caller can dead-letter them when
-    it knows no such table, or one of another dim. ``ends``: of each partition that they came from, the offset
-    behind the last of them; empty where the source has none.
-    """
+    ``table``: its name in the messages; ``changes`` with ``vectors (n, dim)`` float32 or float16;
+    ``messages
+    (k,)`` of dtype `MESSAGE`, in the stream's order: event time (Unix ms), TTL, training step and dense
+    version,
+    each with its number of rows.
+
+    ``numbers (k,)``: indexes of these among the polled messages, from which the caller makes dead
+    letters if the
+    table is unknown or has another dim. ``ends``: for each of their partitions the offset after the
+    last message;
+    empty where the source has none."""
 
     table: str
     changes: TableChanges
@@ -39,9 +43,11 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that could not be taken: why, the byte of ``payload`` that tells, where it stood, and its
-    Kafka timestamp (Unix ms), -1 where it has none. ``attempt``: 1, or one more each time that it was sent
-    again as a dead letter."""
+    """A message that cannot be applied.
+
+    ``at``: the offending byte of ``payload``; ``timestamp_ms``: Kafka's (Unix ms), -1 without one.
+    ``attempt``:
+    1, and one more each time that the dead letter was sent again."""
 
     reason: Reason
     at: int
@@ -54,9 +60,13 @@ class DeadLetter:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class UpdateBatch:
-    """What one poll brought. ``positions``: of each partition that messages came from, the offset behind the
-    last of them, dead letters and ignored ones included; empty where the source has none to come back to.
-    ``traceparents``: the traces that messages belong to, where spans are kept."""
+    """Result of one poll.
+
+    ``positions``: for each partition of its messages the offset after the last one, dead letters and
+    ignored
+    messages included; empty where the source cannot seek. ``traceparents``: the traces that messages
+    belong to,
+    if tracing is on."""
 
     updates: Sequence[TableUpdate]
     positions: Sequence[StreamPosition] = ()
@@ -65,45 +75,48 @@ class UpdateBatch:
 
     @property
     def rows(self) -> int:
-        """Rows and deletions."""
+        """Number of rows and deletions."""
         return sum(len(each.changes.keys) + len(each.changes.deleted) for each in self.updates)
 
 
 class UpdateSource(Protocol):
-    """Called by one thread, but for ``problem`` and `lag`. Messages of one key come in the order they were
-    sent in."""
+    """A source of updates, used by one thread except for ``problem`` and `lag`.
+
+    Messages of one key arrive in the order in which they were sent."""
 
     @property
     def problem(self) -> str | None:
-        """Why nothing comes, while something is wrong."""
+        """Reason why no updates arrive, while there is one."""
         ...
 
     def lag(self) -> Mapping[tuple[str, int], int] | None:
-        """Lag by topic and partition, in messages or files, a moment ago; None while it is unknown what is
-        read here."""
+        """Lag by topic and partition, in messages or files, a moment ago; None while the partitions are
+        unknown."""
         ...
 
     def poll(self, timeout_s: float) -> UpdateBatch | None:
-        """The next messages; None when none came within ``timeout_s``. Each call goes on behind the
-        last, committed or not."""
+        """The messages after the last poll's, committed or not; None if ``timeout_s`` passes without any."""
         ...
 
     def commit(self, batch: UpdateBatch) -> None:
-        """Everything up to and including ``batch`` is in the stores and its dead letters are kept: after
-        a restart polling goes on behind it. What was polled and not committed comes again."""
+        """Mark ``batch`` and those before it as applied, with their dead letters kept.
+
+        After a restart, polling continues after it. Batches that were polled and not committed are
+        polled again."""
         ...
 
     def keep_alive(self) -> None:
-        """To be called every few seconds while nothing is polled, as whoever applies the updates waits for a
-        store or is paused; nothing is taken."""
+        """Keep the session alive without polling.
+
+        The ingestor calls it every few seconds while it waits for a store or is paused."""
         ...
 
     def begin_again(self) -> None:
-        """Polling goes on where the stores say that it must: one of them lost what it had."""
+        """Continue polling at the stores' positions: one of them lost rows."""
         ...
 
     def rewind(self) -> None:
-        """Polling goes on behind the last committed batch: what was polled since comes again."""
+        """Continue polling after the last committed batch."""
         ...
 
     def close(self) -> None:

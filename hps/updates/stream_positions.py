@@ -1,5 +1,4 @@
-"""How far the stores are in their streams, as whoever feeds them knows it: where to begin, what is still to
-be noted in them, and whether one of them lost what it had."""
+"""Stream positions of the stores that one reader feeds: where to start, what to record, losses."""
 
 from __future__ import annotations
 
@@ -21,8 +20,10 @@ Readers = Callable[[str], Sequence[EmbeddingTable]]
 
 @dataclass(frozen=True, slots=True)
 class FedStore:
-    """A store a stream is written to. ``versioned``: it keeps a version per row; HPS's layouts do not, and
-    their rows count as version 0 everywhere."""
+    """A store that a stream is written to.
+
+    ``versioned``: it keeps a version per row; HPS's layouts do not, and their rows count as version 0
+    everywhere."""
 
     name: str
     store: PositionedStore
@@ -30,7 +31,7 @@ class FedStore:
 
 
 class StreamPositions(Protocol):
-    """Positions of one reader's streams, as its source and its ingestor use them; one thread calls it."""
+    """Positions of one reader's streams, used by its source and its ingestor on one thread."""
 
     @property
     def stores(self) -> Sequence[FedStore]:
@@ -39,16 +40,17 @@ class StreamPositions(Protocol):
 
     @property
     def versioned(self) -> bool:
-        """Whether all stores, also those that others write, keep a version per row."""
+        """True if all stores, also those that others write, keep a version per row."""
         ...
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
-        """Compare the positions' topic with the one of Kafka's ``topic_id``. True when it is another one of
-        that name: the positions are set to the partition's first message. Raises TierError."""
+        """Compare the positions' topic with Kafka's ``topic_id``; True if the topic was created again.
+
+        The positions are then set to the partition's first message. Raises TierError."""
         ...
 
     def furthest(self, topic: str, partition: int) -> int:
-        """The highest position that is kept: so many messages the partition has had. Raises TierError."""
+        """The highest recorded position: the partition has had so many messages. Raises TierError."""
         ...
 
     def restart(self, topic: str, partition: int) -> None:
@@ -56,36 +58,40 @@ class StreamPositions(Protocol):
         ...
 
     def begin(self, topic: str, partition: int) -> int | None:
-        """The offset from which on updates of the partition may be missing; None: perhaps all of them. The
-        source continues there. Raises TierError."""
+        """Offset from which updates of the partition may be missing; None: perhaps all of them.
+
+        The source continues there. Raises TierError."""
         ...
 
     def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
-        """Why ``update`` must not reach the caches yet; empty when it may."""
+        """Reason why ``update`` must not reach the caches yet; empty when it may."""
         ...
 
     def told(
         self, table: EmbeddingTable, positions: Sequence[StreamPosition]
     ) -> list[StreamPosition]:
-        """Positions for a store to note with the last rows of ``table`` in a batch up to ``positions``."""
+        """Positions for a store to record with the last rows of ``table`` in a batch up to ``positions``."""
         ...
 
     def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
-        """Everything up to ``positions`` is applied; the tables ``told`` have noted it."""
+        """Everything up to ``positions`` is applied; the stores of the tables ``told`` have recorded it."""
         ...
 
     def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
-        """Positions still to note for tables without new rows; once taken they count as noted."""
+        """Positions still to be recorded for tables without new rows; each is yielded once."""
         ...
 
     def lost(self) -> str:
-        """Why the source must begin again: a store has less of a partition than it had, as one that came back
-        without its rows. Empty when it need not. One partition is checked each time, another one the next."""
+        """Reason why the source must restart; empty if it need not.
+
+        It must when a store has less of a partition than before, as one that came back without its
+        rows. Each call
+        checks one partition, in turn."""
         ...
 
 
 def describe_loss(store: str, place: Place, offset: int, reached: int) -> str:
-    """Report on a ``store`` that has updates up to ``offset`` and had them up to ``reached``."""
+    """Describe the loss of a ``store`` that has updates up to ``offset`` and had them up to ``reached``."""
     topic, partition = place
     return (
         f"{store} has the updates of {topic}/{partition} up to {offset}, but had them up to {reached}: rows "
@@ -98,8 +104,9 @@ def _unknown(_table: EmbeddingTable, _topic: str, _partition: int) -> int | None
 
 
 class StoreStreamPositions:
-    """`StreamPositions` in ``stores``, which one thread feeds. ``contained``: where a store begins that
-    has applied nothing yet."""
+    """`StreamPositions` in ``stores``, which one thread feeds.
+
+    ``contained``: the start position of a store that has applied nothing yet."""
 
     def __init__(
         self, stores: Sequence[FedStore], readers: Readers, contained: Contained = _unknown
@@ -109,7 +116,7 @@ class StoreStreamPositions:
         self._files_contain = contained
         self._restarted: set[Place] = set()
         self._unnoted: dict[EmbeddingTable, dict[Place, StreamPosition]] = {}
-        self._reached: dict[Place, int] = {}  # what every store must have
+        self._reached: dict[Place, int] = {}  # offsets that every store must have
 
     @property
     def versioned(self) -> bool:
@@ -146,14 +153,14 @@ class StoreStreamPositions:
             store.restart(table, topic, partition)
 
     def begin(self, topic: str, partition: int) -> int | None:
-        """See `StreamPositions`. None also where there is no store to ask."""
+        """See `StreamPositions`. None also without stores."""
         offset = self._applied(topic, partition)
         if self.readers(topic):
             self._reached[topic, partition] = offset or 0
         return offset
 
     def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
-        """Nothing: the stores get an update from here, before the caches do."""
+        """Always empty: this reader writes the stores before the caches."""
         return ""
 
     def told(
@@ -167,7 +174,7 @@ class StoreStreamPositions:
             since = late.get(place, position).since
             contained = self._contained(table, *place)
             if contained is not None and contained >= since:
-                since = 0  # a store has from its start what the files contain
+                since = 0  # a store starts with what the files contain
             told.append(replace(position, since=since))
         return told
 
@@ -176,7 +183,7 @@ class StoreStreamPositions:
         for position in positions:
             place = (position.topic, position.partition)
             tables = self.readers(position.topic)
-            if tables:  # else no store has anything of it: its messages are dead letters
+            if tables:  # else no store has any of it: its messages are dead letters
                 self._reached[place] = position.offset
             for table in tables:
                 if table not in told:
@@ -198,7 +205,7 @@ class StoreStreamPositions:
         try:
             offset = self._applied(*place) or 0
         except HpsError:
-            return ""  # a store that does not answer: later
+            return ""  # an unavailable store is checked later
         reached = self._reached.pop(place)
         if offset < reached:
             self._reached.clear()

@@ -1,4 +1,4 @@
-"""Which of Kafka's topics change which tables."""
+"""Kafka topics by the tables that they change."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hps.updates.codec import hps_topic
 
 
 def native_topic(model: str) -> str:
-    """The topic of our format's messages for all tables of ``model``."""
+    """The topic of native messages for all tables of ``model``."""
     return f"hps_updates.{model}"
 
 
 def table_name(table: EmbeddingTable) -> str:
-    """What messages and sources call it: updates go to the version that is served."""
+    """The table's name in messages, without a version: updates go to the served one."""
     return f"{table.model}/{table.name}"
 
 
 class TopicTables:
-    """Which topics change which tables."""
+    """Topics of the tables of served models, and the tables of each topic."""
 
     def __init__(self, tables: Iterable[EmbeddingTable], models: Callable[[str], bool]) -> None:
         self.tables = {table_name(each): each for each in tables if models(each.model)}
@@ -31,12 +31,12 @@ class TopicTables:
 
     @property
     def names(self) -> Sequence[str]:
-        """Those topics; they may not exist yet."""
+        """The topics; they may not exist yet."""
         return list(self._readers)
 
     def readers(self, topic: str) -> Sequence[EmbeddingTable]:
         return self._readers.get(topic, ())
 
     def wanted(self, topic: str) -> bool:
-        """Whether ``topic`` is read: those of a table of the models that is not known, too, to be noticed."""
+        """True if ``topic`` is read; also for an unknown table of these models, to report it."""
         return topic in self._readers or topic.startswith(self._prefixes)

@@ -1,4 +1,4 @@
-"""Versions of rows that come without one, made from the clock."""
+"""Versions from the clock, for rows that come without one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _HIGHEST = 2**64 - 1
 class VersionClock:
     """Versions that only grow: Unix ms << 20, plus the clock's ``offset``, plus one for each row.
 
-    The offset, drawn for each clock unless it is given, keeps two processes that write a key in the same
-    millisecond from giving it equal versions: of these each store would keep the row that came last to it.
-    When the system's clock stands still, is set back, or gives out fewer versions than there are rows, they
-    continue behind the last one. Thread-safe.
-    """
+    The offset, random by default, keeps two processes that write a key in the same millisecond from
+    giving it
+    equal versions: each store would then keep the row that reached it last. When the system's clock
+    stands still,
+    is set back, or gives fewer versions than there are rows, versions continue after the last one.
+    Thread-safe."""
 
     def __init__(self, offset: int | None = None) -> None:
         self._lock = threading.Lock()
@@ -30,19 +31,19 @@ class VersionClock:
         self._offset = secrets.randbelow(OFFSETS) if offset is None else offset
 
     def take(self, unix_ms: int, n: int) -> VersionArray:
-        """The next ``n``, none of them before ``unix_ms``."""
+        """The next ``n`` versions, none of them before ``unix_ms``."""
         with self._lock:
             first = max((unix_ms << VERSION_SEQUENCE_BITS) + self._offset, self._next)
             self._next = first + n
         return np.arange(first, first + n, dtype=np.uint64)
 
     def now(self) -> int:
-        """The next one, of this moment."""
+        """The next version, of the current time."""
         return int(self.take(time.time_ns() // 1_000_000, 1)[0])
 
     def above(self, version: int, stored: VersionArray) -> VersionArray:
-        """(n,) ``version``, or where that is not above ``stored (n,)``, one that is, with the offset; 0 where
-        no version is left."""
+        """Versions (n,): ``version``, or one above ``stored (n,)`` where that is not lower; 0 if none is
+        left."""
         versions = np.full(len(stored), version, np.uint64)
         ahead = stored >= version
         versions[ahead] = stored[ahead] + np.uint64(1 + self._offset)

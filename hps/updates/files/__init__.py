@@ -1,1 +1,1 @@
-"""Updates by way of files: a folder in which they appear, and what is in them."""
+"""Updates from files: the folder in which they appear, and their formats."""

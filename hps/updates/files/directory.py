@@ -1,14 +1,14 @@
-"""DirectorySource: rows out of files that appear in a folder, without Kafka.
+"""DirectorySource: updates from files that appear in a folder, without Kafka.
 
-    updates/20260131-1200.hpsu              native messages, one behind the other
+    updates/20260131-1200.hpsu              native messages, one after the other
     updates/ctr.user.20260131-1200.npz      rows of table user of model ctr; Parquet likewise
-    updates/applied/, updates/rejected/     where they go; beside a rejected file, why
+    updates/applied/, updates/rejected/     destinations; next to a rejected file, the reason
 
-A file appears complete: written under a name that begins with a dot, and renamed. Files are applied in the
-order of their names and moved away once the stores have them, so a crash repeats a file and loses none; the
-rows' versions make that harmless. Rows without one get the file's time of change. A file that was applied is
-not read again: another version of a model has none of its rows.
-"""
+A file appears complete: written under a name that begins with a dot, then renamed. Files are applied in the
+order of their names and moved once the stores have them, so a crash repeats a file and loses none; the
+rows'
+versions make that harmless. Rows without a version get the file's modification time. An applied file is not
+read again: another version of a model has none of its rows."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ _SAY_EVERY_S = 30.0
 
 
 class DirectorySource:
-    """An `UpdateSource`, and the `DeadLetters` of its own files. ``tables`` by `model/table`.
+    """An `UpdateSource`, and the `DeadLetters` of its files. ``tables`` by `model/table`.
 
-    Called by one thread; `lag` by any. Raises ConfigError when the folder cannot be made.
-    """
+    Called by one thread; `lag` by any. Raises ConfigError when the folder cannot be made."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class DirectorySource:
         self._looked = False
         self._reading: UpdateFile | None = None
         self._batches: Iterator[UpdateBatch] = iter(())
-        # What was polled and not committed; with a batch that ends a file, the file.
+        # Polled and not committed; with a batch that ends a file, the file.
         self._polled: deque[tuple[UpdateBatch, UpdateFile | None]] = deque()
         self._said_at = float("-inf")
         try:
@@ -102,27 +101,27 @@ class DirectorySource:
                 return
 
     def keep_alive(self) -> None:
-        """Files wait by themselves."""
+        """Nothing to do: files wait."""
 
     def begin_again(self) -> None:
-        """No store keeps positions of files."""
+        """Nothing to do: no store keeps positions of files."""
 
     def rewind(self) -> None:
-        """Files that are not moved away yet begin again."""
+        """Restart files that are not moved yet."""
         self._stop()
         self._polled.clear()
         self._names.clear()
         self._looked = False
 
     def keep(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
-        """The file they stand in is kept as a whole, in ``rejected/``, when its end is committed."""
+        """Nothing to do: the whole file is kept in ``rejected/`` when its end is committed."""
         return letters
 
     def report(self) -> None:
-        """Each file is logged when it is rejected."""
+        """Nothing to do: each rejected file is logged when it is moved."""
 
     def lag(self) -> dict[tuple[str, int], int] | None:
-        """Files that wait, of those that were there when the folder was looked at last; None before."""
+        """Files that waited when the folder was last listed; None before."""
         if not self._looked:
             return None
         return {(str(self._folder), 0): len(self._names) + (self._reading is not None)}
@@ -132,12 +131,12 @@ class DirectorySource:
 
     def _stop(self) -> None:
         self._reading = None
-        self._batches = iter(())  # the file is closed with them
+        self._batches = iter(())  # closes the file
 
     # -- files -------------------------------------------------------------------------------------
 
     def _next(self) -> Path | None:
-        """The next file, if any is there."""
+        """The next file, or None."""
         if not self._names:
             taken = {ended.path.name for _, ended in self._polled if ended is not None}
             try:
@@ -153,7 +152,7 @@ class DirectorySource:
         return self._folder / self._names.popleft() if self._names else None
 
     def _settle(self, ended: UpdateFile) -> None:
-        """Move a file to where it belongs now."""
+        """Move a finished file to ``applied/`` or ``rejected/``."""
         path = ended.path
         try:
             if ended.faults:
@@ -182,13 +181,13 @@ class DirectorySource:
 
 
 def is_update_file(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry of the folder is a complete file of rows."""
+    """True for a complete update file."""
     name = entry.name
     return not name.startswith(".") and name.endswith(ENDINGS) and entry.is_file()
 
 
 def _free(path: Path) -> Path:
-    """A name that no earlier file has."""
+    """An unused name."""
     number, found = 1, path
     while found.exists():
         found = path.with_name(f"{path.stem}.{number}{path.suffix}")

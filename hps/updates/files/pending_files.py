@@ -1,4 +1,4 @@
-"""Since when files wait in an update folder."""
+"""Age of the files that wait in an update folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class PendingFiles:
             for each in entries:
                 try:
                     if is_update_file(each):
-                        came.append(each.stat().st_ctime)  # renaming it counts as its arrival
+                        came.append(each.stat().st_ctime)  # a rename counts as arrival
                 except FileNotFoundError:
-                    continue  # applied meanwhile
+                    continue  # it was applied meanwhile
         self._oldest_s = min(came, default=None)
 
     def ages_s(self) -> Mapping[Place, float | None]:

@@ -1,9 +1,8 @@
-"""Rows and deletions out of Parquet and npz files, a block at a time: as `hps store export` writes them, or a
-trainer.
+"""Rows and deletions from Parquet and npz files, block by block.
 
-Columns: ``key`` (n,) int64 or uint64; ``vector`` (n, dim) float32 or float16; optional ``version`` (n,)
-uint64 and ``deleted`` (n,) bool, whose vectors mean nothing. Other columns are ignored.
-"""
+`hps store export` and trainers write such files. Columns: ``key`` (n,) int64 or uint64; ``vector`` (n, dim)
+float32 or float16; optional ``version`` (n,) uint64 and ``deleted`` (n,) bool, whose vectors mean nothing.
+Other columns are ignored."""
 
 from __future__ import annotations
 
@@ -30,16 +29,20 @@ _NEEDED = ("key", "vector")
 
 @dataclass(frozen=True, slots=True)
 class RowFile:
-    """``rows`` in the file, deletions included; the ``table`` it names, as `model/table`; None where it
-    names none."""
+    """A file of rows: its number of ``rows``, deletions included, and the ``table`` it names.
+
+    ``table`` is `model/table`, or None if the file names none."""
 
     path: Path
     rows: int
     table: str | None
 
     def changes(self, block: int, versions: int) -> Iterator[TableChanges]:
-        """The file's changes in its order, ``block`` rows at a time. Rows of files without versions get
-        ``versions``, and one more for each row before them. Raises BadRequest for what is no such file."""
+        """The file's changes in order, at most ``block`` rows at a time.
+
+        Rows of files without versions get ``versions``, and one more for each row before them. Raises
+        BadRequest for
+        a damaged file."""
         first = versions
         for columns in _blocks(self.path, block):
             yield _changes(self.path, columns, first)
@@ -47,8 +50,9 @@ class RowFile:
 
 
 def open_rows(path: Path) -> RowFile:
-    """Look at the file; npz is held against its checksums, Parquet has none of its own. Raises BadRequest
-    for another format, for damage, and where columns are missing; OSError."""
+    """Check the file, npz also against its checksums (Parquet has none); no rows are kept.
+
+    Raises BadRequest for another format, damage and missing columns; OSError."""
     if path.suffix == ".npz":
         return RowFile(path, _npz_rows(path), None)
     if path.suffix == ".parquet":
@@ -145,7 +149,7 @@ def _column(path: Path, name: str, column: Any) -> NDArray[Any]:
     if not pa.types.is_fixed_size_list(kind):
         if not pa.types.is_list(kind) or not len(column):
             raise BadRequest(f"{path}: vector must be a column of lists, not {kind}")
-        # Lists of any length, as other programs write them: the first tells how long all are.
+        # Lists of any length, as other programs write them: all must be as long as the first.
         dims = set(column.drop_null().value_lengths().to_pylist())
         if len(dims) != 1:
             raise BadRequest(f"{path}: vector has lists of {len(dims)} different lengths")
@@ -175,7 +179,7 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, Runtim
 
 
 class _NpzArchive:
-    """An npz file's archive and the names of its arrays. Damage is BadRequest."""
+    """An npz file's archive. Damage raises BadRequest."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -197,7 +201,7 @@ Head = tuple[IO[bytes], tuple[int, ...], np.dtype[Any]]
 
 
 def _heads(path: Path, stack: ExitStack, archive: zipfile.ZipFile) -> dict[str, Head]:
-    """Of each column: where its values begin, shape, dtype."""
+    """Each column's stream at its first value, its shape and dtype."""
     there = [name.removesuffix(".npy") for name in archive.namelist()]
     _lacking(path, there)
     found = {}

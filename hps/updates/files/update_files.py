@@ -1,4 +1,4 @@
-"""Files of updates as batches: native messages, Parquet, npz. What is wrong in them is noted, not raised."""
+"""Update files as batches: native messages, Parquet, npz. Faults are recorded, not raised."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _SIZE, _UP, _DOWN = 5, 6, 7  # of HEADER's fields
 
 
 class UpdateFile:
-    """One file, of ``tables`` by `model/table`; ``block``: rows a batch has at most, or one message;
-    ``ahead_s``: see `hps.updates.future_versions`."""
+    """One file with updates of ``tables``, by `model/table`.
+
+    ``block``: rows per batch at most, or one message; ``ahead_s``: see `hps.updates.future_versions`."""
 
     def __init__(
         self, path: Path, tables: Mapping[str, EmbeddingTable], block: int, ahead_s: float
@@ -43,26 +44,26 @@ class UpdateFile:
         self._ahead_s = ahead_s
 
     def report(self) -> str:
-        """All that is wrong with it, a line each."""
+        """All faults, one per line."""
         more = self._dead - len(self.faults)
         lines = [*self.faults, *([f"and {more} more"] if more else [])]
         return "\n".join(lines) + "\n"
 
     def batches(self) -> Iterator[UpdateBatch]:
-        """Never raises: what cannot be read is a dead letter, and ends the file."""
+        """The file's batches. Never raises: an unreadable part is a dead letter and ends the file."""
         read = self._messages if self.path.suffix == NATIVE else self._rows
         try:
             yield from read()
         except FileNotFoundError:
-            return  # taken away by somebody: nothing of it is wrong
+            return  # removed by another process: no fault
         except (BadRequest, OSError) as error:
             yield UpdateBatch((), dead=[self._note(Reason.MALFORMED, str(error))])
-        except Exception as error:  # a file nobody thought of must not stop those behind it
+        except Exception as error:  # an unforeseen fault must not stop the files after it
             log.exception("%s cannot be read", self.path)
             yield UpdateBatch((), dead=[self._note(Reason.MALFORMED, repr(error))])
 
     def _messages(self) -> Iterator[UpdateBatch]:
-        """Native messages: each tells its length."""
+        """Native messages; each header has the message's length."""
         with self.path.open("rb") as file:
             places: list[int] = []
             payloads: list[bytes] = []
@@ -141,13 +142,13 @@ class UpdateFile:
 
 
 def _named(path: Path) -> str | None:
-    """The table a file's name tells."""
+    """The table in a file's name, `model/table`; None without one."""
     parts = path.name.split(".")
     return f"{parts[0]}/{parts[1]}" if len(parts) > 2 else None
 
 
 def _not_delimited(head: bytes, fields: tuple[int, ...] | None) -> Reason | None:
-    """Why it cannot be told where a message ends, so that all behind it is lost as well."""
+    """Reason why a message's end is unknown, so that everything after it is lost; None if known."""
     if not MAGIC.startswith(head[: len(MAGIC)]):
         return Reason.BAD_MAGIC
     if fields is None or fields[_SIZE] < HEADER.size:

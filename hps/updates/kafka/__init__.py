@@ -1,2 +1,1 @@
-"""Updates by way of Kafka: a reader, a writer, and the topic of what nobody could take. The one place that
-knows Kafka's client."""
+"""Updates from Kafka: consumer, producer, dead letters. Only this package imports Kafka's client."""

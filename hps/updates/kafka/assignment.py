@@ -18,24 +18,24 @@ _LEAVE_S = 3.0
 
 
 class PartitionAssignment(Protocol):
-    """Called by the thread that polls, which also assigns the ``places`` to the consumer."""
+    """Chooses partitions. Called by the polling thread, which assigns ``places`` to the consumer."""
 
     @property
     def places(self) -> Collection[Place] | None:
-        """Partitions to be read here; None while they are not known."""
+        """Partitions to read; None while unknown."""
         ...
 
     def follow(self, topics: Mapping[str, Topic]) -> None:
-        """These are the topics from now on."""
+        """Set the topics to read."""
         ...
 
     def leave(self) -> None:
-        """Give the places up. The consumer is closed afterwards."""
+        """Release the partitions. The consumer is closed afterwards."""
         ...
 
 
 class AllPartitions:
-    """All partitions, without group membership: a reader that starts again has nothing to wait for."""
+    """All partitions, without group membership: a restarted reader waits for no rebalance."""
 
     def __init__(self) -> None:
         self.places: Collection[Place] | None = None
@@ -48,15 +48,18 @@ class AllPartitions:
         }
 
     def leave(self) -> None:
-        """Nothing to give up."""
+        """Nothing to release."""
 
 
 class GroupMember:
-    """Membership of a consumer group whose members share the partitions. A static member, one with a
-    `group.instance.id`, gets its partitions back at once when it starts again after a crash."""
+    """Membership of a consumer group whose members share the partitions.
+
+    A static member, one with a `group.instance.id`, gets its partitions back immediately when it
+    restarts after
+    a crash."""
 
     def __init__(self, consumer: ck.Consumer, taken_back: Callable[[], None]) -> None:
-        """``taken_back``: called when the group takes all places back, before others get them."""
+        """``taken_back``: called when the group revokes all partitions, before other members get them."""
         self._consumer = consumer
         self._taken_back = taken_back
         self._topics: list[str] = []
@@ -76,13 +79,14 @@ class GroupMember:
         self._topics = names
 
     def leave(self) -> None:
-        """Leave the group, so that others take over at once: a static member does not leave when its consumer
-        is closed."""
+        """Leave the group, so that other members take over immediately.
+
+        Closing the consumer is not enough: a static member stays."""
         deadline = time.monotonic() + _LEAVE_S
         self._consumer.unsubscribe()
         while self.places and time.monotonic() < deadline:
             self._consumer.poll(0.05)
-        self._consumer.poll(0.05)  # until it has notified the group
+        self._consumer.poll(0.05)  # sends the departure to the group
 
     def _assigned(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
         consumer.assign([])  # until their first offsets are set

@@ -1,4 +1,4 @@
-"""The brokers as producers and tools meet them: are they there, what topics have they, make one."""
+"""Kafka brokers for producers and tools: connect, list and create topics, read end offsets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _POLL_S = 0.1
 
 
 class Brokers:
-    """``addresses``: `host:port`, several separated by commas; ``options``: of librdkafka. A call waits for
-    ``answer_s`` at most. Any thread may call."""
+    """The brokers at ``addresses``: `host:port`, several separated by commas.
+
+    ``options``: librdkafka's. A call waits for at most ``answer_s``. Any thread may call."""
 
     def __init__(
         self,
@@ -37,8 +38,10 @@ class Brokers:
         }
 
     def connect(self, kind: Any, own: Mapping[str, Any]) -> Any:
-        """A client of ``kind`` (`ck.Producer`, `ck.Consumer`) with settings of its ``own``, which the options
-        override. Raises ConfigError for wrong ones, Unavailable when no broker answers."""
+        """A client of ``kind`` (`ck.Producer`, `ck.Consumer`) with the settings ``own``.
+
+        The user's options override these. Raises ConfigError for wrong ones, Unavailable when no broker
+        responds."""
         try:
             client = kind({**own, **self.options}, logger=client_log)
         except ck.KafkaException as error:
@@ -47,12 +50,13 @@ class Brokers:
         return client
 
     def topics(self, client: Any) -> dict[str, int]:
-        """Every topic with its number of partitions. To ask for one by name might create it with the
-        broker's defaults. Raises Unavailable."""
+        """Every topic with its number of partitions. Raises Unavailable.
+
+        A request for one topic by name might create it with the broker's defaults."""
         try:
             found = client.list_topics(timeout=self.answer_s).topics
         except ck.KafkaException as error:
-            client.poll(0)  # tells `_error` why
+            client.poll(0)  # calls `_error` with the cause
             raise Unavailable(
                 f"no Kafka broker at {self.addresses} answers within {self.answer_s:g} s"
                 f"{self.why() or f' ({kafka_error_text(error)})'}; "
@@ -61,10 +65,9 @@ class Brokers:
         return {name: len(topic.partitions) for name, topic in found.items() if topic.partitions}
 
     def create(self, client: Any, topic: str, partitions: int) -> int:
-        """Make a topic, or find that another client just did; its number of partitions. Raises
-        Unavailable."""
+        """Create a topic unless another client just did; returns its partitions. Raises Unavailable."""
         new = admin.NewTopic(topic, num_partitions=partitions, replication_factor=-1)  # type: ignore[attr-defined]
-        maker = self._admin()  # kept until it has answered
+        maker = self._admin()  # referenced until it has answered
         try:
             maker.create_topics([new], request_timeout=self.answer_s)[topic].result(self.answer_s)
         except ck.KafkaException as error:
@@ -76,8 +79,9 @@ class Brokers:
         return self._appeared(client, topic)
 
     def ends(self, topics: Mapping[str, int]) -> dict[str, dict[int, int]]:
-        """The offset behind the last message, by partition, of each of ``topics``; these with their numbers
-        of partitions. Raises Unavailable."""
+        """End offsets by topic and partition. Raises Unavailable.
+
+        ``topics``: number of partitions by name."""
         wanted = {
             ck.TopicPartition(topic, number): admin.OffsetSpec.latest()  # type: ignore[attr-defined, no-untyped-call]
             for topic, partitions in topics.items()
@@ -90,9 +94,7 @@ class Brokers:
                 asked = client.list_offsets(wanted, request_timeout=self.answer_s)
                 for place, answer in asked.items():
                     found.setdefault(place.topic, {})[place.partition] = answer.result().offset
-            except (
-                ck.KafkaException
-            ) as error:  # as a partition that was just made has no leader yet
+            except ck.KafkaException as error:  # such as a new partition without a leader
                 if time.monotonic() > deadline:
                     raise Unavailable(
                         f"Kafka at {self.addresses} does not tell where its topics end: "
@@ -108,7 +110,7 @@ class Brokers:
         return admin.AdminClient({**self.options, "log_level": 4}, logger=client_log)
 
     def _appeared(self, client: Any, topic: str) -> int:
-        """All brokers hear of a new topic a little later."""
+        """Wait until all brokers know the new topic; returns its partitions."""
         deadline = time.monotonic() + self.answer_s
         while (found := self.topics(client).get(topic)) is None:
             if time.monotonic() > deadline:
@@ -120,11 +122,11 @@ class Brokers:
         return found
 
     def why(self) -> str:
-        """What librdkafka said last of the brokers, in brackets."""
+        """librdkafka's last error about the brokers, in brackets."""
         return f" ({self._heard})" if self._heard else ""
 
     def _error(self, error: Any) -> None:
-        """What it says first tells more than that all brokers are down then."""
+        """Keep the first error: it is more specific than the one that all brokers are down."""
         if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self._heard:
             self._heard = error.str()
 

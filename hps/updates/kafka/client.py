@@ -1,4 +1,4 @@
-"""What readers and writers of Kafka share: settings of librdkafka, its log, and the topic of dead letters."""
+"""Shared by Kafka clients: librdkafka's settings, its log, and the topic of dead letters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTEMPT_HEADER = "hps-attempt"
 """Header of a message that was sent again, and of its dead letter: 2, and one more each time."""
 LARGEST = 1_000_000_000
 """What librdkafka takes at most for the bytes of a message."""
-# A broker answers when there is so much, or after so long: each answer costs it, and us, half a millisecond.
+# A broker answers after so many bytes or ms: each answer costs it and us half a millisecond.
 _FETCH_BYTES, _FETCH_MS = 256 << 10, 25
 _NEW_TOPICS_MS = 10_000
 _SAY_AGAIN_S, _MOST_SAID = 60.0, 1000
@@ -37,7 +37,7 @@ _ATTEMPT_DIGITS = 10
 
 
 def client_options(addresses: str) -> dict[str, Any]:
-    """What all clients of the brokers at ``addresses`` (`host:port`, with commas) share."""
+    """Options of every client of the brokers at ``addresses`` (`host:port`, separated by commas)."""
     return {
         "bootstrap.servers": addresses,
         "client.id": "hps",
@@ -47,7 +47,7 @@ def client_options(addresses: str) -> dict[str, Any]:
 
 
 def reader_options(settings: KafkaSettings) -> dict[str, Any]:
-    """Options of a reader's consumer: its places and offsets are set by hand."""
+    """Options of a reader's consumer: hps assigns partitions and offsets itself."""
     return {
         **client_options(settings.brokers),
         "enable.auto.commit": False,
@@ -62,13 +62,13 @@ def reader_options(settings: KafkaSettings) -> dict[str, Any]:
         "fetch.wait.max.ms": _FETCH_MS,
         "partition.assignment.strategy": "range,roundrobin",
         **settings.client_options(),
-        # Messages that are gone are to be noticed, whatever the options say.
+        # Deleted messages must be noticed, whatever the options say.
         "auto.offset.reset": "error",
     }
 
 
 def check_options(settings: KafkaSettings) -> None:
-    """ConfigError for options that librdkafka does not take; nobody is asked for anything."""
+    """Raise ConfigError for options that librdkafka rejects; connects to no broker."""
     options = reader_options(settings)
     del options["bootstrap.servers"]
     try:
@@ -82,9 +82,11 @@ def check_options(settings: KafkaSettings) -> None:
 
 
 class DeadLetterTopic:
-    """Keeps messages that could not be taken in a topic of their own, as they came; headers say why and where
-    from. Of one that is larger than the topic allows, only these are kept, and its size. What is in ``kept``
-    is not kept again."""
+    """Topic of messages that cannot be applied, as they arrived; headers hold the reason and origin.
+
+    Of a message larger than the topic allows, only the headers are kept, with its size. Letters in
+    ``kept`` are
+    not kept again."""
 
     def __init__(self, settings: KafkaSettings, kept: KeptLetters) -> None:
         self._topic = settings.dead_letters
@@ -95,7 +97,7 @@ class DeadLetterTopic:
             {
                 **client_options(settings.brokers),
                 "enable.idempotence": True,
-                "message.max.bytes": LARGEST,  # the topic says how large they may be, compressed
+                "message.max.bytes": LARGEST,  # the topic limits them, after compression
                 "compression.type": "lz4",
                 **settings.client_options(),
             },
@@ -103,8 +105,9 @@ class DeadLetterTopic:
         )
 
     def keep(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
-        """Returns those that were not kept before. Raises Unavailable when Kafka does not acknowledge all of
-        these in time."""
+        """Keep ``letters``; returns those that were not kept before.
+
+        Raises Unavailable when Kafka does not acknowledge all of these in time."""
         with self._kept.lock:
             if new := self._kept.missing(letters):
                 self._keep(new)
@@ -114,13 +117,13 @@ class DeadLetterTopic:
         return new
 
     def report(self) -> None:
-        """Log what was kept since the last log line, if that is due."""
+        """Log what was kept since the last log line, if due."""
         self._log.flush(_LOG_LETTERS_S)
 
     def _keep(self, letters: Sequence[DeadLetter]) -> None:
         self._credentials.renew(self._producer)
         for letter in self._send(letters):
-            # Kafka refuses a whole batch of messages for its size.
+            # Kafka rejects a whole batch of messages for its size.
             for large in self._send([letter]):
                 log.warning(
                     "%s does not take a letter of %d bytes: only where it stood is kept; raise the topic's "
@@ -132,7 +135,8 @@ class DeadLetterTopic:
                     )
 
     def _send(self, letters: Sequence[DeadLetter], size: int | None = None) -> list[DeadLetter]:
-        """Those that are too large. ``size``: of what they stand for."""
+        """Send ``letters``; returns those that are too large. ``size``: of the message that a letter
+        replaces."""
         large: list[DeadLetter] = []
         failed: list[str] = []
         for letter in letters:
@@ -165,7 +169,7 @@ class DeadLetterTopic:
                 self._producer.produce(
                     self._topic, letter.payload, letter.key, headers=headers, on_delivery=delivered
                 )
-            except BufferError as error:  # what waits is as much as may wait
+            except BufferError as error:  # librdkafka's queue is full
                 if time.monotonic() > deadline:
                     self._producer.purge()
                     raise Unavailable(f"dead letters wait for {self._topic}: {error}") from None
@@ -174,15 +178,14 @@ class DeadLetterTopic:
                 return
 
     def close(self) -> None:
-        """End its threads and connections. What `keep` did not return for is given up."""
+        """End its threads and connections; letters that `keep` has not returned for are dropped."""
         self._log.flush(0.0)
         self._producer.purge()
         self._producer.close()
 
 
 class _LetterLog:
-    """Logs how many letters were kept, for which reasons and where the first of each was: one line for many
-    letters."""
+    """Logs many dead letters in one line: their number by reason and where the first of each was."""
 
     def __init__(self, topic: str) -> None:
         self._topic = topic
@@ -210,7 +213,7 @@ class _LetterLog:
 
 
 def attempt_of(headers: Mapping[str, bytes | None]) -> int:
-    """Number of times that a message was sent, by its headers."""
+    """Number of times that a message was sent, from its headers."""
     text = headers.get(ATTEMPT_HEADER) or b""
     return int(text) if text.isdigit() and len(text) < _ATTEMPT_DIGITS else 1
 
@@ -231,14 +234,14 @@ def _headers(letter: DeadLetter) -> list[tuple[str, str | bytes | None]]:
 
 
 class _LogRateLimit(logging.Filter):
-    """Lets a message pass once a minute: librdkafka repeats itself every second while a broker is away."""
+    """Passes each message once a minute: librdkafka repeats errors every second without a broker."""
 
     def __init__(self) -> None:
         super().__init__()
         self._said: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # What stands before the last colons is who says it; times and numbers of threads differ.
+        # Times and thread numbers differ between repetitions.
         text = re.sub(
             r"\d+ms|#\w+-\d+|\d+ identical error\(s\) suppressed", "", record.getMessage()
         )

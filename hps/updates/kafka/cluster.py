@@ -1,4 +1,4 @@
-"""The topics of a Kafka cluster: which there are, and where their partitions begin and end."""
+"""Topics of a Kafka cluster, and the first and end offsets of their partitions."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _ANSWER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """``id``: Kafka's, another one after the topic was deleted and created again; empty where the brokers
-    have none (before Kafka 2.8)."""
+    """A topic. ``id``: Kafka's, new after the topic was deleted and created again.
+
+    Empty where the brokers have no ids (before Kafka 2.8)."""
 
     id: str
     partitions: int
 
 
 class KafkaCluster:
-    """Any thread may ask; each call waits for two seconds at most."""
+    """Queries of the cluster. Any thread may call; each call waits for at most two seconds."""
 
     def __init__(self, settings: KafkaSettings) -> None:
-        """Raises ConfigError for a file of credentials that cannot be read."""
+        """Raises ConfigError for an unreadable credentials file."""
         self._credentials = SaslCredentials(settings)
         self._lock = threading.Lock()
         self._admin: AdminClient | None = AdminClient(
@@ -43,11 +44,14 @@ class KafkaCluster:
     def topics(
         self, wanted: Callable[[str], bool], consumer: ck.Consumer | None = None
     ) -> dict[str, Topic]:
-        """Topics with a ``wanted`` name, asked for by the ``consumer`` that is to read them, if given: by
-        itself it looks for topics that it does not know once a second. Raises Unavailable."""
+        """Topics with a ``wanted`` name. Raises Unavailable.
+
+        The ``consumer`` that will read them should ask, if given: otherwise it looks for topics that it
+        does not know
+        once a second."""
         admin = self._client()
         try:
-            # To ask for one by name might create it.
+            # A request for one topic by name might create it.
             there = (consumer or admin).list_topics(timeout=_ANSWER_S).topics
         except ck.KafkaException as error:
             raise Unavailable(f"Kafka: {kafka_error_text(error)}") from None
@@ -62,14 +66,13 @@ class KafkaCluster:
             except ck.KafkaException as error:
                 if error.args[0].code() != ck.KafkaError.UNKNOWN_TOPIC_OR_PART:
                     raise Unavailable(f"Kafka: {name}: {kafka_error_text(error)}") from None
-            else:  # one that is being deleted has no partitions
+            else:  # a topic being deleted has no partitions
                 if told.partitions:
                     found[name] = Topic(_id_of(told), len(told.partitions))
         return found
 
     def bounds(self, places: Iterable[Place]) -> dict[Place, tuple[int, int]]:
-        """The first offset of each partition and the one behind its last message; without partitions whose
-        leader does not answer. Raises Unavailable."""
+        """First offset and end offset of each partition whose leader responds. Raises Unavailable."""
         wanted = list(places)
         lows, ends = self._offsets(wanted, "earliest"), self.ends(wanted)
         return {
@@ -77,12 +80,11 @@ class KafkaCluster:
         }
 
     def ends(self, places: Iterable[Place]) -> dict[Place, int]:
-        """The offset behind each partition's last message; without those whose leader does not answer. Raises
-        Unavailable."""
+        """End offset of each partition whose leader responds. Raises Unavailable."""
         return self._offsets(places, "latest")
 
     def close(self) -> None:
-        """End its threads and connections; what is asked at the moment is answered first."""
+        """End its threads and connections; calls in flight are answered first."""
         self._admin = None
 
     def _client(self) -> AdminClient:

@@ -1,5 +1,4 @@
-"""SASL's user and password of clients that live long: read again from their files, so that they may change
-without a restart."""
+"""SASL user and password, read again from their files when these change, without a restart."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ from hps.config.update_settings import KafkaSettings
 
 log = logging.getLogger(__name__)
 
-# Kubernetes brings a changed secret within a minute or two.
+# Kubernetes updates a changed secret within a minute or two.
 _LOOK_EVERY_S = 2.0
 _NAMES = "sasl.username", "sasl.password"
 
 
 class SaslCredentials:
-    """Those of one client, which one thread at a time may renew."""
+    """Credentials of one client; one thread at a time may renew them."""
 
     def __init__(self, settings: KafkaSettings) -> None:
-        """Raises ConfigError when a file cannot be read."""
+        """Raises ConfigError for an unreadable file."""
         given, files = settings.options, settings.options_files
         self._secrets = [
             Secret(
@@ -36,7 +35,7 @@ class SaslCredentials:
         self._looked_at = time.monotonic()
 
     def renew(self, client: Any) -> None:
-        """Have ``client`` (of confluent-kafka) say at its next connection what the files say now."""
+        """Pass changed credentials to ``client`` (of confluent-kafka), which uses them to reconnect."""
         if not self._may_change or time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return
         self._looked_at = time.monotonic()

@@ -1,10 +1,9 @@
-"""Dead letters read back out of their topic: listed, and sent again to where they came from.
+"""Dead letters read from their topic: list them, or send them to their original topics again.
 
 The topic may have several letters of one message: each node keeps one, and so does a reader that reads the
-message again after a restart. They are listed as one, the newest, whose reason holds today and which Kafka
-deletes last. A letter that was sent again stays in the topic; a note behind it, in the same partition, says
-so for all letters of that message, older or newer.
-"""
+message again after a restart. They are listed as one, the newest, whose reason is current and which Kafka
+deletes last. A letter that was sent again stays in the topic; a note after it, in the same partition, marks
+all letters of that message as sent, older or newer."""
 
 from __future__ import annotations
 
@@ -29,10 +28,14 @@ _CHUNK = 500
 
 @dataclass(frozen=True, slots=True)
 class StoredDeadLetter:
-    """Where it lies and since when (Unix ms); why, and the byte that told; where it came from, with its
-    timestamp there (Unix ms, -1: unknown); its ``size`` in bytes, the table it speaks of, `model/table`,
-    where that can be told, and whether it is ``whole``: else it was too large for the topic, which has only
-    what is said here. ``attempt``: see `DeadLetter`."""
+    """A letter in the topic of dead letters: its place there, its origin and the reason.
+
+    ``unix_ms``: when it was kept; ``at``: the offending byte; ``topic``, ``from_partition``,
+    ``from_offset``,
+    ``timestamp_ms`` (Unix ms, -1: unknown): of the original message; ``size``: its bytes; ``table``:
+    `model/table`, None if unknown. ``whole``: False for a message that was too large for the topic, of
+    which only
+    these fields are kept. ``attempt``: see `DeadLetter`."""
 
     partition: int
     offset: int
@@ -54,19 +57,18 @@ class StoredDeadLetter:
 
     @property
     def age_order(self) -> tuple[int, tuple[int, int]]:
-        """Sorts letters by age, the oldest first."""
+        """Sort key: the oldest letter first."""
         return self.unix_ms, self.place
 
     @property
     def identity(self) -> Identity:
-        """The same for all letters of one message."""
+        """Equal for all letters of one message."""
         at = self.topic, self.from_partition, self.from_offset
         return Identity(*at, self.timestamp_ms, self.attempt)
 
 
 class DeadLetterReader:
-    """The topic of dead letters of ``settings``. Called by one thread. Raises Unavailable when no broker
-    answers."""
+    """Reads the dead letter topic of ``settings`` on one thread. Raises Unavailable without a broker."""
 
     def __init__(self, settings: KafkaSettings, answer_s: float = 5.0) -> None:
         self._topic = settings.dead_letters
@@ -80,8 +82,9 @@ class DeadLetterReader:
         self._consumer = self._brokers.connect(ck.Consumer, own)
 
     def letters(self, *, again: bool = False) -> list[StoredDeadLetter]:
-        """One of each message that was not sent again yet, with ``again`` of those too, oldest first; the
-        newest ``MOST``."""
+        """The newest letter of each message that was not sent again, oldest message first.
+
+        ``again`` includes those that were. At most the newest ``MOST``."""
         found: Newest[Identity, StoredDeadLetter] = Newest()
         places: Newest[tuple[int, int], Identity] = Newest()
         requeued: Newest[Identity, None] = Newest()
@@ -102,9 +105,11 @@ class DeadLetterReader:
         return sorted(found.values(), key=lambda each: each.age_order)
 
     def requeue(self, letters: Sequence[StoredDeadLetter]) -> list[tuple[StoredDeadLetter, str]]:
-        """Send them to the topics and partitions they came from, oldest first in each; returns those that
-        Kafka did not take, and why. They keep their timestamps, so rows in HPS's format get the versions they
-        would have had, but for the offset; native ones bring theirs along."""
+        """Send letters to their original topics and partitions, oldest first in each.
+
+        Returns those that Kafka rejected, and why. They keep their timestamps, so rows in HPS's format
+        get their
+        original versions except for the offset; native ones contain their versions."""
         chosen = {each.place: each for each in letters}
         bounds = {
             partition: (min(offsets), max(offsets) + 1)
@@ -154,7 +159,7 @@ class DeadLetterReader:
                 message.key(),
                 partition=letter.from_partition,
                 headers={ATTEMPT_HEADER: str(letter.attempt + 1).encode()},
-                timestamp=max(0, letter.timestamp_ms),  # 0: the moment
+                timestamp=max(0, letter.timestamp_ms),  # 0: now
                 on_delivery=delivered,
             )
         except (ck.KafkaException, BufferError) as error:
@@ -163,7 +168,7 @@ class DeadLetterReader:
     def _settle(
         self, producer: Any, sent: Sequence[StoredDeadLetter], failed: dict[tuple[int, int], str]
     ) -> None:
-        """Wait until Kafka has them, then note that."""
+        """Wait until Kafka has the messages, then mark their letters as sent."""
         if producer.flush(2 * self._brokers.answer_s):
             producer.purge()
             producer.flush(1.0)
@@ -183,7 +188,7 @@ class DeadLetterReader:
             )
 
     def _bounds(self) -> dict[int, tuple[int, int]]:
-        """Of each partition: the first offset there is, and the one behind the last."""
+        """First offset and end offset of each partition."""
         count = self._brokers.topics(self._consumer).get(self._topic, 0)
         try:
             return {
@@ -196,14 +201,14 @@ class DeadLetterReader:
             raise self._silent(kafka_error_text(error)) from None
 
     def _messages(self, bounds: dict[int, tuple[int, int]]) -> Iterator[Any]:
-        """Those between the offsets, by partition in order."""
+        """Messages between the offsets, in order within each partition."""
         open_ = {p: end for p, (begin, end) in bounds.items() if begin < end}
         self._consumer.assign([ck.TopicPartition(self._topic, p, bounds[p][0]) for p in open_])
         while open_:
             first = self._consumer.poll(2 * self._brokers.answer_s)
             if first is None:
                 raise self._silent("nothing came")
-            # To consume more than one at a time waits until there are as many.
+            # `consume` waits until it has as many as it was asked for.
             for message in (first, *self._consumer.consume(_CHUNK, 0.0)):
                 partition, error = message.partition(), message.error()
                 if error is not None:
@@ -251,7 +256,7 @@ def _letter(message: Any, headers: dict[str, bytes]) -> StoredDeadLetter:
 
 
 def _table(topic: str, payload: bytes) -> str | None:
-    """The table a message names, however damaged the rest of it is."""
+    """The table that a message names, even if the rest of it is damaged."""
     named = hps_table(topic)
     if named is not None:
         return "/".join(named)

@@ -1,4 +1,4 @@
-"""Where Kafka's partitions end, asked beside the consumer, which may be paused or wait for a store."""
+"""End offsets of Kafka's partitions, polled in parallel to a consumer that may be paused or stuck."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ log = logging.getLogger(__name__)
 
 
 class KafkaReader(Protocol):
-    """Who reads: `hps.updates.kafka.source.KafkaSource`. Any thread may ask."""
+    """The reader: `hps.updates.kafka.source.KafkaSource`. Any thread may call."""
 
     def applied(self) -> Mapping[Place, int]:
-        """Up to where each of the partitions that are its own is in the stores."""
+        """Offset up to which the stores have each of the reader's partitions."""
         ...
 
     def lag(self) -> Mapping[Place, int] | None:
-        """None while it does not know which partitions these are, or where they begin."""
+        """None while the reader's partitions, or their start offsets, are unknown."""
         ...
 
     def saw(self, ends: Mapping[Place, int]) -> None:
-        """End offsets of its partitions."""
+        """Record end offsets of the reader's partitions."""
         ...
 
 
 class PendingMessages:
-    """Implements `hps.updates.arrival_times.PendingUpdates`, of ``topics``, some of which nobody may have
-    made yet."""
+    """`hps.updates.arrival_times.PendingUpdates` of ``topics``, some of which may not exist yet."""
 
     def __init__(self, cluster: KafkaCluster, reader: KafkaReader, topics: Sequence[str]) -> None:
         self._cluster = cluster
         self._reader = reader
         self._arrivals = ArrivalTimes()
-        # Of a reader that does not know yet what there is: of topics that are not there, it has everything.
+        # Until the reader knows its partitions: of a topic that does not exist, everything is applied.
         self._places: Mapping[Place, int] = {(topic, 0): 0 for topic in topics}
         self._known = False
 
@@ -57,11 +56,9 @@ class PendingMessages:
         self._arrivals.saw(ends, at_s)
 
     def _applied(self) -> Mapping[Place, int]:
-        """Those of the reader, or what it had while it is told anew."""
+        """The reader's offsets, or its earlier ones while it gets new partitions."""
         applied = self._reader.applied()
-        if (
-            self._reader.lag() is not None
-        ):  # asked last: what was taken from the reader is known by then
+        if self._reader.lag() is not None:  # checked last: by then, revoked partitions are known
             self._places, self._known = applied, True
         return self._places
 

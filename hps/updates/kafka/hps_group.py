@@ -1,4 +1,4 @@
-"""Where HPS was in the streams: what its own consumer groups have committed, once its store had it."""
+"""HPS's positions in the streams: offsets that its consumer groups commit after the store has them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from hps.updates.kafka.client import ANSWER_S, client_log, reader_options
 
 
 def hps_group(group: str) -> str:
-    """HPS's group in the place of ``group``: of a host's RocksDB, or of the Redis that all share."""
+    """HPS's counterpart of ``group``: that of a host's RocksDB, or of the shared Redis."""
     node = group.removeprefix(NODE)
     return "hps.volatile" if node == group else f"hps.persistent.{node}"
 
 
 class HpsProgress:
-    """Up to where HPS has brought the streams into its store, which its ``group`` commits after the rows.
-    Used by one thread."""
+    """Offsets that HPS's ``group`` has committed, after its store had the rows. Used by one thread."""
 
     def __init__(self, settings: KafkaSettings, group: str) -> None:
         self._settings = settings
@@ -28,8 +27,7 @@ class HpsProgress:
         self._consumer: ck.Consumer | None = None
 
     def applied(self, place: Place) -> int | None:
-        """The first message of the partition that is not in the store; None if the group committed none
-        there. Raises Unavailable."""
+        """First message of the partition that the store misses; None without a commit. Raises Unavailable."""
         if self._consumer is None:
             self._consumer = _asking(self._settings, self._group)
         return committed_by(self._consumer, self._group, [place]).get(place)
@@ -43,8 +41,9 @@ class HpsProgress:
 def committed_offsets(
     settings: KafkaSettings, group: str, places: Iterable[Place]
 ) -> Mapping[Place, int]:
-    """The first message of each of ``places`` that ``group`` has not committed, of those it knows. It is
-    asked, not joined. Raises Unavailable."""
+    """Offsets that ``group`` has committed, of those ``places`` that it has.
+
+    The group is read, not joined. Raises Unavailable."""
     consumer = _asking(settings, group)
     try:
         return committed_by(consumer, group, places)
@@ -53,12 +52,12 @@ def committed_offsets(
 
 
 def _asking(settings: KafkaSettings, group: str) -> ck.Consumer:
-    """A consumer that knows the offsets of ``group`` and does not join it."""
+    """A consumer that reads the offsets of ``group`` and does not join it."""
     return ck.Consumer({**reader_options(settings), "group.id": group}, logger=client_log)
 
 
 def committed_by(consumer: ck.Consumer, group: str, places: Iterable[Place]) -> dict[Place, int]:
-    """`committed_offsets`, asked by a ``consumer`` of that ``group``."""
+    """`committed_offsets`, read by a ``consumer`` of that ``group``."""
     asked = [ck.TopicPartition(*place) for place in places]
     try:
         found = consumer.committed(asked, timeout=ANSWER_S)

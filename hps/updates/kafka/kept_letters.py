@@ -1,4 +1,4 @@
-"""Identity of dead letters, and a memory of those that were kept, so that a message is kept only once."""
+"""Identity of dead letters, and the set of kept ones, so that a message is kept only once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ V = TypeVar("V")
 
 
 class Identity(NamedTuple):
-    """Identity of a dead letter: the message it was made of, by its place in Kafka, its timestamp there (Unix
-    ms), which differs where a topic was created again, and how often it was sent: `hps updates dlq --requeue`
-    keeps the timestamp."""
+    """Identity of a dead letter: its message's place in Kafka, timestamp and number of sends.
+
+    The timestamp (Unix ms) differs where a topic was created again. ``attempt`` tells repetitions apart:
+    `hps updates dlq --requeue` keeps the timestamp."""
 
     topic: str
     partition: int
@@ -39,19 +40,20 @@ class Newest(OrderedDict[K, V]):
 
 
 class KeptLetters:
-    """Memory of the newest letters that the readers of this process have kept, across their restarts: they
-    read a stream again when another version of a model is loaded. A message that is kept for one reason and
-    then has another is kept again.
+    """The newest letters that this process's readers have kept, across restarts of these.
 
-    Hold ``lock`` from `missing` to `add`: readers of one stream then do not keep a letter twice.
-    """
+    A reader reads a stream again when another version of a model is loaded. A message that is kept for
+    one reason
+    and then has another is kept again.
+
+    Hold ``lock`` from `missing` to `add`: readers of one stream then do not keep a letter twice."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._kept: Newest[tuple[Identity, Reason], None] = Newest()
 
     def missing(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
-        """The ``letters`` that were not kept yet, as far as is remembered."""
+        """Those of ``letters`` that are not known as kept."""
         return [each for each in letters if (identity(each), each.reason) not in self._kept]
 
     def add(self, letters: Sequence[DeadLetter]) -> None:

@@ -1,4 +1,4 @@
-"""Kafka's messages as updates, and as dead letters where they cannot be taken."""
+"""Decodes Kafka messages to updates, or to dead letters if they can never be applied."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from hps.updates.kafka.client import attempt_of
 from hps.updates.source import DeadLetter, Reason, TableUpdate
 from hps.updates.topics import TopicTables
 
-# OpenTelemetry keeps no more links of a span.
+# The largest number of links that OpenTelemetry keeps per span.
 _LINKS = 128
 
 
 class MessageDecoder:
-    """Those of ``topics``. ``longest``: bytes of one that is read; ``ahead_s``: how far ahead of the clock
-    versions may be."""
+    """Decoder for messages of ``topics``.
+
+    ``longest``: bytes of the largest message that is read; ``ahead_s``: how far versions may be ahead
+    of the
+    clock."""
 
     def __init__(self, topics: TopicTables, longest: int, ahead_s: float) -> None:
         self._topics = topics
@@ -30,7 +33,7 @@ class MessageDecoder:
         self._ahead_s = ahead_s
 
     def decoded(self, messages: Sequence[Any]) -> tuple[list[TableUpdate], list[DeadLetter]]:
-        """What messages of any topics do, and those that can never be taken."""
+        """Updates in ``messages`` of any topics, and messages that can never be applied."""
         by_topic: dict[str, list[Any]] = {}
         for message in messages:
             by_topic.setdefault(message.topic(), []).append(message)
@@ -55,7 +58,7 @@ class MessageDecoder:
         return updates, dead
 
     def _decode(self, topic: str, messages: list[Any]) -> DecodedMessages | None:
-        """None for a topic of HPS's whose table nobody knows: its messages don't say what they hold."""
+        """None for an HPS topic of an unknown table: its messages don't say what they hold."""
         payloads = [message.value() for message in messages]
         named = hps_table(topic)
         if named is None:
@@ -83,7 +86,7 @@ class MessageDecoder:
 
 
 def traceparents(messages: Sequence[Any]) -> list[str]:
-    """Those of the messages' headers, each once; the first of them, where there are very many."""
+    """Distinct ``traceparent`` headers of the messages, up to a limit."""
     found: dict[str, None] = {}
     for message in messages:
         for name, value in message.headers() or ():
@@ -93,7 +96,7 @@ def traceparents(messages: Sequence[Any]) -> list[str]:
 
 
 def _ends(messages: Sequence[Any]) -> list[StreamPosition]:
-    """Behind the last one of each partition."""
+    """The offset after the last message of each partition."""
     ends = {(each.topic(), each.partition()): each.offset() + 1 for each in messages}
     return [StreamPosition(*place, end) for place, end in ends.items()]
 

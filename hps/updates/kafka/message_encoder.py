@@ -1,8 +1,8 @@
-"""What a producer is handed, made into messages for the partitions of a topic. No Kafka in here.
+"""Encodes a producer's rows as messages for the partitions of a topic; needs no Kafka client.
 
-One key always goes to one partition, so its rows stay in order: the partition hash gives a key group, the
-group the partition, as HPS's producers choose them.
-"""
+All rows of a key go to one partition, so they stay in order: the partition hash gives a key group, the
+group
+the partition, as HPS's producers choose them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _EMPTY = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class MessageAttributes:
-    """What goes with all rows of a call: when they were made, how long they count from then on (0: for
-    ever), and the training step and dense network they belong to (0: none)."""
+    """Attributes of all rows of a call.
+
+    ``event_ms``: when they were made; ``ttl_s``: their lifetime from then on (0: for ever); ``step``,
+    ``dense_version``: training step and dense network that they belong to (0: none)."""
 
     event_ms: int
     ttl_s: int = 0
@@ -38,7 +40,7 @@ class MessageAttributes:
 
 
 def unix_ms(event_time: float | None) -> int:
-    """Unix seconds, or now, as ms."""
+    """``event_time`` in Unix seconds, default now, as ms."""
     if event_time is None:
         return time.time_ns() // 1_000_000
     if not 0 <= event_time * 1000 < LATEST_MS - 1:
@@ -49,7 +51,7 @@ def unix_ms(event_time: float | None) -> int:
 def check_changes(
     keys: Any, rows: Any, versions: Any, deleted: Any, clock: VersionClock, event_ms: int
 ) -> TableChanges:
-    """Arrays as callers have them, checked. Raises BadRequest."""
+    """Check a caller's arrays and make versions for them. Raises BadRequest."""
     new = flat_keys("keys", keys)
     vectors = _vectors(rows, len(new))
     gone = _EMPTY if deleted is None else flat_keys("deleted", deleted)
@@ -95,7 +97,7 @@ def _versions(given: Any, n: int, gone: int) -> VersionArray:
 def split_by_partition(
     changes: TableChanges, groups: int, partitions: int
 ) -> Iterator[tuple[int, TableChanges]]:
-    """The same changes by Kafka partition, in their order: each key goes where `partition_of` says."""
+    """Split ``changes`` by Kafka partition (`partition_of`), in order."""
     if partitions == 1 or groups == 1:
         yield 0, changes
         return
@@ -135,8 +137,9 @@ def encode(
     key_bits: Literal[32, 64] = 64,
     full: int = FULL,
 ) -> list[bytes]:
-    """Messages of at most ``full`` bytes. Raises BadRequest for what the format cannot say, and for a
-    row that does not fit one."""
+    """Messages of at most ``full`` bytes.
+
+    Raises BadRequest for fields that the format does not have, and for a row that does not fit a message."""
     try:
         if form == "native":
             return encode_native(

@@ -1,4 +1,4 @@
-"""What a deployment's Kafka looks like from here: brokers, topics, rights, and how far groups are."""
+"""State of a deployment's Kafka: brokers, topics, access rights, and progress of groups."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class TopicView:
-    """``problem``: why it cannot be looked at, empty otherwise. ``rights``: what we may do with it (``READ``,
-    ``WRITE``, …); None where the brokers do not tell."""
+    """State of a topic. ``problem``: why it could not be read; empty if it could.
+
+    ``rights``: the operations allowed to us (``READ``, ``WRITE``, …); None if the brokers do not report
+    them."""
 
     partitions: int = 0
     problem: str = ""
@@ -31,15 +33,18 @@ class TopicView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """``members`` read at the moment; ``committed``: the first message of each partition that is not applied
-    yet, where the group has said it."""
+    """State of a consumer group.
+
+    ``members``: current number; ``committed``: the first message of each partition that is not applied
+    yet, as
+    far as the group has committed it."""
 
     members: int = 0
     problem: str = ""
     committed: Mapping[Place, int] = field(default_factory=dict)
 
 
-# Of groups, as long as Kafka makes the topic that it keeps them in.
+# The group's state while Kafka creates the topic in which it keeps groups.
 _NO_COORDINATOR = GroupView(problem="no broker looks after the group")
 _SOON = (
     ck.KafkaError.NOT_COORDINATOR,
@@ -50,8 +55,9 @@ _POLL_S = 0.1
 
 
 class KafkaReport:
-    """Asks the brokers of ``settings``; each method waits for ``answer_s`` at most, and raises Unavailable.
-    Joins no group, changes nothing."""
+    """Queries the brokers of ``settings``; joins no group and changes nothing.
+
+    Each method waits for at most ``answer_s``, and raises Unavailable."""
 
     def __init__(self, settings: KafkaSettings, answer_s: float = 3.0) -> None:
         """Raises ConfigError for wrong options."""
@@ -71,7 +77,7 @@ class KafkaReport:
             ) from None
 
     def brokers(self) -> list[str]:
-        """Those that the first one names, as `host:port`."""
+        """All brokers, as `host:port`."""
         try:
             found = self._admin.list_topics(timeout=self._answer_s).brokers
         except ck.KafkaException as error:
@@ -84,7 +90,7 @@ class KafkaReport:
         return [f"{each.host}:{each.port}" for each in found.values()]
 
     def topics(self, names: Sequence[str]) -> dict[str, TopicView | None]:
-        """Each of ``names``; None for one that nobody has made, or that we may not know of."""
+        """Each of ``names``; None for a topic that does not exist, or is hidden from us."""
         wanted = ck.TopicCollection(list(names))
         asked = self._admin.describe_topics(
             wanted, include_authorized_operations=True, request_timeout=self._answer_s
@@ -92,7 +98,7 @@ class KafkaReport:
         return {name: _answered(future, _topic_of) for name, future in asked.items()}
 
     def group(self, name: str) -> GroupView:
-        """A consumer group."""
+        """State of a consumer group."""
         deadline = time.monotonic() + self._answer_s
         while (view := self._members(name)) is _NO_COORDINATOR and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -111,15 +117,15 @@ class KafkaReport:
         return view
 
     def ends(self, places: Iterable[Place]) -> dict[Place, int]:
-        """The offset behind the last message of each partition."""
+        """End offset of each partition."""
         return {at: found.offset for at, found in self._offsets(places, "latest").items()}
 
     def begins(self, places: Iterable[Place]) -> dict[Place, int]:
-        """The offset of the first message of each partition that is kept yet."""
+        """Offset of the first message of each partition that Kafka still keeps."""
         return {at: found.offset for at, found in self._offsets(places, "earliest").items()}
 
     def newest(self, places: Iterable[Place]) -> float | None:
-        """When the message with the latest time was made, Unix seconds; None without messages."""
+        """Latest timestamp of any message, in Unix seconds; None without messages."""
         found = self._offsets(places, "max_timestamp").values()
         stamps = [each.timestamp for each in found if each.timestamp > 0]
         return max(stamps) / 1e3 if stamps else None
@@ -138,7 +144,7 @@ class KafkaReport:
             ) from None
 
     def _error(self, error: Any) -> None:
-        """What it says first tells more than that all brokers are down then."""
+        """Keep the first error: it is more specific than the one that all brokers are down."""
         if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self._heard:
             self._heard = error.str()
 
@@ -156,7 +162,7 @@ def _committed_of(told: Any) -> GroupView:
 
 
 def _answered(future: Any, read: Callable[[Any], Any]) -> Any:
-    """What the brokers said; a view with a problem, or None for what is not there."""
+    """The brokers' answer; a view with a problem, or None for a topic or group that does not exist."""
     try:
         return read(future.result())
     except ck.KafkaException as error:

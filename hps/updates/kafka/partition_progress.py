@@ -1,4 +1,4 @@
-"""The partitions that a Kafka reader reads, and how far it is in each."""
+"""A Kafka reader's partitions and its progress in each."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from hps.tiers.positions import Place
 from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.start_positions import PartitionProgress, StartPositions
 
-_AGAIN_S = 0.5  # until Kafka is asked again for what it did not tell
+_AGAIN_S = 0.5  # retry interval for what Kafka did not answer
 
 
 class AssignedPartitions:
-    """Used by the thread that polls; `applied`, `waiting` and `saw` by any."""
+    """The partitions that a reader has, used by its polling thread.
+
+    Any thread may call `applied`, `waiting` and `saw`."""
 
     def __init__(self, placement: StartPositions) -> None:
         self.moved = False
         """Whether places or offsets are other ones than the consumer was assigned."""
         self._placement = placement
         self._of: dict[Place, PartitionProgress] = {}
-        self._unplaced: dict[
-            Place, PartitionProgress | None
-        ] = {}  # with what was read of it before
-        self._broken: set[Place] = set()  # of those: Kafka could not continue where they were read
+        self._unplaced: dict[Place, PartitionProgress | None] = {}  # with their earlier progress
+        self._broken: set[Place] = set()  # those at whose offset Kafka could not continue
         self._place_at = 0.0
 
     @property
     def complete(self) -> bool:
-        """Whether it is known of each partition where it begins."""
+        """True if each partition's start offset is known."""
         return not self._unplaced
 
     def get(self, place: Place) -> PartitionProgress | None:
@@ -40,24 +40,24 @@ class AssignedPartitions:
         return self._of.items()
 
     def applied(self) -> dict[Place, int]:
-        """Up to where the stores have what Kafka keeps of each partition."""
+        """Offset up to which the stores have the messages that Kafka keeps, by partition."""
         return {place: max(each.applied, each.low) for place, each in dict(self._of).items()}
 
     def waiting(self) -> dict[Place, int]:
-        """Messages of each partition that were not applied yet."""
+        """Number of unapplied messages, by partition."""
         return {place: each.waiting for place, each in dict(self._of).items()}
 
     def saw(self, ends: Mapping[Place, int]) -> None:
-        """The partitions end there."""
+        """Record end offsets."""
         for place, reading in dict(self._of).items():
             reading.end = ends.get(place, reading.end)
 
     def assignment(self) -> list[ck.TopicPartition]:
-        """Each partition with the offset to be polled next, or the first behind it that Kafka keeps."""
+        """Each partition with the offset to poll next, or the first after it that Kafka keeps."""
         return [ck.TopicPartition(*place, max(each.next, each.low)) for place, each in self.items()]
 
     def follow(self, places: Collection[Place]) -> None:
-        """Read these, and no others."""
+        """Set the partitions to read."""
         for place in (self._of.keys() | self._unplaced.keys()) - set(places):
             self._of.pop(place, None)
             self._unplaced.pop(place, None)
@@ -70,7 +70,7 @@ class AssignedPartitions:
     def place(
         self, topics: Mapping[str, Topic], cluster: KafkaCluster, consumer: ck.Consumer
     ) -> Collection[Place]:
-        """Begin new partitions where the stores are; those that could. Raises TierError, Unavailable."""
+        """Find start offsets of new partitions; returns those found. Raises TierError, Unavailable."""
         now = time.monotonic()
         if self.complete or now < self._place_at:
             return ()
@@ -83,24 +83,24 @@ class AssignedPartitions:
         return found.keys()
 
     def verify(self, topics: Mapping[str, Topic]) -> None:
-        """Begin anew in topics that were created again."""
+        """Restart partitions of topics that were created again."""
         for (name, partition), reading in list(self._of.items()):
             if (topic := topics.get(name)) is not None and topic.id != reading.topic_id:
                 self._begin_anew((name, partition), reading)
 
     def interrupt(self, place: Place) -> None:
-        """Begin anew where Kafka cannot continue."""
+        """Restart a partition where Kafka cannot continue."""
         if (reading := self.get(place)) is not None:
             self._begin_anew(place, reading)
             self._broken.add(place)
 
     def begin_again(self) -> None:
-        """Begin anew where the stores are, whatever was read here."""
+        """Restart all partitions at the stores' positions."""
         for place in list(self._of):
             self._begin_anew(place, None)
 
     def rewind(self) -> None:
-        """Poll again what was not applied."""
+        """Poll unapplied messages again."""
         for reading in self._of.values():
             reading.next = reading.applied
         self.moved = True
@@ -112,6 +112,6 @@ class AssignedPartitions:
         self._place_at = 0.0
 
     def _begin_anew(self, place: Place, former: PartitionProgress | None) -> None:
-        self._unplaced[place] = former  # first: a reader in between must not take it for complete
+        self._unplaced[place] = former  # first: a concurrent reader must not see it as complete
         del self._of[place]
         self._place_at = 0.0

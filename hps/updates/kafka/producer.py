@@ -1,12 +1,12 @@
-"""Producer: rows and deletions into Kafka, for trainers and tools.
+"""Producer: sends rows and deletions to Kafka, for trainers and tools.
 
     with Producer("kafka:9092", model="ctr") as producer:
         producer.send("user", keys, rows)      # (n,) int64, (n, dim) float32
         producer.send("user", [], rows[:0], deleted=gone)
 
-Rows are in Kafka when `flush` returns. What may be lacking after an error is sent again: readers keep, of
-each key, the newest version, so that repeating is harmless.
-"""
+Rows are in Kafka when `flush` returns. After an error, send again what may be missing: readers keep the
+newest
+version of each key, so that repeating is harmless."""
 
 from __future__ import annotations
 
@@ -46,21 +46,24 @@ _POLL_S = 0.1
 
 
 class Producer:
-    """Sends rows of the tables of ``model``. Any thread may call any method; of calls of several threads
-    on one key the one that took its versions last wins, whichever comes first in Kafka; in HPS's format,
-    which has none, the one that comes last.
+    """Sends rows of the tables of ``model``. Any thread may call any method.
 
-    ``brokers``: `host:port`, several separated by commas. ``format``: ``native`` messages go to one topic
-    a model, ``hps`` ones to HPS's topic of each table, without versions and deletions. ``partitions``: into
-    how many groups keys are parted, and how many partitions a topic gets that is not there yet; every
-    producer of a topic must have the same. ``message_bytes``: the largest message that is made.
-    ``buffer_bytes``: memory for messages that Kafka did not acknowledge yet; `send` waits up to ``wait_s``
-    for room in it. ``key_bits``: 32 for tables of `key_dtype: uint32`. ``delivery_s``: how long Kafka is
-    tried before a message counts as failed. ``options``: further settings of librdkafka, as
-    `security.protocol`.
+    If several threads send one key, the call that took its versions last wins, in any order of arrival;
+    in HPS's
+    format, which has no versions, the message that arrives last.
 
-    Raises Unavailable within ``connect_s`` when no broker answers, ConfigError for wrong options.
-    """
+    ``brokers``: `host:port`, several separated by commas. ``format``: ``native`` messages go to one
+    topic per
+    model, ``hps`` ones to HPS's topic of each table, without versions and deletions. ``partitions``:
+    number of
+    key groups, and of partitions of a topic that is created; all producers of a topic must use the same.
+    ``message_bytes``: the largest message that is made. ``buffer_bytes``: memory for messages that
+    Kafka has not
+    acknowledged; `send` waits up to ``wait_s`` for space in it. ``key_bits``: 32 for tables of `key_dtype:
+    uint32`. ``delivery_s``: how long delivery is tried before a message counts as failed. ``options``: more
+    settings of librdkafka, as `security.protocol`.
+
+    Raises Unavailable within ``connect_s`` when no broker responds, ConfigError for wrong options."""
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class Producer:
             raise ConfigError(f"format must be native or hps, not {format!r}")
         if not _NAME.fullmatch(model):
             raise ConfigError(f"model {model!r}: a name has letters, digits, _ and - only")
-        if not 1 <= partitions <= 100_000:  # as many as librdkafka lets a topic have
+        if not 1 <= partitions <= 100_000:  # librdkafka's limit for a topic
             raise ConfigError(f"partitions must be from 1 to 100,000, not {partitions}")
         for name in set(_OURS) & set(options or ()):
             raise ConfigError(f"options: {name!r} is set by hps itself; take it out")
@@ -100,7 +103,7 @@ class Producer:
             "enable.idempotence": True,
             "compression.type": compression,
             "linger.ms": linger_ms,
-            # Of all messages that travel together; a topic takes 1 MiB unless told otherwise.
+            # A batch of messages must fit as well; topics take 1 MiB by default.
             "batch.size": max(_BATCH, message_bytes + 1024),
             "message.max.bytes": max(_BATCH, message_bytes + 1024),
             "queue.buffering.max.kbytes": max(buffer_bytes, 2 * message_bytes) >> 10,
@@ -121,22 +124,29 @@ class Producer:
         step: int = 0,
         dense_version: int = 0,
     ) -> int:
-        """Send ``rows (n, dim)`` float32 or float16 of ``keys (n,)``, and deletions of the keys ``deleted
-        (m,)``, as NumPy arrays or anything on the host with ``__dlpack__``; returns n + m. With nothing but
-        deletions, ``rows`` is (0, dim) of the table.
+        """Send ``rows (n, dim)`` of ``keys (n,)`` and deletions of ``deleted (m,)``; returns n + m.
 
-        ``versions (n + m,)`` uint64, Unix ms << 20 | sequence, of the rows and then of the deletions; by
-        default they come from ``event_time`` (Unix seconds when the rows were made; now), and never go back
-        within this producer, even when the clock does: what is sent later wins. To send old rows that must
-        not replace newer ones, give their versions. ``ttl_s``: rows that come to a node later than so many
-        seconds after the event time are left out, 0: none; what was written stays. ``step``,
-        ``dense_version``: of the training and of the dense network they belong to, 0 for none.
+        Rows are float32 or float16; arrays are NumPy's or anything on the host with ``__dlpack__``. For
+        deletions
+        alone, ``rows`` is (0, dim) of the table.
 
-        Returns when the messages wait in memory. Raises BadRequest for arrays that do not fit, and
-        Unavailable when earlier messages failed, or there was no room for ``wait_s``: some rows of this
-        call may have been taken then. After Unavailable `flush`, and send again what was sent since the last
-        flush that returned.
-        """
+        ``versions (n + m,)`` uint64, Unix ms << 20 | sequence, of the rows and then of the deletions.
+        By default they
+        come from ``event_time`` (Unix seconds when the rows were made; now), and never decrease within
+        this producer,
+        even when the clock does: what is sent later wins. To send old rows that must not replace newer
+        ones, pass
+        their versions. ``ttl_s``: a node drops rows that arrive more than so many seconds after the
+        event time, 0:
+        never; stored rows stay. ``step``, ``dense_version``: training step and dense network that the
+        rows belong
+        to, 0 for none.
+
+        Returns when the messages are in memory. Raises BadRequest for arrays that do not match, and
+        Unavailable when
+        earlier messages failed, or there was no space for ``wait_s``: some rows of this call may have
+        been sent then.
+        After Unavailable call `flush`, and send again what was sent since the last flush that returned."""
         self._check(table)
         said = MessageAttributes(unix_ms(event_time), ttl_s, step, dense_version)
         if self._format == "hps" and versions is not None:
@@ -158,9 +168,11 @@ class Producer:
         return len(changes.keys) + len(changes.deleted)
 
     def flush(self, timeout_s: float = 30.0) -> None:
-        """Wait until Kafka has acknowledged everything sent so far. Raises Unavailable when it has not
-        within ``timeout_s`` (it is tried further: flush again), or when messages failed since the last
-        flush."""
+        """Wait until Kafka has acknowledged everything sent so far.
+
+        Raises Unavailable when it has not within ``timeout_s`` (delivery continues: flush again), or
+        when messages
+        failed since the last flush."""
         waiting = self._producer.flush(timeout_s)
         with self._lock:
             failed, why = self._failed, self._failure
@@ -174,9 +186,11 @@ class Producer:
             )
 
     def watermark(self) -> dict[str, dict[str, int]]:
-        """How far the model's topics reach now: `{topic: {partition: offset}}`, for the manifest of a version
-        whose tables contain what was sent so far. Nodes that load the version read on from there. Makes the
-        topic of native messages where it is not there. Raises Unavailable."""
+        """End offsets of the model's topics, `{topic: {partition: offset}}`. Raises Unavailable.
+
+        They belong in the manifest of a version whose tables contain everything sent so far: nodes that
+        load it
+        continue there. Creates the topic of native messages if it does not exist."""
         if self._format == "native":
             self._count(native_topic(self._model))
         topics = {
@@ -191,7 +205,7 @@ class Producer:
         }
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """`flush`, then give up what is still waiting. Idempotent; `send` is over."""
+        """`flush`, then drop what is still queued. Idempotent; `send` fails afterwards."""
         if self._closed:
             return
         self._closed = True
@@ -210,7 +224,7 @@ class Producer:
         if error is None:
             self.close()
             return
-        try:  # what went wrong first is what is to be told
+        try:  # the first error is the one to raise
             self.close(1.0)
         except HpsError as late:
             log.warning("%s", late)
@@ -247,7 +261,7 @@ class Producer:
                 raise self._refused(topic, len(message), error.args[0]) from None
 
     def _refused(self, topic: str, size: int, error: Any) -> HpsError:
-        """What librdkafka does not even queue."""
+        """The error for a message that librdkafka does not even queue."""
         if error.code() == ck.KafkaError.MSG_SIZE_TOO_LARGE:
             return BadRequest(_failure(error, topic, size))
         return Unavailable(f"Kafka at {self._brokers.addresses}: {_failure(error, topic, size)}")
@@ -260,8 +274,9 @@ class Producer:
                 self._failed += 1
 
     def _count(self, topic: str) -> int:
-        """Partitions of the topic, made where it is not there. Asked once: partitions that are added while
-        this producer lives get no rows from it."""
+        """Number of partitions of the topic, which is created if it does not exist.
+
+        Read once: partitions added during this producer's life get no rows from it."""
         known = self._partitions.get(topic)
         if known is None:
             known = self._brokers.topics(self._producer).get(topic)

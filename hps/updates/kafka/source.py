@@ -1,8 +1,8 @@
-"""KafkaSource: update messages of HPS's and of our format from Kafka.
+"""KafkaSource: update messages from Kafka, native and HPS's.
 
-Reading of a partition starts at the stores' positions (`hps.updates.kafka.start_positions`), which they keep
-beside the rows. The group's committed offsets are for Kafka's tools alone.
-"""
+Reading of a partition starts at the stores' positions (`hps.updates.kafka.start_positions`), which they
+keep
+with the rows. The group's committed offsets are for Kafka's tools alone."""
 
 from __future__ import annotations
 
@@ -33,19 +33,21 @@ from hps.updates.topics import TopicTables
 log = logging.getLogger(__name__)
 
 _MOST_MESSAGES = 256
-# A broker's answers bring several partitions one after the other; a batch costs more than a wait.
+# A broker answers for several partitions one after the other; a batch costs more than this wait.
 _GATHER_S = 0.002
 _LOOK_EVERY_S = 0.2
-_AGAIN_S = 0.5  # until Kafka is asked again for what it did not tell
+_AGAIN_S = 0.5  # retry interval for what Kafka did not answer
 _SLOW_START_S = 5.0
 _STATIC_ID = "group.instance.id"
 
 
 class KafkaSource:
-    """An `UpdateSource`. ``member``: None reads every partition, and ``group`` is only where offsets are
-    committed; else the group's members share them, and this is the name of one, the same after a restart.
-    ``since_s``, ``hps``: see `StartPositions`; HPS's group, if it is another than `hps_group` says.
-    """
+    """An `UpdateSource` on Kafka.
+
+    ``member``: the static name of a member of ``group``, whose members share the partitions; None reads all
+    partitions, and ``group`` only has the committed offsets. ``since_s``, ``hps``: see
+    `StartPositions`; ``hps``
+    defaults to `hps_group`."""
 
     def __init__(
         self,
@@ -76,12 +78,12 @@ class KafkaSource:
                 observe,
             )
         )
-        self._untold: dict[Place, int] = {}  # applied, and not committed yet for Kafka's tools
+        self._untold: dict[Place, int] = {}  # applied, not yet committed for Kafka's tools
         self._resting = False
         self._there: dict[str, Topic] | None = None  # not known yet
-        self._heard: str | None = None  # what Kafka said last, until messages come again
+        self._heard: str | None = None  # Kafka's last error, until messages arrive again
         self._unreachable: str | None = None
-        self._is_placed = False  # whether it is known which partitions are read, and from where on
+        self._is_placed = False  # partitions and their start offsets are known
         self._placed_at = time.monotonic()
         self._refresh_at = self._look_at = 0.0
         self._messages = MessageDecoder(topics, settings.max_message_bytes, settings.max_ahead_s)
@@ -107,7 +109,7 @@ class KafkaSource:
 
     @property
     def problem(self) -> str | None:
-        """Reason why no messages arrive, if there is one."""
+        """Reason why no messages arrive, while there is one."""
         if self._heard or self._unreachable:
             return self._heard or self._unreachable
         waited_s = time.monotonic() - self._placed_at
@@ -116,7 +118,7 @@ class KafkaSource:
         return None
 
     def poll(self, timeout_s: float) -> UpdateBatch | None:
-        """See `UpdateSource`. Raises Unavailable while it cannot be told where to begin."""
+        """See `UpdateSource`. Raises Unavailable while the start positions are unknown."""
         self._credentials.renew(self._consumer)
         self._refresh()
         self._assign()
@@ -124,19 +126,19 @@ class KafkaSource:
         first = self._consumer.poll(timeout_s)
         if first is None:
             return None
-        # To consume several waits until there are as many, or for all of the timeout.
+        # `consume` waits until it has as many as it was asked for, or for all of the timeout.
         return self._batch([first, *self._consumer.consume(_MOST_MESSAGES - 1, _GATHER_S)])
 
     def commit(self, batch: UpdateBatch) -> None:
         for position in batch.positions:
             place = position.topic, position.partition
-            # The group may have given some to others meanwhile, or back: these begin where the stores are.
+            # The group may have moved partitions meanwhile: these start at the stores' positions.
             if (reading := self._readings.get(place)) is not None:
                 reading.applied, reading.jumped = position.offset, False
                 self._untold[place] = position.offset
 
     def keep_alive(self) -> None:
-        """Nothing is taken, but the group is told that this member lives."""
+        """Keep the group membership alive without polling messages."""
         self._tell_group()
         if not self._resting and self._assignment.places is not None:
             self._consumer.assign([])
@@ -153,8 +155,9 @@ class KafkaSource:
         self._readings.rewind()
 
     def seek(self, topic: str, partition: int, offset: int) -> None:
-        """Go on at ``offset``, forwards or backwards. What the stores have of it they keep. Raises BadRequest
-        when it is behind the partition's end."""
+        """Continue at ``offset``, forwards or backwards; the stores keep their rows.
+
+        Raises BadRequest when it is after the partition's end."""
         place = topic, partition
         reading, bounds = self._readings.get(place), self.cluster.bounds([place]).get(place)
         if reading is None or bounds is None:
@@ -168,19 +171,20 @@ class KafkaSource:
         self._readings.moved = True
 
     def lag(self) -> dict[Place, int] | None:
-        """Messages per partition that are there and not applied yet, a moment ago; see `UpdateSource`. Any
-        thread may ask."""
+        """Number of unapplied messages by partition, a moment ago; see `UpdateSource`. Any thread may call."""
         is_known = self._is_placed and self._readings.complete
         return self._readings.waiting() if is_known else None
 
     def saw(self, ends: Mapping[Place, int]) -> None:
-        """The partitions end there, as was asked beside this reader, which may be paused or wait for a store
-        and so hear nothing. Any thread may call."""
+        """Record end offsets that were read in parallel. Any thread may call.
+
+        This reader may be paused or wait for a store, and then receives none."""
         self._readings.saw(ends)
 
     def applied(self) -> dict[Place, int]:
-        """The offset up to which each partition is in the stores, of those that are read here; what Kafka
-        keeps no more is not waited for. Any thread may ask."""
+        """Offset up to which the stores have each partition that is read here. Any thread may call.
+
+        Messages that Kafka no longer keeps count as applied."""
         return self._readings.applied()
 
     def close(self) -> None:
@@ -192,8 +196,9 @@ class KafkaSource:
         self.cluster.close()
 
     def _tell_group(self) -> None:
-        """Not with each batch, and not waited for: the stores keep their own positions, and a lost commit
-        repeats work at most."""
+        """Commit applied offsets, without waiting and not with each batch.
+
+        The stores keep their own positions; a lost commit only repeats work."""
         if self._untold:
             offsets = [ck.TopicPartition(*place, offset) for place, offset in self._untold.items()]
             self._untold = {}
@@ -201,7 +206,8 @@ class KafkaSource:
                 self._consumer.commit(offsets=offsets, asynchronous=True)
 
     def _look(self) -> None:
-        """Note where partitions end. The consumer lets one thread in at a time, so only this one may ask."""
+        """Record end offsets. The consumer allows one thread at a time, so only the polling thread may
+        call."""
         now = time.monotonic()
         self._is_placed = self._assignment.places is not None and self._readings.complete
         if not self._is_placed or now < self._look_at:
@@ -212,13 +218,13 @@ class KafkaSource:
             with suppress(ck.KafkaException):
                 at = ck.TopicPartition(*place)
                 _low, high = self._consumer.get_watermark_offsets(at, cached=True)
-                # Before the first answer to a fetch it is negative; it may be of a former fetch.
+                # It is negative before the first answer to a fetch, and may be of an earlier fetch.
                 reading.end = max(reading.end, high)
 
-    # -- which partitions are read, and where they begin -------------------------------------------
+    # -- partitions and their start offsets --------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Learn now and then of topics that were created, deleted, or created again."""
+        """Detect topics that were created, deleted, or created again; every few seconds."""
         now = time.monotonic()
         if now < self._refresh_at or not self._topics.tables:
             return
@@ -236,7 +242,7 @@ class KafkaSource:
         self._readings.verify(self._there)
 
     def _assign(self) -> None:
-        """Have the consumer fetch from where each partition is to be polled next."""
+        """Assign each partition to the consumer, with the offset to poll next."""
         readings, places = self._readings, self._assignment.places
         if places is None:
             return
@@ -248,7 +254,7 @@ class KafkaSource:
             readings.moved = self._resting = False
 
     def _taken_back(self) -> None:
-        """The group may give the partitions to other members."""
+        """Release all partitions: the group may give them to other members."""
         self._tell_group()
         self._is_placed = False
         self._readings.clear()
@@ -256,7 +262,7 @@ class KafkaSource:
     # -- messages ----------------------------------------------------------------------------------
 
     def _batch(self, polled: list[Any]) -> UpdateBatch | None:
-        """Of messages, ends of partitions and errors."""
+        """A batch from polled messages, ends of partitions and errors; None without messages."""
         messages: list[Any] = []
         ends: dict[Place, int] = {}
         for each in polled:
@@ -265,12 +271,12 @@ class KafkaSource:
             if error is not None and error.code() != ck.KafkaError._PARTITION_EOF:
                 self._failed(each)
             elif reading is None:
-                pass  # the group gave it to another, or back: it begins where the stores are
+                pass  # revoked, or assigned again: it starts at the stores' positions
             elif error is None:
                 messages.append(each)
                 ends[place] = each.offset() + 1
             elif each.offset() > ends.get(place, reading.next):
-                # No message has those between, but a transaction's marker.
+                # Offsets in between have no message, only a transaction's marker.
                 ends[place] = each.offset()
         if not ends:
             return None
@@ -288,22 +294,22 @@ class KafkaSource:
         error = event.error()
         if error.code() == ck.KafkaError._AUTO_OFFSET_RESET:
             self._readings.interrupt((event.topic(), event.partition()))
-            self._refresh_at = 0.0  # it may be of another topic of that name
+            self._refresh_at = 0.0  # the topic may have been created again
         elif error.code() == ck.KafkaError._FATAL:
             self._reconnect(error)
         else:
             self._report(error)
 
     def _report(self, error: Any) -> None:
-        """Consumer errors mend themselves or are for the operator; none ends the stream."""
+        """Record a consumer error. It passes, or the operator must act; none ends the stream."""
         if error.code() == ck.KafkaError.UNKNOWN_TOPIC_OR_PART:  # it was deleted
             log.info("Kafka: %s", error.str())
             return
-        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN:  # said of each before
+        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN:  # each broker's own error came before
             self._heard = f"Kafka: {error.str()}"
 
     def _reconnect(self, error: Any) -> None:
-        """Continue with another consumer, which is no static member."""
+        """Continue with a new consumer that is not a static member."""
         log.error(
             "Kafka refused %s in the group %s: %s; give each reader an updates.kafka.group of its own. It "
             "continues, but waits for its partitions after a crash",

@@ -1,4 +1,4 @@
-"""First offset to read of a Kafka partition: at the stores' positions, if Kafka can continue there."""
+"""Start offset of a Kafka partition: the stores' position, if Kafka can continue there."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class StorePositions(Protocol):
-    """Positions of the stores: `hps.updates.stream_positions.StoreStreamPositions`, whose methods raise
-    TierError."""
+    """The stores' positions: `hps.updates.stream_positions.StoreStreamPositions`.
+
+    Methods raise TierError."""
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool: ...
 
@@ -38,19 +39,23 @@ class StreamObserver(Protocol):
     """Counts, by topic."""
 
     def lost(self, topic: str, messages: int) -> None:
-        """Kafka has dropped messages that were not applied."""
+        """Kafka has deleted messages that were not applied."""
         ...
 
     def restarted(self, topic: str) -> None:
-        """A partition is read from its beginning again, as it does not continue what the stores have."""
+        """A partition is read from its first message again: it does not continue the stores' positions."""
         ...
 
 
 @dataclass(slots=True)
 class PartitionProgress:
-    """One partition as it is read. ``next``: the offset that is polled next; ``applied``: up to where the
-    stores have it; ``low``: the first that Kafka kept when the reading began; ``end``: behind the last
-    message; ``jumped``: `next` was set by hand or by HPS's position: what is before it counts as applied."""
+    """A reader's offsets in one partition.
+
+    ``next``: to be polled next; ``applied``: up to where the stores have it; ``low``: the first that
+    Kafka kept
+    when reading started; ``end``: after the last message; ``jumped``: `next` was set by an operator or
+    from HPS's
+    position, and everything before it counts as applied."""
 
     topic_id: str
     next: int
@@ -61,26 +66,29 @@ class PartitionProgress:
 
     @property
     def waiting(self) -> int:
-        """Messages that were not applied yet."""
+        """Number of unapplied messages."""
         return max(0, self.end - max(self.applied, self.low))
 
     def go_to(self, offset: int) -> None:
-        """Have what was passed count as applied."""
+        """Continue at ``offset``; messages before it count as applied."""
         self.next = self.applied = offset
         self.jumped = True
 
     @property
     def reached(self) -> int:
-        """Up to where the stores have what Kafka keeps."""
+        """Offset up to which the stores have the messages that Kafka keeps."""
         return max(self.applied, self.low)
 
 
 class StartPositions:
-    """Placement of one reader, called by its thread. Where no store knows a position, reading begins with the
-    messages of ``since_s`` (Unix seconds), if given, else where the group ``hps`` was
-    (`KafkaSettings.hps_offsets`), or with all there are. A topic that changes none of the ``tables`` has dead
-    letters only, and no store keeps a position in it: there the reader's ``group`` says which of
-    them were kept."""
+    """Finds the start offsets of one reader; called by its thread.
+
+    Where no store has a position, reading starts with the messages of ``since_s`` (Unix seconds), if
+    given, else
+    at the offset of the group ``hps`` (`KafkaSettings.hps_offsets`), or at the first message. A topic that
+    changes none of the ``tables`` has dead letters only, and no store keeps a position in it: there the
+    offsets
+    that the reader's ``group`` has committed say which of them were kept."""
 
     def __init__(
         self,
@@ -108,12 +116,14 @@ class StartPositions:
         cluster: KafkaCluster,
         consumer: ck.Consumer,
     ) -> dict[Place, PartitionProgress]:
-        """Begin the reading of ``places``, some of which were read before; without those that Kafka says
-        nothing of now. ``broken``: those where Kafka could not continue. Raises TierError, Unavailable."""
+        """Start offsets of ``places``, by their earlier progress; without those that Kafka does not answer
+        for.
+
+        ``broken``: partitions where Kafka could not continue. Raises TierError, Unavailable."""
         restarted = {
             place for place in places if self._is_of_another_topic(place, topics, places[place])
         }
-        # Asked before the ends: another member of the group may still apply some.
+        # Read before the end offsets: another member of the group may still apply some.
         furthest = {
             place: max(self._positions.furthest(*place), 0 if former is None else former.applied)
             for place, former in places.items()
@@ -122,7 +132,8 @@ class StartPositions:
         bounds = cluster.bounds(places)
         for place in bounds.keys() & furthest:
             (low, end), position = bounds[place], furthest[place]
-            # Not continued though messages are there: some before the position were lost and others came.
+            # Kafka cannot continue though messages exist: some before the position were lost and others
+            # came.
             if position > end or (place in broken and position >= low):
                 self._restart(place, f"messages before {position} were lost; it ends at {end}")
                 restarted.add(place)
@@ -131,13 +142,14 @@ class StartPositions:
             former = places[place]
             if former is None or place in restarted:
                 begin = self._positions.begin(*place)
-            else:  # the stores may not have noted it yet
+            else:  # the stores may not have recorded it yet
                 begin = former.applied
             if begin is None:
                 unknown.append(place)
                 continue
-            # Not from `low` on: a store notes a position only if it has what is before it, or what there was
-            # between is gone.
+            # Not from `low` on: a store records a position only if it has everything before it, or if the
+            # messages in
+            # between no longer exist.
             readings[place] = PartitionProgress(_id_of(place, topics), begin, begin, low, end)
             if begin < low:
                 _warn_of_gap(place, begin, low)
@@ -179,7 +191,7 @@ class StartPositions:
         bounds: Mapping[Place, tuple[int, int]],
         consumer: ck.Consumer,
     ) -> dict[Place, tuple[int, bool]]:
-        """`_firsts` of ``places`` in topics that change no table, as far as the group has committed them."""
+        """Start offsets of ``places`` in topics that change no table, if the group has committed them."""
         asked = [place for place in places if not self._tables(place[0])]
         if not asked:
             return {}
@@ -196,7 +208,8 @@ class StartPositions:
         bounds: Mapping[Place, tuple[int, int]],
         consumer: ck.Consumer,
     ) -> dict[Place, tuple[int, bool]]:
-        """First offsets of partitions that no store knows, and whether what is before counts as applied."""
+        """Start offsets of partitions without a stored position, and whether earlier messages count as
+        applied."""
         hps: Mapping[Place, int] = {}
         if self._hps_group is not None and places:
             hps = committed_offsets(self._settings, self._hps_group, places)
