@@ -68,7 +68,7 @@ class GpuPromotion:
             self._count("dropped", len(keys))
 
     def now(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Copy the rows of ``keys (n,)`` and wait; the first keys last, so that they get the highest score."""
+        """Copy the rows of ``keys (n,)``, the first ones last for the highest scores, and wait."""
         for stop in range(len(keys), 0, -_CHUNK_ROWS):
             chosen = np.array(keys[max(0, stop - _CHUNK_ROWS) : stop], np.int64)
             self._writer.run(partial(self._copy, table, chosen)).result()

@@ -49,7 +49,7 @@ class DeadLetters(Protocol):
     """Keeps messages that can never be applied."""
 
     def keep(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
-        """Keep ``letters``; returns those that were not kept before. Raises HpsError, then is called again."""
+        """Keep ``letters``; returns those not kept before. Raises HpsError; is then called again."""
         ...
 
     def report(self) -> None:

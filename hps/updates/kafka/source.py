@@ -171,7 +171,7 @@ class KafkaSource:
         self._readings.moved = True
 
     def lag(self) -> dict[Place, int] | None:
-        """Number of unapplied messages by partition, a moment ago; see `UpdateSource`. Any thread may call."""
+        """Unapplied messages by partition, a moment ago; see `UpdateSource`. Any thread may call."""
         is_known = self._is_placed and self._readings.complete
         return self._readings.waiting() if is_known else None
 
