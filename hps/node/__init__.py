@@ -1,1 +1,1 @@
-"""A node: tiers, caches, streams and models of one process, and how they are opened."""
+"""A node: the tiers, caches, streams and models of one process, and how they are opened."""

@@ -1,10 +1,10 @@
-"""The composition root of a process attached to a node: models that answer from the node's shared CPU cache,
-and ask the node for what that lacks. It writes no cache, opens no store and reads no stream; which versions
-it serves, the node says.
+"""Composition root of an attached process, which reads a node's shared CPU cache.
+
+It asks the node for rows that the cache misses. It writes no cache, opens no store and reads no stream; the
+node decides which versions it serves.
 
 For servers' workers, for the instances of other servers (Triton's python backend), and for user code:
-``hps.attach(config)``.
-"""
+``hps.attach(config)``."""
 
 from __future__ import annotations
 
@@ -45,15 +45,17 @@ from hps.updates.arrival_times import LOOK_EVERY_S
 
 log = logging.getLogger(__name__)
 _LOOK_FOR_NODE_S = 0.05
-# What the way to the node and back may take, beside the node's own deadlines.
+# Time for the way to the node and back, added to the node's deadlines.
 _WAY_S = 0.25
 
 
 class Attached(SyncedModels):
-    """What ``hps.attach`` returns. Any number of threads may call it until ``close``. It goes on from the
-    shared cache while the node is away, and finds it again. Answers that lack rows then name the node in
-    ``degraded``; those that the cache has whole do not; ``updates.max_staleness_s`` bounds how old
-    their rows may be. ``models`` are others when the node's are."""
+    """Result of ``hps.attach``. Any number of threads may call it until ``close``.
+
+    While the node is unavailable it continues from the shared cache, and it reconnects by itself.
+    Answers with
+    missing rows then name the node in ``degraded``; answers that are complete in the cache do not, and
+    ``updates.max_staleness_s`` bounds the age of their rows. ``models`` changes when the node's models do."""
 
     __slots__ = ("_connections",)
 
@@ -64,8 +66,9 @@ class Attached(SyncedModels):
         self._connections = connections
 
     def ask_node(self, what: str, timeout_s: float = 5.0, **given: Any) -> Any:
-        """What the node's process answers to a question; see `hps.tiers.node.NodeServer`. Raises TierError
-        or Unavailable."""
+        """Send a question to the node's process; see `hps.tiers.node.NodeServer`.
+
+        Raises TierError or Unavailable."""
         return self._connections.ask(what, time.monotonic() + timeout_s, **given)
 
 
@@ -75,11 +78,11 @@ def attach(
     wait_s: float = 10.0,
     progress: Progress | None = None,
 ) -> Attached:
-    """The models of the node on this machine that was opened with the same configuration, which names the
-    folder of its socket, ``server.runtime``. Waits up to ``wait_s`` for a node that is still loading.
+    """Attach to the node on this machine that was opened with the same configuration.
 
-    Raises ConfigError, ModelError, or TierError when no node is there.
-    """
+    It names the folder of the node's socket, ``server.runtime``. Waits up to ``wait_s`` for a node that
+    is still
+    loading. Raises ConfigError, ModelError, or TierError when no node responds."""
     configuration = as_configuration(config)
     folder = configuration.settings.server.runtime
     if folder is None:
@@ -92,11 +95,11 @@ def attach(
         attached = _AttachBuilder(configuration, path, told, resources).attached()
         attached._resources.push(resources.pop_all())
         return attached
-    raise AssertionError  # an ExitStack swallows nothing; for the type checker
+    raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 
 
 def _find_node(path: Path, wait_s: float, progress: Progress) -> dict[str, Any]:
-    """What the node tells of itself, once it is there."""
+    """The node's description of itself, once it responds."""
     connections, until = NodeConnectionPool(path), time.monotonic() + wait_s
     with progress.task("waiting for the node", 1, "node") as step:
         while True:
@@ -104,7 +107,7 @@ def _find_node(path: Path, wait_s: float, progress: Progress) -> dict[str, Any]:
                 told: dict[str, Any] = connections.ask("node")
                 return told
             except TierMisfit:
-                raise  # of another version: waiting does not mend it
+                raise  # another version: waiting does not help
             except TierError:
                 if time.monotonic() > until:
                     raise
@@ -116,7 +119,7 @@ def _find_node(path: Path, wait_s: float, progress: Progress) -> dict[str, Any]:
 
 
 class _AttachBuilder:
-    """Puts the parts together; ``resources`` closes them in reverse."""
+    """Builds an attached process; ``resources`` closes its parts in reverse."""
 
     def __init__(
         self, configuration: Configuration, path: Path, told: dict[str, Any], resources: ExitStack
@@ -125,7 +128,7 @@ class _AttachBuilder:
         self._path, self._told, self._resources = path, told, resources
         self._metrics = metrics = Metrics()
         self._following = VersionSync(NodeConnectionPool(path), self._open)
-        resources.callback(self._following.close)  # when no lookup is under way any more
+        resources.callback(self._following.close)  # after the last lookup has finished
         dropped = metrics.counter(m.PROMOTIONS, Source.CPU.name.lower(), "dropped").add
         self._node = NodeTier(dropped=dropped)
         guarded = self._guarded(self._node)
@@ -159,7 +162,7 @@ class _AttachBuilder:
         return attached
 
     def _open(self, name: str, number: int) -> OpenedVersion:
-        """The node's version of a model, even when the repository has a newer one by now."""
+        """Open the version that the node serves, even when the repository has a newer one."""
         with ExitStack() as own:
             versions = open_versions(self._configuration, {name: number})
             (version,) = [each for each in versions if each.name == name]
@@ -176,7 +179,7 @@ class _AttachBuilder:
             served = self._serving.serve(model, self._metrics, self._devices, freshness)
             own.callback(self._metrics.let_go, name, number)
             return OpenedVersion(served, own.pop_all().close)
-        raise AssertionError  # an ExitStack swallows nothing; for the type checker
+        raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 
     def _require_same(self, version: ModelVersion) -> None:
         """Raise ModelError when the version's files are not those that the node has loaded."""
@@ -204,7 +207,7 @@ class _AttachBuilder:
         return cache
 
     def _guarded(self, node: Tier) -> GuardedTier:
-        """The node's own guards keep its answers in time; this one is for a node that does not answer."""
+        """Guard for a node that does not respond; while it does, its own guards keep the deadlines."""
         tiers, default = self._settings.tiers, GuardSettings()
         guards: list[GuardSettings] = [tiers.redis.guard] if tiers.redis is not None else []
         guards += [tiers.rocksdb.guard] if tiers.rocksdb.enabled else []
@@ -220,7 +223,7 @@ class _AttachBuilder:
         return guarded
 
     def _watch_ages(self, attached: Attached) -> None:
-        """Looked at as often as the node looks. While the node does not tell, rows age."""
+        """Poll ages as often as the node does. While the node does not respond, rows age."""
         limit_s = self._settings.updates.max_staleness_s
         if limit_s is None:
             return
@@ -240,7 +243,7 @@ class _AttachBuilder:
 
 
 class _NodeAges:
-    """How old rows may be, as the node tells; while it does not, since it last did."""
+    """Ages of rows as the node reports them, plus the time since its last report."""
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
@@ -248,7 +251,7 @@ class _NodeAges:
         self._at = time.monotonic()
 
     def now(self) -> Any:
-        """The age in seconds of a table's rows."""
+        """A function from a table to the age of its rows in seconds."""
         try:
             self._told = self._attached.ask_node("ages", LOOK_EVERY_S)
             self._at = time.monotonic()

@@ -1,5 +1,6 @@
-"""The composition root: settings in, a running node out. It decides which tiers there are, in which order
-they are asked, who guards, meters and closes them, and which threads do what."""
+"""Composition root of a node: settings in, a running node out.
+
+It decides which tiers exist, their order, guards and meters, who closes them, and which threads there are."""
 
 from __future__ import annotations
 
@@ -44,16 +45,15 @@ __all__ = ["Node", "ServedModel", "open", "open_node"]
 
 
 def open(config: Path | str | Mapping[str, Any] | Settings | Configuration | None = None) -> Node:
-    """A node from a YAML file, a ``ps.json``, a mapping of the YAML's shape, or settings."""
+    """Open a node from a YAML file, a ``ps.json``, a mapping of the YAML's shape, or settings."""
     return open_node(as_configuration(config))
 
 
 def open_node(configuration: Configuration, progress: Progress | None = None) -> Node:
-    """Open the models, the store and the caches, and check that all of it fits together.
+    """Open the models, the stores and the caches, and check that they fit together.
 
-    What is cheap to check is checked before rows are loaded, so that a broken configuration ends
-    within seconds. Raises ``ConfigError``, ``ModelError`` or ``TierError``; nothing stays open then.
-    """
+    Cheap checks come before rows are loaded, so that a broken configuration ends within seconds. Raises
+    ``ConfigError``, ``ModelError`` or ``TierError``; nothing stays open then."""
     settings = with_shared_cache(configuration.settings)
     if settings.server.role == "frontend":
         raise ConfigError(
@@ -70,11 +70,11 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
         node = builder.node((*configuration.warnings, *(w for v in versions for w in v.warnings)))
         node._resources.push(resources.pop_all())
         return node
-    raise AssertionError  # an ExitStack swallows nothing; for the type checker
+    raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 
 
 class _NodeBuilder:
-    """Puts the parts of one node together, in order; ``resources`` closes them in reverse."""
+    """Builds one node part by part; ``resources`` closes the parts in reverse."""
 
     def __init__(
         self,
@@ -96,13 +96,12 @@ class _NodeBuilder:
 
     def node(self, warnings: tuple[str, ...]) -> Node:
         later = self._resources.enter_context(ExitStack())
-        # Both have their tiers fastest first, all that are asked, promoted into or reported on.
         stores, caches = self._stores, self._caches
         on_gpu = self._devices.open()  # cheap to check, so before rows are loaded
         stores.open(self._progress)
         writer = caches.open(on_gpu)
         caches.fill(self._progress)
-        # Two pools: a slow store never holds up a network whose rows are there.
+        # A pool of its own: slow stores never delay networks whose rows are ready.
         runs = open_dense_pool(self._settings, self._resources)
         serving = ServingContext(
             TierChain([MeteredTier(c.tier, self._meter(c.tier)) for c in caches.statuses]),
@@ -162,7 +161,7 @@ class _NodeBuilder:
     def _let_attach(
         self, node: Node, serving: ServingContext, followers: AttachedProcesses
     ) -> NodeServer | None:
-        """The socket for other processes, which may read the CPU cache themselves if that is shared."""
+        """The socket for other processes, which may read the CPU cache directly if it is shared."""
         folder, cache = self._settings.server.runtime, self._settings.tiers.cpu_cache
         if folder is None:
             return None
@@ -193,7 +192,7 @@ class _NodeBuilder:
         return socket
 
     def _read_updates(self, node: Node, writer: CacheWriter) -> None:
-        """Last, when everything is filled: from here on the caches change."""
+        """Start the update streams. Comes last, when the caches are filled: from now on they change."""
         streams = node.streams
         both = [*self._stores.fed(shared=False), *self._stores.fed(shared=True)]
         streams.write_directly(both, writer, self._devices.static)
@@ -218,7 +217,7 @@ class _NodeBuilder:
         return TierMeter(self._metrics, tier.info.name)
 
     def _publish(self, node: Node, serving: ServingContext) -> None:
-        """Gauges that are read when metrics are asked for."""
+        """Register gauges, which are read at a scrape."""
         from hps import __version__
 
         metrics, opened = self._metrics, time.monotonic()

@@ -1,4 +1,4 @@
-"""How much of each table the CPU cache keeps, as the settings say."""
+"""Capacity of the CPU cache per table, from the settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hps.types import EmbeddingTable
 
 
 def plan_rows(settings: Settings, table_rows: Mapping[EmbeddingTable, int]) -> Rows:
-    """The cache's memory shared out over tables that have so many rows; overrides by table come first."""
+    """Share the cache's memory out over tables of ``table_rows`` rows; overrides come first."""
     chosen = settings.tiers.cpu_cache
     overrides = {table: _override(settings, table) for table in table_rows}
     return plan_capacity(
@@ -29,9 +29,11 @@ def plan_rows_for_new_model(
     new: Collection[EmbeddingTable],
     held: Mapping[EmbeddingTable, int],
 ) -> tuple[Rows, str]:
-    """As `plan_rows`, for the ``new`` of the tables, beside others that keep the ``held`` rows of capacity
-    they have: no more than those leave of the memory, and a warning if that is less than a start would
-    give, else "". A share of the rows is given whatever it costs."""
+    """As `plan_rows`, for the ``new`` tables next to others with a capacity of ``held`` rows.
+
+    The new tables get at most the memory that the others leave. Also returns a warning if that is less
+    than a
+    start would give, else "". A configured share of a table's rows is granted whatever it costs."""
     whole = plan_rows(settings, table_rows)
     plan = {table: whole[table] for table in new}
     chosen = settings.tiers.cpu_cache
@@ -51,7 +53,7 @@ def plan_rows_for_new_model(
 
 
 def eviction_of(settings: Settings, table: EmbeddingTable) -> Eviction | None:
-    """Which row of ``table`` makes room, where that is said of it."""
+    """The eviction policy set for ``table``; None for the default."""
     return _override(settings, table).cache_eviction
 
 

@@ -1,5 +1,4 @@
-"""A node's caches: the CPU cache and those of its GPUs; who writes them, and what is in them at the start, of
-all models, and later on, of one that comes."""
+"""A node's caches: the CPU cache and those of its GPUs, their writer, and their warm-up."""
 
 from __future__ import annotations
 
@@ -35,8 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class NodeCaches:
-    """Opened by `open`, then filled; ``resources`` closes them. ``statuses`` lists them fastest first,
-    ``in_memory`` is the CPU cache, if there is one. ``tables`` is kept up to date by whoever has it."""
+    """Caches of a node: call `open`, then `fill`; ``resources`` closes them.
+
+    ``statuses`` lists them fastest first; ``in_memory`` is the CPU cache, or None. The owner of
+    ``tables`` keeps
+    it up to date."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class NodeCaches:
         self.statuses: list[TierStatus] = []
 
     def open(self, on_gpu: TierStatus | None) -> CacheWriter:
-        """Make the CPU cache, beside those of the GPUs, if there are any, and what writes all of them."""
+        """Make the CPU cache, and the writer of it and of the GPU caches."""
         if self._settings.tiers.cpu_cache.enabled:
             self.in_memory = self._make_cpu_cache()
             self.statuses.append(self.in_memory)
@@ -71,7 +73,7 @@ class NodeCaches:
             self.statuses.append(on_gpu)
         promoted = self._stores.promoted
         self._writer = CacheWriter(
-            # The CPU cache first, so that what is lifted from it is never behind the GPUs'.
+            # The CPU cache first, so that a row promoted from it is never older than the GPUs' row.
             TierChain([cache.tier for cache in reversed(self.statuses)]),
             promoted.tiers,
             self._settings.updates.promote_queue_keys,
@@ -93,18 +95,17 @@ class NodeCaches:
         return self._writer
 
     def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Have rows of a store put into the caches, soon; nothing is to be done for a table that has no room
-        in any."""
+        """Queue rows of a store for promotion. Does nothing for a table without capacity in any cache."""
         if any(cache.capacity(table) for cache in self.statuses):
             self._writer.promote(table, keys)
 
     @property
     def lift(self) -> Promote:
-        """Has rows of the CPU cache put into the GPUs', soon."""
+        """Function that queues rows of the CPU cache for promotion into the GPU caches."""
         return self._lifting.lift if self._lifting else self.promote
 
     def _make_cpu_cache(self) -> TierStatus:
-        """The CPU cache, its memory shared out over the tables; overrides by table come first."""
+        """Make the CPU cache and share its memory out over the tables; overrides come first."""
         chosen = self._settings.tiers.cpu_cache
         settings = self._settings
         evictions = {table: eviction_of(settings, table) for table in self._tables}
@@ -134,7 +135,7 @@ class NodeCaches:
     # -- before the node is ready ------------------------------------------------------------------
 
     def fill(self, progress: Progress) -> None:
-        """Fill the caches with what was hot, or else from the start of the files, as far as they reach."""
+        """Fill the caches from the hot key snapshot, or else from the start of the files."""
         warming = CacheWarmup(self._writer, progress)
         for model in self._opened:
             for name, table in model.tables.items():
@@ -154,14 +155,14 @@ class NodeCaches:
                 warming.fill(table, files.keys(0, rows), files.vectors, version)
 
     def _wanted(self, cache: TierStatus, table: EmbeddingTable) -> int:
-        """Rows of ``table`` that are put into ``cache`` before the node is ready."""
+        """Number of rows of ``table`` to put into ``cache`` before the node is ready."""
         tiers, capacity = self._settings.tiers, cache.capacity(table) or 0
         if not tiers.cpu_cache.warm:
             return 0
         return int(capacity * tiers.gpu.fill) if cache.tier is self._devices.replicas else capacity
 
     def _fill_static(self, table: EmbeddingTable, files: TableFiles, progress: Progress) -> None:
-        """Put every row of ``table`` into the GPU caches, as the stores have it, and end its filling."""
+        """Put every row of ``table`` into the GPU caches, from the stores, and seal the table."""
         keys = dedup(table.narrow(files.keys(0, files.rows)))[0]
         with progress.task(f"filling {table.name}", len(keys)) as step:
             promote_keys(self._writer, table, keys, step, math.inf)
@@ -178,8 +179,9 @@ class NodeCaches:
         beside: Sequence[EmbeddingTable],
         progress: Progress,
     ) -> str:
-        """Give a version's tables room in the CPU cache ``beside`` those of other models, and the rows that
-        are hot in the ``old`` version's. What is to be said of that, if anything."""
+        """Add a version's tables to the CPU cache, next to the tables ``beside``; returns a warning or "".
+
+        They are filled with the rows that are hot in the ``old`` version."""
         cache = self._cpu_cache
         if cache is None:
             return ""
@@ -208,14 +210,14 @@ class NodeCaches:
         return warning
 
     def drop(self, model: OpenedModel) -> None:
-        """Let go of a version's tables."""
+        """Free a version's tables."""
         if self._cpu_cache is not None:
             for table in model.tables.values():
                 self._cpu_cache.drop_table(table)
 
 
 def cache_memory(chosen: CpuCacheSettings) -> CacheMemory:
-    """Where the CPU cache is to lie."""
+    """Memory of the CPU cache."""
     segments, shared = None, chosen.shared
     if shared.name is not None:
         segments = Segments(shared.name, shared.folder, take_over=shared.take_over)

@@ -1,9 +1,9 @@
-"""The composition root of a process whose rows are at other nodes: networks here, lookups there. It has the
-model repository's descriptions and networks, no tables, tiers or streams; which versions it serves, the nodes
-say.
+"""Composition root of a front end: networks run here, lookups at other nodes.
 
-For front ends (`server.role: frontend`) and for user code: ``hps.connect(config)``.
-"""
+It has the model repository's descriptions and networks, but no tables, tiers or streams; the nodes decide
+which versions it serves.
+
+For front ends (`server.role: frontend`) and for user code: ``hps.connect(config)``."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ _LOOK_AGAIN_S = 0.05
 
 
 class Connected(SyncedModels):
-    """What ``hps.connect`` returns. Any number of threads may call it until ``close``. ``models`` are others
-    when the nodes' are."""
+    """Result of ``hps.connect``. Any number of threads may call it until ``close``.
+
+    ``models`` changes when the nodes' models do."""
 
     __slots__ = ("_nodes", "_outliers")
 
@@ -61,7 +62,7 @@ class Connected(SyncedModels):
 
     @property
     def problem(self) -> str:
-        """Why nothing can be answered; empty when something can."""
+        """Reason why no request can be answered; empty if some can."""
         if unreachable := self._nodes.problem:
             return f"no lookup node is ready (lookup.nodes): {unreachable}"
         of = [(model.name, model.version) for model in self.models.values()]
@@ -73,11 +74,11 @@ class Connected(SyncedModels):
         return failed or "the lookup nodes serve no model"
 
     def watch_nodes(self, changed: Callable[[], None]) -> None:
-        """Have ``changed`` called, on a thread of its own, when a node is another than before."""
+        """Call ``changed`` on a separate thread when a node has changed."""
         self._nodes.watch(changed)
 
     def status(self) -> dict[str, Any]:
-        """As of any process, and the nodes it asks."""
+        """As of any process, and its lookup nodes."""
         nodes = [self._node_status(target) for target in self._nodes.all]
         return {**OpenModels.status(self), "lookup_nodes": nodes}
 
@@ -103,12 +104,13 @@ def connect(
     progress: Progress | None = None,
     picker: NodePicker | None = None,
 ) -> Connected:
-    """The models of the nodes named by ``lookup.nodes``: lookups are theirs, networks run here. Waits up to
-    ``wait_s`` for one of the nodes to say which versions it serves; None: not at all, and models come when
-    the nodes do. ``picker`` chooses among the nodes that are well.
+    """Connect to the nodes of ``lookup.nodes``: lookups are sent to them, networks run here.
 
-    Raises ConfigError, ModelError (model.yaml here and there differ), or TierError when no node answers.
-    """
+    Waits up to ``wait_s`` for one node to report its versions; None: does not wait, and models appear
+    when nodes
+    do. ``picker`` chooses among the healthy nodes. Raises ConfigError, ModelError (model.yaml differs
+    between
+    here and the nodes), or TierError when no node responds."""
     configuration = as_configuration(config)
     settings = configuration.settings
     if not settings.lookup.nodes:
@@ -120,11 +122,11 @@ def connect(
         connected = connecting.connected()
         connected._resources.push(resources.pop_all())
         return connected
-    raise AssertionError  # an ExitStack swallows nothing; for the type checker
+    raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 
 
 class _ConnectBuilder:
-    """Puts the parts together; ``resources`` closes them in reverse."""
+    """Builds a connected process; ``resources`` closes its parts in reverse."""
 
     def __init__(self, settings: Settings, picker: NodePicker | None, resources: ExitStack) -> None:
         self._settings, self._resources = settings, resources
@@ -149,13 +151,14 @@ class _ConnectBuilder:
         chosen = settings.models.serve
         stated = None if chosen is None else {name: each.version for name, each in chosen.items()}
         self._following = VersionSync(VersionVote(nodes, stated), self._open)
-        resources.callback(self._following.close)  # when no lookup is under way any more
+        resources.callback(self._following.close)  # after the last lookup has finished
         self._runs = open_dense_pool(settings, resources)
         self._lanes = open_lookup_pools(settings, resources)
 
     def wait(self, wait_s: float | None, progress: Progress) -> None:
-        """Until there is a model to serve; None: see what there is. Raises TierError, or what it could not be
-        opened for."""
+        """Wait for a model to serve; None: check once.
+
+        Raises TierError, or the error with which the model could not be opened."""
         if wait_s is None:
             self._following.look()
             return
@@ -186,7 +189,7 @@ class _ConnectBuilder:
         return connected
 
     def _open(self, name: str, number: int) -> OpenedVersion:
-        """The nodes' version of a model, even when the repository has a newer one by now."""
+        """Open the version that the nodes serve, even when the repository has a newer one."""
         with ExitStack() as own:
             override = (self._settings.models.serve or {}).get(name)
             repository = Repository(self._settings.models.repository)
@@ -196,7 +199,7 @@ class _ConnectBuilder:
             self._metrics.hold(name, number)
             own.callback(self._metrics.let_go, name, number)
             return OpenedVersion(self._served(model, candidates), own.pop_all().close)
-        raise AssertionError  # an ExitStack swallows nothing; for the type checker
+        raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 
     def _served(self, model: OpenedModel, candidates: Candidates) -> ServedModel:
         settings, of = self._lookup, (model.version.name, model.version.version)
@@ -221,7 +224,7 @@ class _ConnectBuilder:
         return ServedModel(*of, model.spec, model.tables, lookup, pipeline)
 
     def _publish(self, connected: Connected) -> None:
-        """Gauges that are read when metrics are asked for; the counters of nodes go with the nodes."""
+        """Register gauges, which are read at a scrape; counters of nodes end with the nodes."""
         from hps import __version__
 
         metrics, opened, out = self._metrics, time.monotonic(), self._outliers
@@ -254,7 +257,7 @@ class _ConnectBuilder:
 
 
 def certificates(lookup: LookupSettings) -> Callable[[], ClientTls] | None:
-    """Those of the settings, whenever they are asked for; None: plain text."""
+    """Function that reads the settings' certificates; None: plain text."""
     tls = lookup.tls
     if tls is None:
         return None

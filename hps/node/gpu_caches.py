@@ -1,9 +1,8 @@
-"""The GPU caches of a node: one on each device, what is bridged to them, and models whose rows stay there.
+"""GPU caches of a node: one per device, their bridges to host memory, and lookups that stay there.
 
-To lookups whose vectors are wanted on the host, the caches are one tier below the CPU cache: what that one
-holds is nearer. On a device the order is the other way round: the GPU cache, then over the bridge the CPU
-cache and the stores.
-"""
+For lookups with vectors on the host, the GPU caches are one tier below the CPU cache: its rows are
+nearer. On
+a device the order is the reverse: the GPU cache, then over the bridge the CPU cache and the stores."""
 
 from __future__ import annotations
 
@@ -56,8 +55,9 @@ _SWITCH_S = 5e-5
 
 
 class NodeGpus:
-    """Opened by `open`; ``resources`` closes them. Without a GPU there are none, and all it offers is
-    empty. ``static`` are the tables that must be filled as a whole and then sealed."""
+    """The GPU caches: call `open`; ``resources`` closes them. All results are empty without a GPU.
+
+    ``static``: the tables that must be filled completely and then sealed."""
 
     def __init__(
         self,
@@ -77,11 +77,13 @@ class NodeGpus:
         self.static: list[EmbeddingTable] = []
 
     def open(self) -> TierStatus | None:
-        """Allocate the caches, as large as the settings say. Raises ConfigError, before anything is
-        allocated, for GPUs that are not there or have too little memory."""
+        """Allocate the caches in the sizes of the settings; None without a GPU.
+
+        Raises ConfigError, before it allocates anything, for GPUs that do not exist or have too little
+        memory."""
         if self._chosen.use == "off" or not self._is_there():
             return None
-        # Whoever waited for a device must not wait as long again for the interpreter's lock.
+        # After a wait for a device, a thread must not wait as long again for the interpreter's lock.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         plan = self._plan()
         self.static = [table for table, place in plan.items() if place.static]
@@ -119,8 +121,9 @@ class NodeGpus:
         )
 
     def bridge(self, caches: Sequence[Tier], stores: Tier, lift: Promote, promote: Promote) -> None:
-        """Let each device ask ``caches``, in host memory, and ``stores`` for what it lacks. ``lift`` and
-        ``promote`` are told of rows that the former or the latter held."""
+        """Let each device fetch its misses from ``caches``, in host memory, and ``stores``.
+
+        ``lift`` and ``promote`` are called with keys found in ``caches`` and in ``stores``."""
         if self.replicas is None:
             return
         for cache, device in zip(self.replicas.caches, self._chosen.devices, strict=True):
@@ -152,8 +155,9 @@ class NodeGpus:
     def paths(
         self, model: OpenedModel, lookups: Sequence[DeviceLookup], meter: LookupMeter
     ) -> Sequence[DevicePredictor]:
-        """Where the model's predictions run without a vector coming down: one path per device, none where
-        the network takes no vectors there."""
+        """Paths on which the model's predictions run without a vector leaving the device, one per device.
+
+        Empty where the network takes no vectors there."""
         network, spec, name = model.dense, model.spec.dense, model.lookup.name
         if self.replicas is None or spec is None or network is None:
             return []
@@ -251,7 +255,7 @@ def open_cache(device: int, workspaces: int) -> Any:
 
 
 def bridge_to_device(inner: Tier, device: int, workspaces: int) -> Tier:
-    """``inner``, in host memory, for parts on ``device``."""
+    """Bridge from parts on ``device`` to ``inner`` in host memory."""
     from hps.tiers.gpu.host_bridge import HostBridge
 
     return HostBridge(inner, device=device, workspaces=workspaces)
@@ -262,14 +266,14 @@ def runs_on_gpu(network: OnnxModel) -> bool:
 
 
 def device_count() -> int:
-    """GPUs that this process sees."""
+    """Number of GPUs that this process sees."""
     from hps.cuda.loader import cupy
 
     return int(cupy().cuda.runtime.getDeviceCount())
 
 
 def free_memory(device: int) -> int:
-    """Bytes that are free on ``device``."""
+    """Free bytes on ``device``."""
     from hps.cuda.loader import cupy
     from hps.cuda.memory import free_bytes
 

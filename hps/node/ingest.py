@@ -1,9 +1,11 @@
-"""What feeds the stores that all nodes share: settings in, a running reader of the streams out. It serves no
-lookups and keeps nothing of its own; any number of such processes share the partitions.
+"""Composition root of `hps ingest`: settings in, a running reader of the streams out.
 
-The models are opened for their tables alone. The share of their rows that Redis is given is loaded as
-nodes load it: whoever comes first does it, and what is streamed goes on top.
-"""
+It feeds the stores that all nodes share, serves no lookups and keeps no state; any number of such processes
+share the partitions.
+
+The models are opened for their tables alone. The share of their rows that Redis gets is loaded as nodes
+load
+it: the first process does it, and streamed rows are written over it."""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class IngestNode:
     _opened: float = field(default_factory=time.monotonic)
 
     def status(self) -> dict[str, Any]:
-        """What it feeds and how far it is, ready for JSON."""
+        """The stores that it feeds and its progress, ready for JSON."""
         from hps import __version__
 
         return {
@@ -56,15 +58,14 @@ class IngestNode:
         return {"name": model.version.name, "version": model.version.version, "tables": tables}
 
     def close(self) -> None:
-        """Finish the batch at hand, note how far each store is, leave the group. Idempotent."""
+        """Finish the current batch, record the stores' positions, leave the group. Idempotent."""
         self._resources.close()
 
 
 def open_ingest(configuration: Configuration, progress: Progress | None = None) -> IngestNode:
     """Open the models' tables and the shared stores, and start reading.
 
-    Raises ConfigError, ModelError or TierError; never because Kafka or Redis is not there.
-    """
+    Raises ConfigError, ModelError or TierError; never because Kafka or Redis is unavailable."""
     settings = configuration.settings
     kafka = check_role(settings)
     with ExitStack() as resources:
@@ -90,12 +91,13 @@ def open_ingest(configuration: Configuration, progress: Progress | None = None) 
         streams.watch()
         ingest._resources.push(resources.pop_all())
         return ingest
-    raise AssertionError  # an ExitStack swallows nothing; for the type checker
+    raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 
 
 def check_role(settings: Settings) -> KafkaSettings:
-    """The settings of the stream that is read. Raises ConfigError where there is none, no shared store, or
-    the nodes write it themselves."""
+    """Settings of the stream to read.
+
+    Raises ConfigError if there is none, no shared store, or if the nodes write that store."""
     kafka = settings.updates.kafka
     if settings.tiers.redis is None:
         raise ConfigError(
@@ -116,7 +118,7 @@ def check_role(settings: Settings) -> KafkaSettings:
 
 
 def _publish(ingest: IngestNode) -> None:
-    """Gauges that are read when metrics are asked for."""
+    """Register gauges, which are read at a scrape."""
     from hps import __version__
 
     metrics, opened = ingest.metrics, time.monotonic()

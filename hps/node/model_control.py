@@ -1,14 +1,14 @@
-"""Models that come and go while a node serves: a version made ready beside the one that is served, then in
-its place, rows and network together.
+"""Load, replace and unload models while a node serves; rows and network change together.
 
-In this order, so that nothing is seen before it is whole, and a failure leaves all as it was: the version's
-files are checked and its network opened; its rows go into the stores; the CPU cache gets its tables, filled
-with what is hot in those of the version that is served; the update streams are followed for the new tables,
-from where their files end; once those have caught up, processes that are attached open the version too; when
-all of them have, requests go to it, there and here. Requests under way end on the version they began with:
-when nothing refers to its lookups any more, in any process, its caches and network are let go. Its rows stay
-in RocksDB, so that going back takes no load, until the next version takes its place.
-"""
+A new version is made ready in parallel to the served one, in this order, so that no request sees a part
+of it
+and a failure changes nothing: check its files and open its network; load its rows into the stores; add its
+tables to the CPU cache, filled with the keys that are hot in the served version; let the update streams
+follow its tables, from where its files end; once those have caught up, have attached processes open it;
+when
+all have, send requests to it, in all processes. Requests in flight finish on the version on which they
+started: when nothing refers to its lookups any more, in any process, its caches and network are freed. Its
+rows stay in RocksDB, so that going back needs no load, until the next version replaces it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ _LOOK_S = 0.05
 
 
 class ModelControl:
-    """Of one open node. Any thread may call it; one change is made at a time, others wait for it.
+    """Model control of one open node. Any thread may call it; changes run one at a time.
 
-    ``opened`` and its ``tables`` are the node's own, and kept up to date.
-    """
+    ``opened`` and its ``tables`` are the node's lists, which this class keeps up to date."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class ModelControl:
         tables: list[EmbeddingTable],
         resources: ExitStack,
     ) -> None:
-        """``resources`` close the networks of versions that come later; after all threads of the node."""
+        """``resources`` close the networks of versions loaded later; after all threads of the node."""
         self._settings = settings
         self._node = node
         self._followers = followers
@@ -74,7 +73,7 @@ class ModelControl:
         self._turn = threading.Lock()
         self._closed = threading.Event()
         self._to_close = resources
-        self._resources: dict[str, ExitStack] = {}  # of versions that came later, by model
+        self._resources: dict[str, ExitStack] = {}  # of versions loaded later, by model
         self._retiring = VersionRetirement(
             stores, self._forget, self._version_of, self._turn, self._closed
         )
@@ -90,13 +89,15 @@ class ModelControl:
         return {name: self._repository.versions(name) for name in self._repository.names()}
 
     def load(self, name: str, version: int | None = None, progress: Progress | None = None) -> int:
-        """Serve ``version`` of a model, else the one the settings state, else the highest there is. Returns
-        the version once it is served; nothing happens where it is already, from the same files.
+        """Serve ``version`` of a model, by default the configured one, else the highest; returns it.
 
-        Raises ``NotFound``, ``ModelError`` for files that are damaged or were changed after they were loaded,
-        ``ConfigError``, ``TierError``, ``Unsupported`` where models cannot change, or ``Unavailable`` when
-        the update streams do not catch up, here or in a Redis that others feed; all is as before then.
-        """
+        Does nothing if that version is served already, from the same files. Raises ``NotFound``,
+        ``ModelError`` for
+        files that are damaged or were changed after they were loaded, ``ConfigError``, ``TierError``,
+        ``Unsupported``
+        where models cannot change, or ``Unavailable`` when the update streams do not catch up, here or
+        in a Redis that
+        other processes feed; nothing has changed then."""
         with self._change(), self._counted(name):
             found = self._found(name, version)
             self._require_possible(name)
@@ -123,7 +124,7 @@ class ModelControl:
             raise NotFound(str(error).replace(root, "the model repository")) from None
 
     def unload(self, name: str) -> None:
-        """Serve a model no more. Its rows stay in the stores. Raises ``NotFound`` and ``Unsupported``."""
+        """Stop serving a model. Its rows stay in the stores. Raises ``NotFound`` and ``Unsupported``."""
         with self._change():
             self._require_possible(name)
             served = self._node.models.get(name)
@@ -139,8 +140,9 @@ class ModelControl:
             self._followers.settle(self._require_open)
 
     def close(self) -> None:
-        """Change nothing any more, once a change under way has ended, and wait for no requests: the node is
-        being closed."""
+        """Wait for a running change, then reject others; does not wait for requests.
+
+        Called when the node is closed."""
         self._closed.set()
         with self._turn:
             pass
@@ -154,7 +156,7 @@ class ModelControl:
 
     @contextmanager
     def _counted(self, name: str) -> Iterator[None]:
-        """Count the load of a model's version if it fails; names of none could be any number."""
+        """Count a failed load; not of unknown models, of which there could be any number."""
         try:
             yield
         except NotFound:
@@ -164,7 +166,7 @@ class ModelControl:
             raise
 
     def _counts(self, served: str) -> None:
-        """Told from the start: an alert would not see the first one."""
+        """Create the counter at the start: an alert would miss the first increment otherwise."""
         self._node.metrics.counter(m.MODEL_LOADS, served, "failed")
 
     def _require_open(self) -> None:
@@ -183,7 +185,7 @@ class ModelControl:
             raise Unsupported(f"{why}; start the server again, one replica after the other")
 
     def _require_read_again(self, name: str) -> None:
-        """That another version gets the updates which the one that is served has."""
+        """Raise Unsupported if a new version could not read the updates that the served one has."""
         directory = self._settings.updates.directory
         if directory is not None and directory.takes(name):
             raise Unsupported(
@@ -204,7 +206,7 @@ class ModelControl:
     def _opened_as(self, served: ServedModel) -> OpenedModel:
         return next(each for each in self._opened if each.version.name == served.name)
 
-    # -- a version comes ---------------------------------------------------------------------------
+    # -- load a version ----------------------------------------------------------------------------
 
     def _serve(self, found: ModelVersion, served: ServedModel | None, progress: Progress) -> None:
         began, node = time.monotonic(), self._node
@@ -255,7 +257,7 @@ class ModelControl:
         served: ServedModel,
         elsewhere: LoadedVersion,
     ) -> None:
-        """Let go of ``served`` once no request is on it, here or ``elsewhere``."""
+        """Free ``served`` once no request uses it, in this process or a remote one."""
         used = partial(self._followers.uses, elsewhere)
         self._retiring.retire(old, resources, weakref.ref(served.engine), used)
 
@@ -288,7 +290,7 @@ class ModelControl:
             self._require_open()
 
     def _require_fed(self, model: OpenedModel) -> None:
-        """That a Redis which `hps ingest` writes has of the version's rows what this node has read."""
+        """Wait until a Redis fed by `hps ingest` has the updates of the version that this node has read."""
         kafka = self._settings.updates.kafka
         if kafka is None or kafka.shared_writer != "ingest":
             return
@@ -313,7 +315,7 @@ class ModelControl:
                         self._closed.wait(_LOOK_S)
                         self._require_open()
 
-    # -- a version goes ----------------------------------------------------------------------------
+    # -- retire a version --------------------------------------------------------------------------
 
     def _forget(self, model: OpenedModel) -> None:
         self._caches.drop(model)

@@ -1,7 +1,6 @@
-"""Models opened and checked as far as that goes without reading a row.
+"""Open and check models without reading a row.
 
-A broken configuration must end the process within seconds, so this comes before any load.
-"""
+A broken configuration must end the process within seconds, so this comes before any load."""
 
 from __future__ import annotations
 
@@ -27,8 +26,9 @@ from hps.types import EmbeddingTable
 def open_versions(
     configuration: Configuration, chosen: Mapping[str, int] | None = None
 ) -> list[ModelVersion]:
-    """The versions to serve: those of ``ps.json`` and those of the repository; ``chosen``, by model, instead
-    of those that the settings would choose now."""
+    """The versions to serve: those of ``ps.json`` and those of the repository.
+
+    ``chosen``: versions by model that override the settings'."""
     return [opens() for opens in version_openers(configuration, chosen).values()]
 
 
@@ -78,7 +78,7 @@ def _open_legacy(legacy: LegacyModel, override: ModelOverride | None) -> ModelVe
 def _described(
     repository: Repository, name: str, version: int | None, override: ModelOverride | None
 ) -> ModelVersion:
-    """As a front end has it: lookup nodes have the rows, and say which version is served."""
+    """A version without tables, for a front end: lookup nodes have the rows and choose the version."""
     if version is None and override is not None:
         version = override.version
     there = repository.versions(name)
@@ -95,7 +95,7 @@ class OpenedTables:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel(OpenedTables):
-    """With its lookup description and its network: everything checked but no row read."""
+    """Opened tables with their lookup description and network: checked, no row read."""
 
     lookup: LookupModel
     dense: DenseModel | None
@@ -108,7 +108,7 @@ class OpenedModel(OpenedTables):
 def watermarks_of(
     opened: Iterable[OpenedTables],
 ) -> dict[EmbeddingTable, Mapping[str, Mapping[str, int]]]:
-    """Of each table, what its files contain of the update streams (`Manifest.watermark`)."""
+    """Stream offsets up to which each table's files contain the updates (`Manifest.watermark`)."""
     return {
         table: model.version.manifest.watermark
         for model in opened
@@ -118,7 +118,9 @@ def watermarks_of(
 
 
 def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) -> OpenedModel:
-    """Make the version's tables and open its network, which ``resources`` closes; a lookup node has none."""
+    """Make the version's tables and open its network, which ``resources`` closes.
+
+    A lookup node has no network."""
     lookup, network = _described_model(version, settings)
     dense = None
     if network is not None:
@@ -128,15 +130,17 @@ def open_model(version: ModelVersion, settings: Settings, resources: ExitStack) 
 
 
 def check_model(version: ModelVersion, settings: Settings) -> None:
-    """Open the version as `open_model` does, and close it, without a Triton or a GPU. Raises ModelError."""
+    """Open the version as `open_model` does, and close it, without Triton or a GPU. Raises ModelError."""
     _, network = _described_model(version, settings)
     if network is not None:
         check_local_network(network, settings.dense)
 
 
 def check_models(configuration: Configuration) -> Iterator[tuple[str, ModelVersion | HpsError]]:
-    """Every model to serve: its version as a start would open it, or what is wrong with it. Sizes of tables
-    are checked, not their contents. Raises ConfigError and ModelError where there is no model."""
+    """Check every model to serve: yields its version as a start would open it, or the error.
+
+    Sizes of tables are checked, not their contents. Raises ConfigError and ModelError if there is no model.
+    """
     for name, opens in version_openers(configuration).items():
         try:
             version = opens()
@@ -193,7 +197,7 @@ def features_of(spec: ModelSpec, tables: Mapping[str, EmbeddingTable]) -> dict[s
 
 
 def _table_bounds(spec: ModelSpec) -> dict[str, int]:
-    """The most keys of a table in one request, where every feature on it has a bound per sample."""
+    """Largest number of keys of a table in one request, where every feature on it has a bound."""
     bounds: dict[str, int] = {}
     for table in {table for f in spec.features for table in f.tables}:
         most = [f.max_hotness for f in spec.features if table in f.tables]

@@ -1,7 +1,6 @@
-"""An open node: models that answer, and what may be asked of them without a server.
+"""An open node: its models, and operations that need no server.
 
-``hps.node.build`` puts a node together; REST, gRPC, the command line and user code call it.
-"""
+``hps.node.build`` makes it; REST, gRPC, the command line and user code call it."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ __all__ = ["ModelController", "Node", "ServedModel"]
 
 
 class ModelController(Protocol):
-    """What changes a node's models while it serves: `hps.node.model_control.ModelControl`."""
+    """Changes a node's models while it serves: `hps.node.model_control.ModelControl`."""
 
     @property
     def loading(self) -> Mapping[str, int]: ...
@@ -42,15 +41,16 @@ class ModelController(Protocol):
 
 
 class CheckpointMaker(Protocol):
-    """Copies of a database, kept in a folder: `hps.tiers.rocksdb.checkpoint_folder.CheckpointFolder`."""
+    """Keeps copies of a database: `hps.tiers.rocksdb.checkpoint_folder.CheckpointFolder`."""
 
     def add(self, keep: int) -> Path: ...
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
 class Node(OpenModels):
-    """What ``hps.open`` returns. Any number of threads may call it until ``close``; a process that was
-    forked from the one that opened it may not."""
+    """Result of ``hps.open``. Any number of threads may call it until ``close``.
+
+    A process forked from the one that opened it must not."""
 
     writer: CacheWriter
     streams: UpdateStreams
@@ -78,8 +78,10 @@ class Node(OpenModels):
         want_source: bool = False,
         timeout_s: float | None = None,
     ) -> LookupResult:
-        """As `lookup`, with vectors that stay on a GPU: complete CuPy arrays, which Torch takes by DLPack. Of
-        several GPUs each in turn. Raises ``BadRequest`` for a node without a GPU cache."""
+        """As `lookup`, with vectors that stay on a GPU: CuPy arrays, which Torch takes by DLPack.
+
+        The arrays are complete. Several GPUs take turns. Raises ``BadRequest`` for a node without a GPU
+        cache."""
         served = self.model(model)
         served.freshness.require()
         lookups = served.on_devices
@@ -95,13 +97,15 @@ class Node(OpenModels):
     def write(
         self, model: str, table: str, keys: Any = (), vectors: Any = (), *, deleted: Any = ()
     ) -> int:
-        """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``, the table's own keys: in
-        every store, then in the caches; then return. The version they got: Unix ms << 20 | sequence, above
-        what the stores had, and the highest one where it differs. For a few rows at a time; many belong
-        into a stream (`hps.updates.Producer`).
+        """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``; return their version.
 
-        Raises ``BadRequest``, ``NotFound``, ``TierError`` or ``Unavailable``; calling again is harmless.
-        """
+        Keys are the table's. Returns after every store and then the caches have the rows. The version
+        is Unix ms <<
+        20 | sequence, above those in the stores; the highest one if versions differ. For a few rows per
+        call; send
+        many through a stream (`hps.updates.Producer`).
+
+        Raises ``BadRequest``, ``NotFound``, ``TierError`` or ``Unavailable``; calling again is harmless."""
         found = self.table(model, table)
         rows = np.asarray(tensor("vectors", vectors))
         if rows.size == 0:
@@ -113,20 +117,25 @@ class Node(OpenModels):
         )
 
     def load(self, model: str, version: int | None = None) -> int:
-        """Serve ``version`` of a model of the repository in place of the one that is served, if any: made
-        ready beside it, then switched to at once, rows and network together. None is the version that the
-        settings state, else the highest. Returns the version once it is served. Raises as
-        `ModelControl.load`."""
+        """Serve ``version`` of a model of the repository in place of the served one, if any; returns it.
+
+        The version is made ready first; then all requests switch to it, rows and network together.
+        None: the version
+        of the settings, else the highest. Raises as `ModelControl.load`."""
         return self._controlled().load(model, version)
 
     def unload(self, model: str) -> None:
-        """Serve a model no more; requests under way are answered."""
+        """Stop serving a model; requests in flight are answered."""
         self._controlled().unload(model)
 
     def checkpoint(self, keep: int = 1) -> Path:
-        """Copy the RocksDB, one moment of all its tables, to a folder below `tiers.rocksdb.checkpoints` named
-        by the time, while it is served; then remove all but the newest ``keep`` there. Returns the folder.
-        Raises ``BadRequest``, ``Unsupported``, ``Unavailable`` or ``TierError``."""
+        """Copy the RocksDB while it is served; returns the folder.
+
+        The copy has all tables at one moment, in a folder named by the time in
+        `tiers.rocksdb.checkpoints`. All but
+        the newest ``keep`` there are then removed. Raises ``BadRequest``, ``Unsupported``,
+        ``Unavailable`` or
+        ``TierError``."""
         if keep < 1:
             raise BadRequest(f"keep is {keep}; it must be 1 or more")
         if self.checkpoints is None:
@@ -147,9 +156,11 @@ class Node(OpenModels):
     def hot_keys(
         self, model: str | None = None, table: str | None = None, limit: int = 20
     ) -> list[dict[str, Any]]:
-        """The hottest keys of each table (of ``model``; its ``table``) that a cache ranks, with their scores
-        from 255 down, and the features that ask for it with the offset of each one's keys, ready for JSON.
-        Looks through whole caches. Raises ``NotFound``."""
+        """The hottest keys of each table (of ``model``; its ``table``) in each cache, ready for JSON.
+
+        With their scores from 255 down, and the features that use the table, with their key offsets.
+        Scans whole
+        caches. Raises ``NotFound``."""
         chosen = list(self.models.values()) if model is None else [self.model(model)]
         if table is not None and not any(table in served.tables for served in chosen):
             who = "no model has a" if model is None else f"model '{model}' has no"
@@ -165,7 +176,7 @@ class Node(OpenModels):
         return found
 
     def promotions_waiting(self) -> dict[str, int]:
-        """Keys waiting to be copied into a tier, by its name; ``cpu`` stands for all caches."""
+        """Keys queued for a copy into a tier, by its name; ``cpu`` stands for all caches."""
         return {"cpu": self.writer.waiting_keys, **self.promotions_into_stores()}
 
     def status(self) -> dict[str, Any]:

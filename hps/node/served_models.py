@@ -1,5 +1,4 @@
-"""Models that answer in this process, wherever their rows are: what a node and a process attached to one have
-in common."""
+"""Models served in this process, wherever their rows are: shared by nodes and attached processes."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from hps.updates.freshness import FRESH, Freshness
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One version of a model, ready. ``pipeline`` is None for a model without a dense part."""
+    """One version of a model, ready. ``pipeline`` is None for a model without a network."""
 
     name: str
     version: int
@@ -46,15 +45,16 @@ class ServedModel:
     freshness: Freshness = FRESH
 
     def keys(self, features: Features, by_table: bool = False) -> Mapping[str, JaggedKeys]:
-        """A caller's keys as a request has them. Raises ``BadRequest`` for keys that are not integers."""
+        """Convert a caller's keys. Raises ``BadRequest`` for keys that are not integers."""
         keys = jagged_keys(features)
         return keys if by_table else keys_by_feature(keys, self.engine.features)
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
 class OpenModels:
-    """Any number of threads may call it until ``close``; a process that was forked from the one that opened
-    it may not."""
+    """Open models. Any number of threads may call it until ``close``.
+
+    A process forked from the one that opened it must not."""
 
     models: dict[str, ServedModel]
     metrics: Metrics
@@ -71,7 +71,7 @@ class OpenModels:
         return f"<hps.{type(self).__name__}: {models}; {tiers}>"
 
     def model(self, name: str, version: str | int | None = None) -> ServedModel:
-        """The served model; ``version`` None or "" takes the one there is. Raises ``NotFound``."""
+        """The served model; ``version`` None or "" means the served one. Raises ``NotFound``."""
         found = self.models.get(name)
         if found is None:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
@@ -101,9 +101,9 @@ class OpenModels:
     ) -> LookupResult:
         """The vectors of ``features``: any of the model's features, or tables with ``by_table``.
 
-        ``out`` names arrays that are written in place: NumPy arrays, or writable tensors on the host
-        with ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape.
-        """
+        ``out``: arrays that are written in place: NumPy arrays, or writable tensors on the host with
+        ``__dlpack__``,
+        C-contiguous, of the table's dtype and the result's shape."""
         into = None if out is None else output_arrays(out)
         served = self.model(model)
         request = LookupRequest(
@@ -136,7 +136,7 @@ class OpenModels:
         return served.freshness.mark(pipeline.predict(request))
 
     def status(self) -> dict[str, Any]:
-        """What is served and held here, ready for JSON."""
+        """The models, tiers and queues of this process, ready for JSON."""
         from hps import __version__
 
         return {
@@ -158,9 +158,9 @@ class OpenModels:
         }
 
     def close(self) -> None:
-        """Finish what was accepted, then release threads, files and memory; lookups raise ``Unavailable``
-        from then on. Idempotent; does nothing in a process that was forked from the one that opened this,
-        whose it stays."""
+        """Finish accepted requests, then free threads, files and memory. Idempotent.
+
+        Lookups then raise ``Unavailable``. Does nothing in a process forked from the one that opened this."""
         if os.getpid() == self._process:
             self._resources.close()
 
@@ -172,5 +172,5 @@ class OpenModels:
 
 
 def deadline_in(timeout_s: float | None) -> float | None:
-    """The instant of ``time.monotonic()`` when ``timeout_s`` will be over."""
+    """The instant of ``time.monotonic()`` that is ``timeout_s`` from now."""
     return None if timeout_s is None else time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Tiers and threads in, models that answer out: what a node and a process attached to one do alike."""
+"""Serving context: turns tiers and threads into served models, for nodes and attached processes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from hps.threads import BoundedThreadPool, LookupPools
 from hps.tiers.base import Tier
 from hps.updates.freshness import Freshness
 
-# Runs of networks at a time, by default.
+# Default number of concurrent runs of networks.
 _RUNS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ServingContext:
-    """What all models of a process share: the two stages of tiers and how rows get from the second to the
-    first, the threads of ``lookups`` that ask a store, and those of the ``runs`` of networks."""
+    """Shared by all models of a process: tiers and thread pools.
+
+    ``promote`` copies rows from ``stores`` into ``caches``; ``lookups``: threads that ask stores; ``runs``:
+    threads that run networks."""
 
     caches: Tier
     stores: Tier
@@ -43,7 +45,7 @@ class ServingContext:
         devices: NodeGpus,
         freshness: Freshness,
     ) -> ServedModel:
-        """``model``, ready to be asked."""
+        """Make ``model`` ready to serve."""
         name, version = model.version.name, model.version.version
         metrics.hold(name, version)
         lookups = LookupMeter(metrics, name, version)
@@ -72,37 +74,42 @@ class ServingContext:
         )
 
     def publish(self, metrics: Metrics) -> None:
-        """Gauges that are read when metrics are asked for."""
+        """Register gauges, which are read at a scrape."""
         metrics.gauge(m.LOOKUP_WAITING, lambda: self.lookups.waiting)
         metrics.gauge(m.DENSE_WAITING, lambda: self.runs.waiting)
 
 
 def freshness_of(settings: Settings, model: str, metrics: Metrics) -> Freshness:
-    """What says how fresh a version of ``model`` is: one for each that is served."""
+    """A new staleness limit for a version of ``model``."""
     updates = settings.updates
     return Freshness(model, updates.max_staleness_s, updates.on_stale, metrics)
 
 
 def open_lookup_pools(settings: Settings, resources: ExitStack) -> LookupPools:
-    """The threads of lookups, which ``resources`` closes."""
+    """Threads of lookups, which ``resources`` closes."""
     tiers = settings.tiers
     setting, queued = "tiers.lookup_queue", tiers.lookup_queue
     stores = _workers(resources, "lookup", tiers.lookup_threads, setting, queued)
-    # What memory answers keeps a core busy. Its lane hands on to the other one, so closes before.
+    # A lookup in memory keeps a core busy. This pool submits to the stores' pool, so it must close first.
     threads = min(tiers.lookup_threads, available_cores())
     return LookupPools(_workers(resources, "gather", threads, setting, queued), stores)
 
 
 def open_dense_pool(settings: Settings, resources: ExitStack) -> BoundedThreadPool:
-    """The threads of networks. What a lookup hands on to a network must find them at the end: to be made
-    before the lookups', so that they close last."""
+    """Threads of networks, which ``resources`` closes.
+
+    Must be opened before the lookups' pools, so that it closes after them: lookups submit to it until
+    the end."""
     dense = settings.dense
     return _workers(resources, "dense", dense_concurrency(dense), "dense.queue", dense.queue)
 
 
 def dense_concurrency(dense: DenseSettings) -> int:
-    """Number of runs of networks at a time. More than there are cores take turns on them, which
-    costs: of predictions by 0.5 M parameters, a core did 168 a second four at a time, 183 one by one."""
+    """Number of concurrent runs of networks.
+
+    More runs than cores take turns, which costs: of predictions by 0.5 M parameters, a core did 168 per
+    second
+    four at a time, 183 one by one."""
     if dense.runs is not None:
         return dense.runs
     return _RUNS if dense.triton is not None else min(_RUNS, available_cores())

@@ -1,7 +1,6 @@
-"""The Redis of a node, which others may share: what is put into it, when, and how it is asked.
+"""The Redis that nodes share: what is loaded into it, when, and how lookups and streams use it.
 
-It is another machine, so a node starts without it, says so, and uses it as soon as it answers.
-"""
+It is on another machine, so a node starts without it, reports that, and uses it as soon as it responds."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from hps.tiers.redis.tables import RedisTableUsage
 
 log = logging.getLogger(__name__)
-# How old what is reported of Redis may be.
+# Largest age of what is reported of Redis.
 _LOOK_AGAIN_S = 10.0
 _NO_CLUSTER = "cluster support disabled"
 
@@ -43,7 +42,7 @@ Guard = Callable[[Tier, GuardSettings, int], GuardedTier]
 
 
 class SharedRedis:
-    """``tier``, without its guard; ``status`` tells of it, behind that. ``resources`` closes it."""
+    """Redis as ``tier``, without its guard; ``status`` has the guarded one. ``resources`` closes it."""
 
     def __init__(
         self,
@@ -56,12 +55,13 @@ class SharedRedis:
         guard: Guard,
         warn: Callable[[str], None],
     ) -> None:
-        """``below``: the node's own store, if it has one. ``models``: those that are here at the moment.
-        ``warn`` is told of what goes wrong at the start or a load, and is tried again."""
+        """``below``: the node's own store, if any. ``models``: the models that are loaded now.
+
+        ``warn`` is called with an error at the start or a load that is retried."""
         self._chosen, self._settings = chosen, settings
         self._models, self._warn = models, warn
         self._alone = not below
-        self._loads = ExitStack()  # what still is to be loaded, now or for models that come later
+        self._loads = ExitStack()  # pending loads, also for models that are added later
         self._writer: CacheWriter | None = None
         self.tier = redis = RedisTier(chosen)
         threads = calls_at_a_time(settings.tiers.lookup_threads, chosen.connections, self._alone)
@@ -81,7 +81,7 @@ class SharedRedis:
             guarded,
             redis.rows,
             state=lambda: guarded.state,
-            exact=lambda _table: chosen.layout == "hps",  # no deletion leaves an entry there
+            exact=lambda _table: chosen.layout == "hps",  # there, deletions leave no entry
             size=lambda table: used.bytes if (used := (usage.value or {}).get(table)) else None,
             facts=lambda: {
                 "layout": chosen.layout,
@@ -92,13 +92,14 @@ class SharedRedis:
         )
 
     def load(self, models: Sequence[OpenedTables], progress: Progress) -> None:
-        """Look at the tables and put a share of their rows there; later, if Redis is not there now. Raises
-        ConfigError, and TierError where nobody else has the rows."""
+        """Check the tables and load a share of their rows; later, if Redis is unavailable now.
+
+        Raises ConfigError, and TierError if no other store has the rows."""
 
         def load(progress: Progress) -> None:
             for model in models:
                 if not any(each is model for each in self._models()):
-                    continue  # it has left
+                    continue  # it was removed
                 if self._share > 0:
                     preload_tables(model.version, model.tables, self.tier, self._share, progress)
                 for table in model.tables.values():
@@ -113,7 +114,7 @@ class SharedRedis:
                     "tiers.redis.mode to single, in a ps.json by an override"
                 ) from None
             if isinstance(error, TierMisfit) and self._alone:
-                raise  # nobody else has the rows
+                raise  # no other store has the rows
             message = f"{error}; served without it until it answers"
             log.warning("%s", message)
             self._warn(message)
@@ -121,38 +122,44 @@ class SharedRedis:
             self._loads.callback(again.close)
 
     def promoting(self, below: Tier) -> Tier:
-        """``below`` as lookups ask it: what it has and Redis has not is put into Redis."""
+        """Wrap ``below`` for lookups: rows that it has and Redis misses are copied into Redis."""
         if self._writer is None:
             return below
         return PromotingTier(below, self._writer.promote, self.tier.info.name)
 
     def lacked(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Told by the cache writer of rows that RocksDB held and Redis did not. Lookups that wait for
-        their rows have told so already."""
+        """Promote rows that RocksDB held and Redis missed. The cache writer calls it.
+
+        Only for tables whose lookups do not wait for rows: those that wait have promoted theirs already."""
         if self._writer is not None and table.miss.kind == "default_then_promote":
             self._writer.promote(table, keys)
 
     def fed(self) -> FedStore:
-        """As update streams are written to it."""
+        """Redis as a store that update streams are written to."""
         fed = _StreamTarget(self.tier, self._streamed_share)
         return FedStore("redis", fed, self.tier.layout == "native")
 
     @property
     def promotions_waiting(self) -> Mapping[str, int]:
-        """Keys whose row is still to be copied, by the tier it goes to."""
+        """Keys queued for a copy, by the tier that they go to."""
         return {self.tier.info.name: self._writer.waiting_keys} if self._writer else {}
 
     @property
     def _share(self) -> float:
-        """The share of a table's rows that Redis is given from the start: all, where no node has another
-        store. Told by the settings, which are the same in a process without the nodes' RocksDB."""
+        """Share of a table's rows that is loaded into Redis; all, if nodes have no other store.
+
+        It follows from the settings, which are the same in a process without the nodes' RocksDB."""
         return self._chosen.initial_cache_rate if self._settings.tiers.rocksdb.enabled else 1.0
 
     @property
     def _streamed_share(self) -> float:
-        """The share of streamed rows that Redis is given. Where nodes put rows into it that only RocksDB
-        held, all: one that is passed over could be put there by a node that does not have it yet, as
-        it was before, and stay. All, too, where nodes only read their RocksDB: no other store gets them."""
+        """Share of streamed rows that Redis gets.
+
+        All, where nodes copy rows from RocksDB into it: a node that does not have a skipped row yet
+        could otherwise
+        put its older row there, which would stay. All, too, where nodes only read their RocksDB: no
+        other store gets
+        the rows."""
         alone = self._settings.tiers.rocksdb.access != "primary"
         return 1.0 if alone or self._chosen.cache_missed_embeddings else self._share
 
@@ -162,15 +169,17 @@ class SharedRedis:
 
 
 def calls_at_a_time(threads: int, connections: int, alone: bool) -> int:
-    """Of ``threads`` that ask. Beside RocksDB fewer, so that one is always left for rows that are on this
-    machine, and one connection for writes."""
+    """Number of ``threads`` that may call Redis at a time.
+
+    With RocksDB fewer, so that one thread is always left for rows on this machine, and one connection
+    for writes."""
     if alone:
         return min(threads + 1, connections)
     return max(1, min(threads - 1, connections - 1))
 
 
 class _PromotionTarget(TierWrapper):
-    """Redis as promotions write to it."""
+    """Redis as the target of promotions."""
 
     def __init__(self, redis: RedisTier) -> None:
         super().__init__(redis)
@@ -186,7 +195,7 @@ class _PromotionTarget(TierWrapper):
 
 
 class _StreamTarget:
-    """Redis as update streams write to it: a `PositionedStore` that is given a ``share`` of the rows."""
+    """Redis as the target of update streams: a `PositionedStore` that gets a ``share`` of the rows."""
 
     def __init__(self, redis: RedisTier, share: float) -> None:
         self._redis = redis

@@ -1,7 +1,6 @@
 """Stores of a node: Redis (`hps.node.shared_redis`), then RocksDB, with their guards. Either may be absent.
 
-RocksDB must be there when the node opens. Redis need not.
-"""
+RocksDB must be available when the node opens. Redis need not be."""
 
 from __future__ import annotations
 
@@ -42,8 +41,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PromotionSources:
-    """The ``tiers`` that promotions into the caches read, fastest first. ``own``: the one that has every
-    update before the caches receive it, if any; ``own_first``: of rows of equal versions its is taken."""
+    """The ``tiers`` that promotions into the caches read, fastest first.
+
+    ``own``: the one that has every update before the caches receive it, if any; ``own_first``: of rows
+    with equal
+    versions its row is taken."""
 
     tiers: Sequence[Tier]
     own: Tier | None
@@ -51,8 +53,9 @@ class PromotionSources:
 
 
 class NodeStores:
-    """Opened and loaded by `open`; ``resources`` closes them. ``statuses`` lists them fastest first, each
-    behind its guard."""
+    """Stores of a node: call `open`; ``resources`` closes them.
+
+    ``statuses`` lists them fastest first, each behind its guard."""
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class NodeStores:
     ) -> None:
         self._settings = settings
         self._opened = opened
-        self._changing = Lock()  # a model may leave while another comes
+        self._changing = Lock()  # one model may be removed while another is added
         self._metrics = metrics
         self._resources = resources
         self._files: dict[EmbeddingTable, TableFiles] = {
@@ -79,8 +82,11 @@ class NodeStores:
         self.warnings: list[str] = []
 
     def open(self, progress: Progress, *, shared_only: bool = False) -> None:
-        """``shared_only``: leave the node's own RocksDB alone, for a process that is no node. Raises
-        ConfigError, ModelError or TierError; never because Redis is not there."""
+        """Open the stores and load the models' rows.
+
+        ``shared_only``: without the node's own RocksDB, for a process that is no node. Raises
+        ConfigError, ModelError
+        or TierError; never because Redis is unavailable."""
         tiers = self._settings.tiers
         if tiers.rocksdb.enabled and not shared_only:
             self.statuses.append(self._open_rocksdb(tiers.rocksdb, progress))
@@ -92,8 +98,9 @@ class NodeStores:
             self.followed = self._follow()
 
     def add(self, model: OpenedTables, progress: Progress) -> None:
-        """Hold another model's tables too, with their rows, while those there are asked. Raises as `open`;
-        what was loaded by then stays, and is not loaded again."""
+        """Add another model's tables with their rows, while the stores are in use.
+
+        Raises as `open`; rows loaded by then stay, and are not loaded again."""
         files = {table: model.version.tables[name] for name, table in model.tables.items()}
         with self._changing:
             self._files = self._files | files
@@ -108,9 +115,11 @@ class NodeStores:
             raise
 
     def leave(self, model: OpenedTables, *, drop: bool = False) -> None:
-        """Have nothing more to do with a model's tables, which nobody asks for. Their rows stay where they
-        are; ``drop``: but in the node's own RocksDB. Other nodes may need those in Redis. Raises TierError
-        when they cannot be dropped."""
+        """Remove a model's tables, which no lookup uses. Their rows stay.
+
+        ``drop``: delete the rows in the node's own RocksDB; other nodes may need those in Redis. Raises
+        TierError if
+        that fails."""
         tables = list(model.tables.values())
         with self._changing:
             self._opened = [each for each in self._opened if each is not model]
@@ -130,12 +139,12 @@ class NodeStores:
 
     @property
     def tables(self) -> list[EmbeddingTable]:
-        """All that may be asked for: from `add` on, until they `leave`."""
+        """All tables that lookups may ask for: from `add` until `leave`."""
         return list(self._files)
 
     @property
     def checkpoints(self) -> CheckpointFolder | None:
-        """Of RocksDB, where the settings name a folder for them."""
+        """Checkpoints of RocksDB; None if the settings name no folder for them."""
         folder = self._settings.tiers.rocksdb.checkpoints
         if self._rocksdb is None or folder is None:
             return None
@@ -149,8 +158,7 @@ class NodeStores:
         return [status.tier for status in self.statuses]
 
     def asked(self) -> Tier:
-        """The stores as lookups ask them: one after the other, each with its own figures, the same row
-        once."""
+        """The stores as one tier for lookups: in order, each with its meter, single flight per key."""
         shared = self._metrics.counter(m.LOOKUP_SHARED)
         asked: list[Tier] = [
             MeteredTier(tier, TierMeter(self._metrics, tier.info.name)) for tier in self.tiers
@@ -165,7 +173,7 @@ class NodeStores:
             self._redis.lacked(table, keys)
 
     def fed(self, *, shared: bool) -> list[FedStore]:
-        """Those that update streams are written to: the node's own, or the shared ones."""
+        """Stores that update streams are written to: the node's own, or the shared ones."""
         if shared:
             return [] if self._redis is None else [self._redis.fed()]
         rocksdb = self._rocksdb
@@ -175,7 +183,7 @@ class NodeStores:
 
     @property
     def promoted(self) -> PromotionSources:
-        """The stores as promotions into the caches read them."""
+        """Stores that promotions into the caches read."""
         tiers, followed = list(self.tiers), self.followed
         own = None if self._rocksdb is None else tiers[-1]
         if followed is not None:
@@ -195,7 +203,7 @@ class NodeStores:
         return FedStore("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")
 
     def damage(self) -> str:
-        """Known damage of the node's own store, and the remedy; empty: none."""
+        """Known damage of the node's own store, and the remedy; empty if none."""
         rocksdb = self._rocksdb
         damaged = {} if rocksdb is None else rocksdb.damage.tables()
         if not damaged:
@@ -207,28 +215,29 @@ class NodeStores:
         )
 
     def hindrance(self) -> str:
-        """`damage`, where the node is not to be ready then; else empty."""
+        """`damage`, if it makes the node not ready; else empty."""
         settings = self._settings.tiers.rocksdb
         return self.damage() if settings.on_corruption == "not_ready" else ""
 
     def watch_damage(self, changed: Callable[[], None]) -> None:
-        """Have ``changed`` called, on any thread, when more damage is found."""
+        """Call ``changed``, on any thread, when more damage is found."""
         if self._rocksdb is not None:
             self._rocksdb.damage.changed = changed
 
     @property
     def promotions_waiting(self) -> Mapping[str, int]:
-        """Keys whose row is still to be copied, by the tier it goes to."""
+        """Keys queued for a copy, by the tier that they go to."""
         return {} if self._redis is None else self._redis.promotions_waiting
 
     def rows(self, table: EmbeddingTable) -> int:
-        """Rows of a table at most: its files', or RocksDB's when more were streamed in since."""
+        """Upper bound of a table's rows: its files', or RocksDB's if streams have added more."""
         rows = self._files[table].rows
         return rows if self._rocksdb is None else max(rows, self._rocksdb.entries(table))
 
     def version_of_rows(self, table: EmbeddingTable) -> int | None:
-        """The version all rows of the table's files have, when the stores hold exactly those; None when
-        only the stores know, as always when others may write to one of them."""
+        """The version of all rows of the table's files, if the stores hold exactly those.
+
+        None if only the stores know the versions, as always when other processes may write to one of them."""
         if self._rocksdb is None or self._redis is not None:
             return None
         return version_of_rows(self._rocksdb, table, self._files[table])
@@ -250,7 +259,7 @@ class NodeStores:
             ),
             on_lost_writes=chosen.on_lost_writes,
         )
-        # The lookups and two cache writers.
+        # Threads: those of lookups, and two cache writers.
         guarded = self._guarded(store, chosen.guard, self._settings.tiers.lookup_threads + 2)
         store.open_tables(list(self._files))
         self._load_rocksdb(store, self._opened, progress)
@@ -294,7 +303,7 @@ class NodeStores:
         )
 
     def _guarded(self, tier: Tier, guard: GuardSettings, threads: int) -> GuardedTier:
-        """The guard around a tier, which alone closes it: never under a fetch that hangs."""
+        """Guard a tier. Only the guard closes it, never while a fetch hangs."""
         guarded = GuardedTier(
             tier,
             guard.deadline_ms / 1e3,
@@ -308,7 +317,7 @@ class NodeStores:
 
 
 def _figures(store: RocksDbTier) -> dict[str, Any]:
-    """Space and compactions; empty when a broken tier cannot say."""
+    """Disk space and compactions; empty if the store fails."""
     try:
         return asdict(store.figures())
     except TierError:

@@ -1,4 +1,4 @@
-"""The readers of a node's update streams: what begins them, and begins them anew when the models change."""
+"""Readers of a node's update streams: started with the node, restarted when models change."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from hps.updates.source import UpdateSource
 from hps.updates.stream_positions import FedStore, Readers, StoreStreamPositions, StreamPositions
 from hps.updates.topics import TopicTables
 
-# Where HPS feeds the store and keeps no positions in it: updates that it may not have written yet when the
-# caches were filled.
+# Overlap where HPS feeds the store and keeps no positions in it: updates that it may not have written yet
+# when
+# the caches were filled.
 _OVERLAP_S = 600.0
 
 Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
@@ -39,8 +40,11 @@ Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class UpdateReader:
-    """One reader: its ``group``, its source and ingestor, the thread they run on, what ``waits`` for them,
-    which tables a topic may change, and since when it reads (Unix seconds)."""
+    """One reader: its ``group``, source, ingestor and their thread.
+
+    ``waits``: its unapplied updates; ``readers``: tables that a topic may change; ``began_s``: start of
+    reading
+    (Unix seconds)."""
 
     group: str
     kind: str
@@ -53,12 +57,13 @@ class UpdateReader:
 
     @property
     def problem(self) -> str | None:
-        """What keeps it from applying updates, if anything."""
+        """Reason why no updates are applied, if there is one."""
         return self.ingestor.problem or self.source.problem
 
     def status(self) -> dict[str, Any]:
-        """Ready for JSON. ``lag`` is null while it is not known; ``state`` is ``starting`` while it is not
-        known what is read, or where that begins."""
+        """Status for JSON. ``lag`` is null while unknown.
+
+        ``state`` is ``starting`` while partitions or their start offsets are unknown."""
         lag = self.source.lag()
         state = "paused" if self.thread.paused else "starting" if lag is None else "running"
         return {
@@ -77,10 +82,11 @@ class UpdateReader:
 
 
 class StreamReaders:
-    """Those of one node, which ``resources`` closes: pushed there with the first of them, for they end before
-    what they write to. One thread at a time begins them or has them follow; any may read ``streams`` and
-    ``tables``.
-    """
+    """The readers of one node, which ``resources`` closes.
+
+    They are pushed there with the first reader, for they end before what they write to. One thread at a
+    time
+    starts readers or calls `follow`; any may read ``streams`` and ``tables``."""
 
     def __init__(
         self,
@@ -97,8 +103,8 @@ class StreamReaders:
         self._kept = KeptLetters()
         self._resources = resources
         self._begin: list[Callable[[], None]] = []
-        self._paused: Collection[str] = ()  # groups that begin so
-        self._generation = ExitStack()  # all that those hold that run now
+        self._paused: Collection[str] = ()  # groups that start paused
+        self._generation = ExitStack()  # resources of the running readers
 
     def read_kafka(
         self,
@@ -110,9 +116,11 @@ class StreamReaders:
         followed: FollowedStore | None = None,
         member: str | None = None,
     ) -> None:
-        """Start a reader of all partitions or, as ``member`` of the ``group``, of a share of them. Without
-        ``stores`` the caches are refreshed once ``followed`` has the updates. Raises ConfigError; never
-        because Kafka is not there."""
+        """Start a reader of all partitions or, as ``member`` of the ``group``, of a share of them.
+
+        Without ``stores`` the caches are refreshed once ``followed`` has the updates. Raises
+        ConfigError; never because
+        Kafka is unavailable."""
         self._add(partial(self._read_kafka, settings, group, stores, caches, followed, member))
 
     def read_folder(
@@ -122,8 +130,7 @@ class StreamReaders:
         self._add(partial(self._read_folder, settings, stores, caches))
 
     def follow(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
-        """Have the readers change ``tables``, and no others, from now on: they end and begin anew, where the
-        stores are in the streams. A reader that is paused stays so."""
+        """Restart the readers for ``tables``, at the stores' positions. A paused reader stays paused."""
         ended, self.streams = self.streams, []
         self._generation.close()
         self.tables, self._watermarks = list(tables), watermarks
@@ -173,8 +180,9 @@ class StreamReaders:
     def _hps_beside(
         self, settings: KafkaSettings, group: str, followed: FollowedStore | None
     ) -> HpsProgress | None:
-        """Offsets of HPS in the streams, if it may be what feeds ``followed`` instead of our ``group``:
-        in its own layout, and where our nodes don't."""
+        """HPS's offsets in the streams, if HPS may feed ``followed`` instead of our ``group``.
+
+        It may where the store has its layout, and no node of ours writes it."""
         if followed is None or followed.versioned:
             return None
         if followed.info.shared and settings.shared_writer == "nodes":

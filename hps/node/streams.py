@@ -1,10 +1,8 @@
-"""A node's update streams: which sources feed which of its stores, and what can be said and asked of them.
+"""Update streams of a node: the sources that feed its stores, their control and status.
 
-There are two kinds of readers. The node's own reads everything and writes what is the node's own, RocksDB and
-the caches; its group has no other member. The shared one writes Redis, once for all nodes, so its group is
-the same everywhere: `updates.kafka.shared_writer` says whether nodes or `hps ingest` are its members, who
-share the partitions.
-"""
+There are two kinds of readers. The node's own reads everything and writes RocksDB and the caches; its group
+has no other member. The shared one writes Redis, once for all nodes, so its group is the same everywhere:
+`updates.kafka.shared_writer` says whether nodes or `hps ingest` are its members, who share the partitions."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from hps.updates.source import Reason
 from hps.updates.stream_positions import FedStore
 from hps.updates.topics import native_topic
 
-# What waits for less than this is as good as applied: under load there is always something.
+# Messages that arrived less than this ago count as applied: under load there are always some.
 _NEARLY_S = 1.0
 
 Limited = tuple[Freshness, Collection[EmbeddingTable]]
@@ -43,7 +41,7 @@ Limited = tuple[Freshness, Collection[EmbeddingTable]]
 
 
 class UpdateStreams:
-    """Those of one node. Any thread may call it; ``resources`` closes it."""
+    """Update streams of one node. Any thread may call it; ``resources`` closes it."""
 
     def __init__(
         self,
@@ -56,11 +54,12 @@ class UpdateStreams:
         self._meter = UpdateMeter(metrics)
         self._readers = StreamReaders(tables, watermarks or {}, metrics, resources)
         self._direct: DirectWriter | None = None
-        # Until when tables had everything when the readers began anew; some are followed no more, but served
-        # until others are ready.
+        # When the readers last restarted: the instant up to which each table had all updates. Some tables
+        # are no longer
+        # followed, but served until others are ready.
         self._current_s: dict[EmbeddingTable, float] = {}
         for reason in Reason:
-            if reason.fault:  # told from the start: an alert would not see the first one
+            if reason.fault:  # from the start: an alert would miss the first increment otherwise
                 metrics.counter(m.UPDATE_DEAD, reason.name.lower())
         metrics.gauges(m.UPDATE_LAG, self._lags)
         metrics.gauges(m.UPDATE_AGE, self._ages)
@@ -89,7 +88,7 @@ class UpdateStreams:
         self._readers.read_folder(settings, stores, caches)
 
     def follow(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
-        """See `StreamReaders.follow`. Rows of a table that is left age from then on."""
+        """See `StreamReaders.follow`. Rows of tables that are not followed any more age from then on."""
         following, now = list(tables), time.time()
         self._current_s = {
             table: now - self.age_s(table)
@@ -99,8 +98,9 @@ class UpdateStreams:
         self._readers.follow(following, watermarks)
 
     def behind(self, tables: Collection[EmbeddingTable]) -> str:
-        """What ``tables`` may still lack of the streams; empty when that is nothing to speak of, or when
-        nobody reads. Never waits."""
+        """Reason why ``tables`` miss updates; empty if they miss none to speak of, or if nothing is read.
+
+        Never waits."""
         for stream in self._readers.streams:
             if stream.thread.paused:
                 continue
@@ -116,7 +116,7 @@ class UpdateStreams:
         return ""
 
     def reached(self, table: EmbeddingTable) -> dict[Place, int]:
-        """Up to where the readers here have the partitions of Kafka that change ``table``."""
+        """Offsets up to which the readers here have the Kafka partitions that change ``table``."""
         return {
             place: offset
             for stream in self._readers.streams
@@ -128,14 +128,15 @@ class UpdateStreams:
     def watch(
         self, served: Callable[[], Iterable[Limited]] = tuple, every_s: float = LOOK_EVERY_S
     ) -> None:
-        """Have those that are ``served`` at a time know how fresh they are. Called once, after the readers
-        were started; without any it does nothing."""
+        """Keep the freshness of all ``served`` models up to date, on a thread.
+
+        Called once, after the readers were started; without any it does nothing."""
         if not self._readers.streams:
             return
 
         def look() -> None:
             for stream in self._readers.streams:
-                with suppress(OSError):  # a folder that cannot be read: its source says so
+                with suppress(OSError):  # an unreadable folder is reported by its source
                     stream.waits.look()
             for freshness, tables in served():
                 if ages_s := {table: self.age_s(table) for table in tables}:
@@ -150,13 +151,13 @@ class UpdateStreams:
         caches: CacheWriter,
         fixed: Collection[EmbeddingTable] = (),
     ) -> None:
-        """Let `write` change the rows of ``stores`` and ``caches``, but of no ``fixed`` table."""
+        """Let `write` change the rows of ``stores`` and ``caches``, except in ``fixed`` tables."""
         self._direct = DirectWriter(stores, caches, self._meter, fixed)
 
     def write(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, deleted: KeyArray
     ) -> int:
-        """Rows that come without a stream; see `hps.updates.direct_writer.DirectWriter.write`."""
+        """Write rows without a stream; see `hps.updates.direct_writer.DirectWriter.write`."""
         if self._direct is None:
             raise Unavailable("the node is not open")
         return self._direct.write(table, keys, vectors, deleted)
@@ -167,9 +168,9 @@ class UpdateStreams:
         ]
 
     def pause(self, group: str | None = None, wait_s: float = 10.0) -> None:
-        """Have one group's reader, or all, apply nothing more for the time being. Raises Unavailable when
-        the batch at hand takes longer than ``wait_s``; the pause holds after it.
-        """
+        """Pause one group's reader, or all, after the current batch.
+
+        Raises Unavailable when that batch takes longer than ``wait_s``; the pause holds after it."""
         for stream, done in [(each, each.thread.pause()) for each in self._chosen(group)]:
             self._wait("pause", stream, done, wait_s)
 
@@ -185,8 +186,9 @@ class UpdateStreams:
         group: str | None = None,
         wait_s: float = 10.0,
     ) -> None:
-        """Have messages from ``offset`` on applied, again or before their turn. What is newer stays. Raises
-        NotFound for a partition that is not read here, BadRequest when it ends before ``offset``."""
+        """Continue a partition at ``offset``, backwards or forwards. Newer rows stay.
+
+        Raises NotFound for a partition that is not read here, BadRequest when it ends before ``offset``."""
         if offset < 0 or partition < 0:
             raise BadRequest("partition and offset must be 0 or more")
         found, unknown = False, ""
@@ -207,22 +209,26 @@ class UpdateStreams:
             raise NotFound(f"no partition {partition} of topic {topic!r} is read here")
 
     def age_s(self, table: EmbeddingTable) -> float:
-        """How old rows of ``table`` may be: how long ago the first update came that is not applied, as far
-        as was looked; 0 when everything there is was applied. While a reader does not know what it lacks, the
-        age is that of the newest row it applied, or the time since it began. Of a table that is followed no
-        more, how long ago it had everything. Never waits."""
+        """Possible age of the rows of ``table`` in seconds: that of its first unapplied update. Never
+        waits.
+
+        0 when everything known is applied. While a reader does not know which messages it misses: the
+        age of the
+        newest row that it applied, or the time since it started. Of a table that is no longer followed:
+        the time since
+        it had all updates."""
         now, current_s = time.time(), self._current_s.get(table, 0.0)
         if current_s and table not in self._readers.tables:
             return max(0.0, now - current_s)
         return max((self._age_s(table, each, now) for each in self._readers.streams), default=0.0)
 
     def _age_s(self, table: EmbeddingTable, stream: UpdateReader, now: float) -> float:
-        """`age_s`, as far as one stream is concerned."""
+        """`age_s` with respect to one stream."""
         oldest_s = 0.0
         for (topic, _partition), age_s in stream.waits.ages_s().items():
             if table not in stream.readers(topic):
                 continue
-            if age_s is None:  # what waits may be of any age, but is applied in its order
+            if age_s is None:  # waiting messages may be of any age, but are applied in order
                 known_s = max(
                     stream.ingestor.newest_s.get(table, 0.0), self._current_s.get(table, 0.0)
                 )
@@ -231,7 +237,7 @@ class UpdateStreams:
         return oldest_s
 
     def _ages_in(self, stream: UpdateReader) -> list[dict[str, Any]]:
-        """How old each table is that a stream feeds, ready for JSON."""
+        """Age of each table that a stream feeds, ready for JSON."""
         now = time.time()
         return [
             {"model": t.model, "table": t.name, "age_s": round(self._age_s(t, stream, now), 3)}
@@ -270,7 +276,7 @@ class UpdateStreams:
     def _each(
         self, said: Callable[[UpdateReader], bool]
     ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
-        """What is ``said`` of each reader, as a gauge reads it."""
+        """A gauge's reader that yields ``said`` of each stream reader."""
         return lambda: [((each.group,), said(each)) for each in self._readers.streams]
 
     def _ages(self) -> Iterable[tuple[tuple[str, ...], float]]:
@@ -280,7 +286,7 @@ class UpdateStreams:
 
 
 def _arrived_lately(stream: UpdateReader, tables: Collection[EmbeddingTable]) -> bool:
-    """Whether all messages for ``tables`` that are not applied yet are known to have come just now."""
+    """True if all unapplied messages for ``tables`` are known to have arrived just now."""
     ages_s = [
         age_s
         for (topic, _partition), age_s in stream.waits.ages_s().items()

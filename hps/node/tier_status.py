@@ -1,4 +1,4 @@
-"""What can be said of a node's tiers and their tables, for a status, for metrics and for the command line."""
+"""Status of a node's tiers and their tables, for JSON, metrics and the command line."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ Labelled = Iterator[tuple[tuple[str, ...], float]]
 
 @dataclass(slots=True)
 class TierStatus:
-    """A tier and what can be said of it: its ``rows`` of a table, and whether that is ``exact``; its
-    ``capacity`` of a table in rows when it is bounded, the ``state`` of its circuit when it is guarded, the
-    ``size`` of a table in bytes where it knows that, and further ``facts``, ready for JSON. None of them
-    waits."""
+    """A tier and functions that describe it; none of them waits.
+
+    ``rows`` of a table, and whether that number is ``exact``; ``capacity`` of a table in rows, None if
+    unbounded;
+    ``state`` of its circuit breaker; ``size`` of a table in bytes, None if unknown; other ``facts``,
+    ready for
+    JSON."""
 
     tier: Tier
     rows: Callable[[EmbeddingTable], int]
@@ -33,21 +36,21 @@ class TierStatus:
     exact: Callable[[EmbeddingTable], bool] = lambda _table: True
 
     def known_rows(self, table: EmbeddingTable) -> int | None:
-        """``rows``, or None when a broken tier cannot say: a status is asked for most when one is."""
+        """``rows``, or None if the tier fails: status is most wanted when one does."""
         try:
             return self.rows(table)
         except TierError:
             return None
 
     def known_exact(self, table: EmbeddingTable) -> bool:
-        """``exact``, of what `known_rows` says."""
+        """``exact``, for the number of `known_rows`."""
         try:
             return self.exact(table)
         except TierError:
             return True
 
     def describe(self) -> dict[str, Any]:
-        """The tier as a whole, ready for JSON."""
+        """The tier without its tables, ready for JSON."""
         info = self.tier.info
         return {
             "name": info.name,
@@ -60,7 +63,7 @@ class TierStatus:
 
 
 def describe_table(table: EmbeddingTable, tiers: Sequence[TierStatus]) -> dict[str, Any]:
-    """A table and what each of ``tiers`` says of it, ready for JSON."""
+    """A table and its state in each of ``tiers``, ready for JSON."""
 
     def each(said: Callable[[TierStatus], int | None]) -> dict[str, int]:
         answers = {entry.tier.info.name: said(entry) for entry in tiers}
@@ -83,8 +86,7 @@ def publish_tiers(
     tiers: Sequence[TierStatus],
     tables: Callable[[], Iterable[EmbeddingTable]],
 ) -> None:
-    """Gauges of what each tier holds of each table and of the numbers it states, read when metrics are asked
-    for."""
+    """Register gauges of each tier's tables and facts, which are read at a scrape."""
 
     def of_tables(said: Callable[[TierStatus, EmbeddingTable], float | None]) -> Labelled:
         for entry in tiers:
@@ -113,8 +115,9 @@ def publish_tiers(
 def hot_keys(
     table: EmbeddingTable, tiers: Sequence[TierStatus], limit: int
 ) -> Iterator[dict[str, Any]]:
-    """Its hottest keys in each of ``tiers`` that ranks them, with their scores from 255 down, ready for JSON.
-    Looks through whole caches."""
+    """Hottest keys of ``table`` in each cache of ``tiers``, with scores from 255 down, ready for JSON.
+
+    Scans whole caches."""
     for entry in tiers:
         if isinstance(entry.tier, CacheReads):
             keys, scores = entry.tier.top_k(table, limit)

@@ -1,5 +1,6 @@
-"""Versions that were served, on their way out: what they have in memory is let go of once no request is on
-them, and their rows in RocksDB when they are not wanted for going back either."""
+"""Version retirement: free a replaced version once its last request has finished.
+
+Its rows in RocksDB are dropped when they are not needed for going back either."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from hps.node.stores import NodeStores
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
-# Cycles of garbage may hold the last reference to what has ended.
+# Garbage cycles may hold the last reference to a finished request.
 _COLLECT_EVERY_S = 2.0
 _DROP_AGAIN_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
 class _ReplacedVersion:
-    """A version that was served. ``ended``: no request is on it any more."""
+    """A version that was served. ``ended``: no request uses it any more."""
 
     model: OpenedModel
     ended: bool = False
@@ -41,8 +42,11 @@ class _ReplacedVersion:
 
 
 class VersionRetirement:
-    """Those of one node. `retire` is called by whoever holds ``turn``, under which no version comes or goes;
-    ``served`` is the version of a model that is served, if any. ``closed`` ends all waiting."""
+    """Retirement of one node's versions.
+
+    Callers of `retire` must hold ``turn``, under which no version is loaded or unloaded; ``served``
+    returns the
+    served version of a model, or None. ``closed`` ends all waiting."""
 
     def __init__(
         self,
@@ -52,13 +56,13 @@ class VersionRetirement:
         turn: threading.Lock,
         closed: threading.Event,
     ) -> None:
-        """``forget`` takes a model's tables out of the caches, and its numbers out of the metrics."""
+        """``forget`` removes a model's tables from the caches, and its metrics."""
         self._stores = stores
         self._forget = forget
         self._served = served
         self._turn = turn
         self._closed = closed
-        # In the order they were replaced; those whose rows RocksDB has no more are struck off.
+        # In the order of replacement; without those whose rows are no longer in RocksDB.
         self._former: list[_ReplacedVersion] = []
         self.threads: list[threading.Thread] = []
 
@@ -69,8 +73,9 @@ class VersionRetirement:
         engine: weakref.ref[object],
         used_elsewhere: Callable[[], bool],
     ) -> None:
-        """Let go of a version, and of its network's ``resources``, once nothing refers to its lookups, and no
-        other process uses it."""
+        """Free a version and its network's ``resources`` once nothing refers to its lookups.
+
+        And no other process uses it."""
         former = _ReplacedVersion(old)
 
         def wait() -> None:
@@ -89,7 +94,7 @@ class VersionRetirement:
         thread.start()
 
     def close(self) -> None:
-        """Wait for what is being let go of. ``closed`` is set."""
+        """Wait for running retirements. ``closed`` must be set."""
         for thread in self.threads:
             thread.join()
 
@@ -109,8 +114,10 @@ class VersionRetirement:
         log.info("model %s: version %d is gone", former.name, former.version)
 
     def _dropped(self, name: str) -> bool:
-        """Drop from RocksDB what is not wanted of a model: its rows but those of the version that is served,
-        of the one before it, and of any that requests are on. False where that is to be tried again."""
+        """Drop a model's rows from RocksDB, except those of versions that may still be needed.
+
+        Kept are the served version, the one before it, and any that requests use. False if it must be
+        retried."""
         with self._turn:
             former = [each for each in self._former if each.name == name]
             busy = {each.version for each in former if not each.ended}

@@ -1,10 +1,9 @@
-"""The models of a process whose rows are elsewhere, kept those that are served there: at the node it is
-attached to, or at the lookup nodes it asks.
+"""Version sync: keep a process's models equal to those of its node or its lookup nodes.
 
-When another version is to be served, the process opens it beside the one it serves; when it is told to, it
-changes over, rows and network together. Requests under way end on the version they began with, which is let
-go of when nothing refers to its lookups any more, and the node told.
-"""
+When another version is to be served, the process opens it in parallel to the served one; when it is told to
+switch, it does, rows and network together. Requests in flight finish on the version on which they
+started. It
+is freed when nothing refers to its lookups any more, and the node is notified."""
 
 from __future__ import annotations
 
@@ -25,39 +24,42 @@ from hps.node.served_models import OpenModels, ServedModel
 log = logging.getLogger(__name__)
 LOOK_S = 0.1
 """How often the node is to be asked."""
-# The node answers at once, or it hangs.
+# The node answers immediately, or it hangs.
 _ANSWER_S = 10.0
-# A version that the node serves and that could not be opened is tried again.
+# Retry interval for a version that could not be opened.
 _TRY_AGAIN_S = 5.0
-# Cycles of garbage may hold the last reference to what has ended.
+# Garbage cycles may hold the last reference to a finished request.
 _COLLECT_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedVersion:
-    """A version of a model, ready. ``close`` lets go of what only it has."""
+    """A version of a model, ready. ``close`` frees its resources."""
 
     served: ServedModel
     close: Callable[[], None]
 
 
 class VersionSource(Protocol):
-    """Who says what is to be served."""
+    """Decides which versions are served."""
 
     def follow(self, report: Any, deadline: float) -> Any:
-        """Told of what this process has (`hps.tiers.node.Followers`), answers with ``(model, version,
-        token)``: ``serve`` these, and have those of ``open`` ready. Raises TierError or Unavailable."""
+        """Report this process's versions (`hps.tiers.node.Followers`); returns what to serve.
+
+        The answer has ``(model, version, token)``: ``serve`` these, and have those of ``open`` ready.
+        Raises TierError
+        or Unavailable."""
         ...
 
     def close(self) -> None: ...
 
 
 class VersionSync:
-    """What one process has of its node's models. `look` is to be called over and over, by one thread.
+    """Keeps one process's models in sync. One thread must call `look` periodically.
 
-    ``open_version`` opens a version of a model, however it fails; ``connections`` are for this alone: by
-    their end the node knows of the process's.
-    """
+    ``open_version`` opens a version of a model, and may raise anything; ``connections`` are used for
+    this alone:
+    when they end, the node knows that the process has ended."""
 
     def __init__(
         self, connections: VersionSource, open_version: Callable[[str, int], OpenedVersion]
@@ -68,7 +70,7 @@ class VersionSync:
         """Told of the models to be served from now on, by name."""
         self._connections = connections
         self._open_version = open_version
-        self._opened: dict[str, OpenedVersion] = {}  # by token, as all below
+        self._opened: dict[str, OpenedVersion] = {}  # by token, as the dictionaries below
         self._served: dict[str, str] = {}  # tokens by model
         self._ending: dict[str, tuple[weakref.ref[Any], Callable[[], None]]] = {}
         self._failed: dict[str, tuple[Exception, float]] = {}
@@ -77,27 +79,27 @@ class VersionSync:
 
     @property
     def models(self) -> dict[str, ServedModel]:
-        """Those that are served, by name."""
+        """Served models by name."""
         return {name: self._opened[token].served for name, token in self._served.items()}
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why versions could not be opened, by token."""
+        """Reasons why versions could not be opened, by token."""
         return {token: str(error) for token, (error, _) in self._failed.items()}
 
     def start(self) -> None:
-        """The first look: raises what a version can't be opened for, and TierError while there is no node."""
+        """Sync for the first time; raises the error of a version, and TierError without a node."""
         self._look()
         for error, _ in self._failed.values():
             raise error
 
     def look(self) -> None:
-        """Ask the node, if it is there, and do as it says."""
+        """Sync with the node, if it responds."""
         with suppress(TierError, Unavailable):
             self._look()
 
     def close(self) -> None:
-        """Take leave of the node, and let go of everything. Once no lookup is made any more."""
+        """Sign off at the node and free everything. Callers must not make lookups any more."""
         with self._lock:
             with suppress(TierError, Unavailable):
                 self._tell(leaves=True)
@@ -145,7 +147,7 @@ class VersionSync:
             except BaseException:
                 opened.close()
                 raise
-        except Exception as error:  # whatever it was, the node must hear of it
+        except Exception as error:  # any error must reach the node
             before = self._failed.get(token)
             if before is None or str(before[0]) != str(error):
                 log.warning("model %s: version %d can't be opened: %s", name, version, error)
@@ -155,7 +157,7 @@ class VersionSync:
             self._opened[token] = opened
 
     def _serve(self, wanted: dict[str, str]) -> None:
-        """Serve these tokens, by model; where one could not be opened, what was served before."""
+        """Serve these tokens, by model; where one could not be opened, keep the served version."""
         known = {
             name: token if token in self._opened else self._served.get(name)
             for name, token in wanted.items()
@@ -170,7 +172,7 @@ class VersionSync:
             self._served = serve
 
     def _end(self, keep: set[str]) -> None:
-        """Let go of versions that are not to be kept, once nothing refers to their lookups."""
+        """Free versions that are not in ``keep``, once nothing refers to their lookups."""
         for token in self._opened.keys() - keep:
             self._ending[token] = _by_reference(self._opened.pop(token))
             self._collect_at = time.monotonic() + _COLLECT_EVERY_S
@@ -188,7 +190,7 @@ def _by_reference(opened: OpenedVersion) -> tuple[weakref.ref[Any], Callable[[],
 
 
 class SyncedModels(OpenModels):
-    """Models that are others when those that they follow are."""
+    """Open models that change when those that they follow do."""
 
     __slots__ = ("_following", "_watchers")
 
@@ -199,11 +201,11 @@ class SyncedModels(OpenModels):
         following.use = self._use
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Have ``changed`` called, on a thread of its own, when ``models`` have become others."""
+        """Call ``changed`` on a separate thread when ``models`` has changed."""
         self._watchers.append(changed)
 
     def require(self, check: Callable[[ServedModel], None]) -> None:
-        """Have ``check`` look at versions before they are served here: what it raises fails their load."""
+        """Run ``check`` on versions before they are served here; an error fails their load."""
         self._following.checks.append(check)
 
     def _use(self, models: dict[str, ServedModel]) -> None:
