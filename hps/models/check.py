@@ -1,4 +1,4 @@
-"""What `hps model verify` looks at: everything about a version that can be told from its files."""
+"""Checks of `hps model verify`: everything about a version that its files show."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hps.types import Progress
 
 Level = Literal["OK", "WARN", "FAIL"]
 _BLOCK_ROWS = 1 << 16
-# Keys are sorted to find repeated ones: as many at a time as take 256 MB.
+# Keys are sorted to find repeated ones, in parts that take 256 MB.
 _SORTED_KEYS = 16_000_000
 _MIXER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 @dataclass(frozen=True, slots=True)
 class VersionFinding:
-    """One check: what was looked at, how it came out, and what to do about it."""
+    """Result of one check: what was checked, the outcome, and the remedy."""
 
     what: str
     level: Level
@@ -32,8 +32,9 @@ class VersionFinding:
 
 
 def check_version(version: ModelVersion, progress: Progress) -> Iterator[VersionFinding]:
-    """Checksums, NaN and infinite values, duplicate keys; sizes and row counts were checked when the
-    version was opened."""
+    """Check checksums, NaN and infinite values, and duplicate keys.
+
+    Sizes and row counts were checked when the version was opened."""
     for warning in version.warnings:
         yield VersionFinding("layout", "WARN", warning)
     for files in version.tables.values():
@@ -48,7 +49,7 @@ def check_version(version: ModelVersion, progress: Progress) -> Iterator[Version
 
 
 def check_files(files: TableFiles, progress: Progress) -> VersionFinding:
-    """A table's checksums against its manifest's."""
+    """Compare a table's checksums with its manifest's."""
     what = f"table {files.name}: checksums"
     if not files.entries():
         return VersionFinding(
@@ -103,8 +104,9 @@ def repeated_by_table(version: ModelVersion) -> dict[str, int]:
 
 
 def repeated_keys(files: TableFiles, key_bits: int = 64) -> int:
-    """Count the rows whose key stands again in a later row. Reads the keys once for every 16 million rows;
-    takes some 512 MB at most."""
+    """Count rows whose key is repeated in a later row.
+
+    Reads the keys once for every 16 million rows; takes 512 MB at most."""
     passes = max(1, -(-files.rows // _SORTED_KEYS))
     count = 0
     for turn in range(passes):
@@ -122,8 +124,9 @@ def repeated_keys(files: TableFiles, key_bits: int = 64) -> int:
 
 
 def check_disjoint_tables(files: TableFiles, key_bits: int) -> None:
-    """Raises ModelError when a key stands in several of the tables that a fused table is made of. Reads all
-    keys of a fused table."""
+    """Raise ModelError if a key is in several of the tables that a fused table joins.
+
+    Reads all keys of a fused table."""
     if not isinstance(files, FusedFiles):
         return
     within = sum(repeated_keys(part, key_bits) for part in files.parts)

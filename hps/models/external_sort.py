@@ -1,14 +1,16 @@
-"""A table's files -> rows in the order of a store's keys, in bounded memory.
+"""External sort: a table's files as rows in the order of a store's keys, in bounded memory.
 
-``codes`` are uint64 that sort as the store's keys do (`RocksDbTier.codes`). Of a key that stands several
-times in the files the last row wins.
+``codes`` are uint64 that sort as the store's keys do (`RocksDbTier.codes`). Of rows with the same key
+the last
+one in the files wins.
 
-Two ways. Where the codes fit ``SORT_ROWS`` and the vectors fit the operating system's cache, all codes are
-sorted and the vectors gathered, from memory or from a mapped copy of their file: nobody shortens a copy
-without a name, and to map the file itself would end the process when somebody does. Else the rows are
-first spread over temporary files by ranges of codes, each of which fits ``BUCKET_BYTES``: everything
-is then read and written in sequence, and a table may be larger than memory.
-"""
+There are two ways. If the codes fit ``SORT_ROWS`` and the vectors fit the operating system's cache, all
+codes
+are sorted and the vectors gathered, from memory or from a mapped copy of their file: no other process can
+shorten an unnamed copy, while a mapped file that is shortened ends the process. Otherwise the rows are
+first
+spread over temporary files by ranges of codes, each of which fits ``BUCKET_BYTES``: everything is then read
+and written in sequence, and a table may be larger than memory."""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ Chunk = tuple[Codes, NDArray[np.float32]]
 Task = Callable[[], AbstractContextManager[Callable[[int], None]]]
 T = TypeVar("T")
 
-# Sorting takes 32 bytes a row at its peak: 384 MB.
+# Sorting takes 32 bytes per row at its peak: 384 MB.
 SORT_ROWS = 12_000_000
 BUCKET_BYTES = 128 << 20
 _BLOCK_BYTES = 2 << 20
@@ -43,7 +45,7 @@ _SAMPLE = 1 << 17
 
 @dataclass(slots=True)
 class DuplicateCounter:
-    """Counts rows that were dropped because their key stands again later in the files."""
+    """Number of rows dropped because their key is repeated later in the files."""
 
     count: int = 0
 
@@ -55,9 +57,10 @@ def sorted_chunks(
     scratch: Path,
     spreading: Task = lambda: NoProgress().task("", 0),
 ) -> Generator[Chunk, None, None]:
-    """Blocks of codes (n,), strictly ascending within and over the blocks, with their vectors
-    (n, dim) float32. ``scratch`` is a folder that may be made for temporary files, and is removed;
-    ``spreading`` opens the task that is told the rows written there."""
+    """Blocks of codes (n,), strictly ascending, with their vectors (n, dim) float32.
+
+    ``scratch``: a folder for temporary files, which is made if needed and removed; ``spreading``: opens the
+    progress task for rows written there."""
     vector_bytes = files.rows * files.dim * 4
     if files.rows <= SORT_ROWS and vector_bytes <= _cacheable_bytes():
         return _gathered(files, to_codes, duplicates, scratch)
@@ -65,7 +68,7 @@ def sorted_chunks(
 
 
 def block_rows(dim: int) -> int:
-    """Rows per block: about 2 MB, which a processor's cache holds."""
+    """Rows per block: about 2 MB, which fits a processor's cache."""
     return max(256, _BLOCK_BYTES // (dim * 4))
 
 
@@ -84,7 +87,7 @@ def _gathered(
 
 
 def _apart(files: TableFiles, scratch: Path) -> NDArray[np.float32]:
-    """The vectors (rows, dim), where nobody else can get at them."""
+    """A private copy of the vectors (rows, dim)."""
     size = files.rows * files.dim * 4
     if size <= BUCKET_BYTES:
         return files.vectors()
@@ -98,11 +101,11 @@ def _apart(files: TableFiles, scratch: Path) -> NDArray[np.float32]:
             )
         return np.memmap(copy, np.dtype("<f4"), "r", shape=(files.rows, files.dim))
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)  # what is mapped stays
+        shutil.rmtree(scratch, ignore_errors=True)  # the mapping stays valid
 
 
 def sort_last(code: Codes, duplicates: DuplicateCounter) -> tuple[Codes, IndexArray]:
-    """Distinct ascending codes, and for each the last position at which it stands."""
+    """Distinct ascending codes, and the last position of each."""
     if len(code) < 2 or bool((code[1:] > code[:-1]).all()):
         return code, np.arange(len(code))
     order = np.argsort(code)
@@ -156,7 +159,8 @@ def _spread(
     sample = np.sort(to_codes(_sample(files)))
     bounds = sample[np.arange(1, buckets) * len(sample) // buckets]
     for keys, vectors in files.blocks(8 * block_rows(files.dim)):
-        # Dropping duplicates here as well keeps a bucket of one key that stands a million times small.
+        # Duplicates are also dropped here, so that the bucket of a key that is repeated a million times
+        # stays small.
         code, at = sort_last(to_codes(keys), duplicates)
         block = np.empty(len(code), record)
         block["code"] = code
@@ -165,7 +169,7 @@ def _spread(
         begin = 0
         for number, end in enumerate(ends):
             if end > begin:
-                # Opened anew each time: a large table has more buckets than a process has handles.
+                # Opened for each block: a large table has more buckets than a process may have open files.
                 with (scratch / f"{number}.rows").open("ab", buffering=0) as out:
                     view = memoryview(block[begin:end].view(np.uint8).data)
                     while len(view):
@@ -175,7 +179,7 @@ def _spread(
 
 
 def _sample(files: TableFiles) -> KeyArray:
-    """Keys evenly over the file, at least ``_SAMPLE`` of them where there are as many."""
+    """A sample of keys, evenly over the file, of at least ``_SAMPLE`` or all."""
     every, block = max(1, files.rows // _SAMPLE), 1 << 20
     picked, at = [], 0
     while at < files.rows:
@@ -193,7 +197,7 @@ def _cacheable_bytes() -> int:
 
 
 def prefetch(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
-    """Iterate in a thread of its own, up to ``depth`` items ahead of the consumer."""
+    """Iterate on a separate thread, up to ``depth`` items ahead of the consumer."""
     queue: Queue[tuple[T | None, BaseException | None]] = Queue(depth)
     stop = Event()
 
@@ -214,7 +218,7 @@ def prefetch(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
                     break
             else:
                 put(None, None)
-        except BaseException as error:  # handed to the consumer
+        except BaseException as error:  # passed to the consumer
             put(None, error)
         finally:
             close = getattr(iterator, "close", None)

@@ -1,4 +1,4 @@
-"""Whether somebody wrote to a file while it was read."""
+"""File stamps, by which a write to a file during its use is detected."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hps.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """A file as it was found. Another one lies there, or it was written to, when its stamp differs;
-    contents put in place within the same tick of the file system's clock, and as long, go unnoticed."""
+    """Identity of a file's contents: it differs after a write or a replacement.
+
+    A replacement of equal length within one tick of the file system's clock is not detected."""
 
     path: Path
     device: int
@@ -22,7 +23,7 @@ class FileStamp:
 
     @staticmethod
     def of(path: Path) -> FileStamp:
-        """Raises OSError."""
+        """Stamp the file at ``path``. Raises OSError."""
         found = os.stat(path)
         return FileStamp(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
@@ -30,7 +31,7 @@ class FileStamp:
         return f"{self.device}:{self.inode}:{self.bytes}:{self.mtime_ns}"
 
     def check(self) -> None:
-        """Raises ModelError when the file is not as it was."""
+        """Raise ModelError if the file has changed."""
         try:
             now = FileStamp.of(self.path)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Files of a fused table: the folders of several HugeCTR tables, read one behind the other."""
+"""Files of a fused table: the folders of several HugeCTR tables, read one after the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FusedFiles(TableFiles):
-    """``parts``: the tables whose rows these are, in this order."""
+    """Files of a fused table. ``parts``: the tables that it joins, in order."""
 
     parts: tuple[TableFiles, ...] = ()
 

@@ -1,16 +1,14 @@
-"""Repository -> RocksDB: each table's files are sorted by stored key and ingested, once.
+"""Load a version into RocksDB: each table's files are sorted by stored key and ingested, once.
 
-What happens to a table at a start:
+At a start, a table is treated according to its load record:
 
-* its complete load record carries the digest of the files: reused as it is, rows streamed in since
-  included;
-* no record: loaded;
-* the incomplete record of a load that was killed: continued where the files are untouched, else loaded anew;
-* another digest: the files under this version number were replaced. Loaded anew, unless rows were
-  streamed in since, which a new load would lose: that is an error. Without a manifest (HugeCTR
-  directories of a `ps.json`, which know no version numbers) the files are merged into what is there
-  instead, by the files' time against the rows' versions.
-"""
+* complete, with the digest of the files: reused as it is, with rows streamed in since;
+* none: loaded;
+* incomplete, of a load that was killed: continued if the files are unchanged, else loaded again;
+* another digest: the files under this version number were replaced. Loaded again, unless rows were streamed
+  in since, which a new load would lose: that is an error. Without a manifest (HugeCTR directories of a
+  `ps.json`, which have no version numbers) the files are merged into the table instead, by the files' time
+  against the rows' versions."""
 
 from __future__ import annotations
 
@@ -36,13 +34,13 @@ from hps.types import EmbeddingTable, Progress, make_version
 
 log = logging.getLogger(__name__)
 How = Literal["reused", "loaded", "merged"]
-# Below this a thread costs more than it saves.
+# Below this, a thread costs more than it saves.
 _THREAD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What happened to one table. ``rows`` in the files without the ``duplicates``; ``seconds``."""
+    """Result for one table. ``rows`` in the files without the ``duplicates``; ``seconds``."""
 
     table: str
     how: How
@@ -65,10 +63,10 @@ def load_tables(
 ) -> list[LoadReport]:
     """Make ``store`` hold every table of ``version``, see the module; one report per table.
 
-    ``rebuild`` loads anew what could be reused, or would be refused because of rows streamed in.
-    Raises ModelError for files that do not match their manifest, TierError when writing fails.
-    Takes at most 512 MB beside what the store's settings allow, whatever a table's size.
-    """
+    ``rebuild`` loads again what could be reused, or would be rejected because of rows streamed in. Raises
+    ModelError for files that do not match their manifest, TierError when writing fails. Takes at most
+    512 MB in
+    addition to what the store's settings allow, whatever a table's size."""
     chosen = list(tables.values() if isinstance(tables, Mapping) else tables)
     store.open_tables(chosen)
     if store.layout == "hps":  # it has no version to keep rows of another shape apart
@@ -83,8 +81,9 @@ def load_tables(
 
 
 def version_of_rows(store: RocksDbTier, table: EmbeddingTable, files: TableFiles) -> int | None:
-    """The version that the rows of ``files`` have in ``store``, when it holds exactly those; None when
-    only the store knows: other files were loaded, a key stands twice, or rows were written since."""
+    """The version of the rows of ``files`` in ``store``, if it holds exactly those.
+
+    None if only the store knows: other files were loaded, a key is repeated, or rows were written since."""
     record = store.loaded(table)
     if record is None or (record.digest, record.rows) != (files.digest, files.rows):
         return None
@@ -153,7 +152,7 @@ def _decide(files: TableFiles, table: EmbeddingTable, store: RocksDbTier, *, reb
     if rebuild:
         return "loaded"
     if record is None:
-        # Rows written to a table that was never loaded are not lost either.
+        # Rows written to a table that was never loaded are kept as well.
         return "merged" if store.streamed(table) and store.layout == "native" else "loaded"
     if (record.digest, record.dim, record.dtype) == (files.digest, table.dim, table.dtype.name):
         return "reused"
@@ -205,7 +204,7 @@ def _merge(
     record: LoadRecord,
     step: Callable[[int], None],
 ) -> int:
-    """Write the rows like updates, so that newer ones in the store stay."""
+    """Write the rows as updates, so that newer ones in the store stay."""
     for keys, vectors in files.blocks(block_rows(files.dim)):
         versions = np.full(len(keys), record.version, np.uint64)
         store.insert(table, keys, vectors.astype(table.dtype, copy=False), versions)
@@ -221,8 +220,9 @@ def row_version(version: ModelVersion, files: TableFiles) -> int:
 
 
 class _ChecksumVerifier:
-    """Compares a table's files with the manifest's checksums, beside the load; at its end they must be the
-    files that were opened."""
+    """Compares a table's files with the manifest's checksums, in parallel to the load.
+
+    When the load ends, the files must be those that were opened."""
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
@@ -242,7 +242,7 @@ class _ChecksumVerifier:
             compare_checksum(path, expected, future.result())
 
     def checked_at_end(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """The chunks; a mismatch is raised before the store can take the load for complete."""
+        """The chunks; a mismatch is raised before the store can record the load as complete."""
         yield from chunks
         self.check()
 

@@ -1,9 +1,10 @@
-"""``manifest.json``: what a version of a model holds, written last when a version is made.
+"""``manifest.json``: the contents of a model version; the last file that is written.
 
 Checksums are SHA-256 (1.3 GB/s on one core with SHA extensions; ``sha256sum`` checks them as well).
-They are compared by `hps model verify` and when a table is loaded into a store for the first time;
-a start that reuses what is loaded compares file sizes only.
-"""
+They are
+compared by `hps model verify` and when a table is loaded into a store for the first time; a start that
+reuses
+loaded tables compares file sizes only."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class TableEntry(_ManifestModel):
 
 
 class Manifest(_ManifestModel):
-    """What a version holds, as its manifest.json says."""
+    """Contents of a version, as in its manifest.json."""
 
     format: Literal[1] = FORMAT
     model: Name
@@ -66,14 +67,15 @@ class Manifest(_ManifestModel):
 
 
 def manifest_time() -> datetime:
-    """In milliseconds, as versions of rows are: cut to a second, the files would be older than rows that were
-    streamed before them."""
+    """Now, in milliseconds, as versions of rows are.
+
+    Cut to a second, the files would be older than rows that were streamed before them."""
     created = datetime.now(UTC)
     return created.replace(microsecond=created.microsecond // 1000 * 1000)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises ModelError naming the file, the field, what was expected and what was found."""
+    """Raises ModelError with the file, the field, the expected and the found value."""
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -104,7 +106,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def checksum_file(path: Path, progress: Callable[[int], None] = lambda _n: None) -> str:
-    """Stream a file through SHA-256; ``progress`` gets each step's bytes."""
+    """SHA-256 of a file, read as a stream; ``progress`` gets each step's bytes."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
@@ -115,7 +117,7 @@ def checksum_file(path: Path, progress: Callable[[int], None] = lambda _n: None)
 
 
 def compare_checksum(path: Path, expected: str, found: str) -> None:
-    """Raises ModelError unless what was found is what was expected."""
+    """Raise ModelError unless ``found`` is ``expected``."""
     if found != expected:
         raise ModelError(
             f"{path}: the contents do not match the manifest (expected {expected}, found {found}); "

@@ -1,4 +1,4 @@
-"""Repository -> Redis: a share of each table's rows, or all of them where there is no other store."""
+"""Preload: a share of each table's rows into Redis, or all of them without another store."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def preload_tables(
     share: float,
     progress: Progress,
 ) -> int:
-    """Put a ``share`` of every table of ``version`` into ``redis``, where it isn't there yet, and return the
-    rows written. Newer rows stay (in the ``hps`` layout no row is newer than another).
+    """Put a ``share`` of every table of ``version`` into ``redis``; returns the rows written.
 
-    Raises ModelError, before a row is written, for files that do not match their manifest. Raises TierError
-    when Redis refuses a table or can't be asked; another call goes on where that was.
-    """
+    Rows that are there already, and newer ones, stay (in the ``hps`` layout no row is newer than
+    another). Raises
+    ModelError, before a row is written, for files that do not match their manifest. Raises TierError
+    when Redis
+    rejects a table or is unavailable; another call continues from there."""
     rows = 0
     for name, table in tables.items():
         files = version.tables[name]
@@ -54,8 +55,7 @@ def _verify(files: TableFiles, table: EmbeddingTable) -> None:
 
 
 class _PreloadChunks:
-    """The rows in the order of the files, so that of a key that stands twice the last row wins. May be read
-    again."""
+    """The rows in the order of the files, so that the last row of a key wins. Can be iterated again."""
 
     def __init__(self, files: TableFiles, table: EmbeddingTable) -> None:
         self._files = files

@@ -46,11 +46,11 @@ class LegacySource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """One version, its files checked to fit ``spec`` (overrides applied).
+    """One version, whose files match ``spec`` (overrides applied).
 
-    ``digest`` names its contents; ``warnings`` are for the log; ``dense_stamp``: the network's file as it was
-    found.
-    """
+    ``digest`` names its contents; ``warnings`` are for the log; ``dense_stamp``: of the network's file
+    when it was
+    opened."""
 
     name: str
     version: int
@@ -70,13 +70,14 @@ class ModelVersion:
 
     @property
     def fingerprint(self) -> str:
-        """A short name of its contents and its description: equal in processes that serve the same."""
+        """Digest of its contents and its description: equal in processes that serve the same."""
         return digest_of({"files": self.digest, "spec": self.spec.model_dump(mode="json")})
 
     @contextmanager
     def verified_dense(self) -> Iterator[None]:
-        """Compare the network's file with the manifest's checksum; to be opened within. Raises ModelError
-        when it is another one, or was changed meanwhile."""
+        """Context in which to open the network's file: compares it with the manifest's checksum.
+
+        Raises ModelError when the file differs, or was changed meanwhile."""
         if self.dense is not None and self.manifest is not None and self.manifest.dense is not None:
             compare_checksum(self.dense, self.manifest.dense.checksum, checksum_file(self.dense))
         yield
@@ -84,7 +85,7 @@ class ModelVersion:
             self.dense_stamp.check()
 
     def stamps(self) -> Iterator[tuple[FileStamp, FileEntry | None]]:
-        """Its files but for the manifest as they were found, with what the manifest says of them."""
+        """Stamps of its files except the manifest, with their manifest entries."""
         for files in self.tables.values():
             entry = files.entry
             entries = (None, None) if entry is None else (entry.key, entry.emb_vector)
@@ -93,7 +94,7 @@ class ModelVersion:
             yield self.dense_stamp, self.manifest.dense if self.manifest else None
 
     def embedding_tables(self) -> dict[str, EmbeddingTable]:
-        """Fresh table objects (compared by identity: call it once per served version)."""
+        """New table objects (compared by identity: call it once per served version)."""
         return {t.name: self._embedding_table(t) for t in self.spec.tables}
 
     def _embedding_table(self, spec: TableSpec) -> EmbeddingTable:
@@ -111,7 +112,7 @@ class ModelVersion:
 
 
 class Repository:
-    """Reads a repository; every call looks at the disk. May be used from several threads."""
+    """Reads a repository; every call reads the disk. Thread-safe."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
@@ -126,7 +127,7 @@ class Repository:
         return sorted(p.parent.name for p in self.root.glob(f"*/{SPEC_FILE}"))
 
     def versions(self, name: str) -> list[int]:
-        """Version numbers, ascending. Folders of an import under way or killed do not count."""
+        """Version numbers, ascending, without folders of a running or killed import."""
         folder = self._model_folder(name)
         return sorted(
             int(p.name) for p in folder.iterdir() if re.fullmatch(r"[1-9][0-9]{0,17}", p.name)
@@ -142,7 +143,7 @@ class Repository:
     def open(
         self, name: str, version: int | None = None, override: ModelOverride | None = None
     ) -> ModelVersion:
-        """The given version, else the override's, else the highest; its files are checked."""
+        """Open ``version``, else the override's, else the highest; its files are checked."""
         if version is None and override is not None:
             version = override.version
         versions = self.versions(name)
@@ -165,8 +166,9 @@ class Repository:
     def without_rows(
         self, name: str, version: int, override: ModelOverride | None = None
     ) -> ModelVersion:
-        """A version for a process whose rows are elsewhere: its description and its network, if they are
-        here. Needs no version folder where there is no network."""
+        """A version for a process whose rows are remote: its description and its network, if present.
+
+        Needs no version folder if there is no network."""
         spec = apply_override(self.spec(name), override)
         folder = self.root / name / str(version)
         path = folder / FILE_NAME
@@ -221,8 +223,9 @@ def open_version(folder: Path, version: int, spec: ModelSpec) -> ModelVersion:
 
 
 def check_unchanged(served: ModelVersion, found: ModelVersion) -> None:
-    """Raise ModelError naming the files of a version, as they are ``found``, that are not those it was opened
-    from. Files that were touched or copied there again are, by the manifest's checksum."""
+    """Raise ModelError with the files of a version that have changed since ``served`` was opened.
+
+    Files that were touched, or copied there again, are unchanged if the manifest's checksum says so."""
     changed = []
     if found.spec != served.spec:
         changed.append(SPEC_FILE)
@@ -250,7 +253,7 @@ def _dense(folder: Path, spec: ModelSpec, manifest: Manifest | None) -> FileStam
     if spec.dense is None:
         return None
     if not path.is_file():
-        return None  # a Triton may run it
+        return None  # Triton may run it
     stamp = FileStamp.of(path)
     if manifest and manifest.dense and manifest.dense.bytes != stamp.bytes:
         raise ModelError(
@@ -265,7 +268,7 @@ def _size_and_time(stamp: FileStamp | None) -> list[int] | None:
 
 
 def open_legacy(model: LegacySource) -> ModelVersion:
-    """A `ps.json` model as version 1, read from its HugeCTR directories where they lie."""
+    """A `ps.json` model as version 1, read from its HugeCTR directories in place."""
     tables = {}
     for spec in model.spec.tables:
         folders = model.directories.get(spec.name)

@@ -1,8 +1,7 @@
-"""How a version appears in a model repository: whole or not at all, whenever its writer is killed.
+"""Staging: a version appears in a model repository completely or not at all.
 
-It is written to a hidden folder beside its final place and then renamed. The hidden folder is locked while
-its writer lives, so the leftovers of a killed writer are recognised and removed by the next one.
-"""
+It is written to a hidden folder next to its final place and then renamed. The hidden folder is locked while
+its writer lives, so the next writer detects and removes the leftovers of one that was killed."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from pathlib import Path
 from hps.errors import ModelError
 
 _PREFIX = ".import-"
-# A description is written and renamed in far less; an older temporary one was left by a killed writer.
+# A description is written and renamed much faster; an older temporary file is a killed writer's.
 _SPEC_SECONDS = 60.0
 _SYNCS = 8
 # From <fcntl.h> and <stdio.h> of Linux.
@@ -29,8 +28,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @contextmanager
 def hidden_folder(model: Path, version: int) -> Iterator[Path]:
-    """A locked folder ``.import-<version>-<random>``, removed unless it was renamed away; with the model's
-    folder, if that is empty then."""
+    """A locked folder ``.import-<version>-<random>``, removed unless it was renamed.
+
+    Also removes the model's folder if that is empty then."""
     folder = model / f"{_PREFIX}{version}-{secrets.token_hex(4)}"
     make_folder(folder)
     lock = os.open(folder, os.O_RDONLY)
@@ -40,7 +40,7 @@ def hidden_folder(model: Path, version: int) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # it is not empty
             model.rmdir()
 
 
@@ -52,7 +52,7 @@ def make_folder(folder: Path) -> None:
 
 
 def clean_leftovers(model: Path) -> list[Path]:
-    """Remove what killed writers left in a model's folder; returns what was removed."""
+    """Remove leftovers of killed writers from a model's folder; returns what was removed."""
     removed = []
     for folder in model.glob(f"{_PREFIX}*"):
         try:
@@ -76,7 +76,7 @@ def clean_leftovers(model: Path) -> list[Path]:
 
 
 def publish_version(folder: Path, final: Path, *, replace: bool) -> None:
-    """Make the hidden ``folder`` the version ``final``; what was there takes its place as a leftover."""
+    """Rename the hidden ``folder`` to ``final``; a replaced version becomes a leftover."""
     if not final.exists():
         folder.rename(final)
     elif not replace:
@@ -90,8 +90,7 @@ def publish_version(folder: Path, final: Path, *, replace: bool) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two folders in one step, so that neither is missing for a moment. False where the system or
-    the file system can't."""
+    """Swap two folders atomically. False if the system or the file system does not support it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -100,7 +99,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is never seen half-written."""
+    """Write a file that readers never see half-written."""
     temporary = path.with_name(f"{_PREFIX}spec-{secrets.token_hex(4)}")
     temporary.write_text(text)
     fsync_path(temporary)
@@ -109,13 +108,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def fsync_all(folder: Path) -> None:
-    """Bring every file to the disk; several at a time, as they share the file system's commits."""
+    """Sync every file to the disk; several at a time, as they share the file system's commits."""
     with ThreadPoolExecutor(_SYNCS, "hps-sync") as pool:
         list(pool.map(fsync_path, list(folder.rglob("*"))))
 
 
 def fsync_path(path: Path) -> None:
-    """Bring a file or a folder to the disk."""
+    """Sync a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

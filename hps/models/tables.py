@@ -26,12 +26,11 @@ VALUE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class TableFiles:
-    """One table's files on disk, checked to fit together. ``digest`` names their contents; ``stamps``:
-    the two as they were found.
+    """One table's files, whose sizes match. ``digest`` names their contents; ``stamps``: of both.
 
-    They are read, not mapped: a mapped file that somebody shortens ends the process (SIGBUS). What reads
-    them raises ModelError then.
-    """
+    They are read, not mapped: a mapped file that is shortened ends the process (SIGBUS). Reads raise
+    ModelError
+    then."""
 
     name: str
     folder: Path
@@ -54,18 +53,18 @@ class TableFiles:
         return self.rows * (KEY_BYTES + self.dim * VALUE_BYTES)
 
     def entries(self) -> list[tuple[Path, FileEntry]]:
-        """The files with what the manifest says of them; empty without a manifest."""
+        """The files with their manifest entries; empty without a manifest."""
         if self.entry is None:
             return []
         return [(self.key_path, self.entry.key), (self.vector_path, self.entry.emb_vector)]
 
     def keys(self, start: int = 0, stop: int | None = None) -> KeyArray:
-        """Those of the rows from ``start`` to before ``stop`` (the end): (n,) int64, in memory."""
+        """Keys (n,) int64 of the rows from ``start`` to before ``stop`` (the end), in memory."""
         keys: KeyArray = self._read(self.key_path, "<i8", 1, start, stop)
         return keys
 
     def vectors(self, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        """Those of the rows from ``start`` to before ``stop`` (the end): (n, dim) float32, in memory."""
+        """Vectors (n, dim) float32 of the rows from ``start`` to before ``stop`` (the end), in memory."""
         flat: NDArray[np.float32] = self._read(self.vector_path, "<f4", self.dim, start, stop)
         return flat.reshape(-1, self.dim)
 
@@ -75,21 +74,21 @@ class TableFiles:
             yield self.keys(start, start + rows), self.vectors(start, start + rows)
 
     def keys_at(self, rows: IndexArray) -> KeyArray:
-        """The keys of ``rows (n,)``, a read each: for a few."""
+        """The keys of ``rows (n,)``, one read each: for a few."""
         keys: KeyArray = self._pick(self.key_path, "<i8", 1, rows)
         return keys.reshape(-1)
 
     def vectors_at(self, rows: IndexArray) -> NDArray[np.float32]:
-        """The vectors (n, dim) of ``rows (n,)``, a read each: for a few."""
+        """The vectors (n, dim) of ``rows (n,)``, one read each: for a few."""
         vectors: NDArray[np.float32] = self._pick(self.vector_path, "<f4", self.dim, rows)
         return vectors
 
     def copy_vectors(self, target: Path) -> None:
-        """Copy all vectors to the file ``target``, as they lie on the disk."""
+        """Copy all vectors to the file ``target``, in the files' format."""
         shutil.copyfile(self.vector_path, target)
 
     def check_unchanged(self) -> None:
-        """Raises ModelError when somebody wrote to the files since they were opened."""
+        """Raise ModelError if the files have changed since they were opened."""
         for stamp in self.stamps:
             stamp.check()
 

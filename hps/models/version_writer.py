@@ -1,4 +1,4 @@
-"""Writes versions into a model repository, all or nothing (see staging.py), the manifest last."""
+"""Write versions into a model repository, all or nothing (see `staging`), the manifest last."""
 
 from __future__ import annotations
 
@@ -53,12 +53,13 @@ def write_version(
     """Write one version and return its folder.
 
     ``tables``: per table of ``spec`` either ``(keys (n,), vectors (n, dim))`` or an iterable of such
-    chunks, streamed. ``replace`` allows to replace an existing version, ``replace_spec`` an existing
-    ``model.yaml`` that says something else. ``progress`` gets each step's rows. Raises ModelError.
-    """
+    chunks, which
+    is streamed. ``replace`` allows replacing an existing version, ``replace_spec`` a ``model.yaml``
+    with other
+    contents. ``progress`` gets each step's rows. Raises ModelError."""
     model = Path(root) / spec.name
     _check_request(model, spec, version, tables, dense, replace=replace, replace_spec=replace_spec)
-    # Without a description a version is what a writer left that was killed at its last step.
+    # A version without a description was left by a writer that was killed at its last step.
     described = (model / SPEC_FILE).is_file()
     make_folder(model)
     clean_leftovers(model)
@@ -180,7 +181,7 @@ def _write_dense(path: Path, dense: Path | bytes) -> FileEntry:
 
 
 class _ChecksummedFile:
-    """A new file whose checksum is taken while it is written."""
+    """A new file whose checksum is computed while it is written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -206,7 +207,7 @@ class _ChecksummedFile:
 
 
 def write_spec(model: Path, spec: ModelSpec) -> None:
-    """Write ``model.yaml`` in one step, unless it says the same already."""
+    """Write ``model.yaml`` atomically, unless its contents are the same already."""
     path = model / SPEC_FILE
     if path.is_file() and load_model_spec(path) == spec:
         return

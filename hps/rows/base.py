@@ -1,7 +1,6 @@
-"""Tiers and model files as what they have in common: rows of a table, all of them or by key.
+"""Row sources: tiers and model files as tables of rows, for work over whole tables.
 
-For work over whole tables: comparing, exporting, converting. Not for requests.
-"""
+For comparing, exporting and converting; not for requests."""
 
 from __future__ import annotations
 
@@ -28,14 +27,17 @@ class TableRows(NamedTuple):
     versions: VersionArray
 
     def at(self, where: NDArray[Any] | slice) -> TableRows:
-        """Some of them, by positions, a mask or a slice."""
+        """Rows at positions, a mask or a slice."""
         return TableRows(self.keys[where], self.vectors[where], self.versions[where])
 
 
 @dataclass(frozen=True, slots=True)
 class StoredKeys:
-    """What a store has of some keys: which it holds, ``found (n,)``, which it knows to be ``deleted
-    (n,)``, and ``vectors (n, dim)``, ``versions (n,)`` that mean something there only."""
+    """A store's state of some keys.
+
+    ``found (n,)``: keys that it holds; ``deleted (n,)``: keys that it has as tombstones; ``vectors (n,
+    dim)`` and
+    ``versions (n,)`` are valid only for those."""
 
     found: NDArray[np.bool_]
     deleted: NDArray[np.bool_]
@@ -43,7 +45,7 @@ class StoredKeys:
     versions: VersionArray
 
     def rows(self, keys: KeyArray) -> TableRows:
-        """What is held of ``keys``, those that were asked for."""
+        """The found rows of ``keys``, those that were asked for."""
         return TableRows(keys, self.vectors, self.versions).at(self.found)
 
 
@@ -54,35 +56,35 @@ class RowSource(Protocol):
     def name(self) -> str: ...
     @property
     def versioned(self) -> bool:
-        """Whether it keeps versions."""
+        """True if it keeps versions."""
         ...
 
     @property
     def uniform(self) -> bool:
-        """Whether all rows of a table have the same version, which then says little of each."""
+        """True if all rows of a table have the same version, which then says little of each."""
         ...
 
     def entries(self, table: EmbeddingTable) -> int:
-        """About how many rows it has."""
+        """Approximate number of rows."""
         ...
 
     def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
-        """Each of its rows once, up to about ``BLOCK`` at a time."""
+        """Each of its rows once, about ``BLOCK`` at a time."""
         ...
 
     def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys: ...
 
     def lacks(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
-        """Those of the ``keys`` (unique) that it holds no row of."""
+        """Those of the unique ``keys`` that it has no row of."""
         ...
 
     def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:
-        """About as many of its rows as there are ``keys``; these are of the table, drawn at random."""
+        """About as many of its rows as there are ``keys``, which are random keys of the table."""
         ...
 
 
 def fetch(tier: Tier, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
-    """``keys (n,)`` unique, of the table."""
+    """State of unique ``keys (n,)`` of ``table`` in ``tier``."""
     part = Part.make(table, keys)
     ctx = FetchContext()
     tier.fetch([part], ctx)
@@ -95,7 +97,7 @@ def fetch(tier: Tier, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
 
 
 def blocks(parts: Iterable[KeyArray], size: int) -> Iterator[KeyArray]:
-    """The same keys, ``size`` or a few more at a time."""
+    """The same keys in blocks of ``size`` or slightly more."""
     waiting: list[KeyArray] = []
     n = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""Where two sources of rows differ, table by table."""
+"""Comparison of two row sources, table by table."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ EXAMPLES = 10
 
 @dataclass(slots=True)
 class TableDifference:
-    """Of one table: rows ``compared`` that the other source has, how many of them are ``equal``, how many
-    rows differ in which way, with the first keys of each. ``sampled``: not all were looked at."""
+    """Differences in one table.
+
+    ``compared``: rows of the other source; ``equal`` of them; then the number of rows per kind of
+    difference, with
+    the first keys of each. ``sampled``: not all rows were compared."""
 
     table: str
     sampled: bool = False
@@ -52,12 +55,13 @@ def compare(
     sample: KeyArray | None = None,
     extra: bool = True,
 ) -> TableDifference:
-    """How ``store`` differs from ``against``, in which the table may be another object (``other``).
+    """Compare ``store`` with ``against``, in which the table may be another object (``other``).
 
-    With ``sample``, keys of the table (n,), only these are compared, and about as many of the rows of
-    ``store`` looked for in ``against``. Rows that only ``store`` has are not looked for without ``extra``.
-    Takes the memory of a few hundred MB at most. Rows that are written meanwhile may show up or not.
-    """
+    ``sample (n,)``: keys of the table; only these are compared, and about as many rows of ``store``
+    looked up in
+    ``against``. Without ``extra``, rows that only ``store`` has are not searched for. Takes a few
+    hundred MB at
+    most. Rows that are written meanwhile may be reported or not."""
     other = other or table
     found = TableDifference(table.name, sampled=sample is not None)
     theirs = against.scan(other) if sample is None else against.sample(other, sample)
@@ -86,7 +90,7 @@ def _keys(parts: Iterable[TableRows], step: Callable[[int], None]) -> Iterator[K
 def _compare(
     found: TableDifference, theirs: TableRows, ours: StoredKeys, *, versioned: bool, uniform: bool
 ) -> None:
-    """Note how ``ours`` differ from ``theirs``, for the same keys."""
+    """Record how ``ours`` differ from ``theirs``, for the same keys."""
     same = ours.found.copy()
     same[same] = same_bits(theirs.vectors[same], ours.vectors[same])
     dated = ours.found & versioned & ~(same & uniform)
@@ -103,7 +107,7 @@ def _compare(
 
 
 def same_bits(one: NDArray[np.generic], other: NDArray[np.generic]) -> NDArray[np.bool_]:
-    """(n, dim) twice, of one dtype -> which rows (n,) are the same to the last bit, NaN included."""
+    """Mask (n,) of rows of two arrays (n, dim) of one dtype that are equal to the last bit, NaN included."""
     kind = f"u{one.dtype.itemsize}"
     equal: NDArray[np.bool_] = (
         np.ascontiguousarray(one).view(kind) == np.ascontiguousarray(other).view(kind)

@@ -1,12 +1,13 @@
-"""HPS's layout -> the native one: every row of a store, into another database or other Redis hashes.
+"""Conversion from HPS's layout to the native one: every row into another database or other hashes.
 
-The rows get the version of the model's files: nothing that is streamed from then on is refused as older,
-and what was streamed before may be streamed again. The source is only read.
+The rows get the version of the model's files: nothing that is streamed later is rejected as older, and what
+was streamed before may be streamed again. The source is only read.
 
-What a row needs is decided by what is there already: one that is missing, or is there with other bits and no
-newer version, is written. So a conversion that was killed goes on, one that is repeated brings over what
-HPS has written in the meantime, and neither takes anything back that the new node has streamed.
-"""
+A row is written if the target misses it, or has other bits without a newer version. So a conversion
+that was
+killed continues, a repeated one copies what HPS has written meanwhile, and neither overwrites what the
+new node
+has streamed."""
 
 from __future__ import annotations
 
@@ -23,8 +24,7 @@ from hps.types import EmbeddingTable, Progress
 
 @dataclass(slots=True)
 class ConversionReport:
-    """Of one table: rows ``read`` from the source, and how many of them were ``written`` because they
-    were not there yet."""
+    """Result for one table: rows ``read`` from the source, and those ``written``, the others being equal."""
 
     table: str
     read: int = 0
@@ -39,7 +39,7 @@ def convert(
     files: FileRows,
     progress: Progress,
 ) -> ConversionReport:
-    """Bring the rows of ``source_table`` over to ``table`` of ``target``; both have one shape."""
+    """Copy the rows of ``source_table`` to ``table`` of ``target``; both have one shape."""
     report = ConversionReport(table.name)
     version = files.row_version(table)
     with progress.task(f"converting {table.name}", source.entries(source_table)) as step:
@@ -58,7 +58,7 @@ def convert(
 def _lacking(
     rows: TableRows, target: RocksDbRows | RedisRows, table: EmbeddingTable, version: int
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which of ``rows`` are to be written."""
+    """Mask of the ``rows`` that must be written."""
     held = target.get(table, rows.keys)
     equal = held.found.copy()
     equal[equal] = same_bits(

@@ -1,8 +1,8 @@
-"""A table's rows as a Parquet or npz file, in bounded memory.
+"""Export of a table's rows as a Parquet or npz file, in bounded memory.
 
-Columns: ``key`` int64, ``version`` uint64, ``deleted`` bool, ``vector`` (dim values of the table's dtype;
-null, in npz zeros, where the row was deleted).
-"""
+Columns: ``key`` int64, ``version`` uint64, ``deleted`` bool, ``vector`` (dim values of the table's
+dtype; null,
+in npz zeros, for a deleted row)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _COPIED = 1 << 22
 
 @dataclass(slots=True)
 class ExportReport:
-    """``rows`` written, of which ``deleted`` are tombstones; the ``newest`` version among them, from which
-    the next export goes on."""
+    """Result: ``rows`` written, of which ``deleted`` are tombstones.
+
+    ``newest``: the highest version among them, from which the next export continues."""
 
     rows: int = 0
     deleted: int = 0
@@ -39,7 +40,7 @@ class _Sink(Protocol):
     def write(self, rows: TableRows, *, deleted: bool) -> None: ...
     def finish(self) -> None: ...
     def close(self) -> None:
-        """Let go of everything; what is not finished is left as it is."""
+        """Free all resources; an unfinished file is left as it is."""
         ...
 
 
@@ -50,8 +51,9 @@ def export(
     tombstones: Iterable[TableRows] = (),
     since: int | None = None,
 ) -> ExportReport:
-    """Write ``rows``, then ``tombstones``, whose version is above ``since``. The file gets its name when
-    it is complete. Raises ConfigError for another ending than ``FORMATS``."""
+    """Write ``rows``, then ``tombstones``, with versions above ``since``.
+
+    The file gets its name when it is complete. Raises ConfigError for another ending than ``FORMATS``."""
     check_format(path)
     report = ExportReport()
     part = path.with_name(f".{path.name}.part")
@@ -71,14 +73,16 @@ def export(
         raise HpsError(f"cannot write {path}: {reason}; make room, or name another file") from error
     finally:
         if sink is not None:
-            with suppress(OSError):  # on a full disk closing fails as well; `finish` has told
+            with suppress(
+                OSError
+            ):  # on a full disk closing fails as well; `finish` has raised the error
                 sink.close()
         part.unlink(missing_ok=True)
     return report
 
 
 def check_format(path: Path) -> None:
-    """Before any work is done: the ending and the folder."""
+    """Check the ending and the folder before any work is done."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: name the file one of *{', *'.join(FORMATS)}")
     if not path.parent.is_dir():
@@ -132,7 +136,7 @@ class _ParquetSink:
 
 
 class _NpzSink:
-    """An array's length stands before it, so the arrays are written side by side first."""
+    """Writes each column to a temporary file first: an array's length precedes it."""
 
     def __init__(self, path: Path, table: EmbeddingTable) -> None:
         self._path = path

@@ -16,14 +16,15 @@ from hps.rows.base import StoredKeys, TableRows, blocks
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 _SIGN = np.uint64(1 << 63)
-# Keys looked for in one pass over a key file.
+# Keys searched in one pass over a key file.
 _LOOKED_FOR = 1 << 23
 _READ = 1 << 20
 
 
 class FileRows:
-    """The files of one model version. Of a key that stands several times the last row counts. ``scratch``
-    is a folder for temporary files of tables that are larger than memory."""
+    """The files of one model version; of rows with the same key, the last one counts.
+
+    ``scratch``: a folder for temporary files of tables that are larger than memory."""
 
     name = "files"
     versioned = True
@@ -37,7 +38,7 @@ class FileRows:
         return self._version.tables[table.name].rows
 
     def row_version(self, table: EmbeddingTable) -> int:
-        """The version that all these rows have."""
+        """The version of all these rows."""
         return row_version(self._version, self._version.tables[table.name])
 
     def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
@@ -83,13 +84,13 @@ class FileRows:
         yield self.get(table, keys).rows(keys)
 
     def draw(self, table: EmbeddingTable, n: int) -> KeyArray:
-        """Up to ``n`` keys of the table at random, each once."""
+        """Up to ``n`` distinct random keys of the table."""
         files = self._version.tables[table.name]
         at = np.random.default_rng().integers(0, files.rows, n if files.rows else 0)
         return np.unique(table.narrow(files.keys_at(np.sort(at))))
 
     def _positions(self, table: EmbeddingTable, keys: KeyArray) -> IndexArray:
-        """The last position of each of ``keys (n,)`` in the files; -1 where there is none."""
+        """The last position of each of ``keys (n,)`` in the files; -1 if missing."""
         order = np.argsort(keys)
         ordered = keys[order]
         last = np.full(len(keys), -1, np.int64)
@@ -98,7 +99,7 @@ class FileRows:
             some = table.narrow(files.keys(start, start + _READ))
             at = np.minimum(np.searchsorted(ordered, some), len(ordered) - 1)
             hit = np.flatnonzero(ordered[at] == some)
-            last[at[hit]] = start + hit  # of equal places numpy keeps the last value
+            last[at[hit]] = start + hit  # of equal positions numpy keeps the last value
         found = np.empty_like(last)
         found[order] = last
         return found

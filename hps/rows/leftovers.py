@@ -1,4 +1,4 @@
-"""Rows that no model will ask for any more."""
+"""Leftovers: rows of model versions that cannot be served any more."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _SHOWN = 3
 def unserved_families(
     families: Iterable[str], served: Collection[tuple[str, int]], repository: Repository
 ) -> str:
-    """What is to be said of RocksDB's ``families``, in the native layout, that are of versions (model,
-    number) neither ``served`` nor in the repository any more: nobody can go back to them. "" for none."""
+    """Warning about RocksDB's ``families`` of versions that no model repository has; "" if none.
+
+    Native layout only. Excludes versions (model, number) in ``served``."""
     tables = [table for name in families if (table := parse_family(name, "native"))]
     versions = sorted({(table.model, table.version) for table in tables} - set(served))
     gone = [each for each in versions if each[1] not in _versions(repository, each[0])]

@@ -1,4 +1,4 @@
-"""Damaged tables of a RocksDB made whole again: from what can be read of them and the model's files."""
+"""Repair of damaged RocksDB tables: from what can be read of them and the model's files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hps.types import EmbeddingTable, KeyArray, Progress
 def repair_table(
     tier: RocksDbTier, table: EmbeddingTable, version: ModelVersion | None, progress: Progress
 ) -> SalvagedTable | None:
-    """Repair a table of ``tier``, which is opened for that; None when nothing of it is damaged. ``version``
-    has its files; None: there are none, and what cannot be read is gone.
+    """Repair a table of ``tier``, which is opened for that; None if it is not damaged.
 
-    Afterwards it holds every row that can be read, and the files' rows where one of theirs cannot. Its
-    stream positions are gone, so that streams are read again. Raises TierError or ModelError; run again, it
-    continues.
-    """
+    ``version`` has its files; None: there are none, and unreadable rows are lost. Afterwards the table
+    has every
+    row that can be read, and the files' rows in place of unreadable ones. Its stream positions are
+    gone, so that
+    streams are read again. Raises TierError or ModelError; run again, it continues."""
     repair = tier.repair(table)
     with progress.task(f"reading {table.name}", 1, "table") as step:
         if not (repair.begun or tier.gaps(table)):

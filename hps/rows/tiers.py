@@ -35,7 +35,7 @@ _HPS_FAMILY = re.compile(rf"hps_et\.(?P<model>{_NAME})\.(?P<name>{_NAME})")
 
 
 class TierRows:
-    """What `RocksDbRows` and `RedisRows` share. Raises TierError."""
+    """Common part of `RocksDbRows` and `RedisRows`. Raises TierError."""
 
     uniform = False
 
@@ -71,18 +71,19 @@ class RocksDbRows(TierRows):
         self.tier = tier
 
     def tables(self) -> list[TableName]:
-        """Every table there is in this layout, whether configured or not."""
+        """Every table in this layout, configured or not."""
         found = map(partial(parse_family, layout=self.tier.layout), self._families())
         return sorted((name for name in found if name), key=astuple)
 
     def check(self, table: EmbeddingTable) -> None:
-        """Raises NotFound when there is no such table, TierError when it is of another shape."""
+        """Raise NotFound if the table does not exist, TierError if it has another shape."""
         if family_name(table, self.tier.layout) not in self._families():
             raise self._absent(table, str(self.tier.path))
         self.tier.check(table)
 
     def ready(self, table: EmbeddingTable, *, create: bool = False) -> None:
-        """The same before a write: a table begins with its model's files. ``create``: or with this write."""
+        """As `check`, before a write. ``create``: the write may create the table; else its files must be
+        loaded."""
         if create and family_name(table, self.tier.layout) not in self._families():
             if self.other_layout(table):
                 raise self._absent(table, str(self.tier.path))
@@ -90,7 +91,7 @@ class RocksDbRows(TierRows):
         self.check(table)
 
     def other_layout(self, table: EmbeddingTable) -> Layout | None:
-        """The layout in which the table is there instead."""
+        """The layout in which the table exists instead, or None."""
         other = _other(self.tier.layout)
         return other if family_name(table, other) in self._families() else None
 
@@ -98,11 +99,11 @@ class RocksDbRows(TierRows):
         return existing_families(self.tier.path)
 
     def record(self, name: TableName) -> LoadRecord | None:
-        """What was loaded into a table, configured or not."""
+        """The load record of a table, configured or not."""
         return self.tier.loaded(placeholder_table(name, 1))
 
     def measure(self, table: EmbeddingTable) -> tuple[int, int, bool]:
-        """How many rows there are, their bytes, and whether that is exact."""
+        """Number of rows, their bytes, and whether the number is exact."""
         rows = self.tier.rows(table)
         width = 8 if self.versioned else table.key_bits // 8
         each = width + RowValueCodec(table, self.tier.layout).value_bytes
@@ -112,22 +113,22 @@ class RocksDbRows(TierRows):
         return _tombstones(table, self.tier.tombstones(table))
 
     def erase(self, names: list[TableName]) -> None:
-        """Of more tables at a time the tier would leave the empty column families there."""
+        """One table at a time: of several, the tier would leave empty column families."""
         for start in range(0, len(names), _DROPPED):
             some = names[start : start + _DROPPED]
             self.tier.drop(*(placeholder_table(name, 1) for name in some))
 
     def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
         """In the order of the stored keys."""
-        # Large steps: in HPS's layout the keys of one lie all over a native database.
+        # Large steps: a table's keys of HPS's layout are scattered over a native database.
         return _joined((TableRows(*some) for some in self.tier.scan(table)), BLOCK)
 
     def scan_from(self, table: EmbeddingTable, key: int) -> Iterator[TableRows]:
-        """The same from a key on, or the next one there is."""
+        """As `scan`, from ``key`` on, or the next key."""
         return (TableRows(*some) for some in self.tier.scan(table, start=key))
 
     def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:
-        """Runs of rows that begin at some of the ``keys``, and at others far from them."""
+        """Runs of rows that start at some of the ``keys``, far apart."""
         seen = SeenKeys()
         run = max(1, len(keys) // _PLACES)
         for start in [*keys[::run].tolist(), *_FAR]:
@@ -138,7 +139,7 @@ class RocksDbRows(TierRows):
 
 
 class RedisRows(TierRows):
-    """``settings``: those of the tier."""
+    """Rows of a Redis. ``settings``: those of the tier."""
 
     def __init__(self, tier: RedisTier, settings: RedisSettings) -> None:
         super().__init__(tier)
@@ -147,12 +148,13 @@ class RedisRows(TierRows):
         self._there: set[TableName] | None = None
 
     def tables(self) -> list[TableName]:
-        """Every table there is in this layout, whether configured or not."""
+        """Every table in this layout, configured or not."""
         return self.tier.find_tables()
 
     def check(self, table: EmbeddingTable) -> None:
-        """Raises NotFound when there is no such table, TierError when it is of another shape or Redis
-        cannot be asked. To look leaves no trace there."""
+        """Raise NotFound if the table does not exist, TierError for another shape or without Redis.
+
+        Writes nothing."""
         if self._there is None:
             self._there = set(self.tables())
         if table_name_in(table, self.tier.layout) not in self._there:
@@ -160,11 +162,11 @@ class RedisRows(TierRows):
         self.tier.check(table)
 
     def ready(self, table: EmbeddingTable, *, create: bool = False) -> None:
-        """Before a write, which may be the table's first one."""
+        """Check before a write, which may create the table."""
         self.tier.check(table)
 
     def other_layout(self, table: EmbeddingTable) -> Layout | None:
-        """The layout in which the table is there instead."""
+        """The layout in which the table exists instead, or None."""
         from hps.tiers.redis import RedisTier
 
         other = _other(self.tier.layout)
@@ -172,10 +174,10 @@ class RedisRows(TierRows):
             return other if table_name_in(table, other) in tier.find_tables(table.model) else None
 
     def record(self, name: TableName) -> None:
-        """Redis keeps none."""
+        """None: Redis keeps no load record."""
 
     def measure(self, table: EmbeddingTable) -> tuple[int, int, bool]:
-        """Its entries, the bytes Redis estimates for them, and whether all entries are rows."""
+        """Number of entries, Redis's estimate of their bytes, and whether all entries are rows."""
         usage = self.tier.usage(table)
         return usage.entries, usage.bytes, not self.versioned
 
@@ -196,7 +198,7 @@ class RedisRows(TierRows):
             self.tier.erase(name.model, name.version, name.name)
 
     def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:
-        """The first ones: Redis' order is by the keys' hash."""
+        """The first rows: Redis orders them by the keys' hash."""
         left = len(keys)
         for part in self.tier.scan(table, _SCANNED):
             rows = TableRows(*part)
@@ -207,7 +209,7 @@ class RedisRows(TierRows):
 
 
 def placeholder_table(name: TableName, dim: int) -> EmbeddingTable:
-    """A table that is not configured, to look at from outside: of its rows only their number counts."""
+    """A table that is not configured, of which only the number of rows is read."""
     return EmbeddingTable.make(name.name, dim, model=name.model, version=name.version)
 
 
@@ -216,7 +218,7 @@ def _other(layout: Layout) -> Layout:
 
 
 def table_name_in(table: EmbeddingTable, layout: Layout) -> TableName:
-    """What a table is called in a layout; HPS's knows no versions."""
+    """The name of a table in a layout; HPS's has no versions."""
     return TableName(table.model, 0 if layout == "hps" else table.version, table.name)
 
 
@@ -230,7 +232,7 @@ def parse_family(family: str, layout: Layout) -> TableName | None:
 
 
 def _joined(parts: Iterable[TableRows], size: int) -> Iterator[TableRows]:
-    """The same rows, ``size`` or a few more at a time."""
+    """The same rows in blocks of ``size`` or slightly more."""
     waiting: list[TableRows] = []
     n = 0
     for part in parts:
@@ -251,13 +253,13 @@ def _tombstones(
 
 
 class SeenKeys:
-    """Keys that came already: a server whose hash is being resized may name some twice. 8 bytes a key."""
+    """Set of keys already read: a server that resizes a hash may repeat some. 8 bytes per key."""
 
     def __init__(self) -> None:
         self._sorted: list[NDArray[Any]] = []
 
     def fresh(self, keys: KeyArray) -> NDArray[np.bool_]:
-        """Which of ``keys (n,)`` come for the first time."""
+        """Mask of ``keys (n,)`` that are new."""
         new = np.zeros(len(keys), bool)
         new[np.unique(keys, return_index=True)[1]] = True
         for known in self._sorted:
@@ -265,7 +267,7 @@ class SeenKeys:
             new &= known[at] != keys
         if new.any():
             self._sorted.append(np.sort(keys[new]))
-        # Of like sizes two become one: there are few, and each key is sorted a few times.
+        # Sets of similar size are merged: there are few, and each key is sorted a few times.
         while len(self._sorted) > 1 and len(self._sorted[-1]) * 2 > len(self._sorted[-2]):
             last = self._sorted.pop()
             self._sorted[-1] = np.sort(np.concatenate([self._sorted[-1], last]), kind="stable")

@@ -1,4 +1,4 @@
-"""What turns the rows of one model version into those of another, in bounded memory: a merge of two scans."""
+"""Difference of two model versions as updates, in bounded memory: a merge of two scans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _unheard(_rows: int) -> None:
 def all_rows(
     files: FileRows, table: EmbeddingTable, version: int, step: Step = _unheard
 ) -> Iterator[TableChanges]:
-    """Every row of the files. ``step`` is told how many rows were read."""
+    """Every row of the files. ``step`` gets the number of rows read."""
     for rows in _told(files.scan(table), step):
         yield _changes(rows, _NONE, version)
 
@@ -36,8 +36,11 @@ def diff_versions(
     version: int,
     step: Step = _unheard,
 ) -> Iterator[TableChanges]:
-    """Rows of ``new`` that ``base`` lacks or has with other bits, and deletions of keys that only ``base``
-    has, by ascending keys; each with ``version``. The tables have one shape. A step may be empty."""
+    """Changes that turn ``base`` into ``new``, by ascending keys, each with ``version``.
+
+    Rows of ``new`` that ``base`` misses or has with other bits, and deletions of keys that only
+    ``base`` has. The
+    tables have one shape. A step may be empty."""
     for rows, gone in diff_scans(_told(base.scan(base_table), step), _told(new.scan(table), step)):
         yield _changes(rows, gone, version)
 
@@ -45,8 +48,7 @@ def diff_versions(
 def diff_scans(
     base: Iterable[TableRows], new: Iterable[TableRows]
 ) -> Iterator[tuple[TableRows, KeyArray]]:
-    """The same for two scans in the order of their keys, each key once: rows to be written, and keys (m,) to
-    be deleted."""
+    """Rows to write, and keys (m,) to delete, from two scans in the order of their unique keys."""
     old, now = _TableScan(base), _TableScan(new)
     while True:
         ends = [scan.rows.keys[-1] for scan in (old, now) if scan.rows is not None]
@@ -67,7 +69,7 @@ def diff_scans(
 
 
 class _TableScan:
-    """``rows``: what was read and not taken yet; None at the end."""
+    """A scan in progress. ``rows``: read and not taken yet; None at the end."""
 
     def __init__(self, parts: Iterable[TableRows]) -> None:
         self._parts = iter(parts)

@@ -36,7 +36,7 @@ def ingest_app(
 
 
 def about_route(guard: Authorizer) -> APIRouter:
-    """Who it is, where servers tell that: `hps doctor` asks."""
+    """Route of the server's name and version, as servers have it; `hps doctor` reads it."""
     router = APIRouter(tags=["models"], dependencies=needs(guard, "read"))
 
     @router.get("/v2", responses=answers("ServerMetadata"))

@@ -1,4 +1,4 @@
-"""The process that feeds the stores which all nodes share: an admin port, and a reader of the streams."""
+"""Server of `hps ingest`, which feeds the stores that all nodes share: an admin port and a reader."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ OnAdmin = Callable[[str], None]
 
 
 class IngestServer(ServerProcess[IngestNode]):
-    """One such process. ``run`` blocks; ``stop`` ends it from any thread: the batch at hand is finished, and
-    how far the stores are is noted."""
+    """One ingest process. ``run`` blocks; ``stop`` ends it from any thread.
+
+    It then finishes the current batch and records the stores' positions."""
 
     def __init__(self, configuration: Configuration, progress: Progress | None = None) -> None:
         self.state: ServerState[IngestNode] = ServerState("ingest", configuration.settings)
@@ -30,8 +31,9 @@ class IngestServer(ServerProcess[IngestNode]):
         self._guard = guard(load_api_keys(configuration.settings.auth))
 
     def run(self, on_ready: OnAdmin | None = None) -> None:
-        """Feed the stores until SIGTERM or SIGINT. ``on_ready`` is called on a thread of its own when the
-        reader has been started. Raises ``ConfigError`` or ``ModelError``."""
+        """Feed the stores until SIGTERM or SIGINT. Raises ``ConfigError`` or ``ModelError``.
+
+        ``on_ready`` is called on a separate thread when the reader has been started."""
         self._run(None if on_ready is None else lambda urls: on_ready(urls["admin"]), None)
 
     def _ports(self) -> Mapping[str, Listener]:

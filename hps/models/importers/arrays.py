@@ -1,4 +1,4 @@
-"""Arrays in files, read block by block: the common form of npz, safetensors and PyTorch files."""
+"""Arrays in files, read in blocks: the common form of npz, safetensors and PyTorch files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DAMAGE = (
     EOFError,
     MemoryError,
     OSError,
-    RuntimeError,  # an encrypted zip; JSON that nests too deep
+    RuntimeError,  # an encrypted zip; JSON with too deep nesting
     ValueError,
     lzma.LZMAError,
     zipfile.BadZipFile,
@@ -38,8 +38,11 @@ _DAMAGE = (
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """One array of a file. ``blocks(rows)`` yields it in order, ``rows`` of the first dimension at a
-    time; bfloat16 comes as uint16, its bits."""
+    """One array of a file.
+
+    ``blocks(rows)`` yields it in order, ``rows`` of the first dimension at a time; bfloat16 as the
+    uint16 of its
+    bits."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,7 +69,7 @@ class ArrayFile:
     arrays: Mapping[str, StoredArray]
 
     def get(self, name: str, purpose: str) -> StoredArray:
-        """Raises ModelError listing what there is."""
+        """The array ``name``. Raises ModelError, which lists all arrays."""
         found = self.arrays.get(name)
         if found is None:
             raise ModelError(
@@ -87,9 +90,11 @@ def read_blocks(
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
 ) -> Callable[[int], Iterator[NDArray[Any]]]:
-    """Blocks of an array whose elements lie in ``path`` from byte ``offset`` on: one behind the other, or
-    of a vector or matrix ``strides`` elements apart. Read, not mapped: a mapped file that somebody
-    shortens ends the process (SIGBUS). Raises ModelError then."""
+    """Function that yields blocks of an array in ``path`` at byte ``offset``.
+
+    Its elements are contiguous, or ``strides`` elements apart for a vector or matrix. They are read,
+    not mapped: a
+    mapped file that is shortened ends the process (SIGBUS). Raises ModelError then."""
     rows_apart, columns_apart = (*(strides or (0, 0)), 0)[:2]
 
     def blocks(rows: int) -> Iterator[NDArray[Any]]:
@@ -129,7 +134,7 @@ def _strided(
     columns_apart: int,
     dtype: np.dtype[Any],
 ) -> NDArray[Any]:
-    """Rows from ``start`` on: what lies between them is read, too, but no more than a block at a time."""
+    """Rows from ``start`` on; the elements between them are read too, at most a block at a time."""
     out = np.empty((shape[0], math.prod(shape[1:])), dtype)
     if rows_apart >= columns_apart:
         step = max(1, BLOCK_BYTES // dtype.itemsize // max(1, rows_apart))
@@ -146,13 +151,13 @@ def _strided(
 
 
 def empty_blocks(_rows: int) -> Iterator[NDArray[Any]]:
-    """Blocks of an array without elements, whatever its shape claims."""
+    """No blocks, for an array without elements, whatever its shape claims."""
     return iter(())
 
 
 @contextmanager
 def import_errors(path: Path) -> Iterator[None]:
-    """What the readers of zip, Parquet and JSON raise for a damaged or hostile file, as ModelError."""
+    """Raise ModelError for the errors of zip, Parquet and JSON readers on a damaged or hostile file."""
     try:
         yield
     except _DAMAGE as error:
@@ -172,7 +177,7 @@ def to_float32(array: StoredArray, block: NDArray[Any]) -> NDArray[np.float32]:
     if array.dtype == "bfloat16":
         bits: NDArray[np.uint32] = np.ascontiguousarray(block).astype(np.uint32) << np.uint32(16)
         return bits.view(np.float32)
-    with np.errstate(over="ignore"):  # what does not fit becomes infinite, and that is refused
+    with np.errstate(over="ignore"):  # values that do not fit become infinite, and are rejected
         return np.ascontiguousarray(block, np.float32)
 
 

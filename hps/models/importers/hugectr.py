@@ -1,4 +1,4 @@
-"""HugeCTR sparse model folders (``key``, ``emb_vector``), given as folders or by an HPS ``ps.json``."""
+"""HugeCTR sparse model folders (``key``, ``emb_vector``), named directly or by an HPS ``ps.json``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from hps.models.tables import KEY_BYTES, KEY_FILE, VALUE_BYTES, VECTOR_FILE, Tab
 
 
 def plan_folders(path: Path, choices: Sequence[TableChoice]) -> ImportPlan:
-    """``path`` is a table's folder itself, or holds one folder per table. The dim follows from the
-    sizes of the two files."""
+    """Plan from a table's folder, or from a folder with one folder per table.
+
+    The dim follows from the sizes of the two files."""
     if not choices:
         if (path / KEY_FILE).is_file():
             choices = [TableChoice(table_name(path.resolve().name), (str(path),))]
@@ -59,7 +60,7 @@ def _size(path: Path) -> int:
 
 
 def plan_ps_json(path: Path, model: str | None = None) -> ImportPlan:
-    """One model of a ``ps.json``: its tables, names, dims and defaults. Raises ConfigError too."""
+    """Plan one model of a ``ps.json``: its tables, names, dims and defaults. Raises ConfigError too."""
     models = {m.spec.name: m for m in load_config(path).legacy}
     if model is None and len(models) == 1:
         (model,) = models

@@ -1,4 +1,4 @@
-"""Writes what was planned as a version of the repository."""
+"""Write planned tables as a version of the model repository."""
 
 from __future__ import annotations
 
@@ -33,9 +33,11 @@ def import_model(
     replace_spec: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the plan's tables as a version of model ``name``, by default the next one; returns its
-    folder. ``spec``: see `describe`. NaN and infinite values are refused unless ``allow_nan``.
-    Takes a few blocks of 4 MB of memory beside what the source's format needs to decode."""
+    """Write the plan's tables as a version of model ``name``, by default the next; returns its folder.
+
+    ``spec``: see `describe`. NaN and infinite values are rejected unless ``allow_nan``. Takes a few
+    blocks of 4 MB
+    of memory in addition to what the decoder of the source's format needs."""
     spec = describe(root, name, plan) if spec is None else spec
     _check_tables(spec, plan)
     if version is None:
@@ -72,9 +74,13 @@ def describe(
     dense: DenseSpec | None = None,
     defaults: Mapping[str, float | list[float]] | None = None,
 ) -> ModelSpec:
-    """The model's description: the repository's ``model.yaml`` where there is one and nothing is
-    given, else the source's own, else generated: one feature per table, or per stacked part with its
-    offset. ``defaults``: the vector of unknown keys by table. Raises ModelError or ConfigError."""
+    """The model's description.
+
+    The repository's ``model.yaml`` if it exists and no features, network or defaults are given; else
+    the source's;
+    else a new one with a feature per table, or per stacked part with its key offset. ``defaults``:
+    default vectors
+    by table. Raises ModelError or ConfigError."""
     path = root / name / SPEC_FILE
     if path.is_file() and not features and not defaults and dense is None:
         return load_model_spec(path)
@@ -97,7 +103,7 @@ def describe(
 
 
 def _stacked_features(plan: ImportPlan) -> list[FeatureSpec]:
-    """Only needed where a table was stacked; else a feature per table is the default anyway."""
+    """Features of stacked tables; empty if none is stacked: a feature per table is the default."""
     if not any(table.parts for table in plan.tables):
         return []
     return [
@@ -128,7 +134,7 @@ def _check_tables(spec: ModelSpec, plan: ImportPlan) -> None:
 
 
 class _CheckedChunks:
-    """Iterable of a table's chunks that reports progress and refuses broken values."""
+    """Iterable of a table's chunks that reports progress and rejects broken values."""
 
     def __init__(
         self, source: Path, table: ImportTable, progress: Progress, *, allow_nan: bool

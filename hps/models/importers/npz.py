@@ -1,4 +1,4 @@
-"""NumPy's ``.npz``, stored or compressed, read block by block; pickled objects are refused."""
+"""NumPy's ``.npz``, stored or compressed, read in blocks; pickled objects are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 def open_npz(path: Path) -> ArrayFile:
-    """Raises ModelError for a file that is damaged or holds anything but plain arrays."""
+    """Open an npz file. Raises ModelError if it is damaged or holds anything but plain arrays."""
     archive = open_zip(path, "an .npz file")
     arrays = {}
     with archive:
@@ -73,7 +73,7 @@ def open_zip(path: Path, what: str) -> zipfile.ZipFile:
 
 
 def data_offset(path: Path, entry: zipfile.ZipInfo) -> int:
-    """Where a stored entry's bytes begin in the archive."""
+    """Offset of a stored entry's bytes in the archive."""
     with path.open("rb") as file:
         file.seek(entry.header_offset)
         head = file.read(_LOCAL_HEADER.size)

@@ -1,4 +1,4 @@
-"""Parquet: one file, or a folder of part files, per table; read batch by batch."""
+"""Parquet: one file, or a folder of part files, per table; read in batches."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ _BUFFER_BYTES = 1 << 20
 
 
 def plan_parquet(path: Path, choices: Sequence[TableChoice]) -> ImportPlan:
-    """``path``: a Parquet file, or a folder whose Parquet files are a table each. Columns: the keys (the
-    only integer column, or the one chosen) and the vectors (the only list column, or all columns
-    of floats in their order, or those chosen)."""
+    """Plan from a Parquet file, or from a folder whose Parquet files are a table each.
+
+    Columns: the keys (the only integer column, or the chosen one) and the vectors (the only list
+    column, or all
+    float columns in order, or the chosen ones)."""
     if not choices:
         files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
         if not files:
@@ -70,8 +72,8 @@ def _files(path: Path, choice: TableChoice) -> list[Path]:
 
 
 def _open(file: Path) -> pq.ParquetFile:
-    # Without a buffer a row group's columns are read whole; mapped, a file that somebody shortens ends
-    # the process.
+    # Without a buffer, a row group's columns are read whole; a mapped file that is shortened ends the
+    # process.
     try:
         return pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
     except FileNotFoundError:

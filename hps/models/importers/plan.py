@@ -1,4 +1,4 @@
-"""Which arrays of a source become which embedding table."""
+"""Import plan: which arrays of a source become which embedding table."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ Chunk = tuple[KeyArray, NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class TableChoice:
-    """A table to be made: from which ``sources`` (arrays, files or folders; several are stacked on each
-    other), with keys from ``keys`` (an array or column; None: the array paired with the vectors, else row
-    numbers; in Parquet the only integer column). ``vectors`` names the column or columns (a pattern) of
-    a Parquet file. An empty ``name`` is derived from the source."""
+    """A table to import.
+
+    ``sources``: arrays, files or folders; several are stacked. ``keys``: an array or column; None: the
+    array paired
+    with the vectors, else row numbers; in Parquet the only integer column. ``vectors``: the column or
+    columns (a
+    pattern) of a Parquet file. An empty ``name`` is derived from the source."""
 
     name: str = ""
     sources: tuple[str, ...] = ()
@@ -50,8 +53,10 @@ class TableChoice:
 
 @dataclass(frozen=True, slots=True)
 class ImportTable:
-    """A table to be written. ``chunks`` starts reading anew at each call. ``parts``: what was stacked,
-    with the key at which each part begins. ``stamps``: the files it is read from, as they were found."""
+    """A table to write.
+
+    ``chunks`` starts a new read at each call. ``parts``: the stacked sources, with the first key of each.
+    ``stamps``: of the files that it is read from."""
 
     name: str
     dim: int
@@ -63,7 +68,7 @@ class ImportTable:
 
 @dataclass(frozen=True, slots=True)
 class ImportPlan:
-    """What a source holds for one model. ``spec`` when the source describes the model as well."""
+    """Tables of a source for one model. ``spec``: set if the source also describes the model."""
 
     source: Path
     format: str
@@ -78,9 +83,11 @@ def table_name(source: str) -> str:
 
 
 def tables_from_arrays(file: ArrayFile, choices: Sequence[TableChoice]) -> tuple[ImportTable, ...]:
-    """The chosen tables of a file of arrays; without a choice, what the file makes plain itself:
-    pairs ``T.keys``/``T.vectors`` (or ``T_keys``/``T_vectors``), or the only matrix. A chosen array of
-    such a pair has the pair's keys, too, unless the choice names others."""
+    """The chosen tables of a file of arrays; by default those that are unambiguous.
+
+    These are pairs ``T.keys``/``T.vectors`` (or ``T_keys``/``T_vectors``), or the only matrix. A chosen
+    array of
+    such a pair also gets the pair's keys, unless the choice names others."""
     expanded = [c for choice in choices for c in _expand(file, choice)] or _plain(file)
     names = [c.name for c in expanded]
     for name in names:
@@ -90,7 +97,7 @@ def tables_from_arrays(file: ArrayFile, choices: Sequence[TableChoice]) -> tuple
 
 
 def _expand(file: ArrayFile, choice: TableChoice) -> list[TableChoice]:
-    """A pattern without a name makes one table per matrix it matches; with a name it stacks them."""
+    """A pattern without a name makes one table per matching matrix; with a name it stacks them."""
     found: list[str] = []
     for source in choice.sources or (choice.name,):
         if any(c in source for c in "*?["):
@@ -127,7 +134,7 @@ def _plain(file: ArrayFile) -> list[TableChoice]:
 
 
 def _paired_keys(file: ArrayFile, name: str) -> str | None:
-    """The array of keys that belongs to the vectors ``name``; None where there is none."""
+    """The array of keys that belongs to the vectors ``name``, or None."""
     for vectors, keys in ((".vectors", ".keys"), ("_vectors", "_keys")):
         found = name.removesuffix(vectors) + keys
         if name.endswith(vectors) and found in file.arrays:
@@ -186,7 +193,7 @@ def _chunks(arrays: list[StoredArray], keys: StoredArray | None) -> Iterator[Chu
 
 
 class _KeyReader:
-    """Takes keys off an array in amounts of the caller's choice."""
+    """Reads the keys of an array in parts of the caller's size."""
 
     def __init__(self, array: StoredArray, step: int) -> None:
         self._blocks = array.blocks(max(step, 1 << 16))

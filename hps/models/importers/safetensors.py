@@ -32,7 +32,7 @@ _DTYPES = {
 
 
 def open_safetensors(path: Path) -> ArrayFile:
-    """Raises ModelError for a header that does not fit the file."""
+    """Open a safetensors file. Raises ModelError for a header that does not match the file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Which reader a source needs."""
+"""Import sources: formats and their readers."""
 
 from __future__ import annotations
 
@@ -42,9 +42,12 @@ def plan_import(
     format: str | None = None,
     model: str | None = None,
 ) -> ImportPlan:
-    """Plan an import without reading rows. ``format`` is one of SOURCES, by default inferred from the name;
-    ``model`` chooses one of a ``ps.json``. A choice may name an array of another file, ``FILE:ARRAY``, or a
-    Parquet file beside a file of arrays. Raises ModelError."""
+    """Plan an import without reading rows. Raises ModelError.
+
+    ``format`` is one of SOURCES, by default inferred from the name; ``model`` chooses one of a
+    ``ps.json``. A
+    choice may name an array of another file, ``FILE:ARRAY``, or a Parquet file in addition to a file of
+    arrays."""
     kind = _kind(path, format)
     if kind == "ps.json":
         if choices:
@@ -83,7 +86,7 @@ def _kind(path: Path, format: str | None) -> str:
 
 
 def _other_file(kind: str, choice: TableChoice) -> tuple[Path | None, tuple[str, ...]]:
-    """The file that ``choice`` names beside a source of this ``kind``, if any, and what to read of it."""
+    """The other file that ``choice`` names for a source of this ``kind``, if any, and its arrays."""
     split = [source.rpartition(":") for source in choice.sources]
     files = {Path(file) for file, _, array in split if array and Path(file).is_file()}
     if files:
@@ -100,7 +103,7 @@ def _other_file(kind: str, choice: TableChoice) -> tuple[Path | None, tuple[str,
 
 
 def _with_keys_of(file: Path, choice: TableChoice) -> TableChoice:
-    """``choice`` without the file in its ``keys``, which may be ``FILE:ARRAY`` as the vectors'."""
+    """``choice`` without the file in its ``keys``, which may be ``FILE:ARRAY`` as the vectors."""
     named, _, array = (choice.keys or "").rpartition(":")
     if not array or not Path(named).is_file():
         return choice
@@ -121,7 +124,7 @@ def _plan(path: Path, kind: str, choices: Sequence[TableChoice]) -> ImportPlan:
 
 
 def detect(path: Path) -> str:
-    """The kind of a source. Raises ModelError for what is none."""
+    """The format of a source. Raises ModelError if it is unknown."""
     if path.is_dir():
         kind = _folder_kind(path)
         if kind is None:

@@ -26,7 +26,7 @@ _MEND = "save the state_dict alone: torch.save(model.state_dict(), path)"
 
 
 def open_torch(path: Path) -> ArrayFile:
-    """The tensors by their names; those of nested dicts joined by dots. Raises ModelError."""
+    """Open a checkpoint: tensors by name; names of nested dicts are joined by dots. Raises ModelError."""
     with _open(path) as archive:
         prefix = _prefix(path, archive)
         little = _little_endian(archive, prefix)
