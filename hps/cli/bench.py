@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.options import HTTP, ApiKeyOption, RowsOption, TlsOption, former_target, tls_of
+from hps.cli.command_options import expand_options
+from hps.cli.options import (
+    HTTP,
+    Credentials,
+    RowsOption,
+    former_target,
+)
 from hps.errors import ConfigError, HpsError
 
 if TYPE_CHECKING:
-    from hps.client import Client, Tls
+    from hps.client import Client
+    from hps.tools.bench.load import Tensors
+    from hps.tools.bench.run import BenchPlan
+    from hps.tools.bench.senders import Sender
 
 app = typer.Typer(add_completion=False)
 
@@ -36,12 +46,14 @@ class ArrivalProcess(StrEnum):
     constant = "constant"
 
 
-@app.command(epilog=EXAMPLES)
-def bench(
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Arguments and options of ``hps bench``."""
+
     model: Annotated[
         str | None, typer.Argument(help="The model to ask; needed where there are several.")
-    ] = None,
-    second: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    ] = None
+    second: Annotated[str | None, typer.Argument(hidden=True)] = None
     server: Annotated[
         str | None,
         typer.Option(
@@ -51,14 +63,14 @@ def bench(
             help="http://host:port or grpc://host:port.",
             show_default=HTTP,
         ),
-    ] = None,
+    ] = None
     duration: Annotated[
         float, typer.Option(min=0.01, max=_DAY, help="Seconds that are measured.")
-    ] = 10.0,
-    warmup: Annotated[float, typer.Option(min=0.0, max=_DAY, help="Seconds before that.")] = 2.0,
+    ] = 10.0
+    warmup: Annotated[float, typer.Option(min=0.0, max=_DAY, help="Seconds before that.")] = 2.0
     count: Annotated[
         int | None, typer.Option(min=1, help="End after so many requests.", show_default=False)
-    ] = None,
+    ] = None
     concurrency: Annotated[
         int | None,
         typer.Option(
@@ -68,7 +80,7 @@ def bench(
             help="Callers that each wait for their answer; with --rate the most requests under way.",
             show_default=f"{CALLERS}, with --rate {MOST_DUE}",
         ),
-    ] = None,
+    ] = None
     connections: Annotated[
         int | None,
         typer.Option(
@@ -77,21 +89,21 @@ def bench(
             help="Of gRPC, used in turn; HTTP has one for each request under way.",
             show_default=f"{CONNECTIONS}, or --concurrency if less",
         ),
-    ] = None,
+    ] = None
     rate: Annotated[
         float | None,
         typer.Option(
             min=0.01, max=1e6, help="Requests due per second, however quick the server is."
         ),
-    ] = None,
-    arrivals: Annotated[
-        ArrivalProcess, typer.Option(help="With --rate: when.")
-    ] = ArrivalProcess.poisson,
-    batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1,
+    ] = None
+    arrivals: Annotated[ArrivalProcess, typer.Option(help="With --rate: when.")] = (
+        ArrivalProcess.poisson
+    )
+    batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1
     keys: Annotated[
         str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
-    ] = "zipf:1.2",
-    rows: RowsOption = None,
+    ] = "zipf:1.2"
+    rows: RowsOption = None
     keys_from: Annotated[
         str | None,
         typer.Option(
@@ -99,32 +111,35 @@ def bench(
             help="The server's admin address, which has its hot keys.",
             show_default="the same host, port 8002",
         ),
-    ] = None,
+    ] = None
     hotness: Annotated[
         int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
-    ] = 1,
-    distinct: Annotated[int, typer.Option(min=1, help="Different requests, sent in turn.")] = 1024,
+    ] = 1
+    distinct: Annotated[int, typer.Option(min=1, help="Different requests, sent in turn.")] = 1024
     repository: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Ask for keys that the model has here.")
-    ] = None,
-    version: Annotated[int | None, typer.Option(min=1, help="Its version there.")] = None,
+    ] = None
+    version: Annotated[int | None, typer.Option(min=1, help="Its version there.")] = None
     requests: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Send these, of hps generate requests.")
-    ] = None,
+    ] = None
     timeout: Annotated[
         float, typer.Option(min=0.001, max=3600, help="Seconds for one request.")
-    ] = 10.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same.")] = 1,
+    ] = 10.0
+    seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same.")] = 1
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Keep the result here too.")
-    ] = None,
+    ] = None
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="BEFORE AFTER", help="Say what two such files differ in."),
-    ] = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-) -> None:
+    ] = None
+    credentials: Credentials
+
+
+@app.command(epilog=EXAMPLES)
+@expand_options
+def bench(options: BenchOptions) -> None:
     """Send a server requests for a while, and tell how long they took.
 
     Without --rate, callers send when they have their answer: how much can the server do? With --rate,
@@ -132,114 +147,151 @@ def bench(
     for the server's hottest keys, where its admin address gives them. Exit 1 when requests failed, 130 when
     interrupted; what was measured is printed all the same.
     """
-    from hps.tools.bench.result_tables import show, show_comparison
+    former, model = former_target(options.model, options.second)
+    if options.compare is not None:
+        from hps.tools.bench.result_tables import show_comparison
 
-    former, model = former_target(model, second)
-    if compare is not None:
-        if server or former or model:
+        if options.server or former or model:
             raise ConfigError("--compare reads two files; leave the server and the model out")
-        show_comparison(*compare)
+        show_comparison(*options.compare)
         return
-    url = server or former or HTTP
-    if requests is not None and repository is not None:
+    if options.requests is not None and options.repository is not None:
         raise ConfigError("give --requests or --repository, not both")
-    from hps.tools.bench.load import LoadRecipe, RequestSource
-    from hps.tools.bench.report import errors_of, save
-    from hps.tools.bench.run import BenchPlan
-
-    plan = BenchPlan(
-        duration,
-        warmup,
-        concurrency or (CALLERS if rate is None else MOST_DUE),
-        rate,
-        arrivals.value,
-        count,
-        timeout,
-        seed,
-    )
-    recipe = LoadRecipe(distinct, batch, keys, rows, hotness, seed)
-    lines = connections or min(CONNECTIONS, plan.concurrency)
-    source = RequestSource(requests, repository, version)
-    told = _run(url, model, plan, recipe, source, lines, keys_from, api_key, tls_of(tls))
-    if json is not None:
-        save(json, told)
-    show(told)
-    if told["interrupted"]:
+    result = _run(options.server or former or HTTP, model, options)
+    _print(result, options.json)
+    if result["interrupted"]:
         raise typer.Exit(INTERRUPTED)
-    raise typer.Exit(1 if errors_of(told) or not told["requests"] else 0)
+    raise typer.Exit(0 if _succeeded(result) else 1)
 
 
-def _run(
-    url: str,
-    model: str | None,
-    plan: Any,
-    recipe: Any,
-    source: Any,
-    connections: int,
-    admin: str | None,
-    api_key: str | None,
-    tls: Tls | None,
-) -> dict[str, Any]:
+def _print(result: dict[str, Any], file: Path | None) -> None:
+    from hps.tools.bench.report import save
+    from hps.tools.bench.result_tables import show
+
+    if file is not None:
+        save(file, result)
+    show(result)
+
+
+def _succeeded(result: dict[str, Any]) -> bool:
+    from hps.tools.bench.report import errors_of
+
+    return bool(result["requests"]) and not errors_of(result)
+
+
+def _run(url: str, model: str | None, options: BenchOptions) -> dict[str, Any]:
+    """Send requests to the server at ``url``; return the report of the run."""
     from hps.client import Client
-    from hps.client.calls import InferCall
     from hps.tools.bench.hot_key_pools import sources_of
-    from hps.tools.bench.load import different_keys, made_requests, samples
     from hps.tools.bench.report import report
     from hps.tools.bench.run import run
-    from hps.tools.bench.senders import Sender, open_sender
+    from hps.tools.bench.senders import open_sender
 
+    plan = _plan(options)
+    connections = options.connections or min(CONNECTIONS, plan.concurrency)
+    api_key, tls = options.credentials.api_key, options.credentials.client_tls()
     with Client(url, api_key=api_key, timeout_s=plan.timeout_s, tls=tls) as client:
         name = model or _only(client)
         server = client.about()
-        hot_keys = partial(_hot_keys, url, admin, api_key, tls, str(server.get("name", "")))
-        tensors, keys = made_requests(name, recipe, source, client.metadata, hot_keys)
-        try:
-            client.infer(name, dict(tensors[0]))
-        except HpsError as error:
-            error.args = (f"the first request is refused, so none is sent: {error}",)
-            raise
-
-        def prepare(sender: Sender) -> Sequence[Any]:
-            return [sender.message(InferCall(name, dict(each))) for each in tensors]
-
-        outcome = run(lambda: open_sender(url, api_key, tls, connections), prepare, plan)
+        tensors, keys = _requests(client, url, name, server, options)
+        _send_first(client, name, tensors[0])
+        outcome = run(
+            lambda: open_sender(url, api_key, tls, connections),
+            partial(_messages, name, tensors),
+            plan,
+        )
         sources = None if outcome.interrupted else sources_of(client, name, tensors)
-    grpc = url.startswith("grpc")
-    asked = {
-        "url": url,
-        "protocol": "grpc" if grpc else "http",
-        "server": f"{server.get('name', '')} {server.get('version', '')}".strip(),
-        "model": name,
+    return report(
+        outcome,
+        {
+            "url": url,
+            "protocol": "grpc" if url.startswith("grpc") else "http",
+            "server": f"{server.get('name', '')} {server.get('version', '')}".strip(),
+            "model": name,
+            **_load_facts(tensors, keys, sources),
+            "connections": connections if url.startswith("grpc") else None,
+            "concurrency": plan.concurrency,
+            "rate": plan.rate,
+            "arrivals": plan.arrivals if plan.rate else None,
+            "warmup_s": plan.warmup_s,
+        },
+    )
+
+
+def _plan(options: BenchOptions) -> BenchPlan:
+    from hps.tools.bench.run import BenchPlan
+
+    return BenchPlan(
+        duration_s=options.duration,
+        warmup_s=options.warmup,
+        concurrency=options.concurrency or (CALLERS if options.rate is None else MOST_DUE),
+        rate=options.rate,
+        arrivals=options.arrivals.value,
+        requests=options.count,
+        timeout_s=options.timeout,
+        seed=options.seed,
+    )
+
+
+def _requests(
+    client: Client, url: str, model: str, server: Mapping[str, Any], options: BenchOptions
+) -> tuple[list[Tensors], str]:
+    """The tensors of the requests, and a phrase that describes their keys."""
+    from hps.tools.bench.load import LoadRecipe, RequestSource, made_requests
+
+    recipe = LoadRecipe(
+        options.distinct, options.batch, options.keys, options.rows, options.hotness, options.seed
+    )
+    source = RequestSource(options.requests, options.repository, options.version)
+    hot_keys = partial(_hot_keys, url, options, str(server.get("name", "")))
+    return made_requests(model, recipe, source, client.metadata, hot_keys)
+
+
+def _send_first(client: Client, model: str, tensors: Tensors) -> None:
+    """Check that the server accepts a request, before a run."""
+    try:
+        client.infer(model, dict(tensors))
+    except HpsError as error:
+        error.args = (f"the first request is refused, so none is sent: {error}",)
+        raise
+
+
+def _messages(model: str, tensors: Sequence[Tensors], sender: Sender) -> Sequence[Any]:
+    from hps.client.calls import InferCall
+
+    return [sender.message(InferCall(model, dict(each))) for each in tensors]
+
+
+def _load_facts(tensors: Sequence[Tensors], keys: str, sources: Any) -> dict[str, Any]:
+    from hps.tools.bench.load import different_keys, samples
+
+    return {
         "batch": samples(tensors[0]),
         "keys": keys,
         "keys_from": sources,
         "different_requests": len(tensors),
         "different_keys": different_keys(tensors),
-        "connections": connections if grpc else None,
-        "concurrency": plan.concurrency,
-        "rate": plan.rate,
-        "arrivals": plan.arrivals if plan.rate else None,
-        "warmup_s": plan.warmup_s,
     }
-    return report(outcome, asked)
 
 
 def _hot_keys(
-    url: str, admin: str | None, api_key: str | None, tls: Tls | None, server: str, model: str
+    url: str, options: BenchOptions, server: str, model: str
 ) -> Sequence[Mapping[str, Any]]:
     """See `hps.tools.bench.hot_key_pools.HotKeys`."""
     from hps.client import Admin
     from hps.tools.bench.hot_key_pools import MOST, guessed_admin, require_same
 
-    if admin is None and not server.startswith("hps"):
+    address = options.keys_from
+    if address is None and not server.startswith("hps"):
         raise ConfigError("it is no hps server")
+    api_key, tls = options.credentials.api_key, options.credentials.client_tls()
     try:
-        with Admin(admin or guessed_admin(url), api_key=api_key, timeout_s=10, tls=tls) as asked:
-            if admin is None:
-                require_same(asked, url)
-            return asked.hot_keys(model, limit=MOST)
+        with Admin(address or guessed_admin(url), api_key=api_key, timeout_s=10, tls=tls) as admin:
+            if address is None:
+                require_same(admin, url)
+            return admin.hot_keys(model, limit=MOST)
     except HpsError as error:
-        if admin is None:
+        if address is None:
             error.args = (f"{error}; give --keys-from URL",)
         raise
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, print_table, warn
+
+if TYPE_CHECKING:
+    from hps.config.validation import ValidationReport
+    from hps.models.repository import ModelVersion
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and describe the configuration.")
 
@@ -123,23 +127,27 @@ def validate(
             }
         )
     else:
-        for warning in report.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
-        for error in report.errors:
-            print(f"error: {error}", file=sys.stderr)
-        if report.errors:
-            print(f"{file}: {plural(len(report.errors), 'error')}", file=sys.stderr)
-        else:
-            checked = "".join(f", {each.name} version {each.version}" for each in models)
-            print(f"{file}: ok ({report.kind}{checked})")
-            if report.configuration is not None:
-                rest = f"hps doctor --config {file}"
-                print(
-                    f"Not checked: ports, stores, streams, other servers, this machine: {rest}",
-                    file=sys.stderr,
-                )
+        _show_report(report, file, models)
     if report.errors:
         raise typer.Exit(2)
+
+
+def _show_report(report: ValidationReport, file: Path, models: list[ModelVersion]) -> None:
+    for warning in report.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    for error in report.errors:
+        print(f"error: {error}", file=sys.stderr)
+    if report.errors:
+        print(f"{file}: {plural(len(report.errors), 'error')}", file=sys.stderr)
+    else:
+        checked = "".join(f", {each.name} version {each.version}" for each in models)
+        print(f"{file}: ok ({report.kind}{checked})")
+        if report.configuration is not None:
+            rest = f"hps doctor --config {file}"
+            print(
+                f"Not checked: ports, stores, streams, other servers, this machine: {rest}",
+                file=sys.stderr,
+            )
 
 
 @app.command(epilog=SCHEMA_EXAMPLES)

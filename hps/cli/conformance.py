@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.options import HTTP, ApiKeyOption, TlsOption, former_urls, tls_of
+from hps.cli.command_options import expand_options
+from hps.cli.options import HTTP, Credentials, former_urls
 from hps.errors import ConfigError, Unavailable
 from hps.tools.output import (
     JsonOption,
@@ -56,9 +57,11 @@ def _checked(values: list[str] | None) -> list[str] | None:
     return values
 
 
-@app.command(epilog=EXAMPLES)
-def conformance(
-    urls: Annotated[list[str] | None, typer.Argument(hidden=True, callback=_checked)] = None,
+@dataclass(frozen=True, kw_only=True)
+class ConformanceOptions:
+    """Arguments and options of ``hps conformance``."""
+
+    urls: Annotated[list[str] | None, typer.Argument(hidden=True, callback=_checked)] = None
     server: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,24 +73,27 @@ def conformance(
             show_default=HTTP,
             callback=_checked,
         ),
-    ] = None,
+    ] = None
     model: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME", help="Ask this model only, by default all that are ready; repeatable."
         ),
-    ] = None,
+    ] = None
     changing: Annotated[
         bool, typer.Option("--changing", help="Also unload a model and load it again.")
-    ] = False,
+    ] = False
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail by what is known of the server, too.")
-    ] = False,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-    json: JsonOption = False,
-) -> None:
+    ] = False
+    credentials: Credentials
+    output: Output = OutputFormat.table
+    json: JsonOption = False
+
+
+@app.command(epilog=EXAMPLES)
+@expand_options
+def conformance(options: ConformanceOptions) -> None:
     """Check that a server, ours or any other, speaks the Open Inference Protocol with Triton's extensions.
 
     Requests are made up from its models' metadata. What a server is known to do otherwise, as Triton does, is
@@ -97,33 +103,40 @@ def conformance(
     from hps.tools.conformance.checks import CHECKS
     from hps.tools.conformance.known_deviations import known_of
 
+    api_key = options.credentials.api_key
     headers = {"x-api-key": api_key} if api_key else {}
-    addresses = former_urls(server, urls) or [HTTP]
-    target, name = _target(addresses, model or (), headers, tls_of(tls))
+    addresses = former_urls(options.server, options.urls) or [HTTP]
+    target, name = _target(
+        addresses, options.model or (), headers, options.credentials.client_tls()
+    )
     known = known_of(name)
-    asked = {"http": target.http, "grpc": target.grpc}
-    checks = [c for c in CHECKS if asked[c.protocol] and (changing or not c.changes)]
+    addresses_of = {"http": target.http, "grpc": target.grpc}
+    checks = [c for c in CHECKS if addresses_of[c.protocol] and (options.changing or not c.changes)]
     rows = [_judged(check.name, *check.verdict(target), known) for check in checks]
-    if json or output is OutputFormat.json:
+    if options.json or options.output is OutputFormat.json:
         print_json(rows)
     else:
-        at = ", ".join(address for address in asked.values() if address)
-        models = ", ".join(sample.model for sample in target.samples)
-        print_table(
-            ("check", "verdict", "found"),
-            [(row["check"], row["verdict"], _told(row, name)) for row in rows],
-            title=f"{at}{f' ({name})' if name else ''}: {models}",
-            styles=_STYLES,
-        )
-        print_line()
-        counts = {v: sum(row["verdict"] == v for row in rows) for v in (GOOD, KNOWN, LACKS)}
-        print_line(", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n) + ".")
-    failing = {DIFFERS, KNOWN} if strict else {DIFFERS}
+        _show(rows, target, name)
+    failing = {DIFFERS, KNOWN} if options.strict else {DIFFERS}
     if differs := sum(row["verdict"] in failing for row in rows):
         print_problem(
             f"{differs} of {plural(len(rows), 'check')} find something else than the protocol says"
         )
         raise typer.Exit(1)
+
+
+def _show(rows: Sequence[dict[str, Any]], target: CheckedServer, name: str) -> None:
+    addresses = ", ".join(address for address in (target.http, target.grpc) if address)
+    models = ", ".join(sample.model for sample in target.samples)
+    print_table(
+        ("check", "verdict", "found"),
+        [(row["check"], row["verdict"], _findings(row, name)) for row in rows],
+        title=f"{addresses}{f' ({name})' if name else ''}: {models}",
+        styles=_STYLES,
+    )
+    print_line()
+    counts = {v: sum(row["verdict"] == v for row in rows) for v in (GOOD, KNOWN, LACKS)}
+    print_line(", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n) + ".")
 
 
 def _judged(check: str, verdict: str, found: Sequence[str], known: Any) -> dict[str, Any]:
@@ -136,7 +149,7 @@ def _judged(check: str, verdict: str, found: Sequence[str], known: Any) -> dict[
     return {"check": check, "verdict": verdict, "found": [*found], "why": why}
 
 
-def _told(row: dict[str, Any], server: str) -> str:
+def _findings(row: dict[str, Any], server: str) -> str:
     why = row["why"] or [""] * len(row["found"])
     return "\n".join(
         f"{text}  [{server}: {reason}]" if reason else text

@@ -64,14 +64,22 @@ def demo(
     score is compared with the trainer's. Needs no GPU, no other service and no network.
     """
     from hps.cli.demo_data import FOLDER, load_demo
-    from hps.cli.demo_process import start, stop_on_signals, wait
-    from hps.cli.demo_run import TIMED_REQUESTS, ask
 
     folder = model or FOLDER
     data = load_demo(folder)
     if write is not None:
         _write(data, folder, write, f"http://127.0.0.1:{port or PORT}")
-        return
+    elif not _run(data, folder, port, once):
+        raise typer.Exit(1)
+
+
+def _run(data: DemoData, folder: Path, port: int | None, once: bool) -> bool:
+    """Serve and check the model; return whether all checks passed.
+
+    Without ``once``, serve until a signal."""
+    from hps.cli.demo_process import start, stop_on_signals, wait
+    from hps.cli.demo_run import TIMED_REQUESTS, ask
+
     with (
         stop_on_signals(),
         tempfile.TemporaryDirectory(prefix="hps-demo-") as scratch,
@@ -92,7 +100,7 @@ def demo(
             print_line()
             print_line("Serving until Ctrl-C.", style="bold")
             wait(process)
-    raise typer.Exit(0 if findings.ok else 1)
+    return findings.ok
 
 
 @contextmanager
@@ -147,6 +155,11 @@ def _report(data: DemoData, found: DemoResults) -> None:
             )
         )
     print_table(columns, rows)
+    _report_tiers(found)
+    _report_checks(found)
+
+
+def _report_tiers(found: DemoResults) -> None:
     print_line()
     print_line("Where the rows came from (the cache was empty at first)", style="bold")
     tiers = list(dict.fromkeys(tier for counts in found.rounds for tier in counts))
@@ -157,6 +170,9 @@ def _report(data: DemoData, found: DemoResults) -> None:
         keys = [counts.get(tier, 0) for counts in found.rounds]
         by_tier.append((tier, *(cell for n in keys for cell in (count(n), percentage(n, total)))))
     print_table(("tier", *passes), by_tier)
+
+
+def _report_checks(found: DemoResults) -> None:
     from hps.cli.demo_run import CANDIDATES
 
     print_line()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hps.cli.options import ApiKeyOption, SetOption, TlsOption, tls_of
+from hps.cli.command_options import expand_options
+from hps.cli.options import Credentials, SetOption
 from hps.tools.output import (
     VERDICT_STYLES,
     JsonOption,
@@ -23,7 +24,6 @@ from hps.tools.output import (
 )
 
 if TYPE_CHECKING:
-    from hps.client import Tls
     from hps.tools.doctor.check import DoctorCheck
 
 app = typer.Typer(add_completion=False)
@@ -38,8 +38,10 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES)
-def doctor(
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Arguments and options of ``hps doctor``."""
+
     config: Annotated[
         Path | None,
         typer.Option(
@@ -49,8 +51,8 @@ def doctor(
             metavar="FILE",
             help="Check this configuration, and all it names.",
         ),
-    ] = None,
-    overrides: SetOption = None,
+    ] = None
+    overrides: SetOption = None
     server: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,22 +61,25 @@ def doctor(
             metavar="URL",
             help="Check this running server too; its admin address tells most. Repeatable.",
         ),
-    ] = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-    json: JsonOption = False,
-) -> None:
+    ] = None
+    credentials: Credentials
+    output: Output = OutputFormat.table
+    json: JsonOption = False
+
+
+@app.command(epilog=EXAMPLES)
+@expand_options
+def doctor(options: DoctorOptions) -> None:
     """Check this machine, and with --config every part of a deployment: ports, certificates, models, memory,
     disks, RocksDB, Redis, Kafka with its topics, rights and lag, Triton, lookup nodes, clocks.
 
     Exit 0 when nothing fails (warnings allowed), 1 when something does, 2 when the configuration is wrong,
     so that what it names could not be looked at.
     """
-    logging.getLogger("hps").addHandler(logging.NullHandler())  # the checks tell it
-    checks = list(run(config, overrides, server or [], api_key, tls_of(tls)))
+    logging.getLogger("hps").addHandler(logging.NullHandler())  # the checks report it
+    checks = list(run(options))
     failed = [check for check in checks if check.verdict == "FAIL"]
-    if json or output is OutputFormat.json:
+    if options.json or options.output is OutputFormat.json:
         print_json([asdict(check) for check in checks])
     else:
         show(checks, len(failed))
@@ -82,13 +87,7 @@ def doctor(
     raise typer.Exit(2 if wrong else 1 if failed else 0)
 
 
-def run(
-    config: Path | None,
-    overrides: list[str] | None,
-    servers: list[str],
-    api_key: str | None,
-    tls: Tls | None = None,
-) -> Iterator[DoctorCheck]:
+def run(options: DoctorOptions) -> Iterator[DoctorCheck]:
     from hps.config import load_config
     from hps.errors import HpsError
     from hps.tools.doctor.check import DoctorCheck, catch_errors
@@ -96,6 +95,8 @@ def run(
     from hps.tools.doctor.machine import machine
     from hps.tools.doctor.servers import servers as each_of
 
+    config, overrides = options.config, options.overrides
+    api_key, tls = options.credentials.api_key, options.credentials.client_tls()
     is_configured = config is not None or bool(overrides)
     yield from catch_errors("machine", machine(alone=not is_configured))
     if is_configured:
@@ -110,8 +111,8 @@ def run(
                 yield DoctorCheck(CONFIGURATION, "WARN", warning, "see docs/ps-json.md")
             yield DoctorCheck(CONFIGURATION, "OK", str(config or "defaults"))
             yield from catch_errors("deployment", configured(loaded, api_key, tls))
-    if servers:
-        yield from each_of(servers, api_key, tls)
+    if options.server:
+        yield from each_of(options.server, api_key, tls)
 
 
 def show(checks: list[DoctorCheck], failed: int) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import (
-    ADMIN,
-    AdminOption,
-    ApiKeyOption,
-    FormerAdminOption,
-    TlsOption,
-    open_admin,
+    AdminServer,
 )
 from hps.errors import BadRequest, NotFound
 from hps.tools.output import FormattedNumber, Output, OutputFormat, print_json, print_table, warn
@@ -29,32 +26,35 @@ Examples:
 HIGHEST = 255
 
 
-@app.command(epilog=EXAMPLES)
-def hotkeys(
-    model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None,
-    table: Annotated[str | None, typer.Argument(help="Only this table of it.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Keys per table.")] = 20,
+@dataclass(frozen=True, kw_only=True)
+class HotKeysOptions:
+    """Arguments and options of ``hps hotkeys``."""
+
+    model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None
+    table: Annotated[str | None, typer.Argument(help="Only this table of it.")] = None
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Keys per table.")] = 20
     snapshot: Annotated[
         Path | None, typer.Option(help="Read the file of tiers.cpu_cache.snapshot.path instead.")
-    ] = None,
-    server: AdminOption = ADMIN,
-    _admin: FormerAdminOption = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = None
+    admin: AdminServer
+    output: Output = OutputFormat.table
+
+
+@app.command(epilog=EXAMPLES)
+@expand_options
+def hotkeys(options: HotKeysOptions) -> None:
     """List the hottest keys, hottest first, with their scores up to 255; equal ones in the order of the keys.
 
     A score is what the cache evicts by. With eviction lru it falls with the time since the last use: by 64
     while as many rows are admitted as the cache holds. With lfu it is a logarithmic count of uses, halved in
     that time. Keys that are in use all the time share the highest score.
     """
-    if snapshot is not None:
-        found = from_snapshot(snapshot, model, table, limit)
+    if options.snapshot is not None:
+        found = from_snapshot(options.snapshot, options.model, options.table, options.limit)
     else:
-        with open_admin(server, api_key, tls) as client:
-            found = client.hot_keys(model, table, limit)
-    if output is OutputFormat.json:
+        with options.admin.open() as client:
+            found = client.hot_keys(options.model, options.table, options.limit)
+    if options.output is OutputFormat.json:
         print_json(found)
         return
     print_table(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hps.cli.options import SetOption
 from hps.cli.serve import check_early
 from hps.tools.output import Output, OutputFormat, print_json, print_line
+
+if TYPE_CHECKING:
+    from hps.config import Configuration
+    from hps.config.update_settings import KafkaSettings
 
 app = typer.Typer(add_completion=False)
 
@@ -56,12 +60,17 @@ def ingest(
     """
     from hps.config import load_config
     from hps.errors import ConfigError
-    from hps.node.ingest import check_role
 
+    started = time.monotonic()
     if ctx.args:
         raise ConfigError(f"the configuration file is an option: hps ingest --config {ctx.args[0]}")
-    started = time.monotonic()
-    configuration = load_config(config, overrides or ())
+    run(load_config(config, overrides or ()), output, started)
+
+
+def run(configuration: Configuration, output: OutputFormat, started: float) -> None:
+    """Apply updates until a signal; ``started``: an instant of ``time.monotonic``, for the report."""
+    from hps.node.ingest import check_role
+
     kafka = check_role(configuration.settings)
     check_early(configuration, "ingest")
 
@@ -74,22 +83,25 @@ def ingest(
     server = IngestServer(configuration, ConsoleProgress())
 
     def ready(admin: str) -> None:
-        status = server.state.status()
-        report = {
-            "version": status["version"],
-            "endpoints": {"admin": admin},
-            "group": kafka.shared_group,
-            "brokers": kafka.brokers,
-            "stores": [tier["name"] for tier in status["tiers"]],
-            "models": [model["name"] for model in status["models"]],
-            "warnings": status["warnings"],
-            "seconds": round(time.monotonic() - started, 3),
-        }
+        report = summary(server.state.status(), admin, kafka)
+        report["seconds"] = round(time.monotonic() - started, 3)
         # A closed standard output is no reason to stop.
         with suppress(OSError):
             print_json(report) if output is OutputFormat.json else show(report)
 
     server.run(ready)
+
+
+def summary(status: dict[str, Any], admin: str, kafka: KafkaSettings) -> dict[str, Any]:
+    return {
+        "version": status["version"],
+        "endpoints": {"admin": admin},
+        "group": kafka.shared_group,
+        "brokers": kafka.brokers,
+        "stores": [tier["name"] for tier in status["tiers"]],
+        "models": [model["name"] for model in status["models"]],
+        "warnings": status["warnings"],
+    }
 
 
 def show(report: dict[str, Any]) -> None:

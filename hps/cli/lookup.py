@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import (
     ADMIN,
     AdminOption,
-    ApiKeyOption,
     ConfigOption,
+    Credentials,
     FormerAdminOption,
     SetOption,
-    TlsOption,
     open_admin,
     open_here,
     reject_overrides,
@@ -39,45 +40,55 @@ Examples:
 KEYS_PER_CALL = 200
 
 
-@app.command(epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})
-def lookup(
-    model: Annotated[str, typer.Argument(help="The model.")],
-    table: Annotated[str, typer.Argument(help="One of its tables; hps tables lists them.")],
+@dataclass(frozen=True, kw_only=True)
+class LookupOptions:
+    """Arguments and options of ``hps lookup``."""
+
+    model: Annotated[str, typer.Argument(help="The model.")]
+    table: Annotated[str, typer.Argument(help="One of its tables; hps tables lists them.")]
     keys: Annotated[
         list[str],
         typer.Argument(
             help="Keys of the table, from -2^63 to 2^64-1; 0x… is hexadecimal.", metavar="KEY"
         ),
-    ],
+    ]
     explain: Annotated[
         bool, typer.Option("--explain", help="Add the tier each row came from and its age.")
-    ] = False,
-    server: AdminOption = ADMIN,
-    _admin: FormerAdminOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = False
+    server: AdminOption = ADMIN
+    _admin: FormerAdminOption = None
+    config: ConfigOption = None
+    overrides: SetOption = None
+    credentials: Credentials
+    output: Output = OutputFormat.table
+
+
+@app.command(epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})
+@expand_options
+def lookup(options: LookupOptions) -> None:
     """Show rows of a table, looked up as a request would look them up.
 
     Keys are those of the table; a feature's key_offset is not added. A key that no tier has is
     shown with the table's default, which is what a request would get.
     """
-    numbers = [parse_key(text) for text in keys]
-    if config is not None:
-        with open_here(config, overrides) as node:
-            report = here(node, model, table, numbers)
+    numbers = [parse_key(text) for text in options.keys]
+    if options.config is not None:
+        with open_here(options.config, options.overrides) as node:
+            report = here(node, options.model, options.table, numbers)
     else:
-        reject_overrides(overrides)
-        report = asked(open_admin(server, api_key, tls), model, table, numbers)
-    for row, text in zip(report["rows"], keys, strict=True):
+        reject_overrides(options.overrides)
+        report = asked(
+            open_admin(options.server, options.credentials),
+            options.model,
+            options.table,
+            numbers,
+        )
+    for row, text in zip(report["rows"], options.keys, strict=True):
         row["key"] = as_typed(text)
-    if output is OutputFormat.json:
+    if options.output is OutputFormat.json:
         print_json(report)
     else:
-        show(report, explain)
+        show(report, options.explain)
 
 
 def asked(admin: Admin, model: str, table: str, keys: list[int]) -> dict[str, Any]:

@@ -112,6 +112,15 @@ def _show(opened: ModelVersion) -> None:
             for t in opened.tables.values()
         ],
     )  # fmt: skip
+    _show_inputs(opened)
+    for key, value in (manifest.metadata if manifest else {}).items():
+        print_line(f"{key}: {value}")
+    for warning in opened.warnings:
+        warn(warning)
+
+
+def _show_inputs(opened: ModelVersion) -> None:
+    """The features, and the tensors of the network."""
     features = opened.spec.features
     if features:
         print_line()
@@ -138,10 +147,6 @@ def _show(opened: ModelVersion) -> None:
             for kind, t in tensors
         ]
         print_table(("network", "tensor", "type", "shape", "context"), rows)
-    for key, value in (manifest.metadata if manifest else {}).items():
-        print_line(f"{key}: {value}")
-    for warning in opened.warnings:
-        warn(warning)
 
 
 def _yes(value: bool) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.errors import ConfigError
 from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from hps.config import ModelSpec
     from hps.models.importers import ImportPlan, TableChoice
 
 DEFAULT_REPOSITORY = Path("models")
@@ -43,29 +45,32 @@ version too, unless --spec, --feature or --default say otherwise.
 """
 
 
-def import_(
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Arguments and options of ``hps model import``."""
+
     source: Annotated[
         Path,
         typer.Argument(
             help="ps.json, HugeCTR folders, .npz, .parquet, .safetensors, or a PyTorch .pt/.pth file."
         ),
-    ],
+    ]
     repository: Annotated[
         Path, typer.Option("--to", "-r", metavar="DIR", help="The model repository to write to.")
-    ] = DEFAULT_REPOSITORY,
+    ] = DEFAULT_REPOSITORY
     name: Annotated[
         str | None, typer.Option("--name", "-n", help="The model's name in the repository.")
-    ] = None,
+    ] = None
     version: Annotated[
         int | None, typer.Option("--version", "-v", min=1, help="Default: the next one.")
-    ] = None,
+    ] = None
     format_: Annotated[
         str | None,
         typer.Option("--format", help="Source format (default: inferred from the file name)."),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Only this model of a ps.json.")
-    ] = None,
+    ] = None
+    model: Annotated[str | None, typer.Option("--model", help="Only this model of a ps.json.")] = (
+        None
+    )
     table: Annotated[
         list[str] | None,
         typer.Option(
@@ -74,15 +79,15 @@ def import_(
             metavar="NAME=SOURCE[,...]",
             help="A table and its array, file or folder; several are stacked. Repeatable.",
         ),
-    ] = None,
+    ] = None
     keys: Annotated[
         list[str] | None,
         typer.Option("--keys", metavar="TABLE=SOURCE", help="Array or column of a table's keys."),
-    ] = None,
+    ] = None
     vectors: Annotated[
         list[str] | None,
         typer.Option("--vectors", metavar="TABLE=PATTERN", help="Parquet columns of the vectors."),
-    ] = None,
+    ] = None
     feature: Annotated[
         list[str] | None,
         typer.Option(
@@ -92,7 +97,7 @@ def import_(
             help="A feature of requests: its tables take the same keys, to which the offset is added. "
             "OPTION: sum, mean or none (pooling), context, hotness=N, max_hotness=N. Repeatable.",
         ),
-    ] = None,
+    ] = None
     default: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,121 +105,148 @@ def import_(
             metavar="TABLE=VALUE[,...]",
             help="The vector of unknown keys: one number, or as many as the table's dim. Repeatable.",
         ),
-    ] = None,
+    ] = None
     spec: Annotated[
         Path | None,
         typer.Option("--spec", metavar="FILE", help="A model.yaml that describes the model."),
-    ] = None,
+    ] = None
     dense: Annotated[
         Path | None, typer.Option("--dense", metavar="FILE", help="The network, an .onnx file.")
-    ] = None,
+    ] = None
     metadata: Annotated[
         list[str] | None,
         typer.Option("--metadata", metavar="KEY=VALUE", help="Kept in the manifest. Repeatable."),
-    ] = None,
+    ] = None
     allow_nan: Annotated[
         bool, typer.Option("--allow-nan", help="Import NaN and infinite values as they are.")
-    ] = False,
+    ] = False
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace the version if it exists.")
-    ] = False,
+    ] = False
     replace_spec: Annotated[
         bool, typer.Option("--replace-spec", help="Replace a model.yaml that says something else.")
-    ] = False,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = False
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def import_(options: ImportOptions) -> None:
     """Write tables, and a network, as a version of the repository."""
-    from hps.cli import model_options as options
-    from hps.cli.progress import ConsoleProgress
-    from hps.config import load_model_spec
-    from hps.models.check import repeated_by_table, repeated_text
-    from hps.models.importers import import_model
-    from hps.models.importers.import_model import describe
+    from hps.cli.model_options import choices
+    from hps.models.check import repeated_by_table
     from hps.models.repository import Repository
 
-    chosen = options.choices(table, keys, vectors)
-    given = options.features(feature)
-    defaults = options.defaults(default)
-    notes = options.pairs("--metadata", metadata, "KEY=VALUE")
-    if spec is not None and (given or defaults):
+    chosen = choices(options.table, options.keys, options.vectors)
+    _check_options(options)
+    written = [_import(plan, options) for plan in _plans(options, chosen)]
+    repository = Repository(options.repository)
+    repeated = [repeated_by_table(repository.open(each.model, each.version)) for each in written]
+    if options.output is OutputFormat.json:
+        print_json([_imported(*entry) for entry in zip(written, repeated, strict=True)])
+    else:
+        for each, counts in zip(written, repeated, strict=True):
+            _show(each, counts, options.repository)
+
+
+class _ImportedVersion(NamedTuple):
+    model: str
+    version: int
+    folder: Path
+    plan: ImportPlan
+
+
+def _import(plan: ImportPlan, options: ImportOptions) -> _ImportedVersion:
+    """Write one version. Raises ConfigError, ModelError."""
+    from hps.cli.model_options import check_wiring, pairs
+    from hps.cli.progress import ConsoleProgress
+    from hps.models.importers import import_model
+
+    model = options.name or (plan.spec.name if plan.spec else plan.source.stem)
+    spec = _spec(plan, model, options)
+    check_wiring(spec, options.dense)
+    folder = import_model(
+        options.repository,
+        model,
+        plan,
+        version=options.version,
+        spec=spec,
+        dense=options.dense,
+        metadata=pairs("--metadata", options.metadata, "KEY=VALUE"),
+        allow_nan=options.allow_nan,
+        replace=options.replace,
+        replace_spec=options.replace_spec,
+        progress=ConsoleProgress(),
+    )
+    return _ImportedVersion(model, int(folder.name), folder, plan)
+
+
+def _spec(plan: ImportPlan, model: str, options: ImportOptions) -> ModelSpec:
+    """The description from --spec, from the repository's model.yaml, or from the options."""
+    from hps.cli.model_options import defaults, dense_spec, features, rename_spec
+    from hps.config import load_model_spec
+    from hps.models.importers.import_model import describe
+
+    feature_specs, default_vectors = features(options.feature), defaults(options.default)
+    if options.spec is not None:
+        return rename_spec(load_model_spec(options.spec), model)
+    is_described = bool(feature_specs or default_vectors)
+    exists = not is_described and (options.repository / model / "model.yaml").is_file()
+    network = None
+    if options.dense and not exists:
+        network = dense_spec(plan, feature_specs, options.dense)
+    return describe(options.repository, model, plan, feature_specs, network, default_vectors)
+
+
+def _check_options(options: ImportOptions) -> None:
+    """Check before anything is read that the options parse and do not contradict each other."""
+    from hps.cli.model_options import defaults, features, pairs
+
+    is_described = bool(features(options.feature) or defaults(options.default))
+    pairs("--metadata", options.metadata, "KEY=VALUE")
+    if options.spec is not None and is_described:
         raise ConfigError(
             "--spec describes features and defaults; leave --feature and --default out"
         )
-    written = []
-    for plan in _plans(source, chosen, format_, model, name):
-        called = name or (plan.spec.name if plan.spec else plan.source.stem)
-        if spec is not None:
-            described = options.rename_spec(load_model_spec(spec), called)
-        else:
-            exists = (repository / called / "model.yaml").is_file() and not (given or defaults)
-            generated = dense is not None and not exists
-            network = options.dense_spec(plan, given, dense) if generated and dense else None
-            described = describe(repository, called, plan, given, network, defaults)
-        options.check_wiring(described, dense)
-        folder = import_model(
-            repository,
-            called,
-            plan,
-            version=version,
-            spec=described,
-            dense=dense,
-            metadata=notes,
-            allow_nan=allow_nan,
-            replace=replace,
-            replace_spec=replace_spec,
-            progress=ConsoleProgress(),
-        )
-        written.append((called, int(folder.name), folder, plan))
-    repeated = [
-        repeated_by_table(Repository(repository).open(called, number))
-        for called, number, *_ in written
-    ]
-    if output is OutputFormat.json:
-        print_json([_imported(*entry) for entry in zip(written, repeated, strict=True)])
-        return
-    for (called, number, folder, plan), counts in zip(written, repeated, strict=True):
-        for each in plan.tables:
-            print_line(
-                f"{called}/{number} {each.name}: {plural(each.rows, 'row')} of dim {each.dim}"
-            )
-            if counts[each.name]:
-                warn(f"{called}/{number} {each.name}: {repeated_text(counts[each.name])}")
-            for part, offset in each.parts:
-                print_line(f"  {part}: keys from {offset:,} (its feature has key_offset {offset})")
-        print_line(f"Written to {folder}. Serve it: hps serve --set models.repository={repository}")
 
 
-def _plans(
-    source: Path,
-    chosen: Sequence[TableChoice],
-    format_: str | None,
-    model: str | None,
-    name: str | None,
-) -> list[ImportPlan]:
+def _show(imported: _ImportedVersion, repeated: Mapping[str, int], repository: Path) -> None:
+    from hps.models.check import repeated_text
+
+    version = f"{imported.model}/{imported.version}"
+    for table in imported.plan.tables:
+        print_line(f"{version} {table.name}: {plural(table.rows, 'row')} of dim {table.dim}")
+        if repeated[table.name]:
+            warn(f"{version} {table.name}: {repeated_text(repeated[table.name])}")
+        for part, offset in table.parts:
+            print_line(f"  {part}: keys from {offset:,} (its feature has key_offset {offset})")
+    print_line(
+        f"Written to {imported.folder}. Serve it: hps serve --set models.repository={repository}"
+    )
+
+
+def _plans(options: ImportOptions, tables: Sequence[TableChoice]) -> list[ImportPlan]:
     """One plan, or one per model of a ps.json."""
     from hps.config import load_config
     from hps.models.importers import plan_import
     from hps.models.importers.hugectr import plan_legacy
     from hps.models.importers.sources import detect
 
+    source, name = options.source, options.name
     if not source.exists():
         raise ConfigError(f"there is no file or folder {source}")
-    kind = format_ or detect(source)
+    kind = options.format_ or detect(source)
     if kind != "ps.json" and name is None:
         raise ConfigError("give the model a name: --name NAME")
-    if kind == "ps.json" and model is None and name is None and not chosen:
+    if kind == "ps.json" and options.model is None and name is None and not tables:
         return [plan_legacy(source, legacy) for legacy in load_config(source).legacy]
-    return [plan_import(source, chosen, format=format_, model=model)]
+    return [plan_import(source, tables, format=options.format_, model=options.model)]
 
 
-def _imported(
-    written: tuple[str, int, Path, ImportPlan], repeated: dict[str, int]
-) -> dict[str, Any]:
-    name, version, folder, plan = written
+def _imported(imported: _ImportedVersion, repeated: Mapping[str, int]) -> dict[str, Any]:
     return {
-        "model": name,
-        "version": version,
-        "folder": folder,
+        "model": imported.model,
+        "version": imported.version,
+        "folder": imported.folder,
         "tables": [
             {
                 "name": t.name,
@@ -223,6 +255,6 @@ def _imported(
                 "dim": t.dim,
                 "offsets": dict(t.parts),
             }
-            for t in plan.tables
+            for t in imported.plan.tables
         ],
     }

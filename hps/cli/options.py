@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,6 +91,29 @@ TlsOption = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """An API key and certificates."""
+
+    api_key: ApiKeyOption = None
+    tls: TlsOption = None
+
+    def client_tls(self) -> Tls | None:
+        return tls_of(self.tls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdminServer:
+    """A server's admin port."""
+
+    server: AdminOption = ADMIN
+    _admin: FormerAdminOption = None
+    credentials: Credentials
+
+    def open(self) -> Admin:
+        return open_admin(self.server, self.credentials)
+
+
 def former_target(first: str | None, second: str | None) -> tuple[str | None, str | None]:
     """Arguments of ``hps bench`` and ``hps profile`` as target and model: ``[MODEL]``, or formerly
     ``URL|FILE [MODEL]``."""
@@ -108,11 +132,13 @@ def former_urls(servers: list[str] | None, urls: list[str] | None) -> list[str]:
     return [*(servers or ()), *(urls or ())]
 
 
-def open_admin(url: str, api_key: str | None, tls: str | None, *, timeout_s: float = 30.0) -> Admin:
+def open_admin(url: str, credentials: Credentials, *, timeout_s: float = 30.0) -> Admin:
     """A client of the admin port at ``url``."""
     from hps.client import Admin
 
-    return Admin(url, api_key=api_key, tls=tls_of(tls), timeout_s=timeout_s)
+    return Admin(
+        url, api_key=credentials.api_key, tls=credentials.client_tls(), timeout_s=timeout_s
+    )
 
 
 def tls_of(given: str | None) -> Tls | None:

@@ -8,14 +8,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.options import HTTP, ApiKeyOption, ConfigOption, ServerOption, SetOption, TlsOption
+from hps.cli.command_options import expand_options
+from hps.cli.options import (
+    HTTP,
+    ConfigOption,
+    Credentials,
+    ServerOption,
+    SetOption,
+)
 from hps.errors import ConfigError, NotFound, Unsupported
 from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, print_table, warn
 
@@ -51,30 +59,32 @@ _ATTEMPTS = 20
 IN_FLIGHT = 4
 
 
-@app.command(epilog=EXAMPLES)
-def predict(
-    model: Annotated[str, typer.Argument(help="The model to ask.")],
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """Arguments and options of ``hps predict``."""
+
+    model: Annotated[str, typer.Argument(help="The model to ask.")]
     file: Annotated[
         Path | None, typer.Argument(help="Samples to score: *.parquet, *.csv, *.tsv or *.jsonl.")
-    ] = None,
+    ] = None
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Scores to write: *.parquet, *.csv, *.jsonl, *.npz."),
-    ] = None,
+    ] = None
     json_text: Annotated[
         str | None, typer.Option("--json", help="One request as JSON; - reads it from stdin.")
-    ] = None,
+    ] = None
     inputs: Annotated[
         list[str] | None,
         typer.Option("--input", "-i", metavar="NAME=VALUES", help="One request, input by input."),
-    ] = None,
+    ] = None
     explain: Annotated[
         bool, typer.Option("--explain", help="Show vectors, their tiers and the dense inputs.")
-    ] = False,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Keep the k best.")] = None,
+    ] = False
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Keep the k best.")] = None
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Samples in one request, of a file.")
-    ] = 1024,
+    ] = 1024
     columns: Annotated[
         str | None,
         typer.Option(
@@ -82,25 +92,28 @@ def predict(
             metavar="NAME[,NAME...]",
             help="Names of all columns of a CSV or TSV file without a header line.",
         ),
-    ] = None,
+    ] = None
     hex_keys: Annotated[
         bool,
         typer.Option("--hex-keys", help="Keys in text are hexadecimal, with or without 0x."),
-    ] = False,
+    ] = False
     missing: Annotated[
         EmptyCells,
         typer.Option(
             "--missing",
             help="An empty cell or null of a feature: a sample without keys, or the table's default.",
         ),
-    ] = EmptyCells.empty,
-    server: ServerOption = HTTP,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = EmptyCells.empty
+    server: ServerOption = HTTP
+    config: ConfigOption = None
+    overrides: SetOption = None
+    credentials: Credentials
+    output: Output = OutputFormat.table
+
+
+@app.command(epilog=EXAMPLES)
+@expand_options
+def predict(options: PredictOptions) -> None:
     """Score one request (--json or --input), or every row of a file.
 
     A file's columns are named as the model's features and dense inputs; others are ignored. Keys
@@ -108,54 +121,48 @@ def predict(
     A list, or several numbers in a cell, is a multi-hot sample; an empty cell is a sample without
     keys unless --missing says otherwise. Scores are written in the order of the rows.
     """
-    given = sum(part is not None for part in (file, json_text, inputs))
-    if given != 1:
-        raise ConfigError("give one of a file, --json or --input; see hps predict --help")
-    if file is not None and (explain or top_k):
-        raise ConfigError("--explain and --top-k are for one request, not for a file")
-    if file is None and (out is not None or columns or hex_keys or missing is not EmptyCells.empty):
-        raise ConfigError("--out, --columns, --hex-keys and --missing are for a file of samples")
+    _check_options(options)
     from hps.cli.predict_targets import open_target
 
-    with open_target(server, config, overrides, api_key, tls) as target:
-        if file is not None:
-            source = _SampleFile(
-                file, tuple(columns.split(",")) if columns else (), hex_keys, missing
-            )
-            _file(target, model, source, out, batch_size)
+    with open_target(
+        options.server, options.config, options.overrides, options.credentials
+    ) as target:
+        if options.file is not None:
+            _file(target, options, options.file)
         else:
-            _one(target, model, json_text, inputs or [], top_k, explain, output)
+            _one(target, options)
 
 
-class _SampleFile(NamedTuple):
-    """A file of samples and how it is read."""
+def _check_options(options: PredictOptions) -> None:
+    sources = (options.file, options.json_text, options.inputs)
+    if sum(part is not None for part in sources) != 1:
+        raise ConfigError("give one of a file, --json or --input; see hps predict --help")
+    if options.file is not None and (options.explain or options.top_k):
+        raise ConfigError("--explain and --top-k are for one request, not for a file")
+    is_of_file = options.out is not None or options.columns or options.hex_keys
+    if options.file is None and (is_of_file or options.missing is not EmptyCells.empty):
+        raise ConfigError("--out, --columns, --hex-keys and --missing are for a file of samples")
 
-    file: Path
-    header: tuple[str, ...]
-    is_hex: bool
-    missing: EmptyCells
 
-
-def _file(
-    target: PredictTarget, model: str, source: _SampleFile, out: Path | None, batch_size: int
-) -> None:
+def _file(target: PredictTarget, options: PredictOptions, file: Path) -> None:
     from hps.cli.progress import ConsoleProgress
     from hps.cli.sample_files import SampleWriter, json_lines, open_reader, read
 
+    model, out = options.model, options.out
     signature = target.signature(model)
-    file = source.file
-    reader = open_reader(file, signature.names, source.header)
+    header = tuple(options.columns.split(",")) if options.columns else ()
+    reader = open_reader(file, signature.names, header)
     writer = None if out is None else SampleWriter(out)
     unknown = cache(partial(_unknown_keys, target, model, signature))
-    missing = None if source.missing is EmptyCells.empty else unknown
-    score = _ScoreStream(model, signature, is_hex=source.is_hex, missing=missing)
+    missing = None if options.missing is EmptyCells.empty else unknown
+    score = _ScoreStream(model, signature, is_hex=options.hex_keys, missing=missing)
     started = time.monotonic()
     with (
         ConsoleProgress().task(f"Scoring {file.name}", reader.total, reader.unit) as advance,
         writer or nullcontext(),
         target.submitting(IN_FLIGHT) as submit,
     ):
-        batches = read(reader, file, min(batch_size, signature.max_batch))
+        batches = read(reader, file, min(options.batch_size, signature.max_batch))
         for result, step in score.in_order(batches, submit):
             if writer is not None:
                 writer.write(result.outputs)
@@ -265,24 +272,17 @@ def _summary(out: Path, score: _ScoreStream, seconds: float) -> None:
     )
 
 
-def _one(
-    target: PredictTarget,
-    model: str,
-    json_text: str | None,
-    inputs: list[str],
-    top_k: int | None,
-    explain: bool,
-    output: OutputFormat,
-) -> None:
+def _one(target: PredictTarget, options: PredictOptions) -> None:
     from hps.cli.request import parse_flags, parse_json
     from hps.types import PredictRequest
 
+    model, json_text, top_k = options.model, options.json_text, options.top_k
     signature = target.signature(model)
     if json_text is not None:
         text = sys.stdin.read() if json_text == "-" else json_text
         features, dense = parse_json(text, signature)
     else:
-        features, dense = parse_flags(inputs, signature)
+        features, dense = parse_flags(options.inputs or [], signature)
     started = time.perf_counter()
     result = target.predict(model, PredictRequest(features, dense, top_k=top_k))
     milliseconds = 1000 * (time.perf_counter() - started)
@@ -294,10 +294,10 @@ def _one(
         "stale_s": result.stale_s,
         "milliseconds": round(milliseconds, 3),
     }
-    if explain:
+    if options.explain:
         report["features"] = _account(target, model, features)
         report["dense"] = dense
-    if output is OutputFormat.json:
+    if options.output is OutputFormat.json:
         print_json(report)
     else:
         _show(report)

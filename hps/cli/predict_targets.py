@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cli.options import open_here, reject_overrides, tls_of
+from hps.cli.options import Credentials, open_here, reject_overrides
 from hps.threads import BoundedThreadPool, CompletedFuture
 from hps.tools.signature import MAX_BATCH, ModelSignature
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
@@ -129,8 +129,7 @@ def open_target(
     server: str,
     config: Path | None,
     overrides: list[str] | None,
-    api_key: str | None,
-    tls: str | None = None,
+    credentials: Credentials,
 ) -> Iterator[PredictTarget]:
     """The node of ``config`` when it is given, else the server."""
     if config is not None:
@@ -140,7 +139,7 @@ def open_target(
     reject_overrides(overrides)
     from hps.client import Client
 
-    with Client(server, api_key=api_key, tls=tls_of(tls)) as client:
+    with Client(server, api_key=credentials.api_key, tls=credentials.client_tls()) as client:
         client.ready()  # what requests need is loaded before the first is timed
         yield ServerTarget(client)
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import (
     ADMIN,
     AdminOption,
-    ApiKeyOption,
     ConfigOption,
+    Credentials,
     RowsOption,
     SetOption,
-    TlsOption,
     former_target,
     open_here,
     reject_overrides,
-    tls_of,
 )
 from hps.errors import ConfigError
 from hps.tools.output import (
@@ -37,7 +37,6 @@ from hps.tools.output import (
 )
 
 if TYPE_CHECKING:
-    from hps.client import Tls
     from hps.client.http_messages import Request
     from hps.tools.bench.load import Tensors
 
@@ -90,73 +89,86 @@ class ProfileTarget(Protocol):
         ...
 
 
-@app.command(epilog=EXAMPLES)
-def profile(
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Arguments and options of ``hps profile``."""
+
     model: Annotated[
         str | None, typer.Argument(help="The model to ask; needed where there are several.")
-    ] = None,
-    second: Annotated[str | None, typer.Argument(hidden=True)] = None,
-    server: AdminOption = ADMIN,
-    config: ConfigOption = None,
-    count: Annotated[int, typer.Option(min=1, help="Requests to look at.")] = 200,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before those.")] = 20,
-    batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1,
+    ] = None
+    second: Annotated[str | None, typer.Argument(hidden=True)] = None
+    server: AdminOption = ADMIN
+    config: ConfigOption = None
+    count: Annotated[int, typer.Option(min=1, help="Requests to look at.")] = 200
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before those.")] = 20
+    batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1
     keys: Annotated[
         str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
-    ] = "zipf:1.2",
-    rows: RowsOption = None,
+    ] = "zipf:1.2"
+    rows: RowsOption = None
     hotness: Annotated[
         int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
-    ] = 1,
+    ] = 1
     repository: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Ask for keys that the model has here.")
-    ] = None,
+    ] = None
     requests: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Send these, of hps generate requests.")
-    ] = None,
+    ] = None
     protocol: Annotated[
         WireProtocol,
         typer.Option(
             help="How requests are written: HTTP with binary tensors, or gRPC's messages."
         ),
-    ] = WireProtocol.http,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same.")] = 1,
-    overrides: SetOption = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-    json: JsonOption = False,
-) -> None:
+    ] = WireProtocol.http
+    seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same.")] = 1
+    overrides: SetOption = None
+    credentials: Credentials
+    output: Output = OutputFormat.table
+    json: JsonOption = False
+
+
+@app.command(epilog=EXAMPLES)
+@expand_options
+def profile(options: ProfileOptions) -> None:
     """Show where a request's time goes: parsing, dedup, each tier, merging, pooling, network, serialising.
 
     Requests are sent one at a time, to a server's admin address, where they are answered beside all others,
     or to the node of a configuration, opened in this process. They ask for its hottest keys, where it has
     any. No other request is looked at or slowed down.
     """
-    from hps.cli.profile_summary import account
-    from hps.tools.bench.load import LoadRecipe, RequestSource, made_requests
-
-    recipe = LoadRecipe(min(count, 256), batch, keys, rows, hotness, seed)
-    former, model = former_target(model, second)
+    former, model = former_target(options.model, options.second)
+    server, config = options.server, options.config
     if former is not None and "://" in former:
         server = former
     elif former is not None:
         config = Path(former)
-    with _opened(server, config, overrides, api_key, tls_of(tls)) as asked:
-        name = model or _only(asked.models())
-        source = RequestSource(requests, repository)
-        made, keys_of = made_requests(name, recipe, source, asked.metadata, asked.hot_keys)
-        sent = _messages(name, made, protocol)
-        told = [asked.profile(name, sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
-        plain = [asked.plain(sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
-    found = account(told)
-    found["keys"] = {"of": keys_of, **found["keys"]}
-    times = sorted(seconds for seconds in plain if seconds is not None)
-    found["round_trip_p50_us"] = 1e6 * times[len(times) // 2] if times else None
-    if json or output is OutputFormat.json:
-        print_json(found)
+    with _opened(server, config, options) as target:
+        report = _measure(target, model or _only(target.models()), options)
+    if options.json or options.output is OutputFormat.json:
+        print_json(report)
     else:
-        _show(found)
+        _show(report)
+
+
+def _measure(target: ProfileTarget, model: str, options: ProfileOptions) -> dict[str, Any]:
+    from hps.cli.profile_summary import account
+    from hps.tools.bench.load import LoadRecipe, RequestSource, made_requests
+
+    count, warmup = options.count, options.warmup
+    recipe = LoadRecipe(
+        min(count, 256), options.batch, options.keys, options.rows, options.hotness, options.seed
+    )
+    source = RequestSource(options.requests, options.repository)
+    tensors, keys_of = made_requests(model, recipe, source, target.metadata, target.hot_keys)
+    sent = _messages(model, tensors, options.protocol)
+    profiles = [target.profile(model, sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
+    plain = [target.plain(sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
+    report = account(profiles)
+    report["keys"] = {"of": keys_of, **report["keys"]}
+    times = sorted(seconds for seconds in plain if seconds is not None)
+    report["round_trip_p50_us"] = 1e6 * times[len(times) // 2] if times else None
+    return report
 
 
 def _only(names: Sequence[str]) -> str:
@@ -184,70 +196,68 @@ def _messages(model: str, made: Sequence[Tensors], protocol: WireProtocol) -> li
 
 
 @contextmanager
-def _opened(
-    server: str,
-    config: Path | None,
-    overrides: list[str] | None,
-    api_key: str | None,
-    tls: Tls | None,
-) -> Iterator[ProfileTarget]:
+def _opened(server: str, config: Path | None, options: ProfileOptions) -> Iterator[ProfileTarget]:
     from hps.cli.profile_targets import LocalProfileTarget, ServerProfileTarget
 
     if config is None:
-        reject_overrides(overrides)
-        with ServerProfileTarget(server, api_key, tls) as there:
+        reject_overrides(options.overrides)
+        credentials = options.credentials
+        with ServerProfileTarget(server, credentials.api_key, credentials.client_tls()) as there:
             yield there
         return
-    with open_here(config, overrides) as node:
+    with open_here(config, options.overrides) as node:
         yield LocalProfileTarget(node)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(report: dict[str, Any]) -> None:
     from hps.tools.bench.result_tables import in_words, warn_of_defaults
 
-    about = found["about"]
+    about, keys = report["about"], report["keys"]
     print_line(
         f"{about['model']}, version {about['version']}, batch {about['batch']}, {about['protocol']}: "
-        f"{found['requests']} requests, mean {found['mean_us']:,.0f} µs, "
-        f"p50 {found['p50_us']:,.0f}, p99 {found['p99_us']:,.0f}"
+        f"{report['requests']} requests, mean {report['mean_us']:,.0f} µs, "
+        f"p50 {report['p50_us']:,.0f}, p99 {report['p99_us']:,.0f}"
     )
-    keys = found["keys"]
-    answered = f": {in_words(keys['from'])}" if keys["from"] else ""
-    print_line(f"keys {keys['of']}{answered}")
+    sources = f": {in_words(keys['from'])}" if keys["from"] else ""
+    print_line(f"keys {keys['of']}{sources}")
     print_line()
     print_table(
         ("part", "mean µs", "share", "p50 µs", "p99 µs", "requests", ""),
-        [
-            (
-                "  " * (len(part["path"]) - 1) + part["path"][-1],
-                FormattedNumber(f"{part['mean_us']:,.1f}"),
-                percentage(part["share"], 1.0),
-                FormattedNumber(f"{part['p50_us']:,.1f}"),
-                FormattedNumber(f"{part['p99_us']:,.1f}"),
-                part["requests"],
-                _meaning(part["path"]),
-            )
-            for part in found["parts"]
-        ],
+        [_part_row(part) for part in report["parts"]],
     )
-    if found["round_trip_p50_us"] is not None:
-        outside = found["round_trip_p50_us"] - found["p50_us"]
-        print_line()
-        more = f"{outside:,.0f} µs more, for HTTP, the way, and this client"
-        if outside < 0:
-            more = "less, so other work came between"
-        print_line(
-            f"Without a profile the same requests take {found['round_trip_p50_us']:,.0f} µs (p50) here, at "
-            f"their caller: {more}."
-        )
+    if report["round_trip_p50_us"] is not None:
+        _show_round_trip(report["round_trip_p50_us"], report["p50_us"])
     if about["workers"]:
         print_line()
         print_line(
             "This is the node, whose caches are its own. Its clients are answered by "
             f"{plural(about['workers'], 'worker')}, which ask it for what the shared cache lacks."
         )
-
     warn_of_defaults(keys["from"].get("default", 0.0))
+
+
+def _part_row(part: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (
+        "  " * (len(part["path"]) - 1) + part["path"][-1],
+        FormattedNumber(f"{part['mean_us']:,.1f}"),
+        percentage(part["share"], 1.0),
+        FormattedNumber(f"{part['p50_us']:,.1f}"),
+        FormattedNumber(f"{part['p99_us']:,.1f}"),
+        part["requests"],
+        _meaning(part["path"]),
+    )
+
+
+def _show_round_trip(round_trip_us: float, profiled_us: float) -> None:
+    outside = round_trip_us - profiled_us
+    difference = f"{outside:,.0f} µs more, for HTTP, the way, and this client"
+    if outside < 0:
+        difference = "less, so other work came between"
+    print_line()
+    print_line(
+        f"Without a profile the same requests take {round_trip_us:,.0f} µs (p50) here, at "
+        f"their caller: {difference}."
+    )
 
 
 def _meaning(path: Sequence[str]) -> str:

@@ -90,12 +90,18 @@ def serve(
     from hps.config import load_config
     from hps.errors import ConfigError
 
+    started = time.monotonic()
     if ctx.args:
         raise ConfigError(f"the configuration file is an option: hps serve --config {ctx.args[0]}")
-    started = time.monotonic()
     more = [] if workers is None else [f"server.workers={workers}"]
     more += [] if role is None else [f"server.role={role.value}"]
-    configuration = load_config(config, [*(overrides or ()), *more])
+    run(load_config(config, [*(overrides or ()), *more]), output, started)
+
+
+def run(configuration: Configuration, output: OutputFormat, started: float) -> None:
+    """Serve until a signal; ``started``: an instant of ``time.monotonic``, for the report."""
+    from hps.errors import ConfigError
+
     if configuration.settings.server.role == "ingest":
         raise ConfigError("server.role is ingest: `hps ingest` starts that, not `hps serve`")
     check_early(configuration, configuration.settings.server.role)

@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import (
-    ADMIN,
-    AdminOption,
-    ApiKeyOption,
-    FormerAdminOption,
-    TlsOption,
-    open_admin,
+    AdminServer,
 )
 from hps.tools.output import (
     FormattedNumber,
@@ -43,15 +39,14 @@ Examples:
 
 
 @app.command(epilog=EXAMPLES)
+@expand_options
 def status(
-    server: AdminOption = ADMIN,
-    _admin: FormerAdminOption = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
+    *,
+    admin: AdminServer,
     output: Output = OutputFormat.table,
 ) -> None:
     """Show what a server is doing: models, tiers, where its answers came from, how fast, its updates."""
-    with open_admin(server, api_key, tls) as client:
+    with admin.open() as client:
         report = client.status()
         samples = client.metrics()
     report["keys_by_tier"] = keys_by_tier(samples)
@@ -127,6 +122,16 @@ def _show(report: dict[str, Any]) -> None:
         f"hps {report['version']}, {report.get('phase', '')}, up for {age(report['uptime_s'])}"
     )
     _show_processes(report)
+    _show_models(report["models"])
+    print_line()
+    _show_tiers(report)
+    _show_updates(report)
+    _show_requests(report)
+    for warning in report.get("warnings", []):
+        warn(warning)
+
+
+def _show_models(models: list[dict[str, Any]]) -> None:
     print_line()
     print_table(
         ("model", "version", "answers", "tables", "features"),
@@ -138,12 +143,12 @@ def _show(report: dict[str, Any]) -> None:
                 count(len(model["tables"])),
                 count(len(model.get("features", ()))),
             )
-            for model in report["models"]
+            for model in models
         ],
     )
-    print_line()
-    _show_tiers(report)
-    _show_updates(report)
+
+
+def _show_requests(report: dict[str, Any]) -> None:
     if report["requests"]:
         print_line()
         print_table(
@@ -162,8 +167,6 @@ def _show(report: dict[str, Any]) -> None:
     if unknown := report["unknown_model_requests"]:
         print_line()
         print_line(f"{plural(unknown, 'request')} rejected: no such model.")
-    for warning in report.get("warnings", []):
-        warn(warning)
 
 
 def _show_processes(report: dict[str, Any]) -> None:

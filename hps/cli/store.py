@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hps.cli import store_backup, store_compare, store_copy, store_rows
+from hps.cli.command_options import expand_options
 from hps.cli.options import SetOption
 from hps.cli.store_open import (
     ConfigFile,
@@ -177,31 +179,41 @@ Examples:
 """
 
 
-def erase(
-    model: Annotated[str, typer.Argument(help="The model; it need not be configured any more.")],
-    config: ConfigFile,
+@dataclass(frozen=True, kw_only=True)
+class EraseOptions:
+    """Arguments and options of ``hps store erase``."""
+
+    model: Annotated[str, typer.Argument(help="The model; it need not be configured any more.")]
+    config: ConfigFile
     version: Annotated[
         int | None, typer.Option("--version", "-v", help="Only this version; default: all.")
-    ] = None,
-    table: Annotated[str | None, typer.Option("--table", help="Only this table.")] = None,
-    tier: TierOption = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = None
+    table: Annotated[str | None, typer.Option("--table", help="Only this table.")] = None
+    tier: TierOption = None
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def erase(options: EraseOptions) -> None:
     """Remove a model from the stores, or a version or table of it.
 
     The model's files stay: what is configured is loaded again at the next start of a node.
     """
-    configuration = read_config(config, overrides)
-    with open_stores(configuration, tier, writing=True) as stores:
+    configuration = read_config(options.config, options.overrides)
+    with open_stores(configuration, options.tier, writing=True) as stores:
         chosen = {
             store: [
                 name
                 for name in store.tables()
-                if name.model == model
-                and (version is None or not store.versioned or name.version == version)
-                and table in (None, name.name)
+                if name.model == options.model
+                and (
+                    options.version is None
+                    or not store.versioned
+                    or name.version == options.version
+                )
+                and options.table in (None, name.name)
             ]
             for store in stores
         }
@@ -211,12 +223,14 @@ def erase(
             for n in names
         ]
         if not erased:
-            raise NotFound(f"no store holds that of model {model!r}; hps store ls lists all")
-        _confirm(erased, yes=yes)
+            raise NotFound(
+                f"no store holds that of model {options.model!r}; hps store ls lists all"
+            )
+        _confirm(erased, yes=options.yes)
         for store, names in chosen.items():
             with work():
                 store.erase(names)
-    if output is OutputFormat.json:
+    if options.output is OutputFormat.json:
         print_json(erased)
     else:
         print_line(f"Erased: {', '.join(_label(entry) for entry in erased)}")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import (
-    ApiKeyOption,
+    Credentials,
     FormerAdminOption,
     SetOption,
     SomeAdminOption,
-    TlsOption,
     open_admin,
     reject_overrides,
 )
@@ -51,24 +52,29 @@ Examples:
 """
 
 
-def checkpoint(
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Arguments and options of ``hps store checkpoint``."""
+
     folder: Annotated[
         Path | None, typer.Argument(metavar="FOLDER", help="The new folder, with --config.")
-    ] = None,
+    ] = None
     config: Annotated[
         Path | None,
         typer.Option("--config", "-c", metavar="FILE", help="Of a node that is not running."),
-    ] = None,
-    overrides: SetOption = None,
-    server: SomeAdminOption = None,
-    _admin: FormerAdminOption = None,
+    ] = None
+    overrides: SetOption = None
+    server: SomeAdminOption = None
+    _admin: FormerAdminOption = None
     keep: Annotated[
         int, typer.Option(min=1, help="With --server: how many are left in the node's folder.")
-    ] = 1,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = 1
+    credentials: Credentials
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def checkpoint(options: CheckpointOptions) -> None:
     """Copy the RocksDB database, consistent.
 
     With --config to FOLDER, which may be there when it is empty; it needs the database to itself. With
@@ -76,17 +82,25 @@ def checkpoint(
     tiers.rocksdb.checkpoints. On the same file system table files are linked: it takes a moment and
     hardly any space.
     """
-    if server is not None:
-        if folder is not None or config is not None:
+    if options.server is not None:
+        if options.folder is not None or options.config is not None:
             raise ConfigError(
                 "--server has a node choose the folder; leave out FOLDER and --config"
             )
-        reject_overrides(overrides)
-        _ask(open_admin(server, api_key, tls, timeout_s=_CHECKPOINT_S), keep, output)
+        reject_overrides(options.overrides)
+        _ask(
+            open_admin(
+                options.server,
+                options.credentials,
+                timeout_s=_CHECKPOINT_S,
+            ),
+            options.keep,
+            options.output,
+        )
         return
-    if folder is None or config is None:
+    if options.folder is None or options.config is None:
         raise ConfigError("give FOLDER and --config FILE, or --server URL of a running node")
-    _make(folder, config, overrides, output)
+    _make(options.folder, options.config, options.overrides, options.output)
 
 
 def _ask(node: Admin, keep: int, output: OutputFormat) -> None:
@@ -169,24 +183,30 @@ BinFile = Annotated[Path, typer.Argument(metavar="FILE", help="The .bin file.")]
 DumpFile = Annotated[Path, typer.Argument(metavar="FILE", help="A .bin or .sst file.")]
 
 
-def dump(
-    model: ModelArgument,
-    table: TableArgument,
-    file: BinFile,
-    config: ConfigFile,
-    tier: OneTierOption = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DumpOptions:
+    """Arguments and options of ``hps store dump``."""
+
+    model: ModelArgument
+    table: TableArgument
+    file: BinFile
+    config: ConfigFile
+    tier: OneTierOption = None
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def dump(options: DumpOptions) -> None:
     """Write a table's rows as HPS's .bin dump.
 
     It knows no versions and no deletions.
     """
     from hps.tiers.dump import write_dump
 
-    configuration = read_config(config, overrides)
-    chosen = open_models(configuration).one(model, table)
-    with open_store(configuration, tier) as store:
+    configuration = read_config(options.config, options.overrides)
+    chosen = open_models(configuration).one(options.model, options.table)
+    with open_store(configuration, options.tier) as store:
         store.check(chosen)
 
         def rows() -> Iterator[Rows]:
@@ -194,12 +214,12 @@ def dump(
                 yield some.keys, some.vectors
 
         total = store.entries(chosen)
-        with work(), ConsoleProgress().task(f"dumping {table}", total) as step:
-            written = write_dump(file, chosen, rows(), step)
-    if output is OutputFormat.json:
-        print_json({"file": file, "table": chosen.id, "tier": store.name, "rows": written})
+        with work(), ConsoleProgress().task(f"dumping {options.table}", total) as step:
+            written = write_dump(options.file, chosen, rows(), step)
+    if options.output is OutputFormat.json:
+        print_json({"file": options.file, "table": chosen.id, "tier": store.name, "rows": written})
     else:
-        print_line(f"{file}: {plural(written, 'row')}")
+        print_line(f"{options.file}: {plural(written, 'row')}")
 
 
 IMPORT_EXAMPLES = """\b
@@ -211,16 +231,22 @@ Examples:
 """
 
 
-def import_dump(
-    model: ModelArgument,
-    table: TableArgument,
-    file: DumpFile,
-    config: ConfigFile,
-    tier: OneTierOption = None,
-    version: VersionOption = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ImportDumpOptions:
+    """Arguments and options of ``hps store import-dump``."""
+
+    model: ModelArgument
+    table: TableArgument
+    file: DumpFile
+    config: ConfigFile
+    tier: OneTierOption = None
+    version: VersionOption = None
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def import_dump(options: ImportDumpOptions) -> None:
     """Write the rows of a .bin or .sst dump of HPS into a store.
 
     Rows that are newer there stay. A table that the store does not hold yet is created.
@@ -230,24 +256,27 @@ def import_dump(
     from hps.rows.tiers import table_name_in
     from hps.updates.version_clock import VersionClock
 
-    at = VersionClock().now() if version is None else parse_version(version)
-    configuration = read_config(config, overrides)
-    chosen = open_models(configuration).one(model, table)
-    with _opened(file) as opened, open_store(configuration, tier, writing=True) as store:
+    at = VersionClock().now() if options.version is None else parse_version(options.version)
+    configuration = read_config(options.config, options.overrides)
+    chosen = open_models(configuration).one(options.model, options.table)
+    with (
+        _opened(options.file) as opened,
+        open_store(configuration, options.tier, writing=True) as store,
+    ):
         store.ready(chosen, create=True)
-        with work(), ConsoleProgress().task(f"importing {table}", opened.rows) as step:
+        with work(), ConsoleProgress().task(f"importing {options.table}", opened.rows) as step:
             for keys, vectors in opened.read(chosen, step):
                 versions = np.full(len(keys), at, np.uint64)
                 store.tier.insert(chosen, keys, vectors, versions)
         # Of rows without versions the last write wins.
         overwritten = store.name == TierName.rocksdb and not store.versioned
         overwritten = overwritten and store.record(table_name_in(chosen, "hps")) is None
-    if output is OutputFormat.json:
+    if options.output is OutputFormat.json:
         facts = {"rows": opened.rows, "version": at}
-        print_json({"file": file, "table": chosen.id, "tier": store.name, **facts})
+        print_json({"file": options.file, "table": chosen.id, "tier": store.name, **facts})
     else:
         print_line(
-            f"{plural(opened.rows, 'row')} of {file} written into {chosen.id} in {store.name}"
+            f"{plural(opened.rows, 'row')} of {options.file} written into {chosen.id} in {store.name}"
         )
     if overwritten:
         warn(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
@@ -23,7 +25,7 @@ from hps.cli.store_open import (
     read_config,
     work,
 )
-from hps.cli.store_repair import files_of, repaired
+from hps.cli.store_repair import Finding, files_of, repaired
 from hps.errors import ConfigError, NotFound
 from hps.tools.output import (
     VERDICT_STYLES,
@@ -36,6 +38,8 @@ from hps.tools.output import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hps.rows.base import RowSource
     from hps.rows.compare import TableDifference
     from hps.rows.tiers import RedisRows, RocksDbRows
@@ -73,58 +77,68 @@ Exit code 1 when they differ.
 """
 
 
-def diff(
-    config: ConfigFile,
-    model: SomeModel = None,
-    table: SomeTable = None,
-    tier: OneTierOption = None,
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Arguments and options of ``hps store diff``."""
+
+    config: ConfigFile
+    model: SomeModel = None
+    table: SomeTable = None
+    tier: OneTierOption = None
     against: Annotated[
         CompareTarget, typer.Option("--against", "-a", help="What the store is compared with.")
-    ] = CompareTarget.files,
+    ] = CompareTarget.files
     other: Annotated[
         Path | None,
         typer.Option("--other", metavar="FILE", help="--against is of this configuration."),
-    ] = None,
+    ] = None
     sample: Annotated[
         int | None,
         typer.Option("--sample", "-n", min=1, help="Compare about so many random rows a table."),
-    ] = None,
+    ] = None
     ignore: Annotated[
         list[DifferenceKind] | None,
         typer.Option("--ignore", help="Differences that are all right; repeatable."),
-    ] = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = None
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def diff(options: DiffOptions) -> None:
     """Compare a store with another one, or with model files.
 
     Versions are compared where both sides keep them; of files only the values. Rows that are written
     meanwhile may show up as different.
     """
-    configuration = read_config(config, overrides)
+    configuration = read_config(options.config, options.overrides)
     models = open_models(configuration)
-    chosen = models.chosen(model, table)
+    chosen = models.chosen(options.model, options.table)
     with ExitStack() as resources:
-        store = resources.enter_context(open_store(configuration, tier))
-        if other is None and against.value == store.name:
-            raise ConfigError(f"--against {against} is the store itself; name another, or --other")
-        theirs = read_config(other, None) if other else configuration
-        their_models = open_models(theirs) if other else models
+        store = resources.enter_context(open_store(configuration, options.tier))
+        if options.other is None and options.against.value == store.name:
+            raise ConfigError(
+                f"--against {options.against} is the store itself; name another, or --other"
+            )
+        theirs = read_config(options.other, None) if options.other else configuration
+        their_models = open_models(theirs) if options.other else models
         pairs = [(each, _counterpart(their_models, each)) for each in chosen]
         other_store = None
-        if against is not CompareTarget.files:
-            chosen_tier = TierName(against.value)
+        if options.against is not CompareTarget.files:
+            chosen_tier = TierName(options.against.value)
             other_store = resources.enter_context(open_store(theirs, chosen_tier))
         for mine, their in pairs:
             store.check(mine)
             if other_store is not None:
                 other_store.check(their)
         found = [
-            _compared(store, other_store or their_models.files(their), mine, their, models, sample)
+            _compared(
+                store, other_store or their_models.files(their), mine, their, models, options.sample
+            )
             for mine, their in pairs
         ]
-    _show(store.name, against.value, chosen, found, output)
-    if any(each.differs(ignore or ()) for each in found):
+    _show(store.name, options.against.value, chosen, found, options.output)
+    if any(each.differs(options.ignore or ()) for each in found):
         raise typer.Exit(1)
 
 
@@ -206,17 +220,23 @@ Exit code 1 when a check fails.
 """
 
 
-def verify(
-    config: ConfigFile,
-    model: SomeModel = None,
-    table: SomeTable = None,
-    tier: OneTierOption = None,
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Arguments and options of ``hps store verify``."""
+
+    config: ConfigFile
+    model: SomeModel = None
+    table: SomeTable = None
+    tier: OneTierOption = None
     repair: Annotated[
         bool, typer.Option("--repair", help="RocksDB: repair all damaged tables first.")
-    ] = False,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = False
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def verify(options: VerifyOptions) -> None:
     """Check that a store holds every row of the files, bit for bit.
 
     The files are held against their manifest's checksums first, and RocksDB's against theirs. Rows that
@@ -226,37 +246,43 @@ def verify(
     and has streams read again; of a damaged write-ahead log it keeps what can be read. It reports what
     may be lost. Killed, it goes on when it is run again.
     """
-    from hps.models.check import check_files
-    from hps.rows.tiers import RocksDbRows
-
-    configuration = read_config(config, overrides)
+    configuration = read_config(options.config, options.overrides)
     models = open_models(configuration)
-    chosen = models.chosen(model, table)
-    findings: list[tuple[str, str, str, str]] = []
-    if repair:
-        findings += repaired(configuration, models, tier)
-    with open_store(configuration, tier) as store:
-        for each in chosen:
-            try:
-                store.check(each)
-            except NotFound as error:
-                findings.append((each.id, f"rows in {store.name}", "FAIL", f"{error}"))
-                continue
-            files = models.versions[each.model].tables[each.name]
-            checked = check_files(files, ConsoleProgress())
-            findings.append((each.id, "checksums", checked.level, checked.text))
-            stored = files_of(store, each) if isinstance(store, RocksDbRows) else None
-            if stored is None or stored[2] == "OK":
-                findings.append((each.id, f"rows in {store.name}", *_verified(store, models, each)))
-            if stored is not None:
-                findings.append(stored)
-    if output is OutputFormat.json:
+    chosen = models.chosen(options.model, options.table)
+    findings: list[Finding] = []
+    if options.repair:
+        findings += repaired(configuration, models, options.tier)
+    with open_store(configuration, options.tier) as store:
+        for table in chosen:
+            findings += _checks(store, models, table)
+    if options.output is OutputFormat.json:
         names = ("table", "check", "result", "detail")
         print_json([dict(zip(names, finding, strict=True)) for finding in findings])
     else:
         print_table(("table", "check", "result", "detail"), findings, styles=VERDICT_STYLES)
     if any(finding[2] == "FAIL" for finding in findings):
         raise typer.Exit(1)
+
+
+def _checks(
+    store: RedisRows | RocksDbRows, models: ConfiguredModels, table: EmbeddingTable
+) -> Iterator[Finding]:
+    from hps.models.check import check_files
+    from hps.rows.tiers import RocksDbRows
+
+    try:
+        store.check(table)
+    except NotFound as error:
+        yield table.id, f"rows in {store.name}", "FAIL", f"{error}"
+        return
+    files = models.versions[table.model].tables[table.name]
+    checked = check_files(files, ConsoleProgress())
+    yield table.id, "checksums", checked.level, checked.text
+    stored = files_of(store, table) if isinstance(store, RocksDbRows) else None
+    if stored is None or stored[2] == "OK":
+        yield table.id, f"rows in {store.name}", *_verified(store, models, table)
+    if stored is not None:
+        yield stored
 
 
 def _verified(

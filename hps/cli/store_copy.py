@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
@@ -40,7 +42,10 @@ from hps.tools.output import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     from hps.config import Configuration
+    from hps.rows.base import TableRows
     from hps.rows.convert import ConversionReport
     from hps.rows.tiers import RedisRows, RocksDbRows
     from hps.types import EmbeddingTable
@@ -53,30 +58,36 @@ Examples:
 """
 
 
-def load(
-    config: ConfigFile,
-    model: SomeModel = None,
-    table: SomeTable = None,
-    tier: OneTierOption = None,
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Arguments and options of ``hps store load``."""
+
+    config: ConfigFile
+    model: SomeModel = None
+    table: SomeTable = None
+    tier: OneTierOption = None
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="RocksDB: give up rows streamed in since, load anew.")
-    ] = False,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = False
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def load(options: LoadOptions) -> None:
     """Load the models' files into a store.
 
     Tables that are loaded already are left as they are. Killed, it goes on when it is run again. Newer
     rows in the store stay. A node does the same when it starts.
     """
-    configuration = read_config(config, overrides)
+    configuration = read_config(options.config, options.overrides)
     models = open_models(configuration)
-    chosen = models.chosen(model, table)
-    if rebuild and tier is TierName.redis:
+    chosen = models.chosen(options.model, options.table)
+    if options.rebuild and options.tier is TierName.redis:
         raise ConfigError("--rebuild is for RocksDB; of Redis, erase the model first")
-    with open_store(configuration, tier, writing=True) as store, work():
-        loaded = [_loaded(store, models, each, rebuild=rebuild) for each in chosen]
-    if output is OutputFormat.json:
+    with open_store(configuration, options.tier, writing=True) as store, work():
+        loaded = [_loaded(store, models, each, rebuild=options.rebuild) for each in chosen]
+    if options.output is OutputFormat.json:
         print_json(loaded)
         return
     print_table(
@@ -124,21 +135,27 @@ Examples:
 """
 
 
-def export(
-    model: ModelArgument,
-    table: TableArgument,
-    config: ConfigFile,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A .parquet or .npz file.")],
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Arguments and options of ``hps store export``."""
+
+    model: ModelArgument
+    table: TableArgument
+    config: ConfigFile
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A .parquet or .npz file.")]
     since: Annotated[
         str | None,
         typer.Option(
             "--since", metavar="VERSION", help="Only rows newer than this version or time."
         ),
-    ] = None,
-    tier: OneTierOption = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = None
+    tier: OneTierOption = None
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def export(options: ExportOptions) -> None:
     """Write a table's rows to a Parquet or npz file.
 
     Columns: key, version, deleted, vector. With --since deletions are among them: deleted is true, the
@@ -148,34 +165,38 @@ def export(
     from hps.rows.export import check_format
     from hps.rows.export import export as write
 
-    check_format(out)
-    after = None if since is None else parse_version(since)
-    configuration = read_config(config, overrides)
-    chosen = open_models(configuration).one(model, table)
-    with open_store(configuration, tier) as store:
+    check_format(options.out)
+    after = None if options.since is None else parse_version(options.since)
+    configuration = read_config(options.config, options.overrides)
+    chosen = open_models(configuration).one(options.model, options.table)
+    with open_store(configuration, options.tier) as store:
         if after is not None and not store.versioned:
             raise ConfigError(
                 f"--since: {store.name} has HPS's layout, which keeps no versions; leave it out, or "
                 "convert the store: hps store convert"
             )
         store.check(chosen)
-        with work(), ConsoleProgress().task(f"exporting {table}", store.entries(chosen)) as step:
-
-            def told(rows: Any) -> Any:
-                for some in rows:
-                    yield some
-                    step(len(some.keys))
-
+        with (
+            work(),
+            ConsoleProgress().task(f"exporting {options.table}", store.entries(chosen)) as step,
+        ):
             dead = () if after is None else store.tombstones(chosen)
-            report = write(out, chosen, told(store.scan(chosen)), dead, after)
-    if output is OutputFormat.json:
+            report = write(options.out, chosen, _counted(store.scan(chosen), step), dead, after)
+    if options.output is OutputFormat.json:
         facts = {"rows": report.rows, "deleted": report.deleted, "newest": report.newest}
-        print_json({"file": out, "table": chosen.id, "tier": store.name, **facts})
+        print_json({"file": options.out, "table": chosen.id, "tier": store.name, **facts})
         return
     deleted = f", {report.deleted:,} of them deleted" if report.deleted else ""
-    print_line(f"{out}: {plural(report.rows, 'row')}{deleted}")
+    print_line(f"{options.out}: {plural(report.rows, 'row')}{deleted}")
     if store.versioned and report.rows:
         print_line(f"The next export goes on with --since {report.newest}")
+
+
+def _counted(rows: Iterable[TableRows], step: Callable[[int], None]) -> Iterator[TableRows]:
+    """``rows``, with their number reported to ``step``."""
+    for some in rows:
+        yield some
+        step(len(some.keys))
 
 
 CONVERT_EXAMPLES = """\b
@@ -189,17 +210,23 @@ RocksDB; Redis may be the same one. Afterwards:
 """
 
 
-def convert(
-    config: ConfigFile,
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Arguments and options of ``hps store convert``."""
+
+    config: ConfigFile
     into: Annotated[
         Path, typer.Option("--into", metavar="FILE", help="The configuration with native stores.")
-    ],
-    model: SomeModel = None,
-    table: SomeTable = None,
-    tier: TierOption = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ]
+    model: SomeModel = None
+    table: SomeTable = None
+    tier: TierOption = None
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def convert(options: ConvertOptions) -> None:
     """Convert stores from HPS's layout to the native one.
 
     The native one keeps versions and deletions. The source is only read, and may be written to
@@ -207,21 +234,21 @@ def convert(
     version of the models' files, so that no update streamed later is refused. For RocksDB the models'
     files are loaded first.
     """
-    source, target = read_config(config, overrides), read_config(into, None)
+    source, target = read_config(options.config, options.overrides), read_config(options.into, None)
     old, new = open_models(source), open_models(target)
-    tiers = _convertible(source, target, tier)
-    pairs = [(each, _same_shape(new, each)) for each in old.chosen(model, table)]
+    tiers = _convertible(source, target, options.tier)
+    pairs = [(each, _same_shape(new, each)) for each in old.chosen(options.model, options.table)]
     done: list[tuple[TierName, ConversionReport]] = []
     for each in tiers:
         with ExitStack() as resources:
             here = resources.enter_context(open_store(source, each))
             there = resources.enter_context(open_store(target, each, writing=True))
             there_are = [
-                pair for pair in pairs if _is_there(here, pair[0], named=table is not None)
+                pair for pair in pairs if _is_there(here, pair[0], named=options.table is not None)
             ]
             with work():
                 done += [(each, _converted(here, there, *pair, new)) for pair in there_are]
-    if output is OutputFormat.json:
+    if options.output is OutputFormat.json:
         names = ("tier", "table", "read", "written")
         rows = [(name, c.table, c.read, c.written) for name, c in done]
         print_json([dict(zip(names, row, strict=True)) for row in rows])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import SetOption
 from hps.cli.store_open import (
     ConfigFile,
@@ -45,10 +47,13 @@ from hps.tools.output import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from hps.config import Configuration
     from hps.rows.base import StoredKeys, TableRows
     from hps.rows.tiers import RedisRows, RocksDbRows
-    from hps.types import EmbeddingTable, KeyArray
+    from hps.types import EmbeddingTable, KeyArray, VectorArray
 
 SCAN_EXAMPLES = """\b
 Examples:
@@ -58,40 +63,48 @@ Examples:
 """
 
 
-def scan(
-    model: ModelArgument,
-    table: TableArgument,
-    config: ConfigFile,
-    tier: OneTierOption = None,
+@dataclass(frozen=True, kw_only=True)
+class ScanOptions:
+    """Arguments and options of ``hps store scan``."""
+
+    model: ModelArgument
+    table: TableArgument
+    config: ConfigFile
+    tier: OneTierOption = None
     start: Annotated[
         str | None,
         typer.Option(
             "--from", metavar="KEY", help="The first key; RocksDB only: Redis has no order."
         ),
-    ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Rows at most.")] = 20,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = None
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Rows at most.")] = 20
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def scan(options: ScanOptions) -> None:
     """Show the rows of a table, in the store's own order.
 
     RocksDB keeps rows by signed key (in HPS's layout by the key's little-endian bytes).
     """
-    first = None if start is None else parse_key(start)
-    configuration = read_config(config, overrides)
-    chosen = open_models(configuration).one(model, table)
-    with open_store(configuration, tier) as store:
+    first = None if options.start is None else parse_key(options.start)
+    configuration = read_config(options.config, options.overrides)
+    chosen = open_models(configuration).one(options.model, options.table)
+    with open_store(configuration, options.tier) as store:
         store.check(chosen)
         rows: list[dict[str, Any]] = []
         with work():
             for some in _scanned(store, chosen, first):
-                left = limit - len(rows)
+                left = options.limit - len(rows)
                 each = zip(some.keys[:left], some.versions, some.vectors, strict=False)
                 rows += [{"key": k, "version": v, "vector": row} for k, v, row in each]
-                if len(rows) == limit:
+                if len(rows) == options.limit:
                     break
-    if output is OutputFormat.json:
-        print_json({"model": model, "table": table, "tier": store.name, "rows": rows})
+    if options.output is OutputFormat.json:
+        print_json(
+            {"model": options.model, "table": options.table, "tier": store.name, "rows": rows}
+        )
         return
     print_table(
         ("key", "age", "vector"),
@@ -119,18 +132,24 @@ Examples:
 """
 
 
-def get(
-    model: ModelArgument,
-    table: TableArgument,
+@dataclass(frozen=True, kw_only=True)
+class GetOptions:
+    """Arguments and options of ``hps store get``."""
+
+    model: ModelArgument
+    table: TableArgument
     keys: Annotated[
         list[str],
         typer.Argument(help="Keys, from -2^63 to 2^64-1; 0x… is hexadecimal.", metavar="KEY"),
-    ],
-    config: ConfigFile,
-    tier: TierOption = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ]
+    config: ConfigFile
+    tier: TierOption = None
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def get(options: GetOptions) -> None:
     """Show rows by their keys, in each store, with versions.
 
     A key of which a store remembers the deletion is shown as deleted. A store without the table is a warning;
@@ -138,17 +157,19 @@ def get(
     """
     import numpy as np
 
-    parsed = [parse_key(text) for text in keys]
-    configuration = read_config(config, overrides)
-    chosen = open_models(configuration).one(model, table)
+    parsed = [parse_key(text) for text in options.keys]
+    configuration = read_config(options.config, options.overrides)
+    chosen = open_models(configuration).one(options.model, options.table)
     asked = key_array(chosen, parsed)
-    typed = dict(zip(chosen.narrow(np.array(parsed)).tolist(), map(as_typed, keys), strict=True))
-    found, failed = _in_each_store(configuration, tier, chosen, asked)
+    typed = dict(
+        zip(chosen.narrow(np.array(parsed)).tolist(), map(as_typed, options.keys), strict=True)
+    )
+    found, failed = _in_each_store(configuration, options.tier, chosen, asked)
     order = {key: i for i, key in enumerate(typed)}
     found.sort(key=lambda row: order[row["key"]])
     found = [row | {"key": typed[row["key"]]} for row in found]
-    if output is OutputFormat.json:
-        print_json({"model": model, "table": table, "rows": found})
+    if options.output is OutputFormat.json:
+        print_json({"model": options.model, "table": options.table, "rows": found})
     else:
         print_table(
             ("key", "tier", "version", "age", "vector"),
@@ -218,23 +239,29 @@ VersionOption = Annotated[
 ]
 
 
-def put(
-    model: ModelArgument,
-    table: TableArgument,
-    key: Annotated[str, typer.Argument(help="The key, from -2^63 to 2^64-1; 0x… is hexadecimal.")],
-    vector: Annotated[str, typer.Option("--vector", metavar="NUMBERS", help="The row's values.")],
-    config: ConfigFile,
-    tier: TierOption = None,
-    version: VersionOption = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PutOptions:
+    """Arguments and options of ``hps store put``."""
+
+    model: ModelArgument
+    table: TableArgument
+    key: Annotated[str, typer.Argument(help="The key, from -2^63 to 2^64-1; 0x… is hexadecimal.")]
+    vector: Annotated[str, typer.Option("--vector", metavar="NUMBERS", help="The row's values.")]
+    config: ConfigFile
+    tier: TierOption = None
+    version: VersionOption = None
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def put(options: PutOptions) -> None:
     """Write one row, the lowest store first.
 
     A newer row is kept (exit code 1). A node that has the old row in its cache serves that until the
     row leaves the cache.
     """
-    _write(model, table, [key], vector, config, tier, version, overrides, output)
+    _write(options, [options.key], options.vector)
 
 
 DEL_EXAMPLES = """\b
@@ -244,69 +271,86 @@ Examples:
 """
 
 
-def delete(
-    model: ModelArgument,
-    table: TableArgument,
-    keys: Annotated[list[str], typer.Argument(help="The keys.", metavar="KEY")],
-    config: ConfigFile,
-    tier: TierOption = None,
-    version: VersionOption = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DeleteOptions:
+    """Arguments and options of ``hps store del``."""
+
+    model: ModelArgument
+    table: TableArgument
+    keys: Annotated[list[str], typer.Argument(help="The keys.", metavar="KEY")]
+    config: ConfigFile
+    tier: TierOption = None
+    version: VersionOption = None
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def delete(options: DeleteOptions) -> None:
     """Delete rows, in the lowest store first.
 
     Older updates do not bring them back. A newer row is kept (exit code 1). HPS's layout keeps no
     trace of a deletion.
     """
-    _write(model, table, keys, None, config, tier, version, overrides, output)
+    _write(options, options.keys)
 
 
-def _write(
-    model: str,
-    table: str,
-    keys: list[str],
-    vector: str | None,
-    config: ConfigFile,
-    tier: TierName | None,
-    version: str | None,
-    overrides: list[str] | None,
-    output: OutputFormat,
-) -> None:
+def _write(options: PutOptions | DeleteOptions, keys: list[str], vector: str | None = None) -> None:
+    """Write ``vector`` as the row of each key; without one, delete the rows."""
     import numpy as np
 
     from hps.updates.version_clock import VersionClock
 
+    version = options.version
     at = VersionClock().now() if version is None else parse_version(version)
     parsed = [parse_key(text) for text in keys]
-    configuration = read_config(config, overrides)
-    chosen = open_models(configuration).one(model, table)
-    row = None if vector is None else parse_vector(vector, chosen)
-    asked = key_array(chosen, parsed)
-    versions = np.full(len(asked), at, np.uint64)
-    # A store above must not get what the one below refuses: it is asked first.
-    taken = np.ones(len(asked), bool)
-    found: list[dict[str, Any]] = []
+    configuration = read_config(options.config, options.overrides)
+    table = open_models(configuration).one(options.model, options.table)
+    row = None if vector is None else parse_vector(vector, table)
+    change = _RowChange(table, key_array(table, parsed), row, at)
+    written: list[dict[str, Any]] = []
     kept: list[dict[str, Any]] = []
-    with open_stores(configuration, tier, writing=True) as stores:
+    with open_stores(configuration, options.tier, writing=True) as stores:
         for store in stores:
-            store.ready(chosen)
+            store.ready(table)
+        # A store must not get a row that the store below it refuses: write the lowest store first.
+        accepted = np.ones(len(change.keys), bool)
         for store in reversed(stores):
-            with work():
-                if row is None:
-                    store.tier.delete(chosen, asked[taken], versions[taken])
-                else:
-                    rows = np.repeat(row, np.count_nonzero(taken), axis=0)
-                    store.tier.insert(chosen, asked[taken], rows, versions[taken])
-                held = _held(store.name, asked.tolist(), store.get(chosen, asked))
-                newer = [store.versioned and (each["version"] or 0) > at for each in held]
-                kept += [each for each, is_newer in zip(held, newer, strict=True) if is_newer]
-                taken &= ~np.array(newer)
-                found += held
-    _tell_written(found, kept, deleting=row is None, output=output)
+            held, newer = _apply(store, change, accepted)
+            kept += [each for each, is_newer in zip(held, newer, strict=True) if is_newer]
+            accepted &= ~np.array(newer)
+            written += held
+    _report_written(written, kept, deleting=row is None, output=options.output)
 
 
-def _tell_written(
+class _RowChange(NamedTuple):
+    """One row for every key, or no row: a deletion."""
+
+    table: EmbeddingTable
+    keys: KeyArray
+    row: VectorArray | None
+    version: int
+
+
+def _apply(
+    store: RedisRows | RocksDbRows, change: _RowChange, accepted: NDArray[np.bool_]
+) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Write the ``accepted`` keys; return the rows that the store then has, and which are newer."""
+    import numpy as np
+
+    table, keys = change.table, change.keys[accepted]
+    versions = np.full(len(keys), change.version, np.uint64)
+    with work():
+        if change.row is None:
+            store.tier.delete(table, keys, versions)
+        else:
+            store.tier.insert(table, keys, np.repeat(change.row, len(keys), axis=0), versions)
+        held = _held(store.name, change.keys.tolist(), store.get(table, change.keys))
+    newer = [store.versioned and (each["version"] or 0) > change.version for each in held]
+    return held, newer
+
+
+def _report_written(
     found: list[dict[str, Any]],
     kept: list[dict[str, Any]],
     *,

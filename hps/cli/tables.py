@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import (
     ADMIN,
     AdminOption,
-    ApiKeyOption,
     ConfigOption,
+    Credentials,
     FormerAdminOption,
     SetOption,
-    TlsOption,
     open_admin,
     open_here,
     reject_overrides,
@@ -42,36 +43,43 @@ Examples:
 ITEM_BYTES = {"float32": 4, "float16": 2}
 
 
+@dataclass(frozen=True, kw_only=True)
+class TablesOptions:
+    """Arguments and options of ``hps tables``."""
+
+    model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None
+    server: AdminOption = ADMIN
+    _admin: FormerAdminOption = None
+    config: ConfigOption = None
+    overrides: SetOption = None
+    credentials: Credentials
+    output: Output = OutputFormat.table
+
+
 @app.command(epilog=EXAMPLES)
-def tables(
-    model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None,
-    server: AdminOption = ADMIN,
-    _admin: FormerAdminOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@expand_options
+def tables(options: TablesOptions) -> None:
     """List the tables of a server (or of --config): rows, bytes, and how much is cached.
 
     ~ marks rows that are not counted exactly: of a table that was written to since its load, RocksDB counts
     added rows once they are compacted. Remembered deletions count, in Redis, too.
     """
-    if config is not None:
-        with open_here(config, overrides) as node:
+    if options.config is not None:
+        with open_here(options.config, options.overrides) as node:
             status = node.status()
     else:
-        reject_overrides(overrides)
-        with open_admin(server, api_key, tls) as client:
+        reject_overrides(options.overrides)
+        with open_admin(options.server, options.credentials) as client:
             status = client.status()
     if "models" not in status:
         raise Unavailable("the server is still loading its tables; hps status tells how far it is")
     known = [entry["name"] for entry in status["models"]]
-    if model is not None and model not in known:
-        raise NotFound(f"no model {model!r} is served; there is {', '.join(known) or 'none'}")
-    rows = [row for row in flatten(status) if model in (None, row["model"])]
-    if output is OutputFormat.json:
+    if options.model is not None and options.model not in known:
+        raise NotFound(
+            f"no model {options.model!r} is served; there is {', '.join(known) or 'none'}"
+        )
+    rows = [row for row in flatten(status) if options.model in (None, row["model"])]
+    if options.output is OutputFormat.json:
         print_json(rows)
     else:
         show(rows)

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from hps.cli.options import ADMIN, ApiKeyOption, TlsOption, former_urls, open_admin
+from hps.cli.command_options import expand_options
+from hps.cli.options import ADMIN, Credentials, former_urls, open_admin
 from hps.cli.top_screen import screen
 from hps.errors import HpsError
 from hps.tools.output import JsonOption, Output, OutputFormat, console, print_json
@@ -35,9 +37,11 @@ _LONGEST_WAIT_S = 5.0
 _OURS = "hps_"
 
 
-@app.command(epilog=EXAMPLES)
-def top(
-    urls: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+@dataclass(frozen=True, kw_only=True)
+class TopOptions:
+    """Arguments and options of ``hps top``."""
+
+    urls: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
     server: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,39 +51,46 @@ def top(
             help="A server's admin address; repeatable.",
             show_default=ADMIN,
         ),
-    ] = None,
+    ] = None
     interval: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
-    ] = 2.0,
+    ] = 2.0
     once: Annotated[
         bool, typer.Option("--once", help="Look for one interval, print, leave; as in a pipe.")
-    ] = False,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-    json: JsonOption = False,
-) -> None:
+    ] = False
+    credentials: Credentials
+    output: Output = OutputFormat.table
+    json: JsonOption = False
+
+
+@app.command(epilog=EXAMPLES)
+@expand_options
+def top(options: TopOptions) -> None:
     """Watch servers: requests, latency, queues, tiers, freshness; q leaves.
 
     All numbers are of the last interval, quantiles are interpolated in the buckets of the server's metrics. A
     narrow terminal shows fewer columns. With --once, exit 1 when a server does not answer.
     """
     with ExitStack() as resources:
-        watch = _ServerWatch(
-            former_urls(server, urls) or [ADMIN], interval, api_key, tls, resources
-        )
+        urls = former_urls(options.server, options.urls) or [ADMIN]
+        watch = _ServerWatch(urls, options.interval, options.credentials, resources)
         watch.look()
-        if once or json or output is OutputFormat.json or not sys.stdout.isatty():
-            time.sleep(interval)
+        if (
+            options.once
+            or options.json
+            or options.output is OutputFormat.json
+            or not sys.stdout.isatty()
+        ):
+            time.sleep(options.interval)
             told = watch.look()
-            if json or output is OutputFormat.json:
+            if options.json or options.output is OutputFormat.json:
                 print_json(told)
             else:
                 console().print(screen(told))
             raise typer.Exit(1 if any(each["state"] == "away" for each in told) else 0)
         if console().is_dumb_terminal:
-            _rolling(watch, interval)
-        _live(watch, interval)
+            _rolling(watch, options.interval)
+        _live(watch, options.interval)
 
 
 class _ServerWatch:
@@ -89,15 +100,14 @@ class _ServerWatch:
         self,
         urls: Sequence[str],
         interval: float,
-        api_key: str | None,
-        tls: str | None,
+        credentials: Credentials,
         resources: ExitStack,
     ) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
         wait_s = min(max(interval, 1.0), _LONGEST_WAIT_S)
         self._admins: list[Admin] = [
-            resources.enter_context(open_admin(url, api_key, tls, timeout_s=wait_s)) for url in urls
+            resources.enter_context(open_admin(url, credentials, timeout_s=wait_s)) for url in urls
         ]
         self._last: dict[Admin, MetricsReading] = {}
         self._threads: Executor = resources.enter_context(ThreadPoolExecutor(len(urls)))

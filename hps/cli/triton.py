@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.model import RepositoryOption, VersionOption
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.config import load_config
@@ -41,22 +43,24 @@ def triton() -> None:
     """Make model repositories for a Triton server."""
 
 
-@app.command(epilog=EXAMPLES)
-def export(
-    model: Annotated[str, typer.Argument(help="A model with a dense part.")],
+@dataclass(frozen=True, kw_only=True)
+class TritonExportOptions:
+    """Arguments and options of ``hps triton export``."""
+
+    model: Annotated[str, typer.Argument(help="A model with a dense part.")]
     out: Annotated[
         Path,
         typer.Option("--out", metavar="FOLDER", help="Triton's model repository; made if need be."),
-    ],
-    repository: RepositoryOption = DEFAULT_REPOSITORY,
-    version: VersionOption = None,
+    ]
+    repository: RepositoryOption = DEFAULT_REPOSITORY
+    version: VersionOption = None
     dense: Annotated[
         DenseTarget,
         typer.Option(
             help="Triton's backend; python where its onnxruntime is missing. The last three want a network "
             "in their own format, which you put there."
         ),
-    ] = DenseTarget.onnxruntime,
+    ] = DenseTarget.onnxruntime
     config: Annotated[
         Path | None,
         typer.Option(
@@ -65,43 +69,55 @@ def export(
             metavar="FILE",
             help="The node's configuration: lookups and the ensemble are written too.",
         ),
-    ] = None,
+    ] = None
     config_at: Annotated[
         Path | None,
         typer.Option(
             metavar="PATH", help="Where Triton finds that file, if it is elsewhere there."
         ),
-    ] = None,
-    instances: Annotated[int, typer.Option(min=1, help="Of lookups, with --config.")] = 1,
+    ] = None
+    instances: Annotated[int, typer.Option(min=1, help="Of lookups, with --config.")] = 1
     gpu: Annotated[
         list[int] | None,
         typer.Option(
             metavar="DEVICE",
             help="Instances on this GPU, which hand vectors on in its memory; may be repeated.",
         ),
-    ] = None,
-) -> None:
+    ] = None
+
+
+@app.command(epilog=EXAMPLES)
+@expand_options
+def export(options: TritonExportOptions) -> None:
     """Write a model as models of a Triton repository."""
     from hps.models.repository import Repository
     from hps.triton.export import MODEL_FILES, export_dense, export_ensemble, export_lookup
 
-    opened = Repository(repository).open(model, version)
-    if config is None and opened.spec.dense is None:
-        raise ConfigError(f"'{model}' has no network; with --config its lookups are written")
+    opened = Repository(options.repository).open(options.model, options.version)
+    if options.config is None and opened.spec.dense is None:
+        raise ConfigError(
+            f"'{options.model}' has no network; with --config its lookups are written"
+        )
     if opened.spec.dense is not None:
-        folder = export_dense(opened, out, dense.value)
-        print_line(f"{folder}: the network, in Triton's backend {dense.value}")
-        network = folder / str(opened.version) / MODEL_FILES[dense.value]
+        folder = export_dense(opened, options.out, options.dense.value)
+        print_line(f"{folder}: the network, in Triton's backend {options.dense.value}")
+        network = folder / str(opened.version) / MODEL_FILES[options.dense.value]
         if not network.exists():
             print_line(f"{network}: put the network there")
-    if config is None:
+    if options.config is None:
         return
-    if load_config(config).settings.server.runtime is None:
+    if load_config(options.config).settings.server.runtime is None:
         raise ConfigError(
-            f"{config}: server.runtime is not set: the folder in which the node has its socket for Triton's "
-            "instances"
+            f"{options.config}: server.runtime is not set: the folder in which the node has its socket "
+            "for Triton's instances"
         )
-    folder = export_lookup(opened, out, config_at or config, instances, gpu or ())
-    print_line(f"{folder}: lookups, attached to the node of {config}")
+    folder = export_lookup(
+        opened,
+        options.out,
+        options.config_at or options.config,
+        options.instances,
+        options.gpu or (),
+    )
+    print_line(f"{folder}: lookups, attached to the node of {options.config}")
     if opened.spec.dense is not None:
-        print_line(f"{export_ensemble(opened, out)}: both, one after the other")
+        print_line(f"{export_ensemble(opened, options.out)}: both, one after the other")

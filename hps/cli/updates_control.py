@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import (
-    ADMIN,
-    AdminOption,
-    ApiKeyOption,
-    FormerAdminOption,
-    TlsOption,
-    open_admin,
+    AdminServer,
 )
 from hps.tools.output import (
     FormattedNumber,
@@ -49,59 +46,64 @@ GroupOption = Annotated[
 ]
 
 
+@expand_options
 def status(
-    server: AdminOption = ADMIN,
-    _admin: FormerAdminOption = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
+    *,
+    admin: AdminServer,
     output: Output = OutputFormat.table,
 ) -> None:
     """Show how far a server is with its streams, and why they wait."""
-    show(_ask("/v1/updates", open_admin(server, api_key, tls)), output)
+    show(_ask("/v1/updates", admin.open()), output)
 
 
+@expand_options
 def pause(
     group: GroupOption = None,
-    server: AdminOption = ADMIN,
-    _admin: FormerAdminOption = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
+    *,
+    admin: AdminServer,
     output: Output = OutputFormat.table,
 ) -> None:
     """Have a server apply no more updates until `hps updates resume`. Nothing is lost: they wait in Kafka."""
-    show(_ask("/v1/updates/pause", open_admin(server, api_key, tls), {"group": group}), output)
+    show(_ask("/v1/updates/pause", admin.open(), {"group": group}), output)
 
 
+@expand_options
 def resume(
     group: GroupOption = None,
-    server: AdminOption = ADMIN,
-    _admin: FormerAdminOption = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
+    *,
+    admin: AdminServer,
     output: Output = OutputFormat.table,
 ) -> None:
     """Have a paused server go on where it was."""
-    show(_ask("/v1/updates/resume", open_admin(server, api_key, tls), {"group": group}), output)
+    show(_ask("/v1/updates/resume", admin.open(), {"group": group}), output)
 
 
-def seek(
-    topic: Annotated[str, typer.Argument(help="As `hps updates status` shows it.")],
-    partition: Annotated[int, typer.Argument(min=0)],
-    offset: Annotated[int, typer.Argument(min=0, help="The message to go on with.")],
-    group: GroupOption = None,
-    server: AdminOption = ADMIN,
-    _admin: FormerAdminOption = None,
-    api_key: ApiKeyOption = None,
-    tls: TlsOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SeekOptions:
+    """Arguments and options of ``hps updates seek``."""
+
+    topic: Annotated[str, typer.Argument(help="As `hps updates status` shows it.")]
+    partition: Annotated[int, typer.Argument(min=0)]
+    offset: Annotated[int, typer.Argument(min=0, help="The message to go on with.")]
+    group: GroupOption = None
+    admin: AdminServer
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def seek(options: SeekOptions) -> None:
     """Have a server go on with a partition at another offset.
 
     What is applied again is harmless: rows that are newer stay, and HPS's layouts end with the last
     write.
     """
-    body = {"topic": topic, "partition": partition, "offset": offset, "group": group}
-    show(_ask("/v1/updates/seek", open_admin(server, api_key, tls), body), output)
+    body = {
+        "topic": options.topic,
+        "partition": options.partition,
+        "offset": options.offset,
+        "group": options.group,
+    }
+    show(_ask("/v1/updates/seek", options.admin.open(), body), options.output)
 
 
 def _ask(path: str, admin: Admin, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -117,6 +119,20 @@ def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
     if not streams:
         print_line("No updates are read here; set updates.kafka or updates.directory.")
         return
+    _show_readers(streams)
+    _show_partitions(streams)
+    for each in streams:
+        if not each["partitions"] and not each["problem"]:
+            print_line(
+                f"{each['group']}: no topic of its models is there yet (hps_updates.<model>, "
+                "hps_et.<model>.<table>); "
+                "a new one is noticed within 10 s"
+            )
+        if each["problem"]:
+            warn(f"{each['group']}: {each['problem']}")
+
+
+def _show_readers(streams: list[dict[str, Any]]) -> None:
     print_table(
         ("group", "source", "state", "writes", "behind"),
         [
@@ -130,6 +146,10 @@ def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
             for each in streams
         ],
     )
+
+
+def _show_partitions(streams: list[dict[str, Any]]) -> None:
+    """Partitions of Kafka, and the age of tables."""
     rows = [
         (each["group"], part["topic"], FormattedNumber(str(part["partition"])), count(part["lag"]))
         for each in streams
@@ -150,12 +170,3 @@ def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
     if tables:
         print_line()
         print_table(("group", "table", "age"), tables)
-    for each in streams:
-        if not each["partitions"] and not each["problem"]:
-            print_line(
-                f"{each['group']}: no topic of its models is there yet (hps_updates.<model>, "
-                "hps_et.<model>.<table>); "
-                "a new one is noticed within 10 s"
-            )
-        if each["problem"]:
-            warn(f"{each['group']}: {each['problem']}")

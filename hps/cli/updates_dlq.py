@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import SetOption
 from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
 from hps.tools.output import (
@@ -48,12 +49,15 @@ class DeadLetterReason(StrEnum):
     ahead = "ahead"
 
 
-def dlq(
-    brokers: BrokersOption = None,
-    config: SomeConfig = None,
+@dataclass(frozen=True, kw_only=True)
+class DeadLetterOptions:
+    """Arguments and options of ``hps updates dlq``."""
+
+    brokers: BrokersOption = None
+    config: SomeConfig = None
     topic: Annotated[
         str | None, typer.Option("--topic", help="Default: updates.kafka.dead_letters.")
-    ] = None,
+    ] = None
     reason: Annotated[
         list[DeadLetterReason] | None,
         typer.Option(
@@ -61,19 +65,22 @@ def dlq(
             metavar="REASON",
             help=f"Only these: {', '.join(DeadLetterReason)}. Repeatable.",
         ),
-    ] = None,
+    ] = None
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", min=1, help="Only the newest N; shown are 20.")
-    ] = None,
+    ] = None
     again: Annotated[
         bool, typer.Option("--all", help="Also those that were sent again already.")
-    ] = False,
+    ] = False
     requeue: Annotated[
         bool, typer.Option("--requeue", help="Send them again to where they came from.")
-    ] = False,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = False
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def dlq(options: DeadLetterOptions) -> None:
     """Show dead letters: what could not be taken, and why.
 
     The mend comes first: a table that nobody knew is served now, a producer is corrected. Then --requeue
@@ -82,21 +89,26 @@ def dlq(
     """
     from hps.updates.kafka.dead_letters import DeadLetterReader
 
-    settings = kafka_settings(brokers, configuration_of(config, overrides))
-    if topic is not None:
-        settings = settings.model_copy(update={"dead_letters": topic})
+    settings = kafka_settings(options.brokers, configuration_of(options.config, options.overrides))
+    if options.topic is not None:
+        settings = settings.model_copy(update={"dead_letters": options.topic})
     with closing(DeadLetterReader(settings)) as box:
-        found = [each for each in box.letters(again=again) if not reason or each.reason in reason]
+        found = [
+            each
+            for each in box.letters(again=options.again)
+            if not options.reason or each.reason in options.reason
+        ]
         matching = len(found)
-        if limit is None and not requeue and output is OutputFormat.table:
+        limit = options.limit
+        if limit is None and not options.requeue and options.output is OutputFormat.table:
             limit = _SHOWN
         if limit is not None:
             found = found[-limit:]
-        failed = box.requeue(found) if requeue else []
-    if requeue:
-        _tell_requeued(found, failed, output)
+        failed = box.requeue(found) if options.requeue else []
+    if options.requeue:
+        _report_requeued(found, failed, options.output)
     else:
-        _show(found, matching, settings.dead_letters, output)
+        _show(found, matching, settings.dead_letters, options.output)
 
 
 def _show(letters: list[StoredDeadLetter], matching: int, topic: str, output: OutputFormat) -> None:
@@ -125,7 +137,7 @@ def _show(letters: list[StoredDeadLetter], matching: int, topic: str, output: Ou
         print_line(f"The newest {len(letters)} of {matching:,}; --limit shows more")
 
 
-def _tell_requeued(
+def _report_requeued(
     letters: list[StoredDeadLetter],
     failed: list[tuple[StoredDeadLetter, str]],
     output: OutputFormat,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
@@ -31,6 +32,7 @@ from hps.tools.output import (
 )
 
 if TYPE_CHECKING:
+    from hps.config import Configuration
     from hps.config.update_settings import KafkaSettings
     from hps.tiers.positions import TableChanges
 
@@ -56,44 +58,47 @@ class KeyBits(StrEnum):
     wide = "64"
 
 
-def publish(
-    model: Annotated[str, typer.Argument(help="The model.")],
-    table: Annotated[str | None, typer.Argument(help="Only this table.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions:
+    """Arguments and options of ``hps updates publish``."""
+
+    model: Annotated[str, typer.Argument(help="The model.")]
+    table: Annotated[str | None, typer.Argument(help="Only this table.")] = None
     new: Annotated[
         int | None, typer.Option("--new", "-n", min=1, help="Send this version of the model.")
-    ] = None,
+    ] = None
     base: Annotated[
         int | None, typer.Option("--base", min=1, help="Send only what --new changes in this one.")
-    ] = None,
+    ] = None
     file: Annotated[
         list[Path] | None,
         typer.Option("--file", "-f", help="Send a .parquet or .npz file of rows; repeatable."),
-    ] = None,
+    ] = None
     repository: Annotated[
         Path | None,
         typer.Option(
             "--repository", "-r", metavar="DIR", help="Default: the configuration's, else models."
         ),
-    ] = None,
-    brokers: BrokersOption = None,
-    config: SomeConfig = None,
-    format: Annotated[
-        WireFormat, typer.Option("--format", help="The messages' format.")
-    ] = WireFormat.native,
+    ] = None
+    brokers: BrokersOption = None
+    config: SomeConfig = None
+    format: Annotated[WireFormat, typer.Option("--format", help="The messages' format.")] = (
+        WireFormat.native
+    )
     partitions: Annotated[
         int,
         typer.Option("--partitions", min=1, help="Key groups; as many as HPS's producers have."),
-    ] = 8,
+    ] = 8
     key_bits: Annotated[
         KeyBits | None,
         typer.Option(
             "--key-bits", help="Of keys in HPS's format; default: the table's, 64 for --file."
         ),
-    ] = None,
+    ] = None
     at: Annotated[
         str | None,
         typer.Option("--at", metavar="VERSION", help="The rows' version: a number, a time or now."),
-    ] = None,
+    ] = None
     ttl: Annotated[
         int,
         typer.Option(
@@ -102,55 +107,66 @@ def publish(
             metavar="SECONDS",
             help="Nodes leave the rows out where they come later than that after now; 0: never.",
         ),
-    ] = 0,
+    ] = 0
     deletions: Annotated[
         bool, typer.Option("--deletions/--no-deletions", help="Whether to send those.")
-    ] = True,
+    ] = True
     rate: Annotated[
         int | None, typer.Option("--rate", min=1, help="At most so many rows a second.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count; send nothing.")] = False,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count; send nothing.")] = False
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@expand_options
+def publish(options: PublishOptions) -> None:
     """Send rows to the nodes that serve a model, through Kafka.
 
     Rows get the version of the files they come from, so that what was streamed later stays; --at says
     another one. --file takes what `hps store export` writes. When it ends with 0, Kafka has all of it.
     """
-    if format is WireFormat.hps and (at is not None or ttl):
+    if options.format is WireFormat.hps and (options.at is not None or options.ttl):
         raise ConfigError("--at and --ttl: HPS's format has no room for them; take --format native")
-    if format is WireFormat.native and key_bits is not None:
+    if options.format is WireFormat.native and options.key_bits is not None:
         raise ConfigError("--key-bits: native messages have room for every key; leave it out")
-    configuration = configuration_of(config, overrides)
-    if repository is None:
-        repository = (
-            configuration.settings.models.repository if configuration else DEFAULT_REPOSITORY
-        )
-    version = None if at is None else _version(at)
-    if file:
-        if new is not None or base is not None:
-            raise ConfigError("--file and --new are two sources; give one of them")
-        parts = [from_file(path, model, table, version) for path in file]
-    elif new is None:
-        raise ConfigError("nothing to send: give --new VERSION, --base and --new, or --file")
-    else:
-        parts = list(from_versions(repository, model, table, base, new, version))
-    if key_bits is not None:
-        for part in parts:
-            part.key_bits = 32 if key_bits is KeyBits.narrow else 64
-    kafka = None if dry_run else kafka_settings(brokers, configuration)
+    configuration = configuration_of(options.config, options.overrides)
+    parts = _parts(options, configuration)
+    kafka = None if options.dry_run else kafka_settings(options.brokers, configuration)
     began = time.monotonic()
     for part in parts:
-        with _sender(part, model, kafka, format, partitions, ttl) as send:
-            _send(part, send, format, rate, deletions=deletions)
-    _show(parts, model, time.monotonic() - began, dry_run=dry_run, output=output)
+        with _sender(part, kafka, options) as send:
+            _send(part, send, options)
+    _show(parts, time.monotonic() - began, options)
     if lost := sum(part.unsent for part in parts):
         warn(
             f"{plural(lost, 'deletion')} not sent: HPS's format has none; take --format native, or say "
             "--no-deletions"
         )
         raise typer.Exit(1)
+
+
+def _parts(options: PublishOptions, configuration: Configuration | None) -> list[PublishedRows]:
+    """The rows to send, by table."""
+    version = None if options.at is None else _version(options.at)
+    model, table = options.model, options.table
+    if options.file:
+        if options.new is not None or options.base is not None:
+            raise ConfigError("--file and --new are two sources; give one of them")
+        parts = [from_file(path, model, table, version) for path in options.file]
+    elif options.new is None:
+        raise ConfigError("nothing to send: give --new VERSION, --base and --new, or --file")
+    else:
+        repository = options.repository
+        if repository is None:
+            repository = (
+                configuration.settings.models.repository if configuration else DEFAULT_REPOSITORY
+            )
+        parts = list(from_versions(repository, model, table, options.base, options.new, version))
+    if options.key_bits is not None:
+        for part in parts:
+            part.key_bits = 32 if options.key_bits is KeyBits.narrow else 64
+    return parts
 
 
 def _version(text: str) -> int:
@@ -167,12 +183,7 @@ Send = Callable[["TableChanges"], None]
 
 @contextmanager
 def _sender(
-    part: PublishedRows,
-    model: str,
-    kafka: KafkaSettings | None,
-    wire: WireFormat,
-    partitions: int,
-    ttl: int,
+    part: PublishedRows, kafka: KafkaSettings | None, options: PublishOptions
 ) -> Iterator[Send]:
     """What sends a piece; nothing does without ``kafka``. Raises Unavailable."""
     if kafka is None:
@@ -184,34 +195,37 @@ def _sender(
 
     with Producer(
         kafka.brokers,
-        model=model,
-        format=wire.value,
-        partitions=partitions,
+        model=options.model,
+        format=options.format.value,
+        partitions=options.partitions,
         key_bits=part.key_bits,
         options=kafka.client_options(),
     ) as producer:
 
         def send(some: TableChanges) -> None:
             rows = some.vectors
-            if wire is WireFormat.hps:
-                producer.send(part.table, some.keys, rows.astype(np.float32, copy=False), ttl_s=ttl)
+            if options.format is WireFormat.hps:
+                producer.send(
+                    part.table, some.keys, rows.astype(np.float32, copy=False), ttl_s=options.ttl
+                )
             else:
                 versions = np.concatenate([some.versions, some.deleted_versions])
-                producer.send(part.table, some.keys, rows, versions, some.deleted, ttl_s=ttl)
+                producer.send(
+                    part.table, some.keys, rows, versions, some.deleted, ttl_s=options.ttl
+                )
 
         yield send
 
 
-def _send(
-    part: PublishedRows, send: Send, wire: WireFormat, rate: int | None, *, deletions: bool
-) -> None:
+def _send(part: PublishedRows, send: Send, options: PublishOptions) -> None:
+    rate = options.rate
     piece = BLOCK if rate is None else max(1, min(BLOCK, rate // _PAUSES_PER_S))
     began = time.monotonic()
     with ConsoleProgress().task(f"sending {part.table}", part.total) as step:
         for changes in part.changes(step):
             kept = changes
-            if wire is WireFormat.hps or not deletions:
-                part.unsent += len(changes.deleted) if deletions else 0
+            if options.format is WireFormat.hps or not options.deletions:
+                part.unsent += len(changes.deleted) if options.deletions else 0
                 none = slice(0)
                 kept = replace(
                     changes,
@@ -242,10 +256,9 @@ def _pieces(changes: TableChanges, size: int) -> Iterator[TableChanges]:
         )
 
 
-def _show(
-    parts: list[PublishedRows], model: str, seconds: float, *, dry_run: bool, output: OutputFormat
-) -> None:
-    if output is OutputFormat.json:
+def _show(parts: list[PublishedRows], seconds: float, options: PublishOptions) -> None:
+    model, dry_run = options.model, options.dry_run
+    if options.output is OutputFormat.json:
         print_json(
             [
                 {
