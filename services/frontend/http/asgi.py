@@ -31,7 +31,7 @@ class PortApplication(Protocol):
 
     def known(self, request: bytes) -> tuple[RequestHead | None, int]: ...
 
-    def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> RequestHead | None: ...
+    def learn(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> None: ...
 
     def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference: ...
 
@@ -54,8 +54,7 @@ class PlainAsgi:
     def known(self, request: bytes) -> tuple[RequestHead | None, int]:
         return None, 0
 
-    def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> RequestHead | None:
-        return None
+    def learn(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> None: ...
 
     def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference:
         raise AssertionError("no head is known")

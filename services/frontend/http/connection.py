@@ -23,12 +23,10 @@ _COPIED_BYTES = 16 << 10
 
 
 class HttpProtocol(HttpParsing):
-    """uvicorn's HTTP/1.1 with a bound on the size of a head, our error shape for what is no HTTP, no
-    timer and no task for a request that can be answered at once.
+    """HTTP/1.1 with bounds, errors in JSON, no timer per request, and a fast path for inference.
 
-    An inference request that came whole begins where its last byte was read, without a turn of the
-    event loop; most end there. One that has to wait goes on as a task. When its head is one that was
-    read before, the parser does not see it at all.
+    An inference request whose head was read before bypasses the parser and ASGI: it begins where its last
+    byte is read, and most are answered there. Every other request is uvicorn's, for the application.
     """
 
     app: PortApplication
@@ -62,7 +60,6 @@ class HttpProtocol(HttpParsing):
             return
         if self._unwanted and not (data := self._drop(data)):
             return
-        goes_on = self._reads == "body"
         if self._reads == "nothing":
             self._is_known = False
             if self._is_idle() and not self._last and self._take_known(data):
@@ -71,13 +68,12 @@ class HttpProtocol(HttpParsing):
         self._came += len(data)
         self._receiving = True
         self._parse(data)
-        while self._begun is not None:  # answering one may begin the next of a pipeline
-            (cycle, app), self._begun = self._begun, None
-            if cycle.more_body or not self._answer_parsed(cycle):
-                super()._start_asgi_task(cycle, app)
         self._receiving = False
+        if self._begun is not None:
+            (cycle, app), self._begun = self._begun, None
+            super()._start_asgi_task(cycle, app)
         if self._reads == "nothing":
-            if goes_on and not self._is_known:
+            if not self._is_known:
                 self._learn()
             self._start, self._first = b"", None  # which hold on to the request
 
@@ -100,14 +96,14 @@ class HttpProtocol(HttpParsing):
         return came == head.body_size and self._answer(head, data[len(data) - came :])
 
     def _learn(self) -> None:
-        """Have the head known of a request that came in pieces, the last of them just now, if all that came
-        is this request: another's head must not be taken for its own."""
+        """Cache the head of the request that was just read, if all bytes received are this request: another
+        request's head must not be taken for its head."""
         size = self._start.find(b"\r\n\r\n") + 4
         first, body_size = self._first, self._came - size
         if first is None or first is not self.cycle or not first.keep_alive:
             return
         if (b"content-length", b"%d" % body_size) in first.scope["headers"]:
-            self.app.read(first.scope, body_size, self._start[:size])
+            self.app.learn(first.scope, body_size, self._start[:size])
 
     def _drop(self, data: bytes) -> bytes:
         """``data`` without what it has of a body that nobody reads."""
@@ -136,19 +132,9 @@ class HttpProtocol(HttpParsing):
 
     # -- answering ---------------------------------------------------------------------------------
 
-    def _answer_parsed(self, cycle: RequestResponseCycle) -> bool:
-        """Answer an inference request that is all there; False: the application must. Only bytes that are
-        this request, from its first to its last, may teach what its head says."""
-        size = self._came - len(cycle.body)
-        is_alone = cycle.keep_alive and self._start.find(b"\r\n\r\n") + 4 == size
-        head = self.app.read(cycle.scope, len(cycle.body), self._start[:size] if is_alone else b"")
-        return head is not None and self._answer(head, bytes(cycle.body), cycle)
-
-    def _answer(
-        self, head: RequestHead, body: bytes, cycle: RequestResponseCycle | None = None
-    ) -> bool:
-        """Answer an inference request or begin to; False when it has a fault, which the ordinary way
-        tells. ``cycle`` is uvicorn's if the parser has seen the request."""
+    def _answer(self, head: RequestHead, body: bytes) -> bool:
+        """Answer an inference request or begin to; False when it has a fault, which the application
+        reports."""
         try:
             inference = self.app.begin(head, body, self.peer)
         except Exception as error:
@@ -157,18 +143,15 @@ class HttpProtocol(HttpParsing):
             reply: HttpReply | None = self.app.refuse(head, error)
         else:
             reply = None if self.flow.write_paused else inference.at_once()
-        if reply is None:
-            if cycle is None:
-                cycle = self.cycle = self._new_cycle()
-            if isinstance(cycle, HttpCycle) and not inference.future.done():
-                PendingInference(self, cycle, inference)
-            else:
-                self.run(cycle, inference)
-        elif isinstance(cycle, HttpCycle):
-            cycle.finish(reply)
-        else:
+        if reply is not None:
             self.write_reply(reply, keep_alive=True)
             self.server_state.total_requests += 1
+            return True
+        cycle = self.cycle = self._new_cycle()
+        if inference.future.done():
+            self.run(cycle, inference)
+        else:
+            PendingInference(self, cycle, inference)
         return True
 
     def write_reply(self, reply: HttpReply, *, keep_alive: bool) -> None:
@@ -202,7 +185,7 @@ class HttpProtocol(HttpParsing):
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
-    def _new_cycle(self) -> RequestResponseCycle:
+    def _new_cycle(self) -> Any:
         """For a request whose head and body are known already."""
         cycle = RequestResponseCycle(
             scope={"type": "http", "method": "POST", "headers": []},  # type: ignore[typeddict-item] # all that is asked for

@@ -107,23 +107,23 @@ class InferApp:
             head = head.named(own)
         return head, len(request) - size
 
-    def read(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> RequestHead | None:
-        """The head of a request that is there with its body, to be kept if ``text``, its bytes, may come
-        again; None when the request is for the application: no inference, or to be read with care."""
+    def learn(self, scope: Mapping[str, Any], body_size: int, text: bytes) -> None:
+        """Cache the head of a request with a body of ``body_size`` bytes by ``text``, its bytes, if it is an
+        inference request's and may be repeated."""
         route = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
         if route is None or body_size > self._max_body:
-            return None
+            return
+        if not text.startswith(b"POST ") or len(text) > HEAD_BYTES:
+            return
         head = RequestHead(route, dict(scope["headers"]))
-        if b"content-encoding" in head.headers:
-            return None
-        if text.startswith(b"POST ") and len(text) <= HEAD_BYTES and head.comes_again:
-            if len(self._heads) >= _HEADS_KEPT:
-                self._heads.clear()
-            head.body_size = body_size
-            bare = head.named({})
-            bare.headers = shared_headers(head.headers)
-            self._heads[split_request_lines(text)[0]] = bare
-        return head
+        if not head.comes_again:
+            return
+        if len(self._heads) >= _HEADS_KEPT:
+            self._heads.clear()
+        head.body_size = body_size
+        bare = head.named({})
+        bare.headers = shared_headers(head.headers)
+        self._heads[split_request_lines(text)[0]] = bare
 
     def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference:
         """Begin a request of ``peer`` that is all there. Raises what is wrong with it:
