@@ -173,8 +173,8 @@ class _AttachBuilder:
             self._node.add(connections)
             own.callback(self._node.remove, connections)
             if self._cache is not None:
-                self._cache.know(tables)
-                own.callback(self._cache.forget, tables)
+                self._cache.add_tables(tables)
+                own.callback(self._cache.remove_tables, tables)
             freshness = freshness_of(self._settings, name, self._metrics)
             served = self._serving.serve(model, self._metrics, self._devices, freshness)
             own.callback(self._metrics.let_go, name, number)
@@ -217,7 +217,7 @@ class _AttachBuilder:
             default.failures_to_open,
             default.retry_after_s,
             threads=tiers.lookup_threads,
-            skipped=TierMeter(self._metrics, node.info.name).passed_over,
+            on_skip=TierMeter(self._metrics, node.info.name).passed_over,
         )
         self._resources.callback(guarded.close)
         return guarded

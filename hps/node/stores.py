@@ -310,7 +310,7 @@ class NodeStores:
             guard.failures_to_open,
             guard.retry_after_s,
             threads=guard.concurrency or threads,
-            skipped=TierMeter(self._metrics, tier.info.name).passed_over,
+            on_skip=TierMeter(self._metrics, tier.info.name).passed_over,
         )
         self._resources.callback(guarded.close)
         return guarded

@@ -181,7 +181,7 @@ class TierMeter:
         if not skipped:
             self._seconds.observe(seconds)
 
-    def alike(self, found: list[tuple[EmbeddingTable, int, int]]) -> Callable[[float], None]:
+    def prepare(self, found: list[tuple[EmbeddingTable, int, int]]) -> Callable[[float], None]:
         """What to call with the seconds of each fetch that found all of these."""
         amounts = [
             ((self._keys.get(table) or self._counters(table))[0], n) for table, _, n in found if n

@@ -198,7 +198,7 @@ class DevicePath:
             ],
             form,
             assigned,
-            self._observe.alike(counts),
+            self._observe.prepare(counts),
             self._meter.finished_alike(codes),
         )
         if len(lane.kept) >= _KEPT:

@@ -1,4 +1,4 @@
-"""Remembered: what was last learnt from somebody far away, without waiting for them."""
+"""A value that is refreshed in the background, so that readers never wait."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ T = TypeVar("T")
 
 
 class BackgroundValue(Generic[T]):
-    """The last answer of ``look``, which may wait and raise TierError. Asking for it never waits; when it
-    is older than ``every_s`` it is renewed in the background. Any thread may ask."""
+    """The last result of ``look``, which may block and may raise TierError.
+
+    Reading never blocks. A value older than ``every_s`` is refreshed on a thread. Thread-safe."""
 
     def __init__(self, look: Callable[[], T], every_s: float, name: str) -> None:
         self._look = look
@@ -29,18 +30,18 @@ class BackgroundValue(Generic[T]):
 
     @property
     def value(self) -> T | None:
-        """None as long as there was no answer; otherwise the last one, even when ``look`` fails now."""
+        """The last result, also while ``look`` fails; None before the first one."""
         self._renew()
         return self._value
 
     @property
     def error(self) -> str | None:
-        """Why the last attempt failed; None when it didn't, or there was none yet."""
+        """The error of the last attempt; None if it succeeded or there was none yet."""
         self._renew()
         return self._error
 
     def look(self) -> None:
-        """Renew now, waiting for it."""
+        """Refresh now and wait for the result."""
         with self._lock:
             self._due = time.monotonic() + self._every_s
         try:
@@ -49,7 +50,7 @@ class BackgroundValue(Generic[T]):
             self._error = str(error)
 
     def close(self) -> None:
-        """Idempotent. An attempt at hand is left to end by itself after a second."""
+        """Stop refreshing; waits at most a second for a running attempt. Idempotent."""
         self._workers.close(1.0)
 
     def _renew(self) -> None:

@@ -18,14 +18,15 @@ POOLED_DTYPES = frozenset({np.dtype(np.float32), np.dtype(np.float16)})
 
 @dataclass(slots=True)
 class Bags:
-    """Keys ``(n,) int64`` of a table, which may repeat, whose rows are pooled into ``out (bags, dim)``.
+    """Keys ``(n,) int64`` of a table, possibly repeated, pooled into ``out (bags, dim)``.
 
-    Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]`` of ``offsets (bags + 1,) int64``; without, all have
-    as many. Rows are multiplied by ``weights (n,) float32``, sums divided by ``divisors (bags,)
-    float32``; an empty bag, and one whose divisor is 0, gets zeros. Sums are taken in the order of
-    the keys and in float32. ``missing (m,)``: after a gather, the ascending positions of the keys
-    that have no row here, None when all have; what their bags have in ``out`` has no meaning yet.
-    """
+    Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]`` of ``offsets (bags + 1,) int64``. Without
+    offsets all bags have the same number of keys. Rows are multiplied by ``weights (n,) float32``; sums
+    are divided by ``divisors (bags,) float32``. An empty bag, and a bag with divisor 0, gets zeros.
+    Sums are float32, in the order of the keys.
+
+    ``missing (m,)`` is set by a gather: the ascending positions of the keys that have no row here, or
+    None if all have one. The contents of ``out`` for bags with missing keys are undefined."""
 
     table: EmbeddingTable
     keys: KeyArray

@@ -1,21 +1,22 @@
 """The Tier protocol: anything that holds rows.
 
 A chain of tiers, a bridge, a metered tier and a guarded tier are themselves tiers, so features are
-layers, not branches. Six verbs and `info`; adding one needs a recorded decision with the reason a
-wrapper or a second, optional protocol will not do.
+layers, not branches. Six verbs and `info`; a seventh needs a recorded decision with the reason why a
+wrapper or a second, optional protocol is not enough.
 
-Rules every tier keeps (tests/contract/test_tier.py runs one body on all of them):
+Rules for every tier (tests/contract/test_tier.py runs the same tests on all of them):
 
-* ``fetch`` takes all parts of a batch at once. For a key it holds it writes the row, its version and
-  its source code and takes the position out of ``missing``; it leaves the others untouched. It never
-  raises for a miss and never fills in defaults.
-* A key it knows to be deleted (a tombstone) ends the search: version written, source left 0,
-  position taken out of ``missing``.
-* Keys are the table's own: whoever takes keys from outside narrows them (`EmbeddingTable.narrow`).
-* A write is applied when its version is >= the stored one (or the tombstone's). Within one call the
-  same key may stand several times: the highest version wins, on equal versions the last.
-* ``fetch`` may be called from many threads beside one writer; the mutating verbs are called by one
-  thread per node (invariant 5), unless ``info.shared``.
+* ``fetch`` takes all parts of a batch together. For a key that it holds, it writes the row, its version
+  and its source code and removes the position from ``missing``; it leaves the others untouched. It
+  never raises for a miss and never fills in defaults.
+* A deleted key (a tombstone) ends the search: its version is written, its source stays 0, its position
+  is removed from ``missing``.
+* Keys are already narrowed: code that receives keys from clients narrows them
+  (`EmbeddingTable.narrow`).
+* A write is applied if its version is >= the stored one (or the tombstone's). If one call has the same
+  key several times, the highest version wins; among equal versions, the last.
+* ``fetch`` may be called from many threads in parallel with one writer. The mutating verbs are called
+  by one thread per node (invariant 5), unless ``info.shared``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hps.types import (
     VersionArray,
 )
 
-# At hand, because a request makes a part per table.
+# Made once, because every request makes a part per table.
 _UINT64, _UINT8 = np.dtype(np.uint64), np.dtype(np.uint8)
 _POSITIONS = np.arange(4096)
 _POSITIONS.flags.writeable = False
@@ -45,12 +46,12 @@ _POSITIONS.flags.writeable = False
 
 @dataclass(frozen=True, slots=True)
 class TierInfo:
-    """What the rest needs to know of a tier.
+    """Properties of a tier.
 
-    ``memory`` is where ``Part.out`` must live. ``blocking`` tiers wait for a disk or a network and
-    are never called on an event loop. ``volatile``: contents are lost at restart. ``shared``: one
-    copy per cluster rather than per node. ``cache``: may drop rows by itself (a store may not).
-    """
+    ``memory``: the memory that ``Part.out`` must be in. ``blocking``: the tier waits for a disk or a
+    network and is never called on an event loop. ``volatile``: contents are lost at a restart.
+    ``shared``: one copy per cluster instead of one per node. ``cache``: may drop rows by itself (a
+    store may not)."""
 
     name: str
     source: Source
@@ -63,12 +64,11 @@ class TierInfo:
 
 @dataclass(slots=True)
 class Part:
-    """One table's share of a batch on its way down the tiers.
+    """One table's keys of a batch on the way down the tiers.
 
-    keys (n,) int64, unique; out (n, dim) of the table's dtype; versions (n,) uint64; source (n,)
-    uint8, 0 = not found yet; missing (m,) int64, ascending positions that are still to be asked for;
-    it is replaced, never written to.
-    """
+    keys (n,) int64, unique; out (n, dim) of the table's dtype; versions (n,) uint64; source (n,) uint8,
+    0 = not found yet; missing (m,) int64, ascending positions that were not found yet. ``missing`` is
+    replaced, never written to."""
 
     table: EmbeddingTable
     keys: KeyArray
@@ -79,7 +79,7 @@ class Part:
 
     @staticmethod
     def make(table: EmbeddingTable, keys: KeyArray, out: VectorArray | None = None) -> Part:
-        """A fresh host part: nothing found yet. ``keys`` must be unique."""
+        """Make a host part of which nothing is found yet. ``keys`` must be unique."""
         n = len(keys)
         return Part(
             table,
@@ -93,8 +93,10 @@ class Part:
 
 @dataclass(slots=True)
 class FetchContext:
-    """What accompanies one batch: its deadline (``time.monotonic()``), the CUDA stream if any, the names
-    of the tiers that were skipped as broken, late or full (``degraded``), and whom it is fetched for."""
+    """Context of one batch.
+
+    ``deadline``: in ``time.monotonic()``. ``stream``: the CUDA stream, if any. ``degraded``: names of
+    the tiers that were skipped as broken, late or full. ``origin``: the request that it is fetched for."""
 
     deadline: float | None = None
     stream: Any = None
@@ -103,13 +105,14 @@ class FetchContext:
 
 
 class Tier(Protocol):
-    """What holds rows, by the rules above."""
+    """A holder of rows that follows the module's rules."""
 
     @property
     def info(self) -> TierInfo: ...
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        """Answer what this tier holds of ``parts[i].keys[parts[i].missing]``; see the module's rules."""
+        """Fill in the rows of ``parts[i].keys[parts[i].missing]`` that this tier holds; see the module's
+        rules."""
         ...
 
     def insert(
@@ -121,15 +124,15 @@ class Tier(Protocol):
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
-        """As insert, but only for rows already resident (how a cache is refreshed)."""
+        """Like `insert`, but only for resident rows (this refreshes a cache)."""
         ...
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
-        """Remove rows whose version is <= the given one and remember the deletion (tombstone)."""
+        """Delete rows whose version is <= the given one and keep a tombstone."""
         ...
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Drop rows to make room. A row evicted from a cache comes back from the tier below."""
+        """Drop rows to make room. A cache gets them again from the tier below."""
         ...
 
     def close(self) -> None:
@@ -138,10 +141,10 @@ class Tier(Protocol):
 
 
 def newest_of_each(keys: KeyArray, versions: VersionArray) -> IndexArray | None:
-    """Positions to keep so that each key stands once, with its highest version (the last on a tie).
+    """Return the positions to keep so that each key occurs once, with its highest version (the last on a
+    tie).
 
-    None when the keys are unique already (the common case, decided by sorting the keys alone).
-    """
+    None if the keys are already unique: the common case, decided by sorting the keys alone."""
     ordered = np.sort(keys)
     if not (ordered[1:] == ordered[:-1]).any():
         return None

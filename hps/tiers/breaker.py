@@ -1,4 +1,4 @@
-"""CircuitBreaker: stops asking a tier that keeps failing, and tries again with one call at a time."""
+"""Circuit breaker: stops calls to a tier that keeps failing, then probes it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ State = Literal["closed", "open", "half-open"]
 
 
 class CircuitBreaker:
-    """Closed: calls pass; ``failures_to_open`` failures in a row open it. Open: none passes for
-    ``retry_after_s``. Half-open: one call, the probe, passes; its outcome closes or opens.
+    """Closed, open or half-open, by the outcomes of calls.
 
-    Every call asks ``admit`` for a permit and reports its outcome with it. A permit is good until the
-    state changes, so a call that began before a change can't undo it. Safe from any thread.
-    """
+    Closed: calls pass; ``failures_to_open`` failures in a row open it. Open: no call passes for
+    ``retry_after_s``. Half-open: one call, the probe, passes; its outcome closes or opens it.
+
+    Every call gets a permit from ``admit`` and reports its outcome with it. A permit is valid until the
+    state changes, so a call that began before a change can't undo it. Thread-safe."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class CircuitBreaker:
             return self._state
 
     def admit(self) -> int | None:
-        """A permit to call the tier, or None: skip it."""
+        """Return a permit to call the tier, or None to skip it."""
         with self._lock:
             if self._state == "closed":
                 return self._permit
@@ -69,8 +70,8 @@ class CircuitBreaker:
                 self._change("open")
                 self._retry_at = self._clock() + self._retry_after_s
 
-    def undecided(self, permit: int) -> None:
-        """The call said nothing about the tier's health; a probe's place goes to the next call."""
+    def inconclusive(self, permit: int) -> None:
+        """Report a call that says nothing about the tier's health; the next call may probe."""
         with self._lock:
             if permit == self._permit:
                 self._probing = False

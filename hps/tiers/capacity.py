@@ -1,4 +1,4 @@
-"""How many rows of each table a cache gets."""
+"""Capacity planning: the number of rows that a cache keeps of each table."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hps.errors import ConfigError
 from hps.types import EmbeddingTable
 
 ROW_EXTRA_BYTES = 35
-"""Version, key, and the key's share of the buckets beside each row."""
+"""Bytes per row besides the vector: version, key, and the key's share of the buckets."""
 
 TABLE_BYTES = 512
-"""What a table takes however few rows it has, rounded up."""
+"""Bytes per table regardless of its rows, rounded up."""
 
 EMPTY_TABLE_ROWS = 1024
-"""What an empty table is planned as: rows may be written to it later, and must find a cache then."""
+"""Rows planned for an empty table: rows may be written later and must find a cache then."""
 
 Rows = dict[EmbeddingTable, int]
 
@@ -28,14 +28,13 @@ def plan_capacity(
     rows: Mapping[EmbeddingTable, int] | None = None,
     shares: Mapping[EmbeddingTable, float] | None = None,
 ) -> Rows:
-    """The capacity of each table's cache in rows; 0 keeps a table out.
+    """Return each table's cache capacity in rows; 0 keeps a table out.
 
-    ``table_rows`` are the rows each table has; an empty one counts as ``EMPTY_TABLE_ROWS``. ``rows``
-    states the capacity of some tables, ``shares`` that of others as a share of their rows; they come
-    first. ``share`` gives every other table that share of its rows, whatever it costs. Without it, what
-    those leave of ``capacity_bytes`` is shared out by the tables' sizes. Raises ConfigError for
-    what can't be meant.
-    """
+    ``table_rows``: the rows of each table; an empty one counts as ``EMPTY_TABLE_ROWS``. ``rows`` and
+    ``shares`` set the capacity of single tables, in rows or as a share of their rows; they take
+    precedence. ``share`` gives every other table that share of its rows, whatever the size. Without it,
+    the rest of ``capacity_bytes`` is divided in proportion to the tables' sizes. Raises ConfigError for
+    contradictory values."""
     table_rows = {table: count or EMPTY_TABLE_ROWS for table, count in table_rows.items()}
     stated = dict(rows or {})
     for table, part in (shares or {}).items():
@@ -59,5 +58,5 @@ def plan_capacity(
 
 
 def slot_bytes(table: EmbeddingTable) -> int:
-    """What one row of capacity costs."""
+    """Bytes per row of capacity."""
     return table.row_bytes + ROW_EXTRA_BYTES

@@ -1,4 +1,4 @@
-"""TierChain: many tiers seen as one. Keys go down until they are found, writes come up."""
+"""TierChain: several tiers as one. Fetches go down, writes go up."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArra
 
 
 class TierChain:
-    """Tiers from the fastest to the one that holds every row; none at all is legal and holds nothing.
+    """Tiers from the fastest to the one that holds every row; an empty chain holds nothing.
 
-    `fetch` asks each tier for what those above it lack and stops early. The mutating verbs walk up from
-    the bottom, so that a cache never holds a row its store refused: when a tier raises, those above
-    it have not been touched. As safe beside other threads as its tiers are.
-    """
+    `fetch` asks each tier for the misses of those above it and stops when there are none. The mutating
+    verbs go from the bottom up, so that a cache never holds a row that its store rejected: if a tier
+    raises, those above it are unchanged. As thread-safe as its tiers."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
@@ -54,23 +53,26 @@ class TierChain:
             tier.evict(table, keys)
 
     def close(self) -> None:
-        """Close every tier, also when one of them raises."""
+        """Close every tier, even if one raises."""
         with ExitStack() as stack:
             for tier in reversed(self.tiers):
                 stack.callback(tier.close)
 
 
 def _summary(tiers: tuple[Tier, ...]) -> TierInfo:
-    """One `TierInfo` for all: it blocks, is durable or shared when any tier is, and is a cache when
-    every tier is. Its name lists theirs; ``source`` is the top tier's (rows report the tier they came
-    from)."""
+    """Combine the tiers' `TierInfo`.
+
+    It blocks, is durable or is shared if any tier is, and is a cache if every tier is. Its name lists
+    theirs; ``source`` is the top tier's (each row reports the tier that it came from)."""
     infos = [tier.info for tier in tiers]
     if not infos:
         return TierInfo("empty", Source.DEFAULT, cache=True)
     memories = {info.memory for info in infos}
     if len(memories) > 1:
-        places = ", ".join(f"{info.name} in {info.memory} memory" for info in infos)
-        raise ConfigError(f"the tiers of a chain must share one memory, got {places}; bridge them")
+        memory_of_each = ", ".join(f"{info.name} in {info.memory} memory" for info in infos)
+        raise ConfigError(
+            f"the tiers of a chain must share one memory, got {memory_of_each}; bridge them"
+        )
     return TierInfo(
         name="+".join(info.name for info in infos),
         source=infos[0].source,

@@ -1,10 +1,9 @@
-"""What every tier demands of the arrays it is given, said in one place and in the same words.
+"""Argument checks that all tiers share.
 
-The demands are those of `hps.types`: keys (n,) int64, vectors (n, dim) of the table's dtype, versions
-(n,) uint64, all C-contiguous. Nothing is converted: a silent copy would hide a slow caller, and for
-an output it would lose the answer. All functions raise BadRequest before anything is written, and
-may be called from any thread.
-"""
+Expected are the arrays of `hps.types`: keys (n,) int64, vectors (n, dim) of the table's dtype, versions
+(n,) uint64, all C-contiguous. Nothing is converted: a silent copy would hide a slow caller, and a
+copied output would lose the answer. All functions raise BadRequest before anything is written, and are
+thread-safe."""
 
 from __future__ import annotations
 
@@ -31,21 +30,21 @@ def _check(
         and array.flags.c_contiguous
     ):
         return
-    wanted = f"{shape} {dtype}, C-contiguous"
+    expected = f"{shape} {dtype}, C-contiguous"
     if not isinstance(array, np.ndarray):
-        found = f"a {type(array).__name__}, not a NumPy array"
-        mend = "convert it with np.asarray"
+        actual = f"a {type(array).__name__}, not a NumPy array"
+        remedy = "convert it with np.asarray"
     else:
         strided = "" if array.flags.c_contiguous else ", not C-contiguous"
-        found = f"{array.shape} {array.dtype}{strided}"
-        mend = f"pass np.ascontiguousarray({name}, {dtype})"
+        actual = f"{array.shape} {array.dtype}{strided}"
+        remedy = f"pass np.ascontiguousarray({name}, {dtype})"
         if array.shape != shape:
-            mend = f"one entry per key is expected, and rows of {table.dim} values"
-    raise BadRequest(f"table {table.id}: {name} must be {wanted}, got {found}; {mend}")
+            remedy = f"one entry per key is expected, and rows of {table.dim} values"
+    raise BadRequest(f"table {table.id}: {name} must be {expected}, got {actual}; {remedy}")
 
 
 def check_keys(table: EmbeddingTable, keys: KeyArray, versions: VersionArray | None = None) -> None:
-    """Check ``keys (n,) int64`` and, where given, ``versions (n,) uint64``."""
+    """Check ``keys (n,) int64`` and, if passed, ``versions (n,) uint64``."""
     shape = (keys.size,) if isinstance(keys, np.ndarray) else (0,)
     _check(table, "keys", keys, shape, _INT64)
     if versions is not None:
@@ -55,20 +54,20 @@ def check_keys(table: EmbeddingTable, keys: KeyArray, versions: VersionArray | N
 def check_rows(
     table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
 ) -> None:
-    """Check the arguments of insert and update: also ``vectors (n, dim)`` of the table's dtype."""
+    """Check the arguments of insert and update, with ``vectors (n, dim)`` of the table's dtype."""
     check_keys(table, keys, versions)
     _check(table, "vectors", vectors, (len(keys), table.dim), table.dtype)
 
 
 def check_gather(table: EmbeddingTable, keys: KeyArray, out: VectorArray) -> None:
-    """Check ``keys`` and that ``out (n, dim)`` of the table's dtype can be filled."""
+    """Check ``keys`` and that ``out (n, dim)`` has the table's dtype and is writable."""
     check_keys(table, keys)
     _check(table, "out", out, (len(keys), table.dim), table.dtype)
     _check_writable(table, "out", out)
 
 
 def check_bags(bags: Bags) -> None:
-    """Check every array of ``bags``, and that the offsets rise from 0 to the number of keys."""
+    """Check every array of ``bags``, and that the offsets ascend from 0 to the number of keys."""
     table, n, count = bags.table, len(bags.keys), len(bags.out)
     check_keys(table, bags.keys)
     _check(table, "out", bags.out, (count, table.dim), table.dtype)
@@ -93,7 +92,7 @@ def check_bags(bags: Bags) -> None:
 
 
 def check_part(part: Part) -> None:
-    """Check every array of ``part``, and that those to be filled are writable."""
+    """Check every array of ``part``, and that its outputs are writable."""
     table, n = part.table, len(part.keys)
     check_keys(table, part.keys)
     _check(table, "out", part.out, (n, table.dim), table.dtype)

@@ -1,9 +1,8 @@
-"""HPS's ``.bin`` dumps of a table, in and out, in bounded memory.
+"""Read and write HPS's ``.bin`` dumps of a table in bounded memory.
 
-A header of ``bin\\0``, u32 version 1, u32 bytes of a key, u32 bytes of a value, then key and value by turns
-to the end of the file; all integers little-endian, keys of 4 or 8 bytes, values the bare row. Of an empty
-table HPS's writers leave out the bytes of a value: 12 bytes instead of 16.
-"""
+Format: the header ``bin\\0``, u32 version 1, u32 bytes of a key, u32 bytes of a value; then key and
+value alternate to the end of the file. All integers are little-endian, keys have 4 or 8 bytes, values
+are bare rows. For an empty table HPS's writers omit the bytes of a value: 12 bytes instead of 16."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def _ignore(_rows: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BinDump:
-    """An opened dump file, its header and length checked. ``key_bytes`` are 4 or 8."""
+    """An opened dump file with checked header and length. ``key_bytes``: 4 or 8."""
 
     path: Path
     key_bytes: int
@@ -44,8 +43,10 @@ class BinDump:
     def read(
         self, table: EmbeddingTable, progress: Callable[[int], None] = _ignore
     ) -> Iterator[Rows]:
-        """The rows in the file's order, a few megabytes at a time. 4-byte keys are unsigned, as in HPS.
-        Raises ModelError when the values are not rows of ``table`` or keys exceed its width."""
+        """Yield the rows in the file's order, a few megabytes at a time.
+
+        4-byte keys are unsigned, as in HPS. Raises ModelError if the values are not rows of ``table``
+        or the keys exceed its width."""
         expected = table.dim * table.dtype.itemsize
         if self.rows and self.value_bytes != expected:
             raise ModelError(
@@ -64,14 +65,16 @@ class BinDump:
             while left:
                 block = np.fromfile(file, record, min(left, _block_rows(record)))
                 if not len(block):
-                    raise ModelError(f"{self.path}: {left} rows are gone; it is being written to")
+                    raise ModelError(
+                        f"{self.path}: {left} rows disappeared; another process is writing to it"
+                    )
                 left -= len(block)
                 yield block["key"].astype(np.int64), block["row"].astype(table.dtype)
                 progress(len(block))
 
 
 def open_dump(path: Path) -> BinDump:
-    """Read the header. Raises ModelError for another format and for a truncated last row."""
+    """Read and check the header. Raises ModelError for another format or a truncated last row."""
     try:
         with path.open("rb") as file:
             head = file.read(_LONG.size)
@@ -84,7 +87,9 @@ def open_dump(path: Path) -> BinDump:
         )
     _, version, key_bytes = _SHORT.unpack_from(head)
     if version != _VERSION:
-        raise ModelError(f"{path}: a .bin dump of version {version}; version {_VERSION} is known")
+        raise ModelError(
+            f"{path}: a .bin dump of version {version}; only version {_VERSION} is supported"
+        )
     if key_bytes not in (4, 8):
         raise ModelError(f"{path}: keys of {key_bytes} bytes; expected 4 or 8")
     if size == _SHORT.size:
@@ -110,8 +115,10 @@ def write_dump(
     rows: Iterable[Rows],
     progress: Callable[[int], None] = _ignore,
 ) -> int:
-    """Write ``rows`` as HPS does, and return how many there were. Keys have the table's width. The file
-    gets its name when it is complete. Raises ModelError when it cannot be written."""
+    """Write ``rows`` in HPS's format and return their number.
+
+    Keys have the table's width. The file gets its name when it is complete. Raises ModelError if
+    writing fails."""
     key_bytes = table.key_bits // 8
     record = _record(key_bytes, table)
     part = path.with_name(f".{path.name}.part")

@@ -1,4 +1,4 @@
-"""Locks on files, by which processes find out whether another one is alive, in whatever pid namespace."""
+"""File locks that show whether another process is alive, in any PID namespace."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from weakref import WeakSet
 
 
 class FileLock:
-    """An exclusive `flock` on ``path``, held until `release` or the end of this process, however that ends:
-    the kernel drops it. A fork of the process does not hold it."""
+    """An exclusive `flock` on ``path``, held until `release` or the end of this process.
+
+    The kernel releases it however the process ends. A fork of the process does not hold it."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the file if there is none. Raises BlockingIOError when the lock is held, and OSError."""
+        """Create the file if necessary and lock it. Raises BlockingIOError if the lock is held, and
+        OSError."""
         self._file = -1
         while self._file < 0:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The former holder may have removed the file meanwhile.
+                # The previous holder may have removed the file meanwhile.
                 with suppress(FileNotFoundError):
                     if os.stat(path).st_ino == os.fstat(file).st_ino:
                         self._file = file
@@ -30,20 +32,20 @@ class FileLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Idempotent. The file stays."""
+        """Release the lock; the file stays. Idempotent."""
         if self._file >= 0:
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # a fork may not have closed its descriptor yet
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # a fork may still have the descriptor open
             self.close()
 
     def close(self) -> None:
-        """Close the descriptor; the process that this one was forked from keeps the lock."""
+        """Close the descriptor. In a fork, the parent process keeps the lock."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds a `FileLock` on ``path``. Raises OSError when there is no such file."""
+    """Return whether a process holds a `FileLock` on ``path``. Raises OSError if the file is missing."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -58,7 +60,7 @@ _held: WeakSet[FileLock] = WeakSet()
 
 
 def _close_all() -> None:
-    """In a fork: it shares the descriptors, so would keep the locks after its parent's end."""
+    """Close the descriptors in a fork, which would keep the locks after the parent's end."""
     for lock in list(_held):
         lock.close()
 

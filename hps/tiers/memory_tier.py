@@ -1,13 +1,13 @@
-"""MemoryTier: a dictionary of rows, and the executable specification of `Tier`.
+"""MemoryTier: rows in a dictionary; the executable specification of `Tier`.
 
-Every other tier is tested against this one, so it is written to be obvious, not fast. What a verb
-means beyond the protocol's text is decided here:
+Every other tier is tested against this one, so it is written to be obvious, not fast. It also decides
+what the protocol's text leaves open:
 
-* a tombstone is resident: `update` with a version >= its own revives the key (else a cache would
-  go on hiding a row that came back), `evict` forgets it;
-* `delete` leaves a tombstone also for a key that was not there;
-* a tombstone whose version is more than the table's ``tombstone_ttl_s`` in the past counts as not
-  there at all; what it deleted stays deleted.
+* A tombstone is resident: `update` with a version >= the tombstone's restores the key (otherwise a
+  cache would keep hiding a row that is back); `evict` removes the tombstone.
+* `delete` leaves a tombstone even for an unknown key.
+* A tombstone whose version is more than the table's ``tombstone_ttl_s`` in the past counts as absent;
+  the row that it deleted stays deleted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from hps.types import (
 
 
 class MemoryRow(NamedTuple):
-    """What is known of one key. Never changed, only replaced, so that a reader beside the writer
-    sees the old entry or the new one."""
+    """The state of one key. Replaced, never changed, so that a concurrent reader sees the old entry or the
+    new one."""
 
     version: int
     row: VectorArray | None
@@ -40,11 +40,10 @@ class MemoryRow(NamedTuple):
 
 
 class MemoryTier:
-    """Rows in dictionaries, one per table; a table needs no announcement and has no limit.
+    """Rows in one dictionary per table; tables are made on demand and have no capacity.
 
-    ``info`` lets it stand for any kind of tier; ``clock`` returns Unix seconds and drives the forgetting
-    of tombstones. `fetch` may be called from many threads beside one writer.
-    """
+    ``info`` lets it stand for any kind of tier. ``clock`` returns Unix seconds and drives the expiry of
+    tombstones. `fetch` may be called from many threads in parallel with one writer."""
 
     def __init__(
         self,
@@ -103,11 +102,11 @@ class MemoryTier:
             rows.pop(key, None)
 
     def drop(self, table: EmbeddingTable) -> None:
-        """Forget the whole table."""
+        """Remove the whole table."""
         self._tables.pop(table, None)
 
     def size(self, table: EmbeddingTable) -> int:
-        """Rows held of ``table``, tombstones not counted."""
+        """Number of rows of ``table``, without tombstones."""
         return sum(entry.row is not None for entry in list(self._tables.get(table, {}).values()))
 
     def close(self) -> None:
@@ -120,6 +119,6 @@ class MemoryTier:
         return entry
 
     def _write(self, table: EmbeddingTable, key: int, entry: MemoryRow) -> None:
-        held = self._resident(table, key)
-        if held is None or entry.version >= held.version:
+        current = self._resident(table, key)
+        if current is None or entry.version >= current.version:
             self._tables.setdefault(table, {})[key] = entry

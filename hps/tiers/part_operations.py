@@ -1,4 +1,4 @@
-"""Parts made of parts: what a wrapper asks for in a caller's place, and how the answer gets back."""
+"""Split, copy and merge `Part`s."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ _ALL = slice(None)
 
 
 def new_part_for_misses(part: Part) -> Part:
-    """A part with arrays of its own for the keys that ``part`` lacks."""
+    """Make a part, with new arrays, for the keys that ``part`` misses."""
     return Part.make(part.table, part.keys[part.missing])
 
 
 def restrict_part(part: Part, missing: IndexArray) -> Part:
-    """The same arrays, of which only the positions ``missing`` are asked for."""
+    """Return a part with the same arrays and only the positions ``missing`` to fetch."""
     return Part(part.table, part.keys, part.out, part.versions, part.source, missing)
 
 
-def copy_part(part: Part, asked: IndexArray) -> Part:
-    """Arrays of their own with what ``part`` says of its positions ``asked``."""
-    missing = np.flatnonzero(_still_missing(part)[asked])
+def copy_part(part: Part, positions: IndexArray) -> Part:
+    """Copy what ``part`` holds at ``positions`` into new arrays."""
+    missing = np.flatnonzero(_still_missing(part)[positions])
     return Part(
         part.table,
-        part.keys[asked],
-        part.out[asked],
-        part.versions[asked],
-        part.source[asked],
+        part.keys[positions],
+        part.out[positions],
+        part.versions[positions],
+        part.source[positions],
         missing,
     )
 
 
 def copy_answer(answer: Part, part: Part, at: IndexArray | slice = _ALL) -> None:
-    """Give ``part`` what ``answer`` holds: the key ``part.missing[i]`` stands at ``at[i]`` there."""
-    asked, missed, source = part.missing, _still_missing(answer)[at], answer.source[at]
+    """Copy ``answer`` into ``part``: the key ``part.missing[i]`` is at ``at[i]`` of ``answer``."""
+    wanted, missed, source = part.missing, _still_missing(answer)[at], answer.source[at]
     rows, done = source != 0, ~missed
-    part.out[asked[rows]] = answer.out[at][rows]
-    part.versions[asked[done]] = answer.versions[at][done]
-    part.source[asked[done]] = source[done]
-    part.missing = asked[missed]
+    part.out[wanted[rows]] = answer.out[at][rows]
+    part.versions[wanted[done]] = answer.versions[at][done]
+    part.source[wanted[done]] = source[done]
+    part.missing = wanted[missed]
 
 
 def merge_misses(shares: Sequence[Part]) -> IndexArray:
-    """The positions that any of ``shares`` of one part still lacks, ascending."""
+    """Return the ascending positions that any of ``shares`` of one part still misses."""
     if len(shares) == 1:
         return shares[0].missing
     return np.sort(np.concatenate([each.missing for each in shares]))

@@ -1,8 +1,8 @@
-"""Positions of update streams, kept beside the rows: a second, optional protocol of stores.
+"""Stream positions kept with the rows: a second, optional protocol of stores.
 
-A store that keeps them tells after a crash, a failover or an empty restart how far the streams are
-contained in it, from the rows' own place, so that no update is lost and none need be asked of anybody else.
-"""
+After a crash, a failover or an empty restart, such a store reports how far each stream is contained in
+it. The position is stored with the rows themselves, so no update is lost, and no other process has to
+be asked."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """``offset`` of the first message that is not yet applied, of one partition of a topic. ``since``: what
-    is noted with it began there, so it holds only in a store that has everything before."""
+    """``offset`` of the first message of a topic's partition that is not yet applied.
+
+    ``continues_from``: the batch stored with it began at this offset, so the position is valid only in
+    a store that has everything before."""
 
     topic: str
     partition: int
     offset: int
-    since: int = 0
+    continues_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """``offset``: up to which a table contains a partition, see `PositionedStore.applied`; ``topic_id``:
-    Kafka's, empty where none is kept."""
+    """``offset`` up to which a table contains a partition, see `PositionedStore.applied`.
+
+    ``topic_id``: Kafka's; empty if none is stored."""
 
     offset: int
     topic_id: str = ""
@@ -38,9 +41,11 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class TableChanges:
-    """What a batch of messages does to one table: ``keys (n,)`` with ``vectors (n, dim)`` and ``versions
-    (n,)`` to be inserted, ``deleted (m,)`` with ``deleted_versions (m,)`` to be deleted; either may be
-    empty. Of a key that stands in both, the higher version decides, on equal ones the deletion."""
+    """The changes that a batch of messages makes to one table.
+
+    ``keys (n,)`` with ``vectors (n, dim)`` and ``versions (n,)`` are inserted, ``deleted (m,)`` with
+    ``deleted_versions (m,)`` are deleted; either may be empty. For a key in both, the higher version
+    wins; on a tie, the deletion."""
 
     keys: KeyArray
     vectors: VectorArray
@@ -50,46 +55,55 @@ class TableChanges:
 
 
 def split_position_name(name: str) -> tuple[Place, bool] | None:
-    """The place of ``<topic>/<partition>`` or ``<topic>/<partition>/id``, and whether it is the second; None
-    for any other name."""
+    """Parse ``<topic>/<partition>`` or ``<topic>/<partition>/id`` into its place and whether it is the
+    second form.
+
+    None for any other name."""
     of_id = name.endswith("/id")
     topic, _, partition = name.removesuffix("/id").rpartition("/")
     return ((topic, int(partition)), of_id) if topic and partition.isdecimal() else None
 
 
 class PositionedStore(Protocol):
-    """A store that keeps how far it is in its streams beside the rows that came from there."""
+    """A store that keeps its stream positions with the rows that came from the streams."""
 
     def apply(
         self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
     ) -> None:
-        """Insert and delete under the version rule; then, and never before a row, note ``positions``,
-        which never go back. A store that may lose rows while it is open, as a server that restarts empty,
-        notes none whose ``since`` lies beyond what it has. When it raises, some of it may have been done:
-        applying it again is harmless."""
+        """Insert and delete by the version rule; then, never before a row, store ``positions``.
+
+        Positions never decrease. A store that may lose rows while it is open, such as a server that
+        restarts empty, stores no position whose ``continues_from`` lies beyond its own. If it raises,
+        part of the batch may be applied; applying it again is harmless."""
         ...
 
     def versions(self, table: EmbeddingTable, keys: KeyArray, at_least: int = 0) -> VersionArray:
-        """The stored version of each of ``keys (n,)``: of its row, or of its deletion where that is
-        remembered; 0 where the key is unknown. A version below ``at_least`` may be returned as 0, which
-        spares reading it. Raises TierError when any could not be read."""
+        """Return the stored version of each of ``keys (n,)``: its row's or its tombstone's; 0 if the key
+        is unknown.
+
+        A version below ``at_least`` may be returned as 0, which saves reading it. Raises TierError if a
+        version could not be read."""
         ...
 
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
-        """The offset up to which ``table`` contains the topic's partition; None when nothing of it is
-        certain, as after a restart without the rows."""
+        """Return the offset up to which ``table`` contains the partition.
+
+        None if unknown, for example after a restart without the rows."""
         ...
 
     def positions(self, table: EmbeddingTable) -> Mapping[Place, Applied]:
-        """All positions of ``table``. Raises TierError."""
+        """Return all positions of ``table``. Raises TierError."""
         ...
 
     def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:
-        """Keep Kafka's ``topic_id`` beside the position of this partition. True when another id was kept: the
-        topic was deleted and created again, so the position is set to 0."""
+        """Store Kafka's ``topic_id`` with the position of this partition.
+
+        True if another ID was stored: the topic was deleted and created again, so the position is set to 0.
+        """
         ...
 
     def restart(self, table: EmbeddingTable, topic: str, partition: int) -> None:
-        """Set the position to 0, the only way that it goes back: the partition lost messages, so offsets no
-        longer say which of them were applied."""
+        """Set the position to 0, the only way to decrease it.
+
+        For a partition that lost messages: its offsets no longer say which of them were applied."""
         ...

@@ -1,4 +1,4 @@
-"""Promoting: what a tier held goes to whoever copies rows upwards."""
+"""PromotingTier: passes the keys of rows that a tier held to a promoter."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from hps.tiers.wrappers import TierWrapper
 from hps.types import EmbeddingTable, KeyArray
 
 Promote = Callable[[EmbeddingTable, KeyArray], None]
-"""``promote(table, keys)`` takes the keys of rows to be copied upwards; it must not block."""
+"""``promote(table, keys)`` receives the keys of rows to copy upwards; it must not block."""
 
 
 class PromotingTier(TierWrapper):
-    """Hands the keys of rows that ``inner`` held to ``promote``; never defaults, nor deletions.
+    """Passes the keys of rows that ``inner`` held to ``promote``; never defaults or deletions.
 
-    Not when the tier ``above``, which had been asked first, was skipped: it may hold them, and could
-    not take them now. As safe beside other threads as ``inner`` and ``promote`` are.
-    """
+    Does nothing if the tier ``above`` was skipped: it may hold the rows, and could not take them now.
+    As thread-safe as ``inner`` and ``promote``."""
 
     def __init__(self, inner: Tier, promote: Promote, above: str) -> None:
         super().__init__(inner)
@@ -25,11 +24,11 @@ class PromotingTier(TierWrapper):
         self._above = above
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        asked = [part.missing for part in parts]
+        requested = [part.missing for part in parts]
         self.inner.fetch(parts, ctx)
         if self._above in ctx.degraded:
             return
-        for part, positions in zip(parts, asked, strict=True):
+        for part, positions in zip(parts, requested, strict=True):
             found = positions[part.source[positions] != 0]
             if len(found):
                 self._promote(part.table, part.keys[found])

@@ -1,4 +1,4 @@
-"""Which keys are hot: of one cache by its scores, of several by which one is asked first."""
+"""Hot keys: of one cache by its scores, of several in the order in which they are asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HotKeys = tuple[KeyArray, NDArray[np.uint8]]
 
 
 class RankedCache(Protocol):
-    """A cache that knows its hottest keys."""
+    """A cache that ranks its keys by use."""
 
     def top_k(self, table: EmbeddingTable, n: int) -> HotKeys: ...
 
@@ -23,35 +23,37 @@ class RankedCache(Protocol):
 
 
 class MergedRanking:
-    """``caches`` as one, the one asked first first. What that answers the others are not asked for, so it
-    looks cold to them: its keys come before theirs."""
+    """``caches`` as one, in the order in which they are asked.
+
+    The first cache answers most requests, so its keys look cold to the others: they come before theirs."""
 
     def __init__(self, caches: Sequence[RankedCache]) -> None:
         self._caches = tuple(caches)
 
     def top_k(self, table: EmbeddingTable, n: int) -> HotKeys:
-        """The ``n`` hottest keys, each once, with its score where it comes first."""
-        found = [cache.top_k(table, n) for cache in self._caches]
-        keys = np.concatenate([keys for keys, _ in found])
-        scores = np.concatenate([scores for _, scores in found])
+        """Return the ``n`` hottest keys, each once, with the score of its first cache."""
+        ranked = [cache.top_k(table, n) for cache in self._caches]
+        keys = np.concatenate([keys for keys, _ in ranked])
+        scores = np.concatenate([scores for _, scores in ranked])
         first = np.sort(np.unique(keys, return_index=True)[1])[:n]
         return keys[first], scores[first]
 
     def capacity(self, table: EmbeddingTable) -> int:
-        """The most keys that `top_k` can list."""
+        """The most keys that `top_k` can return."""
         return sum(cache.capacity(table) for cache in self._caches)
 
 
 def hottest(keys: KeyArray, scores: NDArray[np.unsignedinteger[Any]], n: int) -> HotKeys:
-    """The ``n`` of ``keys (m,)`` with the highest ``scores (m,)``, highest first, and how far each lies below
-    the highest of all, from 255 down."""
+    """Return the ``n`` of ``keys (m,)`` with the highest ``scores (m,)``, highest first.
+
+    Their scores are scaled to 255 for the highest, less the distance to it."""
     if not len(keys):
         return keys[:0], np.empty(0, np.uint8)
-    behind = scores.max() - scores
-    if behind.max() < 1 << 16:
-        behind = behind.astype(np.uint16)  # sorted in one pass over its digits
-    order = np.argsort(behind, kind="stable")[:n]
-    return keys[order], (255 - np.minimum(behind[order], 255)).astype(np.uint8)
+    distance = scores.max() - scores
+    if distance.max() < 1 << 16:
+        distance = distance.astype(np.uint16)  # sorted in one pass over its digits
+    order = np.argsort(distance, kind="stable")[:n]
+    return keys[order], (255 - np.minimum(distance[order], 255)).astype(np.uint8)
 
 
 __all__ = ["HotKeys", "MergedRanking", "RankedCache", "hottest"]

@@ -1,9 +1,9 @@
-"""Rows as the stores keep them: bytes of a value, as pure array functions.
+"""Stored values of rows as bytes, by pure array functions.
 
-* versioned: u64 little-endian version, u8 flags (bit 0: tombstone), then the row's values, little-endian.
-  A tombstone has no row: 9 bytes.
-* not versioned: the bare row, HPS's own form. There is no room for a version or a tombstone: the last
-  write wins and versions read as 0.
+* versioned: u64 little-endian version, u8 flags (bit 0: tombstone), then the row's values,
+  little-endian. A tombstone has no row: 9 bytes.
+* not versioned: the bare row, as HPS stores it. It has no version and no tombstone: the last write
+  wins, and versions read as 0.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ _HEADER = [("version", "<u8"), ("flags", "u1")]
 TOMBSTONE = np.dtype(_HEADER)
 """A deleted key's value; the first fields of every versioned value."""
 TOMBSTONE_FLAG = 1
-_NO_AT = np.empty(0, np.int64)
+_NO_POSITIONS = np.empty(0, np.int64)
 _NO_VERSIONS = np.empty(0, np.uint64)
 
 
 class WrongLength(ValueError):
-    """A stored value has a length that the table's dim and dtype rule out."""
+    """A stored value has a length that does not match the table's dim and dtype."""
 
-    def __init__(self, found: int, expected: int) -> None:
-        super().__init__(found, expected)
-        self.found = found
+    def __init__(self, actual: int, expected: int) -> None:
+        super().__init__(actual, expected)
+        self.actual = actual
         self.expected = expected
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """What a batched read found: positions (f,) of the rows with their versions (f,) and vectors
-    (f, dim); positions (t,) and versions (t,) of the tombstones."""
+    """The result of a batched read.
+
+    Positions (f,) of the rows with their versions (f,) and vectors (f, dim); positions (t,) and
+    versions (t,) of the tombstones."""
 
     at: IndexArray
     versions: VersionArray
     vectors: VectorArray
-    dead_at: IndexArray
-    dead_versions: VersionArray
+    tombstone_at: IndexArray
+    tombstone_versions: VersionArray
 
 
 class RowValueCodec:
-    """Translates one table's rows to stored values and back. Immutable."""
+    """Converts one table's rows to stored values and back. Immutable."""
 
     __slots__ = ("record", "value_bytes", "versioned")
 
@@ -58,11 +60,11 @@ class RowValueCodec:
         self.versioned = layout == "native"
         row = ("row", table.dtype.newbyteorder("<"), (table.dim,))
         self.record: np.dtype[Any] = np.dtype([*_HEADER, row] if self.versioned else [row])
-        """Of one value: fields ``version`` and ``flags``, where there are any, and ``row`` (dim,)."""
+        """The dtype of one value: ``version`` and ``flags`` if versioned, and ``row`` (dim,)."""
         self.value_bytes = self.record.itemsize
 
     def records(self, vectors: VectorArray, versions: Any) -> NDArray[np.void]:
-        """(n, dim) vectors of any real dtype and (n,) versions (or one for all) -> (n,) ``record``."""
+        """Convert (n, dim) vectors of any real dtype and (n,) versions, or one, to (n,) ``record``."""
         out = np.empty(len(vectors), self.record)
         if self.versioned:
             out["version"] = versions
@@ -71,13 +73,13 @@ class RowValueCodec:
         return out
 
     def encode(self, vectors: VectorArray, versions: Any) -> list[bytes]:
-        """The same as n values."""
+        """Convert the same to n values as bytes."""
         values: list[bytes] = self.records(vectors, versions).view(f"V{self.value_bytes}").tolist()
         return values
 
     @staticmethod
     def tombstones(versions: VersionArray) -> NDArray[np.void]:
-        """(n,) versions -> (n,) ``TOMBSTONE``."""
+        """Convert (n,) versions to (n,) ``TOMBSTONE``."""
         out = np.empty(len(versions), TOMBSTONE)
         out["version"] = versions
         out["flags"] = TOMBSTONE_FLAG
@@ -89,25 +91,29 @@ class RowValueCodec:
         return values
 
     def decode(self, values: Sequence[bytes]) -> StoredRows:
-        """``values``: one per key asked for, ``b""`` where there is none. Raises WrongLength."""
+        """Decode ``values``, one per key, ``b""`` if the key is absent. Raises WrongLength."""
         lengths = np.fromiter(map(len, values), np.int64, len(values))
         is_row = lengths == self.value_bytes
         at = np.flatnonzero(is_row)
         if len(at) == len(values):
-            return self._rows(at, b"".join(values), _NO_AT, _NO_VERSIONS)
-        is_dead = (lengths == TOMBSTONE.itemsize) & self.versioned
-        wrong = ~(is_row | is_dead | (lengths == 0))
+            return self._rows(at, b"".join(values), _NO_POSITIONS, _NO_VERSIONS)
+        is_tombstone = (lengths == TOMBSTONE.itemsize) & self.versioned
+        wrong = ~(is_row | is_tombstone | (lengths == 0))
         if wrong.any():
             raise WrongLength(int(lengths[wrong][0]), self.value_bytes)
-        if not is_dead.any():
-            return self._rows(at, b"".join(values), _NO_AT, _NO_VERSIONS)
-        dead = np.frombuffer(b"".join(compress(values, is_dead.tolist())), TOMBSTONE)
+        if not is_tombstone.any():
+            return self._rows(at, b"".join(values), _NO_POSITIONS, _NO_VERSIONS)
+        tombstones = np.frombuffer(b"".join(compress(values, is_tombstone.tolist())), TOMBSTONE)
         joined = b"".join(compress(values, is_row.tolist()))
-        return self._rows(at, joined, np.flatnonzero(is_dead), dead["version"])
+        return self._rows(at, joined, np.flatnonzero(is_tombstone), tombstones["version"])
 
     def _rows(
-        self, at: IndexArray, joined: bytes, dead_at: IndexArray, dead_versions: VersionArray
+        self,
+        at: IndexArray,
+        joined: bytes,
+        tombstone_at: IndexArray,
+        tombstone_versions: VersionArray,
     ) -> StoredRows:
         records = np.frombuffer(joined, self.record)
         versions = records["version"] if self.versioned else np.zeros(len(at), np.uint64)
-        return StoredRows(at, versions, records["row"], dead_at, dead_versions)
+        return StoredRows(at, versions, records["row"], tombstone_at, tombstone_versions)

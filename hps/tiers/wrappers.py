@@ -1,5 +1,4 @@
-"""Tiers around a tier: Metered tells what each fetch found, Guarded keeps a broken tier from breaking
-the answer."""
+"""Wrappers of a tier: `MeteredTier` counts hits, `GuardedTier` skips a broken tier."""
 
 from __future__ import annotations
 
@@ -19,21 +18,20 @@ from hps.tiers.checks import check_part
 from hps.tiers.part_operations import copy_answer, new_part_for_misses
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
-# A fetch waits for a thread of a guarded tier for this share of the tier's deadline: long enough for one
-# that is merely busy, and a slow tier soon holds up nobody beyond its own threads.
+# The share of the tier's deadline for which a fetch waits for one of its threads. Long enough for a busy
+# tier; a slow tier soon blocks no callers beyond its own threads.
 _WAIT_FOR_THREAD = 0.1
 
 
-# A deadline is meant for so many keys; larger fetches have more time in proportion.
+# The deadline covers this many keys; larger fetches get proportionally more time.
 DEADLINE_KEYS = 10_000
 
 
 class FetchObserver(Protocol):
-    """Told of each fetch that took ``seconds``: one ``(table, asked, found)`` per part.
+    """Receives ``(table, keys, hits)`` per part of each fetch that took ``seconds``.
 
-    ``found`` counts the keys that need not be asked for further down: rows and tombstones. ``skipped``:
-    the tier was passed over, so that the others were not looked for.
-    """
+    ``hits`` counts the keys that need no further search: rows and tombstones. ``skipped``: the tier was
+    skipped, so its other keys were not searched."""
 
     def __call__(
         self,
@@ -45,7 +43,7 @@ class FetchObserver(Protocol):
 
 
 class TierWrapper:
-    """A tier that passes everything on to ``inner``."""
+    """A tier that passes every call to ``inner``."""
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
@@ -75,53 +73,53 @@ class TierWrapper:
 
 
 class MeteredTier(TierWrapper):
-    """Calls ``observe`` once after each fetch that did not raise. As safe beside other
-    threads as ``inner`` and ``observe`` are."""
+    """Calls ``observe`` once after each fetch that did not raise.
+
+    As thread-safe as ``inner`` and ``observe``."""
 
     def __init__(self, inner: Tier, observe: FetchObserver) -> None:
         super().__init__(inner)
         self.observe = observe
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        asked = [len(part.missing) for part in parts]
+        requested = [len(part.missing) for part in parts]
         before = len(ctx.degraded)
         start = time.perf_counter()
-        part = None if ctx.origin is None else ctx.origin.begin(self.info.name)
+        span = None if ctx.origin is None else ctx.origin.begin(self.info.name)
         try:
             self.inner.fetch(parts, ctx)
         except BaseException as error:
-            if part is not None:
-                part.end(error)
+            if span is not None:
+                span.end(error)
             raise
         seconds = time.perf_counter() - start
-        counts = [(p.table, n, n - len(p.missing)) for p, n in zip(parts, asked, strict=True)]
-        if part is not None:
-            part.note(asked=sum(asked), found=sum(found for _, _, found in counts))
-            part.end()
+        counts = [(p.table, n, n - len(p.missing)) for p, n in zip(parts, requested, strict=True)]
+        if span is not None:
+            span.note(asked=sum(requested), found=sum(hits for _, _, hits in counts))
+            span.end()
         self.observe(counts, seconds, self.info.name in ctx.degraded[before:])
 
 
 class GuardedTier(TierWrapper):
-    """A tier that is skipped while it is broken, late or busy, and named in ``ctx.degraded`` then.
+    """A tier that is skipped, and named in ``ctx.degraded``, while it is broken, late or busy.
 
-    A fetch that raises TierError, or that isn't done within ``deadline_s`` (longer in proportion beyond
-    ``DEADLINE_KEYS``) or the request's own deadline, leaves the parts as they were. Other errors are
-    faults of the program or the request and pass through. Only what is the tier's own fault counts
-    towards opening the circuit: a request that allows less than that can't open it, unless its call
-    turns out to take longer.
+    A fetch that raises TierError, or that exceeds ``deadline_s`` (proportionally longer beyond
+    ``DEADLINE_KEYS``) or the request's own deadline, leaves the parts unchanged. Other errors are
+    faults of the program or the request and pass through. Only faults of the tier count towards opening
+    the circuit: a request with a shorter deadline can't open it, unless its call turns out to exceed
+    ``deadline_s``.
 
     A blocking call can't be interrupted, so it runs on one of ``threads`` threads of this wrapper, into
-    arrays of its own, which are copied to the caller's when it is done in time. A late answer is
-    dropped, and the thread is free again when the call returns. While all threads stay busy, further
-    fetches skip the tier, so that a slow one holds up ``threads`` callers at most; that is a
-    failure of the tier only when every one of its calls has been given up. A tier that does not block
-    is called in place, into arrays of its own too, because a tier that fails half-way may have
-    written some rows.
+    separate arrays, which are copied to the caller's if it is done in time. A late answer is dropped,
+    and the thread is free again when the call returns. While all threads are busy, further fetches skip
+    the tier, so that a slow one blocks at most ``threads`` callers; this counts as a failure of the
+    tier only if all of its calls have been given up. A tier that does not block is called on the
+    caller's thread, also into separate arrays, because a tier that fails half-way may have written some
+    rows.
 
-    ``skipped(reason)`` is told why: ``open`` (circuit), ``failed``, ``late``, ``full``, ``no_time`` (the
-    request had none left), or ``refused`` (the tier itself passed over some of the tables). The mutating
-    verbs pass through unguarded: a write must be done or raise, never be skipped.
-    """
+    ``on_skip(reason)`` receives ``open`` (circuit), ``failed``, ``late``, ``full``, ``no_time`` (the
+    request had none left), or ``refused`` (the tier itself skipped some of the tables). The mutating
+    verbs pass through unguarded: a write must be done or raise, never be skipped."""
 
     def __init__(
         self,
@@ -131,7 +129,7 @@ class GuardedTier(TierWrapper):
         retry_after_s: float,
         *,
         threads: int = 8,
-        skipped: Callable[[str], None] = lambda _reason: None,
+        on_skip: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         super().__init__(inner)
         self._deadline_s = deadline_s
@@ -139,23 +137,23 @@ class GuardedTier(TierWrapper):
         self._threads = threads
         self._free = Semaphore(threads)
         self._workers = BoundedThreadPool(threads, threads, name=inner.info.name)
-        self._skipped = skipped
+        self._on_skip = on_skip
         self._given_up: deque[_GuardedCall] = deque()
 
     @property
     def state(self) -> State:
-        """The circuit's state."""
+        """State of the circuit breaker."""
         return self._breaker.state
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
             check_part(part)
-        self._judge_given_up()
+        self._check_given_up()
         now = time.monotonic()
         keys = sum(len(part.missing) for part in parts)
-        longest = self._deadline_s * max(1.0, keys / DEADLINE_KEYS)
-        own = ctx.deadline is None or ctx.deadline >= now + longest
-        limit = now + longest if own or ctx.deadline is None else ctx.deadline
+        max_s = self._deadline_s * max(1.0, keys / DEADLINE_KEYS)
+        full_time = ctx.deadline is None or ctx.deadline >= now + max_s
+        limit = now + max_s if full_time or ctx.deadline is None else ctx.deadline
         if limit <= now:
             self._skip(ctx, "no_time")
             return
@@ -163,34 +161,35 @@ class GuardedTier(TierWrapper):
         if permit is None:
             self._skip(ctx, "open")
             return
-        answer = [new_part_for_misses(part) for part in parts]
-        call = _GuardedCall(self.inner, answer, FetchContext(limit, ctx.stream), permit, longest)
+        copies = [new_part_for_misses(part) for part in parts]
+        call = _GuardedCall(self.inner, copies, FetchContext(limit, ctx.stream), permit, max_s)
         try:
             self._call(call, limit)
         except TierError as error:
-            self._skip(ctx, self._judge(error, call, own=own))
+            self._skip(ctx, self._report(error, call, full_time=full_time))
             return
         except BaseException:
-            self._breaker.undecided(permit)
+            self._breaker.inconclusive(permit)
             raise
         self._breaker.succeeded(permit)
         if self.info.name in call.ctx.degraded:
-            self._skipped("refused")
-        for mine, part in zip(call.parts, parts, strict=True):
-            copy_answer(mine, part)
+            self._on_skip("refused")
+        for answer_part, part in zip(call.parts, parts, strict=True):
+            copy_answer(answer_part, part)
         ctx.degraded.extend(name for name in call.ctx.degraded if name not in ctx.degraded)
 
     def close(self) -> None:
-        """Close the tier once no call is in it any more. Waits ``deadline_s`` for that; a call that
-        hangs for longer closes the tier when it returns. Idempotent."""
+        """Close the tier once no call is in it any more; waits at most ``deadline_s``.
+
+        A call that takes longer closes the tier when it returns. Idempotent."""
         self._workers.close(self._deadline_s, self.inner.close)
 
     def _call(self, call: _GuardedCall, limit: float) -> None:
         if not self.inner.info.blocking:
             call.run()
             return
-        left = max(0.0, limit - time.monotonic())
-        if not self._free.acquire(timeout=min(left, self._deadline_s * _WAIT_FOR_THREAD)):
+        left_s = max(0.0, limit - time.monotonic())
+        if not self._free.acquire(timeout=min(left_s, self._deadline_s * _WAIT_FOR_THREAD)):
             raise _GuardFull(self.info.name, "every thread is busy")
         try:
             future = self._workers.submit(partial(self._run, call))
@@ -198,16 +197,16 @@ class GuardedTier(TierWrapper):
             self._free.release()
             raise _GuardFull(self.info.name, str(error)) from None
         try:
-            raised = future.exception(max(0.0, limit - time.monotonic()))
+            failure = future.exception(max(0.0, limit - time.monotonic()))
         except TimeoutError:
             if future.cancel():
                 self._free.release()
             else:
                 self._given_up.append(call)
-            message = f"no answer within {call.longest_s:g} s"
+            message = f"no answer within {call.max_s:g} s"
             raise TierTimeout(self.info.name, message) from None
-        if raised is not None:
-            raise raised
+        if failure is not None:
+            raise failure
 
     def _run(self, call: _GuardedCall) -> None:
         try:
@@ -215,39 +214,40 @@ class GuardedTier(TierWrapper):
         finally:
             self._free.release()
 
-    def _judge(self, error: TierError, call: _GuardedCall, *, own: bool) -> str:
-        """Tell the breaker what ``error`` says of the tier, and return why the tier is skipped.
-        ``own``: the call had all of the tier's deadline."""
+    def _report(self, error: TierError, call: _GuardedCall, *, full_time: bool) -> str:
+        """Report to the breaker what ``error`` says about the tier; return the reason for the skip.
+
+        ``full_time``: the call had all of the tier's deadline."""
         if isinstance(error, _GuardFull):
-            failed, reason = len(self._given_up) >= self._threads, "full"
+            is_failure, reason = len(self._given_up) >= self._threads, "full"
         elif isinstance(error, TierTimeout):
-            failed, reason = own, "late"
+            is_failure, reason = full_time, "late"
         else:
-            failed, reason = True, "failed"
-        call.judged = failed
-        (self._breaker.failed if failed else self._breaker.undecided)(call.permit)
+            is_failure, reason = True, "failed"
+        call.reported = is_failure
+        (self._breaker.failed if is_failure else self._breaker.inconclusive)(call.permit)
         return reason
 
-    def _judge_given_up(self) -> None:
-        """Forget calls that ended. Those that impatient requests gave up count as failures once they
-        exceed their time."""
+    def _check_given_up(self) -> None:
+        """Remove ended calls; calls that were given up early count as failures once they exceed
+        ``max_s``."""
         if not self._given_up:
             return
         now = time.monotonic()
         for _ in range(len(self._given_up)):
             try:
                 call = self._given_up.popleft()
-            except IndexError:  # another thread is judging too
+            except IndexError:  # another thread took it
                 return
             if call.ended:
                 continue
-            if not call.judged and now > call.started + call.longest_s:
-                call.judged = True
+            if not call.reported and now > call.started + call.max_s:
+                call.reported = True
                 self._breaker.failed(call.permit)
             self._given_up.append(call)
 
     def _skip(self, ctx: FetchContext, reason: str) -> None:
-        self._skipped(reason)
+        self._on_skip(reason)
         if self.info.name not in ctx.degraded:
             ctx.degraded.append(self.info.name)
 
@@ -257,9 +257,9 @@ class _GuardFull(TierError):
 
 
 class _GuardedCall:
-    """One fetch on a thread of its own, which whoever asked for it may have given up."""
+    """One fetch on a separate thread, which its caller may have given up."""
 
-    __slots__ = ("_tier", "ctx", "ended", "judged", "longest_s", "parts", "permit", "started")
+    __slots__ = ("_tier", "ctx", "ended", "max_s", "parts", "permit", "reported", "started")
 
     def __init__(
         self,
@@ -267,16 +267,16 @@ class _GuardedCall:
         parts: Sequence[Part],
         ctx: FetchContext,
         permit: int,
-        longest_s: float,
+        max_s: float,
     ) -> None:
         self._tier = tier
-        self.longest_s = longest_s
+        self.max_s = max_s
         self.parts = parts
         self.ctx = ctx
         self.permit = permit
         self.started = math.inf
         self.ended = False
-        self.judged = False
+        self.reported = False
 
     def run(self) -> None:
         self.started = time.monotonic()

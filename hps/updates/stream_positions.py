@@ -171,11 +171,11 @@ class StoreStreamPositions:
         now = {(p.topic, p.partition): p for p in positions if table in self.readers(p.topic)}
         told = []
         for place, position in (late | now).items():
-            since = late.get(place, position).since
+            since = late.get(place, position).continues_from
             contained = self._contained(table, *place)
             if contained is not None and contained >= since:
                 since = 0  # a store starts with what the files contain
-            told.append(replace(position, since=since))
+            told.append(replace(position, continues_from=since))
         return told
 
     def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
@@ -188,8 +188,8 @@ class StoreStreamPositions:
             for table in tables:
                 if table not in told:
                     unnoted = self._unnoted.setdefault(table, {})
-                    since = unnoted.get(place, position).since
-                    unnoted[place] = replace(position, since=since)
+                    since = unnoted.get(place, position).continues_from
+                    unnoted[place] = replace(position, continues_from=since)
 
     def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
         """See `StreamPositions`."""

@@ -476,7 +476,7 @@ def test_no_more_is_fetched_ahead_of_a_slow_store_than_allowed(
         apply = reader.ingestor.apply
 
         def watched(batch):
-            polled.append(sum(p.offset - p.since for p in batch.positions))
+            polled.append(sum(p.offset - p.continues_from for p in batch.positions))
             apply(batch)
 
         monkeypatch.setattr(reader.ingestor, "apply", watched)
@@ -525,7 +525,7 @@ def test_a_step_that_fails_after_a_gap_is_noted_all_the_same(broker, model, tmp_
     apply, failures, since = Ingestor.apply, [], []
 
     def fail_once(ingestor, batch):
-        since.append(batch.positions[0].since)
+        since.append(batch.positions[0].continues_from)
         if failures:
             raise failures.pop()
         apply(ingestor, batch)

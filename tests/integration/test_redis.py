@@ -552,7 +552,7 @@ def test_position_of_another_topic_of_that_name_is_set_to_zero(server, open_tier
     assert tier.identify(table, "t", 0, "second id")
     assert [tier.applied(table, "t", p) for p in (0, 1)] == [0, 4]
     assert not tier.identify(table, "t", 0, "second id")
-    tier.apply(table, changes(), [StreamPosition("t", 0, 5, since=3)])
+    tier.apply(table, changes(), [StreamPosition("t", 0, 5, continues_from=3)])
     assert tier.applied(table, "t", 0) == 0, "it lacks the first three"
     tier.apply(table, changes(), [StreamPosition("t", 0, 5)])
     assert tier.applied(table, "t", 0) == 5

@@ -259,7 +259,7 @@ def test_a_bad_block_costs_its_own_rows_and_nothing_else(broken, how, caplog):
         os.truncate(file, 500)
     skipped: Counter[str] = Counter()
     guarded = GuardedTier(
-        tier, 60.0, 1, 0.05, threads=2, skipped=lambda reason: skipped.update([reason])
+        tier, 60.0, 1, 0.05, threads=2, on_skip=lambda reason: skipped.update([reason])
     )
     for _ in range(3):
         part, degraded = fetch(guarded, ITEMS, np.arange(20))

@@ -78,7 +78,7 @@ class Space:
         self.recorded += 1
         return SimpleNamespace(launch=lambda stream: work())
 
-    def bring(self, to: Any, array: Any, stream: Any) -> None:
+    def copy_to_host(self, to: Any, array: Any, stream: Any) -> None:
         to[:] = array
 
     def assign(self, to: Any, source: Any, stream: Any) -> None:

@@ -137,7 +137,7 @@ class FilledFetch:
         ):
             return False
         self._pooling.launch(stream)
-        self._space.bring(self._codes, fetch.sources_block, stream)
+        self._space.copy_to_host(self._codes, fetch.sources_block, stream)
         if self._observe is not None:
             counts = zip(self._features, self._sizes.tolist(), misses, strict=True)
             self._observe([(f.table, n, n - len(left)) for f, n, left in counts], seconds)

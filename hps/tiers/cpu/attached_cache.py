@@ -1,4 +1,4 @@
-"""AttachedCache: another process's CPU cache, read where it lies."""
+"""AttachedCache: another process's CPU cache, read in shared memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from hps.tiers.cpu.segments import SHARED_MEMORY, CacheReaderLock, attach, catal
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 log = logging.getLogger(__name__)
-# How long a table that the owner made, replaced or dropped may go unnoticed.
-LOOK_S = 0.2
+# The longest time until a table that the owner made, replaced or dropped is noticed.
+POLL_S = 0.2
 
 
 class AttachedCache(CacheReads):
-    """The tables of the shared cache ``name``, of another process, as far as they are among ``tables``.
+    """Reads those of ``tables`` that the shared cache ``name`` of another process holds.
 
-    Reads take no locks and mark what was used; the owner may be killed at any moment. A table, or an
-    owner, that is not there misses, and is looked for again. ``promote`` must not block: it has the
-    owner put the rows of keys into the cache. Only the owner changes rows: `update`, `delete` and
-    `evict` raise TierError. Any number of threads may call.
-    """
+    Reads take no locks and mark rows as used; the owner may be killed at any moment. A missing table,
+    or a missing owner, misses, and is polled for again. ``promote`` must not block: it asks the owner
+    to put the rows of keys into the cache. Only the owner changes rows: `update`, `delete` and `evict`
+    raise TierError. Thread-safe."""
 
     def __init__(
         self,
@@ -49,52 +48,52 @@ class AttachedCache(CacheReads):
         self._seen: tuple[int, int] | None = None
         self._files: dict[str, str] = {}
         self._registered: CacheReaderLock | None = None
-        self._look_at = 0.0
+        self._poll_at = 0.0
         self._lock = Lock()
-        self._look()
+        self._poll()
 
-    def know(self, tables: Iterable[EmbeddingTable]) -> None:
-        """Read ``tables`` too. One takes the place of another with its id, which misses from then on."""
+    def add_tables(self, tables: Iterable[EmbeddingTable]) -> None:
+        """Read ``tables`` too. A table replaces another one with the same ID, which misses from then on."""
         with self._lock:
             self._known = self._known | {table.id: table for table in tables}
             self._seen = None
-            self._look()
+            self._poll()
 
-    def forget(self, tables: Iterable[EmbeddingTable]) -> None:
-        """Read ``tables`` no more, and let go of their memory."""
-        gone = set(tables)
+    def remove_tables(self, tables: Iterable[EmbeddingTable]) -> None:
+        """Stop reading ``tables`` and free their memory."""
+        removed = set(tables)
         with self._lock:
-            self._known = {name: t for name, t in self._known.items() if t not in gone}
-            self._tables = {t: held for t, held in self._tables.items() if t not in gone}
+            self._known = {name: t for name, t in self._known.items() if t not in removed}
+            self._tables = {t: held for t, held in self._tables.items() if t not in removed}
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        self._look_now_and_then()
+        self._poll_if_due()
         super().fetch(parts, ctx)
 
     def gather(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
-        self._look_now_and_then()
+        self._poll_if_due()
         return super().gather(asks, bags)
 
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
-        """Has the owner do it, with the rows that the stores hold then."""
+        """Ask the owner to insert the keys, with the rows that the stores hold at that time."""
         self.promote(table, keys)
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
-        raise self._refused(table)
+        raise self._owner_only(table)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
-        raise self._refused(table)
+        raise self._owner_only(table)
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        raise self._refused(table)
+        raise self._owner_only(table)
 
     def close(self) -> None:
         with self._lock:
-            self._look_at = math.inf  # a late call must not attach again
+            self._poll_at = math.inf  # a late call must not attach again
             self._tables = {}
             self._unregister()
 
@@ -103,25 +102,23 @@ class AttachedCache(CacheReads):
             self._registered.close()
             self._registered = None
 
-    def _refused(self, table: EmbeddingTable) -> TierError:
-        return TierError(
-            "cpu", f"rows of {table.id} in {self._path} are changed by its owner alone"
-        )
+    def _owner_only(self, table: EmbeddingTable) -> TierError:
+        return TierError("cpu", f"only the owner of {self._path} may change rows of {table.id}")
 
-    def _look_now_and_then(self) -> None:
-        if time.monotonic() < self._look_at or not self._lock.acquire(blocking=False):
+    def _poll_if_due(self) -> None:
+        if time.monotonic() < self._poll_at or not self._lock.acquire(blocking=False):
             return
         try:
-            self._look()
+            self._poll()
         finally:
             self._lock.release()
 
-    def _look(self) -> None:
-        """Attach to what is there now, if that has changed."""
-        self._look_at = time.monotonic() + LOOK_S
+    def _poll(self) -> None:
+        """Attach to the current tables if the catalog has changed."""
+        self._poll_at = time.monotonic() + POLL_S
         try:
-            found = os.stat(self._path / "tables.json")
-            seen = found.st_ino, found.st_mtime_ns
+            stat = os.stat(self._path / "tables.json")
+            seen = stat.st_ino, stat.st_mtime_ns
         except OSError:
             seen = None
         if seen == self._seen:
@@ -139,12 +136,12 @@ class AttachedCache(CacheReads):
                 held[table] = attach(self._path, table, entry)
                 held[table].threads = self._threads
             except FileNotFoundError:
-                pass  # replaced meanwhile: it will be seen next time
+                pass  # replaced meanwhile: the next poll attaches the new one
             except (OSError, ValueError) as error:
-                log.warning("the shared cache of table %s can't be used: %s", name, error)
+                log.warning("shared cache of table %s unusable: %s", name, error)
         self._files = {name: entry["file"] for name, entry in shown.items()}
         self._tables, self._seen = held, seen
         if seen:
-            self._unregister()  # the owner may be another one, with a folder of its own
+            self._unregister()  # the owner may be a new one, with a new folder
             with contextlib.suppress(OSError):
                 self._registered = CacheReaderLock(self._path)

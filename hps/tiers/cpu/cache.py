@@ -23,15 +23,16 @@ one inserted first."""
 
 
 class CpuCache(CacheReads):
-    """Keeps the hottest rows of each table, up to its capacity; hps/native/include/hps/cache_layout.hpp
-    tells how. Rows may be of any dtype; they are copied, never converted.
+    """Keeps the hottest rows of each table, up to its capacity.
 
-    ``capacities``: rows per table. A table that has none, or 0, is kept out: it misses, and writes to
-    it are dropped. ``eviction``: what makes room; ``evictions`` says it for single tables. ``memory``:
-    where the tables lie. ``threads``: how many one call with many keys may use. Reads wait for
-    nobody and may be called from many threads; writes take turns. ``clock`` returns Unix seconds and
-    drives the forgetting of tombstones.
-    """
+    Layout and concurrency: hps/native/include/hps/cache_layout.hpp. Rows may have any dtype; they are
+    copied, never converted.
+
+    ``capacities``: rows per table. A table without capacity, or with 0, is kept out: it misses, and
+    writes to it are dropped. ``eviction``: the eviction policy; ``evictions`` sets it for single
+    tables. ``memory``: the memory of the tables. ``threads``: the most threads for one call with many
+    keys. Reads never wait and may be called from many threads; writes are serialized. ``clock`` returns
+    Unix seconds and drives the expiry of tombstones."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class CpuCache(CacheReads):
             raise
 
     def add_table(self, table: EmbeddingTable, rows: int, eviction: Eviction | None = None) -> None:
-        """Begin to keep ``table``, empty, with room for ``rows`` rows."""
+        """Add ``table``, empty, with a capacity of ``rows`` rows."""
         if rows < 0:
             raise ConfigError(f"the cache of table {table.id} can't have {rows} rows; 0 is none")
         if rows == 0:
@@ -66,7 +67,7 @@ class CpuCache(CacheReads):
         self._hold(table, self._memory.make(table, rows, eviction))
 
     def drop_table(self, table: EmbeddingTable) -> None:
-        """Forget ``table`` and free its memory."""
+        """Remove ``table`` and free its memory."""
         if self._tables.pop(table, None) is not None and self._memory.shared:
             self._memory.shared.drop(table)
 
@@ -81,7 +82,7 @@ class CpuCache(CacheReads):
         self._write(table, keys, vectors, versions, resident_only=True)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
-        """A tombstone enters colder than any row, so a flood of deletions drives out few rows."""
+        """Insert tombstones, colder than any row, so that a flood of deletions evicts few rows."""
         self._write(table, keys, None, versions, resident_only=False)
 
     def _write(
@@ -100,7 +101,7 @@ class CpuCache(CacheReads):
         held = self._tables.get(table)
         if held is None:
             return
-        # A key's row could make room for another of the same call, and its older one come after it.
+        # A key's row could evict another row of the same call, and the key's older version come after it.
         if len(dedup(keys)[0]) < len(keys):
             keep = newest_of_each(keys, versions)
             keys, versions = keys[keep], versions[keep]
@@ -114,7 +115,7 @@ class CpuCache(CacheReads):
             held.evict(keys)
 
     def facts(self) -> dict[str, Any]:
-        """For a node's status: where the tables lie, when others may attach to them."""
+        """Facts for a node's status: the shared memory, if other processes may attach to it."""
         return {"shared_memory": self._memory.shared.facts()} if self._memory.shared else {}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the CPU cache's tables lie: in memory of this process, or in memory that others attach to."""
+"""Memory of the CPU cache's tables: private, or shared with attached processes."""
 
 from __future__ import annotations
 
@@ -19,37 +19,41 @@ HugePages = Literal["try", "transparent", "reserved", "off"]
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """``huge_pages``: where the system gives them (``try``), or an error when it does not: transparent
-    ones, or those set aside by vm.nr_hugepages (``reserved``). ``numa_node``: all memory on that node."""
+    """Where and how tables are allocated.
+
+    ``huge_pages``: used if available (``try``), or required: transparent ones, or those reserved by
+    vm.nr_hugepages (``reserved``). ``numa_node``: all memory is on that node."""
 
     shared: Segments | None = None
     huge_pages: HugePages = "try"
     numa_node: int | None = None
 
     def make(self, table: EmbeddingTable, rows: int, eviction: str) -> CacheTable:
-        """An empty table with room for ``rows`` rows; or, in shared memory, the one that was there, if
-        it is to be taken over. Raises ConfigError."""
+        """Make an empty table with a capacity of ``rows`` rows.
+
+        In shared memory, return the previous owner's table instead if it is to be taken over. Raises
+        ConfigError."""
         if not COMPILED and (self.shared or self.numa_node is not None or self._demands_pages):
             raise ConfigError(
                 "a shared cache, huge pages and a NUMA node need the native core; make setup builds it"
             )
         size = cache_bytes(rows, table.row_bytes) if rows <= MOST_ROWS else rows * table.row_bytes
-        what = f"a cache of {rows} rows ({size / 2**20:,.0f} MiB) of table {table.id}"
+        description = f"a cache of {rows} rows ({size / 2**20:,.0f} MiB) of table {table.id}"
         file = -1
         try:
             if self.shared:
-                if held := self.shared.taken_over(table, rows, eviction):
+                if held := self.shared.take_over_table(table, rows, eviction):
                     return held
-                self.shared.check_room(size, what)
+                self.shared.check_room(size, description)
                 file = self.shared.create(table, rows, eviction)
             held = self._new(table, rows, eviction, file)
         except (MemoryError, ValueError) as error:
-            where = f"in {self.shared.folder} " if self.shared else ""
+            folder = f"in {self.shared.folder} " if self.shared else ""
             raise ConfigError(
-                f"no memory {where}for {what}; lower the cache's capacity_bytes, share or cache_rows"
+                f"no memory {folder}for {description}; lower the cache's capacity_bytes, share or cache_rows"
             ) from error
         except RuntimeError as error:
-            raise ConfigError(f"{what}: {error}") from error
+            raise ConfigError(f"{description}: {error}") from error
         finally:
             if file >= 0:
                 os.close(file)

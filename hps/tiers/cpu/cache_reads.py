@@ -1,4 +1,4 @@
-"""Reading the CPU cache's tables: what the process that owns them and those attached to it have in common."""
+"""Reads of the CPU cache's tables, by the owner and by attached processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOTHING = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """How a table's share of the cache stands. ``evictions`` counts rows dropped to make room."""
+    """Statistics of one table in the cache. ``evictions`` counts rows dropped to make room."""
 
     rows: int
     tombstones: int
@@ -32,8 +32,10 @@ class CacheStats:
 
 
 class CacheReads:
-    """A table that is not held misses. ``threads``: how many one call with many keys may use; ``clock``
-    returns Unix seconds and drives the forgetting of tombstones. Any number of threads may call."""
+    """Reads tables; one that is not held misses. Thread-safe.
+
+    ``threads``: the most threads for one call with many keys. ``clock`` returns Unix seconds and drives
+    the expiry of tombstones."""
 
     def __init__(self, *, threads: int = 1, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -57,7 +59,7 @@ class CacheReads:
                     part.keys, part.missing, oldest, part.out, part.versions, part.source
                 )
             except (TypeError, ValueError):
-                check_part(part)  # the compiled table refused the arrays; this says why in words
+                check_part(part)  # raises an error that says why the arrays were rejected
                 raise
             part.missing = _NOTHING if left is None else left
 
@@ -76,7 +78,7 @@ class CacheReads:
                     held, each.keys, each.offsets, each.weights, each.divisors, each.out
                 )
         except (TypeError, ValueError):
-            self._check(asks, bags)  # says in words what the compiled table refused
+            self._check(asks, bags)  # raises an error that says why the arrays were rejected
             raise
         return True
 
@@ -85,8 +87,8 @@ class CacheReads:
         held = self._tables.get(bags.table)
         if held is None or bags.missing is None:
             return held is not None
-        given = bags.offsets, bags.weights, bags.divisors, bags.out, bags.missing, rows
-        return pool_bags(held, bags.keys, *given) is None
+        arguments = bags.offsets, bags.weights, bags.divisors, bags.out, bags.missing, rows
+        return pool_bags(held, bags.keys, *arguments) is None
 
     def _check(self, asks: list[Ask], bags: Sequence[Bags]) -> None:
         for table, keys, out in asks:
@@ -95,26 +97,27 @@ class CacheReads:
             check_bags(each)
 
     def top_k(self, table: EmbeddingTable, n: int) -> tuple[KeyArray, NDArray[np.uint8]]:
-        """The keys (k,) of the ``n`` hottest rows of ``table``, hottest first, and their scores (k,) from
-        255 down: how lately they were used (``lru``) or inserted (``fifo``, ``random``), or how often they
-        are used (``lfu``). Looks at every bucket."""
+        """Return the keys (k,) of the ``n`` hottest rows, hottest first, with scores (k,) from 255.
+
+        Scores follow the last use (``lru``), the insertion (``fifo``, ``random``) or the frequency of
+        use (``lfu``). Scans every bucket."""
         if n < 0:
-            raise BadRequest(f"table {table.id}: can't list {n} keys")
+            raise BadRequest(f"table {table.id}: cannot list {n} keys")
         held = self._tables.get(table)
         return held.top_k(n) if held else (_NOTHING, np.empty(0, np.uint8))
 
     def size(self, table: EmbeddingTable) -> int:
-        """Rows held of ``table``, tombstones not counted."""
+        """Number of rows of ``table``, without tombstones."""
         held = self._tables.get(table)
         return held.rows if held else 0
 
     def capacity(self, table: EmbeddingTable) -> int:
-        """The most rows the cache keeps of ``table``; 0 when it is kept out."""
+        """The most rows that the cache keeps of ``table``; 0 if it is kept out."""
         held = self._tables.get(table)
         return held.capacity if held else 0
 
     def stats(self, table: EmbeddingTable) -> CacheStats:
-        """How ``table`` stands; all zero when it is kept out."""
+        """Statistics of ``table``; all zero if it is kept out."""
         held = self._tables.get(table)
         if held is None:
             return CacheStats(0, 0, 0, 0, 0)

@@ -1,11 +1,10 @@
-"""The CPU cache's tables as files in shared memory: who owns them, who reads them, what becomes of them.
+"""Files of the CPU cache in shared memory, with their owner and readers.
 
-``<folder>/hps.<name>/`` has a file per table; ``tables.json``, replaced whole, tells which; ``owner.json``
-who may write; ``readers/`` has a file per process that reads. The owner holds a lock on ``owner.lock`` and
-each reader on its own file, which the kernel drops when they end: so a killed container is known for dead
-by its successor, whose process numbers are others. What a dead owner left is removed by the next one, or
-taken over.
-"""
+``<folder>/hps.<name>/`` has a file per table; ``tables.json``, always replaced as a whole, lists them;
+``owner.json`` names the process that may write; ``readers/`` has a file per reading process. The owner
+holds a lock on ``owner.lock``, and each reader one on its own file. The kernel releases the locks when
+a process ends: so the successor of a killed container recognises it as dead, although PIDs differ
+between containers. The next owner removes or takes over the files of a dead one."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ Entry = dict[str, Any]
 
 
 def _size(file: Path) -> int:
-    """In bytes; 0 when it has been removed meanwhile, with its table."""
+    """Size in bytes; 0 if the file was removed meanwhile, with its table."""
     try:
         return file.stat().st_size
     except FileNotFoundError:
@@ -40,12 +39,13 @@ def _size(file: Path) -> int:
 
 
 def catalog(path: Path) -> dict[str, Entry]:
-    """The tables in the folder, by their ids; empty when there is no such folder."""
+    """Return the tables of the folder by their IDs; empty if the folder is missing."""
     return _read(path / "tables.json")
 
 
 def attach(path: Path, table: EmbeddingTable, entry: Entry) -> CacheTable:
-    """The table of ``entry``. Raises OSError when it has gone, ValueError when it is another."""
+    """Attach to the table of ``entry``. Raises OSError if it is gone, ValueError if it differs from
+    ``table``."""
     from hps.native import _core
 
     if (entry["dim"], entry["dtype"]) != (table.dim, table.dtype.str):
@@ -62,21 +62,23 @@ def attach(path: Path, table: EmbeddingTable, entry: Entry) -> CacheTable:
 
 
 class Segments:
-    """The owner's side. Raises ConfigError when a living process owns ``name``. ``take_over``: keep the
-    tables of an owner that died, as it left them, where they are to be just like that."""
+    """The owner's side of the shared cache.
+
+    Raises ConfigError if a running process owns ``name``. ``take_over``: keep the unchanged tables of a
+    dead owner."""
 
     def __init__(self, name: str, folder: Path = SHARED_MEMORY, *, take_over: bool = False) -> None:
         self.name, self.folder = name, folder
         self.path = folder / f"hps.{name}"
         self._entries: dict[EmbeddingTable, Entry] = {}
-        self._left: dict[str, Entry] = {}
-        self._showing = threading.Lock()  # one thread may drop a table while another makes one
+        self._leftovers: dict[str, Entry] = {}
+        self._publish_lock = threading.Lock()  # one thread may drop a table while another makes one
         try:
             with _locked(self.path):
                 self._claim(take_over)
         except OSError as error:
             raise ConfigError(
-                f"the shared cache can't be made in {folder}: {error.strerror}; see "
+                f"cannot create the shared cache in {folder}: {error.strerror}; see "
                 "tiers.cpu_cache.shared.folder"
             ) from error
 
@@ -90,29 +92,29 @@ class Segments:
                 "which runs; give this node another tiers.cpu_cache.shared.name"
             ) from None
         try:
-            self._remove_former(take_over)
+            self._remove_leftovers(take_over)
             self._owner = {"pid": os.getpid(), "claim": secrets.token_hex(8)}
             _write(self.path / "owner.json", self._owner)
         except BaseException:
             self._lock.release()
             raise
 
-    def _remove_former(self, take_over: bool) -> None:
-        self._left = catalog(self.path) if take_over else {}
-        kept = {entry["file"] for entry in self._left.values()}
+    def _remove_leftovers(self, take_over: bool) -> None:
+        self._leftovers = catalog(self.path) if take_over else {}
+        kept = {entry["file"] for entry in self._leftovers.values()}
         for file in self.path.glob("*.table"):
             if file.name not in kept:
                 file.unlink()
         if not take_over:
             (self.path / "tables.json").unlink(missing_ok=True)
 
-    def taken_over(self, table: EmbeddingTable, rows: int, eviction: str) -> CacheTable | None:
-        """The table as a dead owner left it, mended."""
-        entry = self._left.pop(table.id, None)
+    def take_over_table(self, table: EmbeddingTable, rows: int, eviction: str) -> CacheTable | None:
+        """Return the table that a dead owner left, repaired; None if there is none or it differs."""
+        entry = self._leftovers.pop(table.id, None)
         if entry is None:
             return None
-        asked = (rows, eviction, table.dim, table.dtype.str)
-        if (entry["rows"], entry["eviction"], entry["dim"], entry["dtype"]) == asked:
+        requested = (rows, eviction, table.dim, table.dtype.str)
+        if (entry["rows"], entry["eviction"], entry["dim"], entry["dtype"]) == requested:
             with contextlib.suppress(OSError, ValueError):
                 held = attach(self.path, table, entry)
                 held.mend()
@@ -122,20 +124,20 @@ class Segments:
         (self.path / entry["file"]).unlink(missing_ok=True)
         return None
 
-    def check_room(self, size: int, what: str) -> None:
-        """Raise ConfigError when ``size`` bytes don't fit into the folder."""
+    def check_room(self, size: int, description: str) -> None:
+        """Raise ConfigError if ``size`` bytes don't fit into the folder."""
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
         if size > free:
             raise ConfigError(
-                f"{what} takes {size:,} bytes, and {self.folder} has {free:,} bytes free; enlarge it "
+                f"{description} takes {size:,} bytes, and {self.folder} has {free:,} bytes free; enlarge it "
                 "(mount -o remount,size=..., docker run --shm-size, an emptyDir of medium Memory) or "
                 "lower the cache's capacity_bytes, share or cache_rows"
             )
 
     def create(self, table: EmbeddingTable, rows: int, eviction: str) -> int:
-        """An open file for a new table, which is shown to others by `publish`."""
-        name = f"{secrets.token_hex(8)}.table"  # never used before: by it others see what is new
+        """Return an open file for a new table; `publish` makes it visible to readers."""
+        name = f"{secrets.token_hex(8)}.table"  # never used before: readers recognise a new table by it
         self._entries[table] = {
             "file": name,
             "rows": rows,
@@ -146,47 +148,49 @@ class Segments:
         return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def publish(self, table: EmbeddingTable) -> None:
-        """Show ``table`` to those who attach, in place of one with its id."""
-        with self._showing:
-            shown = _read(self.path / "tables.json")
-            replaced = shown.get(table.id)
-            shown[table.id] = self._entries[table]
-            _write(self.path / "tables.json", shown)
-        if replaced and replaced["file"] != shown[table.id]["file"]:
+        """Make ``table`` visible to attached processes, in place of one with the same ID."""
+        with self._publish_lock:
+            published = _read(self.path / "tables.json")
+            replaced = published.get(table.id)
+            published[table.id] = self._entries[table]
+            _write(self.path / "tables.json", published)
+        if replaced and replaced["file"] != published[table.id]["file"]:
             (self.path / replaced["file"]).unlink(missing_ok=True)
 
     def drop(self, table: EmbeddingTable) -> None:
-        """Take ``table`` back from those who attach, but not one that has taken its place; who has it keeps
-        the memory until it looks again."""
+        """Hide ``table`` from attached processes, unless another one has replaced it.
+
+        Attached processes keep its memory until their next poll."""
         entry = self._entries.pop(table, None)
         if entry is None:
             return
-        with self._showing:
-            shown = _read(self.path / "tables.json")
-            if shown.get(table.id) == entry:
-                del shown[table.id]
-                _write(self.path / "tables.json", shown)
+        with self._publish_lock:
+            published = _read(self.path / "tables.json")
+            if published.get(table.id) == entry:
+                del published[table.id]
+                _write(self.path / "tables.json", published)
         (self.path / entry["file"]).unlink(missing_ok=True)
 
     def facts(self) -> dict[str, Any]:
-        """Where it is, its size, its owner, and how many processes read it."""
+        """Path, size, owner, and number of reading processes."""
         size = sum(map(_size, self.path.glob("*.table")))
         owner = self._owner["pid"]
         return {"path": str(self.path), "bytes": size, "owner": owner, "readers": self._readers()}
 
     def _readers(self) -> int:
-        living = 0
-        for file in self.path.glob("readers/[!.]*"):  # not those being written
+        alive = 0
+        for file in self.path.glob("readers/[!.]*"):  # without those being written
             with contextlib.suppress(FileNotFoundError):
                 if is_locked(file):
-                    living += 1
+                    alive += 1
                 else:
                     file.unlink()
-        return living
+        return alive
 
     def close(self) -> None:
-        """Remove everything. Who is attached keeps what it has until it looks again. Idempotent; does
-        nothing in a fork of the owner, and when another process has taken over."""
+        """Remove all files. Attached processes keep their memory until their next poll. Idempotent.
+
+        Does nothing in a fork of the owner, or if another process has taken over."""
         if os.getpid() == self._owner["pid"] and self._owner == _read(self.path / "owner.json"):
             with contextlib.suppress(FileNotFoundError), _locked(self.path):
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -194,7 +198,7 @@ class Segments:
 
 
 class CacheReaderLock:
-    """This process as a reader of ``path``, for the owner to count. Raises OSError."""
+    """Registers this process as a reader of ``path``, so that the owner can count it. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         folder, name = path / "readers", f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -210,7 +214,7 @@ class CacheReaderLock:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Meanwhile nobody else claims or removes ``path``, which is there."""
+    """Create ``path`` if necessary, and lock it against other owners that claim or remove it."""
     while True:
         path.mkdir(mode=0o700, parents=False, exist_ok=True)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -221,21 +225,21 @@ def _locked(path: Path) -> Iterator[None]:
                     yield
                     return
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a fork may hold the descriptor, too
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a fork may have the descriptor open too
             os.close(lock)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What the file says; nothing when it isn't there."""
+    """Return the file's contents; empty if it is missing or invalid."""
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """Replaced whole: whoever reads it, or dies here, finds the old one or the new one."""
+    """Replace the file as a whole: a reader, or a killed writer, leaves the old or the new version."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.write_text(json.dumps(value))
     new.replace(path)

@@ -44,15 +44,15 @@ _INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
 class GpuCache(GpuTables):
     """Keeps the most recently used rows of each table on one device, up to its capacity.
 
-    A part's ``out``, ``versions`` and ``source`` are CuPy arrays on that device; its ``keys`` and ``missing``
-    may be NumPy or CuPy arrays, and ``missing`` comes back as a NumPy array. The mutating verbs take either
-    kind. Torch's tensors will do, and whatever has ``__cuda_array_interface__`` or ``__dlpack__``: their
-    memory itself is read and filled.
+    A part's ``out``, ``versions`` and ``source`` are CuPy arrays on that device; its ``keys`` and
+    ``missing`` may be NumPy or CuPy arrays, and ``missing`` is returned as a NumPy array. The mutating
+    verbs take either kind. Torch tensors, and any object with ``__cuda_array_interface__`` or
+    ``__dlpack__``, work too: their memory is read and filled without a copy.
 
     `fetch` runs on the context's stream, else on the thread's current one, and may be called from many
-    threads beside the one that writes; it waits for its stream once. A write returns when every fetch
-    begun afterwards sees it. ``workspaces`` bounds the fetches under way; one more waits for its turn.
-    """
+    threads in parallel with one writer; it waits for its stream once. A write returns when every later
+    fetch sees it. ``workspaces`` bounds the fetches in flight; a further one waits for a free
+    workspace."""
 
     def __init__(
         self,
@@ -79,32 +79,33 @@ class GpuCache(GpuTables):
     # -- reading ----------------------------------------------------------------------------------
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        asked, now = [], self._clock()
+        requests, now = [], self._clock()
         for part in parts:
             table = self._tables.get(part.table)
             if table is not None:
                 check_part(part, self._device.id)
                 if len(part.missing):
-                    asked.append((part, fetch_arguments(part, table, now)))
-        if not asked:
+                    requests.append((part, fetch_arguments(part, table, now)))
+        if not requests:
             return
         with self._device:
             stream = ctx.stream or self._cupy.cuda.get_current_stream()
-            space = self._workspace(ctx)
+            workspace = self._workspace(ctx)
             try:
-                for start in range(0, len(asked), PARTS):
-                    some = asked[start : start + PARTS]
-                    misses = space.fetch(
+                for start in range(0, len(requests), PARTS):
+                    some = requests[start : start + PARTS]
+                    misses = workspace.fetch(
                         self._readers, stream, [ask for _, ask in some], int(Source.GPU)
                     )
                     distribute_misses([part for part, _ in some], misses)
             finally:
-                self._workspaces.put(space)
+                self._workspaces.put(workspace)
 
     def pool(self, asks: Sequence[DevicePooling], stream: Any = None) -> bool:
-        """Pool every table's keys straight into ``out``; see `DevicePooling`. False when a key has no
-        row here, be it deleted: what is in the outs has no meaning then. Counts as a use of the keys.
-        Thread-safe as `fetch`, and waits for its stream as that does."""
+        """Pool every table's keys straight into ``out``; see `DevicePooling`.
+
+        False if a key has no row here (also if it is deleted): the contents of the outputs are then
+        undefined. Counts as a use of the keys. Thread-safe, and waits for its stream, like `fetch`."""
         bags = []
         for each in asks:
             table = self._tables.get(each.table)
@@ -116,20 +117,22 @@ class GpuCache(GpuTables):
             elif len(ask.out):
                 ask.out.fill(0)
         with self._device:
-            space = self._workspace(FetchContext())
+            workspace = self._workspace(FetchContext())
             try:
                 stream = stream or self._cupy.cuda.get_current_stream()
-                return pool(space, self._readers, stream, bags) == 0
+                return pool(workspace, self._readers, stream, bags) == 0
             finally:
-                self._workspaces.put(space)
+                self._workspaces.put(workspace)
 
     def contains(self, table: EmbeddingTable, keys: Any) -> Any:
-        """``(n,) bool`` on the device: which of ``keys (n,)`` have a row here. Not a use of the keys."""
+        """Return ``(n,) bool`` on the device: whether each of ``keys (n,)`` has a row here. Not a use of
+        the keys."""
         return self.row_numbers(table, keys) != np.uint32(NO_ROW)
 
     def row_numbers(self, table: EmbeddingTable, keys: Any) -> Any:
-        """``(n,) uint32`` on the device: the number of each key's row, `NO_ROW` where there is none. A number
-        is good until the next write of the table. Runs on the current stream."""
+        """Return ``(n,) uint32`` on the device: each key's row number, `NO_ROW` if it has none.
+
+        A number is valid until the next write of the table. Runs on the current stream."""
         cp = self._cupy
         keys = check_array(table, "keys", keys, array_length(keys), self._device.id)
         held = self._tables.get(table)
@@ -143,8 +146,10 @@ class GpuCache(GpuTables):
     def prepare(
         self, asks: Sequence[tuple[EmbeddingTable, int, int, bool, Any]]
     ) -> PreparedPooling:
-        """Poolings to be repeated with other keys: per table how many keys, how many a bag, whether their
-        mean is wanted, and ``out``. Of tables that are kept here, and stay."""
+        """Prepare poolings that differ only in their keys.
+
+        Per table: the number of keys, the hotness, whether the mean is wanted, and ``out``. The tables
+        must be in the cache and stay there."""
         fixed = [
             FixedBags(self.held(table), n, hotness, mean, out)
             for table, n, hotness, mean, out in asks
@@ -153,30 +158,32 @@ class GpuCache(GpuTables):
             return PreparedPooling(self._readers, fixed)
 
     def prepare_fetch(self, asks: Sequence[tuple[EmbeddingTable, int]]) -> PreparedFetch:
-        """Fetches to be repeated with other keys: per table how many. Of tables as for `prepare`."""
+        """Prepare fetches that differ only in their keys, with the number of keys per table.
+
+        Tables as for `prepare`."""
         with self._device:
             return PreparedFetch(self._readers, [(self.held(table), n) for table, n in asks])
 
     def prepare_refill(
         self, fetch: PreparedFetch, tables: Sequence[EmbeddingTable], source: Source
     ) -> PreparedMissFill:
-        """Rows from the host for what a prepared fetch of ``tables`` lacked."""
+        """Prepare copies of host rows for the misses of a prepared fetch of ``tables``."""
         with self._device:
             return PreparedMissFill(fetch, tables, int(source))
 
     def prepare_rows(self, asks: Sequence[FixedRows]) -> PreparedRowPooling:
-        """Poolings of what a prepared fetch found."""
+        """Prepare poolings of the rows of a prepared fetch."""
         with self._device:
             return PreparedRowPooling(asks)
 
     def pool_rows(self, asks: Sequence[RowBags], stream: Any) -> None:
-        """Pool rows that were fetched, on ``stream``; waits for it. Thread-safe as `fetch`."""
+        """Pool fetched rows on ``stream`` and wait for it. Thread-safe like `fetch`."""
         with self._device:
-            space = self._workspace(FetchContext())
+            workspace = self._workspace(FetchContext())
             try:
-                pool_rows(space.staging, stream, asks)
+                pool_rows(workspace.staging, stream, asks)
             finally:
-                self._workspaces.put(space)
+                self._workspaces.put(workspace)
 
     def _workspace(self, ctx: FetchContext) -> FetchWorkspace:
         wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())
@@ -197,9 +204,10 @@ class GpuCache(GpuTables):
         *,
         unique: bool = False,
     ) -> None:
-        """As `Tier.insert`; ``scores (n,) uint64`` say how much each row is worth, where the caller does
-        (`Policy.SCORE`; 0 without them, and rows that are there keep theirs); ``unique`` that no key stands
-        twice, which saves looking for that."""
+        """Like `Tier.insert`.
+
+        ``scores (n,) uint64``: the eviction score of each row, for `EvictionPolicy.SCORE` (default 0;
+        resident rows keep theirs). ``unique``: no key occurs twice, which saves the check."""
         self._write(table, keys, vectors, versions, scores, unique=unique)
 
     def find_or_insert(
@@ -212,28 +220,30 @@ class GpuCache(GpuTables):
         *,
         unique: bool = False,
     ) -> int:
-        """Replace those of ``vectors (n, dim)``, on the device, whose key has a row by that row; insert the
-        others. Returns how many had one. Of a key that stands several times and has none, the one that
-        counts for `insert` is inserted, and replaces the others here. ``unique`` as there."""
+        """Replace those of ``vectors (n, dim)`` whose key has a row by that row; insert the others.
+
+        ``vectors`` are on the device. Returns the number of keys that had a row. If a key without a row
+        occurs several times, the one that `insert` would keep is inserted, and replaces the others in
+        ``vectors``. ``unique`` as for `insert`."""
         check_on_device(table, vectors, array_length(keys), self._device.id)
-        held, given = self._prepare(table, **write_arrays(keys, vectors, versions, scores))
+        held, arrays = self._prepare(table, **write_arrays(keys, vectors, versions, scores))
         if held is None:
             return 0
-        cp, n = self._cupy, len(given["keys"])
+        cp, n = self._cupy, len(arrays["keys"])
         with self._device:
             misses = cp.zeros(4 + n, np.uint32)
-            self.direct.fetch(held, given["keys"], given["vectors"], misses)
+            self.direct.fetch(held, arrays["keys"], arrays["vectors"], misses)
             count = int(misses[0])
             if count:
                 new = misses[4 : 4 + count]
                 if not unique:
-                    new = cp.sort(new)  # of equal versions the last counts
-                chosen = {name: array[new] for name, array in given.items()}
+                    new = cp.sort(new)  # among equal versions the last wins
+                chosen = {name: array[new] for name, array in arrays.items()}
                 self.insert(table, **chosen, unique=unique)
                 if not unique:
                     misses = cp.zeros(4 + count, np.uint32)
                     self.direct.fetch(held, chosen["keys"], chosen["vectors"], misses, stamp=False)
-                    given["vectors"][new] = chosen["vectors"]
+                    arrays["vectors"][new] = chosen["vectors"]
         return n - count
 
     def update(
@@ -246,7 +256,7 @@ class GpuCache(GpuTables):
         *,
         unique: bool = False,
     ) -> None:
-        """As `Tier.update`; ``scores`` and ``unique`` as for `insert`."""
+        """Like `Tier.update`; ``scores`` and ``unique`` as for `insert`."""
         self._write(table, keys, vectors, versions, scores, update=True, unique=unique)
 
     def delete(self, table: EmbeddingTable, keys: Any, versions: Any) -> None:
@@ -263,7 +273,7 @@ class GpuCache(GpuTables):
                 self._writer.evict(held, arrays["keys"])
 
     def clear(self, table: EmbeddingTable) -> None:
-        """Drop every row and tombstone of ``table``."""
+        """Remove every row and tombstone of ``table``."""
         if held := self._tables.get(table):
             check_writable(held)
             with self._device:
@@ -284,16 +294,15 @@ class GpuCache(GpuTables):
         if held is not None:
             with self._device:
                 oldest = oldest_tombstone(table, self._clock())
-                how = {"update": update, "unique": unique}
-                self._writer.write(held, **arrays, oldest_tombstone=oldest, **how)
+                options = {"update": update, "unique": unique}
+                self._writer.write(held, **arrays, oldest_tombstone=oldest, **options)
 
     def _prepare(
         self, table: EmbeddingTable, **arrays: Any
     ) -> tuple[GpuTable | None, dict[str, Any]]:
-        """Check the arrays of a write and bring them to the device, ordered before the writer's stream.
+        """Check a write's arrays and copy them to the device, ordered before the writer's stream.
 
-        The table is None when there is nothing to do.
-        """
+        The table is None if there is nothing to do."""
         n = array_length(arrays["keys"])
         with self._device:
             for name, array in arrays.items():

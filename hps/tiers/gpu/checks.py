@@ -1,8 +1,7 @@
-"""What the GPU cache demands of the arrays it is given; the device's sibling of checks.py.
+"""Argument checks of the GPU cache, as hps/tiers/checks.py has them for the host.
 
-Arrays may lie on the host or on the cache's device, but what a fetch fills must lie on the device. Nothing is
-converted. All functions raise BadRequest before anything is launched, and may be called from any thread.
-"""
+Arrays may be on the host or on the cache's device, but outputs of a fetch must be on the device.
+Nothing is converted. All functions raise BadRequest before any launch, and are thread-safe."""
 
 from __future__ import annotations
 
@@ -33,8 +32,10 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class DevicePooling:
-    """One table's share of a pooling on the device: bags of ``keys`` (arrays as for a fetch; offsets int64,
-    weights float32), their ``combiner``, and ``out (batch, dim)`` on the device."""
+    """One table's part of a pooling on the device.
+
+    Bags of ``keys`` (arrays as for a fetch; offsets int64, weights float32), their ``combiner``, and
+    ``out (batch, dim)`` on the device."""
 
     table: EmbeddingTable
     keys: JaggedKeys
@@ -43,8 +44,9 @@ class DevicePooling:
 
 
 def check_pooling(ask: DevicePooling, device: int) -> DevicePooling:
-    """Check every array of ``ask``; what offsets on the device say is not looked at. Returns ``ask``, other
-    libraries' arrays replaced by views of them."""
+    """Check every array of ``ask``, except the values of offsets on the device.
+
+    Returns ``ask``, with other libraries' arrays replaced by views."""
     table, bags = ask.table, ask.keys
     n = array_length(bags.keys)
     keys, weights, offsets = bags.keys, bags.weights, bags.offsets
@@ -74,9 +76,10 @@ def _are_offsets(offsets: NDArray[np.int64], n: int) -> bool:
 
 
 def check_part(part: Part, device: int) -> None:
-    """Check every array of ``part``; those to be filled must lie on ``device``. Other libraries' arrays are
-    replaced by views of them."""
-    if _is_usual(part, device):
+    """Check every array of ``part``; outputs must be on ``device``.
+
+    Other libraries' arrays are replaced by views."""
+    if _is_valid_host_keyed(part, device):
         return
     table, n = part.table, len(part.keys)
     part.keys = check_array(table, "keys", part.keys, n, device)
@@ -86,7 +89,7 @@ def check_part(part: Part, device: int) -> None:
         if not isinstance(array, np.ndarray):
             array = check_array(table, name, array, n, device)
         if isinstance(array, np.ndarray):
-            shape, dtype = _wanted(table, name, n)
+            shape, dtype = _expected(table, name, n)
             raise BadRequest(
                 f"table {table.id}: {name} must be on device {device}, got a NumPy array; pass "
                 f"cupy.empty({shape}, '{dtype}')"
@@ -95,13 +98,13 @@ def check_part(part: Part, device: int) -> None:
 
 
 def check_on_device(table: EmbeddingTable, vectors: Any, n: int, device: int) -> None:
-    """Check ``vectors (n, dim)``, which are to be read and filled: they must lie on ``device``."""
+    """Check ``vectors (n, dim)``, which are read and filled: they must be on ``device``."""
     if isinstance(check_array(table, "vectors", vectors, n, device), np.ndarray):
         raise BadRequest(f"table {table.id}: vectors must be on device {device}, got a host array")
 
 
 def check_writable(held: GpuTable, *, scored: bool = False) -> None:
-    """Refuse to change a static table, or to take scores for rows that make room by something else."""
+    """Reject changes of a static table, and scores for a table with another eviction policy."""
     if held.sealed:
         raise BadRequest(f"table {held.table.id} is static in the GPU cache: it can't be changed")
     if scored and not held.shape.scored:
@@ -112,20 +115,20 @@ def check_writable(held: GpuTable, *, scored: bool = False) -> None:
 
 
 def write_arrays(keys: Any, vectors: Any, versions: Any, scores: Any) -> dict[str, Any]:
-    """A write's arrays by name, without the one that may be missing."""
-    given = {"keys": keys, "vectors": vectors, "versions": versions}
-    return given if scores is None else given | {"scores": scores}
+    """A write's arrays by name, without scores if there are none."""
+    arrays = {"keys": keys, "vectors": vectors, "versions": versions}
+    return arrays if scores is None else arrays | {"scores": scores}
 
 
 def array_length(array: Any) -> int:
-    """How many values ``array`` has; 0 when it is no array."""
+    """Number of values in ``array``; 0 if it is no array."""
     return math.prod(getattr(array, "shape", (0,)))
 
 
 def check_array(table: EmbeddingTable, name: str, array: Any, n: int, device: int) -> Any:
-    """``array``, a CuPy array if it lies on ``device``. ``n`` entries, or rows, are expected."""
+    """Check that ``array`` has ``n`` entries, or rows; return it as a CuPy array if it is on ``device``."""
     cp = cupy()
-    shape, dtype = _wanted(table, name, n)
+    shape, dtype = _expected(table, name, n)
     if not isinstance(array, (np.ndarray, cp.ndarray)):
         if hasattr(array, "__cuda_array_interface__"):
             array = cp.asarray(array)
@@ -157,22 +160,22 @@ def _dlpack_kind(array: Any) -> int | None:
     return int(array.__dlpack_device__()[0]) if hasattr(array, "__dlpack__") else None
 
 
-def _wanted(table: EmbeddingTable, name: str, n: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _expected(table: EmbeddingTable, name: str, n: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if name in ("out", "vectors"):
         return (n, table.dim), table.dtype
     return (n,), _DTYPES.get(name, _INT64)
 
 
-def _is_usual(part: Part, device: int) -> bool:
-    """Whether ``part`` is as most are, keys on the host, and in order: the quick way through."""
+def _is_valid_host_keyed(part: Part, device: int) -> bool:
+    """Return whether ``part`` is valid and has its keys on the host: the fast path of `check_part`."""
     keys: Any = part.keys
     missing: Any = part.missing
     out: Any = part.out
     versions: Any = part.versions
     source: Any = part.source
-    there, shape = cupy().ndarray, getattr(keys, "shape", None)
+    device_array, shape = cupy().ndarray, getattr(keys, "shape", None)
     return (
-        type(out) is type(versions) is type(source) is there
+        type(out) is type(versions) is type(source) is device_array
         and type(keys) is type(missing) is np.ndarray
         and keys.dtype == missing.dtype == _INT64
         and versions.dtype == _UINT64

@@ -1,4 +1,4 @@
-"""DeviceSpace: streams and arrays on one device, as lookups need them."""
+"""DeviceSpace: streams and arrays on one device for lookups."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _ALIGN = 256
 
 
 class DeviceParts:
-    """Fresh parts whose answers lie on one device; what is small of them in one block, to come down in one
-    copy. ``block`` holds the versions of all parts, then their sources."""
+    """New parts with their answers on one device.
+
+    ``block`` holds the versions of all parts, then their sources, so that one copy brings them to the host.
+    """
 
     def __init__(self, parts: list[Part], block: Any, keys: int) -> None:
         self.parts = parts
@@ -28,7 +30,7 @@ class DeviceParts:
         self._ends = np.cumsum([len(part.keys) for part in parts])[:-1]
 
     def reports(self, stream: Any) -> tuple[list[NDArray[np.uint64]], list[NDArray[np.uint8]]]:
-        """Each part's versions and sources on the host, when ``stream`` has come this far; waits for it."""
+        """Wait for ``stream``, and return each part's versions and sources on the host."""
         block: NDArray[np.uint8] = self._block.get(stream=stream)
         versions = block[: 8 * self._keys].view(np.uint64)
         sources = block[8 * self._keys :]
@@ -36,7 +38,7 @@ class DeviceParts:
 
 
 class DeviceSpace:
-    """Any number of threads may use it."""
+    """Allocates and copies on one device. Thread-safe."""
 
     kind = "cuda"
     """ONNX Runtime's name for where the arrays lie."""
@@ -47,7 +49,7 @@ class DeviceSpace:
         self._streams: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def take_stream(self) -> Any:
-        """A stream of this device, to be given back when it has come to rest."""
+        """A stream of this device; give it back when its work has finished."""
         try:
             return self._streams.get_nowait()
         except queue.Empty:
@@ -63,31 +65,31 @@ class DeviceSpace:
             return self._cupy.empty(size, np.uint8)
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """``(size,) uint8`` of host memory that copies don't wait for."""
+        """``(size,) uint8`` of pinned host memory, for asynchronous copies."""
         with self.device:
             memory = self._cupy.cuda.alloc_pinned_memory(size)
         return np.frombuffer(memory, np.uint8, size)
 
     def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None:
-        """Copy between two addresses, on host or device, without waiting."""
+        """Copy between two addresses, on host or device, asynchronously."""
         self._cupy.cuda.runtime.memcpyAsync(to, source, nbytes, 4, stream.ptr)
 
-    def bring(self, to: NDArray[Any], array: Any, stream: Any) -> None:
-        """Copy ``array`` into ``to``, as large and in pinned memory, without waiting."""
+    def copy_to_host(self, to: NDArray[Any], array: Any, stream: Any) -> None:
+        """Copy ``array`` asynchronously into ``to``, which has its size and is in pinned memory."""
         self.copy(to.ctypes.data, array.data.ptr, to.nbytes, stream)
 
     def record(self, stream: Any, work: Callable[[], None]) -> CudaGraph | None:
-        """See `record` of `hps/cuda/cuda_graph.py`."""
+        """Record ``work`` as a CUDA graph; see hps/cuda/cuda_graph.py."""
         with self.device:
             return record(stream, work)
 
     def assign(self, to: Any, source: Any, stream: Any) -> None:
-        """``to[...] = source`` on ``stream``: other types and shapes that broadcast."""
+        """``to[...] = source`` on ``stream``: converts dtypes and broadcasts."""
         with self.device, stream:
             to[...] = source
 
     def upload(self, array: NDArray[Any]) -> Any:
-        """``array`` on the device, complete."""
+        """Copy ``array`` to the device and wait for it."""
         with self.device:
             return self._cupy.asarray(array)
 
@@ -95,18 +97,20 @@ class DeviceSpace:
         with self.device, stream:
             return self._cupy.empty(shape, dtype)
 
-    def parts(self, asked: Sequence[tuple[EmbeddingTable, KeyArray]], stream: Any) -> DeviceParts:
-        """Fresh parts for ``keys (n,)`` of each table, for use on ``stream``."""
+    def parts(
+        self, requests: Sequence[tuple[EmbeddingTable, KeyArray]], stream: Any
+    ) -> DeviceParts:
+        """Make parts for ``keys (n,)`` of each table, for use on ``stream``."""
         cp = self._cupy
-        total = sum(len(keys) for _, keys in asked)
+        total = sum(len(keys) for _, keys in requests)
         rows_at, size = [], 0
-        for table, keys in asked:
+        for table, keys in requests:
             rows_at.append(size)
             size += -(-len(keys) * table.row_bytes // _ALIGN) * _ALIGN
         with self.device, stream:
             block, rows = cp.zeros(9 * total, np.uint8), cp.empty(size, np.uint8)
         parts, first = [], 0
-        for (table, keys), at in zip(asked, rows_at, strict=True):
+        for (table, keys), at in zip(requests, rows_at, strict=True):
             n = len(keys)
             parts.append(
                 Part(

@@ -1,4 +1,4 @@
-"""HostBridge: tiers in host memory, asked by and answering to the device."""
+"""HostBridge: a tier in host memory as one on the device."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 
 class HostBridge:
-    """A tier on the device whose rows are those of ``inner``, a tier (or a chain) in host memory.
+    """A tier on the device whose rows are those of ``inner``, a tier or chain in host memory.
 
-    `fetch` takes parts as `GpuCache.fetch` does, and keys may repeat: ``inner`` is asked once. Keys that are
-    on the device and still missing come down in one copy; what ``inner`` finds, it writes into pinned
-    memory, from where one launch brings the rows of all tables up. That launch is on the context's stream,
-    else on the thread's current one, and is not waited for: use the arrays on that stream. As safe beside
-    other threads as ``inner`` is.
+    `fetch` takes parts like `GpuCache.fetch`; keys may repeat, and ``inner`` gets each once. Missing
+    keys on the device are copied to the host in one copy; ``inner`` writes its rows into pinned memory,
+    from which one launch copies the rows of all tables to the device. That launch is on the context's
+    stream, else on the thread's current one, and is not awaited: use the arrays on that stream. As
+    thread-safe as ``inner``.
 
-    ``workspaces`` bounds the fetches under way; one more waits for its turn, at most until its deadline.
-    The mutating verbs take arrays on host or device and pass them on.
-    """
+    ``workspaces`` bounds the fetches in flight; a further one waits for a free one, until its deadline.
+    The mutating verbs take arrays on host or device."""
 
     def __init__(self, inner: Tier, *, device: int = 0, workspaces: int = 4) -> None:
         self.inner = inner
@@ -54,20 +53,22 @@ class HostBridge:
             return
         with self._device:
             stream = ctx.stream or cupy().cuda.get_current_stream()
-            wanted = [_once(keys) for keys in _missing_keys(parts, stream)]
+            requests = [_once(keys) for keys in _missing_keys(parts, stream)]
             space = self._space(ctx)
             try:
-                answers = space.begin(parts, wanted)
-                asked = [
+                answers = space.begin(parts, requests)
+                host_parts = [
                     Part(a.table, k, a.rows, a.versions, a.sources, np.arange(len(k)))
-                    for a, (k, _) in zip(answers, wanted, strict=True)
+                    for a, (k, _) in zip(answers, requests, strict=True)
                 ]
-                self.inner.fetch(asked, FetchContext(ctx.deadline, None, ctx.degraded, ctx.origin))
-                for part, answer, below, (_, picks) in zip(
-                    parts, answers, asked, wanted, strict=True
+                self.inner.fetch(
+                    host_parts, FetchContext(ctx.deadline, None, ctx.degraded, ctx.origin)
+                )
+                for part, answer, host_part, (_, picks) in zip(
+                    parts, answers, host_parts, requests, strict=True
                 ):
-                    answer.sources[below.missing] = UNANSWERED
-                    left = below.missing
+                    answer.sources[host_part.missing] = UNANSWERED
+                    left = host_part.missing
                     if picks is not None:
                         left = np.flatnonzero(answer.sources[picks] == UNANSWERED)
                     part.missing = part.missing[left]
@@ -100,20 +101,22 @@ class HostBridge:
     def _down(self, table: EmbeddingTable, **arrays: Any) -> list[Any]:
         n = array_length(arrays["keys"])
         with self._device:
-            there = [check_array(table, name, a, n, self._device.id) for name, a in arrays.items()]
-            return [a if isinstance(a, np.ndarray) else a.get() for a in there]
+            on_device = [
+                check_array(table, name, a, n, self._device.id) for name, a in arrays.items()
+            ]
+            return [a if isinstance(a, np.ndarray) else a.get() for a in on_device]
 
     def close(self) -> None:
-        """Wait for what is on its way up, then close ``inner``."""
+        """Wait for copies in flight, then close ``inner``."""
         self._device.synchronize()
         self.inner.close()
 
 
-_Wanted = tuple[KeyArray, IndexArray | None]
+_DistinctKeys = tuple[KeyArray, IndexArray | None]
 """Distinct keys, and which of them each place wants; None when that is the i-th."""
 
 
-def _once(keys: KeyArray) -> _Wanted:
+def _once(keys: KeyArray) -> _DistinctKeys:
     if len(keys) < 2:
         return keys, None
     unique, picks = dedup(keys)
@@ -121,7 +124,7 @@ def _once(keys: KeyArray) -> _Wanted:
 
 
 class _BridgeBuffer:
-    """Pinned memory of one fetch at a time, free again when its launch has ended."""
+    """Pinned memory of one fetch at a time, free again when its launch has finished."""
 
     def __init__(self) -> None:
         cp = cupy()
@@ -129,15 +132,17 @@ class _BridgeBuffer:
         self._args = KernelStruct(SCATTER_ARGS)
         self._sent = cp.cuda.Event(block=True, disable_timing=True)
 
-    def begin(self, parts: Sequence[Part], wanted: Sequence[_Wanted]) -> list[ScatterInputs]:
-        """Room for what ``parts`` miss: nothing answered yet."""
+    def begin(
+        self, parts: Sequence[Part], requests: Sequence[_DistinctKeys]
+    ) -> list[ScatterInputs]:
+        """Reserve memory for the misses of ``parts``, with nothing answered yet."""
         self._sent.synchronize()
-        both = list(zip(parts, wanted, strict=True))
+        pairs = list(zip(parts, requests, strict=True))
         self._staging.begin(
-            sum(ScatterInputs.bytes(p.table, len(keys), len(p.missing)) for p, (keys, _) in both)
+            sum(ScatterInputs.bytes(p.table, len(keys), len(p.missing)) for p, (keys, _) in pairs)
         )
         answers = []
-        for part, (keys, picks) in both:
+        for part, (keys, picks) in pairs:
             answer = ScatterInputs.make(self._staging, part.table, len(keys), part.missing, picks)
             answer.sources[:] = 0
             answer.versions[:] = 0
@@ -153,19 +158,20 @@ class _BridgeBuffer:
 
 
 def _missing_keys(parts: Sequence[Part], stream: Any) -> list[KeyArray]:
-    """The keys that ``parts`` miss, on the host. Those on the device come in one copy; ``missing``
-    becomes a NumPy array."""
+    """Return the missing keys of ``parts`` on the host, with one copy for those on the device.
+
+    ``missing`` becomes a NumPy array."""
     cp = cupy()
     for part in parts:
         missing: Any = part.missing
         if not isinstance(missing, np.ndarray):
             part.missing = missing.get(stream=stream)
-    there = [part for part in parts if not isinstance(part.keys, np.ndarray)]
-    brought: dict[int, KeyArray] = {}
-    if there:
+    on_device = [part for part in parts if not isinstance(part.keys, np.ndarray)]
+    copied: dict[int, KeyArray] = {}
+    if on_device:
         with stream:
-            chosen = [part.keys[cp.asarray(part.missing)] for part in there]
+            chosen = [part.keys[cp.asarray(part.missing)] for part in on_device]
             host = (chosen[0] if len(chosen) == 1 else cp.concatenate(chosen)).get(stream=stream)
-        ends = np.cumsum([len(part.missing) for part in there])[:-1]
-        brought = {id(p): k for p, k in zip(there, np.split(host, ends), strict=True)}
-    return [brought[id(p)] if id(p) in brought else p.keys[p.missing] for p in parts]
+        ends = np.cumsum([len(part.missing) for part in on_device])[:-1]
+        copied = {id(p): k for p, k in zip(on_device, np.split(host, ends), strict=True)}
+    return [copied[id(p)] if id(p) in copied else p.keys[p.missing] for p in parts]

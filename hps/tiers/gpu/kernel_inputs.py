@@ -1,4 +1,4 @@
-"""Parts and poolings as the kernels' launchers want them, and what was missing as the tiers want it."""
+"""Conversions between tiers' parts and the kernels' arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hps.types import IndexArray, KeyArray, oldest_tombstone
 
 
 def fetch_arguments(part: Part, table: GpuTable, now: float) -> FetchArguments:
-    """What ``part``, of which something is missing, asks of ``table`` at the instant ``now``."""
+    """Arguments to fetch the misses of ``part`` from ``table`` at the Unix time ``now``."""
     n = len(part.missing)
     positions = None if n == len(part.keys) else part.missing
     oldest = oldest_tombstone(part.table, now)
@@ -34,20 +34,20 @@ def kernel_bags(table: GpuTable, ask: DevicePooling) -> KernelBags:
 
 
 def distribute_misses(parts: Sequence[Part], misses: NDArray[np.uint32]) -> None:
-    """Give each part its share of ``misses``, ascending positions in the batch of all parts."""
+    """Split ``misses``, ascending positions in all parts' batch, over the parts."""
     if len(parts) == 1:
-        parts[0].missing = _left(parts[0], misses.astype(np.int64))
+        parts[0].missing = _still_missing(parts[0], misses.astype(np.int64))
         return
     start, first = 0, 0
     ends = np.cumsum([len(part.missing) for part in parts])
     cuts = np.searchsorted(misses, ends).tolist()
     for part, end, cut in zip(parts, ends.tolist(), cuts, strict=True):
-        part.missing = _left(part, misses[first:cut].astype(np.int64) - start)
+        part.missing = _still_missing(part, misses[first:cut].astype(np.int64) - start)
         start, first = end, cut
 
 
-def _left(part: Part, misses: KeyArray) -> IndexArray:
-    """The positions that stay missing, of those of ``part.missing`` that ``misses`` names."""
+def _still_missing(part: Part, misses: KeyArray) -> IndexArray:
+    """Return those of ``part.missing`` that ``misses`` indexes."""
     if len(part.keys) == len(part.missing):
         return misses
     missing: Any = part.missing

@@ -1,4 +1,4 @@
-"""How much memory of each GPU is taken, for metrics."""
+"""Metrics of each GPU's used and total memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hps.tiers.background_refresh import BackgroundValue
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 5.0
+_REFRESH_S = 5.0
 
 
 class GpuMemoryUsage(NamedTuple):
@@ -27,26 +27,26 @@ class GpuMemoryUsage(NamedTuple):
 
 
 def publish_memory(metrics: Metrics, devices: Sequence[int], resources: ExitStack) -> None:
-    """Gauges of it, looked at in the background; ``resources`` ends that."""
-    memory = BackgroundValue(partial(_look, devices), _LOOK_EVERY_S, "gpu-memory")
+    """Register the memory gauges, refreshed in the background until ``resources`` is closed."""
+    memory = BackgroundValue(partial(_read_all, devices), _REFRESH_S, "gpu-memory")
     resources.callback(memory.close)
 
     def read(which: str) -> list[tuple[tuple[str, ...], float]]:
-        return [((str(of.gpu), of.uuid), getattr(of, which)) for of in memory.value or ()]
+        return [((str(each.gpu), each.uuid), getattr(each, which)) for each in memory.value or ()]
 
     metrics.gauges(m.GPU_MEMORY_USED, partial(read, "used"))
     metrics.gauges(m.GPU_MEMORY_TOTAL, partial(read, "total"))
 
 
-def _look(devices: Sequence[int]) -> list[GpuMemoryUsage]:
-    """Of those that answer: a device that fails is told of by its absence."""
-    found = []
+def _read_all(devices: Sequence[int]) -> list[GpuMemoryUsage]:
+    """Read the memory of ``devices``; a device that fails is left out."""
+    usages = []
     for device in devices:
         try:
-            found.append(read_memory(device))
-        except Exception as error:  # whatever the driver says
-            log.warning("GPU %d does not answer: %s", device, error)
-    return found
+            usages.append(read_memory(device))
+        except Exception as error:  # the driver may raise anything
+            log.warning("reading the memory of GPU %d failed: %s", device, error)
+    return usages
 
 
 def read_memory(device: int) -> GpuMemoryUsage:

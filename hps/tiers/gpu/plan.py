@@ -1,4 +1,4 @@
-"""How many rows of each table the GPU cache gets, and where they lie."""
+"""Capacity planning of the GPU cache: rows per table, on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from hps.errors import ConfigError
 from hps.tiers.capacity import EMPTY_TABLE_ROWS
 from hps.types import EmbeddingTable
 
-_STEPS = 40  # of the bisection: a share to 12 digits
+_STEPS = 40  # bisection steps: a share to 12 digits
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTableRequest:
-    """What is wanted of one table that has ``table_rows`` rows: a capacity in ``rows`` or as a ``share`` of
-    them, if it is to have one of its own; ``static``: all of them."""
+    """The settings of one table with ``table_rows`` rows.
+
+    Its own capacity in ``rows`` or as a ``share`` of them, if set; ``static``: all of them."""
 
     table_rows: int
     rows: int | None = None
@@ -28,7 +29,7 @@ class GpuTableRequest:
 
 @dataclass(frozen=True, slots=True)
 class GpuTablePlan:
-    """One table's place in the cache: ``rows`` (0: none), ``host_rows`` of them in pinned host memory."""
+    """One table's capacity: ``rows`` (0: none), ``host_rows`` of them in pinned host memory."""
 
     rows: int
     host_rows: int
@@ -46,36 +47,35 @@ Plan = dict[EmbeddingTable, GpuTablePlan]
 
 
 def plan_gpu(
-    wishes: Mapping[EmbeddingTable, GpuTableRequest],
+    requests: Mapping[EmbeddingTable, GpuTableRequest],
     *,
     capacity_bytes: int,
     host_bytes: int = 0,
     share: float | None = None,
 ) -> Plan:
-    """The places of all tables, as large as the sizes allow.
+    """Plan the capacities of all tables, as large as the sizes allow.
 
-    Tables with a wish of their own get just that; the others the same ``share`` of their rows: the one
-    stated, else the largest with which everything fits into ``capacity_bytes`` on the device. At most
-    ``host_bytes`` of the rows, the same part of each table, lie in pinned host memory. A table without rows
-    counts as `EMPTY_TABLE_ROWS`. Raises ConfigError when the wishes alone exceed ``capacity_bytes``
-    and no ``share`` says that this is meant.
-    """
+    Tables with their own setting get exactly that. The others get the same ``share`` of their rows: the
+    given one, else the largest with which everything fits into ``capacity_bytes`` on the device. At
+    most ``host_bytes`` of the rows, the same fraction of each table, are in pinned host memory. A table
+    without rows counts as `EMPTY_TABLE_ROWS`. Raises ConfigError if the tables' own settings alone
+    exceed ``capacity_bytes`` and no ``share`` overrides it."""
     if share is not None:
-        return _plan_at(wishes, share, host_bytes)
-    if _fits(plan := _plan_at(wishes, 1.0, host_bytes), capacity_bytes):
+        return _plan_at(requests, share, host_bytes)
+    if _fits(plan := _plan_at(requests, 1.0, host_bytes), capacity_bytes):
         return plan
     low, high = 0.0, 1.0
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        if _fits(_plan_at(wishes, middle, host_bytes), capacity_bytes):
+        if _fits(_plan_at(requests, middle, host_bytes), capacity_bytes):
             low = middle
         else:
             high = middle
-    plan = _plan_at(wishes, low, host_bytes)
-    stated = {t: p for t, p in plan.items() if _is_stated(wishes[t])}
-    if stated and not _fits(stated, capacity_bytes):
+    plan = _plan_at(requests, low, host_bytes)
+    own_size = {t: p for t, p in plan.items() if _has_own_size(requests[t])}
+    if own_size and not _fits(own_size, capacity_bytes):
         raise ConfigError(
-            f"tiers.gpu: the tables with gpu_rows, gpu_share or gpu_static take {device_bytes(stated):,} "
+            f"tiers.gpu: the tables with gpu_rows, gpu_share or gpu_static take {device_bytes(own_size):,} "
             f"bytes of the GPU's memory, and tiers.gpu.capacity_bytes is {capacity_bytes:,}; raise it to "
             "that, or ask for less"
         )
@@ -83,7 +83,7 @@ def plan_gpu(
 
 
 def check_fits(plan: Plan, free_bytes: int, device: int) -> None:
-    """Raise ConfigError, naming both sizes, unless ``plan`` fits into what is free on ``device``."""
+    """Raise ConfigError, with both sizes, unless ``plan`` fits into the free memory of ``device``."""
     needed = device_bytes(plan)
     if needed <= free_bytes:
         return
@@ -98,17 +98,17 @@ def check_fits(plan: Plan, free_bytes: int, device: int) -> None:
 
 
 def device_bytes(plan: Plan) -> int:
-    """What ``plan`` takes of a device's memory."""
+    """Bytes of device memory that ``plan`` needs."""
     return sum(s.bytes for t, p in plan.items() if (s := p.shape(t)) is not None)
 
 
 def host_bytes_of(plan: Plan) -> int:
-    """What ``plan`` takes of pinned host memory, per device."""
+    """Bytes of pinned host memory that ``plan`` needs per device."""
     return sum(s.host_bytes for t, p in plan.items() if (s := p.shape(t)) is not None)
 
 
-def _is_stated(wish: GpuTableRequest) -> bool:
-    return wish.static or wish.rows is not None or wish.share is not None
+def _has_own_size(request: GpuTableRequest) -> bool:
+    return request.static or request.rows is not None or request.share is not None
 
 
 def _fits(plan: Plan, capacity_bytes: int) -> bool:
@@ -116,35 +116,35 @@ def _fits(plan: Plan, capacity_bytes: int) -> bool:
 
 
 def _plan_at(
-    wishes: Mapping[EmbeddingTable, GpuTableRequest], share: float, host_bytes: int
+    requests: Mapping[EmbeddingTable, GpuTableRequest], share: float, host_bytes: int
 ) -> Plan:
-    rows = {table: _rows(wish, share) for table, wish in wishes.items()}
-    movable = [table for table, wish in wishes.items() if not wish.static]
+    rows = {table: _rows(request, share) for table, request in requests.items()}
+    movable = [table for table, request in requests.items() if not request.static]
     total = sum(_row_bytes(movable, rows))
     part = min(1.0, host_bytes / total) if total else 0.0
     return {
         table: GpuTablePlan(
             rows[table],
-            0 if wish.static else int(part * rows[table]),
-            wish.policy,
-            wish.static and rows[table] > 0,
+            0 if request.static else int(part * rows[table]),
+            request.policy,
+            request.static and rows[table] > 0,
         )
-        for table, wish in wishes.items()
+        for table, request in requests.items()
     }
 
 
-def _rows(wish: GpuTableRequest, share: float) -> int:
-    has = wish.table_rows
-    if wish.static:
-        return has
-    if wish.rows is not None:
-        return wish.rows
-    if wish.share is not None:
-        return math.ceil(wish.share * (has or EMPTY_TABLE_ROWS))
-    return int(share * (has or EMPTY_TABLE_ROWS))
+def _rows(request: GpuTableRequest, share: float) -> int:
+    table_rows = request.table_rows
+    if request.static:
+        return table_rows
+    if request.rows is not None:
+        return request.rows
+    if request.share is not None:
+        return math.ceil(request.share * (table_rows or EMPTY_TABLE_ROWS))
+    return int(share * (table_rows or EMPTY_TABLE_ROWS))
 
 
 def _row_bytes(tables: Sequence[EmbeddingTable], rows: Mapping[EmbeddingTable, int]) -> list[int]:
-    """What the rows take where they lie, aligned as the device wants them."""
+    """Bytes of each table's rows, with the device's alignment."""
     shapes = [(plan_table_shape(t, rows[t]), rows[t]) for t in tables if rows[t]]
     return [shape.stride * n for shape, n in shapes]

@@ -1,4 +1,4 @@
-"""GpuReplicas: the caches on devices as tiers and threads on the host see them."""
+"""GpuReplicas: the caches of all devices as one tier for the host."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _INFO = TierInfo("gpu", Source.GPU, cache=True)
 
 
 class GpuReplicas:
-    """One cache on each device, all with the same rows. Takes host parts and host arrays.
+    """One cache per device, all with the same rows; takes host parts and host arrays.
 
-    A fetch asks one cache, another one each time; a write goes to all of them, so that none is behind
-    when it returns. A static table takes no promotion (it holds what it will ever hold) and refuses
-    updates and deletions with BadRequest. The rows of the tables ``by_version`` are worth their version.
-    Threads: as `GpuCache`.
-    """
+    Fetches alternate between the caches; a write goes to all of them, so that all have it when it
+    returns. A static table ignores promotions (it already holds all of its rows) and rejects updates
+    and deletions with BadRequest. Rows of the tables ``by_version`` are scored by their version.
+    Thread-safe like `GpuCache`."""
 
     def __init__(self, caches: Sequence[Any], by_version: Collection[EmbeddingTable] = ()) -> None:
         self.caches = tuple(caches)
@@ -41,11 +40,11 @@ class GpuReplicas:
             return
         space = cache.space
         stream = space.take_stream()
-        there = space.parts([(part.table, part.keys[part.missing]) for part in parts], stream)
-        cache.fetch(there.parts, FetchContext(ctx.deadline, stream))
-        reports = there.reports(stream)
-        for part, above, versions, sources in zip(parts, there.parts, *reports, strict=True):
-            _bring(part, above, versions, sources, stream)
+        device = space.parts([(part.table, part.keys[part.missing]) for part in parts], stream)
+        cache.fetch(device.parts, FetchContext(ctx.deadline, stream))
+        reports = device.reports(stream)
+        for part, device_part, versions, sources in zip(parts, device.parts, *reports, strict=True):
+            _copy_answer(part, device_part, versions, sources, stream)
         space.give_back(stream)
 
     def insert(
@@ -53,17 +52,17 @@ class GpuReplicas:
     ) -> None:
         for cache in self.caches:
             if not cache.sealed(table):
-                cache.insert(table, keys, vectors, versions, **self._worth(table, versions))
+                cache.insert(table, keys, vectors, versions, **self._scores(table, versions))
 
     def update(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
-        self._refuse_static(table)
+        self._check_not_static(table)
         for cache in self.caches:
-            cache.update(table, keys, vectors, versions, **self._worth(table, versions))
+            cache.update(table, keys, vectors, versions, **self._scores(table, versions))
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
-        self._refuse_static(table)
+        self._check_not_static(table)
         for cache in self.caches:
             cache.delete(table, keys, versions)
 
@@ -73,7 +72,7 @@ class GpuReplicas:
                 cache.evict(table, keys)
 
     def seal(self, table: EmbeddingTable) -> int:
-        """End the filling of a static table everywhere; the most rows that found no slot on a device."""
+        """Seal a static table on all devices; return the most rows that ranked no slot on one."""
         dropped: int = max(cache.seal(table) for cache in self.caches)
         return dropped
 
@@ -82,14 +81,15 @@ class GpuReplicas:
         return rows
 
     def top_k(self, table: EmbeddingTable, n: int) -> HotKeys:
-        """As `CpuCache.top_k`, of the first device: each sees a like share of the requests. Nothing of a
-        static table, of which every key is there whatever was asked for."""
+        """Like `CpuCache.top_k`, on the first device: each device gets a similar share of the requests.
+
+        Empty for a static table, which holds every key regardless of use."""
         sealed = self.caches[0].sealed(table)
-        found: HotKeys = self.caches[0].top_k(table, 0 if sealed else n)
-        return found
+        ranked: HotKeys = self.caches[0].top_k(table, 0 if sealed else n)
+        return ranked
 
     def rows(self, table: EmbeddingTable) -> int:
-        """Rows held, on the first device. Waits for it."""
+        """Number of rows on the first device. Waits for it."""
         rows: int = self.caches[0].size(table)
         return rows
 
@@ -97,10 +97,10 @@ class GpuReplicas:
         for cache in self.caches:
             cache.close()
 
-    def _worth(self, table: EmbeddingTable, versions: VersionArray) -> dict[str, VersionArray]:
+    def _scores(self, table: EmbeddingTable, versions: VersionArray) -> dict[str, VersionArray]:
         return {"scores": versions} if table in self._by_version else {}
 
-    def _refuse_static(self, table: EmbeddingTable) -> None:
+    def _check_not_static(self, table: EmbeddingTable) -> None:
         if any(cache.sealed(table) for cache in self.caches):
             raise BadRequest(
                 f"table {table.id} is static in the GPU cache, which can't follow an update; serve it with "
@@ -108,15 +108,15 @@ class GpuReplicas:
             )
 
 
-def _bring(
-    part: Part, above: Part, versions: VersionArray, sources: SourceArray, stream: Any
+def _copy_answer(
+    part: Part, device_part: Part, versions: VersionArray, sources: SourceArray, stream: Any
 ) -> None:
-    """What ``above`` found on the device of the keys that ``part`` misses."""
-    answered = np.ones(len(above.keys), bool)
-    answered[above.missing] = False
+    """Copy what ``device_part`` ranked on the device of the misses of ``part``."""
+    answered = np.ones(len(device_part.keys), bool)
+    answered[device_part.missing] = False
     positions = part.missing[answered]
     if len(positions):
-        out: Any = above.out
+        out: Any = device_part.out
         part.versions[positions] = versions[answered]
         part.source[positions] = sources[answered]
         rows = sources != 0

@@ -1,4 +1,4 @@
-"""GpuTables: the tables that one device holds."""
+"""GpuTables: the tables on one device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
 
 class GpuTables:
-    """Which tables are there, how large they are and what they hold. `drop_table`, `export` and `size` are
-    the writer's to call, `add_table` anybody's before the table is used, the others any thread's."""
+    """Adds, removes, measures and exports tables.
+
+    `drop_table`, `export` and `size` belong to the writer's thread. `add_table` may be called from any
+    thread before the table is used; the other methods are thread-safe."""
 
     def __init__(self, device: int) -> None:
         self._cupy = cupy()
@@ -44,12 +46,11 @@ class GpuTables:
         static: bool = False,
         **clock: Any,
     ) -> None:
-        """Begin to keep ``table``, with room for ``rows`` rows (rounded up to whole buckets), ``host_rows``
-        of them in pinned host memory; 0 rows keep it out. ``clock``: ``ticks`` and ``epoch_s`` of `GpuTable`.
+        """Add ``table`` with a capacity of ``rows`` rows (rounded up to whole buckets); 0 removes it.
 
-        A ``static`` table keeps all of its ``rows``: insert each key once, then `seal` it; until then
-        it must not be read, and afterwards it can't be changed.
-        """
+        ``host_rows`` of them are in pinned host memory. ``clock``: ``ticks`` and ``epoch_s`` of
+        `GpuTable`. A ``static`` table keeps all of its ``rows``: insert each key once, then `seal` it.
+        Until then it must not be read, and afterwards it can't be changed."""
         if rows < 0:
             raise ConfigError(
                 f"the GPU cache of table {table.id} can't have {rows} rows; 0 is none"
@@ -65,45 +66,46 @@ class GpuTables:
             self._tables[table] = GpuTable(table, rows, policy, host_rows, static=static, **clock)
 
     def seal(self, table: EmbeddingTable) -> int:
-        """End the filling of a static table; returns how many keys found no slot (next to never any)."""
+        """Finish the filling of a static table; return how many keys found no slot (almost always 0)."""
         held = self.held(table)
         held.sealed = True
         return held.dropped
 
     def sealed(self, table: EmbeddingTable) -> bool:
-        """Whether ``table`` is static and filled."""
+        """Return whether ``table`` is static and filled."""
         held = self._tables.get(table)
         return held is not None and held.sealed
 
     def drop_table(self, table: EmbeddingTable) -> None:
-        """Forget ``table``; its memory is free once the fetches under way have ended."""
-        held = self._tables.pop(table, None)  # until the device no longer reads it
+        """Remove ``table``; its memory is freed once the fetches in flight have ended."""
+        held = self._tables.pop(table, None)  # keeps the memory until the device no longer reads it
         if held is not None:
             with self._device:
                 self._writer.finish()
                 self._device.synchronize()
 
     def held(self, table: EmbeddingTable) -> GpuTable:
-        """The arrays of ``table``. Raises BadRequest when it is kept out."""
+        """Return the arrays of ``table``. Raises BadRequest if it is not in the cache."""
         if table not in self._tables:
             raise BadRequest(f"table {table.id} is not in the GPU cache")
         return self._tables[table]
 
     def capacity(self, table: EmbeddingTable) -> int:
-        """The most rows the cache keeps of ``table``; 0 when it is kept out."""
+        """The most rows that the cache keeps of ``table``; 0 if it is kept out."""
         held = self._tables.get(table)
         return held.shape.capacity if held else 0
 
     def size(self, table: EmbeddingTable) -> int:
-        """Rows held of ``table``, tombstones not counted. Waits for the device."""
+        """Number of rows of ``table``, without tombstones. Waits for the device."""
         if table not in self._tables:
             return 0
         with self._device:
             return self._tables[table].count(self._writer.stream)[0]
 
     def top_k(self, table: EmbeddingTable, n: int) -> tuple[KeyArray, NDArray[np.uint8]]:
-        """As `CpuCache.top_k`, by the policy's own score: how many ticks ago a row was used, how often in the
-        epoch, or what the caller said."""
+        """Like `CpuCache.top_k`, by the eviction score.
+
+        The score: ticks since the last use, uses in the epoch, or the caller's score."""
         held = self._tables.get(table)
         if held is None or not n:
             return np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -116,8 +118,10 @@ class GpuTables:
     def export(
         self, table: EmbeddingTable, least: int = 0, *, with_versions: bool = True
     ) -> tuple[Any, Any, Any, Any]:
-        """Device arrays keys, vectors, versions (or None) and scores (uint64) of the rows with a score of at
-        least ``least`` (see `EvictionPolicy`)."""
+        """Return keys, vectors, versions (or None) and scores (uint64) of the rows with a score >=
+        ``least``.
+
+        All on the device; for scores see `EvictionPolicy`."""
         with self._device:
             stream = self._writer.stream
             return self.held(table).export(stream, least, with_versions=with_versions)

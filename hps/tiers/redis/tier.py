@@ -258,9 +258,9 @@ class RedisTier:
         """The deletions that are still remembered, as `scan` gives the rows: keys (n,), versions (n,)."""
         oldest = oldest_tombstone(table, time.time())
         for keys, stored in self._entries(table, count):
-            live = np.flatnonzero(stored.dead_versions >= oldest)
+            live = np.flatnonzero(stored.tombstone_versions >= oldest)
             if len(live):
-                yield keys[stored.dead_at[live]], stored.dead_versions[live]
+                yield keys[stored.tombstone_at[live]], stored.tombstone_versions[live]
 
     def _entries(self, table: EmbeddingTable, count: int) -> Iterator[tuple[KeyArray, StoredRows]]:
         layout = self._tables.usable(table, self._client.deadline()).layout
@@ -275,7 +275,7 @@ class RedisTier:
                 except WrongLength as error:
                     raise TierError(
                         NAME,
-                        f"table {table.id}: a row in {name.decode()} has {error.found} bytes, expected "
+                        f"table {table.id}: a row in {name.decode()} has {error.actual} bytes, expected "
                         f"{error.expected}; it was written with another dim, dtype or layout",
                     ) from None
 

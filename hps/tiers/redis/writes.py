@@ -166,7 +166,7 @@ class RedisWriter:
         flags = (b"v" if opened.layout.values.versioned else b"") + (_FLAGS[only] if only else b"")
         oldest = oldest_tombstone(opened.layout.table, time.time()).to_bytes(8, "little")
         noted = [
-            (position_field(p.topic, p.partition), b"%d" % p.offset, b"%d" % p.since)
+            (position_field(p.topic, p.partition), b"%d" % p.offset, b"%d" % p.continues_from)
             for p in positions
         ]
         return WriteScriptArguments(

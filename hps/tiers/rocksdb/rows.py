@@ -96,9 +96,9 @@ class VersionedRows:
     def tombstones(self, family: TableFamily) -> Iterator[tuple[KeyArray, VersionArray]]:
         """Keys (n,) and versions (n,) of every deletion that is still remembered."""
         for keys, stored in self._entries(family, None):
-            live = self.remembered(family.table, stored.dead_versions)
+            live = self.remembered(family.table, stored.tombstone_versions)
             if live.any():
-                yield keys[stored.dead_at[live]], stored.dead_versions[live]
+                yield keys[stored.tombstone_at[live]], stored.tombstone_versions[live]
 
     def _entries(
         self, family: TableFamily, start: int | None
@@ -185,16 +185,16 @@ class VersionedRows:
         if len(asked):
             # A row that cannot be read is no reason to refuse one that can.
             stored, _ = self.read(family, code[asked])
-            live = self.remembered(family.table, stored.dead_versions)
-            dead_at = stored.dead_at[live]
+            live = self.remembered(family.table, stored.tombstone_versions)
+            tombstone_at = stored.tombstone_at[live]
             known = np.zeros(len(asked), np.uint64)
             known[stored.at] = stored.versions
-            known[dead_at] = stored.dead_versions[live]
+            known[tombstone_at] = stored.tombstone_versions[live]
             mask[asked] = versions[asked] >= known
             if resident_only:
                 resident = np.zeros(len(asked), bool)
                 resident[stored.at] = True
-                resident[dead_at] = True
+                resident[tombstone_at] = True
                 mask[asked] &= resident
         return mask
 
@@ -246,7 +246,7 @@ class VersionedRows:
             some = entries[part]
             code = np.unique(some["code"].astype(np.uint64))
             stored, _ = self.read(family, code)
-            over = stored.dead_at[stored.dead_versions < np.uint64(before)]
+            over = stored.tombstone_at[stored.tombstone_versions < np.uint64(before)]
             self._database.room.write(partial(_forget, family, code[over], some))
 
 
@@ -270,7 +270,7 @@ def _decode(family: TableFamily, values: Sequence[bytes]) -> StoredRows:
         mend = "serve it under a new version" if family.codec.versioned else "take another database"
         raise TierError(
             NAME,
-            f"table {table.id}: a stored row has {error.found} bytes, expected {error.expected} "
+            f"table {table.id}: a stored row has {error.actual} bytes, expected {error.expected} "
             f"(dim {table.dim} of {table.dtype}); it was written with another dim, dtype or "
             f"layout: {mend}",
         ) from None

@@ -315,11 +315,11 @@ class RocksDbTier:
         part.out[found] = stored.vectors
         part.versions[found] = stored.versions
         part.source[found] = Source.ROCKSDB
-        if not len(stored.dead_at):
+        if not len(stored.tombstone_at):
             return at, whole
-        live = self._rows.remembered(part.table, stored.dead_versions)
-        dead = order[stored.dead_at[live]]
-        part.versions[part.missing[dead]] = stored.dead_versions[live]
+        live = self._rows.remembered(part.table, stored.tombstone_versions)
+        dead = order[stored.tombstone_at[live]]
+        part.versions[part.missing[dead]] = stored.tombstone_versions[live]
         return np.concatenate([at, dead]), whole
 
     # -- writing ----------------------------------------------------------------------------------

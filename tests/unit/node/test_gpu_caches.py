@@ -672,7 +672,7 @@ def test_a_network_on_the_cpu_gets_its_vectors_there(open_node, monkeypatch):
 
 
 def test_the_memory_of_each_gpu_is_told_and_that_of_one_that_fails_no_more(open_node, monkeypatch):
-    monkeypatch.setattr(gpu_memory, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(gpu_memory, "_REFRESH_S", 0.0)
     node, _ = open_node(gpus=2, gpu={"devices": [0, 1], "share": 0.5})
 
     def told():

@@ -63,7 +63,7 @@ def test_a_failed_probe_opens_again_at_once(breaker, clock):
 def test_an_undecided_probe_makes_room_for_the_next(breaker, clock):
     fail(breaker, 3)
     clock.now = 10.0
-    breaker.undecided(breaker.admit())
+    breaker.inconclusive(breaker.admit())
     assert breaker.state == "half-open"
     assert breaker.admit() is not None
     assert breaker.admit() is None
@@ -77,7 +77,7 @@ def test_outcomes_of_calls_from_before_a_change_do_not_count(breaker, clock):
     clock.now = 10.0
     probe = breaker.admit()
     breaker.failed(early[1])
-    breaker.undecided(early[2])
+    breaker.inconclusive(early[2])
     assert breaker.admit() is None
     breaker.succeeded(probe)
     assert breaker.state == "closed"

@@ -32,7 +32,7 @@ def test_an_hps_value_is_the_bare_row(dtype):
     assert stored.at.tolist() == [1]
     assert stored.vectors.tolist() == rows[1:].tolist()
     assert stored.versions.tolist() == [0]
-    assert not len(stored.dead_at)
+    assert not len(stored.tombstone_at)
 
 
 def test_rows_tombstones_and_gaps_are_told_apart():
@@ -43,7 +43,7 @@ def test_rows_tombstones_and_gaps_are_told_apart():
     assert stored.at.tolist() == [1, 3]
     assert stored.vectors.tolist() == ROWS.tolist()
     assert stored.versions.tolist() == VERSIONS.tolist()
-    assert (stored.dead_at.tolist(), stored.dead_versions.tolist()) == ([0], [9])
+    assert (stored.tombstone_at.tolist(), stored.tombstone_versions.tolist()) == ([0], [9])
 
 
 @pytest.mark.parametrize("layout", ["native", "hps"])
@@ -52,7 +52,7 @@ def test_a_value_of_another_length_is_refused(layout, by):
     values = RowValueCodec(EmbeddingTable.make("t", 2), layout)
     with pytest.raises(WrongLength) as caught:
         values.decode([b"", bytes(values.value_bytes + by)])
-    assert (caught.value.found, caught.value.expected) == (
+    assert (caught.value.actual, caught.value.expected) == (
         values.value_bytes + by,
         values.value_bytes,
     )

@@ -127,13 +127,13 @@ def test_others_hand_on_what_they_want_written(tmp_path):
         lambda: reader.delete(TABLE, keys, versions),
         lambda: reader.evict(TABLE, keys),
     ):
-        with pytest.raises(TierError, match="owner alone"):
+        with pytest.raises(TierError, match="only the owner"):
             refused()
     cache.close()
 
 
 def test_tables_and_owners_come_and_go(tmp_path, monkeypatch):
-    monkeypatch.setattr("hps.tiers.cpu.attached_cache.LOOK_S", 0)
+    monkeypatch.setattr("hps.tiers.cpu.attached_cache.POLL_S", 0)
     reader = attached(tmp_path)
     assert held(reader, [1]) == []
     cache = owned(tmp_path)
@@ -149,7 +149,7 @@ def test_tables_and_owners_come_and_go(tmp_path, monkeypatch):
 
 
 def test_a_closed_reader_does_not_attach_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("hps.tiers.cpu.attached_cache.LOOK_S", 0)
+    monkeypatch.setattr("hps.tiers.cpu.attached_cache.POLL_S", 0)
     cache, reader = owned(tmp_path), attached(tmp_path)
     reader.close()
     cache.add_table(TABLE, 50)  # which readers notice
@@ -253,7 +253,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("take_over", [False, True])
 def test_what_a_dead_owner_left_is_removed_or_taken_over(tmp_path, take_over, monkeypatch):
-    monkeypatch.setattr("hps.tiers.cpu.attached_cache.LOOK_S", 0)
+    monkeypatch.setattr("hps.tiers.cpu.attached_cache.POLL_S", 0)
     dead, reader = owned(tmp_path), attached(tmp_path)
     insert(dead, [1])
     abandon(dead)

@@ -323,7 +323,7 @@ def test_hanging_calls_do_not_pile_up():
 
 def test_every_reason_is_told(store):
     reasons = []
-    guarded = guard(store, failures=1, skipped=reasons.append)
+    guarded = guard(store, failures=1, on_skip=reasons.append)
     fetch(guarded, FetchContext(time.monotonic() - 1))
     store.fault = fail
     fetch(guarded)
@@ -333,7 +333,7 @@ def test_every_reason_is_told(store):
 
 def test_a_tier_that_passes_over_a_table_itself_is_counted_and_stays_closed(store):
     reasons = []
-    guarded = guard(store, failures=1, skipped=reasons.append)
+    guarded = guard(store, failures=1, on_skip=reasons.append)
     inner = store.fetch
 
     def refuse(parts, ctx):
@@ -351,7 +351,7 @@ def test_a_tier_that_passes_over_a_table_itself_is_counted_and_stays_closed(stor
 def test_a_busy_tier_is_skipped_without_being_called_broken():
     store, gate, reasons = Store(blocking=True), threading.Event(), []
     store.fault = hang_until(gate)
-    guarded = guard(store, deadline_s=10.0, failures=1, threads=2, skipped=reasons.append)
+    guarded = guard(store, deadline_s=10.0, failures=1, threads=2, on_skip=reasons.append)
     callers = [threading.Thread(target=fetch, args=(guarded,)) for _ in range(2)]
     for caller in callers:
         caller.start()
@@ -387,7 +387,7 @@ def test_a_tier_in_which_every_call_hangs_is_broken():
     """Fewer threads than failures that open the circuit: it must open all the same."""
     store, gate, reasons = Store(blocking=True), threading.Event(), []
     store.fault = hang_until(gate)
-    guarded = guard(store, deadline_s=0.01, failures=100, threads=2, skipped=reasons.append)
+    guarded = guard(store, deadline_s=0.01, failures=100, threads=2, on_skip=reasons.append)
     for _ in range(100):
         assert guarded.state == "closed"
         fetch(guarded)

@@ -539,7 +539,7 @@ class Forgetful:
 
     def apply(self, table, given, positions):
         for each in positions:
-            if self.applied_to.get(table, 0) >= each.since:
+            if self.applied_to.get(table, 0) >= each.continues_from:
                 self.applied_to[table] = max(self.applied_to.get(table, 0), each.offset)
 
     def applied(self, table, topic, partition):

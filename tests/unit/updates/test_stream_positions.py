@@ -49,7 +49,7 @@ def test_what_files_contain_of_a_former_topic_does_not_count(store):
     assert (places.begin("t", 0), places.furthest("t", 0)) == (500, 500)
     places.restart("t", 0)
     assert (places.begin("t", 0), places.furthest("t", 0)) == (0, 0)
-    assert places.told(ITEMS, [StreamPosition("t", 0, 5, since=3)])[0].since == 3
+    assert places.told(ITEMS, [StreamPosition("t", 0, 5, continues_from=3)])[0].continues_from == 3
     again = places_of(store, lambda *_: 500)
     assert again.begin("t", 0) == 0, "nor after a restart of the process"
 
