@@ -28,7 +28,7 @@ from hps.tracing import set_recorder
 from hps.types import NoProgress, Progress
 from services.frontend.background_open import LoadProgress, open_in_background
 from services.frontend.certificates import server_context
-from services.frontend.http.asgi import PortApplication
+from services.frontend.http.application import PortApplication
 from services.frontend.http.server import HttpServer, listen
 from services.frontend.logs import fields, log
 from services.frontend.path_redaction import hide_paths

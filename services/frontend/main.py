@@ -24,7 +24,7 @@ from services.frontend.grpc.admin_port import AdminPort
 from services.frontend.grpc.profile import grpc_wire
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import admin_app, data_app
-from services.frontend.http.asgi import PortApplication
+from services.frontend.http.application import PortApplication
 from services.frontend.logs import fields, log
 from services.frontend.request_observer import RequestObserver
 from services.frontend.state import FrontendState

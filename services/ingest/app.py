@@ -12,7 +12,7 @@ from services.frontend.auth import Authorizer
 from services.frontend.http.admin import metrics_route, status_routes
 from services.frontend.http.api import JsonAnswer, answers, needs
 from services.frontend.http.app import ErrorBoundary, bare_api
-from services.frontend.http.asgi import PlainAsgi
+from services.frontend.http.application import PlainAsgi
 from services.frontend.http.logging import logging_routes
 from services.frontend.http.oip_routes import health_routes
 from services.frontend.http.updates import updates_routes

@@ -10,7 +10,7 @@ from hps.config.server_settings import Listener
 from hps.node.ingest import IngestNode, open_ingest
 from hps.types import Progress
 from services.frontend.auth import guard
-from services.frontend.http.asgi import PortApplication
+from services.frontend.http.application import PortApplication
 from services.frontend.logs import fields, log
 from services.ingest.app import ingest_app
 from services.process import ServerProcess

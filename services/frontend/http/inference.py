@@ -6,25 +6,31 @@ import asyncio
 import time
 from concurrent.futures import Future
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hps.errors import BadRequest, DeadlineExceeded
 from services.frontend.http.asgi import GONE, WHOLE, Receive, Scope, Send
 from services.frontend.http.body import COMPRESS_FROM_BYTES, compress, ensure_task
 from services.frontend.http.failures import fail
 from services.frontend.http.head import RequestHead, printable_request_id
+from services.frontend.http.peer import ConnectionPeer
 from services.frontend.http.response import HttpReply
+from services.frontend.state import FrontendState
 from services.frontend.statistics import execution_samples, queued_ns
-
-if TYPE_CHECKING:
-    from services.frontend.http.infer import InferApp
-    from services.frontend.http.peer import ConnectionPeer
-
 
 TOO_LATE = (
     "no answer within the request's time; parameter 'timeout' (microseconds) or "
     "server.request_timeout_ms allow more"
 )
+
+
+class InferencePort(Protocol):
+    """The port of an inference request, `services.frontend.http.infer.InferApp`."""
+
+    state: FrontendState
+    timeout_s: float
+
+    def leave(self, client: str | None, error: BaseException | None = None) -> None: ...
 
 
 class HttpInference:
@@ -48,7 +54,7 @@ class HttpInference:
 
     def __init__(
         self,
-        app: InferApp,
+        app: InferencePort,
         head: RequestHead,
         body: bytes,
         started: int,

@@ -14,8 +14,8 @@ import uvicorn
 
 from hps.errors import ConfigError
 from services.frontend.connection_limit import ConnectionLimit, most_connections
-from services.frontend.http.asgi import PortApplication
-from services.frontend.http.connection import HttpProtocol
+from services.frontend.http.application import PortApplication
+from services.frontend.http.protocol.connection import HttpProtocol
 
 SWEEP_S = 10.0
 BACKLOG = 2048

@@ -32,7 +32,7 @@ from services.frontend.auth import guard
 from services.frontend.certificates import server_context
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import data_app
-from services.frontend.http.asgi import PortApplication
+from services.frontend.http.application import PortApplication
 from services.frontend.logs import log
 from services.frontend.request_observer import RequestObserver
 from services.frontend.state import FrontendState

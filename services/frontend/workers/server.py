@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from services.frontend.http.asgi import PortApplication
+from services.frontend.http.application import PortApplication
 from services.frontend.http.server import BACKLOG, HttpServer
 
 

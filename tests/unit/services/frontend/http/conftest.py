@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from services.frontend.http.connection import HttpProtocol
+from services.frontend.http.protocol.connection import HttpProtocol
 
 PATH = "/v2/models/words.lookup/infer"
 

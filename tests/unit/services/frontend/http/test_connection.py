@@ -9,9 +9,9 @@ import json
 import pytest
 
 from services.frontend.connection_limit import ConnectionLimit
-from services.frontend.http.connection import HttpProtocol
-from services.frontend.http.cycle import resume_coroutine
-from services.frontend.http.parsing import MAX_HEAD_BYTES
+from services.frontend.http.protocol.connection import HttpProtocol
+from services.frontend.http.protocol.cycle import resume_coroutine
+from services.frontend.http.protocol.parsing import MAX_HEAD_BYTES
 
 PATH = "/v2/models/words.lookup/infer"
 
@@ -243,7 +243,7 @@ def test_connections_have_an_end(http, monkeypatch):
     async def scenario():
         there = ConnectionLimit(2)
         monkeypatch.setattr(HttpProtocol, "of_port", there)
-        monkeypatch.setattr("services.frontend.http.connection_lifetime.LINGER_S", 0)
+        monkeypatch.setattr("services.frontend.http.protocol.connection_lifetime.LINGER_S", 0)
         assert there.enter("another")
         protocol, wire = http.connect()
         await http.read(protocol, http.request([1]))

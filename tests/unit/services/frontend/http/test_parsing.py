@@ -9,8 +9,8 @@ import pytest
 
 from hps.config.server_settings import ServerSettings
 from services.frontend.auth import NoAuthorizer
-from services.frontend.http.connection import HttpProtocol
-from services.frontend.http.parsing import (
+from services.frontend.http.protocol.connection import HttpProtocol
+from services.frontend.http.protocol.parsing import (
     FIELD_BYTES,
     MAX_HEAD_BYTES,
     MAX_PIPELINED,

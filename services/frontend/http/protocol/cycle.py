@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from services.frontend.http.asgi import WHOLE
 from services.frontend.http.response import HttpReply
 
-if TYPE_CHECKING:
-    from services.frontend.http.connection import HttpProtocol
+
+class HttpConnection(Protocol):
+    """The connection of a request, `services.frontend.http.protocol.connection.HttpProtocol`."""
+
+    flow: Any
+    loop: Any
+    tasks: Any
+    transport: Any
+
+    def write_reply(self, reply: HttpReply, *, keep_alive: bool) -> None: ...
+
+    def run(self, cycle: Any, app: Any) -> None: ...
+
+    def when_gone(self, give_up: Callable[[], None]) -> None: ...
 
 
 async def resume_coroutine(running: Any, waits_for: Any) -> None:
@@ -40,7 +52,7 @@ class HttpCycle(RequestResponseCycle):
     """uvicorn's, with a short way for an answer that comes whole: one write to the socket instead of
     two, and no search for characters that our own headers don't have."""
 
-    protocol: HttpProtocol  # of the connection
+    protocol: HttpConnection
 
     async def send(self, message: Any) -> None:
         if message["type"] != WHOLE:

@@ -9,7 +9,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from services.frontend.http.connection_lifetime import ConnectionLifetime
+from services.frontend.http.protocol.connection_lifetime import ConnectionLifetime
 
 MAX_HEAD_BYTES = 64 << 10
 """Bound of a request's target and header fields, with trailers; each field counts `FIELD_BYTES` more."""

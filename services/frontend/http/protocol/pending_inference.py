@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hps.errors import DeadlineExceeded
-from services.frontend.http.cycle import HttpCycle
 from services.frontend.http.inference import TOO_LATE, HttpInference
-
-if TYPE_CHECKING:
-    from services.frontend.http.connection import HttpProtocol
+from services.frontend.http.protocol.cycle import HttpConnection, HttpCycle
 
 
 class PendingInference:
@@ -21,10 +18,11 @@ class PendingInference:
 
     __slots__ = ("_cycle", "_inference", "_protocol", "_tasks", "_timer")
 
-    def __init__(self, protocol: HttpProtocol, cycle: HttpCycle, inference: HttpInference) -> None:
+    def __init__(
+        self, protocol: HttpConnection, cycle: HttpCycle, inference: HttpInference
+    ) -> None:
         self._protocol, self._cycle, self._inference = protocol, cycle, inference
-        tasks: Any = protocol.tasks  # all that others do with them is `cancel`
-        self._tasks: set[Any] = tasks
+        self._tasks = protocol.tasks  # others only cancel them
         self._tasks.add(self)
         self._timer = protocol.loop.call_at(inference.deadline, self._late)
         protocol.when_gone(inference.give_up)

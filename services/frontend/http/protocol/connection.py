@@ -9,14 +9,15 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from services.frontend.errors import REFUSALS
-from services.frontend.http.asgi import EXTENSIONS, GONE, PortApplication
-from services.frontend.http.cycle import HttpCycle, resume_coroutine
+from services.frontend.http.application import PortApplication
+from services.frontend.http.asgi import EXTENSIONS, GONE
 from services.frontend.http.head import RequestHead
 from services.frontend.http.infer import HEAD_BYTES
-from services.frontend.http.parsing import HttpParsing
 from services.frontend.http.peer import PEER
+from services.frontend.http.protocol.cycle import HttpCycle, resume_coroutine
+from services.frontend.http.protocol.parsing import HttpParsing
+from services.frontend.http.protocol.pending_inference import PendingInference
 from services.frontend.http.response import HttpReply
-from services.frontend.http.waiting import PendingInference
 
 # Up to this size, an answer is joined for the socket more quickly than it is handed over in pieces.
 _COPIED_BYTES = 16 << 10
