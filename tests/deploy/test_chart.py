@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hps.cli.predict_targets import tls_of
+from hps.cli.options import tls_of
 from hps.client import Tls
 from hps.config import load_config
 from hps.config.auth import check_exposure
