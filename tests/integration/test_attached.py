@@ -14,7 +14,7 @@ import hps
 from hps.errors import ConfigError, NotFound, TierError, TierMisfit, Unavailable
 from hps.native import COMPILED
 from hps.types import Source
-from tests.integration.conftest import LOOKUP, write_models
+from tests.support.small_models import LOOKUP, write_models
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="a shared cache needs the native core")
@@ -177,7 +177,7 @@ def test_a_node_of_another_version_is_not_waited_for(node, settings, monkeypatch
     def refused(*_given):
         raise next(told)
 
-    monkeypatch.setattr("hps.node.attached.Connections.ask", refused)
+    monkeypatch.setattr("hps.node.attached.NodeConnectionPool.ask", refused)
     with pytest.raises(TierMisfit, match="version 2"):
         hps.attach(settings)
 

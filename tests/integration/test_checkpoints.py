@@ -17,7 +17,7 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import Forbidden
 from hps.models.version_writer import write_version
 from hps.tiers.rocksdb import bootstrap
-from hps.tiers.rocksdb import checkpoint_folder as kept
+from hps.tiers.rocksdb.checkpoint_folder import complete_checkpoints
 from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
@@ -59,8 +59,8 @@ def test_a_new_node_has_the_rows_of_the_one_that_was_asked(folder: Path) -> None
         reply = post(node, {"keep": 2})
         assert reply.status_code == 200
         node.write("m", "items", [1], [[9, 9]])
-    assert [str(each) for each in kept(there)] == [reply.json()["checkpoint"]]
-    assert bootstrap(there, folder / "new") == kept(there)[0]
+    assert [str(each) for each in complete_checkpoints(there)] == [reply.json()["checkpoint"]]
+    assert bootstrap(there, folder / "new") == complete_checkpoints(there)[0]
     with opened(folder, path=str(folder / "new")) as node:
         found = node.lookup("m", {"items": np.array([1, 77, 2])}, by_table=True)
         assert found.vectors["items"][:, 0].tolist() == [1.5, 7.0, 0.0]
@@ -72,7 +72,7 @@ def test_keep_is_a_number_from_one(folder: Path, keep: Any) -> None:
         reply = post(node, {"keep": keep})
         assert reply.status_code == 400
         assert "keep" in reply.json()["error"]
-    assert kept(folder / "kept") == []
+    assert complete_checkpoints(folder / "kept") == []
 
 
 def test_a_node_without_a_folder_for_them_says_so(folder: Path) -> None:
@@ -93,4 +93,4 @@ def test_it_needs_role_admin(folder: Path) -> None:
     with opened(folder, checkpoints=str(folder / "kept")) as node:
         assert post(node, {}, Guarded()).status_code == 403
     assert asked == ["admin"]
-    assert kept(folder / "kept") == []
+    assert complete_checkpoints(folder / "kept") == []
