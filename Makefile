@@ -40,8 +40,10 @@ demo: $(VENV)/.installed-runtime
 
 # With PYTHONDONTWRITEBYTECODE, which some machines set, each of the hundreds of processes that tests start would compile
 # all that it imports: 1 s each.
+# Most tests wait for processes, so one process more than the machine has cores: make test JOBS=1 uses one.
+JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 test: setup test-services
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --slowest-files 15
 
 # The tests that need a CUDA device, by an interpreter that has CuPy: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,40 @@ from tests.support.tiers import TIERS, TierUnderTest, open_case
 # A machine that does something else at the moment is no failure.
 settings.register_profile("hps", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hps")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slowest-files",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Show the N files that took longest.",
+    )
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    count = config.getoption("--slowest-files")
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if count:
+        terminalreporter.section(f"slowest {count} files")
+        for file, duration in seconds.most_common(count):
+            terminalreporter.write_line(f"{duration:6.1f} s  {file}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from tests.support.scheduling import FilesThenAlone
+
+    return FilesThenAlone(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +80,17 @@ def _lack(message: str) -> NoReturn:
     pytest.skip(message)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is no CUDA device; `make test-gpu` fails there."""
+    """Skip tests marked `gpu` without a CUDA device; move those marked `alone` to the end if distributed.
+
+    `make test-gpu` fails without a device.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+        for item in items:
+            if item.get_closest_marker("alone"):
+                item.add_marker(pytest.mark.xdist_group("alone"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and (reason := missing_requirement()):
         for item in marked:

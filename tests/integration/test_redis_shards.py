@@ -109,6 +109,7 @@ def refilled(shards):
     return True
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_the_rows_of_the_other_shards_are_served(shards, how):
     until(shards.all_found)

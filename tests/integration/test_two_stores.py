@@ -409,6 +409,7 @@ def _is_a_socket(fd):
 GUARD = {"guard": {"retry_after_s": 0.2}}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["killed", "silent", "slow", "cut"])
 def test_a_redis_in_trouble_costs_its_rows_and_nothing_else(server, proxy, open_node, how):
     address = server.address if how == "killed" else proxy.address

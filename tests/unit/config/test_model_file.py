@@ -252,6 +252,7 @@ def test_what_is_written_reads_back_equal(tmp_path_factory: Any, spec: ModelSpec
     assert load_model_spec(path) == spec
 
 
+@pytest.mark.alone
 def test_two_thousand_tables_are_read_at_once(path: Path) -> None:
     tables = [TableSpec(name=f"table{i}", dim=16, default=0.5) for i in range(2000)]
     path.write_text(dump_model_spec(ModelSpec(name="big", tables=tables)))

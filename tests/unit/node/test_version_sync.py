@@ -114,6 +114,7 @@ def test_a_version_is_not_opened_from_other_files_than_the_node_has(node, settin
         assert values(other) == 3000
 
 
+@pytest.mark.alone  # a lookup that waits too long has defaults
 def test_lookups_while_versions_change(node, attached, settings):
     """Each answer is of one version, and none fails; some attach meanwhile."""
     ended, wrong, count = threading.Event(), [], [0]

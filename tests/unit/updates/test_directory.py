@@ -215,6 +215,7 @@ AHEAD = message([(2, 1.0, 1)], made_ms=NOW_MS + 7_200_000)
         ("m.items.npz", b"PK" + bytes(99), Reason.MALFORMED, "no npz file", []),
         ("m.items.a.parquet", b"PAR1" + bytes(99), Reason.MALFORMED, "no Parquet file", []),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",  # of messages, the bytes are random
 )  # fmt: skip
 def test_bad_files_are_rejected_and_the_stream_goes_on(house, name, data, reason, says, applied):
     house.put(name, data)

@@ -17,6 +17,8 @@ from hps.tools.bench.histogram import LatencyHistogram
 from hps.tools.bench.report import quantiles
 from hps.tools.bench.run import SLICES, BenchPlan, BenchResult, run
 
+pytestmark = pytest.mark.alone
+
 
 class Served:
     """Answers at once, but for ``stall_s`` at the ``stalls_at``-th request, for which all others wait; every
