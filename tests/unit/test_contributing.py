@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: its example tests and its make targets exist."""
+"""CONTRIBUTING.md and docs/testing.md: their example tests, helpers and make targets exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+TESTING = (ROOT / "docs/testing.md").read_text()
+PAGE = (ROOT / "CONTRIBUTING.md").read_text() + TESTING
 
 
 def test_the_tests_it_runs_exist() -> None:
@@ -22,3 +23,11 @@ def test_its_make_targets_exist() -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", PAGE, re.MULTILINE))
     assert {a or b for a, b in named} <= set(targets)
+
+
+def test_the_helpers_it_lists_exist() -> None:
+    table = TESTING.partition("## Helpers")[2]
+    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)))
+    assert len(named) > 10
+    for name in named:
+        assert (ROOT / f"tests/support/{name}.py").exists(), name
