@@ -21,7 +21,7 @@ from hps.errors import Unavailable
 from hps.models.repository import Repository
 from tests.deploy.compose_file import example, services
 from tests.deploy.containers import Engine, Project
-from tests.integration.conftest import network, write_models
+from tests.support.small_models import network, write_models
 from tests.support.waiting import until
 
 CORE = [name for name, s in services().items() if "profiles" not in s and s["restart"] != "no"]

@@ -33,8 +33,8 @@ from tests.deploy.charts import (
     pod,
     values_file,
 )
-from tests.integration.conftest import write_models
 from tests.support.certificates import made
+from tests.support.small_models import write_models
 
 # What is started for the first test counts as that test's time.
 pytestmark = pytest.mark.timeout(900)

@@ -25,8 +25,8 @@ from hps.observability import metric_names as m
 from hps.observability.metric_table import METRICS
 from hps.observability.metric_triton import TRITON
 from hps.types import Source
-from tests.integration.conftest import write_models
 from tests.support.promql import grouped, selected
+from tests.support.small_models import write_models
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]

@@ -22,11 +22,11 @@ from hps.triton.export import export_dense
 from hps.updates import Producer
 from hps.updates.topics import native_topic
 from tests.deploy.charts import NAMESPACE, ROOT, helm_template, objects, values_file
-from tests.integration.conftest import RANKING, network
 from tests.support.deployment import Deployment, Load, Part, by_grpc, by_http
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, make_topic, shared_broker, unique
 from tests.support.prometheus import alerts, filled, looking_at, queries
 from tests.support.redis_servers import need
+from tests.support.small_models import RANKING, network
 from tests.support.waiting import until
 
 # What is started for the first test counts as that test's time.

@@ -13,9 +13,9 @@ import pytest
 from benchmarks.peers.hps_server import Hps, start_hps
 from benchmarks.peers.process import free_ports
 from benchmarks.peers.redis_server import RedisServer
-from tests.integration.conftest import write_models
 from tests.support.ingest_process import IngestProcess
 from tests.support.redis_servers import need
+from tests.support.small_models import write_models
 from tests.support.waiting import until
 
 WORDS = {"inputs": [{"name": "word", "shape": [1, 1], "datatype": "INT64", "data": [7]}]}

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from benchmarks.peers.hps_server import start_hps
-from tests.integration.conftest import write_models
+from tests.support.small_models import write_models
 
 ENCODERS = {"gzip": gzip.compress, "deflate": zlib.compress}
 

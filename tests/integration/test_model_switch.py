@@ -22,7 +22,7 @@ from hps.config.model_schema import ModelSpec
 from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.v1 import admin_pb2, lookup_pb2
-from tests.integration.conftest import RANKING, network, write_models
+from tests.support.small_models import RANKING, network, write_models
 from tests.support.waiting import until
 
 USERS, ITEMS = [3, 40, 99], [5, -7, 33]

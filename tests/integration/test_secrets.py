@@ -17,9 +17,9 @@ import pytest
 from benchmarks.peers.hps_server import Hps, start_hps
 from benchmarks.peers.process import free_ports
 from benchmarks.peers.redis_server import RedisServer
-from tests.integration.conftest import write_models
 from tests.support.forked_hps import Commands, commands
 from tests.support.redis_servers import need
+from tests.support.small_models import write_models
 from tests.support.waiting import until
 
 MARK = "planted-secret"

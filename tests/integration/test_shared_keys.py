@@ -16,6 +16,7 @@ from hps.config.model_schema import ModelSpec
 from hps.errors import BadRequest
 from hps.models.version_writer import write_version
 from hps.types import JaggedKeys
+from tests.support.onnx_networks import summing_network
 
 SPEC = {
     "name": "deepfm",
@@ -34,25 +35,7 @@ BAGS = [[1, 2], [], [99]]
 
 def network() -> bytes:
     """``logit``: the sum of all inputs."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    widths = {"ad_deep": 4, "ad_wide": 1, "user": 4}
-
-    def tensor(name: str, width: int) -> object:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
-
-    graph = helper.make_graph(
-        [
-            helper.make_node("Concat", list(widths), ["all"], axis=1),
-            helper.make_node("MatMul", ["all", "ones"], ["logit"]),
-        ],
-        "deepfm",
-        [tensor(name, width) for name, width in widths.items()],
-        [tensor("logit", 1)],
-        [numpy_helper.from_array(np.ones((9, 1), np.float32), "ones")],
-    )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    return bytes(made.SerializeToString())
+    return summing_network({"ad_deep": 4, "ad_wide": 1, "user": 4}, "logit")
 
 
 def write_models(root: Path) -> Path:

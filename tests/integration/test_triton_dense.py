@@ -26,8 +26,8 @@ from hps.triton.export import MODEL_FILES, export_dense
 from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.state import FrontendState
-from tests.integration.conftest import network
 from tests.support.certificates import made
+from tests.support.small_models import network
 from tests.support.tls_relay import tls_relay
 from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.conftest import Running

@@ -22,7 +22,7 @@ from hps.config.model_schema import ModelSpec
 from hps.errors import Unsupported
 from hps.models.version_writer import write_version
 from hps.native import COMPILED
-from tests.integration.conftest import RANKING, network, write_models
+from tests.support.small_models import RANKING, network, write_models
 from tests.support.waiting import until
 
 pytestmark = [

@@ -26,9 +26,9 @@ from benchmarks.peers.perf_analyzer import perf_analyzer
 from hps.client import Admin, Client, Tls
 from hps.errors import Unavailable, Unsupported
 from hps.native import COMPILED
-from tests.integration.conftest import write_models
 from tests.support.certificates import made
 from tests.support.grpc_load import no_call_lost
+from tests.support.small_models import write_models
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="a shared cache needs the native core")

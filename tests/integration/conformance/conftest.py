@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
 from benchmarks.peers.hps_server import Hps, start_hps
 from benchmarks.peers.triton import Triton, start_triton
@@ -18,7 +19,8 @@ from hps.models.version_writer import write_version
 from hps.native import COMPILED
 from hps.tools.conformance import CheckedServer, SampleRequest
 from hps.triton.export import export_dense, export_ensemble, export_lookup
-from tests.integration.conftest import write_models
+from tests.support.onnx_networks import network
+from tests.support.small_models import write_models
 
 RNG = np.random.default_rng(7)
 # Tensors of the types that clicks and words lack.
@@ -44,34 +46,25 @@ TYPES = {
 
 
 def _network() -> bytes:
-    from onnx import TensorProto, helper
-
-    def tensor(name: str, kind: int, *shape: int) -> object:
-        return helper.make_tensor_value_info(name, kind, ["batch", *shape])
-
-    graph = helper.make_graph(
-        [
-            helper.make_node("Not", ["flags"], ["not"]),
-            helper.make_node("Add", ["numbers", "numbers"], ["twice"]),
-            helper.make_node("Neg", ["counts"], ["negative"]),
-            helper.make_node("Cast", ["half"], ["vectors"], to=TensorProto.FLOAT),
-        ],
-        "types",
-        [
-            tensor("half", TensorProto.FLOAT16, 2, 4),
-            tensor("flags", TensorProto.BOOL, 2),
-            tensor("numbers", TensorProto.FLOAT16, 3),
-            tensor("counts", TensorProto.INT32, 1),
-        ],
-        [
-            tensor("not", TensorProto.BOOL, 2),
-            tensor("twice", TensorProto.FLOAT16, 3),
-            tensor("negative", TensorProto.INT32, 1),
-            tensor("vectors", TensorProto.FLOAT, 2, 4),
-        ],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    return bytes(model.SerializeToString())
+    nodes = [
+        helper.make_node("Not", ["flags"], ["not"]),
+        helper.make_node("Add", ["numbers", "numbers"], ["twice"]),
+        helper.make_node("Neg", ["counts"], ["negative"]),
+        helper.make_node("Cast", ["half"], ["vectors"], to=TensorProto.FLOAT),
+    ]
+    inputs = {
+        "half": (TensorProto.FLOAT16, ["batch", 2, 4]),
+        "flags": (TensorProto.BOOL, ["batch", 2]),
+        "numbers": (TensorProto.FLOAT16, ["batch", 3]),
+        "counts": (TensorProto.INT32, ["batch", 1]),
+    }
+    outputs = {
+        "not": inputs["flags"],
+        "twice": inputs["numbers"],
+        "negative": inputs["counts"],
+        "vectors": (TensorProto.FLOAT, ["batch", 2, 4]),
+    }
+    return network(nodes, inputs, outputs)
 
 
 def _samples() -> tuple[SampleRequest, ...]:

@@ -19,8 +19,8 @@ from hps.config.dense_settings import TritonSettings, TritonTarget
 from hps.models.repository import Repository
 from hps.tools.conformance.http_wire import LENGTH, HttpProbe, request, tensors_of
 from hps.tools.doctor.triton import triton as checks
-from tests.integration.conftest import write_models
 from tests.support.certificates import made
+from tests.support.small_models import write_models
 
 CLIENT = Path(__file__).parents[2] / "support/kserve_client.py"
 SERVERS = ("ours", "triton")

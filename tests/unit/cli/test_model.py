@@ -15,6 +15,7 @@ from hps.cli.model_options import choices, features
 from hps.errors import ConfigError
 from hps.models.importers import TableChoice
 from hps.models.repository import Repository
+from tests.support.onnx_networks import summing_network
 
 ROWS = np.random.default_rng(0).random((10, 4), np.float32)
 
@@ -42,24 +43,7 @@ def npz(tmp_path: Path) -> Path:
 
 def network(path: Path, **inputs: int) -> Path:
     """An .onnx file whose ``score`` is a sum over its inputs, each (batch, width)."""
-    from onnx import TensorProto, helper
-
-    def tensor(name: str, width: int) -> Any:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
-
-    axes = helper.make_tensor("axes", TensorProto.INT64, [1], [1])
-    graph = helper.make_graph(
-        [
-            helper.make_node("Concat", list(inputs), ["all"], axis=1),
-            helper.make_node("ReduceSum", ["all", "axes"], ["score"], keepdims=1),
-        ],
-        "net",
-        [tensor(name, width) for name, width in inputs.items()],
-        [tensor("score", 1)],
-        [axes],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    path.write_bytes(model.SerializeToString())
+    path.write_bytes(summing_network(inputs, "score"))
     return path
 
 

@@ -3,11 +3,12 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 
 from hps.cli.model_options import check_wiring, features
 from hps.config import ModelSpec
 from hps.errors import ConfigError, ModelError
+from tests.support.onnx_networks import network
 
 SPEC = ModelSpec.model_validate(
     {
@@ -18,20 +19,16 @@ SPEC = ModelSpec.model_validate(
 )
 
 
-def network() -> onnx.ModelProto:
-    def tensor(name: str, width: int) -> onnx.ValueInfoProto:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
-
+def matmul() -> onnx.ModelProto:
     weights = numpy_helper.from_array(np.ones((300, 1), np.float32), "weights")
     node = helper.make_node("MatMul", ["t", "weights"], ["score"])
-    graph = helper.make_graph([node], "g", [tensor("t", 300)], [tensor("score", 1)], [weights])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return onnx.load_from_string(network([node], {"t": 300}, {"score": 1}, [weights]))
 
 
 def test_weights_in_a_file_beside_the_network_are_refused(tmp_path):
     """What torch.onnx.export writes unless told otherwise: the version would lack its weights."""
     path = tmp_path / "dense.onnx"
-    onnx.save_model(network(), path, save_as_external_data=True, location="dense.onnx.data")
+    onnx.save_model(matmul(), path, save_as_external_data=True, location="dense.onnx.data")
     assert (tmp_path / "dense.onnx.data").exists()
     with pytest.raises(ModelError, match=r"dense\.onnx keeps its weights.*external_data=False"):
         check_wiring(SPEC, path)

@@ -16,20 +16,12 @@ from hps.dense import onnx as module
 from hps.dense.base import NetworkTensor, check_network
 from hps.dense.onnx import GpuOptions, OnnxModel, convert_to_float16
 from hps.errors import ConfigError, DenseModelError, ModelError
+from tests.support.onnx_networks import network
 
 
 def write_network(path: Path, nodes, inputs, outputs, weights=()) -> Path:
     """``inputs`` and ``outputs``: name -> (type, shape)."""
-    made = [
-        [h.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in side.items()]
-        for side in (inputs, outputs)
-    ]
-    model = h.make_model(
-        h.make_graph(nodes, "g", *made, weights),
-        opset_imports=[h.make_opsetid("", 17)],
-        ir_version=9,
-    )
-    onnx.save(model, path)
+    path.write_bytes(network(nodes, inputs, outputs, weights))
     return path
 
 

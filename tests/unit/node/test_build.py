@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx import TensorProto as T
 from onnx import helper as h
 
 import hps
@@ -24,6 +23,7 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import RocksDbTier
 from hps.tiers.rocksdb.write_throttle import StoreFigures
 from hps.types import JaggedKeys, LookupRequest, PredictRequest, Source, version_now
+from tests.support.onnx_networks import summing_network
 from tests.support.waiting import until
 
 USERS, ITEMS = (
@@ -43,23 +43,7 @@ DENSE = DenseSpec(
 
 def network():
     widths = {"user": 4, "item": 2, "seen": 2, "price": 1}
-
-    def info(name, width):
-        return h.make_tensor_value_info(name, T.FLOAT, ["n", width])
-
-    graph = h.make_graph(
-        [
-            h.make_node("Concat", list(widths), ["all"], axis=1),
-            h.make_node("ReduceSum", ["all", "axes"], ["ctr"], keepdims=1),
-            h.make_node("Neg", ["ctr"], ["cvr"]),
-        ],
-        "g",
-        [info(name, width) for name, width in widths.items()],
-        [info("ctr", 1), info("cvr", 1)],
-        [h.make_tensor("axes", T.INT64, [1], [1])],
-    )
-    made = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=9)
-    return made.SerializeToString()
+    return summing_network(widths, "ctr", [h.make_node("Neg", ["ctr"], ["cvr"])], cvr=1)
 
 
 def rows(keys, dim, version=1):

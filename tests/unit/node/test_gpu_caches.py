@@ -26,7 +26,7 @@ from hps.tiers.gpu import memory as gpu_memory
 from hps.tiers.gpu.memory import GpuMemoryUsage
 from hps.types import JaggedKeys, PredictRequest, Source, version_now
 from hps.updates.hot_key_snapshot import read_hot_keys
-from tests.support import twin_device
+from tests.support import onnx_networks, twin_device
 from tests.support.waiting import until
 
 TABLES = [
@@ -48,25 +48,15 @@ TIERS = ("gpu", "cpu", "default")
 
 
 def network():
-    widths = {"user": [4], "item": [2], "seen": [2], "price": [1], "last": [2, 4]}
-    flat = [n for n in widths if n != "last"]
-
-    def info(name, shape):
-        return h.make_tensor_value_info(name, T.FLOAT, ["n", *shape])
-
-    graph = h.make_graph(
-        [
-            h.make_node("Flatten", ["last"], ["flat"], axis=1),
-            h.make_node("Concat", [*flat, "flat"], ["all"], axis=1),
-            h.make_node("ReduceSum", ["all", "axes"], ["ctr"], keepdims=1),
-        ],
-        "g",
-        [info(name, shape) for name, shape in widths.items()],
-        [info("ctr", [1]), info("all", [17])],
-        [h.make_tensor("axes", T.INT64, [1], [1])],
-    )
-    made = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=9)
-    return made.SerializeToString()
+    inputs = {"user": 4, "item": 2, "seen": 2, "price": 1, "last": (T.FLOAT, ["batch", 2, 4])}
+    flat = [name for name in inputs if name != "last"]
+    nodes = [
+        h.make_node("Flatten", ["last"], ["flat"], axis=1),
+        h.make_node("Concat", [*flat, "flat"], ["all"], axis=1),
+        h.make_node("ReduceSum", ["all", "axes"], ["ctr"], keepdims=1),
+    ]
+    axes = h.make_tensor("axes", T.INT64, [1], [1])
+    return onnx_networks.network(nodes, inputs, {"ctr": 1, "all": 17}, [axes])
 
 
 def rows(keys, dim):
@@ -163,15 +153,14 @@ def test_scores_are_those_of_rows_on_the_host(both, batch, keys):
 def test_keys_of_several_tables_are_fed_from_the_device(tmp_path, monkeypatch, gpus):
     features = [FeatureSpec(name="ad", table=["users", "items"])]
     names = [name for feature in features for name in feature.vectors]
-    inputs = [h.make_tensor_value_info(name, T.FLOAT, ["n", None]) for name in names]
-    score = h.make_tensor_value_info("all", T.FLOAT, ["n", None])
-    graph = h.make_graph([h.make_node("Concat", names, ["all"], axis=1)], "g", inputs, [score])
-    network = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=9)
+    tensor = (T.FLOAT, ["batch", None])
+    concat = h.make_node("Concat", names, ["all"], axis=1)
+    network = onnx_networks.network([concat], dict.fromkeys(names, tensor), {"all": tensor})
     dense = DenseSpec(outputs=[TensorSpec(name="all", shape=[-1, 6])])
     spec = ModelSpec(name="m", tables=TABLES, features=features, dense=dense)
     keys = np.arange(HELD)
     held = {table.name: (keys, rows(keys, table.dim)) for table in TABLES}
-    write_version(tmp_path / "models", spec, 1, held, dense=network.SerializeToString())
+    write_version(tmp_path / "models", spec, 1, held, dense=network)
     if gpus:
         twin_device.install(monkeypatch, gpus)
     gpu = {"use": "required", "share": 1.0}

@@ -9,12 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from onnx import helper
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from hps.cli.main import app
 from hps.cli.model_import import IMPORT_EXAMPLES
 from hps.models.manifest import Manifest
+from tests.support.onnx_networks import network
 
 ROOT = Path(__file__).parents[4]
 GUIDE = (ROOT / "docs/model-repository.md").read_text()
@@ -62,24 +64,13 @@ def sources(tmp_path, monkeypatch, save_torch, tensor):
         "deployed_device_list": [0],
     }
     (tmp_path / "ps.json").write_text(json.dumps({"models": [model]}))
-    network(tmp_path / "ctr.onnx")
+    write_network(tmp_path / "ctr.onnx")
     return tmp_path
 
 
-def network(path: Path) -> None:
-    from onnx import TensorProto, helper
-
-    def tensor(name):
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4])
-
-    graph = helper.make_graph(
-        [helper.make_node("Add", ["users", "items"], ["score"])],
-        "net",
-        [tensor("users"), tensor("items")],
-        [tensor("score")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    path.write_bytes(model.SerializeToString())
+def write_network(path: Path) -> None:
+    nodes = [helper.make_node("Add", ["users", "items"], ["score"])]
+    path.write_bytes(network(nodes, {"users": 4, "items": 4}, {"score": 4}))
 
 
 def test_there_are_commands():
