@@ -1,1 +1,1 @@
-"""The dense part of a model: from pooled vectors and dense features to named outputs."""
+"""Networks: from pooled vectors and dense features to named outputs."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hps.errors import ModelError
 
-# The Open Inference Protocol's names of the element types.
+# Element types by their Open Inference Protocol names.
 DATATYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "UINT8": np.dtype(np.uint8),
@@ -45,7 +45,7 @@ class NetworkTensor:
 
 
 class DenseModel(Protocol):
-    """A network. ``predict`` may be called from many threads at once."""
+    """A network. Thread-safe."""
 
     @property
     def inputs(self) -> tuple[NetworkTensor, ...]: ...
@@ -55,7 +55,7 @@ class DenseModel(Protocol):
 
     @property
     def takes_device_arrays(self) -> bool:
-        """Whether ``predict`` takes arrays in a GPU's memory, too; they are complete then."""
+        """True if ``predict`` also takes complete arrays in a GPU's memory."""
         ...
 
     def predict(
@@ -64,14 +64,14 @@ class DenseModel(Protocol):
         outputs: tuple[str, ...] | None = None,
         deadline: float | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """Run the network on C-contiguous arrays ``(batch, ...)``; ``outputs`` (default: all) in the
-        order asked for. NaN goes through. A network that runs elsewhere is not waited for beyond
-        ``deadline``, an instant of ``time.monotonic()``. Raises ``DenseModelError``, and where it runs
-        elsewhere ``Unavailable`` and ``DeadlineExceeded``."""
+        """Run the network on C-contiguous arrays ``(batch, ...)``; return ``outputs`` (default: all) in the
+        order asked for. NaN is passed through. A remote network is not waited for after ``deadline``, an
+        instant of ``time.monotonic()``. Raises ``DenseModelError``; a remote network also raises
+        ``Unavailable`` and ``DeadlineExceeded``."""
         ...
 
     def runs_inline(self, batch: int) -> bool:
-        """Whether a run of ``batch`` samples is short enough for an event loop's thread."""
+        """True if a run of ``batch`` samples is short enough for an event loop's thread."""
         ...
 
     def close(self) -> None: ...
@@ -80,10 +80,10 @@ class DenseModel(Protocol):
 def check_network(
     model: str, network: DenseModel, fed: Iterable[NetworkTensor], served: Iterable[NetworkTensor]
 ) -> None:
-    """The network takes exactly what is ``fed`` and gives at least what is ``served``.
+    """Check that the network's inputs equal ``fed`` and that it has all outputs ``served``.
 
-    Raises ``ModelError`` naming what ``model.yaml`` says and what the network has. A float32 input
-    takes float16 vectors too (they are widened).
+    Raises ``ModelError`` with what ``model.yaml`` says and what the network has. A float32 input also takes
+    float16 vectors (they are widened).
     """
     takes = {tensor.name: tensor for tensor in network.inputs}
     gives = {tensor.name: tensor for tensor in network.outputs}

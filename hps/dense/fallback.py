@@ -1,4 +1,4 @@
-"""A network that runs elsewhere, with one in this process for the time that it is not available."""
+"""Fallback: a remote network with a copy in this process for the time that it is unavailable."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from hps.dense.base import DenseModel
 from hps.errors import DeadlineExceeded, Unavailable
 
 log = logging.getLogger(__name__)
-# How long the first is left alone after it was not available.
+# How long the remote network is skipped after it was unavailable.
 _REST_S = 1.0
 
 
 class FallbackModel:
-    """``first``, and while that raises Unavailable or is late ``second``, the same network. ``count`` is
-    called with the number of runs that the second took over. Any number of threads may call it."""
+    """Runs ``first``; while that raises Unavailable or is late, runs ``second``, the same network.
+    Thread-safe.
+
+    ``count`` is called with the number of runs that the second took over."""
 
     def __init__(self, name: str, first: DenseModel, second: DenseModel) -> None:
         self._name = name
@@ -44,8 +46,8 @@ class FallbackModel:
                 answer = self._first.predict(inputs, outputs, deadline)
             except (Unavailable, DeadlineExceeded) as error:
                 if deadline is not None and started >= deadline:
-                    raise  # came too late to have been asked
-                # One that keeps its callers waiting is no better than one that is not there.
+                    raise  # the deadline had passed before the call
+                # A network that is late counts as unavailable.
                 self._rests_until = time.monotonic() + _REST_S
                 if not self._failing:
                     log.warning(

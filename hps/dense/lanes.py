@@ -1,8 +1,8 @@
-"""Networks fed from a device's memory: no array comes down but the outputs.
+"""Lanes: a network on a GPU, fed from device memory; only its outputs are copied to the host.
 
-A lane is one session of ONNX Runtime on one stream of one device; what feeds it is on the same stream, so
-nothing waits in between. Inputs and outputs of a batch size lie at fixed places (a `LaneBinding`), bound
-once: binding 27 inputs takes as long as a small network.
+A lane is one session of ONNX Runtime on one stream of one device; the lookup that feeds it uses the same
+stream, so nothing waits in between. The tensors of a batch size have fixed addresses (a `LaneBinding`),
+bound once: binding 27 inputs takes as long as a small network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RECORD_AT = 4
 
 
 class _TensorSlot(NamedTuple):
-    """Where a tensor of a form lies in its lane's block."""
+    """The position of a tensor in its lane's block."""
 
     tensor: NetworkTensor
     shape: tuple[int, ...]
@@ -35,8 +35,10 @@ class _TensorSlot(NamedTuple):
 
 
 class LaneBinding:
-    """The network's tensors for one batch on one lane. ``feeds`` are the device arrays to be filled on the
-    lane's stream, by the network's names. Only while the lane is leased."""
+    """The network's tensors for one batch size on one lane. Valid while the lane is leased.
+
+    ``feeds`` are the device arrays, by the network's names, to be filled on the lane's stream.
+    """
 
     def __init__(self, lane: NetworkLane, batch: int, names: Sequence[str]) -> None:
         network = lane.network
@@ -63,8 +65,7 @@ class LaneBinding:
         self._recording: Any = None
 
     def start(self, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Run the network on what was put into ``feeds`` and on ``inputs``; the outputs are on their way when
-        this returns."""
+        """Start the network on ``feeds`` and ``inputs``; returns before the outputs are complete."""
         lane = self._lane
         pinned, copy, stream = lane.pinned, lane.space.copy, lane.stream
         for place in self._up:
@@ -74,8 +75,8 @@ class LaneBinding:
             copy(self._base, address(pinned), last.start + last.nbytes, stream)
         self._runs += 1
         if self._runs == _RECORD_AT and lane.network.records:
-            # A form's tensors stay where they are, and what the network takes beside them its session
-            # keeps, for runs on this stream: one after the other.
+            # The tensors have fixed addresses, and the session keeps its other memory for runs on this
+            # stream, which are one after the other.
             self._recording = lane.space.record(stream, self._run)
         if self._recording is None:
             self._run()
@@ -92,21 +93,24 @@ class LaneBinding:
             raise DenseModelError(f"the dense model failed: {first_line(error)}") from error
 
     def finish(self) -> dict[str, NDArray[Any]]:
-        """The outputs, when they have come down."""
+        """Wait for the outputs and return them."""
         self._lane.stream.synchronize()
         return {p.tensor.name: _view(self._lane.pinned, p).copy() for p in self._down}
 
 
 class NetworkLane:
-    """One run at a time. ``sent`` are the inputs that come from the host; ``kept`` is for what belongs to a
-    batch size, as the forms do, and goes with them when the lane's memory moves."""
+    """A network's session on one stream. One run at a time.
+
+    ``sent`` are the inputs that come from the host; ``kept`` holds values per batch size, and is cleared
+    with the bindings if the lane's memory moves.
+    """
 
     def __init__(self, network: OnnxModel, space: Any, device: int, sent: frozenset[str]) -> None:
         self.network = network
         self.space = space
         self.sent = sent
         self.stream = space.take_stream()
-        with space.device:  # ONNX Runtime leaves its own behind as the thread's
+        with space.device:  # ONNX Runtime changes the thread's device
             self.session = network.session_on(device, self.stream.ptr)
         self.kept: dict[Any, Any] = {}
         self.pinned = space.pinned(1 << 16)
@@ -115,7 +119,7 @@ class NetworkLane:
         self._forms: dict[tuple[int, tuple[str, ...]], LaneBinding] = {}
 
     def form(self, batch: int, names: tuple[str, ...]) -> LaneBinding:
-        """The form for ``batch`` (> 0) samples and the outputs ``names``."""
+        """Return the binding for ``batch`` (> 0) samples and the outputs ``names``."""
         form = self._forms.get((batch, names))
         if form is None:
             if len(self._forms) >= _FORMS_KEPT:
@@ -124,7 +128,7 @@ class NetworkLane:
         return form
 
     def block(self, size: int) -> Any:
-        """The lane's device memory, of ``size`` bytes at least; all forms share it."""
+        """Return the lane's device memory, at least ``size`` bytes; all bindings share it."""
         if size > len(self._block):
             self._forget()
             size = 1 << (size - 1).bit_length()
@@ -142,7 +146,7 @@ class NetworkLane:
 
 
 class DeviceLanes:
-    """``count`` lanes of a network on one device; one run more waits for its turn."""
+    """``count`` lanes of a network on one device; further runs wait for a free lane."""
 
     def __init__(
         self, network: OnnxModel, space: Any, device: int, sent: frozenset[str], count: int
@@ -153,7 +157,7 @@ class DeviceLanes:
 
     @contextmanager
     def lease(self) -> Iterator[NetworkLane]:
-        """A lane of one's own, the one used last if it is free: its batch sizes are known."""
+        """Lease a lane; the last used one if it is free, since its batch sizes are bound."""
         lane = self._free.get()
         try:
             yield lane
@@ -162,7 +166,7 @@ class DeviceLanes:
 
 
 def address(array: Any) -> int:
-    """Where an array of host or device lies."""
+    """Return the address of a host or device array."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
@@ -175,7 +179,7 @@ def _sized(
 def _places(
     tensors: Sequence[tuple[NetworkTensor, tuple[int, ...]]], start: int
 ) -> tuple[list[_TensorSlot], int]:
-    """One after the other from ``start`` on, aligned; and where they end."""
+    """Place tensors one after the other from ``start`` on, aligned; also return the end."""
     places = []
     for tensor, shape in tensors:
         nbytes = int(np.prod(shape)) * tensor.dtype.itemsize

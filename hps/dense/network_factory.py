@@ -1,4 +1,4 @@
-"""Where a model's network runs, by the settings: in this process, in a Triton, or there with one here."""
+"""Opens a model's network as configured: in this process, in Triton, or in Triton with a fallback."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class NetworkSpec:
     """The network of model ``name`` as ``model.yaml`` describes it.
 
-    ``path`` is its file, if it is here, to be opened within ``verified``; ``fed`` and ``served`` are its
-    inputs and outputs. ``check`` raises ModelError for a network that differs, ``verified`` for another file
-    than was published.
+    ``path`` is its file, if local, to be opened within ``verified``; ``fed`` and ``served`` are its inputs
+    and outputs. ``check`` raises ModelError for a network that differs; ``verified`` raises it for a file
+    that differs from the published one.
     """
 
     name: str
@@ -40,7 +40,7 @@ class NetworkSpec:
 
 
 def open_network(network: NetworkSpec, settings: DenseSettings, device: int) -> DenseModel:
-    """Open the network where the settings say that it runs. Raises ModelError."""
+    """Open the network that the settings choose. Raises ModelError."""
     triton = settings.triton
     target = None if triton is None else triton_target(network.name, triton)
     if triton is None or target is None:
@@ -52,8 +52,7 @@ def open_network(network: NetworkSpec, settings: DenseSettings, device: int) -> 
 
 
 def check_local_network(network: NetworkSpec, settings: DenseSettings) -> None:
-    """Open a network that would run in this process, and close it; on the CPU, so that no GPU is needed.
-    Raises ModelError."""
+    """Open and close a local network as a check; on the CPU, so that no GPU is needed. Raises ModelError."""
     triton = settings.triton
     if (
         triton is not None
@@ -66,13 +65,13 @@ def check_local_network(network: NetworkSpec, settings: DenseSettings) -> None:
 
 
 def triton_target(name: str, triton: TritonSettings) -> TritonTarget | None:
-    """The model in Triton that runs the network of model ``name``; None: it runs in this process."""
+    """Return the Triton model that runs the network of model ``name``; None if it runs in this process."""
     return triton.models.get(name) if triton.models else TritonTarget(name=f"{name}.dense")
 
 
 def transport_to(target: TritonTarget, triton: TritonSettings) -> TritonTransport:
-    """How that is asked. Raises ConfigError for certificates that cannot be used."""
-    # Imported when it is needed: Triton's clients take a tenth of a second.
+    """Make the transport to Triton. Raises ConfigError for certificates that cannot be used."""
+    # Imported late: Triton's clients take a tenth of a second.
     from hps.client.address import Tls
     from hps.dense.triton.grpc import GrpcTransport
     from hps.dense.triton.http import HttpTransport
@@ -80,7 +79,7 @@ def transport_to(target: TritonTarget, triton: TritonSettings) -> TritonTranspor
     tls = None
     if triton.tls is not None:
         files = triton.tls.ca_file, triton.tls.certificate_file, triton.tls.key_file
-        client_context("dense.triton.tls", *files)  # gRPC says nothing of files it can't use
+        client_context("dense.triton.tls", *files)  # gRPC reports no error for unusable files
         tls = Tls(*files)
     if triton.protocol == "grpc":
         return GrpcTransport(

@@ -1,4 +1,4 @@
-"""ONNX Runtime in this process: on the CPU, or on a GPU when onnxruntime-gpu is installed."""
+"""ONNX Runtime in this process: on the CPU, or on a GPU with onnxruntime-gpu."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WARM_BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """How a network runs on a GPU; see the settings of the same names."""
+    """Options of a network on a GPU; see the settings of the same names."""
 
     device: int = 0
     precision: Literal["float32", "float16"] = "float32"
@@ -54,12 +54,11 @@ class GpuOptions:
 
 
 class OnnxModel:
-    """A ``dense.onnx``. ``threads`` within one run, 0 lets ONNX Runtime choose.
+    """A ``dense.onnx``. ``threads`` per run; 0: ONNX Runtime chooses.
 
-    ``inline_us``: runs that take less, judged by ``warm_up``, are done without a thread hop.
+    ``inline_us``: runs that take less, as measured by ``warm_up``, run on the caller's thread.
     Raises ``ModelError`` for a file that is not a usable network and ``ConfigError`` for a provider
-    that is not there.
-    """
+    that is not installed."""
 
     takes_device_arrays = False
     """But for those of its lanes."""
@@ -82,9 +81,7 @@ class OnnxModel:
         self._beside: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._asked:
             _load_cuda(ort)
-            if (
-                missing_requirement() is None
-            ):  # ONNX Runtime leaves its device behind as the thread's
+            if missing_requirement() is None:  # ONNX Runtime changes the thread's device
                 self._beside = keep_device
         self._network: Any = str(path)
         if self._gpu.precision == "float16":
@@ -103,7 +100,7 @@ class OnnxModel:
         self.tails: dict[str, tuple[int, ...]] = {}
         """The shape of each tensor but for its batch, as far as `warm_up` has seen it."""
         self._inline_us = inline_us
-        self._one_us = float("inf")  # until measured, every run hops
+        self._one_us = float("inf")  # until it is measured, every run goes to the pool
         self._sample_us = 0.0
 
     @property
@@ -112,25 +109,26 @@ class OnnxModel:
 
     @property
     def records(self) -> bool:
-        """Whether what a run asks of the device may be recorded and repeated. ONNX Runtime's own recording
-        is not used: any call that another thread makes meanwhile, for a write into the cache say, makes it
-        fail, and with it the request."""
+        """True if a run's work on the device may be recorded as a CUDA graph and launched again.
+
+        ONNX Runtime's own recording is not used: any CUDA call of another thread meanwhile, such as a write
+        into the cache, makes it fail, and the request with it."""
         return self._gpu.graphs and self.provider == _PROVIDERS["cuda"]
 
     def session_on(self, device: int, stream: int) -> Any:
-        """One more session of the network on a stream of a device, for `lanes.py`."""
+        """Open one more session of the network on a stream of a device, for `lanes.py`."""
         if self.on_host:
             return self._open([])
         return self._open(self._options_of(device, stream))
 
     def run_options(self) -> Any:
-        """For runs that don't wait for the device."""
+        """The options of runs that do not wait for the device."""
         import onnxruntime as ort
 
         options = ort.RunOptions()
         options.log_severity_level = 4
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        # ONNX Runtime records nothing by itself; to look for an entry that isn't there costs 50 µs a run.
+        # Disables ONNX Runtime's graph capture: its search for a missing entry costs 50 µs a run.
         options.add_run_config_entry("gpu_graph_id", "-1")
         return options
 
@@ -140,7 +138,7 @@ class OnnxModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self._threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 4  # what goes wrong is raised, not printed
+        options.log_severity_level = 4  # errors are raised, not printed
         everywhere = [*providers, "CPUExecutionProvider"]
         try:
             with self._beside():
@@ -150,10 +148,11 @@ class OnnxModel:
             raise ModelError(message) from error
 
     def _options_of(self, device: int, stream: int | None) -> list[Any]:
-        """The providers asked for and their options."""
+        """Return the configured providers with their options."""
         if self._asked is None:
             return []
-        # TF32, ONNX Runtime's default, keeps 11 of float32's 24 bits: scores 3e-3 off the trainer's.
+        # TF32, ONNX Runtime's default, keeps 11 of float32's 24 bits: scores differ by 3e-3 from the
+        # trainer's.
         common = {"device_id": str(device)}
         if stream is not None:
             common["user_compute_stream"] = str(stream)
@@ -165,7 +164,7 @@ class OnnxModel:
         return providers
 
     def _narrowed(self, provider: Provider) -> Any:
-        """The network in float16, its inputs and outputs as they are. TensorRT narrows by itself."""
+        """Return the network in float16 with unchanged inputs and outputs. TensorRT converts it itself."""
         if self._asked is None:
             raise ConfigError(
                 f"dense.precision is float16, but the network runs on the CPU (dense.provider: {provider}); "
@@ -193,16 +192,15 @@ class OnnxModel:
         return self._one_us + self._sample_us * (batch - 1) <= self._inline_us
 
     def warm_up(self, fed: Mapping[str, NetworkTensor] | None = None) -> None:
-        """Run on zeros, for the allocations and for the time of small and larger batches.
+        """Run on zeros, to allocate memory and to measure small and larger batches.
 
-        ``fed`` says the shapes where the network leaves them open; open ones count as 1.
-        """
+        ``fed`` gives the shapes where the network has variable dimensions; others count as 1."""
         one, many = self._time(1, fed or {}), self._time(_WARM_BATCH, fed or {})
         self._sample_us = max(0.0, (many - one) / (_WARM_BATCH - 1))
         self._one_us = one
 
     def _time(self, batch: int, fed: Mapping[str, NetworkTensor]) -> float:
-        """Microseconds of the best of five runs."""
+        """Return the microseconds of the best of five runs."""
         zeros = {}
         for tensor in self.inputs:
             asked = fed.get(tensor.name, tensor).shape
@@ -224,11 +222,11 @@ class OnnxModel:
         return best * 1e6
 
     def close(self) -> None:
-        """Memory goes back when the last run in flight ends."""
+        """Close the network; its memory is freed after the last run in flight."""
 
 
 def _choose(ort: Any, provider: Provider) -> str | None:
-    """The provider beside the CPU's, None for that alone."""
+    """Choose the provider to use besides the CPU's; None: the CPU's alone."""
     have = ort.get_available_providers()
     if provider == "auto":
         return "CUDAExecutionProvider" if "CUDAExecutionProvider" in have else None
@@ -243,15 +241,16 @@ def _choose(ort: Any, provider: Provider) -> str | None:
 
 
 def _load_cuda(ort: Any) -> None:
-    """Load CUDA and cuDNN from where pip puts them, if they are there: ONNX Runtime by itself finds only what
-    the system's loader does. What it prints of others is left out; a session without CUDA tells."""
-    if hasattr(ort, "preload_dlls"):  # since 1.21
+    """Load CUDA and cuDNN from pip's folders, if present; ONNX Runtime searches only those of the system.
+
+    Messages of libraries that fail to load are suppressed: a session without CUDA reports the error."""
+    if hasattr(ort, "preload_dlls"):  # since version 1.21
         with redirect_stdout(StringIO()):
             ort.preload_dlls()
 
 
 def convert_to_float16(path: Path) -> bytes:
-    """The network of ``path`` with float16 weights and operators, converted at its inputs and outputs."""
+    """Return the network of ``path`` with float16 weights and operators, its inputs and outputs unchanged."""
     try:
         import onnx
         from onnxruntime.transformers.float16 import convert_float_to_float16
@@ -260,7 +259,7 @@ def convert_to_float16(path: Path) -> bytes:
             f"dense.precision float16 needs the package onnx ({error}): pip install onnx"
         ) from error
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of values that are rounded to the nearest float16
+        warnings.simplefilter("ignore")  # about values rounded to the nearest float16
         model = convert_float_to_float16(onnx.load(str(path)), keep_io_types=True)
     return bytes(model.SerializeToString())
 

@@ -1,1 +1,1 @@
-"""Keys in, pooled vectors out: dedup, fetch through the tiers, defaults last, scatter, pool."""
+"""Lookups: keys in, pooled vectors out. Dedup, fetch through the tiers, defaults, scatter, pool."""

@@ -1,13 +1,14 @@
-"""Patience: how often to try what was in vain."""
+"""Backoff for attempts that may succeed later."""
 
 from __future__ import annotations
 
-_LONGEST_PAUSE = 64
+_MAX_SKIPPED = 64
 
 
 class Backoff:
-    """Leaves out what was in vain last time, for longer each time. Any thread may ask: none minds a turn more
-    or less."""
+    """Skips attempts after failures: 1, 3, 7, ... up to 64 of them.
+
+    Any thread may call it without a lock; a race only changes the number of skipped attempts by one."""
 
     def __init__(self) -> None:
         self._pause = self._streak = 0
@@ -18,6 +19,6 @@ class Backoff:
             return False
         return True
 
-    def tell(self, *, worked: bool) -> None:
-        self._streak = 0 if worked else min(_LONGEST_PAUSE, 2 * self._streak + 1)
+    def record(self, *, worked: bool) -> None:
+        self._streak = 0 if worked else min(_MAX_SKIPPED, 2 * self._streak + 1)
         self._pause = self._streak

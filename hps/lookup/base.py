@@ -1,4 +1,4 @@
-"""What a lookup serves and who may serve it: in this process (``LookupEngine``) or elsewhere."""
+"""The protocol of a lookup, local (`LookupEngine`) or remote, and the model it serves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, Looku
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Vectors made of a categorical field of the request: from which table, and how.
+    """A categorical field of a request: its table, pooling and limits.
 
     ``key_offset`` is added to every key mod 2^64. ``hotness`` is the number of keys per sample, None
-    when the request decides. A ``context`` feature may come with batch 1 beside candidates.
+    if the request decides. A ``context`` feature may have batch 1 while the candidates have more.
     ``max_hotness`` bounds the keys per sample, on average over a request. ``keys_of`` is the request's
-    name for the keys where several tables take the same; else it is ``name``.
-    """
+    name for the keys if several tables take the same keys; by default it is ``name``."""
 
     name: str
     table: EmbeddingTable
@@ -39,15 +38,15 @@ class Feature:
         return self.keys_of or self.name
 
     def shift(self, keys: KeyArray) -> KeyArray:
-        """The table's keys for this feature's keys: ``key_offset`` added mod 2^64, and of a table
-        with 32-bit keys the low 32 bits."""
+        """Convert this feature's keys to the table's: add ``key_offset`` mod 2^64; a table with 32-bit keys
+        uses the low 32 bits."""
         if self.key_offset:
             keys = (keys.view(np.uint64) + np.uint64(self.key_offset % 2**64)).view(np.int64)
         return keys if self.table.key_bits == 64 else self.table.narrow(keys)
 
 
 def features_by_input(features: Mapping[str, Feature]) -> dict[str, list[Feature]]:
-    """The features by the request's name for their keys."""
+    """Group the features by the request's name for their keys."""
     inputs: dict[str, list[Feature]] = {}
     for feature in features.values():
         inputs.setdefault(feature.input, []).append(feature)
@@ -57,27 +56,32 @@ def features_by_input(features: Mapping[str, Feature]) -> dict[str, list[Feature
 def keys_by_feature(
     keys: Mapping[str, JaggedKeys], features: Mapping[str, Feature]
 ) -> Mapping[str, JaggedKeys]:
-    """The request's ``keys`` by feature: those that several tables take once for each. Unknown names stay;
-    the lookup rejects them."""
+    """Map a request's ``keys`` to features; keys that several features share are repeated for each.
+
+    Unknown names stay; the lookup rejects them."""
     if keys.keys() <= features.keys():
         return keys
     inputs = features_by_input(features)
-    found: dict[str, JaggedKeys] = {}
-    for name, given in keys.items():
-        found |= {feature.name: given for feature in inputs.get(name, ())} or {name: given}
-    return found
+    by_feature: dict[str, JaggedKeys] = {}
+    for name, jagged in keys.items():
+        by_feature |= {feature.name: jagged for feature in inputs.get(name, ())} or {name: jagged}
+    return by_feature
 
 
 def hps_keys_order(tables: Sequence[str], features: Sequence[tuple[str, str]]) -> Mapping[str, str]:
-    """Names that HPS's ``KEYS`` go by, in order, with the table of each: the tables, or where these are HPS's
-    fused ones the ``features (name, table)``, which are called as the tables were before."""
+    """Return the names that HPS's ``KEYS`` follow, in order, with the table of each.
+
+    These are the tables. If the tables are HPS's fused ones, these are the ``features (name, table)``,
+    which have the names of the tables before fusing."""
     return dict(features) if any(map(is_fused, tables)) else dict(zip(tables, tables, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class LookupModel:
-    """One version of a model as lookups see it. ``max_keys`` bounds the keys of one request,
-    ``max_table_keys`` those of one table where a request names tables instead of features."""
+    """One version of a model as lookups see it.
+
+    ``max_keys`` bounds the keys of one request; ``max_table_keys`` bounds the keys of each table in a
+    request that names tables instead of features."""
 
     name: str
     version: int
@@ -89,8 +93,10 @@ class LookupModel:
 
 
 class PreparedSubmit(Protocol):
-    """A prepared lookup, begun with the keys of each feature, ``(n,) int64`` in the request's order, the
-    deadline, and on whose behalf. What is recorded of that (`RequestContext.is_recorded`) is not prepared."""
+    """A prepared lookup, started with the keys of each feature, the deadline and the request's context.
+
+    Keys are ``(n,) int64`` per feature, in the request's order. Requests that are recorded
+    (`RequestContext.is_recorded`) must not use a prepared lookup."""
 
     def __call__(
         self,
@@ -102,7 +108,7 @@ class PreparedSubmit(Protocol):
 
 
 class Lookup(Protocol):
-    """``LookupEngine`` and its remote twin. May be called from any thread."""
+    """Lookup of vectors, local or remote. Thread-safe."""
 
     @property
     def features(self) -> Mapping[str, Feature]: ...
@@ -111,22 +117,22 @@ class Lookup(Protocol):
     def tables(self) -> Mapping[str, EmbeddingTable]: ...
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
-        """Start a lookup; the future is done already when no store had to be asked.
+        """Start a lookup; the future is already done if no store was needed.
 
-        Never waits. Raises ``BadRequest`` for a request at fault and ``Unavailable`` when too many
-        lookups wait already; everything later is the future's exception.
+        Never blocks. Raises ``BadRequest`` for an invalid request and ``Unavailable`` if too many
+        lookups are queued; later errors are the future's exception.
 
-        ``request.out`` belongs to the lookup until the future is done, cancelled included: ``cancel``
-        returns False while rows are being written.
-        """
+        ``request.out`` belongs to the lookup until the future is done, also if cancelled: ``cancel``
+        returns False while rows are being written."""
         ...
 
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
-        """``submit`` for requests that differ from this one in their keys and deadline alone: not in
-        how many keys a feature has, nor in their batch. For requests without offsets, weights and
-        ``out``. Raises ``BadRequest``."""
+        """Prepare ``submit`` for requests that differ only in key values and deadline.
+
+        The number of keys per feature and the batch size are fixed. For requests without offsets,
+        weights and ``out``. Raises ``BadRequest``."""
         ...
 
     def lookup(self, request: LookupRequest) -> LookupResult:
-        """As ``submit``, waiting for the answer."""
+        """Like ``submit``, but wait for the result."""
         ...

@@ -1,4 +1,4 @@
-"""A lookup whose requests are batched: keys that several of them ask for are fetched once."""
+"""Dynamic batching of lookups: keys that several requests share are fetched once."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, Looku
 
 
 class BatchedLookup:
-    """``lookup``, several requests at a time; see `Batcher`. Answers are to the bit those of each request
-    alone, but for `degraded`, which is the batch's. Any number of threads may call it."""
+    """Answers several requests with one call of ``lookup``; see `Batcher`. Thread-safe.
+
+    Results are bit-identical to those of single requests, except `degraded`, which is the batch's."""
 
     def __init__(
         self,
         lookup: Lookup,
-        bounds: BatchLimits,
+        limits: BatchLimits,
         observe: Callable[[float], None] = lambda _requests: None,
     ) -> None:
         self._lookup = lookup
         self._batcher: Batcher[LookupRequest, LookupResult] = Batcher(
-            _LookupWork(lookup), bounds, observe
+            _LookupWork(lookup), limits, observe
         )
 
     @property
@@ -49,7 +50,7 @@ class BatchedLookup:
 
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
-        alone, batcher = self._lookup.prepare(request), self._batcher
+        submit_one, batcher = self._lookup.prepare(request), self._batcher
         batches = [(name, keys.batch) for name, keys in request.features.items()]
         bare = replace(request, features={})
 
@@ -60,36 +61,36 @@ class BatchedLookup:
             /,
         ) -> Future[LookupResult]:
             if batcher.is_idle:
-                return batcher.began(alone(keys, deadline, origin))
+                return batcher.track(submit_one(keys, deadline, origin))
             features = {
                 name: JaggedKeys(mine, batch)
                 for (name, batch), mine in zip(batches, keys, strict=True)
             }
-            asked = replace(bare, features=features, deadline=deadline, origin=origin)
-            return batcher.submit(asked)
+            full_request = replace(bare, features=features, deadline=deadline, origin=origin)
+            return batcher.submit(full_request)
 
         return submit
 
 
 class _LookupWork:
-    """Lookups as the work of a `Batcher`."""
+    """The `BatchWork` of lookups."""
 
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
-        self.alone = lookup.submit
-        self.together = MergingSubmit(lookup.submit, self._merged).begin
+        self.submit_one = lookup.submit
+        self.submit_batch = MergingSubmit(lookup.submit, self._merged).begin
 
-    def kind(self, request: LookupRequest) -> tuple[Hashable, LookupRequest] | None:
+    def merge_key(self, request: LookupRequest) -> tuple[Hashable, LookupRequest] | None:
         known = self._lookup.tables if request.by_table else self._lookup.features
         if not request.features.keys() <= known.keys():
-            return None  # asked alone, it is told what is wrong
+            return None  # run alone, it gets the error that names its fault
         fit = check_mergeable(request, self._lookup.features)
-        found = merge_key(fit)
-        return None if found is None else (found, fit)
+        key = merge_key(fit)
+        return None if key is None else (key, fit)
 
     def size(self, request: LookupRequest) -> BatchSize:
         size = keys_size(request.features)
-        # Keys by table are one sample, however many; what a batch may hold goes by their number.
+        # Keys by table count as one sample; their number alone limits the batch.
         return size._replace(samples=1) if request.by_table else size
 
     def deadline(self, request: LookupRequest) -> float | None:
@@ -102,14 +103,14 @@ class _LookupWork:
 
 
 class CountsDefaults(Protocol):
-    """Of a result: how many keys were answered with a default."""
+    """A result that counts the keys answered with a default."""
 
     @property
     def defaulted(self) -> int: ...
 
 
 class RequestsSources(Protocol):
-    """Of a request: whether it asks where its rows come from, and on whose behalf it is."""
+    """A request with its wish for sources and its context."""
 
     @property
     def want_source(self) -> bool: ...
@@ -120,25 +121,23 @@ class RequestsSources(Protocol):
 
 Request = TypeVar("Request", bound=RequestsSources)
 Result = TypeVar("Result", bound=CountsDefaults)
-Asked = TypeVar("Asked", covariant=True)
+Merged = TypeVar("Merged", covariant=True)
 
 
-class MergedRequests(Protocol[Asked, Result]):
-    """Several requests made one."""
+class MergedRequests(Protocol[Merged, Result]):
+    """Several requests merged into one."""
 
     @property
-    def request(self) -> Asked: ...
+    def request(self) -> Merged: ...
 
     def split(self, result: Result) -> list[Result]: ...
 
 
 class MergingSubmit(Generic[Request, Result]):
-    """Several requests begun by ``submit`` as the one that ``merge`` makes of them, with sources or without,
-    and on whose behalf it is.
+    """Merge several requests with ``merge``, submit the merged one and split its result. Thread-safe.
 
-    Asking for sources takes the longer way through the engine. So it is done only while there are keys
-    without a row, whose requests have to be told. Any number of threads may call it.
-    """
+    Sources rule out the engine's fast path. So they are requested only while keys have no row: then
+    each request must get its own count of defaults."""
 
     def __init__(
         self,
@@ -149,10 +148,10 @@ class MergingSubmit(Generic[Request, Result]):
     ) -> None:
         self._submit = submit
         self._merge = merge
-        self._defaults = False  # in the batch that ended last
+        self._defaults = False  # of the batch that finished last
 
     def begin(self, requests: Sequence[Request]) -> Future[list[Result]]:
-        """An answer for each of ``requests``, which are of one kind."""
+        """Submit ``requests`` of one merge key; the future has a result for each."""
         sourced = self._defaults or any(request.want_source for request in requests)
         return self._begin(requests, sourced)
 
@@ -161,15 +160,19 @@ class MergingSubmit(Generic[Request, Result]):
         merged = self._merge(requests, sourced, origin)
 
         def split(result: Result) -> Future[list[Result]]:
-            # Of this batch: `self._defaults` may be another's by the next line.
-            some = self._defaults = result.defaulted > 0
-            if some and not sourced:
+            # A local copy: another batch may change `self._defaults` before the next line.
+            has_defaults = self._defaults = result.defaulted > 0
+            if has_defaults and not sourced:
                 return self._begin(requests, True)
             return CompletedFuture(merged.split(result))
 
         begin = partial(self._submit, merged.request)
-        asked = begin() if origin is None else span_until_done(origin, begin, lambda _: {})
-        return split(asked.result()) if asked.done() else chain_future(asked, split)
+        merged_future = begin() if origin is None else span_until_done(origin, begin, lambda _: {})
+        return (
+            split(merged_future.result())
+            if merged_future.done()
+            else chain_future(merged_future, split)
+        )
 
 
 def keys_size(features: Mapping[str, JaggedKeys]) -> BatchSize:

@@ -1,8 +1,8 @@
-"""Requests that wait at the same time, answered as one: dynamic batching.
+"""Dynamic batching: requests that wait at the same time are answered as one.
 
-While as many batches are under way as may be, requests wait; those of one kind that do are the next batch. So
-a request meets no delay where nothing else is under way, and batches grow with the load. With a delay, each
-request waits that long for others to come, as with Triton's ``max_queue_delay_microseconds``.
+While ``max_in_flight`` batches are in flight, requests are queued; those of one merge key form the next
+batch. So an idle server adds no delay, and batches grow with the load. With ``delay_s``, each request waits
+that long for others, like Triton's ``max_queue_delay_microseconds``.
 """
 
 from __future__ import annotations
@@ -18,177 +18,181 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from hps.errors import DeadlineExceeded, TierError, Unavailable
 
 Request = TypeVar("Request")
-Taken = TypeVar("Taken", contravariant=True)
+RequestIn = TypeVar("RequestIn", contravariant=True)
 Result = TypeVar("Result")
-# A timer that nothing needs for so long ends.
+# The timer thread exits after this long without work.
 _TIMER_IDLE_S = 10.0
 
 
 def is_of_the_server(error: BaseException) -> bool:
-    """Whether a request failed by the server's state, as others would; else it may be at fault itself."""
+    """True if the error comes from the server's state, not from the request."""
     return isinstance(error, Unavailable | DeadlineExceeded | TierError)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """At most ``rows`` samples and ``keys`` keys a batch, a larger request being one alone; ``delay_s`` to
-    wait for others; ``at_once`` batches under way."""
+    """Limits of a batch: ``rows`` samples, ``keys`` keys, ``delay_s`` to wait, ``max_in_flight`` batches.
+
+    A request larger than that is a batch of its own.
+    """
 
     rows: int
     keys: int
     delay_s: float = 0.0
-    at_once: int = 1
+    max_in_flight: int = 1
 
 
 class BatchSize(NamedTuple):
-    """What a request adds to a batch. ``samples`` are what it counts as where batches are told of; they bound
-    nothing."""
+    """The share of a request in a batch. ``samples`` is for statistics only; it limits nothing."""
 
     rows: int
     keys: int
     samples: int
 
 
-class BatchWork(Protocol[Taken, Result]):
-    """What is batched. Any thread may call it."""
+class BatchWork(Protocol[RequestIn, Result]):
+    """The operation that is batched. Thread-safe."""
 
-    def kind(self, request: Taken) -> tuple[Hashable, Any] | None:
-        """What is equal for requests that may be in one batch, and the request as it is joined to others;
-        None for one that must be alone. Raises ``BadRequest`` for one at fault."""
+    def merge_key(self, request: RequestIn) -> tuple[Hashable, Any] | None:
+        """Return the merge key (equal for requests that one batch may hold) and the request to merge.
+
+        None for a request that must run alone. Raises ``BadRequest`` for an invalid request.
+        """
         ...
 
-    def size(self, request: Taken) -> BatchSize: ...
+    def size(self, request: RequestIn) -> BatchSize: ...
 
-    def deadline(self, request: Taken) -> float | None: ...
+    def deadline(self, request: RequestIn) -> float | None: ...
 
-    def alone(self, request: Taken) -> Future[Result]:
-        """Begin one request; it may be done already."""
+    def submit_one(self, request: RequestIn) -> Future[Result]:
+        """Start one request; its future may be done already."""
         ...
 
-    def together(self, requests: Sequence[Taken]) -> Future[list[Result]]:
-        """Begin several of one kind: an answer for each."""
+    def submit_batch(self, requests: Sequence[RequestIn]) -> Future[list[Result]]:
+        """Start several requests of one merge key; the future has a result for each."""
         ...
 
 
 class Batcher(Generic[Request, Result]):
-    """Batches ``work`` within ``bounds``; ``observe`` is told of the requests in each batch. Any number of
-    threads may call it.
+    """Batches ``work`` within ``limits``; passes each batch's number of requests to ``observe``.
+    Thread-safe.
 
-    What fails a batch fails all of it when it is the server's state (overload, deadline, a store); else its
-    halves are tried one after the other, and theirs, so that only the request at fault fails.
+    An error of the server's state (overload, deadline, a store) fails the whole batch. After any other
+    error the batch is split in halves, which run one after the other, recursively: only the invalid request
+    fails.
     """
 
     def __init__(
         self,
         work: BatchWork[Request, Result],
-        bounds: BatchLimits,
+        limits: BatchLimits,
         observe: Callable[[float], None] = lambda _requests: None,
     ) -> None:
         self._work = work
-        self._bounds = bounds
+        self._limits = limits
         self._observe = observe
-        self._under_way = 0
-        self._lines: dict[Hashable, _BatchQueue] = {}
+        self._in_flight = 0
+        self._queues: dict[Hashable, _BatchQueue] = {}
         self._changed = threading.Condition()
         self._timer: threading.Thread | None = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether a request may begin alone, at once."""
-        bounds = self._bounds
-        return not (bounds.delay_s or self._lines) and self._under_way < bounds.at_once
+        """True if a request may start alone, now."""
+        limits = self._limits
+        return not (limits.delay_s or self._queues) and self._in_flight < limits.max_in_flight
 
     def submit(self, request: Request) -> Future[Result]:
-        """Begin ``request``, alone or with others. Raises as ``BatchWork.kind`` and ``BatchWork.alone``
-        do."""
+        """Start ``request``, alone or in a batch. Raises what ``BatchWork.merge_key`` and
+        ``BatchWork.submit_one`` raise."""
         if self.is_idle:
-            return self.began(self._work.alone(request))
-        joined = self._work.kind(request)
+            return self.track(self._work.submit_one(request))
+        joined = self._work.merge_key(request)
         if joined is None:
-            return self._work.alone(request)
-        kind, request = joined
+            return self._work.submit_one(request)
+        key, request = joined
         size, deadline = self._work.size(request), self._work.deadline(request)
-        waiting = _QueuedItem(request, size, deadline, self._bounds.delay_s)
+        item = _QueuedItem(request, size, deadline, self._limits.delay_s)
         with self._changed:
-            line = self._lines.get(kind)
-            if line is None:
-                line = self._lines[kind] = _BatchQueue(self._bounds)
-            line.add(waiting)
-            if self._bounds.delay_s:
+            queue = self._queues.get(key)
+            if queue is None:
+                queue = self._queues[key] = _BatchQueue(self._limits)
+            queue.add(item)
+            if self._limits.delay_s:
                 self._wake_timer()
-        waiting.future.add_done_callback(lambda future: self._forget(kind, waiting, future))
+        item.future.add_done_callback(lambda future: self._drop_cancelled(key, item, future))
         self._begin_batches()
-        return waiting.future
+        return item.future
 
-    def began(self, future: Future[Result]) -> Future[Result]:
-        """``future``, of a request that began alone; others wait until it is done."""
+    def track(self, future: Future[Result]) -> Future[Result]:
+        """Count ``future``, of a request that started alone; others are queued until it is done."""
         if not future.done():
             with self._changed:
-                self._under_way += 1
-            future.add_done_callback(self._ended)
+                self._in_flight += 1
+            future.add_done_callback(self._finish)
         return future
 
-    def _ended(self, _: Future[Any] | None = None) -> None:
+    def _finish(self, _: Future[Any] | None = None) -> None:
         with self._changed:
-            self._under_way -= 1
+            self._in_flight -= 1
             self._changed.notify()
         self._begin_batches()
 
     def _begin_batches(self) -> None:
-        """Begin what may begin. Not recursive: a batch may be done when it has begun."""
+        """Start all batches that may start. A loop, not recursion: a batch may finish as it starts."""
         while batch := self._next():
             self._observe(len(batch))
-            if self._go_on(self._answers(batch)):
+            if self._advance(self._answer(batch)):
                 with self._changed:
-                    self._under_way -= 1
+                    self._in_flight -= 1
                     self._changed.notify()
 
-    def _go_on(self, answers: Iterator[Future[Any]]) -> bool:
-        """Whether all of a batch is answered. If not, this is called again when more of it can be."""
-        for awaited in answers:
-            if not awaited.done():
-                awaited.add_done_callback(lambda _: self._resume(answers))
+    def _advance(self, answers: Iterator[Future[Any]]) -> bool:
+        """True if the whole batch is answered; otherwise this continues when the pending future is done."""
+        for pending in answers:
+            if not pending.done():
+                pending.add_done_callback(lambda _: self._resume(answers))
                 return False
         return True
 
     def _resume(self, answers: Iterator[Future[Any]]) -> None:
-        if self._go_on(answers):
-            self._ended()
+        if self._advance(answers):
+            self._finish()
 
     def _next(self) -> list[_QueuedItem]:
-        """The requests of the next batch; it counts as under way. Empty when none may begin yet."""
+        """Dequeue the next batch and count it as in flight; empty if none may start."""
         now = time.monotonic()
         with self._changed:
-            while self._under_way < self._bounds.at_once:
-                kind = self._ready(now)
-                if kind is None:
+            while self._in_flight < self._limits.max_in_flight:
+                key = self._due_key(now)
+                if key is None:
                     break
-                line = self._lines[kind]
-                batch = [each for each in line.take() if each.starts(now)]
-                if not line.waiting:
-                    del self._lines[kind]
+                queue = self._queues[key]
+                batch = [each for each in queue.take() if each.try_start(now)]
+                if not queue.items:
+                    del self._queues[key]
                 if batch:
-                    self._under_way += 1
+                    self._in_flight += 1
                     return batch
         return []
 
-    def _ready(self, now: float) -> Hashable | None:
-        """The kind that may begin and has waited for longest."""
-        found, since = None, float("inf")
-        for kind, line in self._lines.items():
-            if line.due < since and (line.due <= now or line.is_full):
-                found, since = kind, line.due
-        return found
+    def _due_key(self, now: float) -> Hashable | None:
+        """The merge key that may start and has waited longest."""
+        longest_waiting, since = None, float("inf")
+        for key, queue in self._queues.items():
+            if queue.due < since and (queue.due <= now or queue.is_full):
+                longest_waiting, since = key, queue.due
+        return longest_waiting
 
-    def _answers(self, batch: list[_QueuedItem]) -> Iterator[Future[Any]]:
-        """Answer ``batch``; gives the futures it waits for, one after another."""
+    def _answer(self, batch: list[_QueuedItem]) -> Iterator[Future[Any]]:
+        """Answer ``batch``; yield the futures to wait for, one after another."""
         alone = len(batch) == 1
         error: BaseException | None
         run: Future[Any]
         try:
             requests = [each.request for each in batch]
-            run = self._work.alone(*requests) if alone else self._work.together(requests)
-        except BaseException as fault:  # whatever it was, those who asked must hear of it
+            run = self._work.submit_one(*requests) if alone else self._work.submit_batch(requests)
+        except BaseException as fault:  # any error must reach the callers
             error = fault
         else:
             yield run
@@ -204,21 +208,21 @@ class Batcher(Generic[Request, Result]):
             for each in batch:
                 each.future.set_exception(error)
         else:
-            # In halves, one after the other: all at once would be more than there is room for.
+            # Halves run one after the other: in parallel they could exceed `max_in_flight`.
             half = len(batch) // 2
-            yield from self._answers(batch[:half])
-            yield from self._answers(batch[half:])
+            yield from self._answer(batch[:half])
+            yield from self._answer(batch[half:])
 
-    def _forget(self, kind: Hashable, waiting: _QueuedItem, future: Future[Any]) -> None:
-        """A request that was given up makes room."""
+    def _drop_cancelled(self, key: Hashable, item: _QueuedItem, future: Future[Any]) -> None:
+        """Dequeue a cancelled request."""
         if not future.cancelled():
             return
         with self._changed:
-            line = self._lines.get(kind)
-            if line is not None and waiting in line.waiting:
-                line.remove(waiting)
-                if not line.waiting:
-                    del self._lines[kind]
+            queue = self._queues.get(key)
+            if queue is not None and item in queue.items:
+                queue.remove(item)
+                if not queue.items:
+                    del self._queues[key]
 
     def _wake_timer(self) -> None:
         if self._timer is None:
@@ -228,77 +232,77 @@ class Batcher(Generic[Request, Result]):
             self._changed.notify()
 
     def _time(self) -> None:
-        """Begin batches when they are due, as long as there are some now and then."""
+        """Start batches when they are due; return after `_TIMER_IDLE_S` without work."""
         while True:
             with self._changed:
-                due = min((line.due for line in self._lines.values()), default=None)
+                due = min((queue.due for queue in self._queues.values()), default=None)
                 left_s = _TIMER_IDLE_S if due is None else due - time.monotonic()
-                if left_s <= 0 and self._under_way >= self._bounds.at_once:
-                    left_s = _TIMER_IDLE_S  # what ends will begin them
-                if left_s > 0 and not self._changed.wait(left_s) and not self._lines:
+                if left_s <= 0 and self._in_flight >= self._limits.max_in_flight:
+                    left_s = _TIMER_IDLE_S  # the end of a batch starts them
+                if left_s > 0 and not self._changed.wait(left_s) and not self._queues:
                     self._timer = None
                     return
             self._begin_batches()
 
 
 class _BatchQueue:
-    """Requests of one kind, in the order they came."""
+    """Requests of one merge key, in order of arrival."""
 
-    __slots__ = ("_bounds", "keys", "rows", "waiting")
+    __slots__ = ("_limits", "items", "keys", "rows")
 
-    def __init__(self, bounds: BatchLimits) -> None:
-        self._bounds = bounds
-        self.waiting: deque[_QueuedItem] = deque()
+    def __init__(self, limits: BatchLimits) -> None:
+        self._limits = limits
+        self.items: deque[_QueuedItem] = deque()
         self.rows = self.keys = 0
 
     @property
     def due(self) -> float:
-        """When the first may begin, though the batch is not full."""
-        return self.waiting[0].due
+        """The time at which the first request may start in an incomplete batch."""
+        return self.items[0].due
 
     @property
     def is_full(self) -> bool:
-        """Whether there is enough for a batch."""
-        return self.rows >= self._bounds.rows or self.keys >= self._bounds.keys
+        """True if the requests fill a batch."""
+        return self.rows >= self._limits.rows or self.keys >= self._limits.keys
 
-    def add(self, waiting: _QueuedItem) -> None:
-        self.waiting.append(waiting)
-        self._count(waiting, 1)
+    def add(self, item: _QueuedItem) -> None:
+        self.items.append(item)
+        self._count(item, 1)
 
-    def remove(self, waiting: _QueuedItem) -> None:
-        self.waiting.remove(waiting)
-        self._count(waiting, -1)
+    def remove(self, item: _QueuedItem) -> None:
+        self.items.remove(item)
+        self._count(item, -1)
 
     def take(self) -> list[_QueuedItem]:
-        """The next batch: as many as fit, at least one."""
-        taken: list[_QueuedItem] = []
+        """Dequeue the next batch: as many requests as fit, at least one."""
+        batch: list[_QueuedItem] = []
         rows = keys = 0
-        while self.waiting:
-            size = self.waiting[0].size
+        while self.items:
+            size = self.items[0].size
             rows, keys = rows + size.rows, keys + size.keys
-            if taken and (rows > self._bounds.rows or keys > self._bounds.keys):
+            if batch and (rows > self._limits.rows or keys > self._limits.keys):
                 break
-            taken.append(self.waiting.popleft())
-            self._count(taken[-1], -1)
-        return taken
+            batch.append(self.items.popleft())
+            self._count(batch[-1], -1)
+        return batch
 
-    def _count(self, waiting: _QueuedItem, sign: int) -> None:
-        self.rows += sign * waiting.size.rows
-        self.keys += sign * waiting.size.keys
+    def _count(self, item: _QueuedItem, sign: int) -> None:
+        self.rows += sign * item.size.rows
+        self.keys += sign * item.size.keys
 
 
 class _BatchedFuture(Future[Any]):
-    """The answer to a request that waited for its batch, with what statistics are to know of it."""
+    """The future of a request that waited for its batch, with values for statistics."""
 
     queued_ns = 0
-    """How long it waited."""
+    """Nanoseconds that the request waited."""
     execution: Iterator[int] | None = None
-    """Gives the samples of the whole batch, to the first of its requests for which it is asked: which of them
-    are answered is not known before, as their time may be up by then."""
+    """Yields the samples of the whole batch once: the first request whose statistics are recorded counts
+    them. Which request that is depends on deadlines that pass meanwhile."""
 
 
 class _QueuedItem:
-    """A request that waits for its batch. ``due``: when it may begin, though the batch is not full."""
+    """A request that waits for its batch. ``due``: when it may start in an incomplete batch."""
 
     __slots__ = ("deadline", "due", "future", "request", "since", "size")
 
@@ -312,11 +316,11 @@ class _QueuedItem:
         self.due = self.since + delay_s
         self.future = _BatchedFuture()
 
-    def starts(self, now: float) -> bool:
-        """Whether anybody still waits for it. Those whose time is up are told so."""
+    def try_start(self, now: float) -> bool:
+        """True if the request is neither cancelled nor late. A late one fails here."""
         if not self.future.set_running_or_notify_cancel():
             return False
-        # It may have come after `now`.
+        # The request may have arrived after `now`.
         self.future.queued_ns = max(0, int((now - self.since) * 1e9))
         if self.deadline is None or now <= self.deadline:
             return True

@@ -1,4 +1,4 @@
-"""What a request must satisfy before a tier sees it; every message names cause and mend."""
+"""Validation of lookup requests; every message names cause and remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def unknown_name_error(kind: str, name: str, known: Iterable[str], model: str) -> BadRequest:
-    """An error for a name the model does not have, with the nearest one it has."""
+    """Make the error for an unknown name, with the most similar known one."""
     return BadRequest(f"model {model!r} has no {kind} {name!r}{hint_for(name, known)}")
 
 
@@ -25,7 +25,7 @@ def _keys(n: int) -> str:
 
 
 def check_keys(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
-    """The feature's keys, well formed: ``keys`` as it came when nothing had to be converted."""
+    """Validate a feature's keys; return ``keys`` itself if nothing had to be converted."""
     flat = keys.keys
     if flat.dtype != _INT64 or flat.ndim != 1 or not flat.flags.c_contiguous:
         keys = _converted(feature.name, keys)
@@ -85,7 +85,7 @@ def _check_weights(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
 
 
 def _check_offsets(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
-    """Offsets start at 0, never fall, end at the number of keys, one more than the batch."""
+    """Validate that offsets start at 0, never fall, end at the number of keys, and are batch + 1."""
     name, n, batch = feature.name, len(keys.keys), keys.batch
     offsets = np.asarray(keys.offsets)
     if offsets.dtype.kind not in "iu":
@@ -120,7 +120,7 @@ def _check_offsets(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
 
 
 def check_sizes(model: LookupModel, request: LookupRequest) -> int:
-    """Batch sizes agree and stay within the model's bounds. Returns the number of keys."""
+    """Validate that batch sizes agree and are within the model's limits. Returns the number of keys."""
     total, batch, first = 0, -1, ""
     for name, keys in request.features.items():
         total += len(keys.keys)
@@ -161,7 +161,7 @@ def _check_table_keys(model: LookupModel, request: LookupRequest) -> None:
 def check_out(
     name: str, out: VectorArray, shape: tuple[int, ...], dtype: np.dtype[np.generic]
 ) -> None:
-    """A caller's array can take the vectors of ``name`` as they are."""
+    """Validate that a caller's array can hold the vectors of ``name`` without conversion."""
     if not isinstance(out, np.ndarray):
         raise BadRequest(f"out[{name!r}] must be a NumPy array, got {type(out).__name__}")
     wrong = None
@@ -185,7 +185,7 @@ def check_targets(
     keys: Sequence[JaggedKeys],
     out: Mapping[str, VectorArray],
 ) -> None:
-    """The caller's arrays among ``out`` fit the vectors of these features."""
+    """Validate the shapes and dtypes of the caller's arrays for these features."""
     for feature, jagged in zip(features, keys, strict=True):
         if feature.name in out:
             n = len(jagged.keys) if feature.pooling == "none" else jagged.batch
@@ -193,7 +193,7 @@ def check_targets(
 
 
 def check_out_names(out: Mapping[str, VectorArray], request: LookupRequest, model: str) -> None:
-    """Raises BadRequest for an array of ``out`` that no feature of the request fills."""
+    """Raise BadRequest for an array of ``out`` that no feature of the request fills."""
     for name in out:
         if name not in request.features:
             raise unknown_name_error("requested feature", name, request.features, model)

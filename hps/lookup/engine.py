@@ -1,8 +1,8 @@
-"""The lookup in this process: dedup -> fetch -> defaults -> scatter -> pool.
+"""The lookup in this process: dedup, fetch, defaults, scatter, pool.
 
-Caches are asked on the caller's thread, or on the memory lane's when there is much to copy; stores on
-another bounded pool of threads. So an event loop may call ``submit``. Keys found below the caches, or
-owed a row under ``default_then_promote``, are handed to the cache writer; nothing here writes to a tier.
+Caches are read on the caller's thread, or on the memory pool's if there is much to copy; stores are read
+on another bounded pool. So an event loop may call ``submit``. Keys that a store had, or that
+``default_then_promote`` answered with a default, go to the cache writer; the engine writes to no tier.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from hps.types import (
     LookupResult,
 )
 
-# A request with more keys than this is worth a thread hop even when memory holds them all: it would
-# hold up an event loop for milliseconds.
+# A request with more keys than this runs on a pool thread even if memory holds all its rows: it would
+# block an event loop for milliseconds.
 INLINE_KEYS = 16_384
-# A promotion takes about as long.
-_ASK_AGAIN_S = 0.002
+# After a longer wait the caches are read again. A promotion takes about as long.
+_REFETCH_AFTER_S = 0.002
 
 Promote = Callable[[EmbeddingTable, KeyArray], None]
 
 
 class LookupEngine:
-    """Serves one model. Any number of threads may call it; it holds no state of a request.
+    """Serves one model. Thread-safe; keeps no state of a request.
 
-    ``promote`` must not block; ``caches`` and ``stores`` are the two stages of tiers; ``workers`` may be
-    one pool of threads for both or a lane for each.
+    ``promote`` must not block; ``caches`` and ``stores`` are the two stages of tiers; ``workers`` is one
+    pool of threads for both, or one for each.
     """
 
     def __init__(
@@ -66,14 +66,15 @@ class LookupEngine:
         self._caches = caches
         self._stores = stores
         self._stores_block = stores.info.blocking
-        self._lanes = workers if isinstance(workers, LookupPools) else LookupPools(workers, workers)
+        self._pools = workers if isinstance(workers, LookupPools) else LookupPools(workers, workers)
         self._promote = promote
         self._meter = meter or LookupMeter(Metrics(), model.name, model.version)
-        # Not a method of ours: whoever drops a model waits until nothing refers to its engine.
-        self._plan = FeatureGroupCache(model)
-        self._short: FastPath | None = None
+        # Not a bound method: the owner of a model frees it when nothing refers to its engine, and a bound
+        # method would refer to it.
+        self._groups = FeatureGroupCache(model)
+        self._fast_path: FastPath | None = None
         if tier := fused_lookup_of(caches):
-            self._short = FastPath(model, tier, self._plan, self._meter, INLINE_KEYS)
+            self._fast_path = FastPath(model, tier, self._groups, self._meter, INLINE_KEYS)
 
     @property
     def features(self) -> Mapping[str, Feature]:
@@ -84,38 +85,38 @@ class LookupEngine:
         return self.model.tables
 
     def lookup(self, request: LookupRequest) -> LookupResult:
-        """Answer ``request``, waiting for stores if need be. Errors as ``submit`` and its future."""
+        """Answer ``request``; wait for stores if needed. Raises what ``submit`` and its future raise."""
         return self.submit(request).result()
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         """Start a lookup; see ``Lookup.submit``. A request may name any of the model's features.
 
-        The future fails with ``DeadlineExceeded`` or with what a store without a guard raised.
+        The future fails with ``DeadlineExceeded`` or with the error of a store that has no guard.
         """
         return submit_in_span(self.model.name, request, self._submit)
 
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
-        form = self._short.form(request) if self._short else None
-        if form is None or _is_past(request.deadline):
-            return self._ordinary(request)
+        prepared = self._fast_path.prepare(request) if self._fast_path else None
+        if prepared is None or _is_past(request.deadline):
+            return self._slow_path(request)
         keys = [keys.keys for keys in request.features.values()]
-        if form.inline:
-            found = call_timed(request.origin, "memory", form, keys)
+        if prepared.inline:
+            found = call_timed(request.origin, "memory", prepared, keys)
             return (
                 CompletedFuture(found)
                 if type(found) is LookupResult
-                else self._rest(request, found)
+                else self._after_fast_path(request, found)
             )
-        ask = partial(call_timed, request.origin, "memory", form, keys)
-        asked = self._lanes.memory.submit(ask, request.deadline)
-        return chain_future(asked, partial(self._rest, request))
+        run = partial(call_timed, request.origin, "memory", prepared, keys)
+        asked = self._pools.memory.submit(run, request.deadline)
+        return chain_future(asked, partial(self._after_fast_path, request))
 
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
-        form = self._short.form(request) if self._short else None
+        prepared = self._fast_path.prepare(request) if self._fast_path else None
         batches = [(name, keys.batch) for name, keys in request.features.items()]
         bare = replace(request, features={})
-        from_memory = form if form is not None and form.inline else None
+        from_memory = prepared if prepared is not None and prepared.inline else None
 
         def submit(
             keys: Sequence[KeyArray],
@@ -129,87 +130,92 @@ class LookupEngine:
                 if type(found) is LookupResult:
                     return CompletedFuture(found)
             features = {
-                name: JaggedKeys(mine, batch)
-                for (name, batch), mine in zip(batches, keys, strict=True)
+                name: JaggedKeys(flat, batch)
+                for (name, batch), flat in zip(batches, keys, strict=True)
             }
             asked = replace(bare, features=features, deadline=deadline, origin=origin)
-            return self._rest(asked, found)
+            return self._after_fast_path(asked, found)
 
         return submit
 
-    def _rest(
+    def _after_fast_path(
         self, request: LookupRequest, found: LookupResult | PartialHit | None
     ) -> Future[LookupResult]:
-        """After the short way, which ``found`` something, or nothing."""
+        """Continue after the fast path, which gave ``hit``; None if it could not answer."""
         if isinstance(found, LookupResult):
             return CompletedFuture(found)
         if found is None:
-            return self._ordinary(request)
+            return self._slow_path(request)
         job = call_timed(request.origin, "dedup", PartialHitJob, request, found)
-        return self._go_on(job, self._ask_caches(job))
+        return self._after_caches(job, self._fetch_caches(job))
 
-    def _ordinary(self, request: LookupRequest) -> Future[LookupResult]:
-        shares, keys = call_timed(request.origin, "dedup", self._shares, request)
-        job = FullLookupJob(request, shares)
+    def _slow_path(self, request: LookupRequest) -> Future[LookupResult]:
+        table_keys, keys = call_timed(request.origin, "dedup", self._table_keys, request)
+        job = FullLookupJob(request, table_keys)
         if _is_past(request.deadline):
             raise DeadlineExceeded("the request's deadline had passed when it came")
         if keys > INLINE_KEYS:
-            asked = self._lanes.memory.submit(partial(self._ask_caches, job), request.deadline)
-            return chain_future(asked, partial(self._go_on, job))
-        return self._go_on(job, self._ask_caches(job))
+            asked = self._pools.memory.submit(partial(self._fetch_caches, job), request.deadline)
+            return chain_future(asked, partial(self._after_caches, job))
+        return self._after_caches(job, self._fetch_caches(job))
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _go_on(self, job: LookupJob, waiting: list[Part]) -> Future[LookupResult]:
-        """After the caches: answer, on a thread that may wait if a store must be asked."""
-        # Caches are cleared after the workers are closed: what they lack then is no default.
-        self._lanes.stores.check_open()
-        if waiting and self._stores_block:
-            run = partial(self._run_after_waiting, job, waiting, time.perf_counter())
-            return self._lanes.stores.submit(run, job.request.deadline)
-        result = self._run_below(job, waiting)
-        return self._ordinary(job.request) if result is None else CompletedFuture(result)
+    def _after_caches(self, job: LookupJob, missed: list[Part]) -> Future[LookupResult]:
+        """Answer after the caches; on a pool thread if ``missed`` parts need a store that blocks."""
+        # At a shutdown the pools are closed before the caches are cleared: a miss then is no default.
+        self._pools.stores.check_open()
+        if missed and self._stores_block:
+            run = partial(self._fetch_stores_queued, job, missed, time.perf_counter())
+            return self._pools.stores.submit(run, job.request.deadline)
+        result = self._fetch_stores(job, missed)
+        return self._slow_path(job.request) if result is None else CompletedFuture(result)
 
-    def _run_after_waiting(self, job: LookupJob, waiting: list[Part], since: float) -> LookupResult:
-        """Ask the caches again if it took a while to get a thread: many may wait for the same rows, and
-        those before this one had them promoted."""
+    def _fetch_stores_queued(
+        self, job: LookupJob, missed: list[Part], queued_at: float
+    ) -> LookupResult:
+        """Fetch from the stores on a pool thread.
+
+        After a wait in the pool's queue the caches are read again: many requests may have missed the same
+        rows, and the first of them had these promoted.
+        """
         if job.request.origin is not None and job.request.origin.is_profiled:
-            job.request.origin.stage("wait", int(since * 1e9), time.perf_counter_ns())
-        if time.perf_counter() - since > _ASK_AGAIN_S:
-            self._caches.fetch(waiting, job.context)
-            waiting = [part for part in waiting if len(part.missing)]
-        result = self._run_below(job, waiting)
+            job.request.origin.stage("wait", int(queued_at * 1e9), time.perf_counter_ns())
+        if time.perf_counter() - queued_at > _REFETCH_AFTER_S:
+            self._caches.fetch(missed, job.context)
+            missed = [part for part in missed if len(part.missing)]
+        result = self._fetch_stores(job, missed)
         while result is None:
-            job = FullLookupJob(job.request, self._shares(job.request)[0])
-            result = self._run_below(job, self._ask_caches(job))
+            job = FullLookupJob(job.request, self._table_keys(job.request)[0])
+            result = self._fetch_stores(job, self._fetch_caches(job))
         return result
 
-    def _ask_caches(self, job: LookupJob) -> list[Part]:
-        """Fetch what memory holds; the parts that must wait for the stores."""
+    def _fetch_caches(self, job: LookupJob) -> list[Part]:
+        """Fetch from the caches; return the parts that need the stores."""
         self._caches.fetch(job.parts, job.context)
-        waiting = [part for part in job.parts if len(part.missing)]
-        return self._apply_miss_policies(job, waiting) if waiting else waiting
+        missed = [part for part in job.parts if len(part.missing)]
+        return self._apply_miss_policies(job, missed) if missed else missed
 
     def _apply_miss_policies(self, job: LookupJob, parts: list[Part]) -> list[Part]:
-        """The parts that wait; the others' missing keys are promoted and get defaults for now."""
-        waiting = []
+        """Return the parts that must wait; promote the missing keys of the others, which get defaults now."""
+        missed = []
         for part in parts:
             if _must_wait(job, part):
-                waiting.append(part)
+                missed.append(part)
             else:
                 self._promote(part.table, part.keys[part.missing])
-        return waiting
+        return missed
 
-    def _run_below(self, job: LookupJob, waiting: list[Part]) -> LookupResult | None:
-        """Fetch ``waiting`` from the stores, have what they held promoted, and answer; None when the request
-        must be begun again."""
-        if waiting:
-            asked = [part.missing for part in waiting]
-            self._stores.fetch(waiting, job.context)
+    def _fetch_stores(self, job: LookupJob, missed: list[Part]) -> LookupResult | None:
+        """Fetch ``missed`` parts from the stores, promote the rows found and answer; None if the request
+        must start again."""
+        if missed:
+            asked = [part.missing for part in missed]
+            self._stores.fetch(missed, job.context)
             if job.context.degraded and _is_past(job.request.deadline):
-                # The store was skipped because this request had no time left: no row is at fault.
+                # The store was skipped because the request had no time left, not because the store failed.
                 raise DeadlineExceeded("the deadline passed while the stores were asked")
-            self._hand_on(waiting, asked)
+            self._promote_found(missed, asked)
         answered = call_timed(job.request.origin, "merge", job.answer)
         if answered is None:
             return None
@@ -217,8 +223,8 @@ class LookupEngine:
         self._meter.finished(sources, time.perf_counter() - job.started, result.degraded)
         return result
 
-    def _hand_on(self, parts: list[Part], asked: list[IndexArray]) -> None:
-        """Have the rows promoted that were found of the positions ``asked`` for."""
+    def _promote_found(self, parts: list[Part], asked: list[IndexArray]) -> None:
+        """Promote the rows that the stores had at the ``missing`` positions of each part."""
         for part, positions in zip(parts, asked, strict=True):
             found = positions[part.source[positions] != 0]
             if len(found):
@@ -226,20 +232,20 @@ class LookupEngine:
 
     # -- request -> parts --------------------------------------------------------------------------
 
-    def _shares(self, request: LookupRequest) -> tuple[list[TableKeys], int]:
-        """The request's keys, checked, gathered by table, each key once."""
-        groups = self._plan(tuple(request.features), request.by_table)
+    def _table_keys(self, request: LookupRequest) -> tuple[list[TableKeys], int]:
+        """Validate the request's keys and gather them by table, each key once."""
+        groups = self._groups(tuple(request.features), request.by_table)
         total = check_sizes(self.model, request)
         out = request.out or {}
         if out:
             check_out_names(out, request, self.model.name)
-        shares = []
+        table_keys = []
         for table, features in groups:
             keys = [check_keys(feature, request.features[feature.name]) for feature in features]
             if out:
                 check_targets(table, features, keys, out)
-            shares.append(make_table_keys(table, features, keys, out))
-        return shares, total
+            table_keys.append(make_table_keys(table, features, keys, out))
+        return table_keys, total
 
 
 def _is_past(deadline: float | None) -> bool:
@@ -247,9 +253,9 @@ def _is_past(deadline: float | None) -> bool:
 
 
 def _must_wait(job: LookupJob, part: Part) -> bool:
-    """Whether the miss policy has the part's missing keys asked for in the stores."""
+    """True if the miss policy fetches the part's missing keys from the stores before the answer."""
     policy = part.table.miss
     if policy.kind == "wait" or not policy.min_hit_rate:
         return policy.kind == "wait"
-    asked = job.asked(part)
+    asked = job.distinct_keys(part)
     return asked - len(part.missing) < policy.min_hit_rate * asked

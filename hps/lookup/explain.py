@@ -1,4 +1,4 @@
-"""Single rows for people to look at: what ``hps lookup`` and the admin port show of them."""
+"""Rows in readable form, for ``hps lookup`` and the admin port."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from hps.types import EmbeddingTable, KeyArray, LookupResult, Source, version_un
 
 
 def explain_rows(table: EmbeddingTable, keys: KeyArray, result: LookupResult) -> dict[str, Any]:
-    """One object per key of ``keys (n,)``: the vector, the tier it came from, its version and age.
+    """Describe each key of ``keys (n,)``: its vector, the tier it came from, its version and age.
 
-    ``result`` answers a request by table that asked for sources.
-    """
+    ``result`` must answer a request by table with sources."""
     now_ms = time.time_ns() // 1_000_000
     vectors = result.vectors[table.name].astype(np.float32, copy=False)
     rows = []

@@ -1,10 +1,9 @@
-"""The short way: a request whose every row is in memory is answered in one pass per table.
+"""The fast path: one pass per table answers a request whose rows are all in memory.
 
-Most requests are such. For them the deduplication and the reports per key of the ordinary way cost
-more than the rows: a repeated key is read again, which is cheaper than being recognised. Bags are
-pooled as their rows are read; rows of bags that are not in memory are left as `PartialHit`, for which alone
-the other tiers are asked. What this way can't answer goes the ordinary way from the start, as if
-nothing had happened.
+Most requests are such. The dedup and the per-key reports of the slow path would cost more than the rows:
+reading a repeated key again is cheaper than detecting it. Bags are pooled while their rows are read; the
+rows of bags that are not in memory are returned as a `PartialHit`, and only those are fetched from other
+tiers. A request that the fast path cannot answer takes the slow path from the start, without side effects.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from hps.types import (
 )
 
 _INT64 = np.dtype(np.int64)
-_FORMS_KEPT = 256
+_MAX_PREPARED = 256
 
 Plan = Callable[[tuple[str, ...], bool], tuple[Group, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FeatureSlice:
-    """One feature's keys: where they stand in the request (``position``) and among the keys of their
-    table (``start``), and how many there are."""
+    """One feature's keys: their ``position`` in the request, their ``start`` among the table's keys, their
+    number ``n``."""
 
     feature: Feature
     position: int
@@ -52,7 +51,7 @@ class _FeatureSlice:
     n: int
 
     def keys(self, keys: Sequence[KeyArray]) -> KeyArray:
-        """The table's keys ``(n,)`` for this feature's of the request."""
+        """Return the table's keys ``(n,)`` for the request's ``keys``."""
         return self.feature.shift(keys[self.position])
 
 
@@ -85,7 +84,7 @@ def _pooled(feature: Feature, keys: JaggedKeys, position: int, start: int) -> _P
 
 
 def _concatenated(slices: Sequence[_FeatureSlice], keys: Sequence[KeyArray]) -> KeyArray:
-    """The table's keys ``(n,)`` for all of these features of the request."""
+    """Return the table's keys ``(n,)`` for all these features of the request."""
     shifted = [each.keys(keys) for each in slices]
     return shifted[0] if len(shifted) == 1 else np.concatenate(shifted)
 
@@ -93,10 +92,11 @@ def _concatenated(slices: Sequence[_FeatureSlice], keys: Sequence[KeyArray]) -> 
 class _UnpooledFeatures:
     """The features of one table whose vectors are its rows.
 
-    ``as_sent``: their keys are one feature's, as they came. ``alone``: the one feature's name.
+    ``as_sent``: there is one feature, whose keys need no conversion. ``single_name``: the name of the only
+    feature.
     """
 
-    __slots__ = ("alone", "as_sent", "dtype", "position", "shape", "slices", "table")
+    __slots__ = ("as_sent", "dtype", "position", "shape", "single_name", "slices", "table")
 
     def __init__(self, table: EmbeddingTable, slices: Sequence[_FeatureSlice]) -> None:
         first = slices[0].feature
@@ -105,16 +105,16 @@ class _UnpooledFeatures:
         self.shape = sum(each.n for each in slices), table.dim
         self.dtype = table.dtype
         self.position = slices[0].position
-        alone = len(slices) == 1
-        self.as_sent = alone and first.key_offset == 0 and table.key_bits == 64
-        self.alone = first.name if alone else None
+        is_single = len(slices) == 1
+        self.as_sent = is_single and first.key_offset == 0 and table.key_bits == 64
+        self.single_name = first.name if is_single else None
 
     def keys(self, keys: Sequence[KeyArray]) -> KeyArray:
-        """The table's keys ``(n,)``."""
+        """Return the table's keys ``(n,)``."""
         return _concatenated(self.slices, keys)
 
     def split(self, rows: VectorArray, vectors: dict[str, VectorArray]) -> None:
-        """Fill in ``vectors`` from the ``rows (n, dim)`` of all features."""
+        """Fill ``vectors`` from the ``rows (n, dim)`` of all features."""
         start = 0
         for each in self.slices:
             vectors[each.feature.name] = rows[start : start + each.n]
@@ -122,8 +122,10 @@ class _UnpooledFeatures:
 
 
 class PreparedLookup:
-    """What requests of the same features and sizes have in common, checked once; called with the keys
-    of one of them. Any number of threads may. ``inline``: it takes no longer than its caller has."""
+    """The checked form of requests with the same features and sizes; called with the keys of one.
+
+    Thread-safe. ``inline``: it is fast enough to run on the caller's thread.
+    """
 
     __slots__ = (
         "_answers",
@@ -150,10 +152,10 @@ class PreparedLookup:
         self.inline = inline
         self._tier = tier
         self._groups = [(table, tuple(slices)) for table, slices in groups]
-        plain = [
+        unpooled = [
             (table, [s for s in slices if type(s) is _FeatureSlice]) for table, slices in groups
         ]
-        self._rows = [_UnpooledFeatures(table, slices) for table, slices in plain if slices]
+        self._rows = [_UnpooledFeatures(table, slices) for table, slices in unpooled if slices]
         self._pooled = [s for _, slices in groups for s in slices if isinstance(s, _PooledFeature)]
         filled = [s.feature.name for each in self._rows for s in each.slices]
         filled += [each.feature.name for each in self._pooled]
@@ -169,8 +171,8 @@ class PreparedLookup:
         self._gather: GatherFunction = prepare_gather(tier, sizes)
 
     def __call__(self, keys: Sequence[KeyArray]) -> LookupResult | PartialHit | None:
-        """Answer for each feature's keys ``(n,)``, in the request's order; None when the request must go the
-        ordinary way."""
+        """Answer for each feature's keys ``(n,)``, in the request's order; None if the request must take
+        the slow path."""
         started = perf_counter()
         asks: list[Ask] = []
         for each in self._rows:
@@ -181,12 +183,12 @@ class PreparedLookup:
             return None
         vectors: dict[str, VectorArray] = {}
         for each, (_, _, rows) in zip(self._rows, asks, strict=True):
-            if each.alone is not None:
-                vectors[each.alone] = rows
+            if each.single_name is not None:
+                vectors[each.single_name] = rows
             else:
                 each.split(rows, vectors)
-        if bags and not self._take(bags, vectors):
-            return self._gaps(keys, bags, self._ordered(vectors), started)
+        if bags and not self._collect(bags, vectors):
+            return self._partial_hit(keys, bags, self._ordered(vectors), started)
         vectors = self._ordered(vectors)
         self._finished(perf_counter() - started)
         return LookupResult(vectors)
@@ -194,35 +196,35 @@ class PreparedLookup:
     def _ordered(self, vectors: dict[str, VectorArray]) -> dict[str, VectorArray]:
         return vectors if self._names is None else {name: vectors[name] for name in self._names}
 
-    def _take(self, bags: list[Bags], vectors: dict[str, VectorArray]) -> bool:
-        """Fill in ``vectors``; whether they are complete."""
-        whole = True
+    def _collect(self, bags: list[Bags], vectors: dict[str, VectorArray]) -> bool:
+        """Fill ``vectors``; return True if they are complete."""
+        complete = True
         for each, bag in zip(self._pooled, bags, strict=True):
             vectors[each.feature.name] = bag.out
-            whole = whole and bag.missing is None
-        return whole
+            complete = complete and bag.missing is None
+        return complete
 
-    def _gaps(
+    def _partial_hit(
         self,
         keys: Sequence[KeyArray],
         bags: list[Bags],
         vectors: dict[str, VectorArray],
         started: float,
     ) -> PartialHit:
-        lacking: dict[EmbeddingTable, list[tuple[int, Bags]]] = {}
+        incomplete: dict[EmbeddingTable, list[tuple[int, Bags]]] = {}
         for slice_, bag in zip(self._pooled, bags, strict=True):
             if bag.missing is not None:
-                lacking.setdefault(bag.table, []).append((slice_.start, bag))
+                incomplete.setdefault(bag.table, []).append((slice_.start, bag))
         tables = []
         for position, (table, slices) in enumerate(self._groups):
-            if table in lacking:
+            if table in incomplete:
                 every_key = partial(_concatenated, slices, keys)
-                tables.append(TablePartialHit(table, position, lacking[table], every_key))
+                tables.append(TablePartialHit(table, position, incomplete[table], every_key))
         return PartialHit(self._tier, tables, self._answers, vectors, started)
 
 
 class FastPath:
-    """The short way through ``tier``. Any number of threads may call it."""
+    """The fast path through ``tier``. Thread-safe."""
 
     def __init__(
         self,
@@ -237,39 +239,41 @@ class FastPath:
         self._plan = plan
         self._meter = meter
         self._inline_keys = inline_keys
-        self._forms: dict[tuple[object, ...], PreparedLookup | None] = {}
+        self._prepared_lookups: dict[tuple[object, ...], PreparedLookup | None] = {}
 
-    def form(self, request: LookupRequest) -> PreparedLookup | None:
-        """What answers requests of this form from memory; None when the request wants what only the
-        ordinary way gives: sources, ``out``, conversion of keys, or many rows that are not pooled.
-        Raises ``BadRequest`` as that does."""
+    def prepare(self, request: LookupRequest) -> PreparedLookup | None:
+        """Return the prepared lookup for requests of this form.
+
+        None if the request needs the slow path: for sources, ``out``, conversion of keys, or many rows that
+        are not pooled. Raises ``BadRequest`` like the slow path.
+        """
         if request.want_source or request.out:
             return None
         signature: list[object] = [request.by_table]
-        alike = True
+        is_fixed = True
         for name, keys in request.features.items():
             flat = keys.keys
             if flat.dtype != _INT64 or not flat.flags.c_contiguous:
                 return None
-            # Bags differ from request to request, and must be looked at each time.
-            alike = alike and keys.offsets is None and keys.weights is None
+            # Offsets and weights differ from request to request; each request must be checked.
+            is_fixed = is_fixed and keys.offsets is None and keys.weights is None
             signature.append((name, flat.shape, keys.batch))
-        if not alike:
+        if not is_fixed:
             return self._check(request)
         key = tuple(signature)
-        if key not in self._forms:
-            if len(self._forms) >= _FORMS_KEPT:
-                self._forms.clear()
-            self._forms[key] = self._check(request)
-        return self._forms[key]
+        if key not in self._prepared_lookups:
+            if len(self._prepared_lookups) >= _MAX_PREPARED:
+                self._prepared_lookups.clear()
+            self._prepared_lookups[key] = self._check(request)
+        return self._prepared_lookups[key]
 
     def _check(self, request: LookupRequest) -> PreparedLookup | None:
-        """The form of a request of a kind that was not seen before."""
+        """Check a request and prepare its form."""
         names = tuple(request.features)
         groups = self._plan(names, request.by_table)
         total = check_sizes(self._model, request)
         parts: list[tuple[EmbeddingTable, list[_FeatureSlice]]] = []
-        some_pooled, possible = False, True
+        any_pooled, poolable = False, True
         for table, features in groups:
             slices: list[_FeatureSlice] = []
             start = 0
@@ -278,12 +282,12 @@ class FastPath:
                 position, n = names.index(feature.name), len(keys.keys)
                 if is_pooled(feature.pooling, keys):
                     slices.append(_pooled(feature, keys, position, start))
-                    some_pooled, possible = True, possible and table.dtype in POOLED_DTYPES
+                    any_pooled, poolable = True, poolable and table.dtype in POOLED_DTYPES
                 else:
                     slices.append(_FeatureSlice(feature, position, start, n))
                 start += n
             parts.append((table, slices))
         inline = total <= self._inline_keys
-        if not possible or not (inline or some_pooled):
+        if not poolable or not (inline or any_pooled):
             return None
         return PreparedLookup(self._tier, self._meter, parts, names, inline=inline)

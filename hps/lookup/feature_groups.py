@@ -1,4 +1,4 @@
-"""The features of a request by table; kept, because requests of a model look alike."""
+"""Features of a request grouped by table; cached, since a model's requests repeat."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _KEPT = 256
 
 
 class FeatureGroupCache:
-    """Of one model. May be called from any thread."""
+    """The feature groups of one model, by the names that a request has. Thread-safe."""
 
     def __init__(self, model: LookupModel) -> None:
         self._model = model
-        self._found: dict[tuple[str, ...], tuple[Group, ...]] = {}
+        self._groups: dict[tuple[str, ...], tuple[Group, ...]] = {}
         self._by_table = {
             name: Feature(name, table, pooling="none") for name, table in model.tables.items()
         }
 
     def __call__(self, names: tuple[str, ...], by_table: bool) -> tuple[Group, ...]:
-        """Raises ``BadRequest`` for no names, and for one the model does not have."""
-        plan = None if by_table else self._found.get(names)
-        if plan is not None:
-            return plan
+        """Group ``names`` by table. Raises ``BadRequest`` for an empty list and for an unknown name."""
+        group_plan = None if by_table else self._groups.get(names)
+        if group_plan is not None:
+            return group_plan
         model = self._model
         if not names:
             raise BadRequest(f"the request names no feature of model {model.name!r}")
@@ -39,9 +39,9 @@ class FeatureGroupCache:
                     "table" if by_table else "feature", name, known, model.name
                 )
             groups.setdefault(feature.table, []).append(feature)
-        plan = tuple((table, tuple(features)) for table, features in groups.items())
+        group_plan = tuple((table, tuple(features)) for table, features in groups.items())
         if not by_table:
-            if len(self._found) >= _KEPT:
-                self._found.clear()
-            self._found[names] = plan
-        return plan
+            if len(self._groups) >= _KEPT:
+                self._groups.clear()
+            self._groups[names] = group_plan
+        return group_plan

@@ -1,4 +1,4 @@
-"""A request on its way through the tiers: what is asked for, and how the answer is made of it."""
+"""A lookup in progress: its parts on the way through the tiers, and its answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEFAULT = int(Source.DEFAULT)
 
 
 class LookupJob(ABC):
-    """``parts``: what the tiers are asked for. ``context``: what they met."""
+    """A lookup in progress. ``parts``: the keys to fetch; ``context``: the tiers' reports."""
 
     __slots__ = ("context", "parts", "request", "started")
 
@@ -39,25 +39,28 @@ class LookupJob(ABC):
         return tuple(dict.fromkeys(self.context.degraded))
 
     @abstractmethod
-    def asked(self, part: Part) -> int:
-        """How many distinct keys of the part's table the request has."""
+    def distinct_keys(self, part: Part) -> int:
+        """The number of distinct keys that the request has of the part's table."""
 
     @abstractmethod
     def answer(self) -> tuple[LookupResult, Answers] | None:
-        """Defaults where no tier had a row, then the vectors; also each table's source codes, one per
-        key. None when rows got lost on the way and the request must be begun again."""
+        """Fill in defaults and make the vectors; also return each table's source codes, one per key.
+
+        None if rows were evicted in between and the request must start again."""
 
 
 class FullLookupJob(LookupJob):
-    """The ordinary way: every key of the request goes through the tiers."""
+    """A lookup on the slow path: every key goes through the tiers."""
 
-    __slots__ = ("shares",)
+    __slots__ = ("table_keys",)
 
-    def __init__(self, request: LookupRequest, shares: list[TableKeys]) -> None:
-        super().__init__(request, [share.part for share in shares], time.perf_counter())
-        self.shares = shares
+    def __init__(self, request: LookupRequest, table_keys: list[TableKeys]) -> None:
+        super().__init__(
+            request, [keys_of_table.part for keys_of_table in table_keys], time.perf_counter()
+        )
+        self.table_keys = table_keys
 
-    def asked(self, part: Part) -> int:
+    def distinct_keys(self, part: Part) -> int:
         return len(part.keys)
 
     def answer(self) -> tuple[LookupResult, Answers]:
@@ -66,35 +69,36 @@ class FullLookupJob(LookupJob):
         pooled_rows = timed_total(pool, "pooling") if profiled else pool
         result = LookupResult({}, degraded=self.degraded)
         sources = []
-        for share in self.shares:
-            part, inverse = share.part, share.inverse
-            whole = inverse is not None or len(share.features) == 1
+        for keys_of_table in self.table_keys:
+            part, inverse = keys_of_table.part, keys_of_table.inverse
+            whole = inverse is not None or len(keys_of_table.features) == 1
             codes = part.source.tobytes()
             has_defaults = fill_defaults(part, codes)
             if inverse is not None:
                 codes = part.source.take(inverse).tobytes()
             if has_defaults:
                 result.defaulted += codes.count(_DEFAULT)
-            sources.append((part.table, codes, share.sizes))
+            sources.append((part.table, codes, keys_of_table.sizes))
             start = 0
-            for feature, keys in zip(share.features, share.keys, strict=True):
-                own = slice(start, start + len(keys.keys))
-                rows = part.out if whole else part.out[own]
-                numbers = None if inverse is None else inverse[own]
+            for feature, keys in zip(keys_of_table.features, keys_of_table.keys, strict=True):
+                span = slice(start, start + len(keys.keys))
+                rows = part.out if whole else part.out[span]
+                numbers = None if inverse is None else inverse[span]
                 target = request.out.get(feature.name) if request.out else None
                 vectors = pooled_rows(rows, keys, feature.pooling, numbers, target)
                 result.vectors[feature.name] = _put(target, vectors)
                 if request.want_source:
-                    _report(result, feature.name, share, own)
-                start = own.stop
+                    _report_sources(result, feature.name, keys_of_table, span)
+                start = span.stop
         if list(result.vectors) != list(request.features):
             result.vectors = {name: result.vectors[name] for name in request.features}
         return result, sources
 
 
 def fill_defaults(part: Part, codes: bytes) -> bool:
-    """Give the part's keys without a row the table's default; whether there were any.
-    ``codes``: the bytes of its sources."""
+    """Give the part's keys without a row the table's default; return True if there were any.
+
+    ``codes``: the bytes of the part's sources."""
     if _DEFAULT not in codes:
         return False
     part.out[part.source == _DEFAULT] = part.table.default
@@ -102,18 +106,18 @@ def fill_defaults(part: Part, codes: bytes) -> bool:
 
 
 def _put(out: VectorArray | None, vectors: VectorArray) -> VectorArray:
-    """``vectors`` in the caller's array, if there is one."""
+    """Copy ``vectors`` to the caller's array, if there is one."""
     if out is None or out is vectors:
         return vectors
     out[...] = vectors
     return out
 
 
-def _report(result: LookupResult, name: str, share: TableKeys, keys: slice) -> None:
-    """Per-key sources and versions of the feature that owns ``keys`` of the share."""
-    if share.inverse is None:
+def _report_sources(result: LookupResult, name: str, keys_of_table: TableKeys, keys: slice) -> None:
+    """Report sources and versions per key for the feature whose keys are at ``keys`` of the table's."""
+    if keys_of_table.inverse is None:
         positions: slice | Sequence[int] | IndexArray = keys
     else:
-        positions = share.inverse[keys]
-    result.sources[name] = share.part.source[positions]
-    result.versions[name] = share.part.versions[positions]
+        positions = keys_of_table.inverse[keys]
+    result.sources[name] = keys_of_table.part.source[positions]
+    result.versions[name] = keys_of_table.part.versions[positions]

@@ -1,4 +1,4 @@
-"""Several lookups made one, and its result made theirs: keys that they share are fetched once."""
+"""Merge several lookups into one and split its result: shared keys are fetched once."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from hps.types import JaggedKeys, LookupRequest, LookupResult, Source, SourceArr
 
 
 def merge_key(request: LookupRequest) -> Hashable | None:
-    """Equal for requests that may be merged: those by table, and those of the same features in the same
-    form. None for a request that must be alone: its caller owns the answer's arrays, or its features have
-    different batches (candidates with their context)."""
-    asked = request.features
+    """Return a value that is equal for requests that may be merged.
+
+    These are requests by table, and requests of the same features in the same form. None for a request that
+    must run alone: its caller owns the answer's arrays, or its features have different batches (candidates
+    with their context)."""
+    features = request.features
     if request.out is not None:
         return None
     if request.by_table:
-        plain = all(keys.offsets is None and keys.weights is None for keys in asked.values())
+        plain = all(keys.offsets is None and keys.weights is None for keys in features.values())
         return "by table" if plain else None
-    if len({keys.batch for keys in asked.values()}) != 1:
+    if len({keys.batch for keys in features.values()}) != 1:
         return None
-    return tuple((name, keys.hotness, keys.weights is not None) for name, keys in asked.items())
+    return tuple((name, keys.hotness, keys.weights is not None) for name, keys in features.items())
 
 
 def check_mergeable(request: LookupRequest, features: Mapping[str, Feature]) -> LookupRequest:
-    """``request`` with its keys in the form that can be joined. Raises ``BadRequest`` where a request's
-    offsets, sizes or types are wrong: joined, they would be another request's."""
+    """Return ``request`` with its keys in the form that can be merged.
+
+    Raises ``BadRequest`` for wrong offsets, sizes or types: merged, they would shift another request's
+    keys."""
     if request.by_table:
-        return request  # they have no form but their number
+        return request  # a batch of keys by table has no form
     known = {name: keys for name, keys in request.features.items() if name in features}
     fit = {name: check_keys(features[name], keys) for name, keys in known.items()}
     if all(fit[name] is keys for name, keys in known.items()):
@@ -43,9 +47,10 @@ def check_mergeable(request: LookupRequest, features: Mapping[str, Feature]) -> 
 
 
 class MergedLookup:
-    """One request for those of ``requests``, which are of one ``merge_key`` and ``check_mergeable``;
-    ``features`` are the model's. Without ``want_source`` it can't be told whose keys were answered with
-    a default. ``origin``: on whose behalf it is, see `on_behalf_of`."""
+    """One request in place of ``requests``, which have one `merge_key` and passed `check_mergeable`.
+
+    ``features`` are the model's. Without ``want_source`` the defaults cannot be counted per request.
+    ``origin``: the batch's context, see `shared_span`."""
 
     def __init__(
         self,
@@ -57,36 +62,36 @@ class MergedLookup:
     ) -> None:
         self._requests = requests
         by_table = requests[0].by_table
-        self._shares: dict[str, _FeatureShares] = {}
-        spans: dict[tuple[int, ...], list[slice]] = {}  # mostly the same for all features
-        joined = {}
-        everybody = range(len(requests))
+        self._slices: dict[str, _FeatureShares] = {}
+        spans: dict[tuple[int, ...], list[slice]] = {}  # usually the same for all features
+        merged = {}
+        everyone = range(len(requests))
         for name in dict.fromkeys(name for each in requests for name in each.features):
-            who: Sequence[int] = everybody
+            requesters: Sequence[int] = everyone
             if by_table:
-                who = [i for i in everybody if name in requests[i].features]
-            given = [requests[i].features[name] for i in who]
-            joined[name] = _joined(given)
-            asked = rows = tuple([len(keys.keys) for keys in given])
+                requesters = [i for i in everyone if name in requests[i].features]
+            parts = [requests[i].features[name] for i in requesters]
+            merged[name] = _joined(parts)
+            key_counts = rows = tuple([len(keys.keys) for keys in parts])
             if not by_table and features[name].pooling != "none":
-                rows = tuple([keys.batch for keys in given])
-            for sizes in (asked, rows):
+                rows = tuple([keys.batch for keys in parts])
+            for sizes in (key_counts, rows):
                 if sizes not in spans:
                     spans[sizes] = split_points(sizes)
-            self._shares[name] = _FeatureShares(who, spans[rows], spans[asked])
+            self._slices[name] = _FeatureShares(requesters, spans[rows], spans[key_counts])
         deadlines = [each.deadline for each in requests]
         latest = None if None in deadlines else max(d for d in deadlines if d is not None)
-        self.request = LookupRequest(joined, latest, want_source, None, by_table, origin)
+        self.request = LookupRequest(merged, latest, want_source, None, by_table, origin)
 
     def split(self, result: LookupResult) -> list[LookupResult]:
-        """What each request is answered with: parts of the arrays of ``result``."""
+        """Return each request's result: slices of the arrays of ``result``."""
         answers = [
-            LookupResult({}, {}, {}, told.defaulted, result.degraded, result.stale_s)
-            for told in self.told(result.sources)
+            LookupResult({}, {}, {}, report.defaulted, result.degraded, result.stale_s)
+            for report in self.split_sources(result.sources)
         ]
-        for name, shares in self._shares.items():
+        for name, slices in self._slices.items():
             vectors = result.vectors[name]
-            for index, rows, keys in zip(*shares, strict=True):
+            for index, rows, keys in zip(*slices, strict=True):
                 answer = answers[index]
                 answer.vectors[name] = vectors[rows]
                 if self._requests[index].want_source:
@@ -95,28 +100,28 @@ class MergedLookup:
                         answer.versions[name] = result.versions[name][keys]
         return answers
 
-    def told(self, sources: Mapping[str, SourceArray]) -> list[LookupReport]:
-        """What ``sources``, of all keys, tell each request of its own."""
-        told = [LookupReport({}, 0) for _ in self._requests]
+    def split_sources(self, sources: Mapping[str, SourceArray]) -> list[LookupReport]:
+        """Split ``sources``, of all keys, into a report per request."""
+        reports = [LookupReport({}, 0) for _ in self._requests]
         for name, codes in sources.items():
-            for index, _, keys in zip(*self._shares[name], strict=True):
-                mine = codes[keys]
-                found, defaulted = told[index]
-                found[name] = mine
-                defaulted += int(np.count_nonzero(mine == Source.DEFAULT))
-                told[index] = LookupReport(found, defaulted)
-        return told
+            for index, _, keys in zip(*self._slices[name], strict=True):
+                own = codes[keys]
+                found, defaulted = reports[index]
+                found[name] = own
+                defaulted += int(np.count_nonzero(own == Source.DEFAULT))
+                reports[index] = LookupReport(found, defaulted)
+        return reports
 
 
 class LookupReport(NamedTuple):
-    """Where a request's rows came from, and how many keys were answered with a default."""
+    """The sources of a request's rows, and its number of keys answered with a default."""
 
     sources: dict[str, SourceArray]
     defaulted: int
 
 
 class _FeatureShares(NamedTuple):
-    """Which requests ask for a feature, and what is each one's own of it: its rows, and its keys."""
+    """The requests that have a feature, with each one's slice of its rows and of its keys."""
 
     requests: Sequence[int]
     rows: list[slice]
@@ -127,7 +132,7 @@ def _joined(keys: Sequence[JaggedKeys]) -> JaggedKeys:
     if len(keys) == 1:
         return keys[0]
     flat = np.concatenate([each.keys for each in keys])
-    if flat.dtype != np.int64:  # unsigned keys beside signed ones would be made floating
+    if flat.dtype != np.int64:  # NumPy makes floats of unsigned and signed keys together
         flat = np.concatenate([as_keys(each.keys) for each in keys])
     batch = sum(each.batch for each in keys)
     weights = offsets = None
@@ -146,5 +151,5 @@ def _joined(keys: Sequence[JaggedKeys]) -> JaggedKeys:
 
 
 def split_points(sizes: Sequence[int]) -> list[slice]:
-    """Where each of several arrays of these ``sizes`` is when they are joined."""
+    """Return the slice of each of several arrays of these ``sizes`` in their concatenation."""
     return [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]

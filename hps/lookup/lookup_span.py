@@ -1,4 +1,4 @@
-"""A lookup as a part of its request's trace."""
+"""The span of a lookup in its request's trace."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hps.types import LookupRequest, LookupResult
 def submit_in_span(
     model: str, request: LookupRequest, submit: Callable[[LookupRequest], Future[LookupResult]]
 ) -> Future[LookupResult]:
-    """``submit(request)``, as a span where the request's are recorded."""
+    """Call ``submit(request)``, in a span if the request is recorded."""
     origin = request.origin
     if origin is None or not origin.is_recorded:
         return submit(request)
     part = origin.begin("lookup")
     part.note(model=model, keys=sum(len(keys.keys) for keys in request.features.values()))
-    return span_until_done(part, partial(submit, replace(request, origin=part)), _described)
+    return span_until_done(part, partial(submit, replace(request, origin=part)), _result_attributes)
 
 
-def _described(result: LookupResult) -> dict[str, Any]:
+def _result_attributes(result: LookupResult) -> dict[str, Any]:
     return {"defaulted": result.defaulted, "degraded": ",".join(result.degraded)}

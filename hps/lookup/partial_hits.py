@@ -1,8 +1,8 @@
-"""What the short way lacks: rows of bags that are not in memory. The tiers are asked for these alone.
+"""Partial hits of the fast path: only the rows of bags that memory misses are fetched.
 
-Bags that lack a row are pooled anew once it is there, rather than having it added at the end: sums
+Bags with a missing row are pooled again when it is there, instead of adding it at the end: sums
 are taken in the order of the keys, so a request's vectors do not depend on what was in memory, to the
-last bit, and those of float16 tables are rounded once. What is read again was read just before.
+last bit, and those of float16 tables are rounded once. The rows read twice are in the CPU's cache by then.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _DEFAULT = int(Source.DEFAULT)
 
 @dataclass(frozen=True, slots=True)
 class TablePartialHit:
-    """One table's: its position among the request's tables, its ``bags`` that lack rows, each with the
-    position of its first key among all of the table's, and what makes these ``(n,)``."""
+    """The incomplete bags of one table.
+
+    ``position``: of the table in the request; ``bags``: each with the position of its first key among all
+    keys of the table; ``keys``: makes these ``(n,)``.
+    """
 
     table: EmbeddingTable
     position: int
@@ -43,15 +46,18 @@ class TablePartialHit:
     keys: Callable[[], KeyArray]
 
     def missing(self) -> KeyArray:
-        """The keys that have no row; they may repeat."""
+        """The keys that have no row, possibly repeated."""
         flat = [bags.keys[bags.missing] for _, bags in self.bags]
         return flat[0] if len(flat) == 1 else np.concatenate(flat)
 
 
 @dataclass(frozen=True, slots=True)
 class PartialHit:
-    """A request that memory answered but for some rows. ``tables``: those that lack some; ``answers``: of all
-    tables, as if none did; ``vectors``: by feature, to be completed in place."""
+    """A request that memory answered except for some rows.
+
+    ``tables``: those with missing rows; ``answers``: of all tables, as if none had; ``vectors``: by
+    feature, to be completed in place.
+    """
 
     tier: FusedLookup
     tables: Sequence[TablePartialHit]
@@ -61,47 +67,53 @@ class PartialHit:
 
 
 class PartialHitJob(LookupJob):
-    """The rest of the way of a request that memory answered in part: each missing key once."""
+    """A lookup that completes a partial hit: each missing key is fetched once."""
 
-    __slots__ = ("_gaps", "_inverses")
+    __slots__ = ("_hit", "_inverses")
 
-    def __init__(self, request: LookupRequest, gaps: PartialHit) -> None:
-        self._gaps = gaps
+    def __init__(self, request: LookupRequest, hit: PartialHit) -> None:
+        self._hit = hit
         parts, self._inverses = [], []
-        for each in gaps.tables:
+        for each in hit.tables:
             unique, inverse = dedup(each.missing())
             parts.append(Part.make(each.table, unique))
             self._inverses.append(inverse)
-        super().__init__(request, parts, gaps.started)
+        super().__init__(request, parts, hit.started)
 
-    def asked(self, part: Part) -> int:
-        keys = next(each.keys for each in self._gaps.tables if each.table is part.table)
+    def distinct_keys(self, part: Part) -> int:
+        keys = next(each.keys for each in self._hit.tables if each.table is part.table)
         return len(dedup(keys())[0])
 
     def answer(self) -> tuple[LookupResult, Answers] | None:
-        result = LookupResult(self._gaps.vectors, degraded=self.degraded)
-        answers = list(self._gaps.answers)
-        for gaps, part, inverse in zip(self._gaps.tables, self.parts, self._inverses, strict=True):
+        result = LookupResult(self._hit.vectors, degraded=self.degraded)
+        answers = list(self._hit.answers)
+        for table_hit, part, inverse in zip(
+            self._hit.tables, self.parts, self._inverses, strict=True
+        ):
             has_defaults = fill_defaults(part, part.source.tobytes())
-            codes = np.frombuffer(bytearray(answers[gaps.position][1]), np.uint8)
-            if not self._fill(gaps, part, inverse, codes):
+            codes = np.frombuffer(bytearray(answers[table_hit.position][1]), np.uint8)
+            if not self._fill(table_hit, part, inverse, codes):
                 return None
-            told = codes.tobytes()
+            table_codes = codes.tobytes()
             if has_defaults:
-                result.defaulted += told.count(_DEFAULT)
-            answers[gaps.position] = gaps.table, told, answers[gaps.position][2]
+                result.defaulted += table_codes.count(_DEFAULT)
+            answers[table_hit.position] = (
+                table_hit.table,
+                table_codes,
+                answers[table_hit.position][2],
+            )
         return result, answers
 
     def _fill(
-        self, gaps: TablePartialHit, part: Part, inverse: IndexArray, codes: SourceArray
+        self, table_hit: TablePartialHit, part: Part, inverse: IndexArray, codes: SourceArray
     ) -> bool:
-        """Complete the table's bags and the ``codes`` of its keys ``(n,)``; False when rows got lost."""
+        """Complete the table's bags and the ``codes`` of its keys ``(n,)``; False if rows were evicted."""
         start = 0
-        for first, bags in gaps.bags:
+        for first, bags in table_hit.bags:
             assert bags.missing is not None
-            mine = inverse[start : start + len(bags.missing)]
-            codes[bags.missing + first] = part.source[mine]
-            if not self._gaps.tier.complete(bags, part.out[mine]):
+            positions = inverse[start : start + len(bags.missing)]
+            codes[bags.missing + first] = part.source[positions]
+            if not self._hit.tier.complete(bags, part.out[positions]):
                 return False
-            start += len(mine)
+            start += len(positions)
         return True

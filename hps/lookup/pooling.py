@@ -1,10 +1,9 @@
-"""From one vector per key to one vector per sample.
+"""Pooling: from one vector per key to one vector per sample.
 
 Sums are taken one by one in the order of the keys, in float32 for float16 tables, in the table's type
 otherwise; so are a mean's weights. Every kernel does the same (`hps/native/src/cache_pool.cpp`,
-`hps/cuda/pool.cu`, their NumPy twin), so the bits of a vector do not depend on which of them made it.
-A bag without keys pools to zeros under every pooling. NaN in a weight or in a row is carried through to
-its sample, and to no other.
+`hps/cuda/pool.cu`, their NumPy twin), so the bits of a vector do not depend on the kernel. A bag without
+keys pools to zeros under every pooling. NaN in a weight or in a row reaches its sample, and no other.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ def pool(
     numbers: IndexArray | None = None,
     out: VectorArray | None = None,
 ) -> VectorArray:
-    """Pool the rows ``(., dim)`` of ``keys`` to ``(batch, dim)``, in ``out`` if that is given.
+    """Pool the rows ``(., dim)`` of ``keys`` to ``(batch, dim)``, into ``out`` if given.
 
     Key ``i`` has ``rows[numbers[i]]``, or ``rows[i]`` without ``numbers (n,)``. ``sum`` adds ``w * v``;
-    ``mean`` divides that by the sum of the bag's weights (its number of keys when there are none), and
-    gives zeros where that is 0. ``none`` gives the rows themselves.
+    ``mean`` divides that by the sum of the bag's weights (its number of keys if there are none), and
+    gives zeros if that is 0. ``none`` gives the rows themselves.
     """
     if not is_pooled(pooling, keys):
         return rows if numbers is None else rows.take(numbers, axis=0)
@@ -43,12 +42,12 @@ def pool(
 
 
 def is_pooled(pooling: Pooling, keys: JaggedKeys) -> bool:
-    """Whether vectors are made of rows, instead of being rows."""
+    """True if vectors are pooled from rows, instead of being rows."""
     return pooling != "none" and (keys.weights is not None or keys.hotness != 1)
 
 
 def divisors(keys: JaggedKeys) -> Floats:
-    """(batch,) what a mean divides by."""
+    """Return the divisor of each bag's mean, ``(batch,)``."""
     weights = weights_of(keys)
     if weights is not None:
         summed = np.empty((keys.batch, 1), np.float32)
@@ -60,10 +59,10 @@ def divisors(keys: JaggedKeys) -> Floats:
 
 
 def offsets_of(keys: JaggedKeys) -> IndexArray | None:
-    """As kernels take them."""
+    """Return the offsets as kernels take them: contiguous."""
     return None if keys.offsets is None else np.ascontiguousarray(keys.offsets)
 
 
 def weights_of(keys: JaggedKeys) -> Floats | None:
-    """As kernels take them."""
+    """Return the weights as kernels take them: contiguous."""
     return None if keys.weights is None else np.ascontiguousarray(keys.weights)

@@ -1,4 +1,4 @@
-"""One table's share of a request: each key once, and the way back from it to the request's features."""
+"""Keys of one table in a request: each key once, with the index back to the features."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from hps.types import EmbeddingTable, IndexArray, JaggedKeys, VectorArray
 
 @dataclass(slots=True)
 class TableKeys:
-    """One table's share of a request. ``inverse (n,)`` finds each key's row in ``part``; None when
-    every key stood once. ``keys[i]`` belongs to ``features[i]``."""
+    """Distinct keys of one table in a request.
+
+    ``inverse (n,)`` finds each key's row in ``part``; None if no key was repeated. ``keys[i]`` belongs to
+    ``features[i]``.
+    """
 
     part: Part
     inverse: IndexArray | None
@@ -26,7 +29,7 @@ class TableKeys:
 
     @property
     def sizes(self) -> list[tuple[str, int]]:
-        """The features' names, and how many keys each has."""
+        """Each feature's name and number of keys."""
         return [(f.name, len(k.keys)) for f, k in zip(self.features, self.keys, strict=True)]
 
 
@@ -36,7 +39,7 @@ def make_table_keys(
     keys: list[JaggedKeys],
     out: Mapping[str, VectorArray],
 ) -> TableKeys:
-    """Every distinct key of ``features`` once, in order of first appearance."""
+    """Collect every distinct key of ``features``, in order of first appearance."""
     if len(features) == 1:
         flat = features[0].shift(keys[0].keys)
     else:
@@ -49,5 +52,5 @@ def make_table_keys(
     target = None
     alone = inverse is None and len(features) == 1
     if out and alone and not is_pooled(features[0].pooling, keys[0]):
-        target = out.get(features[0].name)  # rows land in the caller's array
+        target = out.get(features[0].name)  # the tier writes rows to the caller's array
     return TableKeys(Part.make(table, unique, target), inverse, features, keys)

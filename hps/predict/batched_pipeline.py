@@ -1,4 +1,4 @@
-"""Predictions that are batched: one lookup and one run of the network for several requests."""
+"""Dynamic batching of predictions: one lookup and one run of the network for several requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from hps.types import LookupRequest, PredictRequest, PredictResult
 
 
 class PredictionPipeline(Protocol):
-    """What answers predictions: `InferencePipeline`, or one that batches them."""
+    """A prediction service: `InferencePipeline`, or one that batches."""
 
     def submit(self, request: PredictRequest) -> Future[PredictResult]: ...
 
 
 class BatchedPipeline:
-    """``pipeline``, several requests at a time; see `Batcher`. A request with ``top_k``, or with candidates
-    beside their context, is alone. Any number of threads may call it."""
+    """Answers several requests with one call of ``pipeline``; see `Batcher`. Thread-safe.
+
+    A request with ``top_k``, or with context features of batch 1, runs alone."""
 
     def __init__(
         self,
@@ -45,19 +46,19 @@ class BatchedPipeline:
         return self._batcher.submit(request)
 
     def predict(self, request: PredictRequest) -> PredictResult:
-        """As ``submit``, waiting for the answer."""
+        """Like ``submit``, but wait for the result."""
         return self.submit(request).result()
 
 
 class _PredictionWork:
-    """Predictions as the work of a `Batcher`."""
+    """The `BatchWork` of predictions."""
 
     def __init__(self, pipeline: PredictionPipeline, features: Mapping[str, Feature]) -> None:
         self._features = features
-        self.alone = pipeline.submit
-        self.together = MergingSubmit(pipeline.submit, self._merged).begin
+        self.submit_one = pipeline.submit
+        self.submit_batch = MergingSubmit(pipeline.submit, self._merged).begin
 
-    def kind(self, request: PredictRequest) -> tuple[Hashable, PredictRequest] | None:
+    def merge_key(self, request: PredictRequest) -> tuple[Hashable, PredictRequest] | None:
         if request.top_k is not None or request.features.keys() != self._features.keys():
             return None
         fit = check_mergeable(_lookup(request), self._features)
@@ -85,7 +86,7 @@ class _PredictionWork:
 
 
 class _MergedPredictions:
-    """One request for those of ``requests``, which are of one kind."""
+    """One request in place of ``requests``, which have one merge key."""
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class _MergedPredictions:
         )
 
     def split(self, result: PredictResult) -> list[PredictResult]:
-        """What each request is answered with: parts of the arrays of ``result``."""
-        told = self._lookups.told(result.sources)
+        """Return each request's result: slices of the arrays of ``result``."""
+        reports = self._lookups.split_sources(result.sources)
         return [
             PredictResult(
                 {name: values[rows] for name, values in result.outputs.items()},
@@ -118,7 +119,7 @@ class _MergedPredictions:
                 result.degraded,
                 result.stale_s,
             )
-            for request, rows, mine in zip(self._requests, self._rows, told, strict=True)
+            for request, rows, mine in zip(self._requests, self._rows, reports, strict=True)
         ]
 
 

@@ -1,7 +1,6 @@
-"""A request for a prediction held against its model: names, shapes, types, batch sizes.
+"""Validation of predictions against their model: names, shapes, types, batch sizes.
 
-Features and dense inputs marked ``context`` may come with batch 1 and are broadcast over the others.
-"""
+Features and dense inputs marked ``context`` may have batch 1 and are broadcast over the others."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class PredictChecks:
-    """Of one model. Any number of threads may call it."""
+    """Checks the requests of one model. Thread-safe."""
 
     def __init__(self, model: str, spec: DenseSpec, features: Mapping[str, Feature]) -> None:
         self._model = model
@@ -35,8 +34,8 @@ class PredictChecks:
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
 
     def inputs(self, request: PredictRequest) -> tuple[Arrays, int]:
-        """The dense inputs ``(batch, ...)``, converted where that loses nothing of kind, and the batch.
-        Raises ``BadRequest``."""
+        """Return the dense inputs ``(batch, ...)``, converted where safe, and the batch. Raises
+        ``BadRequest``."""
         features = self._features
         _same_names("feature", request.features, self._keys, self._model)
         _same_names("input", request.dense, self._dense, self._model)
@@ -56,7 +55,7 @@ class PredictChecks:
         return {name: broadcast_batch(array, batch) for name, array in inputs.items()}, batch
 
     def outputs(self, request: PredictRequest) -> tuple[str, ...]:
-        """Those asked for, in the order of ``model.yaml``. Raises ``BadRequest``."""
+        """Return the requested outputs in the order of ``model.yaml``. Raises ``BadRequest``."""
         if request.top_k is not None and request.top_k < 1:
             raise BadRequest(f"top_k must be at least 1, got {request.top_k}")
         if request.outputs is None:
@@ -68,7 +67,7 @@ class PredictChecks:
 
 
 def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, str], model: str) -> None:
-    """Raises BadRequest unless ``got`` has the names ``expected``, each with what requests call it."""
+    """Raise BadRequest unless ``got`` has the names ``expected``, each with its name in requests."""
     if got.keys() == expected.keys():
         return
     for name in got:
@@ -80,7 +79,7 @@ def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, str], 
 
 
 def _checked(spec: TensorSpec, array: Any) -> NDArray[Any]:
-    """A dense input of the shape and type ``model.yaml`` gives; float64 is narrowed to float32."""
+    """Convert a dense input to ``model.yaml``'s shape and type; float64 is narrowed to float32."""
     values, wanted = np.asarray(array), DATATYPES[spec.datatype]
     if values.dtype != wanted:
         if not np.can_cast(values.dtype, wanted, "same_kind"):
@@ -96,7 +95,7 @@ def _checked(spec: TensorSpec, array: Any) -> NDArray[Any]:
 
 
 def _batch(sizes: list[tuple[str, int, bool]]) -> int:
-    """The common batch; context tensors may have 1 instead."""
+    """Return the common batch; context tensors may have 1 instead."""
     batch, first = -1, ""
     for name, size, context in sizes:
         if size == batch or (context and size == 1):
@@ -108,7 +107,7 @@ def _batch(sizes: list[tuple[str, int, bool]]) -> int:
 
 
 def broadcast_batch(array: NDArray[Any], batch: int) -> NDArray[Any]:
-    """``array (1, ...)`` repeated to ``(batch, ...)``; C-contiguous, as networks want it."""
+    """Repeat ``array (1, ...)`` to ``(batch, ...)``, C-contiguous as networks need it."""
     if array.shape[0] == batch:
         return array
     return np.repeat(array, batch, axis=0)

@@ -1,6 +1,6 @@
-"""Predictions whose vectors go from a device's memory to a network elsewhere that takes them there, as a
-Triton on the same machine does: no vector comes down to the host.
-"""
+"""Predictions whose vectors go from device memory to a remote network that reads them there.
+
+For a Triton on the same machine: no vector is copied to the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class DeviceFeed:
-    """One model on one device. Any number of threads may call it."""
+    """Predictions of one model on one device. Thread-safe."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class DeviceFeed:
         if not batch:
             return None
         asked = LookupRequest(request.features, request.deadline, request.want_source)
-        rows = self.lookup.at_once(asked)
+        rows = self.lookup.lookup_resident(asked)
         if rows is None:
             return None
         return self._predict(rows.vectors, inputs, batch, names, request.deadline), rows
@@ -74,14 +74,14 @@ class DeviceFeed:
         names: tuple[str, ...],
         deadline: float | None,
     ) -> Arrays:
-        """``vectors`` are complete, and so is what the network is given: it reads on a stream of its own."""
+        """Run the network on complete ``vectors``: it reads its inputs on another stream."""
         feed: dict[str, Any] = dict(inputs)
         stream = self._space.take_stream()
         for feature, tensor, dtype in self._feeds:
             array = vectors[feature.name]
             if feature.pooling == "none":
                 array = array.reshape(-1, feature.hotness or 1, feature.table.dim)
-            if len(array) != batch or array.dtype != dtype:  # to be repeated, or widened
+            if len(array) != batch or array.dtype != dtype:  # must be repeated or widened
                 whole = self._space.empty((batch, *array.shape[1:]), dtype, stream)
                 self._space.assign(whole, array, stream)
                 array = whole

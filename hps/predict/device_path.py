@@ -1,4 +1,4 @@
-"""The whole prediction on one device: keys in, scores out, and no vector comes down in between."""
+"""Predictions on one device: keys in, scores out; no vector is copied to the host."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(slots=True)
 class _DevicePathTemplate:
-    """What predictions with the same numbers of keys have in common on a lane: the features' keys and where
-    their vectors go, the network, what must then be widened or repeated; `pooled` and `fetched` once they
-    were needed."""
+    """The fixed part of predictions with the same numbers of keys on a lane.
+
+    The features' keys, the destinations of their vectors, the network, and the vectors to widen or repeat
+    afterwards; `pooled` and `fetched` are made on first use."""
 
     bags: list[DeviceBags]
     form: LaneBinding
@@ -41,7 +42,7 @@ class _DevicePathTemplate:
 
 
 class DevicePath:
-    """One model on one device. Any number of threads may call it."""
+    """Predictions of one model on one device. Thread-safe."""
 
     def __init__(
         self,
@@ -63,14 +64,15 @@ class DevicePath:
         self._observe = observe
         self._meter = meter
         self._held = all(cache.capacity(feature.table) for feature, _ in feeds)
-        # Pooling straight from the cache is in vain when a row is missing.
-        self._patience = Backoff()
+        # Pooling straight from the cache is wasted if a row is missing.
+        self._backoff = Backoff()
 
     def quick(
         self, request: PredictRequest, inputs: Arrays, batch: int, names: tuple[str, ...]
     ) -> tuple[Arrays, LookupResult] | None:
-        """The outputs of a request whose every row is in memory, and what there is to say of the lookup.
-        None: a store must be asked, or the request wants what only the ordinary way gives."""
+        """Return the outputs if every row is in memory, with the lookup's report.
+
+        None if a store is needed, or if the request needs the slow path."""
         if not self._held or request.want_source or not batch:
             return None
         if request.deadline is not None and time.monotonic() > request.deadline:
@@ -83,7 +85,7 @@ class DevicePath:
             alike: _DevicePathTemplate | None = lane.kept.get(key)
             if alike is None:
                 alike = self._prepare(lane, key, request, batch, names)
-            if self._patience.is_due():
+            if self._backoff.is_due():
                 outputs = self._pool(lane, alike, request.features, inputs)
                 if outputs is not None:
                     return outputs, LookupResult({})
@@ -97,7 +99,7 @@ class DevicePath:
         names: tuple[str, ...],
         deadline: float | None = None,
     ) -> Arrays:
-        """The outputs from ``rows``, the lookup's result; what has begun here is not broken off."""
+        """Compute the outputs from ``rows``, the lookup's result; a started run ignores the deadline."""
         assert isinstance(rows, DeviceLookupResult)
         with self._lanes.lease() as lane:
             form = lane.form(batch, names)
@@ -107,7 +109,7 @@ class DevicePath:
             form.start(inputs)
             return form.finish()
 
-    # -- the quick ways ----------------------------------------------------------------------------
+    # -- device paths ------------------------------------------------------------------------------
 
     def _pool(
         self,
@@ -116,17 +118,17 @@ class DevicePath:
         features: Mapping[str, JaggedKeys],
         inputs: Arrays,
     ) -> Arrays | None:
-        """One launch for the vectors, and one wait; None when a row is missing."""
+        """Make the vectors in one launch, with one wait; None if a row is missing."""
         started = time.perf_counter()
         pooled = alike.pooled
         if pooled is None:
             pooled = alike.pooled = prepared_pooling(self._cache, alike.bags)
         part = current_context()
         call_timed(part, "rows", self._begin, lane, alike, features, pooled)
-        # Whether a row was missing is known only later. Until then the network is under way.
+        # A missing row is known only later; until then the network runs.
         outputs = call_timed(part, "network", _run, alike.form, inputs)
         missing = pooled.missing()
-        self._patience.tell(worked=not missing)
+        self._backoff.record(worked=not missing)
         if missing:
             return None
         seconds = time.perf_counter() - started
@@ -137,7 +139,7 @@ class DevicePath:
     def _fetch(
         self, lane: NetworkLane, alike: _DevicePathTemplate, request: PredictRequest, inputs: Arrays
     ) -> tuple[Arrays, LookupResult] | None:
-        """Fetch the rows, those that are missing from ``below``, and pool them; None when that lacks some."""
+        """Fetch the rows, missing ones from ``below``, and pool them; None if some are missing there too."""
         fetched = alike.fetched
         if fetched is None:
             given = self._cache, self._below, alike.bags, self._observe, self._meter
@@ -157,7 +159,7 @@ class DevicePath:
         features: Mapping[str, JaggedKeys],
         pooled: Any,
     ) -> None:
-        """Have the vectors made."""
+        """Launch the pooling."""
         _fill(alike.bags, features, pooled.keys)
         pooled.launch(lane.stream)
         self._assign(lane, alike.assigned)
@@ -166,7 +168,7 @@ class DevicePath:
         for to, source in assigned:
             self._space.assign(to, source, lane.stream)
 
-    # -- preparing them ----------------------------------------------------------------------------
+    # -- preparation -------------------------------------------------------------------------------
 
     def _prepare(
         self,
@@ -176,7 +178,7 @@ class DevicePath:
         batch: int,
         names: tuple[str, ...],
     ) -> _DevicePathTemplate:
-        """Check a request of a kind that was not seen before. Raises BadRequest."""
+        """Check a request of a new form. Raises BadRequest."""
         check_sizes(self.lookup.model, LookupRequest(request.features, request.deadline))
         counts, shapes = [], {}
         for feature, _ in self._feeds:
@@ -185,7 +187,7 @@ class DevicePath:
             bags = n if feature.pooling == "none" else keys.batch
             shapes[feature.name] = (bags, feature.table.dim)
             counts.append((feature.table, n, n))
-        form = lane.form(batch, names)  # first: it may clear what the lane keeps
+        form = lane.form(batch, names)  # first: it may clear `lane.kept`
         outs, assigned = self._outs(lane, form, shapes)
         codes = [
             (table, bytes([Source.GPU]) * n, [(feature.name, n)])
@@ -209,8 +211,8 @@ class DevicePath:
     def _outs(
         self, lane: NetworkLane, form: LaneBinding, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-        """Where each feature's vectors go: the network's own input, or, if they must be widened or repeated,
-        an array of their own and then, by assignment, that input."""
+        """Return each feature's destination: the network's own input, or, for vectors to widen or repeat, a
+        new array that is then assigned to that input."""
         outs, assigned = {}, []
         for feature, tensor in self._feeds:
             feed, shape, dtype = form.feeds[tensor], shapes[feature.name], feature.table.dtype
@@ -233,6 +235,6 @@ def _fill(
     features: Mapping[str, JaggedKeys],
     there: Sequence[NDArray[np.int64]],
 ) -> None:
-    """The tables' keys for ``features`` into pinned memory."""
+    """Write the tables' keys of ``features`` into pinned memory."""
     for each, keys in zip(bags, there, strict=True):
         keys[:] = each.feature.shift(features[each.feature.name].keys)

@@ -1,4 +1,4 @@
-"""How ``model.yaml`` wires features and inputs to a network, and whether the network agrees."""
+"""Inputs and outputs of a network as ``model.yaml`` defines them, and their check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hps.lookup.base import Feature
 def check_wiring(
     model: str, spec: DenseSpec, features: Mapping[str, Feature], network: DenseModel
 ) -> dict[str, NetworkTensor]:
-    """What the network is fed, by its own names. Raises ``ModelError`` where the two disagree."""
+    """Return the tensors that the network is fed, by its names. Raises ``ModelError`` for a mismatch."""
     fed = fed_tensors(model, spec, features)
     outputs = {tensor.name: tensor for tensor in spec.outputs}
     check_network(model, network, fed.values(), served_tensors(spec))
@@ -26,7 +26,7 @@ def check_wiring(
 def fed_tensors(
     model: str, spec: DenseSpec, features: Mapping[str, Feature]
 ) -> dict[str, NetworkTensor]:
-    """Every tensor the network is fed, by its name in the network, as ``model.yaml`` has it."""
+    """Return ``model.yaml``'s tensors that the network is fed, by their names in the network."""
     fed = [_info(tensor) for tensor in spec.inputs]
     for name in spec.embeddings:
         if name not in features:
@@ -54,7 +54,7 @@ def fed_tensors(
 
 
 def served_tensors(spec: DenseSpec) -> list[NetworkTensor]:
-    """What ``model.yaml`` serves of the network's outputs."""
+    """Return the network's outputs that ``model.yaml`` serves."""
     return [_info(tensor) for tensor in spec.outputs]
 
 

@@ -1,7 +1,7 @@
-"""Lookup and dense model together: the one thing REST, gRPC and the Triton backend call.
+"""Predictions: lookup and network, for REST, gRPC and the Triton backend.
 
-Ranking candidates: features and dense inputs marked ``context`` may come with batch 1. They are
-fetched once and broadcast over the batch of the others.
+Candidates: features and dense inputs marked ``context`` may have batch 1. They are fetched once and
+broadcast over the batch of the others.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from hps.types import LookupRequest, LookupResult, PredictRequest, PredictResult
 
 
 class DevicePredictor(Protocol):
-    """A model on a device that holds its rows, and whose network takes them there. May be called from any
-    thread."""
+    """A model whose rows and vectors are on one device. Thread-safe."""
 
     @property
     def lookup(self) -> Lookup:
-        """The lookup whose vectors stay there."""
+        """The lookup whose vectors stay on the device."""
         ...
 
     def quick(
         self, request: PredictRequest, inputs: Arrays, batch: int, names: tuple[str, ...]
     ) -> tuple[Arrays, LookupResult] | None:
-        """The outputs ``names``, and the lookup's result but for its vectors, if memory holds every row, else
-        None. ``inputs (batch, ...)``."""
+        """Return the outputs ``names`` and the lookup's result without vectors, if memory holds every row;
+        else None. ``inputs (batch, ...)``."""
         ...
 
     def run(
@@ -54,13 +53,13 @@ class DevicePredictor(Protocol):
         names: tuple[str, ...],
         deadline: float | None = None,
     ) -> Arrays:
-        """The outputs ``names`` from the result of ``lookup``. A network that runs elsewhere is not waited
-        for beyond ``deadline``."""
+        """Compute the outputs ``names`` from the result of ``lookup``. A remote network is not waited for
+        after ``deadline``."""
         ...
 
 
 class InferencePipeline:
-    """One model, from keys and dense tensors to named outputs. Any number of threads may call it."""
+    """Predictions of one model, from keys and dense tensors to named outputs. Thread-safe."""
 
     def __init__(
         self,
@@ -72,8 +71,8 @@ class InferencePipeline:
         meter: DenseMeter | None = None,
         devices: Sequence[DevicePredictor] = (),
     ) -> None:
-        """``devices`` take turns; without any, rows and network are on the host. Raises ``ModelError``
-        when ``spec`` and the network do not fit."""
+        """``devices`` are used in turn; without any, rows and network are on the host. Raises
+        ``ModelError`` if ``spec`` and the network do not match."""
         self.name = name
         self.lookup = lookup
         self.dense = dense
@@ -93,33 +92,33 @@ class InferencePipeline:
         self._widen = {t: network[t] for _, t in self._feeds if fed[t].dtype != network[t]}
 
     def predict(self, request: PredictRequest) -> PredictResult:
-        """As ``submit``, waiting for the answer."""
+        """Like ``submit``, but wait for the result."""
         return self.submit(request).result()
 
     def submit(self, request: PredictRequest) -> Future[PredictResult]:
-        """Start a prediction; done already when memory held every row and the network is quick.
+        """Start a prediction; already done if memory held every row and the network runs inline.
 
-        Never waits. Raises ``BadRequest``, ``Unavailable`` (overloaded), and what an inline run
-        raised; everything later is the future's exception.
+        Never blocks. Raises ``BadRequest``, ``Unavailable`` (overloaded), and the error of an inline run;
+        later errors are the future's exception.
         """
         inputs, batch = self._check.inputs(request)
         wanted = self._check.outputs(request)
         if not self._devices:
-            return self._ordinary(request, inputs, batch, wanted, None)
+            return self._slow_path(request, inputs, batch, wanted, None)
         device = self._devices[next(self._turn) % len(self._devices)]
 
         def go_on(answer: PredictResult | None) -> Future[PredictResult]:
             if answer is not None:
                 return CompletedFuture(answer)
-            return self._ordinary(request, inputs, batch, wanted, device)
+            return self._slow_path(request, inputs, batch, wanted, device)
 
-        quick = partial(self._quick, request, inputs, batch, wanted, device)
+        quick = partial(self._device_path, request, inputs, batch, wanted, device)
         if batch == 0 or self.dense.runs_inline(batch):
             return go_on(quick())
         begun = self._workers.submit(timed_wait(request.origin, quick), request.deadline)
         return chain_future(begun, go_on)
 
-    def _ordinary(
+    def _slow_path(
         self,
         request: PredictRequest,
         inputs: Arrays,
@@ -138,7 +137,7 @@ class InferencePipeline:
         score = partial(self._score, request, inputs, batch, wanted, device)
 
         def run(rows: LookupResult) -> Future[PredictResult]:
-            """On the thread that has the rows if the network is quick, else on one of ours."""
+            """Run the network: an inline one on the thread that has the rows, any other on the pool."""
             if batch == 0 or self.dense.runs_inline(batch):
                 return CompletedFuture(score(rows))
             return self._workers.submit(
@@ -147,7 +146,7 @@ class InferencePipeline:
 
         return run(lookup.result()) if lookup.done() else chain_future(lookup, run)
 
-    def _quick(
+    def _device_path(
         self,
         request: PredictRequest,
         inputs: Arrays,
@@ -182,16 +181,16 @@ class InferencePipeline:
             start = time.perf_counter()
             if device is None:
                 feed = call_timed(request.origin, "feed", self._feed, inputs, rows, batch)
-                with _part(request, "dense"):
+                with _span(request, "dense"):
                     outputs = self.dense.predict(feed, names, request.deadline)
             else:
-                with _part(request, "dense"):
+                with _span(request, "dense"):
                     outputs = device.run(rows, inputs, batch, names, request.deadline)
             self._judge(outputs, batch, time.perf_counter() - start)
         return self._result(request, wanted, outputs, batch, rows)
 
     def _computed(self, request: PredictRequest, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """The outputs to be computed: those wanted, and what they are sorted by."""
+        """Return the outputs to compute: those requested, and the one that they are sorted by."""
         if request.top_k is not None and self._ranking not in wanted:
             return (*wanted, self._ranking)
         return wanted
@@ -217,7 +216,7 @@ class InferencePipeline:
         return PredictResult(outputs, rows.sources, rows.defaulted, rows.degraded, rows.stale_s)
 
     def _feed(self, inputs: Arrays, rows: LookupResult, batch: int) -> Arrays:
-        """What the network takes: every array contiguous, of its type, with the full batch."""
+        """Make the network's inputs: contiguous arrays of its types with the full batch."""
         feed = dict(inputs)
         for feature, tensor in self._feeds:
             vectors = rows.vectors[feature.name]
@@ -229,7 +228,7 @@ class InferencePipeline:
         return feed
 
     def _judge(self, outputs: Arrays, batch: int, seconds: float) -> None:
-        """Count what a run of ``seconds`` gave; DenseModelError when it isn't one row per sample."""
+        """Count a run of ``seconds``; raise DenseModelError unless it gave one row per sample."""
         self._meter.ran(seconds)
         for name, values in outputs.items():
             if values.shape[:1] != (batch,):
@@ -245,17 +244,19 @@ class InferencePipeline:
                 self._meter.scored(name, values)
 
 
-def _part(request: PredictRequest, name: str) -> AbstractContextManager[object]:
+def _span(request: PredictRequest, name: str) -> AbstractContextManager[object]:
     return nullcontext() if request.origin is None else request.origin.part(name)
 
 
 def top_k(scores: NDArray[Any], k: int) -> NDArray[np.int64]:
-    """Positions ``(min(k, n),)`` of the highest ``scores (n,)`` or ``(n, 1)``, best first; equal ones
-    in the order they came, NaN last."""
+    """Return the positions ``(min(k, n),)`` of the highest ``scores (n,)`` or ``(n, 1)``, best first.
+
+    Equal scores keep their order; NaN comes last.
+    """
     order = np.argsort(-scores.reshape(-1).astype(np.float64), kind="stable")
     return order[:k].astype(np.int64, copy=False)
 
 
 def _nothing(tensor: TensorSpec) -> NDArray[Any]:
-    """The output of an empty batch."""
+    """Make the output of an empty batch."""
     return np.empty((0, *(max(size, 0) for size in tensor.shape[1:])), DATATYPES[tensor.datatype])

@@ -48,9 +48,9 @@ class Side:
             lambda table, keys: self.promoted.append((table, keys.tolist())),
             _Meter(self),
         )
-        assert self.engine._short is not None
+        assert self.engine._fast_path is not None
         if not short:
-            self.engine._short = None
+            self.engine._fast_path = None
 
 
 class _Meter:

@@ -1,4 +1,4 @@
-"""Tensors in a GPU's memory that this process and a Triton on the same machine share."""
+"""CUDA shared memory for tensors of this process and a Triton server on the same machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from hps.errors import Unavailable
 
 
 class DeviceRegion:
-    """A `Region` of the memory of GPU number ``device``, which Triton must know by the same number. It is
-    given back when Triton has said that it uses it no more; CUDA leaves open what happens otherwise.
-    Raises Unavailable when the GPU has none left, or shares none with other processes."""
+    """A `TritonRegion` in the memory of GPU number ``device``; Triton must use the same number.
+
+    It is freed once Triton has unregistered it; CUDA leaves undefined what happens otherwise.
+    Raises Unavailable if the GPU has no memory left, or shares none with other processes."""
 
     def __init__(self, device: int, size: int) -> None:
         cp = self._cupy = cupy()
@@ -28,7 +29,7 @@ class DeviceRegion:
         with self._device:
             self._stream = cp.cuda.Stream(non_blocking=True)
             try:
-                # Of its own, not of a pool: a handle stands for a whole allocation.
+                # Not from a pool: a handle stands for a whole allocation.
                 self._memory = cp.cuda.Memory(size)
             except cp.cuda.runtime.CUDARuntimeError as error:
                 raise Unavailable(
@@ -45,7 +46,7 @@ class DeviceRegion:
         self.key: str | CudaSharedMemory = CudaSharedMemory(handle, device)
 
     def put(self, tensors: Iterable[tuple[int, Any]]) -> None:
-        """Of host or device; those of a device C-contiguous and complete."""
+        """Write host or device arrays; device arrays must be C-contiguous and complete."""
         with self._device:
             kept = []
             for offset, array in tensors:
@@ -65,7 +66,7 @@ class DeviceRegion:
         return array
 
     def drop(self) -> None:
-        """Triton may still read and write it."""
+        """Keep the memory: Triton may still use it."""
 
     def release(self) -> None:
         self._memory = None

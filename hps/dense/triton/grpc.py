@@ -1,4 +1,4 @@
-"""Triton by gRPC."""
+"""Triton over gRPC."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hps.dense.triton.transport import (
     translate_triton_error,
 )
 
-# A channel asks for its server again after at most this long.
+# The longest interval between two connection attempts of a channel.
 _RECONNECT_MS = 500
 _MESSAGE_BYTES = 2**31 - 1
 
 
 class GrpcTransport:
-    """By gRPC; requests take turns over ``channels`` connections."""
+    """Triton over gRPC; requests alternate between ``channels`` connections."""
 
     def __init__(
         self, url: str, model: str, version: str, *, channels: int, tls: Any = None
@@ -42,7 +42,7 @@ class GrpcTransport:
         options = [
             ("grpc.max_send_message_length", _MESSAGE_BYTES),
             ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-            ("grpc.use_local_subchannel_pool", 1),  # else all channels share one connection
+            ("grpc.use_local_subchannel_pool", 1),  # otherwise all channels share one connection
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
@@ -51,7 +51,7 @@ class GrpcTransport:
             (
                 "grpc.http2.ping_timeout_ms",
                 2_000,
-            ),  # of gRPC's own: see hps/lookup/remote/connection.py
+            ),  # gRPC's own pings: see hps/lookup/remote/connection.py
         ]
         self._clients = [
             grpc.InferenceServerClient(url, channel_args=options, **_tls(tls))

@@ -1,7 +1,7 @@
-"""Tensors in the host's memory that this process and a Triton on the same machine share.
+"""Shared memory of the host for tensors of this process and a Triton server on the same machine.
 
-A region is a file in ``/dev/shm``. Its process holds a lock on it, which the kernel drops when that ends:
-so the next process can tell regions of a killed one, in whatever pid namespace it ran, and remove them.
+A region is a file in ``/dev/shm``, locked by its process. The kernel releases the lock when the process
+ends: so the next process finds and removes the regions of a killed one, in whatever pid namespace it ran.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREFIX = "hps-dense-"
 
 
 class HostRegion:
-    """A `Region` of the host's memory. Raises Unavailable when ``/dev/shm`` has no ``size`` bytes free."""
+    """A `TritonRegion` in host memory. Raises Unavailable if ``/dev/shm`` has no ``size`` bytes free."""
 
     def __init__(self, size: int) -> None:
         self.name = unused_name()
@@ -63,7 +63,7 @@ class HostRegion:
         self._lock.release()
 
     def release(self) -> None:
-        """What Triton mapped was its own."""
+        """Do nothing: Triton had its own mapping."""
 
     def _array(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.ndarray(shape, dtype, buffer=self._memory.buf, offset=offset)

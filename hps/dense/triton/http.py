@@ -1,4 +1,4 @@
-"""Triton by HTTP."""
+"""Triton over HTTP."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ _HEADER_LENGTH = "inference-header-content-length"
 
 
 class HttpTransport:
-    """By HTTP, in the words of Triton's client over connections of our own: its own belong to one thread
-    each, and know no deadline for a whole call."""
+    """Triton over HTTP, with the messages of its client but other connections.
+
+    Those of Triton's client belong to one thread each, and have no deadline for a whole call."""
 
     def __init__(self, url: str, model: str, version: str, tls: Tls | None = None) -> None:
-        """``tls``: None speaks plain text. ConfigError for certificates that cannot be used."""
+        """``tls`` None: plain text. Raises ConfigError for certificates that cannot be used."""
         from tritonclient import http
 
         self._http = http
@@ -101,7 +102,7 @@ class HttpTransport:
         self._ask("POST", f"{_shared(key)}/region/{region}/unregister", timeout_s, b"")
 
     def close(self) -> None:
-        """A Triton that is told to stop waits for open connections."""
+        """Close the connections, since a stopping Triton waits for open ones."""
         self._connections.close()
 
     def _ask(

@@ -25,13 +25,12 @@ _DESCRIBE_S = 2.0
 
 
 class TritonModel:
-    """The network ``name`` of the Triton at ``url``. Any number of threads may call it.
+    """The network ``name`` of the Triton at ``url``. Thread-safe.
 
-    A Triton that cannot be reached at the start is asked for what it serves before its first run;
-    ``expected`` (inputs, outputs) stand for it until then. ``timeout_s`` bounds a run that has no earlier
-    deadline; runs that end as `TritonUnavailable` (Triton is not available or does not know the model
-    yet, or the connection is lost: a run has no side effects) are repeated up to ``retries`` times
-    within it, no others.
+    If Triton is unreachable at the start, its description is read before the first run; until then
+    ``expected`` (inputs, outputs) is used. ``timeout_s`` bounds a run that has no earlier deadline. Runs
+    that raise `TritonUnavailable` (Triton is unavailable or does not know the model yet, or the connection
+    is lost: a run has no side effects) are retried up to ``retries`` times within it; no other error is.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class TritonModel:
         regions: ThreadRegions | None = None,
         check: Callable[[DenseModel], object] = lambda model: None,
     ) -> None:
-        """``check`` raises ModelError when what Triton has is not what is served. Raises ModelError when
-        Triton answers and has no such model, or another one."""
+        """``check`` raises ModelError if Triton's network is not the expected one. Raises ModelError if
+        Triton answers and does not have the model, or has another one."""
         self._name, self._url = name, url
         self._transport = transport
         self._timeout_s = timeout_s
@@ -75,8 +74,8 @@ class TritonModel:
         outputs: tuple[str, ...] | None = None,
         deadline: float | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """See ``DenseModel``. Raises Unavailable when Triton cannot be reached or does not serve the model
-        that is expected, and DeadlineExceeded."""
+        """Run the network; see ``DenseModel``. Raises Unavailable if Triton is unreachable or does not
+        serve the expected model, and DeadlineExceeded."""
         until = time.monotonic() + self._timeout_s
         if deadline is not None:
             until = min(until, deadline)
@@ -89,7 +88,8 @@ class TritonModel:
                 with self._part():
                     return self._run(inputs, names, until)
             except ModelError as error:
-                # It served other models before it served this one, or will be mended while we run.
+                # Unavailable, not ModelError: Triton served another model before, or will be fixed while we
+                # run.
                 raise Unavailable(f"{error}; ask again") from None
             except TritonUnavailable as error:
                 wait = pause * random.uniform(0.5, 1.5)

@@ -1,6 +1,6 @@
-"""Tensors in memory that this process and a Triton on the same machine share.
+"""Shared memory regions for tensors of this process and a Triton server on the same machine.
 
-For large batches: what it saves is measured by `benchmarks/dense_transports.py`.
+For large batches: `benchmarks/dense_transports.py` measures what it saves.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from hps.errors import DeadlineExceeded, DenseModelError, Unavailable
 log = logging.getLogger(__name__)
 SMALLEST = 1 << 16
 _ALIGN = 64
-# What regions that nobody here uses and Triton may still know may hold together.
+# The limit in bytes of dropped regions that Triton may still have registered.
 _STALE_BYTES = 1 << 30
-# Of them Triton is told to forget so many at a time, and within this time where nobody's run depends on it.
+# How many of them are unregistered at a time, and how long that may take if no run depends on it.
 _AT_A_TIME = 64
 _FORGET_S = 1.0
 
 
 class TritonRegion(Protocol):
-    """Memory of one thread, of ``size`` bytes. No other ever had its name, in Triton or on this machine."""
+    """Memory of one thread, of ``size`` bytes. Its name is never reused, in Triton or on this machine."""
 
     name: str
     size: int
@@ -47,36 +47,36 @@ class TritonRegion(Protocol):
     """What Triton finds it by."""
 
     def put(self, tensors: Iterable[tuple[int, NDArray[Any]]]) -> None:
-        """Write arrays at their offsets; they are there when this returns."""
+        """Write arrays at their offsets; complete on return."""
         ...
 
     def get(self, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A copy of the array there."""
+        """Copy an array out of the region."""
         ...
 
     def drop(self) -> None:
-        """Nobody here uses it any more, Triton may."""
+        """Stop using the region in this process; Triton may still use it."""
         ...
 
     def release(self) -> None:
-        """Triton does not know it any more, or never did."""
+        """Free the region: Triton has unregistered it, or never knew it."""
         ...
 
 
 class ThreadRegions:
-    """A region for each thread that runs something; a larger one takes its place when it must hold more.
+    """A region per thread that runs networks; a larger one replaces it when needed.
 
-    Triton must allow them (``--allow-client-shm=true`` in newer ones). Outputs whose size cannot be told
-    beforehand come in the answer. ``make`` makes a region of a size.
+    Triton must allow them (``--allow-client-shm=true`` in newer versions). Outputs of a size that is
+    unknown beforehand come in the response. ``make`` makes a region of a size.
 
-    One that a failed run leaves to Triton is kept until Triton says that it has let go of it. At most a GiB
-    waits for that; beyond it runs raise Unavailable.
+    A region of a failed run is kept until Triton has unregistered it. At most a GiB waits for that; beyond
+    it runs raise Unavailable.
     """
 
     def __init__(
         self, make: Callable[[int], TritonRegion] = HostRegion, *, on_device: bool = False
     ) -> None:
-        """``on_device``: its regions are a GPU's memory, and take arrays that are."""
+        """``on_device``: the regions are GPU memory, and take device arrays."""
         self._make = make
         self.on_device = on_device
         self._own = threading.local()
@@ -92,9 +92,12 @@ class ThreadRegions:
         outputs: Sequence[NetworkTensor],
         left_s: Callable[[], float],
     ) -> dict[str, NDArray[Any]]:
-        """As ``transport.infer``. After an error the thread takes another region, for Triton may still write
-        to the one it had, unless it never heard of the run; at once for a Triton that was started anew and
-        knows of none. Raises Unavailable, too, where there is no memory for a region."""
+        """Run ``transport.infer`` with tensors in this thread's region.
+
+        After an error the thread takes another region, since Triton may still write to the old one, unless
+        Triton never got the run. A restarted Triton that knows no regions gets the run again immediately.
+        Also raises Unavailable if there is no memory for a region.
+        """
         for first in (True, False):
             try:
                 return self._infer(transport, inputs, outputs, left_s)
@@ -108,8 +111,8 @@ class ThreadRegions:
         raise AssertionError("the second attempt answers or raises")
 
     def close(self, transport: TritonTransport) -> None:
-        """Nobody may run anything any more. A Triton that answers forgets the regions; memory that another
-        one may still use is kept as long as this process lives."""
+        """Unregister all regions; no run may be in flight. If Triton does not respond, memory that it may
+        still use is kept until the process ends."""
         with self._lock:
             regions, self._all = self._all, []
         for region in regions:
@@ -141,7 +144,7 @@ class ThreadRegions:
         sized = {}
         for tensor in outputs:
             shape = (batch, *tensor.shape[1:])
-            # The name of an input may be that of an output.
+            # An input and an output may have the same name.
             if min(shape) < 0 or tensor.name in places:
                 continue
             sized[tensor.name] = tensor, shape
@@ -183,7 +186,7 @@ class ThreadRegions:
         return bool(self._stale) and self._stale_bytes + size > _STALE_BYTES
 
     def _drop(self) -> None:
-        """This thread has no region any more. What Triton mapped stays its own until it is told."""
+        """Drop this thread's region. Triton's mapping stays until it is unregistered."""
         region: TritonRegion | None = getattr(self._own, "region", None)
         if region is None:
             return
@@ -202,10 +205,10 @@ class ThreadRegions:
             self._stale_bytes += region.size
 
     def _forget(self, transport: TritonTransport, left_s: Callable[[], float]) -> None:
-        """Triton unregisters regions that are no more; what it does not hear now is told another time."""
+        """Unregister dropped regions at Triton; what fails now is tried again later."""
         for _ in range(min(_AT_A_TIME, len(self._stale))):
             with self._lock:
-                if not self._stale:  # other threads were quicker
+                if not self._stale:  # another thread did it
                     return
                 region = self._stale.popleft()
             try:
@@ -237,7 +240,7 @@ def _register(region: TritonRegion, transport: TritonTransport, left_s: float) -
 
 
 def _unregister(region: TritonRegion, transport: TritonTransport, left_s: float) -> bool:
-    """Whether Triton has let go of it. It refuses to while a run uses it."""
+    """True if Triton has unregistered the region. It refuses while a run uses it."""
     try:
         transport.unregister(region.name, region.key, left_s)
     except TritonRejected as error:

@@ -1,7 +1,7 @@
-"""How Triton is asked, and what its clients' tensors and errors are here.
+"""The interface to Triton, with the conversion of its clients' tensors and errors.
 
-Errors are Triton's: `TritonUnavailable` for what may be better a moment later or elsewhere
-(`translate_triton_error` says what that is), anything else as it is.
+Errors are Triton's: `TritonUnavailable` for what a later attempt, or another server, may answer
+(see `translate_triton_error`), anything else as it is.
 """
 
 from __future__ import annotations
@@ -20,35 +20,37 @@ from hps.errors import DeadlineExceeded, DenseModelError, ModelError, NotFound
 from hps.tracing import current_context
 
 _TOO_LATE = "StatusCode.DEADLINE_EXCEEDED"
-# Triton's words for a request whose `timeout` passed in its queue; its status is UNAVAILABLE.
+# Triton's message for a request whose `timeout` passed in its queue; the status is UNAVAILABLE.
 _EXPIRED = "Request timeout expired"
 _UNREACHABLE = {"StatusCode.UNAVAILABLE", "503"}
 _NOT_FOUND = {"StatusCode.NOT_FOUND", "404"}
-# gRPC's own codes for what goes wrong on the way are not among them.
+# gRPC's own codes for transport errors are not among them.
 _ANSWERED = {
     f"StatusCode.{code}"
     for code in ("INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "UNIMPLEMENTED")
 }
-# gRPC's words for a call that found no connection. In others, it counts as one that may have arrived.
+# gRPC's message for a call without a connection. With any other message the call may have arrived.
 _NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed")
 
 
 class TritonUnavailable(DenseModelError):
-    """Nobody answers there, the connection was lost, or Triton says that it cannot at the moment or does not
-    know the model (yet). A run has no side effects: whoever has asked may ask again."""
+    """Triton is unreachable or unavailable, the connection was lost, or the model is unknown (yet).
+
+    A run has no side effects: the caller may retry.
+    """
 
 
 class TritonNotConnected(TritonUnavailable):
-    """There was no connection: Triton has not heard of the call."""
+    """There was no connection: the call did not reach Triton."""
 
 
 class TritonRejected(DenseModelError):
-    """Triton has answered that it did not do it."""
+    """Triton answered that it did not run the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonModelInfo:
-    """A model as Triton describes it. ``max_batch`` 0: Triton knows no batches there."""
+    """A model as Triton describes it. ``max_batch`` 0: it has no batch dimension in Triton."""
 
     inputs: tuple[NetworkTensor, ...]
     outputs: tuple[NetworkTensor, ...]
@@ -57,7 +59,7 @@ class TritonModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryTensors:
-    """Tensors in shared memory that Triton knows as ``region``: offset and bytes of each, by name."""
+    """Tensors in the shared memory that Triton knows as ``region``: offset and bytes of each, by name."""
 
     region: str
     places: dict[str, tuple[int, int]]
@@ -65,20 +67,21 @@ class SharedMemoryTensors:
 
 @dataclass(frozen=True, slots=True)
 class CudaSharedMemory:
-    """Memory of GPU number ``device``, by the handle that CUDA gives for other processes."""
+    """Memory of GPU number ``device``, with CUDA's handle for other processes."""
 
     handle: bytes
     device: int
 
 
 class TritonTransport(Protocol):
-    """One model of one Triton. Any number of threads may call it; no call lasts beyond its ``timeout_s``.
+    """One model of one Triton. Thread-safe; no call outlasts its ``timeout_s``.
 
-    ``register`` and ``unregister`` raise what ``infer`` does."""
+    ``register`` and ``unregister`` raise what ``infer`` raises.
+    """
 
     def describe(self, timeout_s: float) -> TritonModelInfo:
-        """Raises `TritonUnavailable`, `DeadlineExceeded`, `NotFound` when there is no such model,
-        `ModelError` when its tensors are of types that no network may use."""
+        """Return Triton's description. Raises `TritonUnavailable`, `DeadlineExceeded`, `NotFound` if there
+        is no such model, `ModelError` if a network cannot use its tensors' types."""
         ...
 
     def infer(
@@ -88,15 +91,16 @@ class TritonTransport(Protocol):
         timeout_s: float,
         shared: SharedMemoryTensors | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """The ``outputs`` for ``inputs`` (name, datatype, array). What is ``shared`` is read and written
-        there, and not among the arrays returned. Triton is told ``timeout_s``, too, and need not run what
-        waited longer in its queue. Raises `TritonUnavailable`, `DeadlineExceeded`, `DenseModelError`."""
+        """Return the ``outputs`` for ``inputs`` (name, datatype, array). Tensors in ``shared`` are read and
+        written there, and are not among the returned arrays. Triton gets ``timeout_s`` too, and need not
+        run a request that waited longer in its queue. Raises `TritonUnavailable`, `DeadlineExceeded`,
+        `DenseModelError`."""
         ...
 
     def register(
         self, region: str, key: str | CudaSharedMemory, size: int, timeout_s: float
     ) -> None:
-        """Let Triton map ``size`` bytes of shared memory, in the host's by name."""
+        """Let Triton map ``size`` bytes of shared memory; host memory by its name."""
         ...
 
     def unregister(self, region: str, key: str | CudaSharedMemory, timeout_s: float) -> None: ...
@@ -105,20 +109,20 @@ class TritonTransport(Protocol):
 
 
 def request_headers() -> tuple[str, dict[str, str]]:
-    """The id of the request that is worked for, and what Triton is told of its trace."""
+    """Return the current request's ID and trace headers."""
     origin = current_context()
     return ("", {}) if origin is None else (origin.request_id, origin.headers())
 
 
 def microseconds(timeout_s: float) -> int:
-    """``timeout_s`` as a request's parameter ``timeout``, of which 0 says that there is none."""
+    """Convert ``timeout_s`` to Triton's request parameter ``timeout``, of which 0 means none."""
     return max(1, int(timeout_s * 1e6))
 
 
 def tensors_in(
     kind: Any, inputs: Sequence[tuple[str, str, NDArray[Any]]], shared: SharedMemoryTensors | None
 ) -> list[Any]:
-    """Inputs as Triton's client takes them (its module is ``kind``); some lie in ``shared`` memory."""
+    """Make the inputs of Triton's client (its module is ``kind``); some lie in ``shared`` memory."""
     made = []
     for name, datatype, array in inputs:
         tensor = kind.InferInput(name, list(array.shape), datatype)
@@ -132,7 +136,7 @@ def tensors_in(
 
 
 def tensors_out(kind: Any, names: Sequence[str], shared: SharedMemoryTensors | None) -> list[Any]:
-    """Outputs as Triton's client asks for them."""
+    """Make the requested outputs of Triton's client."""
     made = []
     for name in names:
         tensor = kind.InferRequestedOutput(name)
@@ -146,7 +150,7 @@ def tensors_out(kind: Any, names: Sequence[str], shared: SharedMemoryTensors | N
 def output_arrays_of(
     result: Any, names: Sequence[str], shared: SharedMemoryTensors | None
 ) -> dict[str, NDArray[Any]]:
-    """The outputs of an answer but those in ``shared``. Raises DenseModelError when one is missing."""
+    """Return the response's outputs except those in ``shared``. Raises DenseModelError for a missing one."""
     found = {}
     for name in names:
         if shared is not None and name in shared.places:
@@ -159,7 +163,7 @@ def output_arrays_of(
 
 
 def info_of(name: str, datatype: str, shape: Sequence[int]) -> NetworkTensor:
-    """A tensor as Triton describes it. Raises ModelError for a type that no network may use."""
+    """Convert Triton's description of a tensor. Raises ModelError for a type that no network may use."""
     if datatype not in DATATYPES:
         raise ModelError(
             f"Triton says that {name!r} is {datatype}; a network may use {', '.join(DATATYPES)}"
@@ -168,9 +172,12 @@ def info_of(name: str, datatype: str, shape: Sequence[int]) -> NetworkTensor:
 
 
 def translate_triton_error(error: Exception, describing: str | None = None) -> Exception:
-    """Triton's clients' errors as ours. What may be better a moment later is `TritonUnavailable`: a
-    Triton that says it is not available or that does not know the model, no connection, and one lost in
-    mid-call. A request whose time was up in Triton's queue is late, whatever status that has."""
+    """Convert an error of Triton's clients to one of ours.
+
+    `TritonUnavailable` if a retry may succeed: Triton is unavailable or does not know the model, there is
+    no connection, or it was lost during the call. A request whose deadline passed in Triton's queue is
+    `DeadlineExceeded`, whatever its status.
+    """
     if isinstance(error, InferenceServerException):
         status, message = error.status(), error.message()
         if status == _TOO_LATE:
@@ -181,7 +188,7 @@ def translate_triton_error(error: Exception, describing: str | None = None) -> E
             status in _NOT_FOUND or (status == "400" and "unknown model" in message)
         ):
             return NotFound(message)
-        # A Triton that was started anew serves before it has loaded every model.
+        # A restarted Triton serves before it has loaded every model.
         if status in _UNREACHABLE or "unknown model" in message:
             away = any(words in message for words in _NO_CONNECTION)
             return TritonNotConnected(message) if away else TritonUnavailable(message)

@@ -1,8 +1,8 @@
-"""The lookup whose vectors stay on the device: `LookupEngine` with the device's arrays.
+"""The lookup whose vectors stay on the device: `LookupEngine` with device arrays.
 
-The same stages, miss policies and threads; what differs is where rows lie and who pools them. Keys are
-not made unique first: a repeated key costs the device less than recognising it costs the host, and the
-bridge asks for each of the few that are missing there once.
+Stages, miss policies and threads are the engine's; rows lie on the device, which pools them. Keys are not
+deduplicated first: the device reads a repeated key faster than the host can detect it, and the bridge asks
+once for each of the few keys that the cache misses.
 """
 
 from __future__ import annotations
@@ -37,33 +37,36 @@ _CHECKED_KEPT = 256
 
 @dataclass(slots=True)
 class DeviceLookupResult(LookupResult):
-    """A lookup's answer before its rows are pooled. ``shapes`` are the vectors', by feature; ``into(outs,
-    stream)`` pools them into device arrays of those shapes and waits for the stream."""
+    """A lookup's answer before pooling.
+
+    ``shapes`` are the vectors' shapes by feature; ``into(outs, stream)`` pools into device arrays of those
+    shapes and waits for the stream.
+    """
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     into: Callable[[Mapping[str, Any], Any], None] = lambda _outs, _stream: None
 
 
 class _DeviceLookupJob(LookupJob):
-    """A request on its way, on a stream of the device."""
+    """A lookup in progress on a stream of the device."""
 
-    __slots__ = ("block", "lookup", "shares")
+    __slots__ = ("block", "lookup", "table_keys")
 
     def __init__(
         self,
         lookup: DeviceLookup,
         request: LookupRequest,
-        shares: list[TableKeys],
+        table_keys: list[TableKeys],
         block: Any,
         stream: Any,
     ) -> None:
-        super().__init__(request, [share.part for share in shares], time.perf_counter())
+        super().__init__(request, [share.part for share in table_keys], time.perf_counter())
         self.context.stream = stream
         self.lookup = lookup
-        self.shares = shares
+        self.table_keys = table_keys
         self.block = block
 
-    def asked(self, part: Part) -> int:
+    def distinct_keys(self, part: Part) -> int:
         return len(part.keys)
 
     def answer(self) -> tuple[LookupResult, Answers]:
@@ -71,11 +74,11 @@ class _DeviceLookupJob(LookupJob):
 
 
 class DeviceLookup(LookupEngine):
-    """Serves one model from ``device``'s cache and the tiers bridged to it. ``device`` is a `GpuCache`, or
-    what behaves like one; ``caches`` and ``stores`` take its arrays and hand on what they find; ``below``
-    is what may be asked without waiting.
+    """Serves one model from ``device``'s cache and the tiers bridged to it. Thread-safe.
 
-    `submit` answers with a `DeviceLookupResult`. Any number of threads may call it.
+    ``device`` is a `GpuCache` or has its interface; ``caches`` and ``stores`` take its arrays and promote
+    what they find; ``below`` are the tiers that answer without blocking. `submit` answers with a
+    `DeviceLookupResult`.
     """
 
     def __init__(self, device: Any, below: LowerTiers, *args: Any) -> None:
@@ -84,24 +87,24 @@ class DeviceLookup(LookupEngine):
         self._checked: dict[Any, list[Feature]] = {}
         top = self._caches.tiers[0] if isinstance(self._caches, TierChain) else self._caches
         observe = top.observe if isinstance(top, MeteredTier) else None
-        self._short_way = PreparedDeviceLookups(device, below, observe, self._meter)
+        self._prepared_lookups = PreparedDeviceLookups(device, below, observe, self._meter)
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         if request.out:
             raise BadRequest(
                 "out names arrays on the host; vectors that stay on the device are new"
             )
-        return self._ordinary(request)
+        return self._slow_path(request)
 
     def pooled(self, request: LookupRequest) -> LookupResult:
-        """The vectors as arrays on the device, new ones, complete."""
-        at_once = self.at_once(request)
-        if at_once is not None:
-            return at_once
+        """Answer with new device arrays, complete."""
+        resident = self.lookup_resident(request)
+        if resident is not None:
+            return resident
         result = self.submit(request).result()
         assert isinstance(result, DeviceLookupResult)
         stream = self._device.space.take_stream()
-        groups = self._plan(tuple(request.features), request.by_table)
+        groups = self._groups(tuple(request.features), request.by_table)
         types = {each.name: table.dtype for table, features in groups for each in features}
         outs = {
             name: self._device.space.empty(shape, types[name], stream)
@@ -112,8 +115,8 @@ class DeviceLookup(LookupEngine):
         result.vectors = {name: outs[name] for name in request.features}
         return result
 
-    def at_once(self, request: LookupRequest) -> LookupResult | None:
-        """The vectors, where every row is in memory and nothing else is wanted. Raises BadRequest."""
+    def lookup_resident(self, request: LookupRequest) -> LookupResult | None:
+        """Answer a request whose rows are all in memory; None for any other. Raises BadRequest."""
         signature = None if request.want_source else request_signature(request.features)
         if signature is None or _is_past(request.deadline):
             return None
@@ -127,14 +130,14 @@ class DeviceLookup(LookupEngine):
         if not asked:
             return None
         keys = [request.features[feature.name] for feature in asked]
-        result = self._short_way.lookup(key, asked, keys, request.deadline)
+        result = self._prepared_lookups.lookup(key, asked, keys, request.deadline)
         if result is not None:
             result.vectors = {name: result.vectors[name] for name in request.features}
         return result
 
     def _check(self, request: LookupRequest) -> list[Feature]:
-        """The features of a request of a kind that was not seen before; none if the cache lacks a table."""
-        groups = self._plan(tuple(request.features), request.by_table)
+        """Check a request of a new form and return its features; none if the cache has not all tables."""
+        groups = self._groups(tuple(request.features), request.by_table)
         check_sizes(self.model, request)
         features = [feature for _, some in groups for feature in some]
         for feature in features:
@@ -142,8 +145,8 @@ class DeviceLookup(LookupEngine):
         held = all(self._device.capacity(table) for table, _ in groups)
         return features if held else []
 
-    def _ordinary(self, request: LookupRequest) -> Future[LookupResult]:
-        groups = self._plan(tuple(request.features), request.by_table)
+    def _slow_path(self, request: LookupRequest) -> Future[LookupResult]:
+        groups = self._groups(tuple(request.features), request.by_table)
         total = check_sizes(self.model, request)
         checked = [
             [check_keys(each, request.features[each.name]) for each in features]
@@ -157,27 +160,27 @@ class DeviceLookup(LookupEngine):
             for (table, features), keys in zip(groups, checked, strict=True)
         ]
         block = self._device.space.parts(asked, stream)
-        shares = [
+        table_keys = [
             TableKeys(part, None, features, keys)
             for part, (_, features), keys in zip(block.parts, groups, checked, strict=True)
         ]
-        job = _DeviceLookupJob(self, request, shares, block, stream)
+        job = _DeviceLookupJob(self, request, table_keys, block, stream)
         if total > INLINE_KEYS:
-            fetched = self._lanes.memory.submit(partial(self._ask_caches, job), request.deadline)
-            return chain_future(fetched, partial(self._go_on, job))
-        return self._go_on(job, self._ask_caches(job))
+            fetched = self._pools.memory.submit(partial(self._fetch_caches, job), request.deadline)
+            return chain_future(fetched, partial(self._after_caches, job))
+        return self._after_caches(job, self._fetch_caches(job))
 
-    def _hand_on(self, parts: list[Part], asked: list[IndexArray]) -> None:
-        """The bridge's inner tier has told of what it found, where that was at hand."""
+    def _promote_found(self, parts: list[Part], asked: list[IndexArray]) -> None:
+        """Do nothing: the bridge's inner tier has promoted its rows already."""
 
     def _answer(self, job: _DeviceLookupJob) -> tuple[LookupResult, Answers]:
-        """What was found, and how to pool it once there is a place for the vectors."""
+        """Return the rows found, with the function that pools them into given arrays."""
         request, stream = job.request, job.context.stream
         versions, sources = job.block.reports(stream)
         self._device.space.give_back(stream)
         result = DeviceLookupResult({}, degraded=tuple(dict.fromkeys(job.context.degraded)))
         bags, answers = [], []
-        for share, seen, codes in zip(job.shares, versions, sources, strict=True):
+        for share, seen, codes in zip(job.table_keys, versions, sources, strict=True):
             answers.append((share.part.table, codes.tobytes(), share.sizes))
             result.defaulted += len(codes) - int(np.count_nonzero(codes))
             start = 0
@@ -199,7 +202,7 @@ def _is_past(deadline: float | None) -> bool:
 
 
 def _flat(features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> Any:
-    """The table's keys for its features' keys, one after the other."""
+    """Concatenate the table's keys of its features."""
     shifted = [f.shift(k.keys) for f, k in zip(features, keys, strict=True)]
     return shifted[0] if len(shifted) == 1 else np.concatenate(shifted)
 

@@ -1,7 +1,7 @@
-"""Rows of requests that are alike, pooled on the device, of which its cache lacks some.
+"""Pooling on the device for prepared requests of which its cache misses some rows.
 
-Two launches that were prepared for their like, with one wait between them: fetch what the cache has; then
-bring up what the host's memory has of the rest, all tables in one, and pool.
+Two prepared launches with one wait between them: fetch the rows in the cache; then copy up the rows in host
+memory, all tables in one launch, and pool.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ _GPU, _DEFAULT = int(Source.GPU), int(Source.DEFAULT)
 
 
 class LowerTiers:
-    """What may be asked, without waiting, for rows that a device lacks: ``memory``, in one call that finds
-    all or nothing, and ``bridge``, key by key. ``lift`` is told of rows that the former held. Any thread
-    may use it."""
+    """The tiers that fill a device's misses without blocking. Thread-safe.
+
+    ``memory`` finds all rows or none, in one call; ``bridge`` goes key by key. ``lift`` gets the rows that
+    ``memory`` had, for promotion.
+    """
 
     def __init__(
         self,
@@ -43,17 +45,17 @@ class LowerTiers:
         self.memory = memory
         self.bridge = bridge
         self._lift = lift
-        self._patience = Backoff()
+        self._backoff = Backoff()
 
     def is_due(self) -> bool:
-        """Whether it is worth to `gather`: not for a while after memory lacked a row."""
-        return self._patience.is_due()
+        """True if a `gather` is worth trying; False for a while after memory missed a row."""
+        return self._backoff.is_due()
 
     def gather(self, asks: list[Ask]) -> bool:
-        """Whether ``memory`` had every row; then they are in their places."""
+        """Write the rows into ``asks``; True if ``memory`` had every row."""
         assert self.memory is not None
         found = self.memory.gather(asks)
-        self._patience.tell(worked=found)
+        self._backoff.record(worked=found)
         if found:
             for table, keys, _ in asks:
                 self._lift(table, keys)
@@ -62,7 +64,8 @@ class LowerTiers:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBags:
-    """One feature's: ``n`` keys, ``hotness`` a bag, pooled to ``out (n / hotness, dim)`` on the device."""
+    """Bags of one feature: ``n`` keys, ``hotness`` per bag, pooled to ``out (n / hotness, dim)`` on the
+    device."""
 
     feature: Feature
     n: int
@@ -71,7 +74,7 @@ class DeviceBags:
 
 
 def prepared_pooling(cache: Any, asks: Sequence[DeviceBags]) -> Any:
-    """The pooling in one launch, of rows that ``cache`` has all of."""
+    """Prepare a pooling in one launch, of rows that are all in ``cache``."""
     return cache.prepare(
         [
             (ask.feature.table, ask.n, ask.hotness, ask.feature.pooling == "mean", ask.out)
@@ -81,9 +84,11 @@ def prepared_pooling(cache: Any, asks: Sequence[DeviceBags]) -> Any:
 
 
 class FilledFetch:
-    """``cache`` is a `GpuCache`, ``observe`` its meter. The caller fills in ``keys``, each ``(n,) int64`` and
-    in pinned memory, calls `run`, and when the stream has come that far `finish`. One thread at a
-    time."""
+    """A prepared fetch and pooling that fills misses from the lower tiers. One thread at a time.
+
+    ``cache`` is a `GpuCache`, ``observe`` its meter. The caller fills ``keys``, each ``(n,) int64`` in
+    pinned memory, calls `run`, and calls `finish` once the stream is done.
+    """
 
     def __init__(
         self,
@@ -120,12 +125,12 @@ class FilledFetch:
             self._refill = cache.prepare_refill(fetch, tables, below.memory.info.source)
         self._sizes = np.array(sizes)
         self._codes = self._space.pinned(sum(sizes))
-        # Added to the codes: those of each table become numbers of their own.
+        # Added to the codes, to tell the tables apart in one histogram.
         self._bins = np.repeat(np.arange(len(sizes)) * _CODES, sizes)
         self._started = 0.0
 
     def run(self, stream: Any, deadline: float | None) -> bool:
-        """Launch it all on ``stream``; False, and nothing pooled, when a row is not in memory."""
+        """Launch all on ``stream``; False, with nothing pooled, if a row is not in memory."""
         self._started, now = time.perf_counter(), time.time()
         fetch = self._fetch
         fetch.launch(stream, [oldest_tombstone(f.table, now) for f in self._features])
@@ -144,8 +149,8 @@ class FilledFetch:
         return True
 
     def finish(self) -> int:
-        """Tell where the rows came from; how many keys got a default, which were deleted."""
-        # Most came from the device: counting the others takes a third of the time.
+        """Report the sources of the rows; return the number of keys with a default, deleted ones included."""
+        # Most came from the device: counting only the others takes a third of the time.
         others = np.flatnonzero(self._codes != _GPU)
         counts = np.bincount(
             self._codes[others] + self._bins[others], minlength=_CODES * len(self._features)
@@ -159,7 +164,7 @@ class FilledFetch:
         return defaulted
 
     def _gather(self, misses: Sequence[NDArray[np.int64]], stream: Any) -> bool:
-        """Bring up what is missing in one launch, if the host's memory has all of it."""
+        """Copy the missing rows up in one launch, if host memory has all of them."""
         if self._refill is None or not self._below.is_due():
             return False
         rooms = self._refill.room(misses)
@@ -178,7 +183,7 @@ class FilledFetch:
     def _bring(
         self, misses: Sequence[NDArray[np.int64]], stream: Any, deadline: float | None
     ) -> bool:
-        """Have the missing rows brought up by the bridge; False when some are still missing."""
+        """Fetch the missing rows through the bridge; False if some are still missing."""
         if self._below.bridge is None:
             return False
         fetch = self._fetch

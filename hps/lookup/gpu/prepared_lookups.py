@@ -1,4 +1,4 @@
-"""Lookups whose every row is in memory, the device's or the host's, in launches prepared for their like."""
+"""Prepared lookups on the device: every row is in device or host memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ Signature = tuple[tuple[str, int, int], ...]
 
 
 def request_signature(features: Mapping[str, JaggedKeys]) -> Signature | None:
-    """The names, numbers of keys and batches of a request without offsets, weights, keys to be converted or
-    features without keys; None for others."""
+    """Return the names, numbers of keys and batches of a request.
+
+    None for requests with offsets, weights, keys that need conversion, or features without keys."""
     found = []
     for name, keys in features.items():
         plain = keys.offsets is None and keys.weights is None and keys.keys.dtype == _INT64
@@ -40,8 +41,7 @@ def request_signature(features: Mapping[str, JaggedKeys]) -> Signature | None:
 
 @dataclass(slots=True)
 class _DeviceTemplate:
-    """A prepared pooling into one block, the fetch to take when that lacks rows, and where each feature's
-    vectors lie in the block."""
+    """A prepared pooling into one block, the fetch for misses, and each feature's position in the block."""
 
     pooled: Any
     block: Any
@@ -51,7 +51,7 @@ class _DeviceTemplate:
 
 
 class PreparedDeviceLookups:
-    """``device`` is a `GpuCache`, ``observe`` its meter. Any number of threads may call it."""
+    """Prepared lookups of a `GpuCache` (``device``); ``observe`` is its meter. Thread-safe."""
 
     def __init__(
         self, device: Any, below: LowerTiers, observe: FetchObserver | None, meter: LookupMeter
@@ -61,8 +61,8 @@ class PreparedDeviceLookups:
         self._observe = observe
         self._meter = meter
         self._forms: dict[Any, queue.SimpleQueue[_DeviceTemplate]] = {}
-        self._patience = Backoff()
-        self._patience_below = Backoff()
+        self._backoff = Backoff()
+        self._backoff_below = Backoff()
 
     def lookup(
         self,
@@ -71,9 +71,10 @@ class PreparedDeviceLookups:
         keys: Sequence[JaggedKeys],
         deadline: float | None,
     ) -> LookupResult | None:
-        """The vectors of ``features`` as new arrays, complete; None when a row is not in memory. ``key``
-        tells requests apart that differ in more than their keys."""
-        pooling, fetching = self._patience.is_due(), self._patience_below.is_due()
+        """Return the vectors of ``features`` as new arrays, complete; None if a row is not in memory.
+
+        ``key`` distinguishes requests that differ in more than their keys."""
+        pooling, fetching = self._backoff.is_due(), self._backoff_below.is_due()
         if not (pooling or fetching):
             return None
         space = self._device.space
@@ -92,12 +93,12 @@ class PreparedDeviceLookups:
             try:
                 if pooling:
                     result = self._pool(form, features, keys, stream)
-                    self._patience.tell(worked=result is not None)
+                    self._backoff.record(worked=result is not None)
                 if result is None and fetching:
                     result = self._fetch(form, features, keys, stream, deadline)
-                    self._patience_below.tell(worked=result is not None)
+                    self._backoff_below.record(worked=result is not None)
             finally:
-                stream.synchronize()  # the form's next user may have another one
+                stream.synchronize()  # the template's next user may have another stream
                 forms.put(form)
                 space.give_back(stream)
         return result
@@ -109,7 +110,7 @@ class PreparedDeviceLookups:
         keys: Sequence[JaggedKeys],
         stream: Any,
     ) -> LookupResult | None:
-        """From the device alone."""
+        """Pool from the device alone."""
         started = time.perf_counter()
         for feature, mine, there in zip(features, keys, form.pooled.keys, strict=True):
             there[:] = feature.shift(mine.keys)
@@ -133,7 +134,7 @@ class PreparedDeviceLookups:
         stream: Any,
         deadline: float | None,
     ) -> LookupResult | None:
-        """With what the host's memory has of the rest."""
+        """Pool after filling misses from host memory."""
         fetched = form.fetched
         if fetched is None:
             given = self._device, self._below, form.bags, self._observe, self._meter
@@ -146,7 +147,7 @@ class PreparedDeviceLookups:
         return LookupResult(vectors, defaulted=fetched.finish())
 
     def _taken(self, form: _DeviceTemplate, stream: Any) -> dict[str, Any]:
-        """What is in the block, as arrays of the caller's own; waits for the stream."""
+        """Copy the block's vectors to new arrays; waits for the stream."""
         space = self._device.space
         fresh = space.empty((len(form.block),), np.uint8, stream)
         space.assign(fresh, form.block, stream)

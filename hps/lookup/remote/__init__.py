@@ -1,4 +1,4 @@
-"""Lookups answered by other nodes, over gRPC (`hps/v1/lookup.proto`)."""
+"""Lookups answered by other nodes over gRPC (`hps/v1/lookup.proto`)."""
 
 from hps.lookup.remote.balancing import LeastBusy, NodePicker
 from hps.lookup.remote.candidates import Candidates

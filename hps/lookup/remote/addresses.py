@@ -1,4 +1,4 @@
-"""Where lookup nodes are: addresses as they are configured, names of several looked up."""
+"""Addresses of lookup nodes, from the configuration and the name server."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ Resolve = Callable[[str], Sequence[str]]
 
 
 class NodeAddress(NamedTuple):
-    """One node. ``name``: whose certificate it shows, where that is not what is connected to."""
+    """The address of one node. ``name``: the name in its certificate, if it differs from the host."""
 
     address: str
     name: str | None = None
 
 
 class NodeResolver:
-    """What `lookup.nodes` stands for at the moment: those of a name that can't be looked up now are what they
-    were. For one thread at a time."""
+    """Resolves `lookup.nodes`. For one thread at a time.
+
+    A name that cannot be resolved keeps its last addresses."""
 
     def __init__(self, nodes: Sequence[str], resolve: Resolve | None = None) -> None:
         self._nodes = list(dict.fromkeys(nodes))
@@ -32,11 +33,11 @@ class NodeResolver:
 
     @property
     def change(self) -> bool:
-        """Whether there are names to be looked up again."""
+        """True if there are names whose addresses may change."""
         return any(node.startswith(_MANY) for node in self._nodes)
 
     def now(self) -> list[NodeAddress]:
-        """All of them, each once. May wait for a name server."""
+        """Resolve all nodes, each once. May wait for a name server."""
         found: dict[str, NodeAddress] = {}
         for node in self._nodes:
             for each in self._many(node) if node.startswith(_MANY) else [NodeAddress(node)]:
@@ -59,14 +60,18 @@ class NodeResolver:
 
 
 def resolve_addresses(host: str) -> list[str]:
-    """By the system's resolver: IPv4, where the name has such and this machine, too; else IPv6. Both would
-    be every node twice where nodes have both. Raises OSError."""
+    """Resolve ``host`` with the system's resolver.
+
+    Returns the IPv4 addresses if the name and this machine have any, else the IPv6 ones: with both, nodes
+    that have both would count twice. Raises OSError."""
     try:
         found = _resolved(host, socket.AI_ADDRCONFIG)
     except OSError:
         found = []
     if all(sockaddr[0] == "::1" for *_, sockaddr in found):
-        found = _resolved(host, 0)  # to the flag, 127.0.0.1 is no address that this machine has
+        found = _resolved(
+            host, 0
+        )  # the flag does not count 127.0.0.1 as an address of this machine
     ipv4 = [each for each in found if each[0] == socket.AF_INET]
     return [str(sockaddr[0]) for *_, sockaddr in ipv4 or found]
 

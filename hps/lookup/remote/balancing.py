@@ -1,4 +1,4 @@
-"""Which node a lookup goes to: the seam for balancing and for leaving out those that fail."""
+"""Load balancing: the choice of the node for a lookup."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hps.lookup.remote.lookup_node import LookupNode
 
 
 class NodePicker(Protocol):
-    """May be called from any thread; must not wait."""
+    """Picks the node for a lookup. Thread-safe; must not block."""
 
     def pick(self, among: Sequence[LookupNode]) -> LookupNode:
-        """One of ``among``, which is not empty: nodes that serve the model and were not tried yet."""
+        """Pick one of ``among``, a non-empty list of nodes that serve the model and were not tried yet."""
         ...
 
-    def answered(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
-        """``target`` answered a lookup so, after ``seconds``."""
+    def record(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
+        """Record that ``target`` ended a lookup with ``code`` after ``seconds``."""
         ...
 
 
 class LeastBusy:
-    """The node with the fewest lookups under way; of several, each in turn."""
+    """Picks the node with the fewest lookups in flight; round-robin among equals."""
 
     def __init__(self) -> None:
         self._turn = count()
@@ -33,5 +33,5 @@ class LeastBusy:
         first = next(self._turn) % len(among)
         return min((*among[first:], *among[:first]), key=lambda target: target.in_flight)
 
-    def answered(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
+    def record(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
         pass

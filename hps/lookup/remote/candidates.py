@@ -1,4 +1,4 @@
-"""The nodes that can be asked for one version of a model: those that serve it, and mean the same by it."""
+"""Nodes that serve one version of a model with the same description as here."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _ORDER = {"ready": 0, "not ready": 1, "unreachable": 2}
 
 
 class Candidates:
-    """Of one model's version. Any thread may call it, until ``close``."""
+    """The candidate nodes of one model's version. Thread-safe, until ``close``."""
 
     def __init__(self, model: LookupModel, nodes: NodeRegistry) -> None:
-        """Raises ``ModelError`` when nodes serve something else under the model's name and version, and none
-        what is meant here."""
+        """Raises ``ModelError`` if nodes serve other descriptions under the model's name and version, and
+        none serves this one."""
         self.model = model
         self.nodes = nodes
         self._of = model.name, model.version
-        # What nodes tell of the model is compared once, and known by its digest from then on: a node may
-        # start again with another model.yaml, unnoticed but for what its answers say.
+        # A node's description is compared once, and known by its digest from then on: a node may restart
+        # with another model.yaml, which only its answers show.
         self._same: frozenset[int] = frozenset()
         self._different: dict[int, str] = {}
         self.ready: tuple[LookupNode, ...] = ()
@@ -40,24 +40,24 @@ class Candidates:
         if self._different and not self._same:
             raise ModelError(next(iter(self._different.values())))
         nodes.watch(self.compare)
-        nodes.look(tell=True)  # what has changed in between
+        nodes.look(tell=True)  # changes since the first comparison
 
     def close(self) -> None:
-        """Follow the nodes no more."""
+        """Unsubscribe from the nodes."""
         self.nodes.unwatch(self.compare)
 
     def means_the_same(self, digest: int) -> bool:
-        """Whether an answer with this digest is of the version that is meant here."""
+        """True if an answer with this digest has the description that is expected here."""
         return digest in self._same
 
     def lacks(self, target: LookupNode) -> None:
-        """``target`` turned out not to serve the version, or something else under it."""
+        """Record that ``target`` does not serve the version, or another description of it."""
         target.lacks(*self._of)
         self._sort()
         self.nodes.look()
 
     def compare(self) -> None:
-        """Look at what nodes serve now; asks those that tell something new what it is."""
+        """Update the candidates; describes are requested from nodes with a new digest."""
         for target in self.nodes.all:
             served = target.models.get(self._of)
             if served is not None and not self._is_known(served.digest):
@@ -66,7 +66,7 @@ class Candidates:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Why nodes are not asked, by their address."""
+        """The reasons why nodes are excluded, by address."""
         left_out = [target for target in self.nodes.all if target not in self.ready]
         return {target.address: self._problem(target) for target in left_out}
 
@@ -90,7 +90,7 @@ class Candidates:
             told = target.describe(*self._of, _DESCRIBE_S)
             check_same_description(target.address, told, self.model)
         except grpc.RpcError:
-            self.nodes.look(tell=True)  # to be asked again
+            self.nodes.look(tell=True)  # to try again
         except ModelError as error:
             log.warning("lookup node %s is not asked: %s", target.address, error)
             self._different = {**self._different, told.digest: str(error)}
@@ -109,6 +109,6 @@ class Candidates:
 
 
 def reported_versions(target: LookupNode, model: str) -> str:
-    """The versions of a model that a node serves, for a message; empty when it serves none."""
+    """List a model's versions that a node serves, for a message; empty if none."""
     versions = [version for name, version in target.models if name == model]
     return ", ".join(f"version {version}" for version in versions)

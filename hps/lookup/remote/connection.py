@@ -1,4 +1,4 @@
-"""A gRPC connection to a lookup node, kept open."""
+"""A gRPC channel to a lookup node, kept open."""
 
 from __future__ import annotations
 
@@ -15,31 +15,34 @@ _SERVICE, _WATCH = "hps.v1.Lookup", "/grpc.health.v1.Health/Watch"
 OPTIONS: dict[str, int] = {
     "grpc.max_receive_message_length": -1,
     "grpc.max_send_message_length": -1,
-    # A node that is back is to be asked again within a second, at another address, too.
+    # A node that restarts, also at another address, must get lookups again within a second.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1000,
     "grpc.dns_min_time_between_resolutions_ms": 1000,
-    # How long an attempt to connect may take, in spite of its name.
+    # Despite its name, the longest time of a connection attempt.
     "grpc.min_reconnect_backoff_ms": 5000,
-    # A connection on which nothing comes any more, as after a partition, is given up: the kernel would hold
-    # on to it for a quarter of an hour. Nodes allow for it (`services.frontend.grpc.listener`).
+    # A connection that receives nothing, as after a network partition, is closed: the kernel would keep it
+    # for
+    # a quarter of an hour. Nodes permit these pings (`services.frontend.grpc.listener`).
     "grpc.keepalive_time_ms": 10_000,
     "grpc.keepalive_timeout_ms": 5000,
-    # The same for gRPC's own pings, which measure bandwidth: while one of these is on its way none is sent
-    # to keep the connection alive, so that one lost with them would be kept for a minute.
+    # The same for gRPC's own pings, which measure bandwidth: while one of these is in flight, no keepalive
+    # ping
+    # is sent. If both were lost, the connection would be kept for a minute.
     "grpc.http2.ping_timeout_ms": 5000,
     "grpc.http2.max_pings_without_data": 0,
-    "grpc.per_message_compression": 0,  # vectors don't get smaller
-    # One connection each, even where several are of one address.
+    "grpc.per_message_compression": 0,  # vectors do not compress
+    # One connection per channel, even if several have the same address.
     "grpc.use_local_subchannel_pool": 1,
-    # Replicas are near; a proxy that the environment names is for what is far.
+    # Nodes are in the same network; the environment's proxy is for remote hosts.
     "grpc.enable_http_proxy": 0,
 }
 
 
 class NodeChannel:
-    """Any thread may use it, until ``close``; then ValueError is raised. ``lookup`` is `UnaryMethod.start`;
-    ``describe`` and ``serving`` are gRPC's callables."""
+    """A gRPC channel with its methods. Thread-safe; raises ValueError after ``close``.
+
+    ``lookup`` is `UnaryMethod.start`; ``describe`` and ``serving`` are gRPC's callables."""
 
     def __init__(self, at: NodeAddress, credentials: grpc.ChannelCredentials | None) -> None:
         """``credentials`` None: plain text."""
@@ -69,8 +72,8 @@ class NodeChannel:
         self._watching: Any = None
 
     def keep_thread(self) -> None:
-        """Have a call under way: where none is, gRPC begins a thread for each that comes, which costs as much
-        as a lookup does."""
+        """Keep one call in flight. Without any, gRPC starts a thread per call, which costs as much as a
+        lookup."""
         if self._watching is None or self._watching.done():
             with suppress(ValueError):  # closed
                 self._watching = self._watch(b"")

@@ -1,8 +1,8 @@
-"""The lookup's remote twin: the same protocol as ``LookupEngine``, answered by other nodes.
+"""Remote lookup: the protocol of ``LookupEngine``, answered by other nodes.
 
-Requests are checked here, so that only what can be answered is sent. A node that fails, does not answer in
-time, or does not serve the version any more, is passed over for another one while the request has time; what
-a node says of the request itself is the answer. Lookups change nothing, so asking twice is harmless.
+Requests are checked before they are sent. If a node fails, is late or no longer serves the version, another
+node is tried while the request has time; a node's error about the request itself is the answer. Lookups
+have no side effects, so a retry is harmless.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from hps.types import (
 from hps.v1 import lookup_pb2 as pb
 
 _Code = grpc.StatusCode
-# Behind a request: the node is to say where its time went.
+# Appended to a request: the node reports how its time was spent.
 _PROFILED: bytes = pb.LookupRequest(profile=True).SerializeToString()
-# Another node may answer.
+# Codes after which another node is tried.
 _ELSEWHERE = (
     _Code.UNAVAILABLE,
     _Code.NOT_FOUND,
@@ -53,23 +53,23 @@ _ELSEWHERE = (
     _Code.UNKNOWN,
     _Code.DATA_LOSS,
 )
-# Nobody answered; OK is an answer by another description of the model.
+# No node answered; OK is an answer with another description of the model.
 _NOBODY = (_Code.OK, _Code.UNAVAILABLE, _Code.NOT_FOUND, _Code.CANCELLED)
-# For how long nodes are tried again when none of them answers, and how often.
+# How long, and how often, nodes are tried again after all have failed.
 _PATIENCE_S, _PAUSE_S = 1.0, 0.1
 _ERRORS: dict[grpc.StatusCode, type[HpsError]] = {
     _Code.DEADLINE_EXCEEDED: DeadlineExceeded,
     _Code.RESOURCE_EXHAUSTED: Unavailable,
-    # Ours, not the caller's.
+    # Errors of this process, not of the caller.
     _Code.UNAUTHENTICATED: Unavailable,
     _Code.PERMISSION_DENIED: Unavailable,
 }
 
 
 class RemoteLookup:
-    """Serves one version of a model from nodes that have it. Any number of threads may call it.
+    """Serves one version of a model from the nodes that have it. Thread-safe.
 
-    Futures are done on a thread of gRPC's. Vectors are read-only, but those in a request's ``out``.
+    Futures complete on a thread of gRPC. Vectors are read-only, except those in a request's ``out``.
     """
 
     def __init__(
@@ -84,11 +84,10 @@ class RemoteLookup:
         budget: RetryBudget | None = None,
         meter: LookupMeter | None = None,
     ) -> None:
-        """``in_flight``: lookups under way, beyond which they are refused. ``retries``: how many other nodes
-        may be asked, as long as the ``budget`` lasts. ``timeout_s``: of a request without a deadline.
-        ``attempt_s``: how long one node is waited for while another one may be asked; never more than half of
-        the time that is left. Once all have been tried, half of that time it is.
-        """
+        """``in_flight``: the limit of lookups in flight; more are rejected. ``retries``: other nodes that a
+        lookup may try, within the retry ``budget``. ``timeout_s``: of a request without a deadline.
+        ``attempt_s``: the longest wait for one node while others remain; never more than half of the time
+        left. Once all have been tried, an attempt gets half of the time left."""
         self.model = model = candidates.model
         self._candidates = candidates
         self._picker = picker or LeastBusy()
@@ -109,7 +108,7 @@ class RemoteLookup:
         return self.model.tables
 
     def lookup(self, request: LookupRequest) -> LookupResult:
-        """Answer ``request``, waiting. Errors as ``submit`` and its future."""
+        """Answer ``request``; blocks. Raises what ``submit`` and its future raise."""
         return self.submit(request).result()
 
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
@@ -169,13 +168,13 @@ class RemoteLookup:
         self._ask(call)
         return call.answer
 
-    # -- asking ------------------------------------------------------------------------------------
+    # -- attempts ----------------------------------------------------------------------------------
 
     def _ask(self, call: RemoteLookupCall) -> None:
         """Send ``call`` to a node that was not tried yet."""
         try:
             self._send(call)
-        except Exception as error:  # a picker's, for one; the caller must hear of it
+        except Exception as error:  # for example of a picker; the caller must get it
             call.fail(error)
 
     def _send(self, call: RemoteLookupCall) -> None:
@@ -193,18 +192,18 @@ class RemoteLookup:
         is_last = alone or len(call.tried) >= self._retries or self._budget.is_spent
         if not is_last:
             left_s /= 2
-            if call.nobody_since is None:  # else there is less to hope for from others
+            if call.nobody_since is None:  # after that, other nodes are unlikely to do better
                 left_s = min(left_s, self._attempt_s)
         call.tried.append(target)
         call.attempt = attempt = LookupAttempt(target, now, is_last)
         told = partial(self._told, call, attempt)
         try:
             attempt.cancel = target.start(call.message, left_s, call.headers, told)
-        except ValueError:  # the node has left, or the process is ending
+        except ValueError:  # the node was removed, or the process is ending
             call.failure = f"{target.address}: its connection has been closed"
             self._ask(call)
             return
-        if call.answer.cancelled():  # before it could be told to this attempt
+        if call.answer.cancelled():  # before this attempt could be cancelled
             attempt.cancel()
 
     def _told(
@@ -215,7 +214,7 @@ class RemoteLookup:
         details: str,
         response: Any,
     ) -> None:
-        """A node answered."""
+        """Handle the end of an attempt."""
         try:
             self._heard(call, attempt, code, short_error(details), response)
         except Exception as error:  # as above
@@ -232,7 +231,7 @@ class RemoteLookup:
         target = attempt.target
         if code is _Code.CANCELLED and call.answer.cancelled():
             return
-        self._picker.answered(target, code, time.monotonic() - attempt.started)
+        self._picker.record(target, code, time.monotonic() - attempt.started)
         elsewhere = code in _ELSEWHERE
         if code is _Code.OK:
             if self._candidates.means_the_same(response.digest):
@@ -258,8 +257,10 @@ class RemoteLookup:
         return time.monotonic() < call.deadline and self._budget.spend()
 
     def _give_up(self, call: RemoteLookupCall) -> None:
-        """No node answered. It may be a moment when one is gone and the other one's connection is new: all
-        are tried again, for a while."""
+        """Retry all nodes for a while after each has failed, then fail the call.
+
+        One node may have left while the channel to another is still connecting.
+        """
         now = time.monotonic()
         if call.nobody_since is None:
             call.nobody_since = now

@@ -1,7 +1,7 @@
-"""How lookups are put to other nodes, and how their answers are read (`hps/v1/lookup.proto`).
+"""Encoding of lookup requests and decoding of responses (`hps/v1/lookup.proto`).
 
-What lookups of the same names and sizes have in common is worked out once: only their keys are written for
-each, and arrays are cut out of its answer.
+The common part of lookups with the same names and sizes is encoded once: per lookup only its keys are
+written, and arrays are sliced from the response.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _REMOTE = bytes([Source.REMOTE])
 
 
 class _ResponseSlice(NamedTuple):
-    """One name's part of an answer: where its ``keys`` stand among all, and its vectors, of ``shape``, ``at``
-    a byte; ``aligned`` there to their numbers' size."""
+    """One name's slice of a response: its ``keys`` among all, and its vectors of ``shape`` from byte
+    ``at``.
+
+    ``is_aligned``: that byte is a multiple of the element size.
+    """
 
     name: str
     keys: slice
@@ -36,8 +39,7 @@ class _ResponseSlice(NamedTuple):
 
 
 class LookupRequestTemplate:
-    """Lookups of one version of a model that have the same names and sizes. Any number of threads may use
-    it."""
+    """Codec of lookups of one model version with the same names and sizes. Thread-safe."""
 
     __slots__ = (
         "_alike",
@@ -59,7 +61,7 @@ class LookupRequestTemplate:
         features: Mapping[str, JaggedKeys],
         meter: LookupMeter,
     ) -> None:
-        """``features`` are the request's, as they were checked, of those ``known``."""
+        """``features`` are the request's checked keys, of the ``known`` features."""
         said = pb.Asked(
             model=model.name,
             version=model.version,
@@ -92,7 +94,7 @@ class LookupRequestTemplate:
         self._shares = tuple(shares)
         self._named = [share.name for share in shares]
         self._alike: tuple[tuple[int, int, int], np.dtype[Any]] | None = None
-        if len({(share.shape, share.dtype) for share in shares}) == 1:  # which is quicker
+        if len({(share.shape, share.dtype) for share in shares}) == 1:  # faster
             self._alike = (len(shares), *shares[0].shape), shares[0].dtype
         whole = pb.LookupRequest(
             asked=said.SerializeToString(), keys=bytes(_KEY_BYTES * self._keys)
@@ -104,13 +106,12 @@ class LookupRequestTemplate:
         """To be called with the seconds that each of them took."""
 
     def message(self, keys: Sequence[KeyArray], more: bytes = b"") -> bytes:
-        """The ``LookupRequest`` of these keys, by name; ``more``: see `offsets_and_weights`."""
+        """Encode the ``LookupRequest`` of these keys, by name; ``more``: see `offsets_and_weights`."""
         pieces: list[Any] = [self._head, *keys, more]
         return b"".join(pieces)
 
     def result(self, response: Any) -> LookupResult:
-        """What a ``LookupResponse`` to it says; arrays are read-only, but for some. Raises ``HpsError`` for
-        an answer to another question."""
+        """Decode a ``LookupResponse``; most arrays are read-only. Raises ``HpsError`` for a mismatch."""
         packed = response.vectors
         if len(packed) != self._size:
             raise HpsError(
@@ -154,7 +155,7 @@ class LookupRequestTemplate:
 
 
 def offsets_and_weights(features: Mapping[str, JaggedKeys]) -> bytes:
-    """The rest of a ``LookupRequest``, behind its keys."""
+    """Encode the rest of a ``LookupRequest``, which follows its keys."""
     offsets = [each.offsets for each in features.values() if each.offsets is not None]
     weights = [each.weights for each in features.values() if each.weights is not None]
     if not (offsets or weights):

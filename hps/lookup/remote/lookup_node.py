@@ -1,4 +1,4 @@
-"""A lookup node: the connection to it, and what is known of it."""
+"""A lookup node: its channel and its last known state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE_S = 5.0
 
 
 class ClientTls(NamedTuple):
-    """What TLS takes, as PEM. Without ``roots``: the system's."""
+    """TLS files of a client, as PEM. Without ``roots``: the system's."""
 
     roots: bytes | None = None
     key: bytes | None = None
@@ -29,23 +29,27 @@ class ClientTls(NamedTuple):
 
 
 class ServedVersion(NamedTuple):
-    """A version of a model at a node: the digest of what it tells of it, and whether another one has taken
-    its place, so that it will not be answered for much longer."""
+    """A model version at a node: the digest of its description, and whether it has been replaced.
+
+    A replaced version is served for a short time only.
+    """
 
     digest: int
     former: bool
 
 
 def short_error(details: str) -> str:
-    """What a call that failed says; gRPC takes many words to say that nobody listens."""
+    """Return the message of a failed call; shortens gRPC's for a refused connection."""
     if details.startswith("failed to connect to all addresses"):
         return details.rpartition(": ")[2]
     return details
 
 
 class LookupNode:
-    """One node. ``in_flight`` lookups are under way there. Any thread may call it; what is known of it is
-    written by one (`Nodes`), and read by all."""
+    """One node, with its number of lookups ``in_flight``. Thread-safe.
+
+    One thread (`NodeRegistry`) writes its state; all read it.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class LookupNode:
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
     ) -> None:
-        """``metadata`` goes with every call."""
+        """``metadata`` is sent with every call."""
         self.address, self.name = at
         self.in_flight = 0
         self.standing: Standing = "unreachable"
@@ -71,16 +75,18 @@ class LookupNode:
         self._connection = NodeChannel(at, credentials)
 
     def connect(self, credentials: grpc.ChannelCredentials | None) -> NodeChannel:
-        """Have a new connection, with other ``credentials``; the former one, which is to be closed when its
-        calls have ended."""
+        """Open a new channel with ``credentials``; return the old one, to close after its last call."""
         former, self._connection = self._connection, NodeChannel(self._at, credentials)
         return former
 
     def start(
         self, message: bytes, timeout_s: float, headers: Mapping[str, str] | None, told: Told
     ) -> Cancel:
-        """Begin a lookup, told of its trace by ``headers``; ``told`` gets what comes of it, on a thread of
-        gRPC's, a ``LookupResponse`` if all is well. Returns what cancels it. ValueError after ``close``."""
+        """Start a lookup with the trace ``headers``; return the function that cancels it.
+
+        ``told`` gets the outcome on a thread of gRPC: a ``LookupResponse`` on success. Raises ValueError
+        after ``close``.
+        """
         metadata = self._metadata()
         if headers:
             metadata = (*metadata, *headers.items())
@@ -101,26 +107,28 @@ class LookupNode:
             raise
 
     def passed_over(self) -> None:
-        """A lookup goes to another node because this one failed."""
+        """Count a lookup that was retried on another node because this one failed."""
         with self._lock:
             self.retries += 1
 
     def describe(self, model: str, version: int, timeout_s: float) -> Any:
-        """The node's ``DescribeResponse``; raises ``grpc.RpcError``."""
+        """Return the node's ``DescribeResponse``; raises ``grpc.RpcError``."""
         request = pb.DescribeRequest(model=model, version=version)
         return self._connection.describe(
             request, timeout=timeout_s, metadata=tuple(self._metadata())
         )
 
     def look(self, timeout_s: float) -> Any:
-        """Begin to ask what it serves; gRPC's future, to be given to `looked` when it is done. ValueError
-        after ``close``."""
+        """Start a poll of the node's state; returns gRPC's future, to be passed to `looked` when done.
+
+        Raises ValueError after ``close``.
+        """
         metadata = tuple(self._metadata())
         serving = self._connection.serving
         return serving.future(pb.ServingRequest(), timeout=timeout_s, metadata=metadata)
 
     def looked(self, asked: Any) -> bool:
-        """Note what `look` found; whether anything has changed."""
+        """Store the result of a poll; return True if anything has changed."""
         before = self.standing, self.problem, self.models
         code = asked.code()
         if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -137,19 +145,22 @@ class LookupNode:
             self.problem = "" if told.ready else "it is starting or shutting down"
             self._connection.keep_thread()
         else:
-            # What it served last stays known: it may be this process that is slow.
+            # The last known versions are kept: this process may be the slow one.
             self.standing = "unreachable"
             self.problem = f"{code.name}: {short_error(asked.details() or '')}"
         return before != (self.standing, self.problem, self.models)
 
     @property
     def may_serve(self) -> bool:
-        """Whether it is ready, or was a moment ago and is only late: so are all nodes at once when it is this
-        process that is held up, which is no reason to say that it can't answer."""
+        """True if the node is ready, or was a moment ago and is only late.
+
+        If this process is delayed, all nodes look late at the same time; that must not make them
+        unavailable.
+        """
         return self.standing == "ready" or time.monotonic() < self._late_until
 
     def lacks(self, model: str, version: int) -> None:
-        """It does not serve that any more: not to be asked for it until it says otherwise."""
+        """Record that the node no longer serves the version, until it reports it again."""
         self.models = {of: each for of, each in self.models.items() if of != (model, version)}
 
     def close(self) -> None:

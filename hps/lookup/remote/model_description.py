@@ -1,4 +1,4 @@
-"""Models as `hps/v1/lookup.proto` describes them, and whether two nodes mean the same one."""
+"""Descriptions of models (`hps/v1/lookup.proto`), and their comparison between nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DATATYPE_OF = {dtype: name for name, dtype in _DATATYPES.items()}
 
 
 def describe_model(model: LookupModel) -> Any:
-    """The ``DescribeResponse`` that tells of ``model``."""
+    """Make the ``DescribeResponse`` of ``model``."""
     told = pb.DescribeResponse(
         model=model.name,
         version=model.version,
@@ -50,8 +50,7 @@ def _feature(feature: Feature) -> Any:
 
 
 def check_same_description(address: str, there: Any, here: LookupModel) -> None:
-    """That the node's ``DescribeResponse`` and ``here`` mean the same. Raises ``ModelError``, naming what
-    differs."""
+    """Check that a node's ``DescribeResponse`` equals ``here``. Raises ``ModelError`` with the difference."""
     tables = {table.name: table for table in there.tables}
     for name, mine in here.tables.items():
         table = tables.get(name)

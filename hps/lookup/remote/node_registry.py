@@ -1,5 +1,6 @@
-"""The lookup nodes there are, looked after by one thread: where they are, whether they take lookups, what
-they serve. A node that is replaced, drained or hangs is noticed here, even while no lookup goes there."""
+"""Registry of lookup nodes: discovery, health and served versions, polled by one thread.
+
+A node that is replaced, drained or hangs is detected even while it gets no lookups."""
 
 from __future__ import annotations
 
@@ -23,15 +24,14 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.5
 """How often each node is asked what it serves."""
 _ANSWER_S = 1.0
-# How long lookups may still come by a connection that has been replaced.
+# How long lookups may still use a channel that has been replaced.
 _FAREWELL_S = 60.0
-# Not more often, however many lookups fail.
+# The shortest interval between polls, however many lookups fail.
 _SOONEST_S = 0.02
 
 
 class NodeRegistry:
-    """All of them, for the lookups of several models. Any thread may call it; ``close`` once nobody asks any
-    more."""
+    """All lookup nodes, shared by the lookups of several models. Thread-safe; ``close`` it last."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class NodeRegistry:
         resolve_s: float = 5.0,
         resolve: Resolve | None = None,
     ) -> None:
-        """``nodes`` as in `lookup.nodes`. Without ``certificates`` plain text is spoken; those that are told
-        are used from then on. ``api_key`` goes with every call. Waits until each has answered once, or a
+        """``nodes`` as in `lookup.nodes`. Without ``certificates``: plain text; renewed ones are used from
+        then on. ``api_key`` is sent with every call. Blocks until each node has answered once, at most a
         second."""
         self._certificates = certificates
         self._shown = None if certificates is None else certificates()
@@ -72,7 +72,7 @@ class NodeRegistry:
             self._resolving = PeriodicThread(self._find, resolve_s, "hps-lookup-names")
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Have ``changed`` called, on the thread of this, when a node is another than before."""
+        """Call ``changed``, on the registry's thread, whenever a node has changed."""
         with self._lock:
             self._watchers = (*self._watchers, changed)
 
@@ -81,14 +81,15 @@ class NodeRegistry:
             self._watchers = tuple(each for each in self._watchers if each != changed)
 
     def look(self, *, tell: bool = False) -> None:
-        """Have nodes asked soon, because one of them did not do as expected. Returns at once. ``tell``: those
-        who watch are called whatever is found."""
+        """Poll the nodes soon, after an unexpected answer; does not block.
+
+        ``tell``: subscribers are called even if nothing changed."""
         if tell:
             self._changed.set()
         self._wake.set()
 
     def later(self, seconds: float, work: Callable[[], None]) -> bool:
-        """Have ``work``, which must not wait, done after ``seconds``; False when this is closed."""
+        """Run ``work``, which must not block, after ``seconds``; False if the registry is closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -98,7 +99,7 @@ class NodeRegistry:
 
     @property
     def problem(self) -> str:
-        """Why none can be asked; empty when one is ready, or late."""
+        """The reason why no node is usable; empty if one is ready or late."""
         if any(target.may_serve for target in self.all):
             return ""
         found = [*self._addresses.problems.values()]
@@ -116,14 +117,14 @@ class NodeRegistry:
         for target in (*self.all, *self._leaving):
             target.close()
 
-    # -- the thread --------------------------------------------------------------------------------
+    # -- thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closed:
             try:
                 self._look_after()
                 self._do(time.monotonic())
-            except Exception:  # whatever it was, the next round may do better
+            except Exception:  # any error; the next round may succeed
                 log.exception("looking after the lookup nodes failed; trying again")
             next_s = min((due for due, _ in [*self._due]), default=float("inf")) - time.monotonic()
             woken = self._wake.wait(min(LOOK_S, max(_SOONEST_S, next_s)))
@@ -132,7 +133,7 @@ class NodeRegistry:
                 time.sleep(_SOONEST_S)
 
     def _do(self, now: float) -> None:
-        """What is due."""
+        """Run everything that is due."""
         with self._lock:
             due = [work for at, work in self._due if at <= now]
             self._due = [each for each in self._due if each[0] > now]
@@ -151,7 +152,7 @@ class NodeRegistry:
             target.close()
 
     def _find(self) -> None:
-        """Take on nodes that are new, and let go of those that are no more."""
+        """Add nodes that are new and remove those that are gone."""
         before = dict(self._addresses.problems)
         found = self._addresses.now()
         with self._lock:
@@ -167,7 +168,7 @@ class NodeRegistry:
             self._wake.set()
 
     def _begin(self) -> None:
-        """Ask each that has answered the question before."""
+        """Poll each node that has answered its last poll."""
         self._renew()
         key = self._key.now()
         self._metadata = () if key is None else (("x-api-key", key),)
@@ -177,7 +178,7 @@ class NodeRegistry:
                 asked.add_done_callback(lambda done, target=target: self._told(target, done))
 
     def _renew(self) -> None:
-        """Connect anew where certificates have been renewed; what is under way ends as it began."""
+        """Reconnect after a renewal of certificates; calls in flight end on their channel."""
         if self._certificates is None or (certificates := self._certificates()) == self._shown:
             return
         with self._lock:
@@ -188,7 +189,7 @@ class NodeRegistry:
                 connection.close()
 
     def _told(self, target: LookupNode, asked: Any) -> None:
-        """On a thread of gRPC's."""
+        """Handle the end of a poll, on a thread of gRPC."""
         try:
             if target.looked(asked) and not self._closed:
                 self._changed.set()
@@ -208,11 +209,11 @@ class NodeRegistry:
             ended.result(2 * _ANSWER_S)
 
     def _say(self) -> None:
-        """Log what is new."""
+        """Log what has changed."""
         told = {target.address: (target.standing, target.problem) for target in self.all}
         for address, (standing, problem) in told.items():
             if self._said.get(address) == standing:
-                continue  # in other words, perhaps
+                continue  # only the wording may differ
             if standing == "ready":
                 log.info("lookup node %s is asked", address)
             else:

@@ -1,9 +1,10 @@
-"""Nodes that fail are left out for a while: outlier ejection, as load balancers do it.
+"""Outlier ejection: nodes that fail get no lookups for a while.
 
-Envoy's rules, simplified (https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier):
-a node is ejected for what it did with its last lookups, for twice as long each time, and comes back by
-itself. What fails everywhere is no outlier: there has to be a node that does much better, and never more than
-half of them are out. So nodes that are all slow, as under overload, keep their share of the lookups.
+Envoy's rules, simplified
+(https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/outlier): a node is ejected for
+failures among its last lookups, for twice as long each time, and returns without a probe. A failure of all
+nodes ejects none: another node must do much better, and at most half of the nodes are ejected. So nodes
+that are all slow, as in an overload, keep their share of the lookups.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from hps.lookup.remote.lookup_node import LookupNode
 log = logging.getLogger(__name__)
 
 _LAST = 10
-# A lookup that was given less time than this says nothing of the node when it is over.
+# The timeout of a lookup with less time than this does not count as a failure of the node.
 _PATIENCE_S = 0.1
 _Code = grpc.StatusCode
 _FAILURES = (_Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS)
 
 
 class _NodeRecord:
-    """What is kept of one node."""
+    """The record of one node."""
 
     __slots__ = ("ejections", "last", "longer", "until")
 
@@ -44,13 +45,15 @@ class _NodeRecord:
 
     @property
     def share(self) -> float:
-        """Of its last lookups, those that failed; 1 when nothing is known."""
+        """The share of failures among its last lookups; 1 if there were none."""
         return self.last.count(True) / len(self.last) if self.last else 1.0
 
 
 class OutlierEjection:
-    """A `NodePicker` that leaves out nodes that fail, and has ``inner`` choose among the others; where
-    all are out, among all. Any thread may call it."""
+    """A `NodePicker` that excludes ejected nodes; ``inner`` picks among the others. Thread-safe.
+
+    If all are ejected, ``inner`` picks among all.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class OutlierEjection:
         most_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``nodes`` tells all there are. ``failures`` among a node's last ten lookups eject it, for
+        """``nodes`` returns all nodes. ``failures`` among a node's last ten lookups eject it, for
         ``base_s`` at first and ``most_s`` at most."""
         self._nodes = nodes
         self._inner = inner or LeastBusy()
@@ -70,7 +73,7 @@ class OutlierEjection:
         self._clock = clock
         self._records: dict[LookupNode, _NodeRecord] = {}
         self._lock = threading.Lock()
-        # Read without the lock: most of the time nobody is out.
+        # Read without the lock: usually no node is ejected.
         self._out: tuple[LookupNode, ...] = ()
 
     def pick(self, among: Sequence[LookupNode]) -> LookupNode:
@@ -79,8 +82,8 @@ class OutlierEjection:
             among = [target for target in among if target not in self._out] or among
         return self._inner.pick(among)
 
-    def answered(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
-        self._inner.answered(target, code, seconds)
+    def record(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
+        self._inner.record(target, code, seconds)
         late = code is _Code.DEADLINE_EXCEEDED and seconds >= _PATIENCE_S
         failed = late or code in _FAILURES
         record = self._records.get(target)
@@ -95,12 +98,12 @@ class OutlierEjection:
             self._eject(target, record)
 
     def is_out(self, target: LookupNode) -> bool:
-        """Whether it is left out at the moment."""
+        """True while the node is ejected."""
         self._readmit()
         return target in self._out
 
     def ejections(self, target: LookupNode) -> int:
-        """How often it was left out so far."""
+        """The number of times that the node was ejected."""
         record = self._records.get(target)
         return 0 if record is None else record.ejections
 
@@ -113,7 +116,7 @@ class OutlierEjection:
             if not self._does_better(record, nodes):
                 return
             if now > record.until + self._most_s:
-                record.longer = 0  # it did well for long
+                record.longer = 0  # it did well for a long time
             out_s = min(self._base_s * 2**record.longer, self._most_s)
             record.until = now + out_s
             record.longer += 1
@@ -123,8 +126,7 @@ class OutlierEjection:
         log.warning("lookup node %s fails; it is left out for %.3g s", target.address, out_s)
 
     def _does_better(self, record: _NodeRecord, nodes: Sequence[LookupNode]) -> bool:
-        """Whether another node that is not out, and answers, fails half as often, at most. With the lock
-        held."""
+        """True if another node is not ejected, answers, and fails at most half as often. Holds the lock."""
         answer = [each for each in nodes if each.standing == "ready" and each.answers["OK"]]
         records = [self._records.get(each) for each in answer if each not in self._out]
         others = [each for each in records if each is not record]
@@ -140,12 +142,12 @@ class OutlierEjection:
                 log.info("lookup node %s is asked again", each.address)
 
     def _until(self, target: LookupNode) -> float:
-        """When it is asked again; at once if it is unknown by now."""
+        """The end of the node's ejection; now if the node is unknown."""
         record = self._records.get(target)
         return 0.0 if record is None else record.until
 
     def _forget(self) -> None:
-        """Let go of nodes that are no more. With the lock held."""
+        """Drop the records of removed nodes. Holds the lock."""
         nodes = self._nodes()
         self._out = tuple(each for each in self._out if each in nodes)
         self._records = {t: r for t, r in self._records.items() if t in nodes}

@@ -1,4 +1,4 @@
-"""A lookup on its way to other nodes."""
+"""A remote lookup in progress."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from hps.types import LookupResult, VectorArray
 
 
 class LookupAttempt:
-    """One node was asked, at an instant of ``time.monotonic()``. ``is_last``: there was no other, or another
-    may not be asked after it. ``cancel`` ends it, as soon as it has begun."""
+    """One attempt at one node, started at an instant of ``time.monotonic()``.
+
+    ``is_last``: no other node may be tried after it. ``cancel`` ends it as soon as it has started.
+    """
 
     __slots__ = ("cancel", "is_last", "started", "target")
 
@@ -26,8 +28,11 @@ class LookupAttempt:
 
 
 class RemoteLookupCall:
-    """A lookup on its way; ``tried`` are the nodes it was sent to. ``headers`` tell of its trace. ``profile``
-    is what its time is told to, where anybody asks."""
+    """A remote lookup in progress.
+
+    ``tried``: the nodes it was sent to; ``headers``: its trace; ``profile``: the request profile, if there
+    is one.
+    """
 
     __slots__ = (
         "answer",
@@ -71,14 +76,17 @@ class RemoteLookupCall:
         self.answer: Future[LookupResult] = Future()
 
     def cancel(self) -> None:
-        """End what is under way."""
+        """Cancel the attempts in flight."""
         attempt = self.attempt
         if attempt is not None and attempt.cancel is not None:
             attempt.cancel()
 
     def finish(self, result: LookupResult) -> None:
-        """Answer with ``result``, its vectors in ``out`` where that has arrays for them. Once the call is
-        cancelled these are the caller's; while they are written it can't be."""
+        """Answer with ``result``; vectors are copied to the request's ``out`` arrays.
+
+        A cancelled call's arrays belong to the caller; while they are written, the call cannot be
+        cancelled.
+        """
         if not self.answer.set_running_or_notify_cancel():
             return
         try:

@@ -1,4 +1,4 @@
-"""Requests for lookups at other nodes, checked before they are sent."""
+"""Checks of remote lookup requests before they are sent."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hps.observability.meters import LookupMeter
 from hps.types import JaggedKeys, LookupRequest
 
 _INT64 = np.dtype(np.int64)
-# Names and sizes that are kept in mind.
+# The number of cached forms.
 _KEPT = 256
 
 
 class RemoteRequestChecks:
-    """What is asked of one version of a model. Any number of threads may call it."""
+    """Checks requests for one version of a model. Thread-safe."""
 
     def __init__(self, model: LookupModel, meter: LookupMeter) -> None:
         self._model, self._meter = model, meter
@@ -37,7 +37,7 @@ class RemoteRequestChecks:
     def asked(
         self, request: LookupRequest
     ) -> tuple[LookupRequestTemplate, Mapping[str, JaggedKeys]]:
-        """How ``request`` is put, and its keys, well formed. Raises BadRequest."""
+        """Return the codec of ``request`` and its checked keys. Raises BadRequest."""
         key = _alike(request)
         if key is None:
             return self._new(request)
@@ -73,8 +73,7 @@ class RemoteRequestChecks:
 
 
 def _alike(request: LookupRequest) -> tuple[object, ...] | None:
-    """What requests have in common that are well formed or not alike; None where that depends on their
-    numbers."""
+    """Return the form that decides whether requests are valid; None if their values decide."""
     if request.out:
         return None
     signature: list[object] = [request.by_table, request.want_source]

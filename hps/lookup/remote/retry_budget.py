@@ -1,4 +1,4 @@
-"""How many lookups may be sent again: where all nodes are overloaded, retries would make it worse."""
+"""Retry budget: bounds retries, which would worsen an overload of all nodes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ _SHARE = 0.2
 
 
 class RetryBudget:
-    """One retry for every five lookups, and a reserve for the moment when a node is lost with all that was
-    under way there (https://finagle.github.io/blog/2016/02/08/retry-budgets/). Any thread may call it."""
+    """One retry for every five lookups, plus a reserve for the loss of a node. Thread-safe.
+
+    The reserve covers the lookups in flight at that node; see
+    https://finagle.github.io/blog/2016/02/08/retry-budgets/."""
 
     def __init__(self, reserve: int) -> None:
         self._most = self._left = float(reserve)
@@ -17,17 +19,17 @@ class RetryBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether none may be sent again at the moment."""
+        """True if no retry is allowed now."""
         return self._left < 1.0
 
     def earn(self) -> None:
-        """A lookup came."""
+        """Count a lookup."""
         if self._left < self._most:
             with self._lock:
                 self._left = min(self._most, self._left + _SHARE)
 
     def spend(self) -> bool:
-        """Whether one may be sent again."""
+        """Take one retry; False if none is left."""
         with self._lock:
             if self._left < 1.0:
                 return False

@@ -1,8 +1,8 @@
-"""gRPC calls whose answers come to a callback, without grpc's futures.
+"""gRPC unary calls with a callback instead of grpc's future.
 
-Such a future is a condition variable, a list of callbacks and several locks, for a call that nobody waits
-for. What is beneath is not grpc's public interface: ``KNOWN`` says whether it is as expected. Where it is
-not, futures are used.
+A future costs a condition variable, a list of callbacks and several locks, for a call that no thread waits
+for. The callback uses private parts of grpc: ``KNOWN`` says whether they are as expected. If not, futures
+are used.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ KNOWN = _is_known()
 
 
 class UnaryMethod:
-    """The calls of one method. Any thread may make them; ``told`` is called once for each, on a thread of
-    gRPC's. ValueError when the channel is closed."""
+    """The calls of one method. Thread-safe.
+
+    ``told`` is called once per call, on a thread of gRPC. Raises ValueError if the channel is closed.
+    """
 
     def __init__(self, channel: grpc.Channel, method: str, parse: Callable[[bytes], Any]) -> None:
         self._method: Any = channel.unary_unary(method)
@@ -106,10 +108,10 @@ class UnaryMethod:
             if code is _Code.OK:
                 try:
                     parsed = self._parse(received.message())
-                except Exception as error:  # protobuf's class depends on how it was built
+                except Exception as error:  # the class of protobuf's error depends on its build
                     code, text = _Code.INTERNAL, f"an answer that is no message: {error}"
             told(code, text, parsed)
-        except Exception:  # which would end the thread of all calls
+        except Exception:  # an error would end the thread of all calls
             log.exception("what a call was answered could not be told")
 
     def _start_future(
@@ -123,7 +125,7 @@ class UnaryMethod:
 
 
 class _FutureEvent:
-    """A future of grpc's, as what `UnaryMethod._tell` takes the message from."""
+    """A grpc future with the interface that `UnaryMethod` reads messages from."""
 
     def __init__(self, asked: Any) -> None:
         self.message = asked.result

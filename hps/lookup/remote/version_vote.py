@@ -1,8 +1,7 @@
-"""Which version of each model to serve: that which most of the lookup nodes serve.
+"""Version vote: each model is served in the version that most lookup nodes serve.
 
-Versions change on one node after the other. Who asks the nodes changes over when most of them have, so that
-there are always enough to ask; the other versions there are it holds ready.
-"""
+Nodes change versions one after the other. A client changes once most of them have, so that there are always
+enough nodes; it keeps the other versions ready."""
 
 from __future__ import annotations
 
@@ -14,16 +13,15 @@ from hps.lookup.remote.node_registry import NodeRegistry
 
 
 class VersionVote:
-    """What `hps.node.version_sync.VersionSync` asks. For one thread at a time."""
+    """The versions that `hps.node.version_sync.VersionSync` follows. For one thread at a time."""
 
     def __init__(self, nodes: NodeRegistry, chosen: Mapping[str, int | None] | None) -> None:
-        """``chosen``: the models to serve, and the version of each where one is stated; None: all there
-        are."""
+        """``chosen``: the models to serve, with the version of each if one is configured; None: all."""
         self._nodes = nodes
         self._chosen = chosen
 
     def follow(self, report: Mapping[str, Any], _deadline: float) -> dict[str, Any]:
-        """By ``(model, version, token)``: ``serve`` these, and have those of ``open`` ready."""
+        """Return, as ``(model, version, token)``, the versions to ``serve`` and those to keep ``open``."""
         served = dict(map(_of, report["serves"]))
         serving = [target for target in self._nodes.all if target.may_serve]
         votes: dict[str, Counter[int]] = {}
@@ -39,7 +37,7 @@ class VersionVote:
                 serve.append(_entry(model, stated))
                 continue
             wanted = served.get(model)
-            if serving:  # while no node can say, what was served is served on
+            if serving:  # while no node answers, the last version is served
                 wanted = _most(votes.get(model), wanted)
             if wanted is not None:
                 serve.append(_entry(model, wanted))
@@ -51,7 +49,7 @@ class VersionVote:
 
 
 def _most(votes: Counter[int] | None, served: int | None) -> int | None:
-    """Of equally many, the one that is served; else the newest."""
+    """Return the version with the most votes; of equals the served one, else the newest."""
     if not votes:
         return None
     most = max(votes.values())

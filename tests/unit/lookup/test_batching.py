@@ -33,7 +33,7 @@ class Works:
     def __init__(self, *, at_once=False):
         self.runs, self.futures, self.at_once = [], [], at_once
 
-    def kind(self, request):
+    def merge_key(self, request):
         return None if request.kind is None else (request.kind, request)
 
     def size(self, request):
@@ -42,10 +42,10 @@ class Works:
     def deadline(self, request):
         return request.deadline
 
-    def alone(self, request):
+    def submit_one(self, request):
         return self.began([request], single=True)
 
-    def together(self, requests):
+    def submit_batch(self, requests):
         return self.began(list(requests), single=False)
 
     def began(self, requests, *, single):

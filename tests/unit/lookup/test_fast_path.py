@@ -98,7 +98,7 @@ def good_requests(draw):
 @given(good_requests())
 def test_rows_in_memory_take_the_short_way_and_agree(sides, request):
     short, ordinary = sides
-    from_memory = short.engine._short.form(request)
+    from_memory = short.engine._fast_path.prepare(request)
     assert from_memory([keys.keys for keys in request.features.values()]) is not None
     assert outcome(short, request) == outcome(ordinary, request)
 
@@ -145,8 +145,8 @@ def test_a_prepared_lookup_keeps_to_its_deadline_and_reports_sources(sides):
 def test_a_prepared_lookup_that_memory_cannot_answer_tries_it_once(sides):
     short, _ = sides
     gathers = []
-    tier = short.engine._short._tier
-    short.engine._short._tier = SimpleNamespace(
+    tier = short.engine._fast_path._tier
+    short.engine._fast_path._tier = SimpleNamespace(
         info=tier.info,
         gather=lambda asks, bags: gathers.append(len(asks)) or tier.gather(asks, bags),
     )
@@ -186,10 +186,10 @@ def test_a_form_that_was_seen_is_not_checked_again_and_others_are(sides):
     short, ordinary = sides
     for request in (dense(bought=[[1, 2]]), dense(bought=[[3, 4]]), dense(bought=[[1, 2, 3]])):
         assert outcome(short, request) == outcome(ordinary, request)
-    assert len(short.engine._short._forms) == 1
+    assert len(short.engine._fast_path._prepared_lookups) == 1
     for n in range(1, 300):
         short.engine.lookup(dense(item=[[1] * n]))
-    assert len(short.engine._short._forms) <= 256
+    assert len(short.engine._fast_path._prepared_lookups) <= 256
 
 
 @pytest.mark.parametrize(

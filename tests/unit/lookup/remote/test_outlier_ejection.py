@@ -24,7 +24,7 @@ class Setup:
 
     def tell(self, node, code, times=1, seconds=0.5):
         for _ in range(times):
-            self.outliers.answered(node, code, seconds)
+            self.outliers.record(node, code, seconds)
 
     def picked(self):
         return {self.outliers.pick(self.nodes).address for _ in range(2 * len(self.nodes))}

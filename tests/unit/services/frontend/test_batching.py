@@ -207,5 +207,5 @@ def test_lookups_share_the_settings(small, batched):
 
 
 def test_the_settings_bound_a_batch_and_the_model_too(batched):
-    bounds = batched(max_rows=1000)["halves"]._endpoint._engine._batcher._bounds
+    bounds = batched(max_rows=1000)["halves"]._endpoint._engine._batcher._limits
     assert bounds.rows == 8
