@@ -36,12 +36,12 @@ class FileStamp:
             now = FileStamp.of(self.path)
         except OSError as error:
             raise ModelError(
-                f"{self.path} went away while it was read: {error.strerror}"
+                f"{self.path} disappeared while it was read: {error.strerror}"
             ) from error
         if now != self:
             size = (
                 "" if now.bytes == self.bytes else f" ({self.bytes} bytes before, {now.bytes} now)"
             )
             raise ModelError(
-                f"{self.path} was changed while it was read{size}; try again when nobody writes to it"
+                f"{self.path} was changed while it was read{size}; try again when no process writes to it"
             )

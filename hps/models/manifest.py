@@ -57,9 +57,9 @@ class Manifest(_ManifestModel):
     tables: dict[Name, TableEntry]
     dense: FileEntry | None = None
     watermark: dict[str, dict[str, int]] = {}
-    """What the tables contain of update streams: by topic and partition, the first offset that they don't."""
+    """Offsets of update streams by topic and partition: the first that the tables do not contain."""
     metadata: dict[str, Any] = {}
-    """Whatever the training wants to leave: framework, metrics, dates."""
+    """Free-form data of the training: framework, metrics, dates."""
 
     @property
     def created_unix_ms(self) -> int:

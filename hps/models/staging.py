@@ -80,7 +80,9 @@ def publish_version(folder: Path, final: Path, *, replace: bool) -> None:
     if not final.exists():
         folder.rename(final)
     elif not replace:
-        raise ModelError(f"{final} was written by somebody else meanwhile; take another version")
+        raise ModelError(
+            f"{final} was written by another process meanwhile; use another version number"
+        )
     elif not _exchange(folder, final):
         old = final.with_name(f"{_PREFIX}replaced-{secrets.token_hex(4)}")
         final.rename(old)

@@ -190,4 +190,6 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _shortened(path: Path) -> ModelError:
-    return ModelError(f"{path} was shortened while it was read; put it there whole, then try again")
+    return ModelError(
+        f"{path} was shortened while it was read; replace it by the complete file and try again"
+    )

@@ -29,7 +29,7 @@ from hps.node.serving_context import (
     open_lookup_pools,
 )
 from hps.node.tier_status import TierStatus
-from hps.node.version_sync import LOOK_S, OpenedVersion, SyncedModels, VersionSync
+from hps.node.version_sync import SYNC_EVERY_S, OpenedVersion, SyncedModels, VersionSync
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
 from hps.observability.metrics import Metrics
@@ -41,10 +41,10 @@ from hps.tiers.node import NodeConnectionPool, NodeTier
 from hps.tiers.node.frames import SOCKET
 from hps.tiers.wrappers import GuardedTier, MeteredTier
 from hps.types import EmbeddingTable, NoProgress, Progress, Source
-from hps.updates.arrival_times import LOOK_EVERY_S
+from hps.updates.arrival_times import POLL_EVERY_S
 
 log = logging.getLogger(__name__)
-_LOOK_FOR_NODE_S = 0.05
+_RETRY_S = 0.05
 # Time for the way to the node and back, added to the node's deadlines.
 _WAY_S = 0.25
 
@@ -114,7 +114,7 @@ def _find_node(path: Path, wait_s: float, progress: Progress) -> dict[str, Any]:
             finally:
                 connections.close()
             step(0)
-            time.sleep(_LOOK_FOR_NODE_S)
+            time.sleep(_RETRY_S)
             connections = NodeConnectionPool(path)
 
 
@@ -158,7 +158,7 @@ class _AttachBuilder:
             workers=self._serving.lookups,
         )
         self._watch_ages(attached)
-        self._resources.callback(PeriodicThread(following.look, LOOK_S, "hps-follow").close)
+        self._resources.callback(PeriodicThread(following.sync, SYNC_EVERY_S, "hps-follow").close)
         return attached
 
     def _open(self, name: str, number: int) -> OpenedVersion:
@@ -235,7 +235,7 @@ class _AttachBuilder:
                 model.freshness.judge({table: told(table) for table in model.tables.values()})
 
         look()
-        watch = PeriodicThread(look, min(LOOK_EVERY_S, limit_s / 4), "hps-update-age")
+        watch = PeriodicThread(look, min(POLL_EVERY_S, limit_s / 4), "hps-update-age")
         self._resources.callback(watch.close)
 
     def _facts(self) -> dict[str, Any]:
@@ -253,12 +253,12 @@ class _NodeAges:
     def now(self) -> Any:
         """A function from a table to the age of its rows in seconds."""
         try:
-            self._told = self._attached.ask_node("ages", LOOK_EVERY_S)
+            self._told = self._attached.ask_node("ages", POLL_EVERY_S)
             self._at = time.monotonic()
         except TierError:
             pass
         since = time.monotonic() - self._at
-        gone = since if since > 2 * LOOK_EVERY_S else 0.0
+        gone = since if since > 2 * POLL_EVERY_S else 0.0
         return partial(self._age, gone)
 
     def _age(self, gone: float, table: EmbeddingTable) -> float:

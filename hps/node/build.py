@@ -18,7 +18,7 @@ from hps.errors import ConfigError
 from hps.native import COMPILED
 from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
-from hps.node.model_control import ModelControl
+from hps.node.model_control import ModelControl, NodeParts
 from hps.node.model_opening import OpenedModel, open_model, open_versions, watermarks_of
 from hps.node.node import Node, ServedModel
 from hps.node.serving_context import (
@@ -38,7 +38,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.node import AttachedProcesses, NodeServer
 from hps.tiers.wrappers import MeteredTier
 from hps.types import NoProgress, Progress
-from hps.updates.arrival_times import LOOK_EVERY_S
+from hps.updates.arrival_times import POLL_EVERY_S
 from hps.updates.cache_writer import CacheWriter
 
 __all__ = ["Node", "ServedModel", "open", "open_node"]
@@ -95,33 +95,15 @@ class _NodeBuilder:
         self._caches = NodeCaches(settings, opened, self._tables, *parts)
 
     def node(self, warnings: tuple[str, ...]) -> Node:
+        # Closes the networks of versions loaded later, after all threads of the node.
         later = self._resources.enter_context(ExitStack())
         stores, caches = self._stores, self._caches
         on_gpu = self._devices.open()  # cheap to check, so before rows are loaded
         stores.open(self._progress)
         writer = caches.open(on_gpu)
         caches.fill(self._progress)
-        # A pool of its own: slow stores never delay networks whose rows are ready.
-        runs = open_dense_pool(self._settings, self._resources)
-        serving = ServingContext(
-            TierChain([MeteredTier(c.tier, self._meter(c.tier)) for c in caches.statuses]),
-            stores.asked(),
-            caches.promote,
-            open_lookup_pools(self._settings, self._resources),
-            runs,
-        )
-        in_memory = [caches.in_memory] if caches.in_memory else []
-        metered = [MeteredTier(c.tier, self._meter(c.tier)) for c in in_memory]
-        self._devices.bridge(metered, serving.stores, caches.lift, caches.promote)
-        served = [
-            serving.serve(
-                model,
-                self._metrics,
-                self._devices,
-                freshness_of(self._settings, model.version.name, self._metrics),
-            )
-            for model in self._opened
-        ]
+        serving = self._serving_context()
+        served = [self._serve(serving, model) for model in self._opened]
         node = Node(
             models={model.name: model for model in served},
             metrics=self._metrics,
@@ -134,31 +116,43 @@ class _NodeBuilder:
             ),
             promotions_into_stores=lambda: stores.promotions_waiting,
             damage=stores.damage,
-            hindrance=stores.hindrance,
-            watch_damage=stores.watch_damage,
+            not_ready_reason=stores.not_ready_reason,
+            on_damage=stores.on_damage,
         )
         self._publish(node, serving)
         self._read_updates(node, writer)
         followers = AttachedProcesses({model.name: model.version for model in served})
         followers.fingerprints.update((m.version.key, m.version.fingerprint) for m in self._opened)
-        node.socket = self._let_attach(node, serving, followers)
-        node.control = ModelControl(
-            self._settings,
-            node,
-            followers,
-            serving,
-            stores,
-            caches,
-            self._devices,
-            self._opened,
-            self._tables,
-            later,
+        node.socket = self._open_socket(node, serving, followers)
+        parts = NodeParts(
+            self._settings, serving, stores, caches, self._devices, self._opened, self._tables
         )
+        node.control = ModelControl(parts, node, followers, later)
         self._resources.callback(node.control.close)
         node.checkpoints = stores.checkpoints
         return node
 
-    def _let_attach(
+    def _serving_context(self) -> ServingContext:
+        """Meter the tiers, open the thread pools and bridge the GPU caches to host memory."""
+        stores, caches = self._stores, self._caches
+        # A separate pool: slow stores never delay networks whose rows are ready.
+        runs = open_dense_pool(self._settings, self._resources)
+        serving = ServingContext(
+            TierChain([self._metered(each.tier) for each in caches.statuses]),
+            stores.lookup_tier(),
+            caches.promote,
+            open_lookup_pools(self._settings, self._resources),
+            runs,
+        )
+        in_memory = [self._metered(caches.in_memory.tier)] if caches.in_memory else []
+        self._devices.bridge(in_memory, serving.stores, caches.promote_to_gpu, caches.promote)
+        return serving
+
+    def _serve(self, serving: ServingContext, model: OpenedModel) -> ServedModel:
+        freshness = freshness_of(self._settings, model.version.name, self._metrics)
+        return serving.serve(model, self._metrics, self._devices, freshness)
+
+    def _open_socket(
         self, node: Node, serving: ServingContext, followers: AttachedProcesses
     ) -> NodeServer | None:
         """The socket for other processes, which may read the CPU cache directly if it is shared."""
@@ -183,9 +177,9 @@ class _NodeBuilder:
             serving.promote,
             followers,
             {
-                "node": lambda _given: about,
-                "versions": lambda _given: followers.fingerprints,
-                "ages": lambda _given: {t.id: node.streams.age_s(t) for t in self._tables},
+                "node": lambda _question: about,
+                "versions": lambda _question: followers.fingerprints,
+                "ages": lambda _question: {t.id: node.streams.age_s(t) for t in self._tables},
             },
         )
         self._resources.callback(socket.close)
@@ -194,15 +188,15 @@ class _NodeBuilder:
     def _read_updates(self, node: Node, writer: CacheWriter) -> None:
         """Start the update streams. Comes last, when the caches are filled: from now on they change."""
         streams = node.streams
-        both = [*self._stores.fed(shared=False), *self._stores.fed(shared=True)]
+        own = self._stores.update_targets(shared=False)
+        shared = self._stores.update_targets(shared=True)
+        both = [*own, *shared]
         streams.write_directly(both, writer, self._devices.static)
         directory, kafka = self._settings.updates.directory, self._settings.updates.kafka
         if directory is not None:
             streams.read_folder(directory, both, writer)
         if kafka is not None:
-            own = self._stores.fed(shared=False)
             streams.read_kafka(kafka, own, writer, self._stores.followed)
-            shared = self._stores.fed(shared=True)
             if kafka.shared_writer == "nodes" and shared:
                 streams.share_kafka(kafka, shared)
         limit_s = self._settings.updates.max_staleness_s
@@ -211,10 +205,10 @@ class _NodeBuilder:
             models = node.models.values() if limit_s is not None else ()
             return [(model.freshness, model.tables.values()) for model in models]
 
-        streams.watch(limited, min(LOOK_EVERY_S, (limit_s or math.inf) / 4))
+        streams.watch(limited, min(POLL_EVERY_S, (limit_s or math.inf) / 4))
 
-    def _meter(self, tier: Tier) -> TierMeter:
-        return TierMeter(self._metrics, tier.info.name)
+    def _metered(self, tier: Tier) -> MeteredTier:
+        return MeteredTier(tier, TierMeter(self._metrics, tier.info.name))
 
     def _publish(self, node: Node, serving: ServingContext) -> None:
         """Register gauges, which are read at a scrape."""

@@ -46,7 +46,7 @@ def plan_rows_for_new_model(
         return plan, ""
     fraction = left / wanted
     warning = (
-        f"the CPU cache has room for {100 * fraction:.0f} % of the rows it would keep of the model: others "
+        f"the CPU cache has capacity for {100 * fraction:.0f} % of the model's rows: others "
         "have the rest of tiers.cpu_cache.capacity_bytes until the next start, which shares it out anew"
     )
     return {table: int(fraction * rows) for table, rows in plan.items()}, warning

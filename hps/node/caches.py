@@ -58,7 +58,7 @@ class NodeCaches:
         self._metrics = metrics
         self._resources = resources
         self._hot: dict[str, HotKeys] = {}
-        self._lifting: GpuPromotion | None = None
+        self._gpu_promotion: GpuPromotion | None = None
         self._writer: CacheWriter
         self._cpu_cache: CpuCache | None = None
         self.in_memory: TierStatus | None = None
@@ -71,27 +71,27 @@ class NodeCaches:
             self.statuses.append(self.in_memory)
         if on_gpu is not None:
             self.statuses.append(on_gpu)
-        promoted = self._stores.promoted
+        promoted = self._stores.promotion_sources
         self._writer = CacheWriter(
             # The CPU cache first, so that a row promoted from it is never older than the GPUs' row.
             TierChain([cache.tier for cache in reversed(self.statuses)]),
             promoted.tiers,
             self._settings.updates.promote_queue_keys,
             partial(count_promotion, self._metrics, Source.CPU.name.lower()),
-            self._stores.lacked,
+            self._stores.promote_missing,
             own=promoted.own,
             own_first=promoted.own_first,
         )
         self._resources.callback(self._writer.close)
         if self.in_memory is not None and on_gpu is not None:
-            self._lifting = GpuPromotion(
+            self._gpu_promotion = GpuPromotion(
                 self._writer,
                 self.in_memory.tier,
                 on_gpu.tier,
                 self._settings.updates.promote_queue_keys,
                 partial(count_promotion, self._metrics, Source.GPU.name.lower()),
             )
-            self._resources.callback(self._lifting.close)
+            self._resources.callback(self._gpu_promotion.close)
         return self._writer
 
     def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
@@ -100,9 +100,9 @@ class NodeCaches:
             self._writer.promote(table, keys)
 
     @property
-    def lift(self) -> Promote:
+    def promote_to_gpu(self) -> Promote:
         """Function that queues rows of the CPU cache for promotion into the GPU caches."""
-        return self._lifting.lift if self._lifting else self.promote
+        return self._gpu_promotion.promote if self._gpu_promotion else self.promote
 
     def _make_cpu_cache(self) -> TierStatus:
         """Make the CPU cache and share its memory out over the tables; overrides come first."""
@@ -112,7 +112,7 @@ class NodeCaches:
         cache = CpuCache(
             plan_rows(settings, {table: self._stores.rows(table) for table in self._tables}),
             eviction=chosen.eviction,
-            evictions={table: given for table, given in evictions.items() if given},
+            evictions={table: eviction for table, eviction in evictions.items() if eviction},
             memory=cache_memory(chosen),
             threads=chosen.threads,
         )
@@ -148,8 +148,10 @@ class NodeCaches:
                 )
                 if rows and (hot := self._hot.get(table.id)) is not None and len(hot[0]):
                     warming.hottest(table, hot[0][:rows], self.statuses[0].tier)
-                    if self._lifting and self._devices.replicas:
-                        self._lifting.now(table, hot[0][: self._devices.replicas.capacity(table)])
+                    if self._gpu_promotion and self._devices.replicas:
+                        self._gpu_promotion.promote_now(
+                            table, hot[0][: self._devices.replicas.capacity(table)]
+                        )
                     continue
                 version = self._stores.version_of_rows(table)
                 warming.fill(table, files.keys(0, rows), files.vectors, version)
@@ -168,7 +170,7 @@ class NodeCaches:
             promote_keys(self._writer, table, keys, step, math.inf)
         assert self._devices.replicas is not None
         if dropped := self._devices.replicas.seal(table):
-            log.warning("%d rows of table %s found no place on the GPU", dropped, table.id)
+            log.warning("%d rows of table %s do not fit the GPU cache", dropped, table.id)
 
     # -- while it serves ---------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from hps.native import COMPILED
 from hps.node.model_opening import OpenedModel, open_model
 from hps.node.served_models import OpenModels, ServedModel
 from hps.node.serving_context import open_dense_pool, open_lookup_pools
-from hps.node.version_sync import LOOK_S, OpenedVersion, SyncedModels, VersionSync
+from hps.node.version_sync import SYNC_EVERY_S, OpenedVersion, SyncedModels, VersionSync
 from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter
 from hps.observability.metrics import Metrics
@@ -44,7 +44,7 @@ from hps.predict.pipeline import InferencePipeline
 from hps.threads import PeriodicThread
 from hps.types import NoProgress, Progress
 
-_LOOK_AGAIN_S = 0.05
+_RETRY_S = 0.05
 
 
 class Connected(SyncedModels):
@@ -160,7 +160,7 @@ class _ConnectBuilder:
 
         Raises TierError, or the error with which the model could not be opened."""
         if wait_s is None:
-            self._following.look()
+            self._following.sync()
             return
         until = time.monotonic() + wait_s
         with progress.task("waiting for lookup nodes", 1, "node") as step:
@@ -172,7 +172,7 @@ class _ConnectBuilder:
                     why = self._nodes.problem or "they serve none of the models"
                     raise TierError("lookup nodes", why)
                 step(0)
-                time.sleep(_LOOK_AGAIN_S)
+                time.sleep(_RETRY_S)
 
     def connected(self) -> Connected:
         connected = Connected(
@@ -184,7 +184,7 @@ class _ConnectBuilder:
             workers=self._lanes,
         )
         self._publish(connected)
-        look = PeriodicThread(self._following.look, LOOK_S, "hps-follow")
+        look = PeriodicThread(self._following.sync, SYNC_EVERY_S, "hps-follow")
         self._resources.callback(look.close)
         return connected
 

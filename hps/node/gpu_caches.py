@@ -120,19 +120,21 @@ class NodeGpus:
             facts=lambda: facts,
         )
 
-    def bridge(self, caches: Sequence[Tier], stores: Tier, lift: Promote, promote: Promote) -> None:
+    def bridge(
+        self, caches: Sequence[Tier], stores: Tier, promote_to_gpu: Promote, promote: Promote
+    ) -> None:
         """Let each device fetch its misses from ``caches``, in host memory, and ``stores``.
 
-        ``lift`` and ``promote`` are called with keys found in ``caches`` and in ``stores``."""
+        ``promote_to_gpu`` and ``promote`` are called with keys found in ``caches`` and in ``stores``."""
         if self.replicas is None:
             return
         for cache, device in zip(self.replicas.caches, self._chosen.devices, strict=True):
             chain: list[Tier] = [MeteredTier(cache, TierMeter(self._metrics, cache.info.name))]
             if caches:
                 below = TierChain(caches)
-                inner = PromotingTier(below, lift, "")
+                inner = PromotingTier(below, promote_to_gpu, "")
                 chain.append(bridge_to_device(inner, device, self._chosen.workspaces))
-                self._below.append(LowerTiers(fused_lookup_of(below), chain[1], lift))
+                self._below.append(LowerTiers(fused_lookup_of(below), chain[1], promote_to_gpu))
             else:
                 self._below.append(LowerTiers())
             threads = self._settings.tiers.lookup_threads

@@ -87,7 +87,7 @@ def open_ingest(configuration: Configuration, progress: Progress | None = None) 
             opened, metrics, stores.statuses, streams, (*warnings, *stores.warnings)
         )
         _publish(ingest)
-        streams.share_kafka(kafka, stores.fed(shared=True))
+        streams.share_kafka(kafka, stores.update_targets(shared=True))
         streams.watch()
         ingest._resources.push(resources.pop_all())
         return ingest

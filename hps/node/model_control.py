@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from hps.config import Settings
@@ -36,7 +37,23 @@ from hps.types import EmbeddingTable, NoProgress, Progress
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
+_CHECK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """Parts of an open node that a change of its models needs.
+
+    ``opened`` and its ``tables`` are the node's lists, which `ModelControl` keeps up to date.
+    """
+
+    settings: Settings
+    serving: ServingContext
+    stores: NodeStores
+    caches: NodeCaches
+    devices: NodeGpus
+    opened: list[OpenedModel]
+    tables: list[EmbeddingTable]
 
 
 class ModelControl:
@@ -45,44 +62,33 @@ class ModelControl:
     ``opened`` and its ``tables`` are the node's lists, which this class keeps up to date."""
 
     def __init__(
-        self,
-        settings: Settings,
-        node: Node,
-        followers: AttachedProcesses,
-        serving: ServingContext,
-        stores: NodeStores,
-        caches: NodeCaches,
-        devices: NodeGpus,
-        opened: list[OpenedModel],
-        tables: list[EmbeddingTable],
-        resources: ExitStack,
+        self, parts: NodeParts, node: Node, followers: AttachedProcesses, resources: ExitStack
     ) -> None:
         """``resources`` close the networks of versions loaded later; after all threads of the node."""
-        self._settings = settings
+        self._settings = settings = parts.settings
+        self._serving, self._stores = parts.serving, parts.stores
+        self._caches, self._devices = parts.caches, parts.devices
+        self._opened, self._tables = parts.opened, parts.tables
         self._node = node
         self._followers = followers
-        self._serving = serving
-        self._stores = stores
-        self._caches = caches
-        self._devices = devices
-        self._opened = opened
-        self._tables = tables
         self._repository = Repository(settings.models.repository)
         root = settings.models.repository
-        self._legacy = {m.version.name for m in opened if root not in m.version.folder.parents}
-        self._turn = threading.Lock()
+        self._legacy = {
+            m.version.name for m in parts.opened if root not in m.version.folder.parents
+        }
+        self._changing = threading.Lock()
         self._closed = threading.Event()
         self._to_close = resources
         self._resources: dict[str, ExitStack] = {}  # of versions loaded later, by model
         self._retiring = VersionRetirement(
-            stores, self._forget, self._version_of, self._turn, self._closed
+            parts.stores, self._forget, self._version_of, self._changing, self._closed
         )
         self.loading: dict[str, int] = {}
-        """Versions that are being made ready, by model."""
+        """Versions being loaded, by model."""
         self.warnings: dict[str, str] = {}
-        """What is to be said of versions that were loaded, by model."""
+        """Warnings about loaded versions, by model."""
         for served in node.models:
-            self._counts(served)
+            self._create_load_counter(served)
 
     def available(self) -> dict[str, list[int]]:
         """The versions in the repository, by model."""
@@ -98,15 +104,15 @@ class ModelControl:
         where models cannot change, or ``Unavailable`` when the update streams do not catch up, here or
         in a Redis that
         other processes feed; nothing has changed then."""
-        with self._change(), self._counted(name):
-            found = self._found(name, version)
+        with self._change(), self._count_failures(name):
+            found = self._open_version(name, version)
             self._require_possible(name)
             served = self._node.models.get(name)
             if served is not None and served.version == found.version:
-                check_unchanged(self._opened_as(served).version, found)
+                check_unchanged(self._opened_model(served).version, found)
                 return found.version
             if served is not None:
-                self._require_read_again(name)
+                self._require_replayable_updates(name)
             self.loading = {**self.loading, name: found.version}
             try:
                 self._serve(found, served, progress or NoProgress())
@@ -114,7 +120,7 @@ class ModelControl:
                 self.loading = {n: v for n, v in self.loading.items() if n != name}
             return found.version
 
-    def _found(self, name: str, version: int | None) -> ModelVersion:
+    def _open_version(self, name: str, version: int | None) -> ModelVersion:
         """The version in the repository; errors do not contain its folder."""
         override = (self._settings.models.serve or {}).get(name)
         try:
@@ -130,13 +136,13 @@ class ModelControl:
             served = self._node.models.get(name)
             if served is None:
                 raise NotFound(f"Request for unknown model: '{name}' is not found")
-            old = self._opened_as(served)
+            old = self._opened_model(served)
             self._node.models = {n: m for n, m in self._node.models.items() if n != name}
-            elsewhere = self._followers.drop(name)
+            remote = self._followers.drop(name)
             self._warn(name, "")
-            self._now([each for each in self._opened if each is not old])
+            self._set_opened([each for each in self._opened if each is not old])
             self._follow(self._opened)
-            self._retire(old, self._resources.pop(name, None), served, elsewhere)
+            self._retire(old, self._resources.pop(name, None), served, remote)
             self._followers.settle(self._require_open)
 
     def close(self) -> None:
@@ -144,18 +150,18 @@ class ModelControl:
 
         Called when the node is closed."""
         self._closed.set()
-        with self._turn:
+        with self._changing:
             pass
         self._retiring.close()
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        with self._turn:
+        with self._changing:
             self._require_open()
             yield
 
     @contextmanager
-    def _counted(self, name: str) -> Iterator[None]:
+    def _count_failures(self, name: str) -> Iterator[None]:
         """Count a failed load; not of unknown models, of which there could be any number."""
         try:
             yield
@@ -165,7 +171,7 @@ class ModelControl:
             self._node.metrics.counter(m.MODEL_LOADS, name, "failed").add()
             raise
 
-    def _counts(self, served: str) -> None:
+    def _create_load_counter(self, served: str) -> None:
         """Create the counter at the start: an alert would miss the first increment otherwise."""
         self._node.metrics.counter(m.MODEL_LOADS, served, "failed")
 
@@ -174,23 +180,23 @@ class ModelControl:
             raise Unavailable("the node is being closed; ask another replica")
 
     def _require_possible(self, name: str) -> None:
-        why = ""
+        reason = ""
         if self._devices.replicas is not None:
-            why = "a node with GPU caches (tiers.gpu.use) serves the models it was started with"
+            reason = "a node with GPU caches (tiers.gpu.use) serves the models it was started with"
         elif "hps" in self._layouts():
-            why = "rows in the layout 'hps' have no version, so that two cannot be side by side"
+            reason = "rows in the layout 'hps' have no version, so that two cannot be side by side"
         elif name in self._legacy:
-            why = f"'{name}' is a model of a ps.json, which has no versions"
-        if why:
-            raise Unsupported(f"{why}; start the server again, one replica after the other")
+            reason = f"'{name}' is a model of a ps.json, which has no versions"
+        if reason:
+            raise Unsupported(f"{reason}; start the server again, one replica after the other")
 
-    def _require_read_again(self, name: str) -> None:
+    def _require_replayable_updates(self, name: str) -> None:
         """Raise Unsupported if a new version could not read the updates that the served one has."""
         directory = self._settings.updates.directory
         if directory is not None and directory.takes(name):
             raise Unsupported(
-                f"'{name}' is updated from files (updates.directory), and those that were applied are not "
-                "read again: another version would lack their rows; unload the model, load the version, and "
+                f"'{name}' is updated from files (updates.directory), and applied files are not "
+                "read again: another version would miss their rows; unload the model, load the version, and "
                 f"move the files it needs from {directory.path / 'applied'} back to {directory.path}"
             )
 
@@ -203,18 +209,18 @@ class ModelControl:
             layouts.append(tiers.redis.layout)
         return layouts
 
-    def _opened_as(self, served: ServedModel) -> OpenedModel:
+    def _opened_model(self, served: ServedModel) -> OpenedModel:
         return next(each for each in self._opened if each.version.name == served.name)
 
     # -- load a version ----------------------------------------------------------------------------
 
     def _serve(self, found: ModelVersion, served: ServedModel | None, progress: Progress) -> None:
-        began, node = time.monotonic(), self._node
-        old = None if served is None else self._opened_as(served)
+        started, node = time.monotonic(), self._node
+        old = None if served is None else self._opened_model(served)
         with ExitStack() as undo:
             own = undo.enter_context(ExitStack())
             model = open_model(found, self._settings, own)
-            undo.callback(self._stores.leave, model)
+            undo.callback(self._stores.remove, model)
             self._stores.add(model, progress)
             self._require_open()
             undo.callback(self._caches.drop, model)
@@ -232,22 +238,22 @@ class ModelControl:
             self._followers.fingerprints[found.key] = found.fingerprint
             self._followers.open(found.name, found.version, self._require_open)
             node.models = {**node.models, found.name: ready}
-            elsewhere = self._followers.switch()
-            self._now([*others, model])
+            remote = self._followers.switch()
+            self._set_opened([*others, model])
             before = self._resources.pop(found.name, None)
             self._resources[found.name] = self._to_close.enter_context(own.pop_all())
             undo.pop_all()
         self._warn(found.name, warning)
         node.metrics.counter(m.MODEL_LOADS, found.name, "served").add()
-        self._counts(found.name)
+        self._create_load_counter(found.name)
         log.info(
             "model %s: version %d is served after %.1f s",
             found.name,
             found.version,
-            time.monotonic() - began,
+            time.monotonic() - started,
         )
-        if old is not None and served is not None and elsewhere is not None:
-            self._retire(old, before, served, elsewhere)
+        if old is not None and served is not None and remote is not None:
+            self._retire(old, before, served, remote)
         self._followers.settle(self._require_open)
 
     def _retire(
@@ -255,19 +261,19 @@ class ModelControl:
         old: OpenedModel,
         resources: ExitStack | None,
         served: ServedModel,
-        elsewhere: LoadedVersion,
+        remote: LoadedVersion,
     ) -> None:
         """Free ``served`` once no request uses it, in this process or a remote one."""
-        used = partial(self._followers.uses, elsewhere)
+        used = partial(self._followers.uses, remote)
         self._retiring.retire(old, resources, weakref.ref(served.engine), used)
 
     def _warn(self, name: str, warning: str) -> None:
-        others = {model: said for model, said in self.warnings.items() if model != name}
+        others = {model: text for model, text in self.warnings.items() if model != name}
         self.warnings = others | ({name: warning} if warning else {})
         if warning:
             log.warning("model %s: %s", name, warning)
 
-    def _now(self, opened: list[OpenedModel]) -> None:
+    def _set_opened(self, opened: list[OpenedModel]) -> None:
         self._opened[:] = opened
         self._tables[:] = [table for each in opened for table in each.tables.values()]
 
@@ -284,9 +290,9 @@ class ModelControl:
             if time.monotonic() > until:
                 raise Unavailable(
                     f"model '{model.version.name}' version {model.version.version} was not brought up to "
-                    f"date within {wait_s:g} s (models.catch_up_s): {behind}; the former version is served on"
+                    f"date within {wait_s:g} s (models.catch_up_s): {behind}; the version served stays"
                 )
-            self._closed.wait(_LOOK_S)
+            self._closed.wait(_CHECK_EVERY_S)
             self._require_open()
 
     def _require_fed(self, model: OpenedModel) -> None:
@@ -298,7 +304,7 @@ class ModelControl:
             watermarks_of([model]),
             time.monotonic() + self._settings.models.catch_up_s,
         )
-        for store in self._stores.fed(shared=True):
+        for store in self._stores.update_targets(shared=True):
             for table in model.tables.values():
                 for (topic, partition), offset in self._node.streams.reached(table).items():
                     if contained.get(table, {}).get(topic, {}).get(str(partition), 0) >= offset:
@@ -310,9 +316,9 @@ class ModelControl:
                                 f"has the updates of table '{table.name}' up to {at} of {topic}/{partition}, "
                                 f"this node up to {offset}: no `hps ingest` feeds this version, or it is "
                                 "behind; start one for it beside the other (docs/updates.md), wait until "
-                                "its lag is 0, and load again; all is as before"
+                                "its lag is 0, and load again; nothing was changed"
                             )
-                        self._closed.wait(_LOOK_S)
+                        self._closed.wait(_CHECK_EVERY_S)
                         self._require_open()
 
     # -- retire a version --------------------------------------------------------------------------

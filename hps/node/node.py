@@ -55,18 +55,18 @@ class Node(OpenModels):
     writer: CacheWriter
     streams: UpdateStreams
     promotions_into_stores: Callable[[], Mapping[str, int]] = dict
-    """Keys waiting to be copied from one store into another, by the latter's name."""
+    """Keys queued for a copy from one store into another, by the latter's name."""
     damage: Callable[[], str] = str
-    """Known damage of its store, and the remedy; empty: none."""
-    hindrance: Callable[[], str] = str
-    """Why a server with this node is not ready; empty: nothing keeps it from that."""
-    watch_damage: Callable[[Callable[[], None]], None] = lambda _changed: None
-    """Have a function called, on any thread, when more damage is found."""
+    """Known damage of its store, and the remedy; empty if none."""
+    not_ready_reason: Callable[[], str] = str
+    """Reason why a server with this node is not ready; empty if it may be."""
+    on_damage: Callable[[Callable[[], None]], None] = lambda _changed: None
+    """Register a function that is called, on any thread, when more damage is found."""
     socket: NodeServer | None = None
-    """By which other processes attach; None where `server.runtime` is not set."""
+    """Socket for attached processes; None if `server.runtime` is not set."""
     control: ModelController | None = None
     checkpoints: CheckpointMaker | None = None
-    """Of its RocksDB; None where `tiers.rocksdb.checkpoints` is not set."""
+    """Checkpoints of its RocksDB; None if `tiers.rocksdb.checkpoints` is not set."""
     _turn: Iterator[int] = field(default_factory=count)
 
     def lookup_on_device(

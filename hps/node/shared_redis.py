@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 # Largest age of what is reported of Redis.
-_LOOK_AGAIN_S = 10.0
+_RETRY_S = 10.0
 _NO_CLUSTER = "cluster support disabled"
 
 Guard = Callable[[Tier, GuardSettings, int], GuardedTier]
@@ -75,7 +75,7 @@ class SharedRedis:
                 partial(count_promotion, metrics, redis.info.name),
             )
             resources.callback(self._writer.close)
-        usage = BackgroundValue(self._usage, _LOOK_AGAIN_S, "redis-usage")
+        usage = BackgroundValue(self._usage, _RETRY_S, "redis-usage")
         resources.callback(usage.close)
         self.status = TierStatus(
             guarded,
@@ -115,7 +115,7 @@ class SharedRedis:
                 ) from None
             if isinstance(error, TierMisfit) and self._alone:
                 raise  # no other store has the rows
-            message = f"{error}; served without it until it answers"
+            message = f"{error}; serving without it until it responds"
             log.warning("%s", message)
             self._warn(message)
             again = RetryThread(partial(load, NoProgress()), "hps-redis-load")
@@ -127,17 +127,17 @@ class SharedRedis:
             return below
         return PromotingTier(below, self._writer.promote, self.tier.info.name)
 
-    def lacked(self, table: EmbeddingTable, keys: KeyArray) -> None:
+    def promote_missing(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Promote rows that RocksDB held and Redis missed. The cache writer calls it.
 
         Only for tables whose lookups do not wait for rows: those that wait have promoted theirs already."""
         if self._writer is not None and table.miss.kind == "default_then_promote":
             self._writer.promote(table, keys)
 
-    def fed(self) -> FedStore:
+    def update_target(self) -> FedStore:
         """Redis as a store that update streams are written to."""
-        fed = _StreamTarget(self.tier, self._streamed_share)
-        return FedStore("redis", fed, self.tier.layout == "native")
+        target = _StreamTarget(self.tier, self._streamed_share)
+        return FedStore("redis", target, self.tier.layout == "native")
 
     @property
     def promotions_waiting(self) -> Mapping[str, int]:

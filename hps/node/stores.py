@@ -94,7 +94,7 @@ class NodeStores:
             self._redis = self._open_redis(tiers.redis)
             self._redis.load(self._opened, progress)
             self.statuses.insert(0, self._redis.status)
-        if self._settings.updates.kafka is not None and not self.fed(shared=False):
+        if self._settings.updates.kafka is not None and not self.update_targets(shared=False):
             self.followed = self._follow()
 
     def add(self, model: OpenedTables, progress: Progress) -> None:
@@ -111,10 +111,10 @@ class NodeStores:
             if self._redis is not None:
                 self._redis.load([model], progress)
         except BaseException:
-            self.leave(model)
+            self.remove(model)
             raise
 
-    def leave(self, model: OpenedTables, *, drop: bool = False) -> None:
+    def remove(self, model: OpenedTables, *, drop: bool = False) -> None:
         """Remove a model's tables, which no lookup uses. Their rows stay.
 
         ``drop``: delete the rows in the node's own RocksDB; other nodes may need those in Redis. Raises
@@ -125,7 +125,7 @@ class NodeStores:
             self._opened = [each for each in self._opened if each is not model]
             self._files = {t: files for t, files in self._files.items() if t not in tables}
         if self.followed is not None:
-            self.followed.forget(tables)
+            self.followed.free(tables)
         rocksdb = self._rocksdb
         if rocksdb is None:
             return
@@ -139,7 +139,7 @@ class NodeStores:
 
     @property
     def tables(self) -> list[EmbeddingTable]:
-        """All tables that lookups may ask for: from `add` until `leave`."""
+        """All tables that lookups may ask for: from `add` until `remove`."""
         return list(self._files)
 
     @property
@@ -157,32 +157,32 @@ class NodeStores:
         """The guarded stores, fastest first."""
         return [status.tier for status in self.statuses]
 
-    def asked(self) -> Tier:
+    def lookup_tier(self) -> Tier:
         """The stores as one tier for lookups: in order, each with its meter, single flight per key."""
         shared = self._metrics.counter(m.LOOKUP_SHARED)
-        asked: list[Tier] = [
+        metered: list[Tier] = [
             MeteredTier(tier, TierMeter(self._metrics, tier.info.name)) for tier in self.tiers
         ]
         if self._redis is not None:
-            asked[-1] = self._redis.promoting(asked[-1])
-        return SingleFlight(TierChain(asked), shared.add)
+            metered[-1] = self._redis.promoting(metered[-1])
+        return SingleFlight(TierChain(metered), shared.add)
 
-    def lacked(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """See `SharedRedis.lacked`."""
+    def promote_missing(self, table: EmbeddingTable, keys: KeyArray) -> None:
+        """See `SharedRedis.promote_missing`."""
         if self._redis is not None:
-            self._redis.lacked(table, keys)
+            self._redis.promote_missing(table, keys)
 
-    def fed(self, *, shared: bool) -> list[FedStore]:
+    def update_targets(self, *, shared: bool) -> list[FedStore]:
         """Stores that update streams are written to: the node's own, or the shared ones."""
         if shared:
-            return [] if self._redis is None else [self._redis.fed()]
+            return [] if self._redis is None else [self._redis.update_target()]
         rocksdb = self._rocksdb
         if rocksdb is None or self._settings.tiers.rocksdb.access != "primary":
             return []
         return [self._as_store(rocksdb)]
 
     @property
-    def promoted(self) -> PromotionSources:
+    def promotion_sources(self) -> PromotionSources:
         """Stores that promotions into the caches read."""
         tiers, followed = list(self.tiers), self.followed
         own = None if self._rocksdb is None else tiers[-1]
@@ -197,7 +197,11 @@ class NodeStores:
         """RocksDB where it follows a primary; else Redis."""
         if self._rocksdb is not None and self._rocksdb.access == "secondary":
             return FollowedStore(self.tiers[-1], self._as_store(self._rocksdb))
-        return None if self._redis is None else FollowedStore(self.tiers[0], self._redis.fed())
+        return (
+            None
+            if self._redis is None
+            else FollowedStore(self.tiers[0], self._redis.update_target())
+        )
 
     def _as_store(self, rocksdb: RocksDbTier) -> FedStore:
         return FedStore("rocksdb", rocksdb, self._settings.tiers.rocksdb.layout == "native")
@@ -214,12 +218,12 @@ class NodeStores:
             "and run `hps store verify --repair`"
         )
 
-    def hindrance(self) -> str:
+    def not_ready_reason(self) -> str:
         """`damage`, if it makes the node not ready; else empty."""
         settings = self._settings.tiers.rocksdb
         return self.damage() if settings.on_corruption == "not_ready" else ""
 
-    def watch_damage(self, changed: Callable[[], None]) -> None:
+    def on_damage(self, changed: Callable[[], None]) -> None:
         """Call ``changed``, on any thread, when more damage is found."""
         if self._rocksdb is not None:
             self._rocksdb.damage.changed = changed

@@ -35,7 +35,7 @@ from hps.updates.topics import TopicTables
 _OVERLAP_S = 600.0
 
 Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
-"""Of each table, what the files it was loaded from contain of the streams (`Manifest.watermark`)."""
+"""Stream offsets that each table's files contain (`Manifest.watermark`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class StreamReaders:
             places: StreamPositions = StoreStreamPositions(stores, topics.readers, self._contained)
         else:
             other_writer = None if hps is None else hps.applied
-            places = followed.places(topics.readers, self._contained, other_writer)
+            places = followed.positions(topics.readers, self._contained, other_writer)
         source = KafkaSource(
             settings,
             group,

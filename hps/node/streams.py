@@ -23,7 +23,7 @@ from hps.observability.metrics import Metrics
 from hps.threads import PeriodicThread
 from hps.tiers.positions import Place
 from hps.types import EmbeddingTable, KeyArray, VectorArray
-from hps.updates.arrival_times import LOOK_EVERY_S
+from hps.updates.arrival_times import POLL_EVERY_S
 from hps.updates.cache_writer import CacheWriter
 from hps.updates.direct_writer import DirectWriter
 from hps.updates.followed_store import FollowedStore
@@ -37,7 +37,7 @@ from hps.updates.topics import native_topic
 _NEARLY_S = 1.0
 
 Limited = tuple[Freshness, Collection[EmbeddingTable]]
-"""What is served at a time, and its tables."""
+"""The freshness of a served model, and its tables."""
 
 
 class UpdateStreams:
@@ -104,12 +104,12 @@ class UpdateStreams:
         for stream in self._readers.streams:
             if stream.thread.paused:
                 continue
-            if stream.ingestor.holds:
-                return f"{stream.group} holds updates back: {stream.problem or 'for a moment'}"
+            if stream.ingestor.is_waiting:
+                return f"{stream.group} holds updates: {stream.problem or 'briefly'}"
             lag = stream.source.lag()
             if lag is None:
                 why = stream.ingestor.problem or stream.source.problem
-                return f"{stream.group} does not know yet how far it is{f': {why}' if why else ''}"
+                return f"{stream.group} does not know its position yet{f': {why}' if why else ''}"
             waiting = sum(lag.values())
             if waiting and not _arrived_lately(stream, tables):
                 return f"{stream.group} has {waiting} messages to apply"
@@ -126,7 +126,7 @@ class UpdateStreams:
         }
 
     def watch(
-        self, served: Callable[[], Iterable[Limited]] = tuple, every_s: float = LOOK_EVERY_S
+        self, served: Callable[[], Iterable[Limited]] = tuple, every_s: float = POLL_EVERY_S
     ) -> None:
         """Keep the freshness of all ``served`` models up to date, on a thread.
 
@@ -137,7 +137,7 @@ class UpdateStreams:
         def look() -> None:
             for stream in self._readers.streams:
                 with suppress(OSError):  # an unreadable folder is reported by its source
-                    stream.waits.look()
+                    stream.waits.poll()
             for freshness, tables in served():
                 if ages_s := {table: self.age_s(table) for table in tables}:
                     freshness.judge(ages_s)

@@ -19,7 +19,7 @@ from hps.node.stores import NodeStores
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
+_CHECK_EVERY_S = 0.05
 # Garbage cycles may hold the last reference to a finished request.
 _COLLECT_EVERY_S = 2.0
 _DROP_AGAIN_S = 30.0
@@ -80,7 +80,7 @@ class VersionRetirement:
 
         def wait() -> None:
             self._until_gone(engine)
-            while used_elsewhere() and not self._closed.wait(_LOOK_S):
+            while used_elsewhere() and not self._closed.wait(_CHECK_EVERY_S):
                 pass
             try:
                 self._let_go(former, resources)
@@ -100,18 +100,18 @@ class VersionRetirement:
 
     def _until_gone(self, engine: weakref.ref[object]) -> None:
         collect = time.monotonic() + _COLLECT_EVERY_S
-        while engine() is not None and not self._closed.wait(_LOOK_S):
+        while engine() is not None and not self._closed.wait(_CHECK_EVERY_S):
             if time.monotonic() > collect:
                 gc.collect()
                 collect = time.monotonic() + _COLLECT_EVERY_S
 
     def _let_go(self, former: _ReplacedVersion, resources: ExitStack | None) -> None:
         self._forget(former.model)
-        self._stores.leave(former.model)
+        self._stores.remove(former.model)
         if resources is not None:
             resources.close()
         former.ended = True
-        log.info("model %s: version %d is gone", former.name, former.version)
+        log.info("model %s: version %d is retired", former.name, former.version)
 
     def _dropped(self, name: str) -> bool:
         """Drop a model's rows from RocksDB, except those of versions that may still be needed.
@@ -126,10 +126,10 @@ class VersionRetirement:
                     continue
                 if each.version not in (self._served(name), former[-1].version):
                     try:
-                        self._stores.leave(each.model, drop=True)
+                        self._stores.remove(each.model, drop=True)
                     except HpsError as error:
                         log.warning(
-                            "model %s: the rows of version %d stay for now: %s",
+                            "model %s: dropping the rows of version %d failed, retrying later: %s",
                             name,
                             each.version,
                             error,

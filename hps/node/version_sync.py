@@ -22,8 +22,8 @@ from hps.errors import TierError, Unavailable, Unsupported
 from hps.node.served_models import OpenModels, ServedModel
 
 log = logging.getLogger(__name__)
-LOOK_S = 0.1
-"""How often the node is to be asked."""
+SYNC_EVERY_S = 0.1
+"""Interval between reports to the node."""
 # The node answers immediately, or it hangs.
 _ANSWER_S = 10.0
 # Retry interval for a version that could not be opened.
@@ -55,7 +55,7 @@ class VersionSource(Protocol):
 
 
 class VersionSync:
-    """Keeps one process's models in sync. One thread must call `look` periodically.
+    """Keeps one process's models in sync. One thread must call `sync` periodically.
 
     ``open_version`` opens a version of a model, and may raise anything; ``connections`` are used for
     this alone:
@@ -65,14 +65,14 @@ class VersionSync:
         self, connections: VersionSource, open_version: Callable[[str, int], OpenedVersion]
     ) -> None:
         self.checks: list[Callable[[ServedModel], None]] = []
-        """Each may raise, with the reason, for a version that is not to be served here."""
+        """Each may raise, with the reason, to reject a version."""
         self.use: Callable[[dict[str, ServedModel]], None] = lambda _models: None
-        """Told of the models to be served from now on, by name."""
+        """Called with the models to serve, by name."""
         self._connections = connections
         self._open_version = open_version
         self._opened: dict[str, OpenedVersion] = {}  # by token, as the dictionaries below
         self._served: dict[str, str] = {}  # tokens by model
-        self._ending: dict[str, tuple[weakref.ref[Any], Callable[[], None]]] = {}
+        self._retiring: dict[str, tuple[weakref.ref[Any], Callable[[], None]]] = {}
         self._failed: dict[str, tuple[Exception, float]] = {}
         self._collect_at = 0.0
         self._lock = threading.Lock()
@@ -89,43 +89,43 @@ class VersionSync:
 
     def start(self) -> None:
         """Sync for the first time; raises the error of a version, and TierError without a node."""
-        self._look()
+        self._sync()
         for error, _ in self._failed.values():
             raise error
 
-    def look(self) -> None:
+    def sync(self) -> None:
         """Sync with the node, if it responds."""
         with suppress(TierError, Unavailable):
-            self._look()
+            self._sync()
 
     def close(self) -> None:
         """Sign off at the node and free everything. Callers must not make lookups any more."""
         with self._lock:
             with suppress(TierError, Unavailable):
-                self._tell(leaves=True)
+                self._report(leaves=True)
             self._connections.close()
             for each in self._opened.values():
                 each.close()
-            for _, close in self._ending.values():
+            for _, close in self._retiring.values():
                 close()
-            self._opened, self._served, self._ending = {}, {}, {}
+            self._opened, self._served, self._retiring = {}, {}, {}
 
-    def _look(self) -> None:
+    def _sync(self) -> None:
         with self._lock:
-            told = self._tell()
-            wanted = {token: (name, n) for name, n, token in (*told["serve"], *told["open"])}
+            answer = self._report()
+            wanted = {token: (name, n) for name, n, token in (*answer["serve"], *answer["open"])}
             self._failed = {t: each for t, each in self._failed.items() if t in wanted}
             for token, (name, version) in wanted.items():
                 if token not in self._opened:
-                    self._try(token, name, version)
-            self._serve({name: token for name, _, token in told["serve"]})
-            self._end(keep={*wanted, *self._served.values()})
+                    self._open(token, name, version)
+            self._serve({name: token for name, _, token in answer["serve"]})
+            self._free(keep={*wanted, *self._served.values()})
 
-    def _tell(self, *, leaves: bool = False) -> Any:
+    def _report(self, *, leaves: bool = False) -> Any:
         return self._connections.follow(
             {
                 "process": os.getpid(),
-                "holds": [*self._opened, *self._ending],
+                "holds": [*self._opened, *self._retiring],
                 "serves": [*self._served.values()],
                 "failed": {
                     token: (isinstance(error, Unsupported), str(error))
@@ -136,7 +136,7 @@ class VersionSync:
             time.monotonic() + _ANSWER_S,
         )
 
-    def _try(self, token: str, name: str, version: int) -> None:
+    def _open(self, token: str, name: str, version: int) -> None:
         if token in self._failed and time.monotonic() < self._failed[token][1]:
             return
         try:
@@ -150,7 +150,7 @@ class VersionSync:
         except Exception as error:  # any error must reach the node
             before = self._failed.get(token)
             if before is None or str(before[0]) != str(error):
-                log.warning("model %s: version %d can't be opened: %s", name, version, error)
+                log.warning("model %s: opening version %d failed: %s", name, version, error)
             self._failed[token] = error, time.monotonic() + _TRY_AGAIN_S
         else:
             self._failed.pop(token, None)
@@ -171,21 +171,21 @@ class VersionSync:
                     log.info("model %s: version %d is served", name, version)
             self._served = serve
 
-    def _end(self, keep: set[str]) -> None:
+    def _free(self, keep: set[str]) -> None:
         """Free versions that are not in ``keep``, once nothing refers to their lookups."""
         for token in self._opened.keys() - keep:
-            self._ending[token] = _by_reference(self._opened.pop(token))
+            self._retiring[token] = _retirement_of(self._opened.pop(token))
             self._collect_at = time.monotonic() + _COLLECT_EVERY_S
-        if self._ending and time.monotonic() > self._collect_at:
+        if self._retiring and time.monotonic() > self._collect_at:
             gc.collect()
             self._collect_at = time.monotonic() + _COLLECT_EVERY_S
-        for token, (engine, close) in [*self._ending.items()]:
+        for token, (engine, close) in [*self._retiring.items()]:
             if engine() is None:
                 close()
-                del self._ending[token]
+                del self._retiring[token]
 
 
-def _by_reference(opened: OpenedVersion) -> tuple[weakref.ref[Any], Callable[[], None]]:
+def _retirement_of(opened: OpenedVersion) -> tuple[weakref.ref[Any], Callable[[], None]]:
     return weakref.ref(opened.served.engine), opened.close
 
 
@@ -194,8 +194,8 @@ class SyncedModels(OpenModels):
 
     __slots__ = ("_following", "_watchers")
 
-    def __init__(self, following: VersionSync, **given: Any) -> None:
-        OpenModels.__init__(self, models=following.models, **given)
+    def __init__(self, following: VersionSync, **options: Any) -> None:
+        OpenModels.__init__(self, models=following.models, **options)
         self._following = following
         self._watchers: list[Callable[[], None]] = []
         following.use = self._use

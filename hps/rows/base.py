@@ -74,7 +74,7 @@ class RowSource(Protocol):
 
     def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys: ...
 
-    def lacks(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
+    def missing_keys(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
         """Those of the unique ``keys`` that it has no row of."""
         ...
 

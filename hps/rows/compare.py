@@ -76,7 +76,7 @@ def compare(
         total = store.entries(table) if sample is None else len(sample)
         here = store.scan(table) if sample is None else store.sample(table, sample)
         with progress.task(f"looking for rows of {table.name} that are here only", total) as step:
-            for keys in against.lacks(other, _keys(here, step)):
+            for keys in against.missing_keys(other, _keys(here, step)):
                 found._note("extra", keys)
     return found
 

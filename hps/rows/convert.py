@@ -44,7 +44,7 @@ def convert(
     version = files.row_version(table)
     with progress.task(f"converting {table.name}", source.entries(source_table)) as step:
         for rows in source.scan(source_table):
-            some = rows.at(_lacking(rows, target, table, version))
+            some = rows.at(_rows_to_write(rows, target, table, version))
             if len(some.keys):
                 versions = np.full(len(some.keys), version, np.uint64)
                 vectors = np.ascontiguousarray(some.vectors, table.dtype)
@@ -55,7 +55,7 @@ def convert(
     return report
 
 
-def _lacking(
+def _rows_to_write(
     rows: TableRows, target: RocksDbRows | RedisRows, table: EmbeddingTable, version: int
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Mask of the ``rows`` that must be written."""
@@ -65,7 +65,7 @@ def _lacking(
         held.vectors[equal], np.ascontiguousarray(rows.vectors[equal], table.dtype)
     )
     known = held.found | held.deleted
-    lacking: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~equal & ~(
+    to_write: np.ndarray[tuple[int], np.dtype[np.bool_]] = ~equal & ~(
         known & (held.versions > np.uint64(version))
     )
-    return lacking
+    return to_write

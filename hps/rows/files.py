@@ -76,7 +76,7 @@ class FileRows:
         versions = np.full(len(keys), self.row_version(table), np.uint64)
         return StoredKeys(found, np.zeros(len(keys), bool), vectors, versions)
 
-    def lacks(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
+    def missing_keys(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
         for some in blocks(keys, _LOOKED_FOR):
             yield some[self._positions(table, some) < 0]
 

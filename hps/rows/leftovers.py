@@ -26,8 +26,9 @@ def unserved_families(
     more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
     model, version = gone[0]
     return (
-        f"RocksDB holds rows of {names}{more}, which the model repository has no more; `hps store ls` tells "
-        f"how much, `hps store erase {model} --version {version}` removes them while the node is stopped"
+        f"RocksDB holds rows of {names}{more}, which are no longer in the model repository; `hps store ls` "
+        f"shows how much, `hps store erase {model} --version {version}` removes them while the node is "
+        "stopped"
     )
 
 

@@ -60,7 +60,7 @@ class TierRows:
     def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
         return fetch(self._tier, table, keys)
 
-    def lacks(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
+    def missing_keys(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
         for some in blocks(keys, BLOCK):
             yield some[~self.get(table, some).found]
 

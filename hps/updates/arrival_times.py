@@ -14,15 +14,15 @@ from typing import Protocol
 
 from hps.tiers.positions import Place
 
-LOOK_EVERY_S = 1.0
-_MOST_LOOKS = 256
+POLL_EVERY_S = 1.0
+_MAX_POLLS = 256
 
 
 class PendingUpdates(Protocol):
     """Unapplied updates of one stream, by partition."""
 
-    def look(self) -> None:
-        """Poll the stream's ends; may take seconds. Called by one thread, at least every `LOOK_EVERY_S`.
+    def poll(self) -> None:
+        """Poll the stream's ends; may take seconds. Called by one thread, at least every `POLL_EVERY_S`.
 
         Raises whatever went wrong; `ages_s` then counts from the last poll that worked."""
         ...
@@ -39,42 +39,42 @@ class ArrivalTimes:
     """End offsets of a stream's partitions at several instants of a monotonic clock. Thread-safe."""
 
     def __init__(self) -> None:
-        self._looks: dict[Place, deque[tuple[float, int]]] = {}
+        self._polls: dict[Place, deque[tuple[float, int]]] = {}
         self._complete_s: dict[Place, float] = {}
         self._lock = threading.Lock()
 
-    def saw(self, ends: Mapping[Place, int], at_s: float) -> None:
+    def record_ends(self, ends: Mapping[Place, int], at_s: float) -> None:
         """Record that each partition ended at the offset ``ends[place]`` at the instant ``at_s`` or later."""
         with self._lock:
             for place, end in ends.items():
-                looks = self._looks.setdefault(place, deque())
-                if looks and looks[-1][1] > end:  # the topic was created again
-                    looks.clear()
-                if looks and looks[-1][1] == end:
-                    looks.pop()
-                elif len(looks) >= _MOST_LOOKS:  # the reader has been stuck for long
-                    looks = self._looks[place] = _thinned(looks, at_s)
-                looks.append((at_s, end))
+                polls = self._polls.setdefault(place, deque())
+                if polls and polls[-1][1] > end:  # the topic was created again
+                    polls.clear()
+                if polls and polls[-1][1] == end:
+                    polls.pop()
+                elif len(polls) >= _MAX_POLLS:  # the reader has been stuck for long
+                    polls = self._polls[place] = _thinned(polls, at_s)
+                polls.append((at_s, end))
 
     def age_s(self, place: Place, applied: int, now_s: float) -> float | None:
         """Age of the first message at or above the offset ``applied``; None as in `PendingUpdates.ages_s`."""
         with self._lock:
-            looks = self._looks.get(place, deque())
-            while looks and looks[0][1] <= applied:
-                self._complete_s[place] = looks.popleft()[0]
+            polls = self._polls.get(place, deque())
+            while polls and polls[0][1] <= applied:
+                self._complete_s[place] = polls.popleft()[0]
             complete_s = self._complete_s.get(place)
             if complete_s is None:
                 return None
             age_s = now_s - complete_s
-            return age_s if looks or age_s > 3 * LOOK_EVERY_S else 0.0
+            return age_s if polls or age_s > 3 * POLL_EVERY_S else 0.0
 
 
-def _thinned(looks: deque[tuple[float, int]], now_s: float) -> deque[tuple[float, int]]:
+def _thinned(polls: deque[tuple[float, int]], now_s: float) -> deque[tuple[float, int]]:
     """Drop polls that are close together; ages then are at most an eighth too high."""
-    first, *rest = looks
+    first, *rest = polls
     kept = deque([first])
-    for look, following in pairwise(rest):
+    for poll, following in pairwise(rest):
         if following[0] - kept[-1][0] >= (now_s - following[0]) / 8:
-            kept.append(look)
+            kept.append(poll)
     kept.append(rest[-1])
     return kept

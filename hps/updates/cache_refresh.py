@@ -42,7 +42,7 @@ def refresh(
         for each in waiting:
             each.result()
     except CancelledError:
-        raise Unavailable("the node is closing; the updates at hand come again") from None
+        raise Unavailable("the node is closing; the current updates will be read again") from None
 
 
 def _last_word(changes: TableChanges) -> TableChanges:

@@ -41,8 +41,8 @@ _LOG_EVERY_S = 5.0
 
 Count = Callable[[str, int], None]
 """``count(result, keys)``: inserted, gone, degraded, dropped or failed."""
-Lacked = Callable[[EmbeddingTable, KeyArray], None]
-"""``lacked(table, keys)``: rows that the last store held and no store above it knew of."""
+MissingAbove = Callable[[EmbeddingTable, KeyArray], None]
+"""``on_missing_above(table, keys)``: keys that the last store has and the stores above it miss."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class CacheWriter:
     A promotion asks each store. ``own``: the store that has every update before `update` or `delete` is
     called;
     ``own_first``: of rows with equal versions, its row is taken. At most ``queue_keys`` keys are queued for
-    promotion; more are dropped and counted. ``lacked`` must not block.
+    promotion; more are dropped and counted. ``on_missing_above`` must not block.
 
     Keys of tables with 32-bit keys are narrowed here. Any thread may call any method."""
 
@@ -75,7 +75,7 @@ class CacheWriter:
         stores: Sequence[Tier],
         queue_keys: int,
         count: Count = lambda _result, _keys: None,
-        lacked: Lacked = lambda _table, _keys: None,
+        on_missing_above: MissingAbove = lambda _table, _keys: None,
         *,
         own: Tier | None = None,
         own_first: bool = False,
@@ -86,7 +86,7 @@ class CacheWriter:
         self._own_first = own_first
         self.queue_keys = queue_keys
         self._count = count
-        self._lacked = lacked
+        self._on_missing_above = on_missing_above
         self._changes: deque[_CacheChange] = deque()
         # A change in this queue waits for the promotions before it.
         self._promotions: deque[_Promotion | _CacheChange] = deque()
@@ -274,7 +274,7 @@ class CacheWriter:
         Source 0: a deletion, a key that no store has, or a skipped store that may hold a newer row."""
         newest, unsure = Part.make(table, keys), np.zeros(len(keys), bool)
         known = np.zeros(len(keys), bool)
-        skipped, lacked = False, keys[:0]
+        skipped, missing_above = False, keys[:0]
         for store in self._stores:
             part, ctx = Part.make(table, keys), FetchContext()
             store.fetch([part], ctx)
@@ -290,10 +290,10 @@ class CacheWriter:
             newest.out[newer] = part.out[newer]
             newest.versions[newer] = part.versions[newer]
             newest.source[newer] = part.source[newer]
-            lacked = keys[~known & (part.source != 0)]
+            missing_above = keys[~known & (part.source != 0)]
             known |= answered
-        if len(self._stores) > 1 and not skipped and len(lacked):
-            self._lacked(table, lacked)
+        if len(self._stores) > 1 and not skipped and len(missing_above):
+            self._on_missing_above(table, missing_above)
         newest.source[unsure] = 0
         return newest, skipped
 

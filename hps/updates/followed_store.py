@@ -36,9 +36,9 @@ class FollowedStore(TierWrapper):
         self._store = store
         # Offsets of each table's updates in the caches, and offsets last read from the store.
         self._progress: dict[EmbeddingTable, dict[Place, int]] = {}
-        self._seen: dict[EmbeddingTable, dict[Place, Applied]] = {}
+        self._stored: dict[EmbeddingTable, dict[Place, Applied]] = {}
         self._to_check: deque[EmbeddingTable] = deque()
-        self._lost = ""
+        self._loss = ""
 
     @property
     def name(self) -> str:
@@ -58,13 +58,13 @@ class FollowedStore(TierWrapper):
             return
         self.inner.fetch(parts, ctx)
 
-    def forget(self, tables: Sequence[EmbeddingTable]) -> None:
+    def free(self, tables: Sequence[EmbeddingTable]) -> None:
         """Free the positions of ``tables``, which are no longer served."""
         for table in tables:
             self._progress.pop(table, None)
-            self._seen.pop(table, None)
+            self._stored.pop(table, None)
 
-    def places(
+    def positions(
         self, readers: Readers, contained: Contained, other_writer: OtherWriter | None
     ) -> FollowedPositions:
         """Positions of one reader's streams in this store."""
@@ -83,26 +83,26 @@ class FollowedStore(TierWrapper):
         The store is asked unless it was at ``offset`` before. 0 if it has those of an earlier topic of
         that name,
         None if it has no position. Raises TierError."""
-        seen = self._seen.get(table, {}).get(place)
+        seen = self._stored.get(table, {}).get(place)
         if seen is None or seen.offset < offset or _differ(seen.topic_id, topic_id):
-            seen = self._look(table).get(place)
+            seen = self._read_positions(table).get(place)
         if seen is None:
             return None
         return 0 if _differ(seen.topic_id, topic_id) else seen.offset
 
-    def lost(self) -> str:
+    def loss(self) -> str:
         """See `StreamPositions`. Each call checks one table; progress then falls back to the store's."""
         if not self._to_check:
-            self._to_check.extend(self._seen)
+            self._to_check.extend(self._stored)
         try:
-            if self._to_check and (table := self._to_check.popleft()) in self._seen:
-                self._look(table)
-            if self._lost:
+            if self._to_check and (table := self._to_check.popleft()) in self._stored:
+                self._read_positions(table)
+            if self._loss:
                 self._fall_back()
         except HpsError:
             return ""  # checked again later
-        lost, self._lost = self._lost, ""
-        return lost
+        loss, self._loss = self._loss, ""
+        return loss
 
     def _start(self, table: EmbeddingTable) -> None:
         """Record the store's position before a row of ``table`` is promoted or an update of it read."""
@@ -110,20 +110,20 @@ class FollowedStore(TierWrapper):
             found = self._store.store.positions(table)
             self._progress.setdefault(table, {place: at.offset for place, at in found.items()})
 
-    def _look(self, table: EmbeddingTable) -> dict[Place, Applied]:
+    def _read_positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
         """Read the store's offsets for ``table``."""
         now = dict(self._store.store.positions(table))
-        for place, before in self._seen.get(table, {}).items():
+        for place, before in self._stored.get(table, {}).items():
             at = now.get(place, Applied(0))
             if at.offset < before.offset or _differ(at.topic_id, before.topic_id):
-                self._lost = describe_loss(self.name, place, at.offset, before.offset)
-        self._seen[table] = now
+                self._loss = describe_loss(self.name, place, at.offset, before.offset)
+        self._stored[table] = now
         return now
 
     def _fall_back(self) -> None:
         """Repeat refreshes: promotions may have copied rows that the store then lost."""
-        for table in list(self._seen):
-            now = self._look(table)
+        for table in list(self._stored):
+            now = self._read_positions(table)
             self._progress[table] = {
                 place: min(offset, now[place].offset)
                 for place, offset in self._progress[table].items()
@@ -152,7 +152,7 @@ class FollowedPositions:
         self._topic_ids: dict[Place, str] = {}
         self.stores: Sequence[FedStore] = ()
         self.versioned = followed.versioned
-        self.lost = followed.lost
+        self.loss = followed.loss
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
         """See `StreamPositions`. The store's writer keeps the id there; before, the store counts as having
@@ -175,7 +175,7 @@ class FollowedPositions:
         for table in self._readers(topic):
             self._followed.progress(table)[topic, partition] = 0
 
-    def begin(self, topic: str, partition: int) -> int | None:
+    def start_offset(self, topic: str, partition: int) -> int | None:
         offsets = [self._position(table, topic, partition) for table in self._readers(topic)]
         known = [offset for offset in offsets if offset is not None]
         return min(known) if known and len(known) == len(offsets) else None
@@ -201,18 +201,20 @@ class FollowedPositions:
                 )
         return ""
 
-    def told(
+    def positions_to_record(
         self, table: EmbeddingTable, positions: Sequence[StreamPosition]
     ) -> list[StreamPosition]:
         return []
 
-    def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
+    def mark_applied(
+        self, positions: Sequence[StreamPosition], recorded: set[EmbeddingTable]
+    ) -> None:
         for position in positions:
             place = position.topic, position.partition
             for table in self._readers(position.topic):
                 self._followed.progress(table)[place] = position.offset
 
-    def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
+    def unrecorded(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
         return iter(())
 
     def _reached(self, table: EmbeddingTable, place: Place, offset: int) -> int | None:

@@ -36,9 +36,9 @@ class Freshness:
         self._flagged = counted.counter(m.STALE_ANSWERS, model, "flagged")
         self._refused = counted.counter(m.STALE_ANSWERS, model, "refused")
         self.stale_s = 0
-        """How old rows of the model may be, in whole seconds, when that is more than the limit; else 0."""
+        """Possible age of the model's rows in whole seconds if above the limit; else 0."""
         self.refusal: str | None = None
-        """Why requests are refused, while they are."""
+        """Reason why requests are rejected, while they are."""
 
     def judge(self, ages_s: Mapping[EmbeddingTable, float]) -> None:
         """Set the two attributes from the ages of the model's tables."""
@@ -74,4 +74,4 @@ class Freshness:
 
 
 FRESH = Freshness()
-"""Of models without a limit."""
+"""Freshness of models without a limit."""

@@ -18,7 +18,7 @@ from hps.updates.cache_writer import CacheWriter, Count
 log = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S = 0.02
 # Keys in constant use are queued again. Between two copies, requests get the processor.
-_PAUSES_A_TURN = 4.0
+_PAUSES_PER_COPY = 4.0
 _CHUNK_ROWS = 16_384
 
 
@@ -52,10 +52,10 @@ class GpuPromotion:
         self._keys: dict[EmbeddingTable, list[KeyArray]] = {}
         self._waiting = 0
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hps-lifting", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hps-gpu-promote", daemon=True)
         self._thread.start()
 
-    def lift(self, table: EmbeddingTable, keys: KeyArray) -> None:
+    def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Queue the rows of ``keys (n,)`` for a copy. Never blocks."""
         with self._changed:
             fits = self._waiting + len(keys) <= self._queue_keys and not self._closed.is_set()
@@ -67,7 +67,7 @@ class GpuPromotion:
         if not fits:
             self._count("dropped", len(keys))
 
-    def now(self, table: EmbeddingTable, keys: KeyArray) -> None:
+    def promote_now(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Copy the rows of ``keys (n,)``, the first ones last for the highest scores, and wait."""
         for stop in range(len(keys), 0, -_CHUNK_ROWS):
             chosen = np.array(keys[max(0, stop - _CHUNK_ROWS) : stop], np.int64)
@@ -98,8 +98,8 @@ class GpuPromotion:
             try:
                 self.flush()
             except Exception:
-                log.exception("rows could not be copied from one cache into another")
-            pause = max(_SHORTEST_PAUSE_S, _PAUSES_A_TURN * (time.monotonic() - started))
+                log.exception("copying rows from one cache to another failed")
+            pause = max(_SHORTEST_PAUSE_S, _PAUSES_PER_COPY * (time.monotonic() - started))
 
     def _wait_for_keys(self) -> bool:
         """False once closed."""

@@ -76,7 +76,7 @@ def read_hot_keys(path: Path) -> dict[str, HotKeys]:
     data = path.read_bytes()
     start = len(_MAGIC) + 4
     if len(data) < start + 4 or not data.startswith(_MAGIC):
-        raise ValueError(f"{path} is no snapshot of hot keys")
+        raise ValueError(f"{path} is not a hot key snapshot")
     if zlib.crc32(memoryview(data)[:-4]) != int.from_bytes(data[-4:], "little"):
         raise ValueError(f"{path} is damaged: its checksum does not match")
     at = start + int.from_bytes(data[start - 4 : start], "little")
@@ -137,9 +137,9 @@ class HotKeySnapshots:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_hot_keys(self._path, hot, self._bytes_per_s, self._closed.wait)
         except OSError as error:
-            log.warning("the hot keys can't be written to %s: %s", self._path, error)
+            log.warning("writing the hot keys to %s failed: %s", self._path, error)
         except Exception:
-            log.exception("the hot keys can't be written to %s", self._path)
+            log.exception("writing the hot keys to %s failed", self._path)
 
 
 def hot_keys_at_start(path: Path) -> dict[str, HotKeys]:
@@ -149,5 +149,5 @@ def hot_keys_at_start(path: Path) -> dict[str, HotKeys]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        log.warning("the cache starts without its hot keys: %s", error)
+        log.warning("cache starts without its hot keys: %s", error)
         return {}

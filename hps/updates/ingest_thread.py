@@ -80,7 +80,7 @@ class IngestThread:
                         self._source.rewind()
                         broken = False
                     self._ingestor.step()
-                    if not self._ingestor.holds:
+                    if not self._ingestor.is_waiting:
                         self._ingestor.problem = None
                     pause = FIRST_PAUSE_S
                 except HpsError as error:
@@ -97,7 +97,7 @@ class IngestThread:
                     pause = min(2 * pause, LONGEST_PAUSE_S)
         finally:
             with suppress(HpsError):
-                self._ingestor.note()
+                self._ingestor.record_positions()
             for _work, done in self._calls:
                 done.cancel()
             self._source.close()

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 CACHES = "caches"
 POLL_S = 0.2
-NOTE_EVERY_S = 5.0
+RECORD_EVERY_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 _LOG_EVERY_S = 5.0
 # A held batch is checked again after a quarter of the time that it has been held, but not earlier than
@@ -103,11 +103,11 @@ class Ingestor:
         self._held: UpdateBatch | None = None
         self._held_since = self._alive_at = 0.0
         self._stop = threading.Event()
-        self._noted_at = time.monotonic()
+        self._recorded_at = time.monotonic()
         self.problem: str | None = None
-        """Why the stream waits, while it does."""
+        """Reason why the stream waits, while it does."""
         self.newest_s: dict[EmbeddingTable, float] = {}
-        """When the newest update of each table that was applied here was made, in Unix seconds."""
+        """Creation time of the newest applied update by table, in Unix seconds."""
 
     @property
     def store_names(self) -> list[str]:
@@ -119,7 +119,7 @@ class Ingestor:
         return self._caches is not None
 
     @property
-    def holds(self) -> bool:
+    def is_waiting(self) -> bool:
         """True while a batch waits for a store that other processes feed."""
         return self._held is not None
 
@@ -130,17 +130,17 @@ class Ingestor:
         batch = self._next(timeout_s)
         if batch is not None:
             started = time.perf_counter()
-            with _part(batch):
+            with _batch_span(batch):
                 self.apply(batch)
                 self._until_done("commit", lambda: self._source.commit(batch))
             self._observe.took(time.perf_counter() - started)
-        if time.monotonic() - self._noted_at > NOTE_EVERY_S:
-            self.note()
+        if time.monotonic() - self._recorded_at > RECORD_EVERY_S:
+            self.record_positions()
             self._dead_letters.report()
-            if lost := self._places.lost():
-                log.error("updates are read again: %s", lost)
+            if loss := self._places.loss():
+                log.error("reading updates again: %s", loss)
                 self._held = None
-                self._source.begin_again()
+                self._source.restart()
         return 0 if batch is None else batch.rows
 
     def _next(self, timeout_s: float) -> UpdateBatch | None:
@@ -179,19 +179,23 @@ class Ingestor:
         last = {table: number for number, table in enumerate(tables)}
         for number, (table, update) in enumerate(zip(tables, batch.updates, strict=True)):
             ended = number == last[table]
-            self._apply(table, update, self._places.told(table, batch.positions) if ended else ())
-        self._places.took(batch.positions, set(tables))
+            self._apply(
+                table,
+                update,
+                self._places.positions_to_record(table, batch.positions) if ended else (),
+            )
+        self._places.mark_applied(batch.positions, set(tables))
 
     def _keep(self, letters: Sequence[DeadLetter]) -> None:
         for letter in self._dead_letters.keep(letters):
             self._observe.dead(letter.reason.name.lower())
 
-    def note(self) -> None:
+    def record_positions(self) -> None:
         """Record the stream positions of tables that had no rows lately in the stores."""
-        for table, positions in self._places.unnoted():
+        for table, positions in self._places.unrecorded():
             for each in self._stores:
-                self._write(each, table, _nothing(table), positions)
-        self._noted_at = time.monotonic()
+                self._write(each, table, _no_changes(table), positions)
+        self._recorded_at = time.monotonic()
 
     def close(self) -> None:
         """Make a waiting `step` give up. The source stays open."""
@@ -251,39 +255,41 @@ class Ingestor:
     ) -> None:
         self._until_done(store.name, lambda: store.store.apply(table, changes, positions))
 
-    def _until_done(self, who: str, work: Callable[[], None]) -> None:
+    def _until_done(self, target: str, work: Callable[[], None]) -> None:
         """Retry ``work`` until it succeeds; the stream waits meanwhile. Raises Unavailable once closed."""
         pause, logged_at = FIRST_PAUSE_S, float("-inf")
         while True:
             try:
                 work()
             except HpsError as error:
-                self.problem = f"{who}: {error}"
+                self.problem = f"{target}: {error}"
                 if time.monotonic() - logged_at > _LOG_EVERY_S:
-                    log.warning("updates wait for %s: %s", who, error)
+                    log.warning("updates wait for %s: %s", target, error)
                     logged_at = time.monotonic()
             else:
                 if self.problem is not None:
-                    log.info("updates go on: %s took them", who)
+                    log.info("updates resume: %s accepted them", target)
                     self.problem = None
                 return
             if self._stop.wait(pause):
-                raise Unavailable(f"closed while updates waited for {who}; they come again")
+                raise Unavailable(
+                    f"closed while updates waited for {target}; they will be read again"
+                )
             self._source.keep_alive()
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def _part(batch: UpdateBatch) -> AbstractContextManager[object]:
+def _batch_span(batch: UpdateBatch) -> AbstractContextManager[object]:
     """A span linked to the traces of the batch's messages, if tracing is on."""
-    kept_by = recorder()
-    if kept_by is None or not batch.traceparents:
+    spans = recorder()
+    if spans is None or not batch.traceparents:
         return nullcontext()
-    span = kept_by.batch("ingest", batch.traceparents)
+    span = spans.batch("ingest", batch.traceparents)
     span.note(rows=batch.rows, dead=len(batch.dead))
     return span.whole()
 
 
-def _nothing(table: EmbeddingTable) -> TableChanges:
+def _no_changes(table: EmbeddingTable) -> TableChanges:
     no_keys, no_versions = np.empty(0, np.int64), np.empty(0, np.uint64)
     no_rows = np.empty((0, table.dim), table.dtype)
     return TableChanges(no_keys, no_rows, no_versions, no_keys, no_versions)

@@ -111,7 +111,7 @@ class UpdateSource(Protocol):
         The ingestor calls it every few seconds while it waits for a store or is paused."""
         ...
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Continue polling at the stores' positions: one of them lost rows."""
         ...
 

@@ -57,7 +57,7 @@ class StreamPositions(Protocol):
         """Set all positions to the partition's first message. Raises TierError."""
         ...
 
-    def begin(self, topic: str, partition: int) -> int | None:
+    def start_offset(self, topic: str, partition: int) -> int | None:
         """Offset from which updates of the partition may be missing; None: perhaps all of them.
 
         The source continues there. Raises TierError."""
@@ -67,21 +67,23 @@ class StreamPositions(Protocol):
         """Reason why ``update`` must not reach the caches yet; empty when it may."""
         ...
 
-    def told(
+    def positions_to_record(
         self, table: EmbeddingTable, positions: Sequence[StreamPosition]
     ) -> list[StreamPosition]:
         """Positions for a store to record with the last rows of ``table`` in a batch up to ``positions``."""
         ...
 
-    def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
-        """Everything up to ``positions`` is applied; the stores of the tables ``told`` have recorded it."""
+    def mark_applied(
+        self, positions: Sequence[StreamPosition], recorded: set[EmbeddingTable]
+    ) -> None:
+        """Everything up to ``positions`` is applied, and recorded in the stores of tables in ``recorded``."""
         ...
 
-    def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
+    def unrecorded(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
         """Positions still to be recorded for tables without new rows; each is yielded once."""
         ...
 
-    def lost(self) -> str:
+    def loss(self) -> str:
         """Reason why the source must restart; empty if it need not.
 
         It must when a store has less of a partition than before, as one that came back without its
@@ -95,7 +97,7 @@ def describe_loss(store: str, place: Place, offset: int, reached: int) -> str:
     topic, partition = place
     return (
         f"{store} has the updates of {topic}/{partition} up to {offset}, but had them up to {reached}: rows "
-        "were lost, by a restart or a failover, or the topic was made anew"
+        "were lost, by a restart or a failover, or the topic was created again"
     )
 
 
@@ -115,7 +117,7 @@ class StoreStreamPositions:
         self.readers = readers
         self._files_contain = contained
         self._restarted: set[Place] = set()
-        self._unnoted: dict[EmbeddingTable, dict[Place, StreamPosition]] = {}
+        self._unrecorded: dict[EmbeddingTable, dict[Place, StreamPosition]] = {}
         self._reached: dict[Place, int] = {}  # offsets that every store must have
 
     @property
@@ -147,12 +149,12 @@ class StoreStreamPositions:
         place = (topic, partition)
         self._restarted.add(place)
         self._reached[place] = 0
-        for unnoted in self._unnoted.values():
-            unnoted.pop(place, None)
+        for unrecorded in self._unrecorded.values():
+            unrecorded.pop(place, None)
         for store, table in self._fed(topic):
             store.restart(table, topic, partition)
 
-    def begin(self, topic: str, partition: int) -> int | None:
+    def start_offset(self, topic: str, partition: int) -> int | None:
         """See `StreamPositions`. None also without stores."""
         offset = self._applied(topic, partition)
         if self.readers(topic):
@@ -163,22 +165,24 @@ class StoreStreamPositions:
         """Always empty: this reader writes the stores before the caches."""
         return ""
 
-    def told(
+    def positions_to_record(
         self, table: EmbeddingTable, positions: Sequence[StreamPosition]
     ) -> list[StreamPosition]:
         """See `StreamPositions`."""
-        late = self._unnoted.pop(table, {})
+        late = self._unrecorded.pop(table, {})
         now = {(p.topic, p.partition): p for p in positions if table in self.readers(p.topic)}
-        told = []
+        noted = []
         for place, position in (late | now).items():
             since = late.get(place, position).continues_from
             contained = self._contained(table, *place)
             if contained is not None and contained >= since:
                 since = 0  # a store starts with what the files contain
-            told.append(replace(position, continues_from=since))
-        return told
+            noted.append(replace(position, continues_from=since))
+        return noted
 
-    def took(self, positions: Sequence[StreamPosition], told: set[EmbeddingTable]) -> None:
+    def mark_applied(
+        self, positions: Sequence[StreamPosition], recorded: set[EmbeddingTable]
+    ) -> None:
         """See `StreamPositions`."""
         for position in positions:
             place = (position.topic, position.partition)
@@ -186,18 +190,18 @@ class StoreStreamPositions:
             if tables:  # else no store has any of it: its messages are dead letters
                 self._reached[place] = position.offset
             for table in tables:
-                if table not in told:
-                    unnoted = self._unnoted.setdefault(table, {})
-                    since = unnoted.get(place, position).continues_from
-                    unnoted[place] = replace(position, continues_from=since)
+                if table not in recorded:
+                    unrecorded = self._unrecorded.setdefault(table, {})
+                    since = unrecorded.get(place, position).continues_from
+                    unrecorded[place] = replace(position, continues_from=since)
 
-    def unnoted(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
+    def unrecorded(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
         """See `StreamPositions`."""
-        while self._unnoted:
-            table = next(iter(self._unnoted))
-            yield table, self.told(table, ())
+        while self._unrecorded:
+            table = next(iter(self._unrecorded))
+            yield table, self.positions_to_record(table, ())
 
-    def lost(self) -> str:
+    def loss(self) -> str:
         """See `StreamPositions`."""
         if not (self.stores and self._reached):
             return ""
@@ -209,7 +213,7 @@ class StoreStreamPositions:
         reached = self._reached.pop(place)
         if offset < reached:
             self._reached.clear()
-            self._unnoted.clear()
+            self._unrecorded.clear()
             names = " or ".join(each.name for each in self.stores)
             return describe_loss(names, place, offset, reached)
         self._reached[place] = reached

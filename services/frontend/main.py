@@ -152,15 +152,15 @@ class FrontendServer(ServerProcess[OpenModels]):
     def _heed(self, node: Node) -> None:
         """Be not ready while the node says so."""
         workers, of_workers = self._workers, self.state.hindrance
-        self.state.hindrance = lambda: of_workers() or node.hindrance()
+        self.state.hindrance = lambda: of_workers() or node.not_ready_reason()
 
         def changed() -> None:
             self.state.tell()
             if workers is not None:
-                workers.hinder(node.hindrance())
+                workers.hinder(node.not_ready_reason())
 
-        node.watch_damage(changed)
-        if node.hindrance():  # while it was opened
+        node.on_damage(changed)
+        if node.not_ready_reason():  # while it was opened
             changed()
 
     def _opened(self, node: OpenModels) -> None:

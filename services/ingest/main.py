@@ -17,7 +17,7 @@ from services.process import ServerProcess
 from services.server_state import ServerState
 
 OnAdmin = Callable[[str], None]
-"""Told the admin port's base URL."""
+"""Called with the admin port's base URL."""
 
 
 class IngestServer(ServerProcess[IngestNode]):

@@ -172,7 +172,7 @@ def test_reader_that_may_not_know_its_group_reads_unknown_tables_again(
     broker, model, kafka, tmp_path, monkeypatch, caplog
 ):
     def refuse(*_):
-        raise Unavailable("Kafka: what the group has committed: not authorized")
+        raise Unavailable("Kafka: failed to read the offsets of the group: not authorized")
 
     monkeypatch.setattr("hps.updates.kafka.start_positions.committed_by", refuse)
     topic = hps_topic(model, "nobody")

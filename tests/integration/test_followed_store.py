@@ -104,7 +104,7 @@ def judge(node: hps.Node, fleet: Fleet, store, offset: int | None) -> None:
     """An update is read before the store has it; the row from before is promoted, and does not stay."""
     (stream,) = node.streams._readers.streams
     fleet.send(1.0)
-    until(lambda: stream.ingestor.holds)
+    until(lambda: stream.ingestor.is_waiting)
     assert promoted(node, fleet) == 0.0
     until(lambda: "hps_updates" in (stream.problem or ""))
     until(lambda: node.streams.age_s(stream.ingestor._tables[f"{fleet.model}/items"]) > 0)
@@ -162,7 +162,7 @@ def test_a_row_promoted_before_the_stream_was_read_gets_the_updates_since(tmp_pa
             fleet.send(2.0)
             fleet.feed(store, 2.0, 2)
             (stream,) = node.streams._readers.streams
-            assert stream.ingestor._places.begin(fleet.topic, 0) == 1
+            assert stream.ingestor._places.start_offset(fleet.topic, 0) == 1
 
 
 def test_a_row_promoted_before_a_primary_has_its_update_does_not_stay(tmp_path):
@@ -186,7 +186,7 @@ def test_a_row_promoted_before_hps_has_written_its_update_does_not_stay(tmp_path
         with hps.open(fleet.settings(tmp_path, redis_tiers(fleet))) as node:
             (stream,) = node.streams._readers.streams
             fleet.send(1.0)
-            until(lambda: stream.ingestor.holds)
+            until(lambda: stream.ingestor.is_waiting)
             assert promoted(node, fleet) == 0.0
             fleet.feed(store, 1.0, None)
             commit(fleet, 1)

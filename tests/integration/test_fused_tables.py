@@ -164,7 +164,7 @@ def test_rows_of_hpss_topics_are_applied_and_others_are_letters(configure, model
         # What no table takes is not missing from a store: the stream is not read again for it.
         (stream,) = node.streams._readers.streams
         for _ in range(4):
-            assert stream.ingestor._places.lost() == ""
+            assert stream.ingestor._places.loss() == ""
         assert "read again" not in caplog.text
 
 

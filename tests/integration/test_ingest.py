@@ -205,7 +205,7 @@ def test_redis_may_be_away_at_the_start(fleet, processes):
     assert stream["stores"] == ["redis"]
     assert process.ask("/v2/health/ready")[0] == 200
     status = json.loads(process.ask("/v1/status")[1])
-    assert "served without it until it answers" in "".join(status["warnings"])
+    assert "serving without it until it responds" in "".join(status["warnings"])
     fleet.redis.start()
     with sending(shared_broker()) as producer:
         row = native(fleet.model, 1, 5.0, 1, dim=DIM, made_ms=fleet.stream.since_ms)
@@ -380,7 +380,7 @@ def test_streamed_rows_keep_to_the_share_that_is_loaded(fleet, layout):
         opened, table = stores(
             fleet, resources, layout, initial_cache_rate=0.5, cache_missed_embeddings=False
         )
-        (fed,) = opened.fed(shared=True)
+        (fed,) = opened.update_targets(shared=True)
         redis = opened._redis.tier
         keys = np.arange(2 * KEYS)  # more than the files hold
         loaded = ~np.isnan(in_redis(redis, table, keys))
@@ -433,7 +433,7 @@ def test_where_nodes_fill_gaps_or_write_no_other_store_every_streamed_row_goes_t
     """A node that does not have an update yet could otherwise put the older row there, to stay."""
     with ExitStack() as resources:
         opened, table = stores(fleet, resources, "native", access, **given)
-        (fed,) = opened.fed(shared=True)
+        (fed,) = opened.update_targets(shared=True)
         keys = np.arange(500)
         versions = np.full(500, make_version(fleet.stream.since_ms), np.uint64)
         rows = np.full((500, DIM), 5.0, np.float32)

@@ -74,7 +74,7 @@ class Reader:
         topics = TopicTables([self.items, self.users], settings.takes)
         self.metrics = Metrics()
         places = StoreStreamPositions([FedStore("rocksdb", self.store)], topics.readers)
-        places.begin = begin or places.begin
+        places.start_offset = begin or places.start_offset
         group = f"node.{model}"
         observe = StreamMeter(self.metrics, group)
         self.source = KafkaSource(

@@ -196,7 +196,7 @@ def test_no_request_fails_and_no_answer_is_mixed(server):
         # Of each version one answer, whatever way it was asked: rows and network are of one.
         assert sorted(version for version, _ in answers) == ["1", "2"]
     # What was replaced is not held on to by requests of the past.
-    until(lambda: server.hps.log.read_text().count("is gone") == 4)
+    until(lambda: server.hps.log.read_text().count("is retired") == 4)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_workers_change_over_and_no_request_fails(several):
     assert not asking.failures
     for answers in asking.answers:
         assert sorted(version for version, _ in answers) == ["1", "2"]
-    until(lambda: several.hps.log.read_text().count("is gone") == 4)
+    until(lambda: several.hps.log.read_text().count("is retired") == 4)
 
 
 def test_a_worker_that_is_started_during_a_load_has_the_version_too(several):

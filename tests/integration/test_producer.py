@@ -226,7 +226,7 @@ def test_a_topic_that_kafka_does_not_make(broker, model):
     make_topic(broker, native_topic(model).replace(".", "_"))  # the name Kafka takes for the same
     producer = Producer(broker.address, model=model)
     with pytest.raises(
-        Unavailable, match=r"is not there and Kafka .* does not create it: .*with 8"
+        Unavailable, match=r"does not exist and Kafka .* refused to create it: .*with 8"
     ):
         producer.send("items", [1], rows([1]))
     producer.close()
@@ -253,7 +253,7 @@ def _stands_still(broker, model: str) -> None:
     broker.pause()
     try:
         began = time.monotonic()
-        says = r"takes no more: \d+ messages wait, no room within 1 s"
+        says = r"accepts no more: \d+ messages are queued, no space within 1 s"
         sent: list[int] = []
         with pytest.raises(Unavailable, match=says):
             send_on(producer, block, sent)

@@ -347,7 +347,7 @@ def test_a_node_starts_without_redis_and_uses_it_when_it_comes(server, open_node
     redis = {"addresses": [server.address], "initial_cache_rate": 1.0}
     node = open_node(redis, rocksdb={})
     assert time.monotonic() - start < 60
-    assert any("served without it until it answers" in w for w in node.status()["warnings"])
+    assert any("serving without it until it responds" in w for w in node.status()["warnings"])
     assert ask(node, [1, 2, KEYS + 1]).degraded == ("redis",)
     until(lambda: not tier(node, "redis")["reachable"])
     server.start()

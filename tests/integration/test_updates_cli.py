@@ -132,7 +132,7 @@ def feed(broker, store: RocksDbTier, tables: list[EmbeddingTable]) -> None:
         return all(source.applied().get(place, 0) >= end for place, end in ends.items())
 
     until(all_is_applied)
-    ingestor.note()
+    ingestor.record_positions()
     source.close()
 
 

@@ -24,7 +24,7 @@ from tests.support.deployment import Part
 
 MODEL, TABLE, DIM = "fresh", "items", 4
 KEY = 7
-_LOOK_EVERY_S, _MOST_S = 0.01, 120.0
+_CHECK_EVERY_S, _MOST_S = 0.01, 120.0
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Restarts:
         self.send()
         self.part.start()
         while not self.part.ready:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_CHECK_EVERY_S)
         ready = time.monotonic()
         missed = _until(lambda: self.served() >= self.value) - ready
         self.send()
@@ -108,5 +108,5 @@ def _until(holds: Callable[[], bool]) -> float:
     deadline = time.monotonic() + _MOST_S
     while not holds():
         assert time.monotonic() < deadline, f"not within {_MOST_S:g} s"
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_CHECK_EVERY_S)
     return time.monotonic()

@@ -80,7 +80,7 @@ class ArrayFile:
     def contents(self, *, matrices: bool = False) -> str:
         chosen = [str(a) for a in self.arrays.values() if a.is_matrix or not matrices]
         shown = ", ".join(chosen[:12]) + (f" and {len(chosen) - 12} more" if chosen[12:] else "")
-        return shown or "nothing that could be a table"
+        return shown or "no array that could be a table"
 
 
 def read_blocks(
@@ -121,7 +121,9 @@ def _read(path: Path, file: IO[bytes], dtype: np.dtype[Any], at: int, count: int
     while len(left):
         n = file.readinto(left)  # type: ignore[attr-defined] # an unbuffered file has it
         if not n:
-            raise ModelError(f"{path} was shortened while it was read; put it there whole")
+            raise ModelError(
+                f"{path} was shortened while it was read; replace it by the complete file"
+            )
         left = left[n:]
     return found
 

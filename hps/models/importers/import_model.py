@@ -153,7 +153,7 @@ class _CheckedChunks:
                     bad = int(np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0])
                     raise ModelError(
                         f"table '{table.name}': row {row + bad} (key {keys[bad]}) holds NaN or a value "
-                        "that is infinite in float32; mend it, or import it as it is with --allow-nan"
+                        "that is infinite in float32; fix it, or import it unchanged with --allow-nan"
                     )
                 yield keys, vectors
                 row += len(keys)

@@ -136,7 +136,7 @@ def _list_dim(file: Path, opened: list[pq.ParquetFile], field: Any) -> int:
             first = batch.column(0)[0].as_py()
             if first:
                 return len(first)
-    raise ModelError(f"{file}: column '{field.name}' has no vector from which to tell the dim")
+    raise ModelError(f"{file}: column '{field.name}' has no vector that shows the dim")
 
 
 def _reader(

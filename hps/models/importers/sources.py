@@ -136,7 +136,7 @@ def detect(path: Path) -> str:
     kind = _SUFFIXES.get(path.suffix.lower())
     if kind is None:
         raise ModelError(
-            f"{path}: the name does not tell the format; add --format, one of {', '.join(SOURCES)}"
+            f"{path}: the name does not show the format; add --format, one of {', '.join(SOURCES)}"
         )
     return kind
 

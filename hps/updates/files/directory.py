@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 BLOCK = 1 << 16
 """Rows a poll brings at most, or one message."""
 _APPLIED, _REJECTED = "applied", "rejected"
-_LOOK_EVERY_S = 0.2
+_CHECK_EVERY_S = 0.2
 _SAY_EVERY_S = 30.0
 
 
@@ -74,7 +74,7 @@ class DirectorySource:
             left = until - time.monotonic()
             if left <= 0:
                 return None
-            time.sleep(min(left, _LOOK_EVERY_S))
+            time.sleep(min(left, _CHECK_EVERY_S))
         if path is not None:
             self._reading = UpdateFile(path, self._tables, self._block, self._ahead_s)
             self._batches = self._reading.batches()
@@ -103,7 +103,7 @@ class DirectorySource:
     def keep_alive(self) -> None:
         """Nothing to do: files wait."""
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Nothing to do: no store keeps positions of files."""
 
     def rewind(self) -> None:
@@ -166,7 +166,7 @@ class DirectorySource:
             else:
                 path.unlink()
         except FileNotFoundError:
-            log.warning("%s went away while it was applied", path)
+            log.warning("%s disappeared while it was applied", path)
         except OSError as error:
             raise Unavailable(
                 f"{path} cannot be moved away: {error.strerror or error}; let this process write to "

@@ -18,16 +18,16 @@ class PendingFiles:
         self._folder = folder
         self._oldest_s: float | None = None
 
-    def look(self) -> None:
-        came = []
+    def poll(self) -> None:
+        arrived = []
         with os.scandir(self._folder) as entries:
             for each in entries:
                 try:
                     if is_update_file(each):
-                        came.append(each.stat().st_ctime)  # a rename counts as arrival
+                        arrived.append(each.stat().st_ctime)  # a rename counts as arrival
                 except FileNotFoundError:
                     continue  # it was applied meanwhile
-        self._oldest_s = min(came, default=None)
+        self._oldest_s = min(arrived, default=None)
 
     def ages_s(self) -> Mapping[Place, float | None]:
         oldest_s = self._oldest_s

@@ -81,17 +81,17 @@ def _changes(path: Path, columns: Mapping[str, NDArray[Any]], first: int) -> Tab
     for name, column in columns.items():
         if len(column) != n or (name != "vector" and column.ndim != 1):
             raise BadRequest(f"{path}: {name} must be ({n},) as there are {n} keys")
-    there = ~gone
+    upserts = ~gone
     return TableChanges(
-        keys[there],
-        np.ascontiguousarray(vectors[there]),
-        versions[there],
+        keys[upserts],
+        np.ascontiguousarray(vectors[upserts]),
+        versions[upserts],
         keys[gone],
         versions[gone],
     )
 
 
-def _lacking(path: Path, found: list[str]) -> None:
+def _check_columns(path: Path, found: list[str]) -> None:
     for name in _NEEDED:
         if name not in found:
             raise BadRequest(
@@ -115,8 +115,8 @@ def _open_parquet(path: Path) -> RowFile:
         with parquet.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
     except pa.ArrowException as error:
-        raise BadRequest(f"{path} is no Parquet file: {error}") from None
-    _lacking(path, schema.names)
+        raise BadRequest(f"{path} is not a Parquet file: {error}") from None
+    _check_columns(path, schema.names)
     said = {
         k.decode(): v.decode() for k, v in (schema.metadata or {}).items() if k != b"ARROW:schema"
     }
@@ -156,11 +156,11 @@ def _column(path: Path, name: str, column: Any) -> NDArray[Any]:
         kind = pa.list_(kind.value_type, dims.pop())
         column = column.cast(kind)
     rows = np.zeros((len(column), kind.list_size), kind.value_type.to_pandas_dtype())
-    there = column.is_valid().to_numpy(zero_copy_only=False)
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
     flat = column.flatten()
     if flat.null_count:
         raise BadRequest(f"{path}: vector holds values that are null")
-    rows[there] = flat.to_numpy(zero_copy_only=False).reshape(-1, kind.list_size)
+    rows[valid] = flat.to_numpy(zero_copy_only=False).reshape(-1, kind.list_size)
     return rows
 
 
@@ -171,7 +171,7 @@ def _npz_rows(path: Path) -> int:
     with _NpzArchive(path) as (stack, archive):
         rows = _heads(path, stack, archive)["key"][1][0]
         if (bad := archive.testzip()) is not None:
-            raise BadRequest(f"{path} is damaged: {bad} does not fit its checksum")
+            raise BadRequest(f"{path} is damaged: {bad} does not match its checksum")
         return rows
 
 
@@ -189,7 +189,7 @@ class _NpzArchive:
         try:
             return self._stack, self._stack.enter_context(zipfile.ZipFile(self._path))
         except zipfile.BadZipFile as error:
-            raise BadRequest(f"{self._path} is no npz file: {error}") from None
+            raise BadRequest(f"{self._path} is not an npz file: {error}") from None
 
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
         self._stack.close()
@@ -202,11 +202,11 @@ Head = tuple[IO[bytes], tuple[int, ...], np.dtype[Any]]
 
 def _heads(path: Path, stack: ExitStack, archive: zipfile.ZipFile) -> dict[str, Head]:
     """Each column's stream at its first value, its shape and dtype."""
-    there = [name.removesuffix(".npy") for name in archive.namelist()]
-    _lacking(path, there)
+    names = [name.removesuffix(".npy") for name in archive.namelist()]
+    _check_columns(path, names)
     found = {}
     for name in COLUMNS:
-        if name not in there:
+        if name not in names:
             continue
         file = stack.enter_context(archive.open(f"{name}.npy"))
         read = {
@@ -214,7 +214,7 @@ def _heads(path: Path, stack: ExitStack, archive: zipfile.ZipFile) -> dict[str, 
             (2, 0): np.lib.format.read_array_header_2_0,
         }.get(np.lib.format.read_magic(file))
         if read is None:
-            raise BadRequest(f"{path}: {name} is of a version of npy that is not known")
+            raise BadRequest(f"{path}: {name} has an unknown npy version")
         shape, by_columns, dtype = read(file)
         if not shape or (by_columns and len(shape) > 1) or dtype.hasobject:
             raise BadRequest(f"{path}: {name} must be an array of numbers, by rows")

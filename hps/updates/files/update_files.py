@@ -20,7 +20,7 @@ from hps.updates.source import MESSAGE, DeadLetter, Reason, TableUpdate, UpdateB
 log = logging.getLogger(__name__)
 
 NATIVE = ".hpsu"
-"""Ending of files of native messages, one behind the other."""
+"""Ending of files of native messages, one after the other."""
 ENDINGS = (NATIVE, *FORMATS)
 _BLOCK_BYTES = 32 << 20
 _MOST_TOLD = 1000
@@ -37,7 +37,7 @@ class UpdateFile:
     ) -> None:
         self.path = path
         self.faults: list[str] = []
-        """What is wrong with it so far, the first thousand."""
+        """Faults so far, the first thousand."""
         self._dead = 0
         self._tables = tables
         self._block = block
@@ -130,7 +130,7 @@ class UpdateFile:
         return None if changes.vectors.shape[1] == table.dim else Reason.ROW_SIZE
 
     def _rest(self, why: Reason, at: int) -> DeadLetter:
-        return self._note(why, f"byte {at}: {_word(why)}; nothing behind it was read", at)
+        return self._note(why, f"byte {at}: {_word(why)}; the rest was not read", at)
 
     def _note(
         self, why: Reason, text: str, at: int = 0, byte: int = 0, payload: bytes = b""

@@ -58,10 +58,10 @@ class GroupMember:
     restarts after
     a crash."""
 
-    def __init__(self, consumer: ck.Consumer, taken_back: Callable[[], None]) -> None:
-        """``taken_back``: called when the group revokes all partitions, before other members get them."""
+    def __init__(self, consumer: ck.Consumer, on_revoke: Callable[[], None]) -> None:
+        """``on_revoke``: called when the group revokes all partitions, before other members get them."""
         self._consumer = consumer
-        self._taken_back = taken_back
+        self._on_revoke = on_revoke
         self._topics: list[str] = []
         self.places: Collection[Place] | None = None
 
@@ -94,7 +94,7 @@ class GroupMember:
 
     def _revoked(self, _consumer: Any, _partitions: list[ck.TopicPartition]) -> None:
         self.places = None if self._topics else ()
-        self._taken_back()
+        self._on_revoke()
 
     def _lost(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
         log.warning("the group gave %d partitions to other members", len(partitions))

@@ -30,7 +30,7 @@ class Brokers:
             raise ConfigError(f"options: {name!r} is set by hps itself; take it out")
         self.addresses = addresses
         self.answer_s = answer_s
-        self._heard = ""
+        self._last_error = ""
         self.options: dict[str, Any] = {
             **client_options(addresses),
             "error_cb": self._error,
@@ -73,10 +73,10 @@ class Brokers:
         except ck.KafkaException as error:
             if error.args[0].code() != ck.KafkaError.TOPIC_ALREADY_EXISTS:
                 raise Unavailable(
-                    f"topic {topic} is not there and Kafka at {self.addresses} does not create it: "
+                    f"topic {topic} does not exist and Kafka at {self.addresses} refused to create it: "
                     f"{kafka_error_text(error)}; create it with {partitions} partitions"
                 ) from None
-        return self._appeared(client, topic)
+        return self._wait_for_topic(client, topic)
 
     def ends(self, topics: Mapping[str, int]) -> dict[str, dict[int, int]]:
         """End offsets by topic and partition. Raises Unavailable.
@@ -91,15 +91,15 @@ class Brokers:
         while wanted:
             found: dict[str, dict[int, int]] = {}
             try:
-                asked = client.list_offsets(wanted, request_timeout=self.answer_s)
-                for place, answer in asked.items():
+                answers = client.list_offsets(wanted, request_timeout=self.answer_s)
+                for place, answer in answers.items():
                     found.setdefault(place.topic, {})[place.partition] = answer.result().offset
             except ck.KafkaException as error:  # such as a new partition without a leader
                 if time.monotonic() > deadline:
                     raise Unavailable(
-                        f"Kafka at {self.addresses} does not tell where its topics end: "
+                        f"Kafka at {self.addresses} did not return the end offsets of its topics: "
                         f"{kafka_error_text(error)}; "
-                        "look after the broker and try again"
+                        "check the broker and try again"
                     ) from None
                 time.sleep(_POLL_S)
             else:
@@ -109,7 +109,7 @@ class Brokers:
     def _admin(self) -> admin.AdminClient:
         return admin.AdminClient({**self.options, "log_level": 4}, logger=client_log)
 
-    def _appeared(self, client: Any, topic: str) -> int:
+    def _wait_for_topic(self, client: Any, topic: str) -> int:
         """Wait until all brokers know the new topic; returns its partitions."""
         deadline = time.monotonic() + self.answer_s
         while (found := self.topics(client).get(topic)) is None:
@@ -123,12 +123,12 @@ class Brokers:
 
     def why(self) -> str:
         """librdkafka's last error about the brokers, in brackets."""
-        return f" ({self._heard})" if self._heard else ""
+        return f" ({self._last_error})" if self._last_error else ""
 
     def _error(self, error: Any) -> None:
         """Keep the first error: it is more specific than the one that all brokers are down."""
-        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self._heard:
-            self._heard = error.str()
+        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self._last_error:
+            self._last_error = error.str()
 
 
 def kafka_error_text(error: Exception) -> str:

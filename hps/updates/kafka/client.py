@@ -23,15 +23,15 @@ client_log = logging.getLogger(f"{__name__}.librdkafka")
 
 ANSWER_S = 10.0
 SIZE_HEADER = "hps-size"
-"""Of a dead letter that stands for a message too large to be kept: how many bytes that had."""
+"""Header with the size of a message that was too large to be kept."""
 ATTEMPT_HEADER = "hps-attempt"
 """Header of a message that was sent again, and of its dead letter: 2, and one more each time."""
 LARGEST = 1_000_000_000
-"""What librdkafka takes at most for the bytes of a message."""
+"""librdkafka's limit for the bytes of a message."""
 # A broker answers after so many bytes or ms: each answer costs it and us half a millisecond.
 _FETCH_BYTES, _FETCH_MS = 256 << 10, 25
 _NEW_TOPICS_MS = 10_000
-_SAY_AGAIN_S, _MOST_SAID = 60.0, 1000
+_REPEAT_S, _MAX_REMEMBERED = 60.0, 1000
 _LOG_LETTERS_S = 30.0
 _ATTEMPT_DIGITS = 10
 
@@ -74,8 +74,8 @@ def check_options(settings: KafkaSettings) -> None:
     try:
         ck.Consumer({**options, "group.id": "hps"}, logger=client_log).close()
     except ck.KafkaException as error:
-        told = error.args[0]
-        why = told.str() if isinstance(told, ck.KafkaError) else told
+        cause = error.args[0]
+        why = cause.str() if isinstance(cause, ck.KafkaError) else cause
         raise ConfigError(
             f"updates.kafka: {why}; correct updates.kafka.options, whose names are librdkafka's"
         ) from None
@@ -126,12 +126,12 @@ class DeadLetterTopic:
             # Kafka rejects a whole batch of messages for its size.
             for large in self._send([letter]):
                 log.warning(
-                    "%s does not take a letter of %d bytes: only where it stood is kept; raise the topic's "
+                    "%s rejected a letter of %d bytes: only its headers are kept; raise the topic's "
                     "max.message.bytes", self._topic, len(large.payload),
                 )  # fmt: skip
                 if self._send([replace(large, payload=b"", key=None)], len(large.payload)):
                     raise Unavailable(
-                        f"{self._topic}: its max.message.bytes takes no letter at all"
+                        f"{self._topic}: its max.message.bytes is too small for any letter"
                     )
 
     def _send(self, letters: Sequence[DeadLetter], size: int | None = None) -> list[DeadLetter]:
@@ -159,7 +159,7 @@ class DeadLetterTopic:
         if self._producer.flush(ANSWER_S) or failed:
             self._producer.purge()
             why = failed[0] if failed else f"no answer within {ANSWER_S:.0f} s"
-            raise Unavailable(f"Kafka does not take dead letters into {self._topic}: {why}")
+            raise Unavailable(f"Kafka did not accept dead letters in {self._topic}: {why}")
         return large
 
     def _produce(self, letter: DeadLetter, headers: Any, delivered: Any) -> None:
@@ -172,7 +172,9 @@ class DeadLetterTopic:
             except BufferError as error:  # librdkafka's queue is full
                 if time.monotonic() > deadline:
                     self._producer.purge()
-                    raise Unavailable(f"dead letters wait for {self._topic}: {error}") from None
+                    raise Unavailable(
+                        f"timed out sending dead letters to {self._topic}: {error}"
+                    ) from None
                 self._producer.poll(0.1)
             else:
                 return
@@ -238,7 +240,7 @@ class _LogRateLimit(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         # Times and thread numbers differ between repetitions.
@@ -246,11 +248,11 @@ class _LogRateLimit(logging.Filter):
             r"\d+ms|#\w+-\d+|\d+ identical error\(s\) suppressed", "", record.getMessage()
         )
         now = time.monotonic()
-        if now - self._said.get(text, float("-inf")) < _SAY_AGAIN_S:
+        if now - self._logged.get(text, float("-inf")) < _REPEAT_S:
             return False
-        if len(self._said) > _MOST_SAID:
-            self._said.clear()
-        self._said[text] = now
+        if len(self._logged) > _MAX_REMEMBERED:
+            self._logged.clear()
+        self._logged[text] = now
         return True
 
 

@@ -52,23 +52,23 @@ class KafkaCluster:
         admin = self._client()
         try:
             # A request for one topic by name might create it.
-            there = (consumer or admin).list_topics(timeout=_ANSWER_S).topics
+            all_topics = (consumer or admin).list_topics(timeout=_ANSWER_S).topics
         except ck.KafkaException as error:
             raise Unavailable(f"Kafka: {kafka_error_text(error)}") from None
-        names = [name for name in there if wanted(name)]
+        names = [name for name in all_topics if wanted(name)]
         if not names:
             return {}
-        asked = admin.describe_topics(ck.TopicCollection(names), request_timeout=_ANSWER_S)
+        answers = admin.describe_topics(ck.TopicCollection(names), request_timeout=_ANSWER_S)
         found: dict[str, Topic] = {}
-        for name, answer in asked.items():
+        for name, answer in answers.items():
             try:
-                told = answer.result()
+                description = answer.result()
             except ck.KafkaException as error:
                 if error.args[0].code() != ck.KafkaError.UNKNOWN_TOPIC_OR_PART:
                     raise Unavailable(f"Kafka: {name}: {kafka_error_text(error)}") from None
             else:  # a topic being deleted has no partitions
-                if told.partitions:
-                    found[name] = Topic(_id_of(told), len(told.partitions))
+                if description.partitions:
+                    found[name] = Topic(_id_of(description), len(description.partitions))
         return found
 
     def bounds(self, places: Iterable[Place]) -> dict[Place, tuple[int, int]]:
@@ -97,11 +97,11 @@ class KafkaCluster:
 
     def _offsets(self, places: Iterable[Place], which: str) -> dict[Place, int]:
         admin, spec = self._client(), getattr(OffsetSpec, which)()
-        asked = {ck.TopicPartition(*place): spec for place in places}
+        wanted = {ck.TopicPartition(*place): spec for place in places}
         found: dict[Place, int] = {}
-        if not asked:
+        if not wanted:
             return found
-        for at, answer in admin.list_offsets(asked, request_timeout=_ANSWER_S).items():
+        for at, answer in admin.list_offsets(wanted, request_timeout=_ANSWER_S).items():
             try:
                 found[at.topic, at.partition] = answer.result().offset
             except ck.KafkaException as error:
@@ -109,7 +109,7 @@ class KafkaCluster:
         return found
 
 
-def _id_of(told: Any) -> str:
-    identity = told.topic_id
+def _id_of(description: Any) -> str:
+    identity = description.topic_id
     bits = identity.get_most_significant_bits(), identity.get_least_significant_bits()
     return str(identity) if any(bits) else ""

@@ -126,7 +126,7 @@ class DeadLetterReader:
                 continue
             if not letter.whole:
                 failed[letter.place] = (
-                    "it was too large to be kept: have its producer send it in parts"
+                    "it was too large to be kept: let its producer send smaller messages"
                 )
                 continue
             self._send(producer, letter, message, failed)
@@ -135,7 +135,7 @@ class DeadLetterReader:
                 self._settle(producer, done, failed)
                 done = []
         self._settle(producer, done, failed)
-        failed |= dict.fromkeys(chosen, "it is not in the topic any more")
+        failed |= dict.fromkeys(chosen, "it is no longer in the topic")
         return [(each, failed[each.place]) for each in letters if each.place in failed]
 
     def close(self) -> None:
@@ -183,8 +183,8 @@ class DeadLetterReader:
             producer.produce(self._topic, None, None, partition=partition, headers=headers)
         if producer.flush(2 * self._brokers.answer_s):
             raise Unavailable(
-                f"Kafka at {self._brokers.addresses} took {len(sent)} letters, but not the note of it"
-                f"{self._brokers.why()}: they are listed still"
+                f"Kafka at {self._brokers.addresses} accepted {len(sent)} letters, but not the note about it"
+                f"{self._brokers.why()}: they remain listed"
             )
 
     def _bounds(self) -> dict[int, tuple[int, int]]:
@@ -198,7 +198,7 @@ class DeadLetterReader:
                 for p in range(count)
             }
         except ck.KafkaException as error:
-            raise self._silent(kafka_error_text(error)) from None
+            raise self._unreadable(kafka_error_text(error)) from None
 
     def _messages(self, bounds: dict[int, tuple[int, int]]) -> Iterator[Any]:
         """Messages between the offsets, in order within each partition."""
@@ -207,7 +207,7 @@ class DeadLetterReader:
         while open_:
             first = self._consumer.poll(2 * self._brokers.answer_s)
             if first is None:
-                raise self._silent("nothing came")
+                raise self._unreadable("no message arrived in time")
             # `consume` waits until it has as many as it was asked for.
             for message in (first, *self._consumer.consume(_CHUNK, 0.0)):
                 partition, error = message.partition(), message.error()
@@ -222,10 +222,10 @@ class DeadLetterReader:
                     open_.pop(partition, None)
         self._consumer.unassign()
 
-    def _silent(self, why: str) -> Unavailable:
+    def _unreadable(self, why: str) -> Unavailable:
         return Unavailable(
             f"{self._topic} cannot be read from Kafka at {self._brokers.addresses}: {why}"
-            f"{self._brokers.why()}; look after the broker and try again"
+            f"{self._brokers.why()}; check the broker and try again"
         )
 
 

@@ -26,7 +26,7 @@ class KafkaReader(Protocol):
         """None while the reader's partitions, or their start offsets, are unknown."""
         ...
 
-    def saw(self, ends: Mapping[Place, int]) -> None:
+    def record_ends(self, ends: Mapping[Place, int]) -> None:
         """Record end offsets of the reader's partitions."""
         ...
 
@@ -42,18 +42,18 @@ class PendingMessages:
         self._places: Mapping[Place, int] = {(topic, 0): 0 for topic in topics}
         self._known = False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         places, at_s = self._applied(), time.monotonic()
         ends: dict[Place, int] = {}
         try:
             if self._known:
                 ends = self._cluster.ends(places)
-                self._reader.saw(ends)
+                self._reader.record_ends(ends)
             elif not self._cluster.topics({topic for topic, _partition in places}.__contains__):
                 ends = dict.fromkeys(places, 0)
         except Unavailable as error:
-            log.debug("where partitions end is not known: %s", error)
-        self._arrivals.saw(ends, at_s)
+            log.debug("end offsets are unknown: %s", error)
+        self._arrivals.record_ends(ends, at_s)
 
     def _applied(self) -> Mapping[Place, int]:
         """The reader's offsets, or its earlier ones while it gets new partitions."""

@@ -29,7 +29,7 @@ class HpsProgress:
     def applied(self, place: Place) -> int | None:
         """First message of the partition that the store misses; None without a commit. Raises Unavailable."""
         if self._consumer is None:
-            self._consumer = _asking(self._settings, self._group)
+            self._consumer = _group_reader(self._settings, self._group)
         return committed_by(self._consumer, self._group, [place]).get(place)
 
     def close(self) -> None:
@@ -44,23 +44,25 @@ def committed_offsets(
     """Offsets that ``group`` has committed, of those ``places`` that it has.
 
     The group is read, not joined. Raises Unavailable."""
-    consumer = _asking(settings, group)
+    consumer = _group_reader(settings, group)
     try:
         return committed_by(consumer, group, places)
     finally:
         consumer.close()
 
 
-def _asking(settings: KafkaSettings, group: str) -> ck.Consumer:
+def _group_reader(settings: KafkaSettings, group: str) -> ck.Consumer:
     """A consumer that reads the offsets of ``group`` and does not join it."""
     return ck.Consumer({**reader_options(settings), "group.id": group}, logger=client_log)
 
 
 def committed_by(consumer: ck.Consumer, group: str, places: Iterable[Place]) -> dict[Place, int]:
     """`committed_offsets`, read by a ``consumer`` of that ``group``."""
-    asked = [ck.TopicPartition(*place) for place in places]
+    partitions = [ck.TopicPartition(*place) for place in places]
     try:
-        found = consumer.committed(asked, timeout=ANSWER_S)
+        found = consumer.committed(partitions, timeout=ANSWER_S)
     except ck.KafkaException as error:
-        raise Unavailable(f"Kafka: what {group} has committed: {error.args[0].str()}") from None
+        raise Unavailable(
+            f"Kafka: failed to read the offsets of {group}: {error.args[0].str()}"
+        ) from None
     return {(each.topic, each.partition): each.offset for each in found if each.offset >= 0}

@@ -44,7 +44,7 @@ def unix_ms(event_time: float | None) -> int:
     if event_time is None:
         return time.time_ns() // 1_000_000
     if not 0 <= event_time * 1000 < LATEST_MS - 1:
-        raise BadRequest(f"event_time {event_time} is no time in Unix seconds")
+        raise BadRequest(f"event_time {event_time} is not a time in Unix seconds")
     return round(event_time * 1000)
 
 
@@ -62,8 +62,8 @@ def check_changes(
     return TableChanges(new, vectors, stamps[: len(new)], gone, stamps[len(new) :])
 
 
-def _vectors(given: Any, n: int) -> VectorArray:
-    rows = tensor("rows", given)
+def _vectors(values: Any, n: int) -> VectorArray:
+    rows = tensor("rows", values)
     if rows.ndim != 2 or len(rows) != n:
         raise BadRequest(f"rows must be ({n}, dim), as there are {n} keys, not {rows.shape}")
     if rows.dtype not in DTYPES:
@@ -73,13 +73,13 @@ def _vectors(given: Any, n: int) -> VectorArray:
         at = int(np.argmin(finite))
         raise BadRequest(
             f"rows[{at}] holds a value that is not finite, and so do {np.count_nonzero(~finite) - 1} more; "
-            "readers would refuse it: leave such rows out, and look for the training step that made them"
+            "readers would reject it: leave such rows out, and find the training step that made them"
         )
     return rows
 
 
-def _versions(given: Any, n: int, gone: int) -> VersionArray:
-    versions = tensor("versions", given)
+def _versions(values: Any, n: int, gone: int) -> VersionArray:
+    versions = tensor("versions", values)
     if versions.shape != (n + gone,):
         raise BadRequest(
             f"versions must be ({n + gone},), of the {n} keys and then of the {gone} deleted ones, "
@@ -132,7 +132,7 @@ def encode(
     form: Format,
     table: str,
     changes: TableChanges,
-    said: MessageAttributes,
+    attributes: MessageAttributes,
     *,
     key_bits: Literal[32, 64] = 64,
     full: int = FULL,
@@ -145,17 +145,17 @@ def encode(
             return encode_native(
                 table,
                 changes,
-                event_ms=said.event_ms,
-                ttl_s=said.ttl_s,
-                step=said.step,
-                dense_version=said.dense_version,
+                event_ms=attributes.event_ms,
+                ttl_s=attributes.ttl_s,
+                step=attributes.step,
+                dense_version=attributes.dense_version,
                 full=full,
             )
         if len(changes.deleted):
             raise BadRequest("HPS's format has no deletions; send them in the native format")
-        if said.ttl_s or said.step or said.dense_version:
+        if attributes.ttl_s or attributes.step or attributes.dense_version:
             raise BadRequest(
-                "HPS's format has no room for ttl_s, step and dense_version; leave them out, or take "
+                "HPS's format has no ttl_s, step and dense_version; leave them out, or use "
                 "the native format"
             )
         return encode_hps(changes.keys, changes.vectors, key_bits=key_bits, full=full)

@@ -45,7 +45,7 @@ class GroupView:
 
 
 # The group's state while Kafka creates the topic in which it keeps groups.
-_NO_COORDINATOR = GroupView(problem="no broker looks after the group")
+_NO_COORDINATOR = GroupView(problem="no broker coordinates the group")
 _SOON = (
     ck.KafkaError.NOT_COORDINATOR,
     ck.KafkaError.COORDINATOR_NOT_AVAILABLE,
@@ -63,7 +63,7 @@ class KafkaReport:
         """Raises ConfigError for wrong options."""
         self.addresses = settings.brokers
         self._answer_s = answer_s
-        self._heard = ""
+        self._last_error = ""
         options = {
             **client_options(settings.brokers),
             "error_cb": self._error,
@@ -84,7 +84,7 @@ class KafkaReport:
             self._admin.poll(0)
             raise Unavailable(
                 f"no broker at {self.addresses} answers within {self._answer_s:g} s: "
-                f"{self._heard or kafka_error_text(error)}; "
+                f"{self._last_error or kafka_error_text(error)}; "
                 "start it, or correct updates.kafka.brokers and options"
             ) from None
         return [f"{each.host}:{each.port}" for each in found.values()]
@@ -92,10 +92,10 @@ class KafkaReport:
     def topics(self, names: Sequence[str]) -> dict[str, TopicView | None]:
         """Each of ``names``; None for a topic that does not exist, or is hidden from us."""
         wanted = ck.TopicCollection(list(names))
-        asked = self._admin.describe_topics(
+        answers = self._admin.describe_topics(
             wanted, include_authorized_operations=True, request_timeout=self._answer_s
         )
-        return {name: _answered(future, _topic_of) for name, future in asked.items()}
+        return {name: _result_of(future, _topic_of) for name, future in answers.items()}
 
     def group(self, name: str) -> GroupView:
         """State of a consumer group."""
@@ -106,13 +106,13 @@ class KafkaReport:
             return view or GroupView()
         request = [ck.ConsumerGroupTopicPartitions(name)]
         offsets = self._admin.list_consumer_group_offsets(request, request_timeout=self._answer_s)
-        found = _answered(offsets[name], _committed_of)
+        found = _result_of(offsets[name], _committed_of)
         return GroupView(view.members, found.problem, found.committed) if found else view
 
     def _members(self, group: str) -> GroupView | None:
         described = self._admin.describe_consumer_groups([group], request_timeout=self._answer_s)
-        view: GroupView | None = _answered(
-            described[group], lambda told: GroupView(len(told.members))
+        view: GroupView | None = _result_of(
+            described[group], lambda answer: GroupView(len(answer.members))
         )
         return view
 
@@ -136,32 +136,32 @@ class KafkaReport:
         if not wanted:
             return {}
         try:
-            asked = self._admin.list_offsets(wanted, request_timeout=self._answer_s)
-            return {(at.topic, at.partition): told.result() for at, told in asked.items()}
+            answers = self._admin.list_offsets(wanted, request_timeout=self._answer_s)
+            return {(at.topic, at.partition): answer.result() for at, answer in answers.items()}
         except ck.KafkaException as error:
             raise Unavailable(
-                f"Kafka does not tell where its topics end: {kafka_error_text(error)}"
+                f"Kafka did not return the end offsets of its topics: {kafka_error_text(error)}"
             ) from None
 
     def _error(self, error: Any) -> None:
         """Keep the first error: it is more specific than the one that all brokers are down."""
-        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self._heard:
-            self._heard = error.str()
+        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self._last_error:
+            self._last_error = error.str()
 
 
-def _topic_of(told: Any) -> TopicView:
-    rights = told.authorized_operations
-    leaderless = sum(each.leader is None for each in told.partitions)
+def _topic_of(answer: Any) -> TopicView:
+    rights = answer.authorized_operations
+    leaderless = sum(each.leader is None for each in answer.partitions)
     names = None if rights is None else frozenset(each.name for each in rights)
-    return TopicView(len(told.partitions), "", names, leaderless)
+    return TopicView(len(answer.partitions), "", names, leaderless)
 
 
-def _committed_of(told: Any) -> GroupView:
-    places = {(at.topic, at.partition): at.offset for at in told.topic_partitions}
+def _committed_of(answer: Any) -> GroupView:
+    places = {(at.topic, at.partition): at.offset for at in answer.topic_partitions}
     return GroupView(committed={place: offset for place, offset in places.items() if offset >= 0})
 
 
-def _answered(future: Any, read: Callable[[Any], Any]) -> Any:
+def _result_of(future: Any, read: Callable[[Any], Any]) -> Any:
     """The brokers' answer; a view with a problem, or None for a topic or group that does not exist."""
     try:
         return read(future.result())

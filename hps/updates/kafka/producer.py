@@ -37,7 +37,7 @@ from hps.updates.version_clock import VersionClock
 log = logging.getLogger(__name__)
 
 GROUPS = 8
-"""Key groups of HPS's producers, unless told otherwise."""
+"""Default number of key groups of HPS's producers."""
 Compression = Literal["none", "lz4", "zstd", "snappy", "gzip"]
 _OURS = ("enable.idempotence", "acks")
 _NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
@@ -182,7 +182,7 @@ class Producer:
         if waiting:
             raise Unavailable(
                 f"Kafka at {self._brokers.addresses} has not acknowledged {waiting} messages within "
-                f"{timeout_s:g} s{self._brokers.why()}; flush again, or look after the broker"
+                f"{timeout_s:g} s{self._brokers.why()}; flush again, or check the broker"
             )
 
     def watermark(self) -> dict[str, dict[str, int]]:
@@ -252,8 +252,8 @@ class Producer:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise Unavailable(
-                        f"Kafka at {self._brokers.addresses} takes no more: {len(self._producer)} messages "
-                        f"wait, no room within {self._wait_s:g} s{self._brokers.why()}; look after the "
+                        f"Kafka at {self._brokers.addresses} accepts no more: {len(self._producer)} messages "
+                        f"are queued, no space within {self._wait_s:g} s{self._brokers.why()}; check the "
                         "broker, or send fewer rows at a time"
                     ) from None
                 self._producer.poll(min(_POLL_S, left))
@@ -298,5 +298,5 @@ def _failure(error: Any, topic: str, size: int) -> str:
     if error.code() == ck.KafkaError.MSG_SIZE_TOO_LARGE:
         text += "; raise the topic's max.message.bytes, or lower message_bytes and batch.size in options"
     elif error.code() == ck.KafkaError._MSG_TIMED_OUT:
-        text += "; the broker was not to be reached, or too slow"
+        text += "; the broker was unreachable, or too slow"
     return text

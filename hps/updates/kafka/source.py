@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 _MOST_MESSAGES = 256
 # A broker answers for several partitions one after the other; a batch costs more than this wait.
 _GATHER_S = 0.002
-_LOOK_EVERY_S = 0.2
-_AGAIN_S = 0.5  # retry interval for what Kafka did not answer
+_CHECK_EVERY_S = 0.2
+_RETRY_S = 0.5  # retry interval for what Kafka did not answer
 _SLOW_START_S = 5.0
 _STATIC_ID = "group.instance.id"
 
@@ -78,14 +78,14 @@ class KafkaSource:
                 observe,
             )
         )
-        self._untold: dict[Place, int] = {}  # applied, not yet committed for Kafka's tools
-        self._resting = False
-        self._there: dict[str, Topic] | None = None  # not known yet
-        self._heard: str | None = None  # Kafka's last error, until messages arrive again
+        self._uncommitted: dict[Place, int] = {}  # applied, not yet committed for Kafka's tools
+        self._is_resting = False
+        self._known_topics: dict[str, Topic] | None = None  # not known yet
+        self._last_error: str | None = None  # Kafka's last error, until messages arrive again
         self._unreachable: str | None = None
         self._is_placed = False  # partitions and their start offsets are known
         self._placed_at = time.monotonic()
-        self._refresh_at = self._look_at = 0.0
+        self._refresh_at = self._ends_at = 0.0
         self._messages = MessageDecoder(topics, settings.max_message_bytes, settings.max_ahead_s)
         self._credentials = SaslCredentials(settings)
         self._consumer, self._assignment = self._connect()
@@ -104,14 +104,14 @@ class KafkaSource:
         except ck.KafkaException as error:
             raise ConfigError(f"updates.kafka: {kafka_error_text(error)}") from None
         if self._is_member:
-            return consumer, GroupMember(consumer, self._taken_back)
+            return consumer, GroupMember(consumer, self._release_partitions)
         return consumer, AllPartitions()
 
     @property
     def problem(self) -> str | None:
         """Reason why no messages arrive, while there is one."""
-        if self._heard or self._unreachable:
-            return self._heard or self._unreachable
+        if self._last_error or self._unreachable:
+            return self._last_error or self._unreachable
         waited_s = time.monotonic() - self._placed_at
         if not self._is_placed and waited_s > _SLOW_START_S:
             return f"{self._group} has been waiting for its partitions for {waited_s:.0f} s"
@@ -122,7 +122,7 @@ class KafkaSource:
         self._credentials.renew(self._consumer)
         self._refresh()
         self._assign()
-        self._look()
+        self._record_ends()
         first = self._consumer.poll(timeout_s)
         if first is None:
             return None
@@ -135,20 +135,20 @@ class KafkaSource:
             # The group may have moved partitions meanwhile: these start at the stores' positions.
             if (reading := self._readings.get(place)) is not None:
                 reading.applied, reading.jumped = position.offset, False
-                self._untold[place] = position.offset
+                self._uncommitted[place] = position.offset
 
     def keep_alive(self) -> None:
         """Keep the group membership alive without polling messages."""
-        self._tell_group()
-        if not self._resting and self._assignment.places is not None:
+        self._commit_to_group()
+        if not self._is_resting and self._assignment.places is not None:
             self._consumer.assign([])
-            self._resting = True
+            self._is_resting = True
         if (event := self._consumer.poll(0.0)) is not None and event.error() is not None:
             self._failed(event)
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """See `UpdateSource`."""
-        self._readings.begin_again()
+        self._readings.restart()
 
     def rewind(self) -> None:
         """Poll again what was not committed."""
@@ -175,11 +175,11 @@ class KafkaSource:
         is_known = self._is_placed and self._readings.complete
         return self._readings.waiting() if is_known else None
 
-    def saw(self, ends: Mapping[Place, int]) -> None:
+    def record_ends(self, ends: Mapping[Place, int]) -> None:
         """Record end offsets that were read in parallel. Any thread may call.
 
         This reader may be paused or wait for a store, and then receives none."""
-        self._readings.saw(ends)
+        self._readings.record_ends(ends)
 
     def applied(self) -> dict[Place, int]:
         """Offset up to which the stores have each partition that is read here. Any thread may call.
@@ -189,31 +189,33 @@ class KafkaSource:
 
     def close(self) -> None:
         with suppress(ck.KafkaException, RuntimeError):
-            self._tell_group()
+            self._commit_to_group()
             self._assignment.leave()
         with suppress(ck.KafkaException, RuntimeError):
             self._consumer.close()
         self.cluster.close()
 
-    def _tell_group(self) -> None:
+    def _commit_to_group(self) -> None:
         """Commit applied offsets, without waiting and not with each batch.
 
         The stores keep their own positions; a lost commit only repeats work."""
-        if self._untold:
-            offsets = [ck.TopicPartition(*place, offset) for place, offset in self._untold.items()]
-            self._untold = {}
+        if self._uncommitted:
+            offsets = [
+                ck.TopicPartition(*place, offset) for place, offset in self._uncommitted.items()
+            ]
+            self._uncommitted = {}
             with suppress(ck.KafkaException):
                 self._consumer.commit(offsets=offsets, asynchronous=True)
 
-    def _look(self) -> None:
+    def _record_ends(self) -> None:
         """Record end offsets. The consumer allows one thread at a time, so only the polling thread may
         call."""
         now = time.monotonic()
         self._is_placed = self._assignment.places is not None and self._readings.complete
-        if not self._is_placed or now < self._look_at:
+        if not self._is_placed or now < self._ends_at:
             return
-        self._placed_at, self._look_at = now, now + _LOOK_EVERY_S
-        self._tell_group()
+        self._placed_at, self._ends_at = now, now + _CHECK_EVERY_S
+        self._commit_to_group()
         for place, reading in self._readings.items():
             with suppress(ck.KafkaException):
                 at = ck.TopicPartition(*place)
@@ -231,15 +233,15 @@ class KafkaSource:
         try:
             found = self.cluster.topics(self._topics.wanted, self._consumer)
         except Unavailable as error:
-            self._unreachable, self._refresh_at = str(error), now + _AGAIN_S
+            self._unreachable, self._refresh_at = str(error), now + _RETRY_S
             return
         self._unreachable, self._refresh_at = None, now + self._refresh_s
-        if self._there is None or found.keys() != self._there.keys():
+        if self._known_topics is None or found.keys() != self._known_topics.keys():
             names = ", ".join(sorted(found)) or "nothing yet: no topic of its models exists"
             log.info("%s reads %s", self._group, names)
-        self._there = found
+        self._known_topics = found
         self._assignment.follow(found)
-        self._readings.verify(self._there)
+        self._readings.verify(self._known_topics)
 
     def _assign(self) -> None:
         """Assign each partition to the consumer, with the offset to poll next."""
@@ -247,15 +249,15 @@ class KafkaSource:
         if places is None:
             return
         readings.follow(places)
-        for place in readings.place(self._there or {}, self.cluster, self._consumer):
-            self._untold.pop(place, None)
-        if readings.moved or self._resting:
+        for place in readings.place(self._known_topics or {}, self.cluster, self._consumer):
+            self._uncommitted.pop(place, None)
+        if readings.moved or self._is_resting:
             self._consumer.assign(readings.assignment())
-            readings.moved = self._resting = False
+            readings.moved = self._is_resting = False
 
-    def _taken_back(self) -> None:
+    def _release_partitions(self) -> None:
         """Release all partitions: the group may give them to other members."""
-        self._tell_group()
+        self._commit_to_group()
         self._is_placed = False
         self._readings.clear()
 
@@ -280,7 +282,7 @@ class KafkaSource:
                 ends[place] = each.offset()
         if not ends:
             return None
-        self._heard = None
+        self._last_error = None
         positions = []
         for place, end in ends.items():
             if (reading := self._readings.get(place)) is not None:
@@ -306,7 +308,7 @@ class KafkaSource:
             log.info("Kafka: %s", error.str())
             return
         if error.code() != ck.KafkaError._ALL_BROKERS_DOWN:  # each broker's own error came before
-            self._heard = f"Kafka: {error.str()}"
+            self._last_error = f"Kafka: {error.str()}"
 
     def _reconnect(self, error: Any) -> None:
         """Continue with a new consumer that is not a static member."""
@@ -317,6 +319,6 @@ class KafkaSource:
         )  # fmt: skip
         with suppress(ck.KafkaException, RuntimeError):
             self._consumer.close()
-        self._taken_back()
+        self._release_partitions()
         self._consumer, self._assignment = self._connect()
         self._refresh_at = 0.0

@@ -32,7 +32,7 @@ class StorePositions(Protocol):
 
     def restart(self, topic: str, partition: int) -> None: ...
 
-    def begin(self, topic: str, partition: int) -> int | None: ...
+    def start_offset(self, topic: str, partition: int) -> int | None: ...
 
 
 class StreamObserver(Protocol):
@@ -130,6 +130,41 @@ class StartPositions:
             if place not in restarted
         }
         bounds = cluster.bounds(places)
+        restarted |= self._restart_interrupted(bounds, furthest, broken)
+        readings: dict[Place, PartitionProgress] = {}
+        unknown = []
+        for place, (low, end) in bounds.items():
+            former = places[place]
+            if former is None or place in restarted:
+                start = self._positions.start_offset(*place)
+            else:  # the stores may not have recorded it yet
+                start = former.applied
+            if start is None:
+                unknown.append(place)
+                continue
+            # Not from `low` on: a store records a position only if it has everything before it, or if
+            # the messages in between no longer exist.
+            readings[place] = PartitionProgress(_id_of(place, topics), start, start, low, end)
+            if start < low:
+                _warn_of_gap(place, start, low)
+                self._observe.lost(place[0], low - start)
+        replayable = [place for place in unknown if place not in restarted]
+        starts = self._committed_starts(replayable, bounds, consumer)
+        rest = [place for place in unknown if place not in starts]
+        starts |= self._first_offsets(rest, bounds, consumer)
+        for place, (first, jumped) in starts.items():
+            topic_id = _id_of(place, topics)
+            readings[place] = PartitionProgress(topic_id, first, first, *bounds[place], jumped)
+        return readings
+
+    def _restart_interrupted(
+        self,
+        bounds: Mapping[Place, tuple[int, int]],
+        furthest: Mapping[Place, int],
+        broken: Collection[Place],
+    ) -> set[Place]:
+        """Restart partitions that Kafka cannot continue at the position ``furthest``."""
+        restarted = set()
         for place in bounds.keys() & furthest:
             (low, end), position = bounds[place], furthest[place]
             # Kafka cannot continue though messages exist: some before the position were lost and others
@@ -137,30 +172,7 @@ class StartPositions:
             if position > end or (place in broken and position >= low):
                 self._restart(place, f"messages before {position} were lost; it ends at {end}")
                 restarted.add(place)
-        readings, unknown = {}, []
-        for place, (low, end) in bounds.items():
-            former = places[place]
-            if former is None or place in restarted:
-                begin = self._positions.begin(*place)
-            else:  # the stores may not have recorded it yet
-                begin = former.applied
-            if begin is None:
-                unknown.append(place)
-                continue
-            # Not from `low` on: a store records a position only if it has everything before it, or if the
-            # messages in
-            # between no longer exist.
-            readings[place] = PartitionProgress(_id_of(place, topics), begin, begin, low, end)
-            if begin < low:
-                _warn_of_gap(place, begin, low)
-                self._observe.lost(place[0], low - begin)
-        kept = self._kept([p for p in unknown if p not in restarted], bounds, consumer)
-        unknown = [place for place in unknown if place not in kept]
-        firsts = self._firsts(unknown, bounds, consumer)
-        for place, (first, jumped) in {**kept, **firsts}.items():
-            topic_id = _id_of(place, topics)
-            readings[place] = PartitionProgress(topic_id, first, first, *bounds[place], jumped)
-        return readings
+        return restarted
 
     def _is_of_another_topic(
         self, place: Place, topics: Mapping[str, Topic], former: PartitionProgress | None
@@ -185,24 +197,24 @@ class StartPositions:
         )  # fmt: skip
         self._observe.restarted(place[0])
 
-    def _kept(
+    def _committed_starts(
         self,
         places: Sequence[Place],
         bounds: Mapping[Place, tuple[int, int]],
         consumer: ck.Consumer,
     ) -> dict[Place, tuple[int, bool]]:
         """Start offsets of ``places`` in topics that change no table, if the group has committed them."""
-        asked = [place for place in places if not self._tables(place[0])]
-        if not asked:
+        queried = [place for place in places if not self._tables(place[0])]
+        if not queried:
             return {}
         try:
-            found = committed_by(consumer, self._group, asked)
+            found = committed_by(consumer, self._group, queried)
         except Unavailable as error:
             log.warning("dead letters of unknown tables are kept again: %s", error)
             return {}
         return {place: (at, True) for place, at in found.items() if at <= bounds[place][1]}
 
-    def _firsts(
+    def _first_offsets(
         self,
         places: Sequence[Place],
         bounds: Mapping[Place, tuple[int, int]],
@@ -226,9 +238,9 @@ class StartPositions:
     def _since(self, place: Place, end: int, consumer: ck.Consumer) -> int:
         if self._since_s is None:
             return 0
-        asked = ck.TopicPartition(*place, int(self._since_s * 1e3))
+        queried = ck.TopicPartition(*place, int(self._since_s * 1e3))
         try:
-            (found,) = consumer.offsets_for_times([asked], timeout=ANSWER_S)
+            (found,) = consumer.offsets_for_times([queried], timeout=ANSWER_S)
         except ck.KafkaException as error:
             raise Unavailable(f"Kafka: {place[0]}: {kafka_error_text(error)}") from None
         return int(found.offset) if found.offset >= 0 else end

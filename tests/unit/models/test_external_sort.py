@@ -1,4 +1,4 @@
-"""Rows in a store's order, in bounded memory, whichever way is taken."""
+"""External sort: rows in a store's order, in bounded memory, by both methods."""
 
 import os
 import threading
@@ -36,7 +36,7 @@ def files_of(folder, keys, dim=3):
 
 @pytest.fixture(params=["gathered", "copied", "bucketed"])
 def way(request, monkeypatch):
-    """Each test runs all ways; buckets are made small enough that there are many."""
+    """Each test runs with all methods; buckets are so small that there are many."""
     if request.param == "bucketed":
         monkeypatch.setattr(sorting, "SORT_ROWS", 0)
     if request.param != "gathered":
@@ -79,7 +79,7 @@ def test_ascending_and_the_last_row_of_each_key(tmp_path, way, make):
 
 
 def test_buckets_stay_small(tmp_path, monkeypatch):
-    """What is read at a time is bounded, even where one key stands very often."""
+    """Memory is bounded even if one key is repeated very often."""
     monkeypatch.setattr(sorting, "SORT_ROWS", 0)
     monkeypatch.setattr(sorting, "BUCKET_BYTES", 20 * 1000)
     monkeypatch.setattr(sorting, "_BLOCK_BYTES", 12 * 256)

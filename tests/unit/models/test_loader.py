@@ -1,4 +1,4 @@
-"""Repository -> RocksDB: what is loaded, reused, rebuilt, merged or refused."""
+"""Load into RocksDB: loaded, reused, rebuilt, merged or rejected."""
 
 import os
 import shutil
@@ -218,7 +218,7 @@ class TestTrouble:
         data = bytearray(path.read_bytes())
         data[17] ^= 1
         path.write_bytes(data)
-        for _ in range(2):  # and it is not taken for loaded at the next start
+        for _ in range(2):  # and the next start does not take it for loaded
             with pytest.raises(ModelError, match=r"items/emb_vector: the contents do not match"):
                 load()
 
@@ -300,7 +300,7 @@ print(max(peak) - before)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_table(tmp_path, make_version):
-    """A table of 700 MB; with its keys sorted at once (56 MB of keys) and in buckets of 128 MB."""
+    """A table of 700 MB: all keys sorted together (56 MB), and in buckets of 128 MB."""
     n, dim = 1_400_000, 128
     spec = ModelSpec.model_validate({"name": "ctr", "tables": [{"name": "users", "dim": dim}]})
     order = np.random.default_rng(0).permutation(n)

@@ -1,4 +1,4 @@
-"""The repository as a reader finds it: versions, overrides, and damage named precisely."""
+"""Repository as readers see it: versions, overrides, and precise errors for damage."""
 
 import json
 import os
@@ -159,7 +159,7 @@ class TestDamage:
         with pytest.raises(ModelError, match=r"dense.onnx: the manifest says 7 bytes, found 8"):
             repository.open("ctr")
         (folder / "dense.onnx").unlink()
-        assert repository.open("ctr").dense is None  # a Triton may run it
+        assert repository.open("ctr").dense is None  # Triton may run it
 
     def test_a_folder_of_another_name(self, repository, make_version):
         folder = make_version().parent

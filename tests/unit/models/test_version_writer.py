@@ -1,4 +1,4 @@
-"""Writing versions: all or nothing, and never over something without being told to."""
+"""Version writer: all or nothing, and nothing is replaced unasked."""
 
 import fcntl
 import os
@@ -141,7 +141,7 @@ class TestExisting:
             make_version(2, n=30)
             yield np.arange(1), np.ones((1, 4))
 
-        with pytest.raises(ModelError, match="written by somebody else meanwhile"):
+        with pytest.raises(ModelError, match="written by another process meanwhile"):
             make_version(2, tables={"users": slow(), "items": iter(())})
         assert Repository(tmp_path / "models").open("ctr", 2).tables["users"].rows == 30
 

@@ -132,7 +132,7 @@ def test_nothing_is_left_behind(folder):
 
 
 def test_a_hanging_fetch_keeps_the_store_open_until_it_returns(folder, monkeypatch):
-    """Closing RocksDB under a call that is in it would end the process."""
+    """Closing RocksDB during a call would end the process."""
     gate, asked, fetch = threading.Event(), threading.Event(), RocksDbTier.fetch
     closed_at = []
 
@@ -159,7 +159,7 @@ def test_a_hanging_fetch_keeps_the_store_open_until_it_returns(folder, monkeypat
 
 
 def patient(folder):
-    """A store that nobody gives up while a test holds it up."""
+    """Settings with a guard that waits long enough for a test's blocked store."""
     return {"path": str(folder / "db"), "guard": {"deadline_ms": 120_000}}
 
 
@@ -172,7 +172,7 @@ def slow_store(monkeypatch, wait):
 
 
 def test_every_lookup_thread_reaches_the_store(folder, monkeypatch):
-    """Lookups that queue for the guard's threads would be taken for a slow store."""
+    """Lookups that queue for the guard's threads would make the store seem slow."""
     tiers = {"lookup_threads": 12, "cpu_cache": {"enabled": False}, "rocksdb": patient(folder)}
     with hps.open(settings(folder, tiers=tiers)) as node:
         together = threading.Barrier(12)
@@ -180,7 +180,7 @@ def test_every_lookup_thread_reaches_the_store(folder, monkeypatch):
         engine = node.model("clicks").engine
         waiting = [
             engine.submit(LookupRequest({"user": JaggedKeys.dense(np.array([key]))}))
-            for key in range(12)  # the same key would be asked for once
+            for key in range(12)  # distinct keys: single flight would join equal ones
         ]
         assert [future.result(60).degraded for future in waiting] == [()] * 12
 
@@ -387,7 +387,7 @@ def test_a_share_of_one_tables_rows(folder):
 
 
 def test_the_caches_eviction_for_all_tables_and_for_one(folder):
-    """Of two hot keys a flood of others leaves the one whose table goes by last use."""
+    """A scan of other keys leaves, of two hot keys, the one whose table evicts by last use."""
     tiers = {"cpu_cache": {"eviction": "fifo", "share": 0.05, "warm": False}}
     serve = {"clicks": {"tables": {"users": {"cache_eviction": "lru"}}}}
     for models, kept in (({}, False), ({"serve": serve}, True)):
@@ -423,7 +423,7 @@ def test_warming_takes_the_last_row_of_a_key_that_stands_twice(tmp_path):
     vectors = rows(keys, 4)
     vectors[1000:] = 77
     write_version(tmp_path / "models", spec, 1, {"users": (keys, vectors)})
-    # The cache reaches as far as the first of two rows, not to the last one, which counts.
+    # The cache has the first of two rows with this key, not the last one, which counts.
     serve = {"twice": {"tables": {"users": {"cache_rows": 512}}}}
     for _ in range(2):
         with hps.open(settings(tmp_path, models={"serve": serve})) as node:
@@ -444,7 +444,7 @@ def test_default_then_promote_by_override(folder):
         assert node.lookup("clicks", {"user": [3]}).defaulted == 0
 
 
-# -- asking --------------------------------------------------------------------------------------
+# -- lookups -------------------------------------------------------------------------------------
 
 
 def test_predict(opened):
@@ -490,7 +490,7 @@ def test_what_is_no_key(opened, keys):
 
 
 class Tensor:
-    """A tensor of another framework: DLPack and nothing else."""
+    """A tensor with DLPack and nothing else."""
 
     def __init__(self, array, *, elsewhere=False, old=False):
         self.array, self._elsewhere, self._old = array, elsewhere, old
@@ -589,7 +589,7 @@ def test_a_broken_tier_takes_neither_status_nor_metrics_along(opened):
 
 
 def test_every_node_counts_for_itself(folder, tmp_path_factory, monkeypatch):
-    monkeypatch.setattr("hps.lookup.engine._ASK_AGAIN_S", 60.0)  # or it may be asked twice
+    monkeypatch.setattr("hps.lookup.engine._ASK_AGAIN_S", 60.0)  # else it may be asked twice
     other = tmp_path_factory.mktemp("other")
     write(other)
     with hps.open(settings(folder)) as first, hps.open(settings(other)) as second:
@@ -600,7 +600,7 @@ def test_every_node_counts_for_itself(folder, tmp_path_factory, monkeypatch):
     assert (
         'hps_lookup_keys_total{model="clicks",table="users",tier="default",version="1"} 1.0' in text
     )
-    # Unique keys: 3 was asked for twice, but once of the tier.
+    # Unique keys: 3 was requested twice, but fetched once from the tier.
     assert (
         'hps_tier_keys_total{model="clicks",result="missed",table="users",tier="cpu",version="1"} 1.0'
         in text
@@ -635,7 +635,7 @@ def test_many_tables(tmp_path):
 
 
 def test_a_database_loaded_elsewhere_is_served_as_it_is(folder):
-    """``load: false``: the store's rows count, whatever the files beside it say."""
+    """``load: false``: the store's rows count, whatever the files say."""
     with hps.open(settings(folder)) as node:
         assert node.lookup("clicks", {"user": [3]}).defaulted == 0
     vectors = folder / "models/clicks/1/tables/users/emb_vector"
@@ -650,7 +650,7 @@ def test_a_database_loaded_elsewhere_is_served_as_it_is(folder):
 
 @pytest.mark.parametrize(("layout", "load"), [("native", False), ("hps", False), ("hps", True)])
 def test_rows_of_another_dim_are_found_at_the_start(folder, layout, load):
-    """Found at a lookup only, they would open the circuit for every table of the node."""
+    """Detected only at a lookup, they would open the circuit breaker for every table of the node."""
     db = {"path": str(folder / "db"), "layout": layout}
     hps.open(settings(folder, tiers={"rocksdb": db})).close()
     wide = TableSpec(name="users", dim=8)

@@ -1,5 +1,4 @@
-"""A node whose rows are on GPUs: with a twin of NumPy arrays in their place, and where results alone count
-also on a real one."""
+"""A node with rows on GPUs: on NumPy twins, and where only results count also on a real GPU."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +95,7 @@ def open_node(repository, tmp_path, monkeypatch):
 
 @pytest.fixture
 def pair(open_node):
-    """A node with a GPU's twin, one without any, and the former's caches."""
+    """A node with a GPU's twin, one without, and the former's caches."""
     node, caches = open_node(gpu={"share": 0.5})
     return node, open_node(gpus=None, gpu={"use": "off"})[0], caches
 
@@ -210,11 +209,11 @@ def test_rows_that_the_gpu_lacks_come_from_the_host(pair, first):
 
 @pytest.mark.parametrize("ask", ["predict", "look up"])
 def test_rows_are_counted_where_they_came_from(pair, ask):
-    """However they came: from the GPU alone, completed by one gather, or, as one was deleted, key by key."""
+    """From the GPU alone, completed by one gather, or, as one was deleted, key by key."""
     node, _, _ = pair
     users = table_of(node, "users")
     node.writer.delete(users, np.array([990]), np.full(1, version_now(), np.uint64)).result()
-    node.writer.close()  # nothing is lifted any more
+    node.writer.close()  # no more promotions
 
     def counted():
         numbers = node.metrics.numbers()
@@ -322,7 +321,7 @@ def test_sources_are_reported(pair):
 
 def test_misses_make_the_quick_way_rarer(pair):
     node, _, (cache,) = pair
-    node.writer.close()  # nothing is lifted any more
+    node.writer.close()  # no more promotions
     asked = request_of(np.array([999, 5000]), 2)
     for _ in range(40):
         node.predict("m", *asked)
@@ -387,7 +386,7 @@ def test_many_threads(both):
                 same(one, other)
 
 
-# -- how rows get there ----------------------------------------------------------------------------
+# -- promotion -------------------------------------------------------------------------------------
 
 
 def test_what_the_cpu_cache_held_is_lifted(pair):
@@ -469,7 +468,7 @@ def test_all_gpus_of_this_machine(open_node):
 
 @pytest.mark.gpu
 def test_no_gpu_is_behind_an_update_that_has_returned(open_node):
-    """Nor does any give a row that is half of one update and half of another."""
+    """And none returns a row that is half of one update and half of another."""
     node, _ = open_node(gpus=None, gpu={"devices": list(range(device_count())), "share": 1.0})
     users, keys, first = table_of(node, "users"), np.arange(100), version_now()
 
@@ -499,7 +498,7 @@ def test_no_gpu_is_behind_an_update_that_has_returned(open_node):
 
 
 def test_a_network_leaves_no_device_behind(open_node, monkeypatch):
-    """ONNX Runtime makes its device the thread's own, and leaves it at that."""
+    """ONNX Runtime changes the thread's current device."""
     inside = []
 
     class Session:
@@ -548,7 +547,7 @@ def test_hot_keys_of_the_last_run_come_first(open_node, tmp_path):
 
 
 def test_keys_that_only_the_gpu_answers_are_hot_too(open_node, tmp_path):
-    """What a GPU answers the CPU cache is not asked for, and in time drops."""
+    """The CPU cache is not asked for keys that a GPU answers, and evicts them in time."""
     path = tmp_path / "hot"
     cpu = {"share": 0.1, "snapshot": {"path": str(path), "interval_s": 1e6}}
     node, (cache,) = open_node(cpu=cpu, gpu={"share": 0.05})
@@ -566,7 +565,7 @@ def test_keys_that_only_the_gpu_answers_are_hot_too(open_node, tmp_path):
 
 
 def test_rows_of_a_table_may_be_worth_their_version(open_node):
-    """By its own setting; the others' rows, a static table's too, are given no score."""
+    """For one table; other rows, also a static table's, get no score."""
     tables = {"users": {"gpu_eviction": "version"}, "items": {"gpu_static": True}}
     node, (cache,) = open_node(gpu={"share": 0.5, "eviction": "version"}, tables=tables)
     users, items = table_of(node, "users"), table_of(node, "items")

@@ -1,4 +1,4 @@
-"""Models that come and go on an open node."""
+"""Load, replace and unload models on an open node."""
 
 import shutil
 import threading
@@ -69,7 +69,7 @@ def families(node):
 
 
 def settled(node):
-    """Once what has ended is gone from memory."""
+    """Wait until retired versions are freed."""
     until(lambda: not any(thread.is_alive() for thread in node.control._retiring.threads))
 
 
@@ -92,7 +92,7 @@ def test_a_version_takes_the_place_of_another_and_goes_back(node, repository):
     assert families(node) == {f"words/{v}/{t}" for v in (1, 2) for t in ("left", "right")}
     assert node.load("words") == 3
     settled(node)
-    # The one before stays for going back, what was before that does not.
+    # The previous version stays for going back, older ones do not.
     assert families(node) == {f"words/{v}/{t}" for v in (1, 3) for t in ("left", "right")}
     assert cached(node) == {3}
     assert node.status()["models"][0]["version"] == 3
@@ -198,7 +198,7 @@ def test_a_version_that_is_served_is_not_loaded_again(node):
 
 
 def _replaced(path):
-    """Other bytes, as many."""
+    """Other bytes of the same length."""
     path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
 
 
@@ -326,11 +326,11 @@ def test_the_memory_of_the_cpu_cache_is_not_exceeded(settings, repository):
             node.load(name)
             assert used() <= capacity["capacity_bytes"] + len(cache._tables) * TABLE_BYTES
             assert node.lookup(name, {"t": [5]}).vectors["t"][0, 0] == 1005
-            assert "has room for 0 % of the rows" in node.control.warnings[name]
+            assert "has capacity for 0 % of the model's rows" in node.control.warnings[name]
         assert node.status()["warnings"][-1].startswith(
-            "model most: the CPU cache has room for 0 %"
+            "model most: the CPU cache has capacity for 0 %"
         )
-        # What another leaves is there for who comes next.
+        # Memory that one model frees is available to the next.
         node.unload("words")
         node.unload("more")
         settled(node)
@@ -353,7 +353,7 @@ def test_rows_of_versions_that_the_repository_has_no_more_are_told_of_at_a_start
     settings["models"]["serve"] = {"words": {"version": 1}}
     with hps.open(settings) as node:
         (warning,) = node.status()["warnings"]
-        assert "rows of words/2, which the model repository has no more" in warning
+        assert "rows of words/2, which are no longer in the model repository" in warning
         assert "hps store erase words --version 2" in warning
         assert "words/1/left" in families(node)
 
@@ -396,7 +396,7 @@ def test_the_node_ends_during_a_load(settings, repository, tmp_path):
     closing = threading.Thread(target=node.close)
     closing.start()
     closing.join(0.3)
-    assert closing.is_alive()  # what the load uses is there until it has ended
+    assert closing.is_alive()  # the load's resources stay open until it has ended
     gate.set()
     closing.join()
     assert not {t.name for t in set(threading.enumerate()) - before - {loading} if t.is_alive()}
@@ -405,7 +405,7 @@ def test_the_node_ends_during_a_load(settings, repository, tmp_path):
 
 
 def test_files_that_were_applied_are_not_read_again(settings, repository, tmp_path):
-    """Another version would lack their rows, and nobody would know."""
+    """Another version would silently miss their rows."""
     folder = tmp_path / "updates"
     settings["updates"] = {"directory": {"path": str(folder)}}
     rows = {"key": np.array([7]), "vector": np.full((1, 4), 5, np.float32)}
@@ -426,7 +426,7 @@ def test_files_that_were_applied_are_not_read_again(settings, repository, tmp_pa
             node.load("words", 2)
         assert node.load("words", 1) == 1  # served already
         assert updated(node) == 5
-        # As the message has it.
+        # As the message says.
         node.unload("words")
         assert node.load("words", 2) == 2
         assert updated(node) == 2007
@@ -435,7 +435,7 @@ def test_files_that_were_applied_are_not_read_again(settings, repository, tmp_pa
 
 
 def test_each_version_is_judged_by_its_own_rows(settings, repository, tmp_path, monkeypatch):
-    """While another is brought up to date, which may be far behind, too."""
+    """Also while another version, possibly far behind, catches up."""
     (tmp_path / "updates").mkdir()
     settings["updates"] = {
         "directory": {"path": str(tmp_path / "updates"), "models": ["more"]},

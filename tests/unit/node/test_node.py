@@ -1,4 +1,4 @@
-"""A node beside what its parts are tested for: how it shows itself, and what a fork of it may do."""
+"""A node's representation, forks and close."""
 
 from __future__ import annotations
 

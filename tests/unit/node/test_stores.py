@@ -1,4 +1,4 @@
-"""The stores of a node, without any Redis: who may ask at a time, and whom a slow store holds up."""
+"""Stores of a node without Redis: concurrency limits, and the effect of a slow store."""
 
 import sys
 import threading
@@ -85,7 +85,7 @@ def test_no_more_fetches_at_a_time_than_the_guard_lets_in(open_node, monkeypatch
         (4, 8, True, 3),  # one lookup thread is always left for rows on this machine
         (16, 8, True, 7),  # and one connection for writes
         (1, 1, True, 1),
-        (4, 8, False, 5),  # there is nobody else to ask: the lookups and the cache writer
+        (4, 8, False, 5),  # no other store: the lookups and the cache writer
         (16, 8, False, 8),
     ],
 )
@@ -94,7 +94,7 @@ def test_how_many_may_ask_redis_at_a_time(threads, connections, rocksdb, expecte
 
 
 def test_models_may_leave_while_others_come(tmp_path):
-    """A version is let go of by a thread of its own, while the next one may be loaded."""
+    """One thread frees a version while another may load the next."""
     keys = np.arange(2)
     rows = np.zeros((2, 2), np.float32)
     write_version(tmp_path, SPEC, 1, {"a": (keys, rows), "b": (keys, rows)})
@@ -115,7 +115,7 @@ def test_models_may_leave_while_others_come(tmp_path):
                 model = opened(number)
                 stores.add(model, NoProgress())
                 if number % 10:
-                    stores.leave(model)
+                    stores.remove(model)
                 else:
                     stay.extend(model.tables.values())
         except BaseException as error:

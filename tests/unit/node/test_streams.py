@@ -1,4 +1,4 @@
-"""Readers that begin anew when the models change: what the former ones held is given back."""
+"""Readers that restart when models change: the resources of the previous ones are freed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USERS = EmbeddingTable.make("users", 2, model="ctr")
 
 
 class Caches:
-    """Counts what they hear of."""
+    """Counts refreshes."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -37,7 +37,7 @@ class Caches:
 
 
 class Takes:
-    """A store that takes everything and knows nothing."""
+    """A store that accepts everything and has no positions."""
 
     def apply(self, table, changes, positions):
         pass
@@ -68,7 +68,7 @@ def test_a_switch_leaves_nothing_of_the_former_readers(resources, tmp_path):
     before, switches = np.array(held()), 4
     for _ in range(switches):
         streams.follow([USERS], {})
-    # librdkafka's threads come a little later than its clients.
+    # librdkafka's threads start slightly later than its clients.
     until(lambda: (held() - before < switches).all())
     assert len(resources._exit_callbacks) == 1
     assert [each["source"] for each in streams.status()] == ["kafka", "directory"]
@@ -102,7 +102,7 @@ def test_rows_that_are_followed_no_more_age(resources, tmp_path):
 
 
 def cut_off(resources, tables):
-    """Streams that read a Kafka which is not there."""
+    """Streams of an unreachable Kafka."""
     streams = UpdateStreams(tables, Metrics(), resources)
     (port,) = free_ports(1)
     streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}", group="here"), [], Caches())

@@ -1,5 +1,6 @@
-"""Models of attached processes, when those of their node change. Here one process attaches to itself, and
-looks when it is told to; tests/integration/test_workers.py has real ones."""
+"""Version sync of attached processes. One process attaches to itself, and syncs on demand.
+
+tests/integration/test_workers.py has real ones."""
 
 import os
 import tempfile
@@ -98,7 +99,7 @@ def test_a_switch_reaches_all_that_are_attached(node, attached, settings):
 
 
 def test_a_version_is_not_opened_from_other_files_than_the_node_has(node, settings, repository):
-    """Its manifest and its rows were replaced in place: the node has the former rows."""
+    """Its manifest and its rows were replaced in place: the node has the old rows."""
     write_version(
         repository,
         ModelSpec.model_validate(SPEC),
@@ -152,9 +153,9 @@ def test_lookups_while_versions_change(node, attached, settings):
 
 def test_a_lookup_under_way_there_ends_on_the_version_it_began_with(node, attached):
     engine = attached.model("words").engine
-    for version in (2, 1, 2):  # the version it is on comes back meanwhile, and goes
+    for version in (2, 1, 2):  # its version is loaded and unloaded again meanwhile
         node.load("words", version)
-    # Those of the first load: what came back has gone again.
+    # Rows of the first load: the second one was unloaded again.
     until(lambda: [t.version for t in node.tiers[0].tier._tables] == [1, 1, 2, 2])
     rows = engine.lookup(hps.LookupRequest({"left": hps.JaggedKeys(np.arange(ROWS), ROWS)}))
     assert (rows.vectors["left"][:, 0] == 1000 + np.arange(ROWS)).all()
@@ -207,7 +208,7 @@ def test_one_that_is_killed_while_it_opens_a_version(node, attached, settings, m
     loading = threading.Thread(target=node.load, args=("words", 2))
     loading.start()
     assert entered.wait(60)
-    attached._following._connections.close()  # as the system does with a killed process's
+    attached._following._connections.close()  # as the system does for a killed process
     until(lambda: node.socket._followers._deaths)
     assert loading.is_alive()
     with hps.attach(settings) as successor:
@@ -229,7 +230,7 @@ def test_a_node_that_comes_back_with_another_version_is_followed(settings):
 
 
 def test_one_that_was_attached_too_long_ago_says_so_at_the_start(node, settings, repository):
-    """What can't be opened then is an error at once."""
+    """A version that can't be opened then is an error immediately."""
     (repository / "words" / "1" / "tables" / "left" / "emb_vector").write_bytes(b"short")
     with pytest.raises(hps.HpsError):
         hps.attach(settings)
@@ -238,6 +239,6 @@ def test_one_that_was_attached_too_long_ago_says_so_at_the_start(node, settings,
 
 def test_without_a_node_there_is_nothing_to_follow(node, attached):
     node.close()
-    attached._following.look()  # says nothing
+    attached._following.sync()  # says nothing
     with pytest.raises(TierError):
         attached.ask_node("node")

@@ -1,4 +1,4 @@
-"""A small model version and a database beside it."""
+"""A small model version and a database."""
 
 from __future__ import annotations
 

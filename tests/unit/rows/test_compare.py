@@ -1,4 +1,4 @@
-"""How stores differ from files and from each other."""
+"""Differences of stores to files and to each other."""
 
 from __future__ import annotations
 

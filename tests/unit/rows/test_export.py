@@ -1,4 +1,4 @@
-"""Exports: what is in the files, and what is left when one fails."""
+"""Exports: contents of the files, and the state after a failure."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_all_rows_and_rows_by_key(write: Any) -> None:
     assert held.vectors[held.found].tolist() == [
         VECTORS[LAST[k]].tolist() for k in (0, 5, -(2**63))
     ]
-    assert [k.tolist() for k in source.lacks(table, [asked[:1], asked[1:]])] == [[7]]
+    assert [k.tolist() for k in source.missing_keys(table, [asked[:1], asked[1:]])] == [[7]]
 
 
 def test_a_key_file_is_read_in_pieces(write: Any, monkeypatch: Any) -> None:
@@ -46,7 +46,7 @@ def test_a_key_file_is_read_in_pieces(write: Any, monkeypatch: Any) -> None:
     source = FileRows(version)
     held = source.get(table, np.array([5]))
     assert held.vectors.tolist() == [VECTORS[4].tolist()]
-    lacking = source.lacks(table, [np.array([1]), np.array([5, 9]), np.array([11])])
+    lacking = source.missing_keys(table, [np.array([1]), np.array([5, 9]), np.array([11])])
     assert np.concatenate(list(lacking)).tolist() == [1, 9, 11]
 
 
@@ -62,7 +62,7 @@ def test_a_draw_from_nothing(write: Any) -> None:
     version = write([], np.empty((0, 2)))
     (table,) = version.embedding_tables().values()
     assert len(FileRows(version).draw(table, 10)) == 0
-    assert next(iter(FileRows(version).lacks(table, [np.array([1])]))).tolist() == [1]
+    assert next(iter(FileRows(version).missing_keys(table, [np.array([1])]))).tolist() == [1]
 
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=8), max_size=12))

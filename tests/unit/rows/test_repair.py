@@ -1,4 +1,4 @@
-"""Damaged tables made whole again: every row that can be read is kept, the files' rows where none can."""
+"""Repair of damaged tables: readable rows are kept, the files' rows replace others."""
 
 import os
 import shutil
@@ -79,7 +79,7 @@ def make(folder: Path, layout: str) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """By layout, the folder of one."""
+    """A folder by layout."""
     found: dict[str, Path] = {}
 
     def folder(layout: str) -> Path:
@@ -93,7 +93,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def world(made, tmp_path):
-    """By layout, one of the test's own."""
+    """A private copy of the folder by layout."""
 
     def copy(layout: str = "native") -> World:
         return World(shutil.copytree(made(layout), tmp_path / "world"), layout)
@@ -146,7 +146,7 @@ def test_repaired_table_has_every_row_of_the_files_and_all_that_could_be_read(wo
     untouched = np.setdiff1d(np.arange(ROWS), [*CALLED, 20])
     assert (part.out[untouched] == rows_of(untouched)).all()
     if world.layout == "native":
-        # They lie in a newer file, which is whole.
+        # They are in a newer, undamaged file.
         assert (part.out[CALLED] == rows_of(CALLED, 0.5)).all()
         assert (fetch(tier, world.items, STREAMED).out == rows_of(STREAMED, 0.5)).all()
         assert part.source[20] == 0
@@ -154,7 +154,7 @@ def test_repaired_table_has_every_row_of_the_files_and_all_that_could_be_read(wo
     assert tier.streamed(world.items)
     assert tier.gaps(world.items) == []
     assert (fetch(tier, world.others, np.arange(ROWS)).source > 0).all()
-    # Updates are applied as ever: an older one is not.
+    # An older update is still ignored.
     if world.layout == "native":
         old = np.full(len(CALLED), 5, np.uint64)
         tier.insert(world.items, CALLED, rows_of(CALLED, 0.25), old)

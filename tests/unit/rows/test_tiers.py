@@ -1,4 +1,4 @@
-"""What a database holds, seen from outside."""
+"""A database as a row source."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_many_tables_are_erased_without_a_trace(tmp_path: Path) -> None:
 
 
 class Repeating:
-    """A Redis whose hashes are being resized: it names some keys twice."""
+    """A Redis that resizes its hashes: it returns some keys twice."""
 
     info, layout = TierInfo("redis", Source.REDIS), "native"
 

@@ -1,4 +1,4 @@
-"""The difference of two scans: exactly what turns one into the other, however they are cut into parts."""
+"""The difference of two scans turns one into the other, however they are split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long something has been waiting, from where a stream ended at several instants."""
+"""Ages of unapplied messages, from end offsets of a stream at several instants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hps.config.update_settings import KafkaSettings
-from hps.updates.arrival_times import LOOK_EVERY_S, ArrivalTimes
+from hps.updates.arrival_times import POLL_EVERY_S, ArrivalTimes
 from hps.updates.files.pending_files import PendingFiles
 from hps.updates.kafka.cluster import KafkaCluster
 from hps.updates.kafka.end_offsets import PendingMessages
@@ -20,7 +20,7 @@ PLACE = ("topic", 0)
 def test_what_was_there_before_the_first_look_is_of_unknown_age():
     arrivals = ArrivalTimes()
     assert arrivals.age_s(PLACE, 0, 0.0) is None
-    arrivals.saw({PLACE: 10}, 1.0)
+    arrivals.record_ends({PLACE: 10}, 1.0)
     assert arrivals.age_s(PLACE, 9, 2.0) is None
     assert arrivals.age_s(PLACE, 10, 2.0) == 0.0
 
@@ -28,50 +28,50 @@ def test_what_was_there_before_the_first_look_is_of_unknown_age():
 def test_the_age_is_that_of_the_first_message_that_waits():
     arrivals = ArrivalTimes()
     for at_s, end in ((1.0, 10), (2.0, 10), (3.0, 12), (4.0, 15)):
-        arrivals.saw({PLACE: end}, at_s)
+        arrivals.record_ends({PLACE: end}, at_s)
     assert arrivals.age_s(PLACE, 10, 5.0) == 3.0, "what is missing came after the look at 2"
     assert arrivals.age_s(PLACE, 11, 5.0) == 3.0
     assert arrivals.age_s(PLACE, 12, 5.0) == 2.0
     assert arrivals.age_s(PLACE, 15, 5.0) == 0.0
-    arrivals.saw({PLACE: 15}, 5.0)
+    arrivals.record_ends({PLACE: 15}, 5.0)
     assert arrivals.age_s(PLACE, 15, 6.0) == 0.0
 
 
 def test_a_reader_that_keeps_pace_is_fresh_although_something_always_waits():
     arrivals = ArrivalTimes()
     for second in range(100):
-        arrivals.saw({PLACE: 1000 * (second + 1)}, float(second))
+        arrivals.record_ends({PLACE: 1000 * (second + 1)}, float(second))
         age_s = arrivals.age_s(PLACE, 1000 * (second + 1) - 1, second + 0.5)
         assert second == 0 or age_s == 1.5
 
 
 def test_when_nothing_is_heard_any_more_the_age_grows():
     arrivals = ArrivalTimes()
-    arrivals.saw({PLACE: 10}, 1.0)
-    assert arrivals.age_s(PLACE, 10, 1.0 + 2 * LOOK_EVERY_S) == 0.0
+    arrivals.record_ends({PLACE: 10}, 1.0)
+    assert arrivals.age_s(PLACE, 10, 1.0 + 2 * POLL_EVERY_S) == 0.0
     assert arrivals.age_s(PLACE, 10, 61.0) == 60.0
-    arrivals.saw({PLACE: 10}, 62.0)
+    arrivals.record_ends({PLACE: 10}, 62.0)
     assert arrivals.age_s(PLACE, 10, 62.1) == 0.0
 
 
 def test_partition_that_was_created_again_is_not_behind_its_former_end():
     arrivals = ArrivalTimes()
-    arrivals.saw({PLACE: 100}, 1.0)
+    arrivals.record_ends({PLACE: 100}, 1.0)
     assert arrivals.age_s(PLACE, 100, 1.0) == 0.0
-    arrivals.saw({PLACE: 5}, 2.0)
+    arrivals.record_ends({PLACE: 5}, 2.0)
     assert arrivals.age_s(PLACE, 0, 3.0) == 2.0
     assert arrivals.age_s(PLACE, 5, 3.0) == 0.0
 
 
 def test_a_long_wait_is_kept_in_bounded_memory_and_never_seems_shorter():
     arrivals = ArrivalTimes()
-    arrivals.saw({PLACE: 0}, 0.0)
+    arrivals.record_ends({PLACE: 0}, 0.0)
     assert arrivals.age_s(PLACE, 0, 0.0) == 0.0
     ends = [(0.0, 0)]
     for second in range(1, 5000):
         ends.append((float(second), second))
-        arrivals.saw({PLACE: second}, float(second))
-    assert len(arrivals._looks[PLACE]) <= 256
+        arrivals.record_ends({PLACE: second}, float(second))
+    assert len(arrivals._polls[PLACE]) <= 256
     for applied in sorted(random.Random(1).sample(range(4990), 50)):
         true_s = 5000.0 - max(at_s for at_s, end in ends if end <= applied)
         found = arrivals.age_s(PLACE, applied, 5000.0)
@@ -80,7 +80,7 @@ def test_a_long_wait_is_kept_in_bounded_memory_and_never_seems_shorter():
 
 def test_each_partition_has_its_own():
     arrivals = ArrivalTimes()
-    arrivals.saw({("t", 0): 5, ("t", 1): 5}, 1.0)
+    arrivals.record_ends({("t", 0): 5, ("t", 1): 5}, 1.0)
     assert arrivals.age_s(("t", 0), 5, 1.5) == 0.0
     assert arrivals.age_s(("t", 1), 4, 1.5) is None
 
@@ -91,23 +91,23 @@ def test_files_wait_until_they_are_moved_away(tmp_path):
     assert waits.ages_s() == {place: 0.0}
     (tmp_path / ".hidden.npz").touch()
     (tmp_path / "notes.txt").touch()
-    waits.look()
+    waits.poll()
     assert waits.ages_s() == {place: 0.0}
     one = tmp_path / "m.t.one.npz"
     one.touch()
-    os.utime(one, (0, 0))  # when it was written is not when it came
-    waits.look()
+    os.utime(one, (0, 0))  # modification time is not arrival time
+    waits.poll()
     assert 0.0 <= waits.ages_s()[place] < 3600
     one.unlink()
-    waits.look()
+    waits.poll()
     assert waits.ages_s() == {place: 0.0}
     tmp_path.rename(tmp_path.with_name("gone"))
     with pytest.raises(FileNotFoundError):
-        waits.look()
+        waits.poll()
 
 
 class Reader:
-    """What a Kafka reader says of itself."""
+    """A Kafka reader with fixed offsets."""
 
     def __init__(self) -> None:
         self.at: dict[tuple[str, int], int] = {}
@@ -119,7 +119,7 @@ class Reader:
     def lag(self):
         return dict.fromkeys(self.at, 0) if self.placed else None
 
-    def saw(self, ends):
+    def record_ends(self, ends):
         pass
 
 
@@ -129,9 +129,9 @@ def test_what_a_reader_had_counts_while_it_is_told_its_partitions_anew():
     assert waits.ages_s() == {PLACE: None}, "nobody knows what there is"
     reader.at, reader.placed = {("topic", 3): 10}, True
     assert waits.ages_s() == {("topic", 3): None}
-    waits._arrivals.saw({("topic", 3): 10}, time.monotonic())
+    waits._arrivals.record_ends({("topic", 3): 10}, time.monotonic())
     assert waits.ages_s() == {("topic", 3): 0.0}
-    waits._arrivals.saw({("topic", 3): 12}, time.monotonic())
+    waits._arrivals.record_ends({("topic", 3): 12}, time.monotonic())
     reader.at, reader.placed = {}, False
     assert waits.ages_s()["topic", 3] > 0, "the two it lacked"
     reader.placed = True

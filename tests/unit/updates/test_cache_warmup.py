@@ -1,4 +1,4 @@
-"""Warming: the first rows are the ones that stay, and time is kept."""
+"""Cache warm-up: the first rows stay, and the time limit holds."""
 
 import time
 
@@ -52,7 +52,7 @@ def test_promote_keys_takes_what_the_store_has(world):
     store.insert(TABLE, keys[::2].copy(), rows[::2].copy(), np.full(50, 3, np.uint64))
     steps = []
     warm.promote_keys(writer, TABLE, keys, steps.append, time.monotonic() + 60)
-    assert (sum(steps), max(steps)) == (100, 32)  # never more than the queue takes
+    assert (sum(steps), max(steps)) == (100, 32)  # never more than the queue's bound
     there, _ = held(cache, keys)
     assert there[1::2].sum() == 0
     assert there[::2].sum() == 50

@@ -1,4 +1,4 @@
-"""The cache writer: rows are read when they are inserted, the newest wins, and nothing ends it."""
+"""Cache writer: rows are read when they are inserted, the newest wins, no error ends the thread."""
 
 import logging
 import threading
@@ -59,11 +59,18 @@ def held(tier, *keys):
 def make():
     made = []
 
-    def build(stores, queue_keys=100_000, cache=None, lacked=lambda table, keys: None, **own):
+    def build(
+        stores, queue_keys=100_000, cache=None, on_missing_above=lambda table, keys: None, **own
+    ):
         counts = Counter()
         cache = cache or MemoryTier(CACHE)
         writer = CacheWriter(
-            cache, stores, queue_keys, lambda result, n: counts.update({result: n}), lacked, **own
+            cache,
+            stores,
+            queue_keys,
+            lambda result, n: counts.update({result: n}),
+            on_missing_above,
+            **own,
         )
         made.append((writer, stores))
         return writer, cache, counts
@@ -140,7 +147,7 @@ def test_a_store_that_cannot_be_asked_stops_the_promotion(make):
 
 @pytest.mark.parametrize("down", ["shared", "own"])
 def test_a_shared_store_that_is_down_does_not_keep_the_cache_cold(make, down):
-    """Every update goes to the own store too, so it is no older than what lookups get meanwhile."""
+    """Every update also goes to the own store, so it is no older than the rows that lookups get meanwhile."""
     own, shared = Store(), Store()
     shared._info = TierInfo("redis", Source.REDIS, shared=True)
     for store in (own, shared):
@@ -160,7 +167,7 @@ def test_a_shared_store_that_is_down_does_not_keep_the_cache_cold(make, down):
 
 
 def test_keys_that_a_degraded_store_did_answer_are_promoted(make):
-    """As one with a damaged file, which costs its own rows alone."""
+    """Such as a store with a damaged file, which loses only its own rows."""
 
     class Damaged(Store):
         def fetch(self, parts, ctx):
@@ -188,7 +195,7 @@ def test_a_shared_store_alone_must_be_asked(make):
 
 
 def test_a_store_without_updates_is_not_trusted_alone(make):
-    """A database opened read_only: it has no update that the shared store was given."""
+    """A read-only database misses updates that the shared store has."""
     shared, database = Store(), Store()
     shared._info = TierInfo("redis", Source.REDIS, shared=True)
     shared.error = TierError("redis", "gone")
@@ -202,7 +209,7 @@ def test_a_store_without_updates_is_not_trusted_alone(make):
 
 @pytest.mark.parametrize("own_first", [True, False])
 def test_of_rows_without_versions_the_own_stores_row_is_promoted(make, own_first):
-    """The shared store may lag behind an update that the caches have received already."""
+    """The shared store may miss an update that the caches have already received."""
     shared, own = Store(), Store()
     put(shared, [1, 2], 1.0, version=0)
     put(own, [1], 2.0, version=0)
@@ -262,7 +269,7 @@ def test_the_queue_is_bounded_and_promote_never_blocks(make):
     writer.promote(TABLE, arrays(*range(7, 14)))
     writer.promote(TABLE, arrays(15))
     assert writer.waiting_keys == 10
-    assert counts == {"dropped": 5}  # the key at hand has a place in the queue until it is done
+    assert counts == {"dropped": 5}  # the running key counts as queued until it is done
     store.leave.set()
     assert writer.flush(60)
     assert held(cache, *range(16)) == [1.0] * 10 + [None] * 6
@@ -406,7 +413,7 @@ def test_flush_gives_up_in_time(make):
 
 
 def test_keys_from_outside_are_narrowed(make):
-    """A producer may send the keys of a table with 32-bit keys as it holds them, sign and all."""
+    """A producer may send signed keys of a table with 32-bit keys."""
     table = EmbeddingTable.make("narrow", 1, key_bits=32)
     store = MemoryTier(TierInfo("rocksdb", Source.ROCKSDB))
     wide, narrow = arrays(-1, 2**32 + 7), arrays(2**32 - 1, 7)
@@ -438,25 +445,25 @@ def test_keys_from_outside_are_narrowed(make):
 def test_it_tells_what_the_upper_store_lacked(make):
     upper, lower, told = Store(), Store(), []
 
-    def lacked(table, keys):
+    def missing_above(table, keys):
         told.append((table, keys.tolist()))
 
     put(upper, [1], 1.0)
     upper.delete(TABLE, arrays(4), np.array([NOW], np.uint64))
     put(lower, [1, 2, 3, 4], 1.0)
-    writer, cache, _ = make([upper, lower], lacked=lacked)
+    writer, cache, _ = make([upper, lower], on_missing_above=missing_above)
     writer.promote(TABLE, arrays(1, 2, 3, 4, 5))
     assert writer.flush(60)
     assert told == [(TABLE, [2, 3])]
     assert held(cache, 1, 2, 3, 5) == [1.0, 1.0, 1.0, None]
-    writer, _, _ = make([lower], lacked=lacked)
+    writer, _, _ = make([lower], on_missing_above=missing_above)
     writer.promote(TABLE, arrays(1))
     assert writer.flush(60)
     assert len(told) == 1
 
 
 def test_the_thread_outlives_whatever_goes_wrong():
-    """Or whoever waits for it would wait for ever."""
+    """Otherwise callers that wait for it would hang."""
     counted = []
 
     def count(result, keys):

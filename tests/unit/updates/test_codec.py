@@ -1,4 +1,4 @@
-"""Update messages to arrays and back: golden messages, what is refused, what is not lost."""
+"""Update messages to arrays and back: golden messages, rejected messages, nothing else lost."""
 
 import re
 import struct
@@ -54,7 +54,7 @@ def changes(n=3, gone=2, dim=2, dtype=np.float32):
 
 
 def sealed(message):
-    """With its checksum put right, and its length unless there is too little of it."""
+    """Correct the checksum, and the length unless the message is too short."""
     message = bytearray(message)
     struct.pack_into("<I", message, 12, len(message))
     struct.pack_into("<I", message, 8, zlib.crc32(message[:8] + message[12:]))
@@ -295,7 +295,7 @@ def test_reasons_that_are_no_faults():
     assert [each.name for each in Reason if not each.fault] == ["OK", "BEACON", "NULL", "KEYED"]
 
 
-# --- what the page says ---
+# --- the documentation ---
 
 
 def test_the_page_shows_the_golden_messages_and_every_reason():

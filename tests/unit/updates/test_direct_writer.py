@@ -60,7 +60,7 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        """Anew: its clock knows nothing of what it gave out."""
+        """Restart: the clock has forgotten its versions."""
         stores = [FedStore(f"store{i}", store) for i, store in enumerate(self.stores)]
         self.direct = DirectWriter(stores, self.writer, UpdateMeter(Metrics()))
 
@@ -92,7 +92,7 @@ EVENT = st.one_of(
 def test_an_acknowledged_write_is_there_whatever_was_stored_and_the_clock_says(
     databases, monkeypatch, events
 ):
-    first_key = next(_NAMES) * KEYS  # keys of its own: tables are costly to make
+    first_key = next(_NAMES) * KEYS  # separate keys: tables are costly to make
     table = TABLE
     node, now_ns = Node(databases, table), time.time_ns()
     try:
@@ -163,7 +163,7 @@ def test_a_write_of_a_repeated_key_ahead_of_the_clock_gives_it_one_version(tmp_p
 def test_two_nodes_that_write_in_one_millisecond_leave_all_stores_with_the_same_row(
     databases, monkeypatch
 ):
-    """One store gets the one's row last, the other one the other's."""
+    """Each store receives the two rows in a different order."""
     now_ns = time.time_ns()
     monkeypatch.setattr("hps.updates.version_clock.time.time_ns", lambda: now_ns)
     table, key = TABLE, np.array([next(_NAMES) * KEYS])

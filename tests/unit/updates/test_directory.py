@@ -1,4 +1,4 @@
-"""Rows out of files in a folder: order, what moves where, crashes, and files that are no good."""
+"""Update files in a folder: order, destinations, crashes, and rejected files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class House:
         self.open(**given)
 
     def open(self, block: int = 100, **settings) -> None:
-        """As after a restart."""
+        """Open as after a restart."""
         chosen = DirectorySettings(path=self.folder, **settings)
         self.source = DirectorySource(chosen, TABLES, block)
         self.ingestor = Ingestor(
@@ -70,7 +70,7 @@ class House:
         part.rename(self.folder / name)
 
     def run(self) -> int:
-        """Until no file is left."""
+        """Step until no file is left."""
         rows = 0
         while self.names():
             rows += self.ingestor.step(0.0)
@@ -168,11 +168,11 @@ def test_what_is_not_committed_comes_again(house):
     first = house.source.poll(0.0)
     end = house.source.poll(0.0)
     assert (first.rows, end.rows) == (1, 0)
-    assert house.source.poll(0.0) is None  # it is not begun twice
+    assert house.source.poll(0.0) is None  # it is not read twice
     house.source.rewind()
     again = house.source.poll(0.0)
     assert again.rows == 1
-    house.source.commit(first)  # of before: nothing is moved by it
+    house.source.commit(first)  # from before the rewind: moves nothing
     house.source.commit(again)
     assert house.names() == ["1.hpsu"]
     house.source.commit(house.source.poll(0.0))
@@ -205,15 +205,15 @@ AHEAD = message([(2, 1.0, 1)], made_ms=NOW_MS + 7_200_000)
     [
         ("a.hpsu", GOOD + DAMAGED + message([(3, 1.0, 1)]), Reason.CHECKSUM, "byte 104: checksum", [1, 3]),
         ("a.hpsu", GOOD + GOOD[:-3], Reason.TRUNCATED, "byte 189: truncated", [1]),
-        ("a.hpsu", GOOD + GOOD[:30], Reason.TRUNCATED, "byte 96: truncated; nothing behind", [1]),
-        ("a.hpsu", GOOD + bytes(70) + GOOD, Reason.BAD_MAGIC, "byte 96: bad_magic; nothing behind", [1]),
+        ("a.hpsu", GOOD + GOOD[:30], Reason.TRUNCATED, "byte 96: truncated; the rest was not read", [1]),
+        ("a.hpsu", GOOD + bytes(70) + GOOD, Reason.BAD_MAGIC, "byte 96: bad_magic; the rest was", [1]),
         ("a.hpsu", GOOD[:12] + b"\xff" * 4 + GOOD[16:], Reason.OVERSIZE, "byte 0: oversize", []),
         ("a.hpsu", GOOD[:12] + bytes(4) + GOOD[16:], Reason.TRUNCATED, "byte 0: truncated", []),
         ("a.hpsu", message([(1, 1.0, 1)], table="m/nobody"), Reason.UNKNOWN_TABLE, "unknown_table", []),
         ("a.hpsu", message([(1, 1.0, 1)], dim=3), Reason.ROW_SIZE, "row_size", []),
         ("a.hpsu", GOOD + AHEAD + message([(3, 1.0, 1)]), Reason.AHEAD, "byte 96: ahead", [1, 3]),
-        ("m.items.npz", b"PK" + bytes(99), Reason.MALFORMED, "no npz file", []),
-        ("m.items.a.parquet", b"PAR1" + bytes(99), Reason.MALFORMED, "no Parquet file", []),
+        ("m.items.npz", b"PK" + bytes(99), Reason.MALFORMED, "not an npz file", []),
+        ("m.items.a.parquet", b"PAR1" + bytes(99), Reason.MALFORMED, "not a Parquet file", []),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # of messages, the bytes are random
 )  # fmt: skip
@@ -326,7 +326,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_how_many_files_wait(house):
     for name in ("1.hpsu", "2.hpsu", "3.hpsu"):
         house.put(name, GOOD)
-    assert house.source.lag() is None  # not looked at yet
+    assert house.source.lag() is None  # not listed yet
     house.source.poll(0.0)
     assert list(house.source.lag().values()) == [3]
     house.source.rewind()

@@ -1,4 +1,4 @@
-"""What update messages cannot hold is refused by the encoders; what is not contiguous is no obstacle."""
+"""Encoders reject what messages cannot hold, and accept arrays that are not contiguous."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Caches of a node that feeds no store: in every order of events they end with what the store has."""
+"""Caches of a node that feeds no store: after any order of events they equal the store."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ TABLES = [EmbeddingTable.make(f"t{i}", 2, model="m") for i in range(2)]
 
 
 class Stream:
-    """One partition of single rows and deletions; two tables are changed by turns of their number. Polled
-    from where ``begin`` says. Topic and keys are those of no other stream: tables are costly to make."""
+    """One partition of single rows and deletions, which alternate between two tables.
+
+    Polled from ``start_offset``. Topic and keys are unique: tables are costly to make."""
 
     def __init__(self, tables: int) -> None:
         number = next(_NAMES)
@@ -83,17 +84,17 @@ class Stream:
     def keep_alive(self):
         pass
 
-    def begin_again(self):
-        self.next = self.begin(self.topic, 0) or 0
+    def restart(self):
+        self.next = self.start_offset(self.topic, 0) or 0
 
-    rewind = begin_again
+    rewind = restart
 
     def close(self):
         pass
 
 
 class Node:
-    """A cache, and what changes it: promotions from ``store``, and updates that ``store`` is fed with."""
+    """A cache, its promotions from ``store``, and the updates that ``store`` is fed with."""
 
     def __init__(self, store, stream: Stream, other_writer=None, versioned=True) -> None:
         self.store, self.stream = store, stream
@@ -101,13 +102,13 @@ class Node:
         self.followed = FollowedStore(store, FedStore("store", store, versioned))
         self.cache = CpuCache(dict.fromkeys(self.tables, 64))
         self.writer = CacheWriter(self.cache, [self.followed], 1024, own=self.followed)
-        self.places = self.followed.places(
+        self.places = self.followed.positions(
             lambda _topic: self.tables, lambda *_: None, other_writer
         )
         self.ingestor = Ingestor(
             stream, stream.tables, self.places, self.writer, Letters(), UpdateMeter(Metrics())
         )
-        stream.begin = self.places.begin
+        stream.start_offset = self.places.start_offset
 
     def promote(self, key: int) -> None:
         for table in self.tables:
@@ -120,7 +121,7 @@ class Node:
             self.writer.run(lambda table=table: self.cache.evict(table, keys)).result()
 
     def rows(self, tier, number: int = 0) -> list[float | None]:
-        """Each key's value; None where there is no row."""
+        """Each key's value; None without a row."""
         part = Part.make(self.tables[number], self.stream.keys)
         tier.fetch([part], FetchContext())
         return [float(part.out[i, 0]) if part.source[i] else None for i in range(KEYS)]
@@ -129,14 +130,14 @@ class Node:
         self.ingestor.step(0.0)
 
     def finish(self) -> None:
-        """Apply what is left. The store has everything."""
+        """Apply the remaining updates. The store has all of them."""
         for _ in range(len(self.stream.changes) + 2):
             self.step()
-        assert not self.ingestor.holds
+        assert not self.ingestor.is_waiting
         assert self.stream.next == len(self.stream.changes)
 
     def judge(self) -> None:
-        """Resident rows equal the store's."""
+        """Check that resident rows equal the store's."""
         for number, table in enumerate(self.tables):
             part = Part.make(table, self.stream.keys)
             self.cache.fetch([part], FetchContext())
@@ -149,7 +150,7 @@ class Node:
 
 
 class Feeder:
-    """The other process: it brings the stream into the store."""
+    """The other process, which writes the stream into the store."""
 
     def __init__(self, store, stream: Stream) -> None:
         self.store, self.stream = store, stream
@@ -186,11 +187,11 @@ def database(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
     monkeypatch.setattr("hps.updates.ingestor._SHORTEST_HOLD_S", 0.0)
-    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
 
 
 def stream_of(database, changes, tables: int = 1) -> Stream:
-    """Over keys of its own, which have rows of value 0."""
+    """A stream over new keys, which have rows of value 0."""
     stream = Stream(tables)
     for table in stream.tables.values():
         old = np.full(KEYS, make_version(NOW_MS - 60_000), np.uint64)
@@ -228,8 +229,8 @@ def test_caches_end_with_what_the_store_has_in_any_order_of_events(
                 case "feed":
                     feeder.feed()
                 case "step":
-                    if not begun:  # as late as this: rows may be promoted before
-                        stream.begin_again()
+                    if not begun:  # started this late: rows may be promoted before
+                        stream.restart()
                         begun = True
                     node.step()
                 case "restart":
@@ -241,7 +242,7 @@ def test_caches_end_with_what_the_store_has_in_any_order_of_events(
                     node.evict(key)
         feeder.feed(len(changes))
         if not begun:
-            stream.begin_again()
+            stream.restart()
         node.finish()
         node.judge()
     finally:
@@ -265,7 +266,7 @@ def make(database):
 def test_an_old_row_that_is_promoted_after_its_update_was_read_does_not_stay(make):
     node, feeder = make([(1, False)])
     node.step()
-    assert node.ingestor.holds
+    assert node.ingestor.is_waiting
     node.promote(1)
     assert node.rows(node.cache)[1] == 0.0
     feeder.feed()
@@ -274,13 +275,13 @@ def test_an_old_row_that_is_promoted_after_its_update_was_read_does_not_stay(mak
 
 
 def test_a_row_promoted_before_the_stream_begins_gets_the_updates_since(make):
-    """The store was fed between the promotion and the beginning."""
+    """The store was fed between the promotion and the start."""
     node, feeder = make([(0, False), (1, False)])
     feeder.feed()
     node.promote(1)
     feeder.feed()
-    assert node.places.begin(node.stream.topic, 0) == 1
-    node.stream.begin_again()
+    assert node.places.start_offset(node.stream.topic, 0) == 1
+    node.stream.restart()
     node.finish()
     assert node.rows(node.cache)[1] == 2.0
 
@@ -288,19 +289,19 @@ def test_a_row_promoted_before_the_stream_begins_gets_the_updates_since(make):
 def test_a_store_without_a_position_is_read_from_the_topics_beginning(make):
     node, _feeder = make([(0, False)])
     node.promote(1)
-    assert node.places.begin(node.stream.topic, 0) is None
+    assert node.places.start_offset(node.stream.topic, 0) is None
 
 
 def test_a_reader_that_begins_again_continues_where_the_caches_are(make):
-    """Not where the store is, which is ahead."""
+    """Not at the store's position, which is ahead."""
     node, feeder = make([(1, False)] * 6)
     feeder.feed(6)
     node.step()
-    assert node.places.begin(node.stream.topic, 0) == 2
+    assert node.places.start_offset(node.stream.topic, 0) == 2
 
 
 class Losing:
-    """The store, which may forget its position, or not answer."""
+    """A store that may lose its position, or not respond."""
 
     def __init__(self, store) -> None:
         self.store, self.lost, self.error = store, 0, None
@@ -323,7 +324,7 @@ def test_updates_that_the_store_lost_are_applied_to_the_caches_again(database):
     node.step()
     assert stream.next == 2, "where the store is now"
     node.step()
-    assert node.ingestor.holds, "until it is fed again"
+    assert node.ingestor.is_waiting, "until it is fed again"
     store.lost = 0
     node.finish()
     node.judge()
@@ -339,9 +340,9 @@ def test_a_store_that_does_not_answer_promotes_nothing_and_holds_updates(databas
     assert node.rows(node.cache)[1] is None
     feeder.feed()
     with pytest.raises(TierError, match="gone"):
-        node.places.begin(node.stream.topic, 0)
+        node.places.start_offset(node.stream.topic, 0)
     node.step()
-    assert node.ingestor.holds
+    assert node.ingestor.is_waiting
     store.error = None
     node.promote(1)
     node.finish()
@@ -355,7 +356,7 @@ def test_another_writer_without_positions_is_followed_as_well(make):
     node.promote(1)
     reached[node.stream.topic, 0] = 0
     node.step()
-    assert node.ingestor.holds
+    assert node.ingestor.is_waiting
     reached[node.stream.topic, 0] = 1
     node.finish()
     assert node.rows(node.cache)[1] == 1.0
@@ -395,7 +396,7 @@ def test_a_held_batch_is_reported_and_lets_the_reader_be_paused(make, monkeypatc
         feeder.feed()
         node.promote(1)
         thread.resume()
-        until(lambda: node.ingestor.problem is None and not node.ingestor.holds)
+        until(lambda: node.ingestor.problem is None and not node.ingestor.is_waiting)
     finally:
         thread.close()
     assert node.rows(node.cache)[1] == 1.0
@@ -409,15 +410,21 @@ def test_updates_of_a_topic_created_again_wait_for_the_store_and_begin_at_the_fi
     database.identify(table, stream.topic, 0, "first")
     node.finish()
     assert not node.places.identify(stream.topic, 0, "first")
-    assert (node.places.begin(stream.topic, 0), node.places.furthest(stream.topic, 0)) == (6, 6)
+    assert (node.places.start_offset(stream.topic, 0), node.places.furthest(stream.topic, 0)) == (
+        6,
+        6,
+    )
     assert node.places.identify(stream.topic, 0, "second")
-    assert (node.places.begin(stream.topic, 0), node.places.furthest(stream.topic, 0)) == (0, 0)
+    assert (node.places.start_offset(stream.topic, 0), node.places.furthest(stream.topic, 0)) == (
+        0,
+        0,
+    )
     stream.next = 0
     node.step()
-    assert node.ingestor.holds, "the store has the updates of the former topic"
+    assert node.ingestor.is_waiting, "the store has the updates of the former topic"
     assert database.applied(table, stream.topic, 0) == 6, "which is its writer's"
     for each in stream.tables.values():
         database.identify(each, stream.topic, 0, "second")
         database.restart(each, stream.topic, 0)
-    assert "the topic was made anew" in node.places.lost()
+    assert "the topic was created again" in node.places.loss()
     node.close()

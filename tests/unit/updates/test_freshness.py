@@ -1,4 +1,4 @@
-"""A model's freshness: flagged, refused, counted, and over again."""
+"""Staleness limit: answers flagged, requests rejected, counts, recovery."""
 
 from __future__ import annotations
 

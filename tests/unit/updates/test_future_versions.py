@@ -1,4 +1,4 @@
-"""Versions of the future are left out with their messages; everything else stays."""
+"""Messages with future versions are dropped; everything else stays."""
 
 import time
 
@@ -48,7 +48,9 @@ def test_a_message_of_the_future_goes_with_all_its_rows(late, keys, deleted):
     ]
     messages.append(message([4], [], NOW_MS))
     kept, numbers = drop_future_versions(updated(None, *messages), HOUR_S)
-    assert numbers == [late + 1]  # of what was polled, the one without payload included
+    assert numbers == [
+        late + 1
+    ]  # index among the polled messages, the one without payload included
     assert kept.changes.keys.tolist() == keys
     assert kept.changes.vectors.tolist() == [[key, key] for key in keys]
     assert kept.changes.deleted.tolist() == deleted

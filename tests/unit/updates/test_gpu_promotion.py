@@ -1,4 +1,4 @@
-"""Lifting: rows go from one cache into the one above it, on the writer's thread, so many at a time."""
+"""GPU promotion: rows go from one cache into the one above it, on the writer's thread."""
 
 import threading
 
@@ -38,16 +38,16 @@ def world():
     below.delete(TABLE, keys[:5], np.full(5, 8, np.uint64))
     writer = CacheWriter(TierChain([below, above]), [], 1000)
     count = lambda result, n: counted.update({result: counted.get(result, 0) + n})  # noqa: E731
-    lifting = GpuPromotion(writer, below, above, 50, count)
-    yield below, above, writer, lifting, counted
-    lifting.close()
+    promotion = GpuPromotion(writer, below, above, 50, count)
+    yield below, above, writer, promotion, counted
+    promotion.close()
     writer.close()
 
 
 def test_rows_arrive_once_and_by_the_writer(world):
-    _, above, _, lifting, counted = world
-    lifting.lift(TABLE, np.array([50, 3, 51]))
-    lifting.lift(TABLE, np.array([51, 200]))
+    _, above, _, promotion, counted = world
+    promotion.promote(TABLE, np.array([50, 3, 51]))
+    promotion.promote(TABLE, np.array([51, 200]))
     until(lambda: above.size(TABLE) == 2)
     # Neither the deleted one nor the unknown one.
     assert sorted(key for keys in above.writes for key in keys) == [50, 51]
@@ -56,48 +56,47 @@ def test_rows_arrive_once_and_by_the_writer(world):
 
 
 def test_a_row_that_changed_meanwhile_is_not_overtaken(world):
-    _, above, writer, lifting, _ = world
+    _, above, writer, promotion, _ = world
     keys, newer = np.array([60]), np.full(1, 9, np.uint64)
-    lifting.lift(TABLE, keys)
+    promotion.promote(TABLE, keys)
     writer.insert(TABLE, keys, np.zeros((1, 2), np.float32), newer).result()
     until(lambda: above.writes)
-    lifting.flush()
+    promotion.flush()
     assert above._resident(TABLE, 60).version == 9
 
 
 def test_more_than_may_wait_is_dropped(world):
-    _, _, writer, lifting, counted = world
+    _, _, writer, promotion, counted = world
     free = threading.Event()
     blocked = writer.run(free.wait)
-    lifting.lift(TABLE, np.arange(40))
-    lifting.lift(TABLE, np.arange(40, 60))
+    promotion.promote(TABLE, np.arange(40))
+    promotion.promote(TABLE, np.arange(40, 60))
     assert counted == {"dropped": 20}
     free.set()
     blocked.result()
 
 
 def test_now_puts_the_first_keys_last(world, monkeypatch):
-    _, above, _, lifting, _ = world
+    _, above, _, promotion, _ = world
     monkeypatch.setattr(lifting_module, "_CHUNK_ROWS", 2)
-    lifting.now(TABLE, np.array([90, 91, 92, 93, 94]))
+    promotion.promote_now(TABLE, np.array([90, 91, 92, 93, 94]))
     assert above.writes == [[93, 94], [91, 92], [90]]
 
 
 def test_a_closed_writer_ends_it(world):
-    _, above, writer, lifting, _ = world
+    _, above, writer, promotion, _ = world
     writer.close()
-    lifting.lift(TABLE, np.array([50]))
-    until(lambda: not lifting._thread.is_alive())
+    promotion.promote(TABLE, np.array([50]))
+    until(lambda: not promotion._thread.is_alive())
     assert above.writes == []
 
 
 class ClosedAfterTheLook(threading.Event):
-    """`GpuPromotion`'s mark of its end; `close` is called when its thread has just seen that it is not
-    closed."""
+    """Event of `GpuPromotion.close`; closes when the thread has just seen that it is not set."""
 
-    def __init__(self, lifting):
+    def __init__(self, promotion):
         super().__init__()
-        self.closer = threading.Thread(target=lifting.close, daemon=True)
+        self.closer = threading.Thread(target=promotion.close, daemon=True)
 
     def wait(self, timeout=None):
         found = super().wait(timeout)
@@ -109,9 +108,9 @@ class ClosedAfterTheLook(threading.Event):
 
 
 def test_close_ends_a_thread_that_is_about_to_copy(world):
-    _, _, _, lifting, _ = world
-    lifting._closed = closed = ClosedAfterTheLook(lifting)
-    lifting.lift(TABLE, np.array([1]))
+    _, _, _, promotion, _ = world
+    promotion._closed = closed = ClosedAfterTheLook(promotion)
+    promotion.promote(TABLE, np.array([1]))
     until(closed.is_set)
     closed.closer.join(10)
     assert not closed.closer.is_alive()

@@ -1,4 +1,4 @@
-"""Hot keys in a file: whole or refused, and a restarted cache as warm as it was."""
+"""Hot key snapshots: complete or rejected, and a restarted cache as warm as before."""
 
 import time
 
@@ -39,7 +39,7 @@ def test_what_is_written_is_read(tmp_path):
         assert found[name][0].tolist() == keys.tolist()
         assert found[name][1].tolist() == scores.tolist()
     assert list(tmp_path.iterdir()) == [path]
-    assert path.stat().st_mode & 0o007 == 0  # keys may be people
+    assert path.stat().st_mode & 0o007 == 0  # keys may identify people
 
 
 def test_every_damage_is_noticed_and_survived(tmp_path, caplog):
@@ -84,7 +84,7 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path):
     path, cache = tmp_path / "new" / "hot", CpuCache({TABLE: 100})
     snapshots = HotKeySnapshots(cache, [TABLE], path, interval_s=0.01, most=2)
     time.sleep(0.1)
-    assert not path.exists()  # an empty cache does not replace what an earlier node knew
+    assert not path.exists()  # an empty cache does not replace an earlier node's snapshot
     insert(cache, [1, 2, 3])
     until(path.exists)
     assert len(read_hot_keys(path)[TABLE.id][0]) == 2
@@ -101,7 +101,7 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path, caplog):
     cache = CpuCache({TABLE: 100})
     insert(cache, [1])
     HotKeySnapshots(cache, [TABLE], tmp_path / "file" / "hot", interval_s=1000).close()
-    assert "can't be written" in caplog.text
+    assert "writing the hot keys to" in caplog.text
 
 
 def test_the_hottest_come_first_and_stay_the_longest():

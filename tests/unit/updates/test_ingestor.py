@@ -1,4 +1,4 @@
-"""What an ingestor does with batches: stores first, then caches, then commit; and what happens in between."""
+"""Ingestor: stores first, then caches, then commit; and failures in between."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def changes(rows=(), deleted=(), dim: int = 2, dtype=np.float32) -> TableChanges
 
 
 def batch(offset: int, *, dead=(), ttl_s: int = 0, event_ms: int = NOW_MS, **tables) -> UpdateBatch:
-    """What messages of partition 0 up to ``offset`` do to the tables; through the wire format."""
+    """Messages of partition 0 up to ``offset`` with changes of the tables; through the wire format."""
     payloads = []
     for name, each in tables.items():
         payloads += encode_native(f"m/{name}", each, event_ms=event_ms, ttl_s=ttl_s)
@@ -59,7 +59,7 @@ def batch(offset: int, *, dead=(), ttl_s: int = 0, event_ms: int = NOW_MS, **tab
 
 
 class Stream:
-    """A source of given batches; what it was told stands in ``log``."""
+    """A source of fixed batches; ``log`` has the calls that it received."""
 
     def __init__(self, batches=()) -> None:
         self.batches = list(batches)
@@ -79,7 +79,7 @@ class Stream:
     def keep_alive(self):
         self.log.append("alive")
 
-    def begin_again(self):
+    def restart(self):
         self.log.append("again")
 
     def rewind(self):
@@ -102,7 +102,7 @@ class House:
         self.ingestor = self.make([FedStore("rocksdb", self.store)], self.writer)
 
     def make(self, stores, caches) -> Ingestor:
-        """Its positions are ``places`` from then on."""
+        """Make an ingestor; ``places`` are its positions from then on."""
         readers = self.readers
         self.places = StoreStreamPositions(stores, lambda t: readers.get(t, []))
         meter = UpdateMeter(self.metrics)
@@ -132,7 +132,7 @@ def house(tmp_path, source):
 
 
 def resident(house: House, *keys: int) -> None:
-    """Rows of value 0 in store and cache."""
+    """Put rows of value 0 into store and cache."""
     given = changes([(key, 0.0, 0) for key in keys])
     house.store.insert(ITEMS, given.keys, given.vectors, given.versions)
     house.cache.insert(ITEMS, given.keys, given.vectors, given.versions)
@@ -197,7 +197,7 @@ def test_the_cache_hears_of_it_after_the_store_and_before_the_commit(house):
 
 
 class Failing:
-    """A store that refuses some times, and then is the one behind it."""
+    """A store that fails some times, then passes calls on."""
 
     def __init__(self, store, times: int) -> None:
         self.store, self.times = store, times
@@ -241,7 +241,7 @@ def test_while_a_store_fails_the_cache_keeps_what_the_store_has(house):
     assert house.rows(house.cache, [1]) == {1: 0.0}
     ingestor.close()
     thread.join(60)
-    assert given_up == ["closed while updates waited for rocksdb; they come again"]
+    assert given_up == ["closed while updates waited for rocksdb; they will be read again"]
     assert "commit" not in house.source.log
 
 
@@ -293,7 +293,7 @@ def test_dead_letters_are_kept_before_the_commit_and_counted(house):
 
 
 def test_dead_letters_are_reported_with_the_notes(house, monkeypatch):
-    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     reports = []
     monkeypatch.setattr(house.letters, "report", lambda: reports.append(1))
     house.ingestor.step(0.0)
@@ -321,11 +321,11 @@ def test_a_table_that_is_not_touched_gets_the_position_later(house, monkeypatch)
     house.source.batches = [batch(5, items=changes([(1, 1.0, 1)]))]
     house.ingestor.step()
     assert house.store.applied(USERS, "t", 0) is None
-    assert house.places.begin("t", 0) is None, "users may lack all of it"
-    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+    assert house.places.start_offset("t", 0) is None, "users may lack all of it"
+    monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     house.ingestor.step()
     assert house.store.applied(USERS, "t", 0) == 5
-    assert house.places.begin("t", 0) == 5
+    assert house.places.start_offset("t", 0) == 5
 
 
 def test_a_positions_that_waits_goes_with_the_tables_next_rows(house):
@@ -348,9 +348,9 @@ def test_polling_begins_where_the_store_that_lacks_most_is(house, tmp_path):
     for store, offset in ((house.store, 9), (second, 6)):
         for table in (ITEMS, USERS):
             store.apply(table, _for(table, nothing), [StreamPosition("t", 0, offset)])
-    assert house.places.begin("t", 0) == 6
+    assert house.places.start_offset("t", 0) == 6
     house.make([], None)
-    assert house.places.begin("t", 0) is None, "nobody to ask"
+    assert house.places.start_offset("t", 0) is None, "nobody to ask"
     second.close()
 
 
@@ -430,7 +430,7 @@ def test_a_mistake_of_ours_does_not_end_the_stream(house, monkeypatch, caplog):
     def broken(given):
         if left[0]:
             left[0] -= 1
-            house.source.batches.insert(0, given)  # what a rewound source does
+            house.source.batches.insert(0, given)  # as a rewound source does
             raise ValueError("a mistake")
         apply(given)
 
@@ -455,8 +455,7 @@ def test_a_mistake_of_ours_does_not_end_the_stream(house, monkeypatch, caplog):
 
 
 class Rewound(Stream):
-    """A source that goes back to what was not committed when it is told to; ``refused`` times it cannot say
-    that it lives."""
+    """A source that rewinds to the last commit; ``refused``: failures of `keep_alive`."""
 
     def __init__(self, batches, refused: int) -> None:
         super().__init__(batches)
@@ -505,14 +504,14 @@ def test_what_it_waits_for_before_anything_is_polled_is_told(house, monkeypatch)
     thread = IngestThread(house.ingestor, house.source, "ingest")
     thread.start()
     until(lambda: house.ingestor.problem == "redis: it cannot be reached")
-    until(lambda: "alive" in house.source.log)  # or the group would take it for dead
+    until(lambda: "alive" in house.source.log)  # else the group would remove it
     monkeypatch.setattr(house.source, "poll", poll)
     until(lambda: house.ingestor.problem is None)
     thread.close()
 
 
 def test_a_position_is_noted_with_the_last_rows_of_its_table(house):
-    """A batch may bring rows of a table in two formats: the first ones must not claim the others."""
+    """A batch may have rows of a table in two formats: the first must not claim its position."""
     noted = []
 
     class Watched:
@@ -532,7 +531,7 @@ def test_a_position_is_noted_with_the_last_rows_of_its_table(house):
 
 
 class Forgetful:
-    """A store that keeps positions as Redis does, and may come back without anything."""
+    """A store that keeps positions as Redis does, and may lose everything."""
 
     def __init__(self) -> None:
         self.applied_to: dict[EmbeddingTable, int] = {}
@@ -548,10 +547,10 @@ class Forgetful:
 
 @pytest.mark.parametrize("more", [False, True], ids=["nothing more comes", "more comes"])
 def test_a_store_that_lost_what_it_had_is_filled_again(house, monkeypatch, more):
-    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     store = Forgetful()
     ingestor = house.make([FedStore("redis", store)], None)
-    assert house.places.begin("t", 0) is None
+    assert house.places.start_offset("t", 0) is None
 
     def message(since: int) -> UpdateBatch:
         updates = batch(1, items=changes([(1, 1.0, since)])).updates
@@ -567,7 +566,7 @@ def test_a_store_that_lost_what_it_had_is_filled_again(house, monkeypatch, more)
         house.source.batches = [message(2)]
     ingestor.step()
     assert house.source.log.count("again") == 1
-    assert house.places.begin("t", 0) is None, "all of it is wanted again"
+    assert house.places.start_offset("t", 0) is None, "all of it is wanted again"
     house.source.batches = [message(0), message(1), message(2)]
     for _ in range(4):
         ingestor.step()
@@ -576,9 +575,9 @@ def test_a_store_that_lost_what_it_had_is_filled_again(house, monkeypatch, more)
 
 
 def test_a_topic_of_no_table_is_not_read_again(house, monkeypatch):
-    """No store has anything of it: its messages are dead letters."""
-    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
-    assert house.places.begin("nobody", 0) is None
+    """No store has any of it: its messages are dead letters."""
+    monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
+    assert house.places.start_offset("nobody", 0) is None
     letter = DeadLetter(Reason.UNKNOWN_TABLE, 0, StreamPosition("nobody", 0, 0), b"")
     house.source.batches = [UpdateBatch((), [StreamPosition("nobody", 0, 1)], [letter])]
     for _ in range(4):
@@ -588,7 +587,7 @@ def test_a_topic_of_no_table_is_not_read_again(house, monkeypatch):
 
 
 def test_a_store_that_lost_rows_is_named_with_the_offsets(house, monkeypatch, caplog):
-    monkeypatch.setattr("hps.updates.ingestor.NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     store = Forgetful()
     ingestor = house.make([FedStore("redis", store)], None)
     house.source.batches = [batch(7, items=changes([(1, 1.0, 1)]))]
@@ -596,4 +595,4 @@ def test_a_store_that_lost_rows_is_named_with_the_offsets(house, monkeypatch, ca
     store.applied_to.clear()
     ingestor.step()
     said = "redis has the updates of t/0 up to 0, but had them up to 7"
-    assert f"updates are read again: {said}" in caplog.text
+    assert f"reading updates again: {said}" in caplog.text

@@ -1,4 +1,4 @@
-"""What a producer makes of the arrays it is handed: versions, partitions, messages; and what it refuses."""
+"""A producer's arrays as messages: versions, partitions, rejected arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
 
 
 class Foreign:
-    """An array that is not NumPy's: nothing of it is known but DLPack."""
+    """An array with nothing but DLPack."""
 
     def __init__(self, array) -> None:
         self.array = array
@@ -160,8 +160,8 @@ def test_hps_messages_are_hpss(bits):
             {},
             "no deletions; send them in the native format",
         ),
-        (made(), MessageAttributes(NOW, ttl_s=1), {}, "no room for ttl_s"),
-        (made(), MessageAttributes(NOW, step=1), {}, "no room for ttl_s, step"),
+        (made(), MessageAttributes(NOW, ttl_s=1), {}, "has no ttl_s"),
+        (made(), MessageAttributes(NOW, step=1), {}, "has no ttl_s, step"),
         (
             made(rows=ROWS.astype("f2")),
             MessageAttributes(NOW),

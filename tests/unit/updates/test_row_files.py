@@ -1,4 +1,4 @@
-"""Files of rows: as exports have them, as others write them, and damaged in every way."""
+"""Files of rows: exported, written by other programs, and damaged."""
 
 from __future__ import annotations
 
@@ -127,14 +127,20 @@ def test_columns_that_are_no_rows(tmp_path, column, values, says):
 @pytest.mark.parametrize("name", ["a.npz", "a.parquet", "a.csv"])
 def test_what_is_no_such_file(tmp_path, name):
     (tmp_path / name).write_bytes(b"something else" * 10)
-    says = "no npz" if "npz" in name else "no Parquet" if "parquet" in name else "give a file named"
+    says = (
+        "not an npz"
+        if "npz" in name
+        else "not a Parquet"
+        if "parquet" in name
+        else "give a file named"
+    )
     with pytest.raises(BadRequest, match=says):
         open_rows(tmp_path / name)
 
 
 def test_a_flipped_bit_in_an_npz_file_is_found_before_a_row_is_taken(tmp_path):
     path = tmp_path / "a.npz"
-    many = np.arange(100_000, dtype=np.float32).reshape(-1, 2)  # more than is read with the head
+    many = np.arange(100_000, dtype=np.float32).reshape(-1, 2)  # more than is read with the header
     np.savez(path, key=np.arange(50_000), vector=many)
     data = bytearray(path.read_bytes())
     data[data.index(many.tobytes()) + 300_000] ^= 1

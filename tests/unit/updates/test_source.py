@@ -1,4 +1,4 @@
-"""What a poll brings, counted."""
+"""Number of rows in a batch."""
 
 import numpy as np
 

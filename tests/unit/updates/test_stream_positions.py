@@ -1,11 +1,11 @@
-"""First offsets of streams: what the stores say, and what of it cannot be of the topic that is there now."""
+"""Start offsets of streams: the stores' positions, and positions of a topic that was created again."""
 
 import pytest
 
 from hps.tiers.positions import StreamPosition
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable
-from hps.updates.ingestor import _nothing
+from hps.updates.ingestor import _no_changes
 from hps.updates.stream_positions import FedStore, StoreStreamPositions
 
 ITEMS, USERS = (
@@ -29,8 +29,8 @@ def places_of(store, contained=lambda *_: None) -> StoreStreamPositions:
 
 
 def note(store, places, table, position):
-    for each in places.told(table, [position]):
-        store.apply(table, _nothing(table), [each])
+    for each in places.positions_to_record(table, [position]):
+        store.apply(table, _no_changes(table), [each])
 
 
 def test_all_tables_begin_anew_when_one_was_fed_by_another_topic(store):
@@ -38,38 +38,43 @@ def test_all_tables_begin_anew_when_one_was_fed_by_another_topic(store):
     for table, offset in ((ITEMS, 9), (USERS, 7)):
         note(store, places, table, StreamPosition("t", 0, offset))
     assert not places.identify("t", 0, "first")
-    assert (places.begin("t", 0), places.furthest("t", 0)) == (7, 9)
+    assert (places.start_offset("t", 0), places.furthest("t", 0)) == (7, 9)
     store.identify(USERS, "t", 0, "another")
     assert places.identify("t", 0, "first")
-    assert (places.begin("t", 0), places.furthest("t", 0)) == (0, 0)
+    assert (places.start_offset("t", 0), places.furthest("t", 0)) == (0, 0)
 
 
 def test_what_files_contain_of_a_former_topic_does_not_count(store):
     places = places_of(store, lambda *_: 500)
-    assert (places.begin("t", 0), places.furthest("t", 0)) == (500, 500)
+    assert (places.start_offset("t", 0), places.furthest("t", 0)) == (500, 500)
     places.restart("t", 0)
-    assert (places.begin("t", 0), places.furthest("t", 0)) == (0, 0)
-    assert places.told(ITEMS, [StreamPosition("t", 0, 5, continues_from=3)])[0].continues_from == 3
+    assert (places.start_offset("t", 0), places.furthest("t", 0)) == (0, 0)
+    assert (
+        places.positions_to_record(ITEMS, [StreamPosition("t", 0, 5, continues_from=3)])[
+            0
+        ].continues_from
+        == 3
+    )
     again = places_of(store, lambda *_: 500)
-    assert again.begin("t", 0) == 0, "nor after a restart of the process"
+    assert again.start_offset("t", 0) == 0, "nor after a restart of the process"
 
 
 def test_positions_of_a_former_topic_are_not_noted_any_more(store):
     places = places_of(store)
-    places.took([StreamPosition("t", 0, 9), StreamPosition("u", 0, 2)], {ITEMS})
+    places.mark_applied([StreamPosition("t", 0, 9), StreamPosition("u", 0, 2)], {ITEMS})
     places.restart("t", 0)
-    assert [each.topic for _, positions in places.unnoted() for each in positions] == ["u"]
+    assert [each.topic for _, positions in places.unrecorded() for each in positions] == ["u"]
 
 
 def test_restarted_partition_is_not_taken_for_lost_rows(store):
     places = places_of(store)
-    places.took([StreamPosition("t", 0, 9)], {ITEMS, USERS})
+    places.mark_applied([StreamPosition("t", 0, 9)], {ITEMS, USERS})
     places.restart("t", 0)
-    assert places.lost() == ""
+    assert places.loss() == ""
 
 
 def test_without_a_store_nothing_is_known():
     places = StoreStreamPositions([], lambda _topic: [ITEMS])
     assert not places.identify("t", 0, "id")
     places.restart("t", 0)
-    assert (places.begin("t", 0), places.furthest("t", 0)) == (None, 0)
+    assert (places.start_offset("t", 0), places.furthest("t", 0)) == (None, 0)

@@ -1,4 +1,4 @@
-"""Versions made from the clock: they only grow, and two clocks give out different ones."""
+"""Versions from the clock: they only grow, and two clocks give different ones."""
 
 from __future__ import annotations
 

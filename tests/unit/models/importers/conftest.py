@@ -51,7 +51,7 @@ class FakeTensor:
 
 
 def tensor(array: np.ndarray, dtype: str | None = None, **settings: Any) -> FakeTensor:
-    """A contiguous tensor. A bfloat16 one is given by its bits, uint16."""
+    """A contiguous tensor. Pass the bits of a bfloat16 tensor as uint16."""
     array = np.ascontiguousarray(array)
     strides = tuple(s // array.itemsize for s in array.strides)
     storage = FakeStorage(array.reshape(-1), dtype or array.dtype.name)
@@ -85,7 +85,7 @@ def save_torch(
     compression: int = zipfile.ZIP_STORED,
     pickled: bytes | None = None,
 ) -> Path:
-    """What ``torch.save(obj, path)`` writes, tensors given as `tensor` makes them."""
+    """Write a checkpoint as ``torch.save(obj, path)`` does, from tensors of `tensor`."""
     modules = _stand_ins()
     torch = modules["torch"]
     storages: list[FakeStorage] = []

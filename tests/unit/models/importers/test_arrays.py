@@ -1,4 +1,4 @@
-"""npz and safetensors files, and what is chosen from them."""
+"""npz and safetensors files, and the choice of tables in them."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""A source that somebody writes to while it is imported is refused: no crash, no torn version."""
+"""A source that changes during its import is rejected: no crash, no torn version."""
 
 import subprocess
 import sys
@@ -80,7 +80,7 @@ def source(tmp_path, save_torch, tensor):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_is_shortened(source, kind):
-    """In a process of its own: what reads a mapped file would end it."""
+    """In a separate process: a mapped file would end it."""
     path, file = source(kind)
     done = subprocess.run(
         [sys.executable, "-c", SHORTEN, path, file],
@@ -96,7 +96,7 @@ def test_a_file_that_is_written_to(tmp_path, source, kind):
     path, file = source(kind)
 
     class Writes:
-        """Adds to the file at the first step, as whoever writes a new one in its place would."""
+        """Appends to the file at the first step, as a process that replaces it would."""
 
         def task(self, *_words):
             return nullcontext(self.step)

@@ -28,7 +28,7 @@ from hps.types import NoProgress
 
 
 def read_all(path):
-    """What an import reads of ``path``."""
+    """Read everything that an import of ``path`` reads."""
     plan = plan_import(path)
     for table in plan.tables:
         for keys, vectors in _CheckedChunks(path, table, NoProgress(), allow_nan=True):
@@ -203,7 +203,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, name):
 
 @pytest.mark.parametrize("kind", ["hugectr", "parquet"])
 def test_a_source_is_looked_for_in_the_given_folder_first(tmp_path, monkeypatch, kind):
-    """The folder in which the command runs may hold something of the same name."""
+    """The working folder may hold a source of the same name."""
     for place, rows in ((tmp_path / "given", 3), (tmp_path / "here", 7)):
         keys, vectors = np.arange(rows), np.ones((rows, 2), np.float32)
         folder = place / "users"
