@@ -34,7 +34,7 @@ RUN uv pip install --cache-dir /tmp/uv --python /opt/hps/bin/python --require-ha
  && rm -rf /tmp/uv \
  && /opt/hps/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/hps/lib
 
-# -- product: hps itself, in a folder of its own ------------------------------------------------------
+# -- product: hps itself, in a separate folder ------------------------------------------------------
 FROM dependencies AS product
 COPY pyproject.toml README.md LICENSE ./
 COPY hps hps
@@ -56,7 +56,7 @@ LABEL org.opencontainers.image.title="hps" \
       org.opencontainers.image.documentation="docs/containers.md" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-# Group 0 may write what the user may: platforms that give each container a user of its own keep that group.
+# Group 0 may write what the user may: platforms that give each container another user keep that group.
 RUN useradd --uid 10001 --gid 0 --no-create-home --home-dir /var/lib/hps --shell /usr/sbin/nologin hps \
  && mkdir -p /var/lib/hps/models /var/lib/hps/rocksdb /var/lib/hps/triton /etc/hps \
  && chown -R 10001:0 /var/lib/hps \
@@ -76,7 +76,7 @@ HEALTHCHECK --interval=15s --timeout=5s --start-period=120s --retries=3 CMD ["hp
 ENTRYPOINT ["hps"]
 CMD ["serve"]
 
-# What hps needs comes first, in a layer of its own: another version of hps is some MB to pull.
+# What hps needs comes first, in a separate layer: another version of hps is some MB to pull.
 FROM runtime AS gpu
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -94,7 +94,7 @@ refused, since one of the two would silently not act.
 {{- if and $there (kindIs "map" $value) (kindIs "map" (get $.base $key)) -}}
 {{- include "hps.overlay" (dict "base" (get $.base $key) "over" $value "path" $below) -}}
 {{- else if and $there $.path -}}
-{{- fail (printf "%s is set by the chart, by a value of its own: leave it out of config (docs/kubernetes.md, The configuration)" $below) -}}
+{{- fail (printf "%s is set by the chart from another value: leave it out of config (docs/kubernetes.md, The configuration)" $below) -}}
 {{- else -}}
 {{- $_ := set $.base $key $value -}}
 {{- end -}}
@@ -213,7 +213,7 @@ refused, since one of the two would silently not act.
 {{- end -}}
 {{- range $host := $values.gateway.hosts -}}
 {{- if has $host $values.gateway.grpcHosts -}}
-{{- fail (printf "gateway.grpcHosts: %s is in gateway.hosts too, and a Gateway takes one kind of route for a name; give gRPC a name of its own" $host) -}}
+{{- fail (printf "gateway.grpcHosts: %s is in gateway.hosts too, and a Gateway takes one kind of route for a name; give gRPC a separate name" $host) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $values.existingConfigMap $values.config -}}
@@ -228,11 +228,11 @@ refused, since one of the two would silently not act.
 {{- range $role := list "lookup" "frontend" "ingest" -}}
 {{- $own := index $values $role -}}
 {{- if and $own.autoscaling.enabled $own.keda.enabled -}}
-{{- fail (printf "%s.keda.enabled: KEDA makes an autoscaler of its own; set %s.autoscaling.enabled=false" $role $role) -}}
+{{- fail (printf "%s.keda.enabled: KEDA creates an autoscaler; set %s.autoscaling.enabled=false" $role $role) -}}
 {{- end -}}
 {{- with $own.autoscaling -}}
 {{- if and .enabled (not (or .targetCPU .targetMemory .podMetrics)) -}}
-{{- fail (printf "%s.autoscaling: nothing is looked at; set targetCPU, targetMemory or podMetrics" $role) -}}
+{{- fail (printf "%s.autoscaling: no metric is selected; set targetCPU, targetMemory or podMetrics" $role) -}}
 {{- end -}}
 {{- end -}}
 {{- with $own.keda -}}
@@ -240,7 +240,7 @@ refused, since one of the two would silently not act.
 {{- fail (printf "%s.keda: there is no trigger; set threshold, targetCPU or triggers" $role) -}}
 {{- end -}}
 {{- if and .enabled (eq (int .minReplicas) 0) (not .triggers) -}}
-{{- fail (printf "%s.keda.minReplicas: with 0 nothing would ever start again, since pods tell their load themselves; set 1, or triggers of yours that ask others" $role) -}}
+{{- fail (printf "%s.keda.minReplicas: with 0 no pod would start again, since the load is measured at the pods; set 1, or triggers that do not depend on them" $role) -}}
 {{- end -}}
 {{- end -}}
 {{- if lt (int $own.keda.maxReplicas) (int $own.keda.minReplicas) -}}

@@ -176,7 +176,7 @@ lacks it. */}}
   command: [tritonserver]
   args:
     - --model-repository=/models
-    # For the server beside it alone: Triton asks nobody for a key.
+    # Only for the server in the same pod: Triton requires no key.
     - --http-address=127.0.0.1
     - --http-port=9000
     - --grpc-address=127.0.0.1
