@@ -1,4 +1,4 @@
-"""API keys: who is asking, and may they. Keys are compared as digests and never logged."""
+"""API keys: identify callers and check their roles. Keys are compared as digests and never logged."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 Role = Literal["read", "write", "admin"]
 _RANK: dict[str, int] = {"read": 1, "write": 2, "admin": 3}
-# How often a request may cost a look at the key file.
-LOOK_EVERY_S = 1.0
+# Shortest interval between checks of the key file for changes.
+CHECK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A caller that was recognised."""
+    """An identified caller."""
 
     name: str
     role: Role
@@ -42,28 +42,27 @@ class Identity:
 
 
 class ApiKeys(Protocol):
-    """Recognises callers. Safe to use from many threads; a call takes microseconds."""
+    """Identifies callers. Thread-safe; a call takes microseconds."""
 
     @property
     def enabled(self) -> bool:
-        """False when everybody may do everything."""
+        """False if every caller may do everything."""
         ...
 
     def authenticate(self, key: str | None) -> Identity:
-        """The owner of ``key``; Unauthenticated when there is none or nobody owns it."""
+        """Return the owner of ``key``. Raises Unauthenticated if it is missing or unknown."""
         ...
 
     def certified(self, names: Collection[str]) -> Identity | None:
-        """The caller whose certificate has one of ``names``: of several, the one that may do most; None when
-        nobody has."""
+        """Return the caller whose certificate has one of ``names``, or None; of several, the highest role."""
         ...
 
     def allows(self, role: str, needed: Role) -> bool:
-        """Whether a caller of ``role`` may do what needs ``needed`` (read < write < admin)."""
+        """True if ``role`` includes ``needed`` (read < write < admin)."""
         ...
 
     def require(self, identity: Identity, needed: Role) -> None:
-        """Forbidden, naming both roles, unless ``identity`` may do what needs ``needed``."""
+        """Raise Forbidden, naming both roles, unless the role of ``identity`` includes ``needed``."""
         ...
 
 
@@ -79,59 +78,58 @@ class _Roles:
 
 
 class NoApiKeys(_Roles):
-    """``auth.mode: off``: everybody is an administrator."""
+    """``auth.mode: off``: every caller is an administrator."""
 
     enabled = False
-    _anybody = Identity("anonymous", "admin")
+    _anonymous = Identity("anonymous", "admin")
 
     def authenticate(self, key: str | None) -> Identity:
-        return self._anybody
+        return self._anonymous
 
     def certified(self, names: Collection[str]) -> Identity | None:
-        return self._anybody
+        return self._anonymous
 
 
 class ApiKeyRing(_Roles):
     """The keys of the settings and of ``keys_file``, which is read again when it changes.
 
-    A change that cannot be read keeps the former keys in force and is logged once; it is tried again at
-    every look, for what was in the way may go without a change of the file.
-    """
+    If a change cannot be read, the former keys stay in force and the error is logged once. Each check then
+    tries again, since the cause may disappear without a change of the file."""
 
     enabled = True
 
     def __init__(self, keys: Sequence[ApiKey], file: Path | None) -> None:
-        """ConfigError when the file is missing or wrong, or two keys are the same."""
+        """Raises ConfigError if the file is missing or invalid, or two keys are equal."""
         self._fixed = tuple(keys)
         self._file = file
         self._lock = threading.Lock()
-        self._next_look = time.monotonic() + LOOK_EVERY_S
+        self._next_check = time.monotonic() + CHECK_EVERY_S
         self._stamp = _stamp(file) if file else None
         self._problem = ""
         self._owners, self._certificates = self._read()
 
     def certified(self, names: Collection[str]) -> Identity | None:
-        self._look_in_time()
+        self._check_file_if_due()
         known = self._certificates
-        found = [known[name] for name in names if name in known]
-        return max(found, key=lambda identity: _RANK[identity.role], default=None)
+        matching = [known[name] for name in names if name in known]
+        return max(matching, key=lambda identity: _RANK[identity.role], default=None)
 
     def authenticate(self, key: str | None) -> Identity:
         if not key:
-            raise Unauthenticated("an API key is needed; none was given")
-        self._look_in_time()
+            raise Unauthenticated("missing API key")
+        self._check_file_if_due()
         digest = sha256(key.encode("utf-8", "surrogateescape")).digest()
-        found: Identity | None = None
-        # All of them, found or not: the time taken says nothing about the keys.
+        owner: Identity | None = None
+        # Compare all of them, so that the time taken reveals nothing about the keys.
         for known, identity in self._owners:
             if hmac.compare_digest(known, digest):
-                found = identity
-        if found is None:
+                owner = identity
+        if owner is None:
             raise Unauthenticated("unknown API key")
-        return found
+        return owner
 
     def _read(self) -> tuple[list[tuple[bytes, Identity]], dict[str, Identity]]:
-        """The owners of keys, by digest, and of certificates, by what those name."""
+        """Owners of keys, by digest, and of certificates, by certificate name."""
         keys = [*self._fixed, *(read_keys_file(self._file) if self._file else ())]
         source = str(self._file) if self._file else ""
         for finding in duplicates([k.name for k in keys], "keys", "API keys"):
@@ -149,35 +147,35 @@ class ApiKeyRing(_Roles):
             assert key.key is not None
             digest = sha256(key.key.encode()).digest()
             if digest in owners:
-                message = f"API keys {owners[digest].name!r} and {key.name!r} are the same secret"
+                message = f"API keys {owners[digest].name!r} and {key.name!r} have the same key"
                 raise InvalidConfiguration([ConfigProblem(source, (), message)])
             owners[digest] = Identity(key.name, key.role)
         if not owners and not certificates:
             raise InvalidConfiguration([ConfigProblem(source, (), "holds no API key")])
         return list(owners.items()), certificates
 
-    def _look_in_time(self) -> None:
-        if self._file is not None and time.monotonic() >= self._next_look:
-            self._look()
+    def _check_file_if_due(self) -> None:
+        if self._file is not None and time.monotonic() >= self._next_check:
+            self._check_file()
 
-    def _look(self) -> None:
-        """Read the file again if it changed; one thread does, the others go on."""
+    def _check_file(self) -> None:
+        """Read the file again if it changed. One thread does so; the others continue."""
         if self._file is None or not self._lock.acquire(blocking=False):
             return
         try:
-            self._next_look = time.monotonic() + LOOK_EVERY_S
+            self._next_check = time.monotonic() + CHECK_EVERY_S
             stamp = _stamp(self._file)
             if stamp == self._stamp:
                 return
             self._owners, self._certificates = self._read()
             self._stamp, self._problem = stamp, ""
             known = len(self._owners) + len(self._certificates)
-            log.info("%s: read again, %d API keys in force", self._file, known)
+            log.info("%s: reloaded, %d API keys in force", self._file, known)
         except ConfigError as error:
             self._stamp = None
             if str(error) != self._problem:
                 self._problem = str(error)
-                log.error("API keys were not read again, the former ones stay in force: %s", error)
+                log.error("failed to reload API keys, keeping the former ones: %s", error)
         finally:
             self._lock.release()
 
@@ -187,7 +185,7 @@ class _ApiKeysFile(StrictModel):
 
 
 def read_keys_file(path: Path) -> list[ApiKey]:
-    """The ``{name, role, key}`` entries of a YAML list; ConfigError never quotes a secret."""
+    """Read a YAML list of ``{name, role, key}``; its ConfigErrors never quote a secret."""
     document = read_yaml(path, "API key file")
     if not isinstance(document.data, list):
         message = "expected a list of mappings with name, role, key"
@@ -200,11 +198,9 @@ def read_keys_file(path: Path) -> list[ApiKey]:
 
 
 def load_api_keys(settings: AuthSettings) -> ApiKeys:
-    """Who may use the server, as ``auth`` says; a mode left out counts as ``off``.
+    """Build the callers of the server from ``auth``; a missing mode means ``off``.
 
-    ConfigError when the key file is missing or wrong. A key file that others on the machine can
-    read is logged as a warning (see ``key_file_warnings``).
-    """
+    Raises ConfigError if the key file is missing or invalid. Logs the ``key_file_warnings``."""
     if settings.mode != "api_key":
         return NoApiKeys()
     for warning in key_file_warnings(settings):
@@ -213,21 +209,21 @@ def load_api_keys(settings: AuthSettings) -> ApiKeys:
 
 
 def key_file_warnings(settings: AuthSettings) -> list[str]:
-    """What is to be said of who may read the file of keys."""
+    """Warnings about who may read the key file."""
     path = settings.keys_file
     if path is None or settings.mode != "api_key":
         return []
     try:
         mode = path.stat().st_mode
     except OSError:
-        return []  # reading it says so, with the reason
+        return []  # reading the file reports the error
     if mode & stat.S_IROTH:
         return [f"{path}: every user of this machine can read the API keys; try: chmod o-r {path}"]
     return []
 
 
 def check_exposure(settings: Settings) -> None:
-    """ConfigError when a port listens beyond loopback and ``auth.mode`` was left out."""
+    """Raise ConfigError if a port listens beyond loopback and ``auth.mode`` is not set."""
     if settings.auth.mode is not None:
         return
     server = settings.server
@@ -247,13 +243,13 @@ def check_exposure(settings: Settings) -> None:
 
 def _exposed(host: str) -> str:
     return (
-        f"{host} can be reached from other machines, so auth.mode must be stated: api_key, or off "
-        "to let everybody in"
+        f"{host} is reachable from other machines, so auth.mode must be set: api_key, or off "
+        "to allow all callers"
     )
 
 
 def _stamp(path: Path) -> Any:
-    """What changes when the file does, also when a link is pointed elsewhere (mounted secrets)."""
+    """State of a file; differs after a change, also after a change of a link's target (mounted secrets)."""
     try:
         status = os.stat(path)
     except OSError as error:

@@ -1,5 +1,4 @@
-"""The settings of the caches, `tiers.cpu_cache` and `tiers.gpu`: rows in memory that are a copy of a
-store's."""
+"""The settings of the caches, `tiers.cpu_cache` and `tiers.gpu`."""
 
 from __future__ import annotations
 
@@ -16,52 +15,52 @@ GpuEviction = Literal["lru", "lfu", "version"]
 
 
 class SharedCacheSettings(StrictModel):
-    """The cache in memory that other processes of this machine can attach to."""
+    """The shared cache: other processes of this machine can attach to it."""
 
     name: str | None = Field(None, pattern=r"^[a-zA-Z0-9_\-]{1,100}$")
-    """Name of the cache, which one process at a time owns; null: it is this process's alone."""
+    """Name of the cache, which one process at a time owns; null: private to this process."""
     folder: Path = Path("/dev/shm")
-    """Folder of a memory file system with room for all of it."""
+    """Folder of a memory file system with enough space for the cache."""
     take_over: bool = False
-    """Keep the rows of an owner that was killed; only where nothing else changes the stores meanwhile."""
+    """Keep the rows of an owner that was killed; only if no other process changes the stores meanwhile."""
 
 
 class SnapshotSettings(StrictModel):
-    """Which keys are hot, kept in a file, so that the cache is warm after a restart."""
+    """File of the hot keys, from which the cache is warmed after a restart."""
 
     path: Path | None = None
-    """File of the hot keys; null: none is kept."""
+    """File of the hot keys; null: none is written."""
     interval_s: float = Field(60.0, gt=0)
-    """Seconds from one writing to the next; it is written at the end too."""
+    """Seconds between writes; it is also written at shutdown."""
     keys: int | None = Field(None, ge=1)
-    """Most keys per table; null: all that are in the cache."""
+    """Largest number of keys per table; null: all that are in the cache."""
     bytes_per_s: int = Field(64 << 20, ge=1024)
-    """How fast it is written at most; a key takes 9 bytes."""
+    """Limit on the write rate; a key takes 9 bytes."""
 
 
 class CpuCacheSettings(StrictModel):
     """The cache in host memory."""
 
     enabled: bool = True
-    """Off: every lookup asks the store."""
+    """Off: every lookup reads from the store."""
     capacity_bytes: int = Field(1 << 30, ge=0)
-    """Bytes shared out over the tables by their size, unless `cache_rows` or `share` says otherwise."""
+    """Bytes, divided among the tables in proportion to their sizes unless `cache_rows` or `share` is set."""
     share: float | None = Field(None, gt=0, le=1)
     """Capacity as a share of each table's rows instead of bytes."""
     eviction: Eviction = "lru"
-    """Which row makes room: the one used longest ago, the one used least, any, the one that came first."""
+    """The row to evict: least recently used, least frequently used, random, or first inserted."""
     threads: int = Field(1, ge=1, le=256)
-    """Threads that one lookup of many keys may use."""
+    """Threads per lookup of many keys."""
     huge_pages: Literal["try", "transparent", "reserved", "off"] = "try"
-    """`try`: where the system gives them; `transparent`, or `reserved` by vm.nr_hugepages: or an error."""
+    """`try`: if available; `transparent`, or `reserved` by vm.nr_hugepages: required, else an error."""
     numa_node: int | None = Field(None, ge=0, lt=1024)
-    """Keep the cache in the memory of this NUMA node; null: wherever the system puts it."""
+    """NUMA node for the cache's memory; null: the system decides."""
     shared: SharedCacheSettings = SharedCacheSettings()
     """Lets other processes attach to the cache."""
     snapshot: SnapshotSettings = SnapshotSettings()
-    """Keeps the hot keys over a restart."""
+    """Hot key snapshot, from which a restart warms the cache."""
     warm: bool = True
-    """Fill the cache before the node is ready: with the snapshot's keys, or else the first of the files."""
+    """Fill the cache before the node is ready: with the snapshot's keys, else with the files' first rows."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,28 +73,28 @@ class GpuCacheSettings(StrictModel):
     """The cache in the memory of GPUs, above the one in host memory."""
 
     use: Literal["auto", "required", "off"] = "auto"
-    """`auto`: where there is a GPU and CuPy, else the log says why not; `required`: there, or an error."""
+    """`auto`: if a GPU and CuPy are available, else the log has the reason; `required`: else an error."""
     devices: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
-    """The GPUs, by number; each holds a copy, requests are spread over them, updates reach all."""
+    """The GPUs, by number; each has a copy of the cache, requests are spread over them, updates reach all."""
     capacity_bytes: int = Field(1 << 30, ge=0)
-    """Memory of each GPU, shared out over the tables by their size; `gpu_rows`, `share` go first."""
+    """Bytes per GPU, divided among the tables by their sizes unless `gpu_rows` or `share` is set."""
     host_bytes: int = Field(0, ge=0)
-    """Pinned host memory for further rows, per GPU, which it reads by itself."""
+    """Pinned host memory in bytes per GPU for further rows, which the GPU reads directly."""
     share: float | None = Field(None, gt=0, le=1)
-    """Capacity as a share of each table's rows instead of bytes, those in pinned memory included."""
+    """Capacity as a share of each table's rows instead of bytes, including pinned memory."""
     eviction: GpuEviction = "lru"
-    """Which row makes room: the one used longest ago, the one used least, the one with the oldest version."""
+    """The row to evict: least recently used, least frequently used, or of the oldest version."""
     clock_ticks: int = Field(64, ge=1, le=64)
-    """How finely `lru` tells ages apart: ticks of its clock while the cache turns over once."""
+    """Resolution of ages with `lru`: ticks of its clock while the cache turns over once."""
     epoch_s: float | None = Field(None, gt=0)
-    """With `lfu`, rows last used in an earlier such span of time go first; null: uses count for ever."""
+    """With `lfu`, rows last used in an earlier period of this length are evicted first; null: no periods."""
     static: bool = False
-    """Keep whole tables, read-only: faster, but an update of such a table is refused."""
+    """Keep whole tables, read-only: faster, but updates of such a table are rejected."""
     fill: float = Field(1.0, ge=0, le=1)
-    """Share of the capacity filled before the node is ready; more where the CPU cache, which is filled with
-    the same rows, takes more. None when `cpu_cache.warm` is off."""
+    """Share of the capacity to fill before the node is ready; more if the CPU cache, which is filled with
+    the same rows, takes more. Without effect if `cpu_cache.warm` is off."""
     workspaces: int = Field(4, ge=1, le=64)
-    """Lookups at a time on each GPU; further ones wait for their turn."""
+    """Concurrent lookups per GPU; further ones wait."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,4 +1,4 @@
-"""Certificates in PEM files: what is wrong with them is told at start, in one line that names the setting."""
+"""Certificates in PEM files. Errors are reported at start, in one line that names the setting."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _VERSION, _UTC_TIME = 0xA0, 0x17
 def client_context(
     setting: str, ca: Path | None, certificate: Path | None, key: Path | None
 ) -> ssl.SSLContext:
-    """For connections to servers whose certificates lead to a root of ``ca``, a file or a folder (None: the
-    system's), and which are shown ``certificate``, if it is given. ConfigError that names ``setting`` and the
-    file when one cannot be used."""
+    """TLS context for connections to servers.
+
+    ``ca`` is a file or folder of trusted roots (None: the system's); ``certificate`` is the client's,
+    or None.
+    Raises ConfigError with ``setting`` and the file if one of them cannot be used."""
     folder = ca is not None and ca.is_dir()
     try:
         context = ssl.create_default_context(
@@ -41,8 +43,7 @@ def client_context(
 
 
 class ClientCertificates:
-    """What `client_context` takes, as PEM, from files that may be renewed while it is used. One thread at a
-    time."""
+    """Contents of a client's PEM files, which may be renewed while in use. Not thread-safe."""
 
     def __init__(
         self, setting: str, ca: Path | None, certificate: Path | None, key: Path | None
@@ -54,18 +55,19 @@ class ClientCertificates:
         client_context(setting, *self._files)
 
     def now(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Roots, certificate and key at the moment, None where there is no file; what they were, as long as
-        the files cannot be used, which is logged once."""
+        """Read roots, certificate and key; None for those without a file.
+
+        If the files cannot be used, the former contents are returned, and the error is logged once."""
         try:
             contents = self._read()
             if contents != self._contents:
                 client_context(self._setting, *self._files)
-                log.info("%s: certificates read again", self._setting)
+                log.info("%s: reloaded certificates", self._setting)
             self._contents, self._problem = contents, ""
         except ConfigError as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                log.error("the former certificates stay in use: %s", error)
+                log.error("failed to reload certificates, keeping the former ones: %s", error)
         return self._contents
 
     def _read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
@@ -79,53 +81,54 @@ class ClientCertificates:
 
 
 def check_current(setting: str, certificate: Path) -> None:
-    """ConfigError when the first certificate of the file is valid no more."""
-    found = _PEM.search(certificate.read_bytes())
-    if found is None:
+    """Raise ConfigError if the first certificate of the file has expired."""
+    first = _PEM.search(certificate.read_bytes())
+    if first is None:
         return
-    end = valid_until(b64decode(found[1]))
+    end = valid_until(b64decode(first[1]))
     if end < datetime.now(UTC):
         raise ConfigError(
-            f"{setting}: {certificate} was valid until {end:%Y-%m-%d %H:%M} UTC; renew the certificate"
+            f"{setting}: {certificate} expired at {end:%Y-%m-%d %H:%M} UTC; renew the certificate"
         )
 
 
 def expiry(certificates: Path, *, roots: bool = False) -> float | None:
-    """Until when the certificates of a file are valid, Unix seconds: the first that ends, or of ``roots``,
-    where the next ones stand beside those of today, the last. None when none can be read."""
+    """Expiry of a file's certificates in Unix seconds; None if none can be read.
+
+    It is the earliest one; of ``roots``, where new ones are added before the old ones expire, the latest."""
     try:
-        found = _PEM.findall(certificates.read_bytes())
-        ends = [valid_until(b64decode(each)).timestamp() for each in found]
+        bodies = _PEM.findall(certificates.read_bytes())
+        ends = [valid_until(b64decode(body)).timestamp() for body in bodies]
     except (OSError, ValueError, IndexError):
         return None
     return (max if roots else min)(ends, default=None)
 
 
 def unusable_file_error(setting: str, used: str, error: Exception) -> ConfigError:
-    """For files that OpenSSL does not take."""
+    """Error for files that OpenSSL rejects."""
     return ConfigError(f"{setting}: {used} cannot be used: {_why(error)}")
 
 
 def no_password() -> str:
-    """OpenSSL asks for a password on the terminal unless it is given a function."""
-    raise ValueError("the key is encrypted; give one that is not, readable by this process only")
+    """Password callback that rejects encrypted keys; without one, OpenSSL prompts on the terminal."""
+    raise ValueError("the key is encrypted; use an unencrypted one that only this process can read")
 
 
 def _why(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
         if error.reason == "KEY_VALUES_MISMATCH":
-            return "the key is not the certificate's"
-        return f"not what PEM looks like ({error.reason or error})"
+            return "the key does not match the certificate"
+        return f"invalid PEM ({error.reason or error})"
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error)
 
 
 def valid_until(der: bytes) -> datetime:
-    """The end of an X.509 certificate's validity (RFC 5280, 4.1)."""
+    """End of an X.509 certificate's validity (RFC 5280, 4.1)."""
 
     def item(at: int) -> tuple[int, int, int]:
-        """Tag, beginning and end of the contents of what stands at ``at``."""
+        """Tag, start and end of the contents of the DER element at ``at``."""
         length, begin = der[at + 1], at + 2
         if length & 0x80:
             begin += length & 0x7F
@@ -139,7 +142,7 @@ def valid_until(der: bytes) -> datetime:
     for _serial_algorithm_issuer in range(3):
         _, _, at = item(at)
     _, at, _ = item(at)
-    _, _, at = item(at)  # from when on it is valid
+    _, _, at = item(at)  # notBefore
     tag, begin, end = item(at)
     form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
     return datetime.strptime(der[begin:end].decode("ascii"), form).replace(tzinfo=UTC)

@@ -1,8 +1,7 @@
 """Rules that span several settings. They take plain values, so that the schema can run them; those of
 ``model.yaml`` are in ``model_checks.py``.
 
-Each returns findings: a path below the object that was checked, and one clear sentence.
-"""
+Each returns findings: a path below the checked object, and one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class ConfigFinding:
-    """``path`` below the checked object, ``message`` as it is shown; ``also``: the other paths at fault."""
+    """``path`` below the checked object, the ``message`` for users; ``also``: the other paths involved."""
 
     path: Path
     message: str
@@ -26,7 +25,7 @@ class ConfigFinding:
 
 
 def duplicates(names: Sequence[str], where: str, what: str) -> list[ConfigFinding]:
-    """One finding per name that stands more than once; it names both places."""
+    """One finding per repeated name; it names both positions."""
     first: dict[str, int] = {}
     findings = []
     for i, name in enumerate(names):
@@ -41,7 +40,7 @@ def duplicates(names: Sequence[str], where: str, what: str) -> list[ConfigFindin
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``; a name we cannot judge counts as reachable."""
+    """True if only this machine can reach ``host``; an unknown name counts as reachable."""
     if host.lower() == "localhost":
         return True
     try:
@@ -53,10 +52,10 @@ def is_loopback(host: str) -> bool:
 
 
 def shared_memory(on: bool, workers: int) -> list[ConfigFinding]:
-    """Regions are registered with one process, and used by the requests that come to it."""
+    """Shared memory needs a single worker: a region is registered with one process only."""
     if on and workers > 1:
         message = (
-            f"can't be used with {workers} workers: what is registered with one is unknown to the others; "
+            f"can't be used with {workers} workers: a region is registered with one worker only; "
             "set workers to 0 or 1"
         )
         return [ConfigFinding(("shared_memory",), message, (("workers",),))]
@@ -81,25 +80,23 @@ def ports(listeners: Mapping[str, tuple[str, int]]) -> list[ConfigFinding]:
     return findings
 
 
-def auth(mode: str | None, given: Sequence[str]) -> list[ConfigFinding]:
-    """Keys without a stated mode: the author expects protection that is not there."""
-    if mode is None and given:
-        message = f"must be stated when auth.{given[0]} is given: api_key or off"
-        return [ConfigFinding(("mode",), message, ((given[0],),))]
-    if mode == "api_key" and not given:
+def auth(mode: str | None, sources: Sequence[str]) -> list[ConfigFinding]:
+    """API keys need an explicit ``auth.mode``: without it, their author expects protection that is off."""
+    if mode is None and sources:
+        message = f"must be set with auth.{sources[0]}: api_key or off"
+        return [ConfigFinding(("mode",), message, ((sources[0],),))]
+    if mode == "api_key" and not sources:
         return [
-            ConfigFinding(
-                ("mode",), "is api_key, but neither auth.keys_file nor auth.keys is given"
-            )
+            ConfigFinding(("mode",), "is api_key, but neither auth.keys_file nor auth.keys is set")
         ]
     return []
 
 
 def caller(key: bool, certificate: bool) -> list[ConfigFinding]:
-    """A caller is known by one thing."""
+    """A caller has either a key or a certificate."""
     if key and certificate:
         return [
-            ConfigFinding(("certificate",), "is given beside key; a caller is known by one of them")
+            ConfigFinding(("certificate",), "is set together with key; a caller has one of them")
         ]
     if not key and not certificate:
         return [ConfigFinding(("key",), "is missing, and so is certificate; one of them is needed")]
@@ -107,21 +104,22 @@ def caller(key: bool, certificate: bool) -> list[ConfigFinding]:
 
 
 def pair(name: str, value: object, other: str, other_value: object) -> list[ConfigFinding]:
-    """Two settings of which one is of no use alone."""
-    for given, found, lacking, absent in (
+    """Two settings that need each other."""
+    for present, present_value, missing, missing_value in (
         (name, value, other, other_value),
         (other, other_value, name, value),
     ):
-        if found is not None and absent is None:
-            return [ConfigFinding((lacking,), f"must be given together with {given}", ((given,),))]
+        if present_value is not None and missing_value is None:
+            message = f"must be set together with {present}"
+            return [ConfigFinding((missing,), message, ((present,),))]
     return []
 
 
 def either(name: str, value: object, other: str, other_value: object) -> list[ConfigFinding]:
-    """Two ways to say one thing."""
+    """Two settings that exclude each other."""
     if value is not None and other_value is not None:
         return [
-            ConfigFinding((other,), f"is given beside {name}; leave one of them out", ((name,),))
+            ConfigFinding((other,), f"is set together with {name}; remove one of them", ((name,),))
         ]
     return []
 
@@ -144,44 +142,51 @@ def redis(
             message = f"has port {port}; a port is a number from 1 to 65535"
             findings.append(ConfigFinding(("addresses", i), message))
     if mode == "sentinel" and service is None:
-        message = "must be given with mode sentinel: the name the sentinels watch the server under"
+        message = "must be set with mode sentinel: the sentinels' name of the monitored server"
         findings.append(ConfigFinding(("sentinel_service",), message, (("mode",),)))
     if mode == "cluster" and database:
         message = f"is {database}, but a cluster has only database 0"
         findings.append(ConfigFinding(("database",), message, (("mode",),)))
     if layout == "hps":
-        message = "needs layout native: rows of HPS's layout have no version to tell their age"
+        message = (
+            "needs layout native: rows of HPS's layout have no version, so their age is unknown"
+        )
         findings += [ConfigFinding((name,), message, (("layout",),)) for name in ttls]
     return findings
 
 
 def stores(redis: str | None, rocksdb: str | None, *, overflow: bool) -> list[ConfigFinding]:
-    """Every row has a place to stay (the stores are given by their layouts, ``overflow``: Redis drops
-    rows); and beside rows with versions, those without would always count as the older ones."""
+    """Every row needs a store that keeps it, and all stores the same layout.
+
+    The stores are given by their layouts; ``overflow``: Redis drops rows. Rows without versions would
+    always
+    count as older than rows with versions."""
     if redis is None and rocksdb is None:
-        message = "is false, and there is no tiers.redis either; every row needs a place"
+        message = "is false, and tiers.redis is not set; one of them must store the rows"
         return [ConfigFinding(("rocksdb", "enabled"), message, (("redis",),))]
     if rocksdb is None and overflow:
-        message = "would lose rows for good, because tiers.rocksdb.enabled is false; leave it null"
+        message = (
+            "would lose rows permanently, because tiers.rocksdb.enabled is false; set it to null"
+        )
         return [ConfigFinding(("redis", "overflow_margin"), message, (("rocksdb", "enabled"),))]
     if redis is None or rocksdb is None or redis == rocksdb:
         return []
     message = (
         f"is {redis}, but tiers.rocksdb.layout is {rocksdb}; rows without versions would always "
-        "lose against rows with versions: take the same layout for both"
+        "count as older than rows with versions: use the same layout for both"
     )
     return [ConfigFinding(("redis", "layout"), message, (("rocksdb", "layout"),))]
 
 
 def cpu_cache(*, shared: bool, huge_pages: str) -> list[ConfigFinding]:
     if shared and huge_pages == "reserved":
-        message = "reserved pages can't be shared by name; take transparent"
+        message = "reserved pages can't be shared by name; use transparent"
         return [ConfigFinding(("huge_pages",), message, (("shared", "name"),))]
     return []
 
 
 def workers(count: int, gpu: str, huge_pages: str) -> list[ConfigFinding]:
-    """Workers read the node's CPU cache in shared memory; what is on a GPU they can't."""
+    """Workers read the node's CPU cache in shared memory; they cannot read a GPU cache."""
     findings = []
     if count and gpu == "required":
         message = (
@@ -189,14 +194,14 @@ def workers(count: int, gpu: str, huge_pages: str) -> list[ConfigFinding]:
         )
         findings.append(ConfigFinding(("server", "workers"), message, (("tiers", "gpu", "use"),)))
     if count and huge_pages == "reserved":
-        message = "is reserved, which can't be shared with server.workers; take transparent"
+        message = "is reserved, which can't be shared with server.workers; use transparent"
         also = (("server", "workers"),)
         findings.append(ConfigFinding(("tiers", "cpu_cache", "huge_pages"), message, also))
     return findings
 
 
 def lookup_nodes(nodes: Sequence[str]) -> list[ConfigFinding]:
-    """Each is an address, or a name of several."""
+    """Each node is an address, or a DNS name with several addresses."""
     findings = []
     for i, node in enumerate(nodes):
         host, _, port = node.removeprefix("dns:///").rpartition(":")
@@ -207,7 +212,7 @@ def lookup_nodes(nodes: Sequence[str]) -> list[ConfigFinding]:
 
 
 def role(role: str, workers: int, *, grpc: bool, nodes: bool) -> list[ConfigFinding]:
-    """A process has what its role needs of the one file that may serve all of them."""
+    """Each role has the settings that it needs; one file may serve all roles."""
     findings = []
     if role == "frontend" and not nodes:
         message = "is empty, but server.role is frontend; name the gRPC ports of the lookup nodes"
@@ -216,7 +221,7 @@ def role(role: str, workers: int, *, grpc: bool, nodes: bool) -> list[ConfigFind
         message = f"is {workers}, but server.role is frontend; start several front ends instead"
         findings.append(ConfigFinding(("server", "workers"), message, (("server", "role"),)))
     if role == "lookup" and not grpc:
-        message = "is null, but server.role is lookup: front ends ask by gRPC"
+        message = "is null, but server.role is lookup: front ends use gRPC"
         findings.append(ConfigFinding(("server", "grpc"), message, (("server", "role"),)))
     return findings
 
@@ -228,10 +233,10 @@ def gpu(
     if len(set(devices)) != len(devices):
         findings.append(ConfigFinding(("devices",), f"names a GPU twice: {list(devices)}"))
     if epoch_s is not None and eviction != "lfu":
-        message = f"acts only with eviction lfu, found {epoch_s:g} with eviction {eviction}"
+        message = f"needs eviction lfu, found {epoch_s:g} with eviction {eviction}"
         findings.append(ConfigFinding(("epoch_s",), message, (("eviction",),)))
     if static and host_bytes:
-        message = f"is {host_bytes}, but static tables lie in the GPU's memory as a whole"
+        message = f"is {host_bytes}, but static tables are entirely in GPU memory"
         findings.append(ConfigFinding(("host_bytes",), message, (("static",),)))
     return findings
 

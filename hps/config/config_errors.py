@@ -1,8 +1,7 @@
-"""Turns what pydantic and the checks find into one clear line each.
+"""Convert errors of pydantic and of the checks to one line each.
 
 A line reads ``<where>: <key path>: expected …, found …``; where is a file with its line, an
-environment variable or ``--set``. Secrets are never quoted.
-"""
+environment variable or ``--set``. Secrets are never quoted."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ from hps.suggestions import did_you_mean, hint_for
 Model = TypeVar("Model", bound=BaseModel)
 Where = Callable[[KeyPath], str]
 _ABSENT = object()
-# Of an address in a message: user and password.
+# User and password of a URL in a message.
 _USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One thing that is wrong: where it was written, the key path, and what to do about it."""
+    """One error: its source, the key path, and the remedy."""
 
     where: str
     path: KeyPath
@@ -41,7 +40,7 @@ class ConfigProblem:
 
 
 class InvalidConfiguration(ConfigError):
-    """A ConfigError with every problem of the input at once, one line each."""
+    """A ConfigError with all problems of the input, one line each."""
 
     def __init__(self, problems: Sequence[ConfigProblem]) -> None:
         super().__init__("\n".join(str(p) for p in problems))
@@ -59,8 +58,9 @@ def dotted_path(path: KeyPath) -> str:
 def validate(
     model: type[Model], data: Any, where: Where, faults: Sequence[ConfigProblem] = ()
 ) -> Model:
-    """Build ``model`` from plain ``data``; InvalidConfiguration names all problems at once, the
-    ``faults`` found before among them."""
+    """Build ``model`` from plain ``data``.
+
+    Raises InvalidConfiguration with all problems, including the parser's ``faults``."""
     try:
         built = model.model_validate(data)
     except ValidationError as error:
@@ -69,8 +69,9 @@ def validate(
         if faults:
             raise InvalidConfiguration(faults)
         return built
-    # Rules over several fields run only on fields that are right by themselves. Take the wrong ones
-    # out and ask again, so that the author sees everything in one go.
+    # Rules over several fields run only if each field is valid. Remove the invalid ones and validate again,
+    # so
+    # that one run reports every problem.
     try:
         model.model_validate(_without(data, wrong))
     except ValidationError as error:
@@ -80,9 +81,9 @@ def validate(
 
 
 def _line(problem: ConfigProblem) -> float:
-    """The line of the file, so that problems come in its order; other sources after it."""
-    found = re.search(r":(\d+)(:\d+)?$", problem.where)
-    return float(found[1]) if found else float("inf")
+    """Sort key: the line in the file; problems of other sources come last."""
+    line = re.search(r":(\d+)(:\d+)?$", problem.where)
+    return float(line[1]) if line else float("inf")
 
 
 def _translate(
@@ -92,23 +93,23 @@ def _translate(
     where: Where,
     ignore: Sequence[KeyPath] = (),
 ) -> tuple[list[ConfigProblem], list[KeyPath]]:
-    """Problems in the order of the file, and the paths whose values are at fault."""
-    found: dict[KeyPath, ConfigProblem] = {}
+    """Problems in the order of the file, and the paths of the invalid values."""
+    problems: dict[KeyPath, ConfigProblem] = {}
     for detail in error.errors(include_url=False):
         slot, path = walk(model, detail["loc"])
         findings: list[ConfigFinding] = detail.get("ctx", {}).get("findings", [])
         if detail["type"] != "inconsistent":
             if not ignore:
-                found.setdefault(path, _problem(slot, path, data, detail, where))
+                problems.setdefault(path, _problem(slot, path, data, detail, where))
             continue
         for finding in findings:
             at = (*path, *finding.path)
             involved = [at, *((*path, *other) for other in finding.also)]
             if not any(_overlap(p, bad) for p in involved for bad in ignore):
-                # The place to look at is the first of these that somebody wrote down.
-                stated = next((p for p in involved if has_path(data, p)), at)
-                found.setdefault(at, ConfigProblem(where(stated), at, finding.message))
-    return list(found.values()), list(found)
+                # Report the first of these paths that the input contains.
+                present = next((p for p in involved if has_path(data, p)), at)
+                problems.setdefault(at, ConfigProblem(where(present), at, finding.message))
+    return list(problems.values()), list(problems)
 
 
 def _problem(
@@ -149,12 +150,12 @@ def _at(data: Any, path: KeyPath) -> Any:
 
 
 def has_path(data: Any, path: KeyPath) -> bool:
-    """Whether plain data has a value at ``path``."""
+    """True if plain data has a value at ``path``."""
     return _at(data, path) is not _ABSENT
 
 
 def _without(data: Any, paths: Sequence[KeyPath]) -> Any:
-    """A copy of ``data`` that lacks the values at ``paths``; list items stay in place."""
+    """Copy ``data`` without the values at ``paths``; list items stay in place."""
     copy = _copied(data)
     for path in paths:
         parent = _at(copy, path[:-1]) if path else None
@@ -170,7 +171,7 @@ def _copied(data: Any) -> Any:
 
 
 def leaf_values(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value that is no mapping, with its path."""
+    """All values that are not mappings, with their paths."""
     if isinstance(data, dict) and (data or not path):
         for key, value in data.items():
             yield from leaf_values(value, (*path, key))

@@ -1,4 +1,4 @@
-"""Settings of dense networks: where they run, and how."""
+"""Settings of the networks: where they run, and how."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hps.config.model_schema import Name, StrictModel
 
 
 class TritonTlsSettings(StrictModel):
-    """How a Triton is asked over TLS."""
+    """TLS of the connections to Triton."""
 
     ca_file: Path | None = None
-    """Roots that Triton's certificate must lead to, PEM; null takes the system's."""
+    """PEM file of trusted roots for Triton's certificate; null: the system's."""
     certificate_file: Path | None = None
-    """The client's own certificate, PEM, where Triton asks for one."""
+    """PEM file of the client's certificate, if Triton requires one."""
     key_file: Path | None = None
-    """Its private key."""
+    """PEM file of its private key."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -28,60 +28,60 @@ class TritonTlsSettings(StrictModel):
 
 
 class TritonTarget(StrictModel):
-    """What a model's network is called in Triton."""
+    """Name and version of a model's network in Triton."""
 
     name: str = Field(min_length=1)
-    """Triton's name of it."""
+    """The network's name in Triton."""
     version: str = Field("", pattern=r"^[0-9]*$")
-    """Which of Triton's versions; empty leaves the choice to Triton's own policy."""
+    """The version in Triton; empty: Triton's version policy decides."""
 
 
 class TritonSettings(StrictModel):
     """A Triton server that runs dense networks."""
 
     url: str = Field(min_length=1)
-    """`host:port` of its gRPC or HTTP port."""
+    """`host:port` of Triton's gRPC or HTTP port."""
     protocol: Literal["grpc", "http"] = "grpc"
-    """Which of the two that is; HTTP takes less time for small batches, see docs/triton.md."""
+    """The protocol of that port; HTTP is faster for small batches, see docs/triton.md."""
     tls: TritonTlsSettings | None = None
-    """Certificates; null speaks plain text."""
+    """TLS certificates; null: plain text."""
     models: dict[Name, TritonTarget] = {}
-    """Which models' networks it runs, and what it calls them; empty: all of them, `<m>` as `<m>.dense`."""
+    """Models whose networks Triton runs, with their names there; empty: all, `<m>` as `<m>.dense`."""
     channels: int = Field(2, ge=1, le=64)
-    """gRPC connections that requests take turns on."""
+    """gRPC connections, used in turn."""
     timeout_ms: float = Field(1_000.0, gt=0)
-    """Longest wait for one run, a request's own deadline permitting."""
+    """Timeout of one run, within the request's deadline."""
     retries: int = Field(2, ge=0, le=10)
-    """How often a run is repeated that found Triton unavailable or lacking the model, or was cut off."""
+    """Retries of a run after Triton was unavailable, misses the model, or the connection was cut."""
     shared_memory: Literal["none", "system", "cuda"] = "none"
-    """Send tensors through memory shared with a Triton on this machine that allows it; `cuda`: a GPU's."""
+    """Pass tensors to a Triton on this machine through shared memory; `cuda`: of a GPU."""
     fallback: bool = False
-    """Run `dense.onnx` in this process while Triton is not available."""
+    """Run `dense.onnx` in this process while Triton is unavailable."""
 
 
 class DenseSettings(StrictModel):
     """How dense networks run."""
 
     provider: Literal["auto", "cpu", "cuda", "tensorrt"] = "auto"
-    """Where ONNX Runtime runs; `auto` takes CUDA when onnxruntime-gpu and a GPU are there."""
+    """Device of ONNX Runtime; `auto`: CUDA if onnxruntime-gpu and a GPU are available."""
     precision: Literal["float32", "float16"] = "float32"
-    """What a GPU computes in; `float16` narrows the network when it is loaded, inputs and outputs stay."""
+    """Precision on a GPU; `float16` converts the network when it is loaded, except inputs and outputs."""
     tf32: bool = False
     """Let a GPU round factors of float32 products to 10 bits: faster, but scores differ from the CPU's."""
     graphs: bool = True
-    """Record what a repeated batch asks of the GPU, and ask for it in one launch (a CUDA graph)."""
+    """Record the GPU work of repeated batch sizes as a CUDA graph and launch it as one."""
     lanes: int = Field(2, ge=1, le=64)
-    """Runs at a time on each GPU that holds the rows; each has a copy of the network."""
+    """Concurrent runs per GPU that holds the rows; each has a copy of the network."""
     threads: int = Field(1, ge=0)
-    """Threads inside one run of the network; 0 lets ONNX Runtime choose."""
+    """Threads per run of the network; 0: ONNX Runtime decides."""
     inline_us: float = Field(150.0, ge=0)
-    """Networks that answer faster than this, measured at start, run without a thread hop."""
+    """Networks that run faster than this, measured at start, run on the caller's thread."""
     runs: int | None = Field(None, ge=1)
-    """Longer runs at a time, each on a thread. null: 4, without `triton` no more than there are cores."""
+    """Threads for longer runs. null: 4, without `triton` at most the number of cores."""
     queue: int = Field(1024, ge=1)
-    """Runs that may wait for such a thread before new ones are refused (503)."""
+    """Runs that may wait for such a thread; more get 503."""
     triton: TritonSettings | None = None
-    """A Triton server that runs networks instead; null: they run in this process."""
+    """A Triton server that runs the networks; null: they run in this process."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

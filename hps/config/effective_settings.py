@@ -1,4 +1,4 @@
-"""What may be shown of a configuration: values with their origin, the schema, a ``ps.json`` as YAML."""
+"""Views of a configuration: values with their origin, the schema, a ``ps.json`` as YAML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hps.config.yaml_text import dump_yaml
 
 HIDDEN = "********"
 SETTINGS_FILE = "hps.yaml"
-"""Of what `convert_ps_json` makes, the file with the settings."""
+"""The file of settings in the result of `convert_ps_json`."""
 SchemaName = Literal["settings", "model", "api-key"]
 _SCHEMAS: dict[str, type[BaseModel]] = {
     "settings": Settings,
@@ -29,13 +29,13 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
 
 
 def effective_settings(configuration: Configuration) -> dict[str, tuple[Any, str]]:
-    """Every setting by its dotted key: the value in force (secrets hidden) and its origin."""
-    shown = {}
+    """All settings by dotted key: the effective value (secrets hidden) and its origin."""
+    values = {}
     for path, value in leaf_values(configuration.settings.model_dump(mode="json")):
         slot, _ = walk(Settings, path)
         key = dotted_path(path)
-        shown[key] = (_masked(slot, value), configuration.origins.get(key, "default"))
-    return shown
+        values[key] = (_masked(slot, value), configuration.origins.get(key, "default"))
+    return values
 
 
 def public_settings(settings: Settings) -> dict[str, Any]:
@@ -45,8 +45,9 @@ def public_settings(settings: Settings) -> dict[str, Any]:
 
 
 def deployment_identity(settings: Settings) -> dict[str, str | None]:
-    """The absolute folders that tell a deployment's server from others on the same machine; None for a role
-    without that one."""
+    """Absolute folders that distinguish this deployment's server from others on the machine.
+
+    None for a folder that the role does not use."""
     rocksdb, role = settings.tiers.rocksdb, settings.server.role
     has_database = rocksdb.enabled and role not in ("frontend", "ingest")
     return {
@@ -69,13 +70,13 @@ def _masked(slot: SchemaSlot, value: Any) -> Any:
 
 
 def json_schema(name: SchemaName = "settings") -> dict[str, Any]:
-    """JSON Schema (2020-12) with the sentence of every field as its description."""
+    """JSON Schema (2020-12); a field's docstring is its description."""
     schema = _SCHEMAS[name].model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def convert_ps_json(legacy: PsJson) -> dict[str, str]:
-    """A ``ps.json`` as our files: ``hps.yaml`` and one ``<model>/model.yaml`` per model."""
+    """Convert a ``ps.json`` to ``hps.yaml`` and one ``<model>/model.yaml`` per model."""
     settings = {**legacy.settings, "models": dict(legacy.settings["models"])}
     if not settings["models"]["serve"]:
         del settings["models"]["serve"]

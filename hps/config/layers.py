@@ -1,4 +1,4 @@
-"""Where values come from: file, environment, ``--set``; the later one wins, mappings are merged."""
+"""Layers of the configuration: file, environment, ``--set``. The last one wins; mappings are merged."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class ConfigLayer:
-    """One source: its values as nested plain data, and the name of the place of each."""
+    """One source: its values as nested plain data, and a function from a path to its location."""
 
     data: dict[str, Any]
     where: Callable[[KeyPath], str]
 
 
 def merge_layers(layers: Sequence[ConfigLayer]) -> dict[str, Any]:
-    """The later layers over the earlier: mappings are merged, all else is replaced."""
+    """Merge the mappings of all layers; other values of later layers replace those of earlier ones."""
     result: dict[str, Any] = {}
     for layer in layers:
         result = _merge(result, layer.data)
@@ -43,12 +43,12 @@ def merge_layers(layers: Sequence[ConfigLayer]) -> dict[str, Any]:
 
 
 def origin(layers: Sequence[ConfigLayer], path: KeyPath) -> str:
-    """The place that decided ``path``, or ``default``."""
+    """Location of the value that is in effect at ``path``, or ``default``."""
     return next((x.where(path) for x in reversed(layers) if has_path(x.data, path)), DEFAULT)
 
 
 def nearest_origin(layers: Sequence[ConfigLayer], path: KeyPath) -> str:
-    """The place to look at when ``path`` is wrong: its own, else that of the value around it."""
+    """Location of the value at ``path``, else of the value around it, for error messages."""
     places = (origin(layers, path[:length]) for length in range(len(path), 0, -1))
     return next((place for place in places if place != DEFAULT), "")
 
@@ -56,17 +56,16 @@ def nearest_origin(layers: Sequence[ConfigLayer], path: KeyPath) -> str:
 def from_environment(variables: Mapping[str, str]) -> tuple[ConfigLayer, list[ConfigProblem]]:
     """``HPS__SERVER__HTTP__PORT=8080`` sets ``server.http.port``; names match in any case.
 
-    Returns what is right and the problems with the rest.
-    """
+    Returns the valid values, and the problems of the others."""
     data: dict[str, Any] = {}
     names: dict[KeyPath, str] = {}
     problems: list[ConfigProblem] = []
-    # The shorter name first: HPS__TIERS may hold a mapping that HPS__TIERS__… refines.
+    # Shorter names first: HPS__TIERS may hold a mapping that HPS__TIERS__… refines.
     for name in sorted(variables, key=lambda n: (n.count("__"), n)):
         try:
             path, slot = _match(name, name[len(PREFIX) :].split("__"), fold=True)
             if path in names:
-                raise _wrong(name, path, f"{names[path]} sets the same; unset one")
+                raise _wrong(name, path, f"{names[path]} sets the same setting; unset one")
             names[path] = name
             data = _merge(data, _nested(path, _value(slot, path, variables[name], name)))
         except InvalidConfiguration as error:
@@ -79,10 +78,9 @@ def from_environment(variables: Mapping[str, str]) -> tuple[ConfigLayer, list[Co
 
 
 def from_overrides(overrides: Sequence[str]) -> tuple[ConfigLayer, list[ConfigProblem]]:
-    """``server.http.port=8080``, as given to ``--set``; of two for the same setting the last wins.
+    """``server.http.port=8080``, as passed to ``--set``; the last value of a setting wins.
 
-    Returns what is right and the problems with the rest.
-    """
+    Returns the valid values, and the problems of the others."""
     data: dict[str, Any] = {}
     problems: list[ConfigProblem] = []
     for override in overrides:
@@ -97,22 +95,22 @@ def from_overrides(overrides: Sequence[str]) -> tuple[ConfigLayer, list[ConfigPr
     return ConfigLayer(data, lambda path: "--set"), problems
 
 
-def command_line_secrets(given: ConfigLayer) -> list[str]:
-    """Warnings on secrets that a command line gives."""
-    shown = [
+def command_line_secrets(overrides: ConfigLayer) -> list[str]:
+    """Warnings about secrets on the command line."""
+    names = [
         dotted_path(path)
-        for path, value in leaf_values(given.data)
+        for path, value in leaf_values(overrides.data)
         if value not in (None, []) and is_secret(walk(Settings, path)[0])
     ]
     return [
-        f"--set {name}: every user of this machine can read command lines; give it in a file, or as "
+        f"--set {name}: every user of this machine can read command lines; set it in a file, or as "
         f"{PREFIX}{name.upper().replace('.', '__')}"
-        for name in shown
+        for name in names
     ]
 
 
 def without_empty_sections(data: dict[str, Any], slot: SchemaSlot = ROOT) -> dict[str, Any]:
-    """``data`` without sections of which only the heading is left (``server:`` with nothing below)."""
+    """``data`` without empty sections (``server:`` with nothing below)."""
     result: dict[str, Any] = {}
     for key, value in data.items():
         below = slot.below(key)
@@ -124,7 +122,7 @@ def without_empty_sections(data: dict[str, Any], slot: SchemaSlot = ROOT) -> dic
 
 
 def resolve_paths(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``data`` with every relative path taken from ``folder``, and ``~`` as the home folder."""
+    """``data`` with relative paths resolved against ``folder``, and ``~`` as the home folder."""
     for path, value in list(leaf_values(data)):
         slot, reached = walk(Settings, path)
         is_path = Path in slot.options and reached == path
@@ -152,7 +150,7 @@ def _unknown(slot: SchemaSlot, part: str) -> str:
     names = list(slot.fields)
     if names:
         return f"no such setting{hint_for(part, names, 'the settings are')}"
-    return "has nothing below it; a list is set as a whole, as in [a, b]"
+    return "has no parts; a list is set as a whole, as in [a, b]"
 
 
 def _value(slot: SchemaSlot, path: KeyPath, text: str, source: str) -> Any:

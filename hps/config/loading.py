@@ -1,4 +1,4 @@
-"""From a file, the environment and overrides to one checked configuration."""
+"""Load a configuration from a file, the environment and overrides."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from hps.errors import ConfigError
 
 @dataclass(frozen=True)
 class Configuration:
-    """Everything a node needs to start.
+    """All that a node needs to start.
 
-    ``legacy`` models come beside those of the repository; ``settings.models.serve`` holds overrides
-    for them too, by name. A ``ps.json`` alone serves its own models only (``serve`` then names no
-    other). ``warnings`` are shown at start. ``origins`` names, by dotted key, where each value of
-    ``settings`` came from.
+    ``legacy`` models are served in addition to those of the repository; ``settings.models.serve`` holds
+    their
+    overrides, too, by name. A ``ps.json`` alone serves only its own models (``serve`` then names no
+    other). ``warnings`` are logged at start. ``origins`` maps dotted keys to the locations of their values.
     """
 
     settings: Settings = field(default_factory=Settings)
@@ -57,11 +57,10 @@ def load_config(
     *,
     environ: Mapping[str, str] | None = None,
 ) -> Configuration:
-    """Read our YAML, or HPS's ``ps.json`` (``*.json``); None means defaults.
+    """Read a YAML file, or HPS's ``ps.json`` (``*.json``); None means defaults.
 
     ``overrides`` are ``a.b=value``. Precedence: overrides, environment, file, defaults. Raises
-    InvalidConfiguration, a ConfigError with every problem at once.
-    """
+    InvalidConfiguration, a ConfigError with all problems."""
     if path is None:
         return _configuration([], None, overrides, environ)
     path = Path(path)
@@ -90,14 +89,14 @@ def configuration_from(
     *,
     environ: Mapping[str, str] | None = None,
 ) -> Configuration:
-    """A configuration from plain data of the YAML's shape; relative paths start at the working folder."""
+    """Build a configuration from plain data; relative paths start at the working folder."""
     return _configuration([ConfigLayer(dict(data), lambda key: "")], None, overrides, environ)
 
 
 def as_configuration(
     config: Path | str | Mapping[str, Any] | Settings | Configuration | None,
 ) -> Configuration:
-    """What a caller gave in one of the ways there are. Raises ConfigError."""
+    """Convert any accepted form of a configuration. Raises ConfigError."""
     if isinstance(config, Settings):
         return Configuration(settings=config)
     if isinstance(config, Configuration):

@@ -1,4 +1,4 @@
-"""Settings of processes whose lookups are answered by other nodes."""
+"""Settings of remote lookups: processes whose lookups other nodes answer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hps.config.model_schema import StrictModel
 
 
 class LookupTlsSettings(StrictModel):
-    """How nodes are asked over TLS."""
+    """TLS of the connections to lookup nodes."""
 
     ca_file: Path | None = None
-    """Roots that the nodes' certificates must lead to, PEM; null takes the system's."""
+    """PEM file of trusted roots for the nodes' certificates; null: the system's."""
     certificate_file: Path | None = None
-    """The process's own certificate, PEM, where nodes ask for one."""
+    """PEM file of this process's certificate, if nodes require one."""
     key_file: Path | None = None
-    """Its private key."""
+    """PEM file of its private key."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -28,14 +28,14 @@ class LookupTlsSettings(StrictModel):
 
 
 class EjectionSettings(StrictModel):
-    """When a node that fails is left out, and for how long."""
+    """Outlier ejection: nodes that fail get no lookups for a while."""
 
     failures: int = Field(5, ge=1, le=10)
-    """So many failures among a node's last ten lookups, and it is left out; at most half of the nodes are."""
+    """Failures among a node's last ten lookups after which it is ejected; at most half of the nodes are."""
     base_s: float = Field(1.0, gt=0)
-    """For how long at first; twice as long each time it fails again."""
+    """Duration of the first ejection; it doubles each time the node fails again."""
     most_s: float = Field(30.0, gt=0)
-    """For how long at most."""
+    """Longest duration of an ejection."""
 
 
 class LookupSettings(StrictModel):
@@ -44,21 +44,21 @@ class LookupSettings(StrictModel):
     nodes: list[str] = []
     """`host:port` of each node's gRPC port; `dns:///name:port`: every address of the name is a node."""
     resolve_s: float = Field(5.0, gt=0)
-    """How often the names of `dns:///` are looked up again, in seconds."""
+    """Seconds between DNS queries for the names of `dns:///`."""
     tls: LookupTlsSettings | None = None
-    """Certificates; null speaks plain text."""
+    """TLS certificates; null: plain text."""
     api_key_file: Path | None = None
-    """File with the API key that nodes ask for, role read; read again when it changes."""
+    """File with the API key for the nodes, role read; read again when it changes."""
     in_flight: int = Field(1024, ge=1)
-    """Lookups under way before new ones are refused (503), for each model."""
+    """Concurrent lookups per model; more get 503."""
     retries: int = Field(2, ge=0, le=10)
-    """How many other nodes a lookup is sent to when one fails."""
+    """Number of other nodes to which a failed lookup is sent."""
     timeout_ms: float = Field(1_000.0, gt=0)
-    """Longest wait for a lookup without a deadline of its own."""
+    """Timeout of a lookup without a deadline."""
     attempt_ms: float = Field(1_000.0, gt=0)
-    """Longest wait for one node before another one is asked; never more than half of what is left."""
+    """Timeout of one node, after which another is tried; at most half of the remaining time."""
     ejection: EjectionSettings = EjectionSettings()
-    """When a node that fails is left out, and for how long."""
+    """Outlier ejection of nodes that fail."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,4 +1,4 @@
-"""Rules that span several fields of ``model.yaml``, as those of ``checks.py``."""
+"""Rules that span several fields of ``model.yaml``, like those of ``checks.py``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hps.config.checks import ConfigFinding, duplicates
 from hps.suggestions import hint_for
 
 FLOAT16_MAX = 65_504.0
-# Suffixes that the wire adds to a feature's name.
+# Suffixes of tensor names that the protocol adds to a feature's name.
 RESERVED_SUFFIXES = (".offsets", ".weights", ".source")
 
 
 def miss_policy(kind: str, min_hit_rate: float) -> list[ConfigFinding]:
     if kind == "wait" and min_hit_rate > 0:
-        message = f"acts only with kind default_then_promote, found {min_hit_rate:g} with kind wait"
+        message = f"needs kind default_then_promote, found {min_hit_rate:g} with kind wait"
         return [ConfigFinding(("min_hit_rate",), message, (("kind",),))]
     return []
 
@@ -23,7 +23,7 @@ def default_vector(default: float | list[float], dim: int, dtype: str) -> list[C
     findings = []
     values = default if isinstance(default, list) else [default]
     if isinstance(default, list) and len(default) != dim:
-        message = f"has {len(default)} values, but dim is {dim}; give one number or {dim}"
+        message = f"has {len(default)} values, but dim is {dim}; expected one number or {dim}"
         findings.append(ConfigFinding(("default",), message, (("dim",),)))
     if dtype == "float16" and any(abs(v) > FLOAT16_MAX for v in values):
         message = f"does not fit float16, whose largest value is {FLOAT16_MAX:g}"
@@ -49,14 +49,14 @@ def shape(dims: Sequence[int]) -> list[ConfigFinding]:
 
 
 def shared_keys(tables: Sequence[str]) -> list[ConfigFinding]:
-    """Tables that take one feature's keys: each once, none with a name that the wire uses."""
+    """Tables of one feature are distinct, and none has a name that the protocol reserves."""
     findings = []
     for i, table in enumerate(tables):
         if table in tables[:i]:
             findings.append(ConfigFinding(("table", i), f"names table {table!r} twice"))
         if len(tables) > 1 and f".{table}" in RESERVED_SUFFIXES:
             message = (
-                f"vectors of table {table!r} would be called '<feature>.{table}', which is reserved"
+                f"vectors of table {table!r} would be named '<feature>.{table}', which is reserved"
             )
             findings.append(ConfigFinding(("table", i), message))
     return findings
@@ -65,7 +65,7 @@ def shared_keys(tables: Sequence[str]) -> list[ConfigFinding]:
 def names(
     tables: Sequence[str], features: Sequence[tuple[str, Sequence[str]]]
 ) -> list[ConfigFinding]:
-    """Unique names; every feature's tables exist."""
+    """Names are unique, and every feature's tables exist."""
     findings = duplicates(tables, "tables", "tables")
     findings += duplicates([name for name, _ in features], "features", "features")
     for i, (name, used) in enumerate(features):
@@ -85,15 +85,15 @@ def dense(
 ) -> list[ConfigFinding]:
     findings = duplicates(inputs, "inputs", "inputs") + duplicates(outputs, "outputs", "outputs")
     if ranking_output is not None and ranking_output not in outputs:
-        message = f"is {ranking_output!r}, which is no output"
+        message = f"is {ranking_output!r}, which is not an output"
         message += hint_for(ranking_output, outputs, "the outputs are")
         findings.append(ConfigFinding(("ranking_output",), message, (("outputs",),)))
-    taken = dict.fromkeys(inputs, "an input of the request")
+    sources = dict.fromkeys(inputs, "an input of the request")
     for feature, target in embeddings.items():
-        if target in taken:
-            message = f"network input {target!r} is taken by {taken[target]} already"
+        if target in sources:
+            message = f"network input {target!r} already receives {sources[target]}"
             findings.append(ConfigFinding(("embeddings", feature), message))
-        taken[target] = f"feature {feature!r}"
+        sources[target] = f"feature {feature!r}"
     return findings
 
 
@@ -103,7 +103,7 @@ def wiring(
     inputs: Sequence[str],
     embeddings: Mapping[str, str],
 ) -> list[ConfigFinding]:
-    """Embeddings name real vectors; on the wire no input hides behind a feature's name."""
+    """Embeddings name existing vectors; no input has the name of a feature's tensor."""
     findings = []
     for name in embeddings:
         if name not in vectors:
@@ -114,6 +114,6 @@ def wiring(
     reserved = {name + suffix for name in names for suffix in ("", *RESERVED_SUFFIXES)}
     for i, name in enumerate(inputs):
         if name in reserved:
-            message = f"input {name!r} has the name that a feature uses on the wire"
+            message = f"input {name!r} has the name of a feature's tensor"
             findings.append(ConfigFinding(("dense", "inputs", i, "name"), message))
     return findings

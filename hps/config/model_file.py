@@ -1,4 +1,4 @@
-"""``model.yaml`` on disk: read, write, and overridden by the server's settings."""
+"""Read and write ``model.yaml``, and apply the server's overrides to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hps.suggestions import hint_for
 
 
 def load_model_spec(path: Path) -> ModelSpec:
-    """Read a ``model.yaml``; ConfigError names file, line, key, what was expected and found."""
+    """Read a ``model.yaml``; its ConfigErrors name file, line, key, and the expected and found values."""
     document = read_yaml(path, "model description")
 
     def where(key: KeyPath) -> str:
@@ -25,12 +25,12 @@ def load_model_spec(path: Path) -> ModelSpec:
 
 
 def dump_model_spec(spec: ModelSpec) -> str:
-    """The spec as YAML without what is default anyway; ``load_model_spec`` reads it back equal."""
+    """The spec as YAML without default values; ``load_model_spec`` returns an equal one."""
     return dump_yaml(spec.model_dump(mode="json", exclude_defaults=True))
 
 
 def place(file: str, lines: dict[KeyPath, int], key: KeyPath) -> str:
-    """``file:line`` of the nearest value that stands in the file."""
+    """``file:line`` of the value at ``key``, or of the nearest one around it."""
     for length in range(len(key), 0, -1):
         if key[:length] in lines:
             return f"{file}:{lines[key[:length]]}"
@@ -38,8 +38,10 @@ def place(file: str, lines: dict[KeyPath, int], key: KeyPath) -> str:
 
 
 def apply_override(spec: ModelSpec, override: ModelOverride | None) -> ModelSpec:
-    """The spec with the server's settings laid over it (``version`` and cache sizes are not part
-    of it). ConfigError when the result is inconsistent or names a table the model does not have."""
+    """Apply the server's settings to the spec (except ``version`` and cache sizes, which are not part of
+    it).
+
+    Raises ConfigError if the result is inconsistent or names a table that the model does not have."""
     if override is None:
         return spec
     base: KeyPath = ("models", "serve", spec.name)
@@ -58,15 +60,15 @@ def apply_override(spec: ModelSpec, override: ModelOverride | None) -> ModelSpec
         )
     data: dict[str, Any] = spec.model_dump()
     for table in data["tables"]:
-        given = override.tables.get(table["name"])
-        if given is not None:
-            table |= given.model_dump(
+        table_override = override.tables.get(table["name"])
+        if table_override is not None:
+            table |= table_override.model_dump(
                 include={"default", "miss_policy", "tombstone_ttl_s"}, exclude_none=True
             )
     data |= override.model_dump(include={"dense", "max_batch_size"}, exclude_none=True)
 
     def where(key: KeyPath) -> str:
-        named = (*base, "tables", names[int(key[1])]) if key[:1] == ("tables",) else base
-        return ".".join(str(part) for part in named)
+        path = (*base, "tables", names[int(key[1])]) if key[:1] == ("tables",) else base
+        return ".".join(str(part) for part in path)
 
     return validate(ModelSpec, data, where)

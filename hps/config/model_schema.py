@@ -1,8 +1,7 @@
-"""``model.yaml``: what a model is made of. One field, one sentence; unknown keys are refused.
+"""Schema of ``model.yaml``. One field, one sentence; unknown keys are rejected.
 
-The sentence under a field is its description in ``hps config schema`` and in the docs. Rules that
-span several fields live in ``model_checks.py`` and run whenever an object is built.
-"""
+The docstring of a field is its description in ``hps config schema`` and in the docs. Rules that
+span several fields are in ``model_checks.py`` and run whenever an object is built."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from pydantic_core.core_schema import ValidationInfo
 from hps.config import model_checks
 from hps.config.checks import ConfigFinding
 
-# HPS's own rule for model and table names (hier_parameter_server.cpp); safe in paths and URLs too.
+# HPS's rule for model and table names (hier_parameter_server.cpp); also safe in paths and URLs.
 NAME_PATTERN = r"^[a-zA-Z0-9_\-]{1,120}$"
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-# Tensor and feature names travel in JSON and in response parameters; a dot is reserved for
+# Tensor and feature names occur in JSON and in response parameters; a dot is reserved for
 # `<feature>.offsets`, `.weights` and `.source`.
 FeatureName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 VectorName = Annotated[
@@ -39,7 +38,7 @@ Datatype = Literal[
 ]  # fmt: skip
 
 
-REMOTE_PATH = "remote locations are not read in this release; copy the files to a local folder"
+REMOTE_PATH = "remote locations are not supported; copy the files to a local folder"
 
 
 class StrictModel(BaseModel):
@@ -50,18 +49,18 @@ class StrictModel(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plausible(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse two slips that pydantic would let pass."""
+        """Reject two mistakes that pydantic accepts."""
         if isinstance(value, bool | str) and info.field_name is not None:
             allowed = cls.model_fields[info.field_name].annotation
             options = get_args(allowed) or (allowed,)
             if isinstance(value, bool) and not {bool, Any} & set(options):
-                raise PydanticCustomError("bool_not_allowed", "true and false are no number")
+                raise PydanticCustomError("bool_not_allowed", "true and false are not numbers")
             if isinstance(value, str) and "://" in value and Path in options:
                 raise PydanticCustomError("remote_path", REMOTE_PATH)
         return value
 
     def consistent(self, findings: list[ConfigFinding]) -> Self:
-        """Return self, or raise one error that carries all findings."""
+        """Return self, or raise one error with all findings."""
         if findings:
             text = "; ".join(f.message for f in findings)
             raise PydanticCustomError(
@@ -71,12 +70,12 @@ class StrictModel(BaseModel):
 
 
 class MissPolicySpec(StrictModel):
-    """What happens to keys that no memory tier holds."""
+    """Rule for keys that are not in memory."""
 
     kind: Literal["wait", "default_then_promote"] = "wait"
-    """`wait` asks the stores; `default_then_promote` answers with the default and promotes later."""
+    """`wait` fetches from the stores; `default_then_promote` answers with the default and promotes later."""
     min_hit_rate: float = Field(0.0, ge=0.0, le=1.0)
-    """Under `default_then_promote`: a batch that finds a smaller share of its keys waits after all."""
+    """With `default_then_promote`: a batch with a smaller share of keys in memory waits for the stores."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -91,15 +90,15 @@ class TableSpec(StrictModel):
     dim: int = Field(ge=1, le=65_536)
     """Values per row."""
     dtype: Literal["float32", "float16"] = "float32"
-    """The row's type in the tiers; files hold float32."""
+    """The type of rows in the tiers; files hold float32."""
     key_dtype: Literal["int64", "uint32"] = "int64"
     """`uint32` keeps only the low 32 bits of every key, in files and in requests."""
     default: float | list[float] = 0.0
-    """What an unknown key gets: one number, or `dim` of them."""
+    """The vector of an unknown key: one number, or `dim` of them."""
     miss_policy: MissPolicySpec = MissPolicySpec()
-    """What a lookup does with keys that no memory tier holds."""
+    """Rule for keys that are not in memory."""
     tombstone_ttl_s: float = Field(86_400.0, ge=0)
-    """How long a deletion is remembered, in seconds."""
+    """Seconds for which a deletion is kept, so that an older row cannot come back."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -107,22 +106,22 @@ class TableSpec(StrictModel):
 
 
 class FeatureSpec(StrictModel):
-    """One categorical field of a request; its keys select rows of a table, or of several."""
+    """One categorical field of a request; its keys select rows of one or several tables."""
 
     name: FeatureName
-    """The feature's name, on the wire too."""
+    """The feature's name, also in requests."""
     table: Name | Annotated[list[Name], Field(min_length=1)]
-    """The table its keys belong to, or a list of them; the vectors are called `<feature>.<table>` then."""
+    """The table of its keys, or a list of tables, whose vectors are named `<feature>.<table>`."""
     key_offset: int = Field(0, ge=-(2**63), le=2**64 - 1)
-    """Added (mod 2^64) to every key of this feature: several features can share one table."""
+    """Added (mod 2^64) to every key of this feature, so that several features can share one table."""
     pooling: Literal["sum", "mean", "none"] = "sum"
-    """How a sample's vectors become one; `none` returns one vector per key."""
+    """Reduction of a sample's vectors to one; `none` returns one vector per key."""
     hotness: int | None = Field(None, ge=1)
-    """Keys per sample when it is fixed; null: anything the request brings, jagged included."""
+    """Fixed number of keys per sample; null: any number, also a different one per sample."""
     max_hotness: int | None = Field(None, ge=1)
-    """Most keys per sample, on average over a request; more are refused."""
+    """Largest number of keys per sample, averaged over a request; requests with more are rejected."""
     context: bool = False
-    """May come with batch 1 and is then broadcast over the candidates of the other features."""
+    """May have batch 1, which is then broadcast over the candidates of the other features."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -131,28 +130,28 @@ class FeatureSpec(StrictModel):
 
     @property
     def tables(self) -> list[str]:
-        """The tables its keys belong to."""
+        """The tables of the feature's keys."""
         return self.table if isinstance(self.table, list) else [self.table]
 
     @property
     def vectors(self) -> dict[str, str]:
-        """The vectors made of its keys: name -> table."""
+        """The feature's vectors: name -> table."""
         if len(self.tables) == 1:
             return {self.name: self.tables[0]}
         return {f"{self.name}.{table}": table for table in self.tables}
 
 
 class TensorSpec(StrictModel):
-    """An input or output of the dense network."""
+    """An input or output of the network."""
 
     name: TensorName
-    """The tensor's name in the network and on the wire."""
+    """The tensor's name in the network and in requests."""
     datatype: Datatype = "FP32"
-    """Its type, in the words of the Open Inference Protocol."""
+    """Its type, as named in the Open Inference Protocol."""
     shape: list[int]
     """-1 is a variable dimension; the first one is the batch."""
     context: bool = False
-    """Inputs only: may come with batch 1 and is then broadcast over the candidates."""
+    """Inputs only: may have batch 1, which is then broadcast over the candidates."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -160,15 +159,15 @@ class TensorSpec(StrictModel):
 
 
 class DenseSpec(StrictModel):
-    """The dense part, `dense.onnx` in the version's folder."""
+    """The network, `dense.onnx` in the version's folder."""
 
     inputs: list[TensorSpec] = []
-    """Tensors the request brings besides the features."""
+    """Tensors of a request in addition to the features."""
     embeddings: dict[VectorName, TensorName] = {}
     """Feature (`<feature>.<table>` where it has several) -> name of the network's input that takes its pooled
     vectors; default: the same name."""
     outputs: list[TensorSpec] = Field(min_length=1)
-    """The network's named outputs, in the order they are answered."""
+    """The network's outputs, in the order of the answer."""
     ranking_output: TensorName | None = None
     """The output that `top_k` sorts by; default: the first."""
 
@@ -185,7 +184,7 @@ class DenseSpec(StrictModel):
 
 
 class ModelSpec(StrictModel):
-    """A whole model: tables, features and the dense part."""
+    """A model: tables, features and the network."""
 
     name: Name
     """The model's name, also the name of its folder in the model repository."""
@@ -194,7 +193,7 @@ class ModelSpec(StrictModel):
     features: list[FeatureSpec] = []
     """Default: one feature per table, with the table's name."""
     dense: DenseSpec | None = None
-    """The dense part; without one the model answers embedding lookups only."""
+    """The network; a model without one answers embedding lookups only."""
     max_batch_size: int = Field(65_536, ge=1)
     """Largest batch of one request."""
 
@@ -213,5 +212,5 @@ class ModelSpec(StrictModel):
 
     @property
     def served_features(self) -> list[FeatureSpec]:
-        """``features``; without any, one per table with the table's name."""
+        """``features``, or if empty, one per table with the table's name."""
         return self.features or [FeatureSpec(name=t.name, table=t.name) for t in self.tables]

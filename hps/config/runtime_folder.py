@@ -1,8 +1,7 @@
-"""Where processes of one machine find a node: the folder of its socket, the name of its shared cache.
+"""Locations by which processes of one machine find a node: its socket's folder, its shared cache's name.
 
-Both are made of what only one node at a time can have, so that a node which was killed finds what it left,
-and uses it or clears it away.
-"""
+Both derive from something that only one node at a time can own. A node that restarts after a kill thus
+finds the leftovers, and reuses or removes them."""
 
 from __future__ import annotations
 
@@ -16,8 +15,9 @@ from hps.config.schema import Settings
 
 
 def for_workers(settings: Settings) -> Settings:
-    """``settings`` of a node with workers: with a ``server.runtime`` if none is given, and without a GPU
-    cache, which workers could not use."""
+    """Adapt ``settings`` to a node with workers: set ``server.runtime``, disable the GPU cache.
+
+    Workers cannot use a GPU cache."""
     gpu = settings.tiers.gpu.model_copy(update={"use": "off"})
     tiers = settings.tiers.model_copy(update={"gpu": gpu})
     runtime = settings.server.runtime or _own_folder(settings)
@@ -26,7 +26,7 @@ def for_workers(settings: Settings) -> Settings:
 
 
 def with_shared_cache(settings: Settings) -> Settings:
-    """``settings`` with a shared CPU cache where ``server.runtime`` lets others attach."""
+    """Add a shared CPU cache to ``settings`` if ``server.runtime`` lets others attach."""
     runtime, cache = settings.server.runtime, settings.tiers.cpu_cache
     if runtime is None or not cache.enabled or cache.shared.name is not None:
         return settings

@@ -1,8 +1,7 @@
 """The server's settings: one YAML file, top keys ``models tiers updates lookup dense server auth``.
 
 One field, one sentence. ``hps config schema`` prints this as JSON Schema; ``hps config show`` prints
-what is in force and where each value came from.
-"""
+the effective values and their origins."""
 
 from __future__ import annotations
 
@@ -30,25 +29,25 @@ class TableOverride(StrictModel):
     """Overrides one table's entry of `model.yaml`."""
 
     default: float | list[float] | None = None
-    """What an unknown key gets: one number, or `dim` of them."""
+    """The vector of an unknown key: one number, or `dim` of them."""
     miss_policy: MissPolicySpec | None = None
-    """What a lookup does with keys that no memory tier holds."""
+    """Rule for keys that are not in memory."""
     tombstone_ttl_s: float | None = Field(None, ge=0)
-    """How long a deletion is remembered, in seconds."""
+    """Seconds for which a deletion is kept, so that an older row cannot come back."""
     cache_rows: int | None = Field(None, ge=0)
     """CPU cache capacity of this table, in rows; 0 keeps it out of the cache."""
     cache_share: float | None = Field(None, gt=0, le=1)
-    """CPU cache capacity as a share of this table's rows; `cache_rows` goes first."""
+    """CPU cache capacity as a share of this table's rows; `cache_rows` takes precedence."""
     cache_eviction: Eviction | None = None
-    """Which row of this table makes room in the CPU cache; null: as `tiers.cpu_cache.eviction` says."""
+    """The row of this table to evict from the CPU cache; null: as `tiers.cpu_cache.eviction`."""
     gpu_rows: int | None = Field(None, ge=0)
     """GPU cache capacity of this table, in rows; 0 keeps it out of the cache."""
     gpu_share: float | None = Field(None, gt=0, le=1)
-    """GPU cache capacity as a share of this table's rows; `gpu_rows` goes first."""
+    """GPU cache capacity as a share of this table's rows; `gpu_rows` takes precedence."""
     gpu_eviction: GpuEviction | None = None
-    """Which row of this table makes room in the GPU cache; null: as `tiers.gpu.eviction` says."""
+    """The row of this table to evict from the GPU cache; null: as `tiers.gpu.eviction`."""
     gpu_static: bool | None = None
-    """Whether the whole table is in the GPU cache, read-only; null: as `tiers.gpu.static` says."""
+    """Keep the whole table in the GPU cache, read-only; null: as `tiers.gpu.static`."""
 
 
 class ModelOverride(StrictModel):
@@ -59,41 +58,41 @@ class ModelOverride(StrictModel):
     tables: dict[Name, TableOverride] = {}
     """Overrides by table name."""
     dense: DenseSpec | None = None
-    """Takes the place of the model's whole dense part."""
+    """Replaces the model's `dense` section."""
     max_batch_size: int | None = Field(None, ge=1)
     """Largest batch of one request."""
 
 
 class ModelsSettings(StrictModel):
-    """What is served."""
+    """The served models."""
 
     repository: Path = Path("models")
     """Folder of the model repository."""
     serve: dict[Name, ModelOverride] | None = None
     """The models to serve, with overrides; null: every model of the repository."""
     control: Literal["admin", "all"] = "admin"
-    """Ports that take `load` and `unload`: those of administration, or all, as Triton's clients want it."""
+    """Ports that accept `load` and `unload`: those of administration, or all, as Triton's clients expect."""
     catch_up_s: float = Field(60.0, gt=0)
-    """Longest wait for the update streams before a version that was loaded is served."""
+    """Longest wait for the update streams before a loaded version is served."""
     linger_s: float = Field(5.0, ge=0)
-    """How long a version that was replaced still answers the lookups of front ends that have not noticed."""
+    """Time for which a replaced version still answers lookups of front ends that have not switched yet."""
 
 
 class TiersSettings(StrictModel):
-    """Where rows are kept, fastest first, and how lookups reach them."""
+    """The caches and stores of rows, fastest first, and the threads of lookups."""
 
     gpu: GpuCacheSettings = GpuCacheSettings()
-    """The cache in the memory of GPUs."""
+    """The cache in GPU memory."""
     cpu_cache: CpuCacheSettings = CpuCacheSettings()
     """The cache in host memory."""
     rocksdb: RocksDbSettings = RocksDbSettings()
     """The store on the local disk."""
     redis: RedisSettings | None = None
-    """A store that all nodes share, asked before the local one; null: none."""
+    """A store that all nodes share, read before the local one; null: none."""
     lookup_threads: int = Field(4, ge=1)
-    """Threads for lookups that must ask a store."""
+    """Threads for lookups that must read a store."""
     lookup_queue: int = Field(1024, ge=1)
-    """Lookups that may wait for such a thread before new ones are refused (503)."""
+    """Lookups that may wait for such a thread; more get 503."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -107,19 +106,19 @@ class Settings(StrictModel):
     """The server's settings."""
 
     models: ModelsSettings = ModelsSettings()
-    """What is served."""
+    """The served models."""
     tiers: TiersSettings = TiersSettings()
-    """Where rows are kept."""
+    """The caches and stores of rows."""
     updates: UpdatesSettings = UpdatesSettings()
     """How rows change while they are served."""
     lookup: LookupSettings = LookupSettings()
-    """The nodes that front ends ask."""
+    """The lookup nodes of front ends."""
     dense: DenseSettings = DenseSettings()
     """How dense networks run."""
     server: ServerSettings = ServerSettings()
     """Ports and limits of the server."""
     auth: AuthSettings = AuthSettings()
-    """Who may use the server."""
+    """Authentication of callers."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

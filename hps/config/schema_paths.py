@@ -1,4 +1,4 @@
-"""What the schema expects at a key path, in words. Read by error messages, overrides and docs."""
+"""Describe the expected value at a key path, for error messages, overrides and docs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNION = (Union, types.UnionType)
 
 @dataclass(frozen=True)
 class SchemaSlot:
-    """A place in the schema: its type, its limits and the field it belongs to."""
+    """A position in the schema: its type, its limits and its field."""
 
     root: type[BaseModel]
     annotation: Any
@@ -31,7 +31,7 @@ class SchemaSlot:
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """The types it may have, null left out."""
+        """The allowed types, without null."""
         if get_origin(self.annotation) in _UNION:
             return tuple(a for a in get_args(self.annotation) if a is not type(None))
         return (self.annotation,)
@@ -42,7 +42,7 @@ class SchemaSlot:
 
     @property
     def model(self) -> type[BaseModel] | None:
-        """The mapping with fixed keys that stands here, if any."""
+        """The mapping with fixed keys at this position, or None."""
         for option in self.options:
             if isinstance(option, type) and issubclass(option, BaseModel):
                 return option
@@ -63,11 +63,11 @@ class SchemaSlot:
 
     @property
     def takes_text(self) -> bool:
-        """Whether a value written as plain text is meant literally."""
+        """True if plain text is used literally, not parsed as YAML."""
         return all(_plain(o) in (str, Path) or get_origin(o) is Literal for o in self.options)
 
     def below(self, part: str | int) -> SchemaSlot | None:
-        """The place under ``part`` (a field, a mapping's key or a list's index)."""
+        """The position under ``part`` (a field, a mapping's key or a list's index)."""
         if self.model is not None:
             info = self.model.model_fields.get(str(part))
             if info is None or isinstance(part, int):
@@ -94,11 +94,10 @@ def _plain(annotation: Any) -> Any:
 
 
 def walk(root: type[BaseModel], loc: KeyPath) -> tuple[SchemaSlot, KeyPath]:
-    """The deepest place that ``loc`` leads to, and the real path there.
+    """The deepest position that ``loc`` leads to, and its real path.
 
     pydantic puts union members and ``[key]`` into its locations; these are dropped. An unknown key
-    ends the walk and stays the last part of the path.
-    """
+    ends the walk and stays the last part of the path."""
     slot = SchemaSlot(root, root)
     path: KeyPath = ()
     for part in loc:
@@ -114,14 +113,14 @@ def walk(root: type[BaseModel], loc: KeyPath) -> tuple[SchemaSlot, KeyPath]:
 
 
 def is_secret(slot: SchemaSlot) -> bool:
-    """Whether the value here is, or may contain, something that must not be shown."""
+    """True if the value is, or may contain, a secret."""
     if slot.info is not None and slot.info.repr is False:
         return True
     return any(is_secret(child) for _, child in children(slot))
 
 
 def children(slot: SchemaSlot) -> Iterator[tuple[str, SchemaSlot]]:
-    """The places directly below: fields, ``*`` for a mapping's values, ``[]`` for a list's items."""
+    """The positions directly below: fields, ``*`` for a mapping's values, ``[]`` for a list's items."""
     for name in slot.fields:
         below = slot.below(name)
         if below is not None:
@@ -135,11 +134,10 @@ def children(slot: SchemaSlot) -> Iterator[tuple[str, SchemaSlot]]:
 def settings_of(
     root: type[BaseModel], closed: tuple[type[BaseModel], ...] = ()
 ) -> Iterator[tuple[str, SchemaSlot]]:
-    """Every single setting of ``root`` by its dotted key, in the order of the schema.
+    """All settings of ``root`` by dotted key, in the order of the schema.
 
-    ``*`` stands for a name in a mapping, ``[]`` for an item of a list. What holds settings and may
-    be left out comes before them. What is described elsewhere (``closed``) is not entered.
-    """
+    ``*`` stands for a name in a mapping, ``[]`` for an item of a list. An optional section precedes its
+    settings. The sections ``closed`` are described separately, and are not entered."""
 
     def visit(key: str, slot: SchemaSlot) -> Iterator[tuple[str, SchemaSlot]]:
         below = [
@@ -157,7 +155,7 @@ def settings_of(
 
 
 def describe(slot: SchemaSlot) -> str:
-    """What is expected here, as in `a whole number from 0 to 65535`."""
+    """Describe the expected value, as in `a whole number from 0 to 65535`."""
     words: list[str] = []
     for option in slot.options:
         if get_origin(option) is Literal:
@@ -221,7 +219,7 @@ def _number(value: Any) -> str:
 
 
 def _single(metadata: tuple[Any, ...]) -> Iterator[Any]:
-    """The rules, those of a `Field` each."""
+    """The single rules; a `Field` has several."""
     for rule in metadata:
         yield from getattr(rule, "metadata", (rule,))
 
@@ -241,7 +239,7 @@ def _text_rule(metadata: tuple[Any, ...]) -> str:
 
 
 def describe_value(value: Any, secret: bool = False) -> str:
-    """What was found, short; of a secret only its kind."""
+    """Describe a value briefly; of a secret, only its type."""
     if value is None:
         return "null"
     if isinstance(value, bool):

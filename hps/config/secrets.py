@@ -1,4 +1,4 @@
-"""Secrets that stand in files of their own, as Kubernetes and Docker mount them. They are never quoted."""
+"""Secrets in separate files, as Kubernetes and Docker mount them. They are never quoted."""
 
 from __future__ import annotations
 
@@ -13,38 +13,40 @@ log = logging.getLogger(__name__)
 
 
 def read_secret(path: Path, setting: str, *, api_key: bool = False) -> str:
-    """What stands in ``path``, without the end of its line. ConfigError that names ``setting`` when it cannot
-    be read, is no text or is empty, or is no ``api_key`` where one is expected."""
+    """Read the secret in ``path``, without the line ending.
+
+    Raises ConfigError with ``setting`` if it cannot be read, is not text, is empty, or is not a valid
+    ``api_key`` if that is expected."""
     try:
         secret = path.read_text("utf-8").rstrip("\r\n")
     except OSError as error:
-        mend = "mount the secret there, or correct the path"
-        raise ConfigError(f"{setting}: {path}: {error.strerror}; {mend}") from None
+        remedy = "mount the secret there, or correct the path"
+        raise ConfigError(f"{setting}: {path}: {error.strerror}; {remedy}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{setting}: {path} is no text; expected the secret alone") from None
+        raise ConfigError(f"{setting}: {path} is not text; expected only the secret") from None
     if not secret:
-        raise ConfigError(f"{setting}: {path} is empty; expected the secret alone")
+        raise ConfigError(f"{setting}: {path} is empty; expected the secret")
     if api_key and not re.fullmatch(KEY_PATTERN, secret):
         raise ConfigError(
-            f"{setting}: what stands in {path} is no API key; expected 16 to 512 printable ASCII characters "
-            "without spaces, and nothing else"
+            f"{setting}: {path} does not contain an API key; expected 16 to 512 printable ASCII "
+            "characters without spaces, and nothing else"
         )
     return secret
 
 
 class Secret:
-    """A secret that is given, or stands in a file that may change while it is used. Any thread may ask."""
+    """A secret in the settings, or in a file that may change while it is used. Thread-safe."""
 
     def __init__(
         self, value: str | None, path: Path | None, setting: str, *, api_key: bool = False
     ) -> None:
-        """``setting`` names ``path``. Raises ConfigError as `read_secret`."""
+        """``setting`` is the name of ``path``'s setting. Raises ConfigError as `read_secret`."""
         self._path, self._setting, self._api_key = path, setting, api_key
         self._value = value if path is None else read_secret(path, setting, api_key=api_key)
         self._problem = ""
 
     def now(self) -> str | None:
-        """What it is at the moment; what it was, as long as the file cannot be read, which is logged once."""
+        """Read the secret; if the file cannot be read, return the former one and log that once."""
         if self._path is None:
             return self._value
         try:
@@ -53,5 +55,5 @@ class Secret:
         except ConfigError as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                log.error("the former secret stays in use: %s", error)
+                log.error("failed to reload the secret, keeping the former one: %s", error)
         return self._value

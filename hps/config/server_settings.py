@@ -1,4 +1,4 @@
-"""Settings of the server: its ports, its limits, and who may use it."""
+"""Settings of the server: ports, limits and callers."""
 
 from __future__ import annotations
 
@@ -19,68 +19,68 @@ class TlsSettings(StrictModel):
     """Certificates of a port: PEM files, read again when they change."""
 
     certificate_file: Path
-    """The server's certificate, and after it those that lead to a root."""
+    """The server's certificate, followed by the intermediate ones."""
     key_file: Path
-    """Its private key; keep it readable by the server only."""
+    """Its private key; only the server should be able to read it."""
     client_ca_file: Path | None = None
-    """Roots that clients' certificates must lead to; null asks for none."""
+    """Trusted roots for clients' certificates; null: clients need none."""
 
 
 class Listener(StrictModel):
     """A port."""
 
     host: str = Field("127.0.0.1", min_length=1)
-    """Address to listen on; beyond loopback `auth.mode` must be stated."""
+    """Address to listen on; beyond loopback, `auth.mode` must be set."""
     port: int = Field(ge=0, le=65_535)
-    """0 picks a free port, printed at start."""
+    """0: a free port, which is logged at start."""
     tls: TlsSettings | None = None
-    """Certificates; null speaks plain text."""
+    """TLS certificates; null: plain text."""
 
 
 class HttpSettings(Listener):
     """The port of the Open Inference Protocol."""
 
     port: int = Field(8000, ge=0, le=65_535)
-    """0 picks a free port, printed at start."""
+    """0: a free port, which is logged at start."""
 
 
 class GrpcListener(Listener):
-    """A port that speaks gRPC."""
+    """A gRPC port."""
 
     reflection: bool = True
-    """Tell tools like grpcurl what can be called."""
+    """gRPC server reflection, for tools such as grpcurl."""
     max_connection_age_s: float | None = Field(None, gt=0)
-    """How long a connection lasts, more or less; null: half of `drain_delay_s`, where that is 0 for ever."""
+    """Approximate lifetime of a connection; null: half of `drain_delay_s`, or unlimited if that is 0."""
 
 
 class GrpcAdminSettings(GrpcListener):
     """The port of `hps.v1.Updates` and `hps.v1.Admin`."""
 
     port: int = Field(8003, ge=0, le=65_535)
-    """0 picks a free port, printed at start."""
+    """0: a free port, which is logged at start."""
 
 
 class GrpcSettings(GrpcListener):
     """The port of the Open Inference Protocol over gRPC."""
 
     port: int = Field(8001, ge=0, le=65_535)
-    """0 picks a free port, printed at start."""
+    """0: a free port, which is logged at start."""
     admin: GrpcAdminSettings | None = None
-    """The port of updates and administration over gRPC; null offers none."""
+    """The port of updates and administration over gRPC; null: none."""
 
 
 class AdminSettings(Listener):
     """The port of status, metrics and administration."""
 
     port: int = Field(8002, ge=0, le=65_535)
-    """0 picks a free port, printed at start."""
+    """0: a free port, which is logged at start."""
 
 
 class MetricsSettings(StrictModel):
-    """What `/metrics` on the admin port has."""
+    """Contents of `/metrics` on the admin port."""
 
     triton_names: bool = False
-    """Also Triton's metrics, `nv_inference_*`, for dashboards and autoscalers that were made for Triton."""
+    """Export Triton's metrics, `nv_inference_*`, for dashboards and autoscalers made for Triton."""
 
 
 class ServerSettings(StrictModel):
@@ -89,43 +89,43 @@ class ServerSettings(StrictModel):
     http: HttpSettings = HttpSettings()
     """The port of the Open Inference Protocol."""
     grpc: GrpcSettings | None = GrpcSettings()
-    """The port of the same protocol over gRPC; null offers none."""
+    """The port of the same protocol over gRPC; null: none."""
     admin: AdminSettings = AdminSettings()
     """The port of status, metrics and administration."""
     role: Literal["all", "frontend", "lookup", "ingest"] = "all"
-    """`frontend` asks `lookup.nodes` for rows, `lookup` is one; `all`: both; `ingest`: `hps ingest`."""
+    """`frontend` asks `lookup.nodes` for rows, `lookup` is such a node; `all`: both; `ingest`: `hps ingest`."""
     workers: int = Field(0, ge=0, le=256)
-    """Processes that answer requests beside the node's, from its cache; 0: the node's answers them itself."""
+    """Processes that answer requests from the node's cache; 0: the node's process answers them."""
     worker_timeout_s: float = Field(10.0, ge=1)
-    """A worker that does not answer its heartbeat for so long is killed and replaced."""
+    """A worker that does not answer heartbeats for this long is killed and replaced."""
     runtime: Path | None = None
-    """Private folder of the socket by which other processes attach to the node; null: workers alone may."""
+    """Private folder of the socket by which other processes attach to the node; null: only workers may."""
     max_body_bytes: int = Field(64 << 20, ge=1024)
-    """Largest request body, after decompression; larger ones get 413, over gRPC RESOURCE_EXHAUSTED."""
+    """Largest request body after decompression; larger ones get 413, over gRPC RESOURCE_EXHAUSTED."""
     max_keys: int = Field(4_000_000, ge=1)
-    """Most keys in one request; more get 413, over gRPC INVALID_ARGUMENT."""
+    """Largest number of keys per request; more get 413, over gRPC INVALID_ARGUMENT."""
     shared_memory: bool = False
-    """Callers on this machine may have tensors in its `/dev/shm` instead of in messages."""
+    """Let clients on this machine pass tensors in `/dev/shm` instead of in messages."""
     request_timeout_ms: float = Field(10_000.0, gt=0)
-    """Deadline of a request that brings none."""
+    """Deadline of a request without one."""
     admission: AdmissionSettings = AdmissionSettings()
-    """How many requests are worked at, and how many wait."""
+    """Limits on running and queued requests."""
     batching: BatchingSettings | None = None
-    """Requests that wait at the same time, answered as one; null: each by itself."""
+    """Dynamic batching of requests that wait at the same time; null: off."""
     metrics: MetricsSettings = MetricsSettings()
-    """What `/metrics` on the admin port has."""
+    """Contents of `/metrics` on the admin port."""
     drain_delay_s: float = Field(0.0, ge=0)
-    """How long a stopping server still takes requests, not ready any more, for load balancers to notice."""
+    """Time for which a stopping server is not ready but accepts requests, until load balancers notice."""
     drain_s: float = Field(10.0, ge=0)
-    """How long a stopping server finishes what it has accepted."""
+    """Time for which a stopping server finishes accepted requests."""
     docs: bool = True
     """Serve /docs and /openapi.json on both HTTP ports; the page loads nothing from other hosts."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """`debug` also logs every request, one line each; `POST /v2/logging` changes it while the server runs."""
+    """`debug` also logs every request, one line each; `POST /v2/logging` changes it at run time."""
     log_format: Literal["text", "json"] = "text"
-    """Lines to be read, or a JSON object each."""
+    """Text lines, or one JSON object per line."""
     access_log: float = Field(0.0, ge=0, le=1)
-    """Share of the inference requests that get a log line: 1 is all, 0.01 one in a hundred."""
+    """Share of the inference requests that are logged: 1 is all, 0.01 one in a hundred."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -147,11 +147,11 @@ class ApiKey(StrictModel):
     """One caller of the server."""
 
     name: str = Field(min_length=1, max_length=120)
-    """Who uses this key; shown in logs, never the key itself."""
+    """Name of the caller; logs show it, never the key."""
     role: Literal["read", "write", "admin"]
-    """`read` asks, `write` changes rows too, `admin` does everything."""
+    """`read`: queries; `write`: also row changes; `admin`: everything."""
     key: str | None = Field(None, pattern=KEY_PATTERN, repr=False)
-    """The secret itself, at least 16 printable ASCII characters; better kept in `keys_file`."""
+    """The secret, at least 16 printable ASCII characters; prefer `keys_file`."""
     certificate: str | None = Field(None, min_length=1, max_length=512)
     """Instead of a key: an alternative name in the client's certificate, or `CN=` and its common name."""
 
@@ -161,19 +161,19 @@ class ApiKey(StrictModel):
 
 
 class AuthSettings(StrictModel):
-    """Who may use the server."""
+    """Authentication of callers."""
 
     mode: Literal["off", "api_key"] | None = None
-    """Must be stated when a port listens beyond loopback or keys are given; else null means `off`."""
+    """Required if a port listens beyond loopback or keys are set; else null means `off`."""
     keys_file: Path | None = None
-    """YAML list of {name, role, key}, read again when it changes; keep it readable by the server only."""
+    """YAML list of {name, role, key}, read again when it changes; make it readable only by the server."""
     keys: list[ApiKey] = []
-    """API keys given here instead; they add to those of `keys_file`."""
+    """API keys in addition to those of `keys_file`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = [name for name in ("keys_file", "keys") if getattr(self, name)]
-        return self.consistent(checks.auth(self.mode, given))
+        sources = [name for name in ("keys_file", "keys") if getattr(self, name)]
+        return self.consistent(checks.auth(self.mode, sources))
 
 
 _PORTS = {"lookup": ("grpc", "admin"), "ingest": ("admin",)}

@@ -1,4 +1,4 @@
-"""Hints for values that were written with their unit, as "4GB" or "500ms": settings take plain numbers."""
+"""Hints for values with a unit, such as "4GB" or "500ms": settings take plain numbers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _NAMES = {"us": "microseconds", "ms": "milliseconds", "s": "seconds"}
 
 
 def unit_hint(key: str, value: str) -> str:
-    """``; sizes are in bytes: …`` for a size as the value of ``key``, the like for a time; else nothing."""
+    """``; sizes are in bytes: …`` if ``value`` of ``key`` is a size, similarly for a time; else ""."""
     unit = key.rpartition("_")[2]
-    if (unit == "bytes" or key == "block_size") and (found := _SIZE.fullmatch(value)):
-        number, letter = float(found[1]), found[2].lower()
+    if (unit == "bytes" or key == "block_size") and (match := _SIZE.fullmatch(value)):
+        number, letter = float(match[1]), match[2].lower()
         power = _POWERS.index(letter) + 1
         name = letter if letter == "k" else letter.upper()
         decimal, binary = round(number * 1000**power), round(number * 1024**power)
-        if found[3]:
+        if match[3]:
             return f"; sizes are in bytes: write {binary}"
-        return f"; sizes are in bytes: write {decimal}, or {binary} for {found[1]} {name}iB"
-    if unit in _NAMES and (found := _TIME.fullmatch(value)):
-        seconds = float(found[1]) * _SECONDS[found[2].lower()]
+        return f"; sizes are in bytes: write {decimal}, or {binary} for {match[1]} {name}iB"
+    if unit in _NAMES and (match := _TIME.fullmatch(value)):
+        seconds = float(match[1]) * _SECONDS[match[2].lower()]
         return f"; times are in {_NAMES[unit]} here: write {seconds / _SECONDS[unit]:g}"
     return ""

@@ -1,4 +1,4 @@
-"""Rules over settings of `updates`, as those of `hps.config.checks`."""
+"""Rules over settings of `updates`, like those of `hps.config.checks`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hps.config.checks import ConfigFinding
 def kafka_options(
     options: Mapping[str, object], files: Mapping[str, object], ours: Sequence[str]
 ) -> list[ConfigFinding]:
-    """Options of librdkafka, given or in files: none of ours, and none in both places."""
+    """Options of librdkafka, in the settings or in files: none that hps sets, none in both."""
     findings = [
-        ConfigFinding((where, name), "is set by hps itself; take it out")
-        for where, given in (("options", options), ("options_files", files))
-        for name in given
+        ConfigFinding((where, name), "is set by hps; remove it")
+        for where, names in (("options", options), ("options_files", files))
+        for name in names
         if name in ours
     ]
-    message = "is among options too; leave one of them out"
+    message = "is also in options; remove one of them"
     return findings + [
         ConfigFinding(("options_files", name), message) for name in files if name in options
     ]
@@ -25,14 +25,10 @@ def kafka_options(
 
 def staleness(limit_s: float | None, on_stale: str, *, streams: bool) -> list[ConfigFinding]:
     if limit_s is not None and not streams:
-        message = (
-            "acts only with updates.kafka or updates.directory; without them nothing is waited for"
-        )
+        message = "needs updates.kafka or updates.directory; without them there are no updates to wait for"
         return [ConfigFinding(("max_staleness_s",), message, (("kafka",), ("directory",)))]
     if limit_s is None and on_stale != "flag":
-        message = (
-            f"is {on_stale}, which acts only with max_staleness_s: from when on rows are stale"
-        )
+        message = f"is {on_stale}, which needs max_staleness_s: the age from which rows are stale"
         return [ConfigFinding(("on_stale",), message, (("max_staleness_s",),))]
     return []
 
@@ -40,7 +36,7 @@ def staleness(limit_s: float | None, on_stale: str, *, streams: bool) -> list[Co
 def updates(
     rocksdb: str | None, *, redis: bool, kafka: bool, directory: bool
 ) -> list[ConfigFinding]:
-    """Updates reach a store (``rocksdb``: its access): caches forget, and get their rows from there again."""
+    """Updates need a store (``rocksdb``: its access): caches evict rows and fetch them again from there."""
     if redis or rocksdb in (None, "primary"):
         return []
     also = (("tiers", "rocksdb", "access"),)

@@ -33,20 +33,20 @@ def _pattern(text: str) -> str:
 
 
 class _SourceSettings(StrictModel):
-    """What all sources of rows have."""
+    """Settings of every update source."""
 
     models: list[Annotated[str, AfterValidator(_pattern)]] = [".+"]
-    """Which models are updated: regular expressions, one of which must match a model's whole name."""
+    """Models that are updated: regular expressions, one of which must match the whole name."""
     max_ahead_s: float = Field(3600.0, ge=0, le=1e9)
-    """Messages with a version further ahead of this machine's clock are refused: it would win until then."""
+    """Versions further ahead of this machine's clock are dead letters: they would win until that time."""
 
     def takes(self, model: str) -> bool:
-        """Whether ``model`` is one of those that are updated."""
+        """True if ``model`` is updated."""
         return any(re.fullmatch(pattern, model) for pattern in self.models)
 
 
 class KafkaSettings(_SourceSettings):
-    """Rows streamed in by Kafka: topics `hps_updates.<model>` in the native format, and HPS's
+    """Updates from Kafka: topics `hps_updates.<model>` in the native format, and HPS's
     `hps_et.<model>.<table>`."""
 
     brokers: str = Field(min_length=1)
@@ -54,28 +54,28 @@ class KafkaSettings(_SourceSettings):
     group: str | None = Field(None, pattern=r"^[a-zA-Z0-9_.\-]{1,200}$")
     """Name of this reader, unique and the same after each restart; null: the host's name."""
     shared_writer: Literal["nodes", "ingest"] = "nodes"
-    """Who writes rows into Redis: the nodes that read it, or `hps ingest` alone; the same for all of them."""
+    """Writer of Redis: the nodes, or only `hps ingest`; the same in all configurations."""
     shared_group: str = Field("hps.shared", pattern=r"^[a-zA-Z0-9_.\-]{1,200}$")
-    """Consumer group of those who write Redis; fleets with another Redis on the same Kafka need another."""
+    """Consumer group of the writers of Redis; deployments with other Redis servers need other groups."""
     hps_offsets: bool = False
-    """Where no store knows how far it is, begin where HPS's own groups are, not at the topics' beginning."""
+    """Without stored positions, start at the offsets of HPS's consumer groups, not at the beginning."""
     dead_letters: str = Field("hps_dead_letters", pattern=r"^[a-zA-Z0-9_.\-]{1,249}$")
-    """Topic of messages that cannot be taken, each with the reason."""
+    """Topic of dead letters, each with the reason."""
     max_message_bytes: int = Field(16 << 20, ge=1024, le=1_000_000_000)
     """Larger messages are dead letters."""
     prefetch_kb: int = Field(65_536, ge=1024, le=2_097_151)
-    """Memory for messages fetched ahead, in kilobytes."""
+    """Memory for prefetched messages, in kilobytes."""
     options: dict[str, str | int | float | bool] = Field({}, repr=False)
-    """Settings of librdkafka, as `security.protocol`, `ssl.ca.location`; never shown, as some are secrets."""
+    """Options of librdkafka, such as `security.protocol`; never shown, since some are secrets."""
     options_files: dict[str, Path] = {}
-    """Further such settings, as `sasl.password`, in files; user and password are read again."""
+    """Files with further such options, as `sasl.password`; user and password are read again."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         return self.consistent(update_checks.kafka_options(self.options, self.options_files, _OURS))
 
     def client_options(self) -> dict[str, str | int | float | bool]:
-        """All of `options`, those in files too. Raises ConfigError when one cannot be read."""
+        """All of `options`, including those in files. Raises ConfigError if one cannot be read."""
         read = {
             name: read_secret(path, f"updates.kafka.options_files.{name}")
             for name, path in self.options_files.items()
@@ -84,27 +84,27 @@ class KafkaSettings(_SourceSettings):
 
 
 class DirectorySettings(_SourceSettings):
-    """Rows from files that appear in a folder: native messages, Parquet and npz."""
+    """Updates from files that appear in a folder: native messages, Parquet and npz."""
 
     path: Path
     """The folder; files are applied in the order of their names."""
     keep_applied: bool = True
-    """Move files that were applied to `applied/` below the folder; off: remove them."""
+    """Move applied files to `applied/` in the folder; off: remove them."""
 
 
 class UpdatesSettings(StrictModel):
     """How rows change while they are served."""
 
     max_staleness_s: float | None = Field(None, gt=0)
-    """How long updates may wait until what is served counts as stale; null: for ever."""
+    """Age of unapplied updates from which served rows count as stale; null: never."""
     on_stale: Literal["flag", "refuse"] = "flag"
-    """What becomes of requests then: answered, with `hps_stale_s` in the answer, or refused (503)."""
+    """Handling of requests then: answered, with `hps_stale_s` in the answer, or rejected (503)."""
     promote_queue_keys: int = Field(1 << 20, ge=1)
-    """Keys waiting to be promoted into the caches; more are dropped and counted."""
+    """Queued keys for promotion into the caches; more are dropped and counted."""
     kafka: KafkaSettings | None = None
-    """Rows streamed in by Kafka; null: none are."""
+    """Updates from Kafka; null: none."""
     directory: DirectorySettings | None = None
-    """Rows from files in a folder; null: none are."""
+    """Updates from files in a folder; null: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,4 +1,4 @@
-"""Checks a file without starting anything, and collects every mistake in it."""
+"""Validate a file without starting anything; collect all errors in it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _LOOKUPS_KEY = "lookup.api_key_file"
 
 @dataclass
 class ValidationReport:
-    """``kind`` is what the file was taken for; it is in order when there are no ``errors``."""
+    """``kind`` is the detected type of the file; it is valid if there are no ``errors``."""
 
     kind: str
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     configuration: Configuration | None = None
-    """The configuration in the file, if it can be read."""
+    """The configuration of the file, if it is readable."""
     _absent: set[Path] = field(default_factory=set)
 
     def run(self, check: Callable[[], Any]) -> Any:
-        """The check's result; None when it failed, its errors then stand in the report."""
+        """Return the check's result; if it fails, record its errors and return None."""
         try:
             return check()
         except HpsError as error:
@@ -46,20 +46,19 @@ class ValidationReport:
             return None
 
     def run_file_check(self, each: FileCheck) -> None:
-        """The same, but a file that is not here is a warning: secrets are often mounted only where the server
-        runs."""
+        """Run the check; a missing file is a warning, since secrets are often mounted only at the server."""
         absent = [file for file in each.files if not file.exists()]
         if not absent:
             self.run(each.check)
         for file in [file for file in absent if file not in self._absent]:
             self._absent.add(file)
             self.warnings.append(
-                f"{each.setting}: there is no {file} here; the server will not start without it"
+                f"{each.setting}: {file} does not exist here; the server will not start without it"
             )
 
 
 def validate_file(path: Path, overrides: Sequence[str] = ()) -> ValidationReport:
-    """Judge a configuration, a ``ps.json``, a ``model.yaml`` or an API key file."""
+    """Validate a configuration, a ``ps.json``, a ``model.yaml`` or an API key file."""
     if path.suffix.lower() == ".json":
         return _configuration(ValidationReport("HPS's ps.json"), path, overrides)
     report = ValidationReport("configuration")
@@ -75,12 +74,12 @@ def validate_file(path: Path, overrides: Sequence[str] = ()) -> ValidationReport
     else:
         return _configuration(report, path, overrides)
     if overrides:
-        report.errors.append(f"{path}: --set changes a configuration, and this is none")
+        report.errors.append(f"{path}: --set changes a configuration; this is a {report.kind} file")
     return report
 
 
 def _is_model(data: Mapping[str, Any]) -> bool:
-    """Whether more of the keys are those of a ``model.yaml``; ``dense`` is a key of both."""
+    """True if more of the keys are those of a ``model.yaml``; ``dense`` is a key of both."""
     return len(data.keys() & ModelSpec.model_fields) > len(data.keys() & Settings.model_fields)
 
 
@@ -101,7 +100,7 @@ def _configuration(
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """A check of ``files`` that a ``setting`` names; ``check`` raises ConfigError when one cannot be used."""
+    """A check of the ``files`` of a ``setting``; ``check`` raises ConfigError if one cannot be used."""
 
     setting: str
     files: Sequence[Path]
@@ -109,8 +108,11 @@ class FileCheck:
 
 
 def file_checks(settings: Settings, role: str) -> Iterator[FileCheck]:
-    """The files of secrets, API keys and certificates that a process of that role reads (as `server.role`, or
-    ``ingest``), but for the certificates of its ports, which are read when they open."""
+    """Files of secrets, API keys and certificates that a process of ``role`` reads.
+
+    ``role`` is a `server.role`, or ``ingest``. Certificates of ports are not included: they are read
+    when the
+    ports open."""
     for setting, path in secret_files(settings).items():
         read = partial(read_secret, path, setting, api_key=setting == _LOOKUPS_KEY)
         yield FileCheck(setting, [path], read)
@@ -122,8 +124,7 @@ def file_checks(settings: Settings, role: str) -> Iterator[FileCheck]:
         yield from kafka_files(settings.updates.kafka)
     redis, triton, lookup = settings.tiers.redis, settings.dense.triton, settings.lookup
     if role != "frontend" and redis is not None and (at_redis := redis.tls) is not None:
-        shown = at_redis.certificate, at_redis.key
-        yield _certificates("tiers.redis.tls", at_redis.ca, *shown)
+        yield _certificates("tiers.redis.tls", at_redis.ca, at_redis.certificate, at_redis.key)
     for setting, tls, roles in (
         ("dense.triton.tls", None if triton is None else triton.tls, ("all", "frontend")),
         ("lookup.tls", lookup.tls, ("frontend",)),
@@ -133,25 +134,24 @@ def file_checks(settings: Settings, role: str) -> Iterator[FileCheck]:
 
 
 def check_files(settings: Settings, role: str) -> None:
-    """ConfigError when one of the files of `file_checks` cannot be used."""
+    """Raise ConfigError if one of the files of `file_checks` cannot be used."""
     for each in file_checks(settings, role):
         each.check()
 
 
 def secret_files(settings: Settings) -> dict[str, Path]:
-    """The files of secrets that the settings name and the process's role needs, by setting; but for that of
-    API keys."""
+    """Files of secrets that the role needs, by setting; without the file of API keys."""
     redis, kafka = settings.tiers.redis, settings.updates.kafka
     if settings.server.role == "frontend":
         key = settings.lookup.api_key_file
         return {} if key is None else {_LOOKUPS_KEY: key}
-    named: dict[str, Path | None] = {}
+    files: dict[str, Path | None] = {}
     if redis is not None:
-        named["tiers.redis.password_file"] = redis.password_file
-        named["tiers.redis.sentinel_password_file"] = redis.sentinel_password_file
+        files["tiers.redis.password_file"] = redis.password_file
+        files["tiers.redis.sentinel_password_file"] = redis.sentinel_password_file
     if kafka is not None:
-        named |= {f"updates.kafka.options_files.{k}": v for k, v in kafka.options_files.items()}
-    return {setting: path for setting, path in named.items() if path is not None}
+        files |= {f"updates.kafka.options_files.{k}": v for k, v in kafka.options_files.items()}
+    return {setting: path for setting, path in files.items() if path is not None}
 
 
 def _check_keys(auth: AuthSettings) -> None:
@@ -168,8 +168,9 @@ def _certificates(
 
 
 def check_folders(settings: Settings) -> None:
-    """ConfigError when a node could not write what it is to write now and then; what it needs at the start it
-    finds out by itself."""
+    """Raise ConfigError if a folder that a node writes to occasionally is not writable.
+
+    Folders that it uses at the start are not checked: the start itself fails."""
     rocksdb, snapshot = settings.tiers.rocksdb, settings.tiers.cpu_cache.snapshot.path
     for setting, folder in (
         ("tiers.rocksdb.checkpoints", rocksdb.checkpoints if rocksdb.enabled else None),
@@ -177,16 +178,17 @@ def check_folders(settings: Settings) -> None:
     ):
         if folder is None:
             continue
-        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        ancestors = (folder, *folder.absolute().parents)
+        existing = next(each for each in ancestors if each.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"{setting}: {there} is no folder that this process may write to; mount it writable, or name "
-                "another one"
+                f"{setting}: {existing} is not a folder that this process may write to; mount it "
+                "writable, or set another one"
             )
 
 
 def kafka_files(kafka: KafkaSettings) -> Iterator[FileCheck]:
-    """The certificates and keys that its client's options name."""
+    """Certificates and keys in the options of Kafka's client."""
     options = kafka.options
     named = {
         name: Path(str(value))
@@ -197,7 +199,7 @@ def kafka_files(kafka: KafkaSettings) -> Iterator[FileCheck]:
         setting = f"updates.kafka.options.{name}"
         yield FileCheck(setting, [path], partial(_check_file, path, setting))
     if any("key.password" in name for name in (*options, *kafka.options_files)):
-        return  # its client alone can read the key
+        return  # only Kafka's client can decrypt the key
     ca, certificate, key = (
         named.get(name)
         for name in ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location")
@@ -211,5 +213,5 @@ def _check_file(path: Path, setting: str) -> None:
         if not path.is_dir():
             path.open("rb").close()
     except OSError as error:
-        mend = "mount it there, or correct the path"
-        raise ConfigError(f"{setting}: {path}: {error.strerror}; {mend}") from None
+        remedy = "mount it there, or correct the path"
+        raise ConfigError(f"{setting}: {path}: {error.strerror}; {remedy}") from None

@@ -1,8 +1,7 @@
-"""YAML in and out, strict: duplicate keys, unknown tags and keys that are no text are refused.
+"""Strict YAML: duplicate keys, unknown tags and keys that are not text are rejected.
 
-Scalars follow YAML 1.2's core schema, so that ``off`` and ``no`` stay text, ``1e-3`` is a number and
-``12:30`` is not. The reader remembers the line of every value, for error messages.
-"""
+Scalars follow YAML 1.2's core schema, so that ``off`` and ``no`` are text, ``1e-3`` is a number and
+``12:30`` is not. The reader keeps the line of every value, for error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from hps.config.config_errors import ConfigProblem, InvalidConfiguration
 from hps.errors import ConfigError
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# More values than this are an anchor bomb, not a configuration.
+# A document with more values is an anchor bomb, not a configuration.
 MAX_VALUES = 2_000_000
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -37,8 +36,7 @@ class _StrictLoader(_Loader):  # type: ignore[misc, valid-type] # C or Python, b
     _merged = 0
 
     def flatten_mapping(self, node: Any) -> None:
-        """PyYAML's, with an end: mappings that are merged into others, and those into others again, grow with
-        the number of ways there are."""
+        """PyYAML's merge with a bound: nested merges grow with the number of paths through them."""
         for key, value in node.value:
             if key.tag != _MERGE:
                 continue
@@ -55,7 +53,7 @@ class _StrictLoader(_Loader):  # type: ignore[misc, valid-type] # C or Python, b
 
 
 class _YamlDumper(yaml.SafeDumper):
-    """Quotes what any YAML reader, 1.1 or 1.2, would take for something else than text."""
+    """Dumper that quotes text which a YAML reader, 1.1 or 1.2, would not read as text."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -75,11 +73,10 @@ for _tag, _pattern, _first in _RESOLVERS:
 
 @dataclass
 class YamlDocument:
-    """A file's values and the line each of them stands on (counted from 1).
+    """A file's values and their lines (counted from 1).
 
-    ``faults``: keys that stand twice or are no text. The rest is there all the same, so that whoever
-    refuses the file can name its other mistakes too.
-    """
+    ``faults``: keys that are duplicate or not text. ``data`` holds the other values, so that the caller can
+    report all errors together."""
 
     data: Any
     lines: dict[KeyPath, int] = field(default_factory=dict)
@@ -87,7 +84,7 @@ class YamlDocument:
 
 
 def dump_yaml(data: Any) -> str:
-    """Block style, keys in the order given."""
+    """Block style, keys in their order."""
     return yaml.dump(
         data,
         Dumper=_YamlDumper,
@@ -98,7 +95,7 @@ def dump_yaml(data: Any) -> str:
 
 
 def read_text(path: Path, what: str = "configuration file") -> str:
-    """The file's text, or a ConfigError that says why not."""
+    """Read the file's text. Raises ConfigError with the reason."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -112,7 +109,7 @@ def read_text(path: Path, what: str = "configuration file") -> str:
 
 
 def parse_yaml(text: str, name: str) -> YamlDocument:
-    """Parse one YAML document; ConfigError with ``name``, line and column when something is wrong."""
+    """Parse one YAML document; its ConfigErrors have ``name``, line and column."""
     document = parse_leniently(text, name)
     if document.faults:
         raise InvalidConfiguration(document.faults)
@@ -120,12 +117,12 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
 
 
 def read_yaml(path: Path, what: str = "configuration file") -> YamlDocument:
-    """The file's document; its ``faults`` are the caller's to refuse."""
+    """Read the file's document; the caller must reject its ``faults``."""
     return parse_leniently(read_text(path, what), str(path))
 
 
 def parse_leniently(text: str, name: str) -> YamlDocument:
-    """As ``parse_yaml``, but wrong keys are left to the caller, in ``YamlDocument.faults``."""
+    """As ``parse_yaml``, but wrong keys become ``YamlDocument.faults``."""
     loader = _StrictLoader(text)
     try:
         node = loader.get_single_node()
@@ -152,7 +149,7 @@ def parse_leniently(text: str, name: str) -> YamlDocument:
 
 
 class _YamlBuilder:
-    """Turns a node tree into values and notes their lines."""
+    """Convert a node tree to values and their lines."""
 
     def __init__(self, loader: Any, name: str, document: YamlDocument) -> None:
         self._loader = loader
@@ -162,7 +159,7 @@ class _YamlBuilder:
         self._open: set[int] = set()
 
     def check_keys(self, root: yaml.Node) -> None:
-        """Note duplicate keys and keys that are no text; before merging, which repeats keys."""
+        """Record duplicate keys and keys that are not text; before merging, which repeats keys."""
         todo, done = [root], set()
         while todo:
             node = todo.pop()
@@ -184,7 +181,7 @@ class _YamlBuilder:
             message = f"the key {_shown(key)} must be text; put it in quotes"
             self._faults.append(ConfigProblem(self._place(key), (), message))
         elif key.value in seen:
-            message = f"key {key.value!r} stands here and on line {seen[key.value]}"
+            message = f"duplicate key {key.value!r}, also on line {seen[key.value]}"
             self._faults.append(ConfigProblem(self._place(key), (), message))
         else:
             seen[key.value] = key.start_mark.line + 1
@@ -212,7 +209,7 @@ class _YamlBuilder:
         if node.tag != "tag:yaml.org,2002:map":
             raise self._error(node, f"tag {node.tag} is not supported")
         self._loader.flatten_mapping(node)
-        # Merged keys come first, so the mapping's own keys win.
+        # Merged keys come first, so that the mapping's keys win.
         return {
             key.value: self._child(n, (*path, key.value), key)
             for key, n in node.value

@@ -196,7 +196,7 @@ class _ConnectBuilder:
             model = open_model(repository.without_rows(name, number, override), self._settings, own)
             candidates = Candidates(model.lookup, self._nodes)
             own.callback(candidates.close)
-            self._metrics.hold(name, number)
+            self._metrics.retain(name, number)
             own.callback(self._metrics.let_go, name, number)
             return OpenedVersion(self._served(model, candidates), own.pop_all().close)
         raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker

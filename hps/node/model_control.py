@@ -233,7 +233,7 @@ class ModelControl:
             self._require_fed(model)
             freshness = freshness_of(self._settings, found.name, node.metrics)
             ready = self._serving.serve(model, node.metrics, self._devices, freshness)
-            undo.callback(node.metrics.let_go, found.name, found.version)
+            undo.callback(node.metrics.release, found.name, found.version)
             undo.callback(self._followers.withdraw)
             self._followers.fingerprints[found.key] = found.fingerprint
             self._followers.open(found.name, found.version, self._require_open)
@@ -325,7 +325,7 @@ class ModelControl:
 
     def _forget(self, model: OpenedModel) -> None:
         self._caches.drop(model)
-        self._node.metrics.let_go(model.version.name, model.version.version)
+        self._node.metrics.release(model.version.name, model.version.version)
 
     def _version_of(self, name: str) -> int | None:
         served = self._node.models.get(name)

@@ -47,7 +47,7 @@ class ServingContext:
     ) -> ServedModel:
         """Make ``model`` ready to serve."""
         name, version = model.version.name, model.version.version
-        metrics.hold(name, version)
+        metrics.retain(name, version)
         lookups = LookupMeter(metrics, name, version)
         engine = LookupEngine(
             model.lookup, self.caches, self.stores, self.lookups, self.promote, lookups

@@ -1,4 +1,5 @@
-"""Counters and histograms. Hot paths hold on to them: to count costs a few tenths of a microsecond."""
+"""Counters and histograms. Hot paths keep references to them: an update costs a few tenths of a
+microsecond."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from hps.observability.metric_spec import SECONDS_BUCKETS
 
-# Observations of a histogram that wait to be sorted: alone, and in arrays.
+# Observations of a histogram that are not sorted yet: single ones, and arrays.
 _NOTES = 512
 _VALUES = 4096
 
@@ -23,7 +24,7 @@ _counting = threading.Lock()
 
 
 class Counter:
-    """A number that grows. Thread-safe."""
+    """A monotonic number. Thread-safe."""
 
     __slots__ = ("value",)
 
@@ -36,7 +37,7 @@ class Counter:
 
 
 def add_all(amounts: Iterable[tuple[Counter, float]]) -> None:
-    """Add to many counters at half the price of one by one."""
+    """Add to many counters at half the cost of single additions."""
     with _counting:
         for counter, amount in amounts:
             counter.value += amount
@@ -46,8 +47,9 @@ Amounts = Sequence[tuple[Counter, int]]
 
 
 class BatchedCounters:
-    """The same amounts, added to many counters again and again at the price of one: how often is counted,
-    and reckoned up when the numbers are asked for. Thread-safe."""
+    """Adds the same amounts to many counters repeatedly, at the cost of one addition. Thread-safe.
+
+    It counts the additions; the counters are updated when their values are read."""
 
     __slots__ = ("_amounts", "_book", "_entry", "_is_used")
 
@@ -60,7 +62,7 @@ class BatchedCounters:
     def add(self) -> None:
         entry = self._entry
         if entry is None:
-            if not self._is_used:  # many are used once
+            if not self._is_used:  # many are used only once
                 self._is_used = True
                 add_all(self._amounts)
                 return
@@ -69,13 +71,13 @@ class BatchedCounters:
             entry.times += 1
 
     def __del__(self) -> None:
-        # Without a lock, which this thread may hold.
+        # Without the lock, which this thread may hold.
         if self._entry is not None:
             self._book.closed.append(self._entry)
 
 
 class _TallyEntry:
-    """How often a tally has been told to add its amounts since they were last reckoned up."""
+    """Number of additions since the counters were last updated."""
 
     __slots__ = ("amounts", "times")
 
@@ -91,7 +93,7 @@ class _TallyEntry:
 
 
 class TallyRegistry:
-    """The entries of tallies that are used, and of those that are gone until they are reckoned up."""
+    """Entries of tallies in use, and of deleted ones until their counters are updated."""
 
     def __init__(self) -> None:
         self.closed: deque[_TallyEntry] = deque()
@@ -99,7 +101,7 @@ class TallyRegistry:
         self._lock = threading.Lock()
 
     def enter(self, tally: BatchedCounters) -> _TallyEntry:
-        """The entry of ``tally``, made when it has none."""
+        """Return the entry of ``tally``; create it if it has none."""
         with self._lock:
             if tally._entry is None:
                 entry = _TallyEntry(tally._amounts)
@@ -124,11 +126,11 @@ class TallyRegistry:
 
 
 class MetricHistogram:
-    """Observations in buckets up to each of ``bounds``, and one beyond. Thread-safe.
+    """Observations in buckets up to each of ``bounds``, and one above. Thread-safe.
 
-    An observation is only noted; notes are sorted into their buckets some hundreds at a time, and when
-    the numbers are asked for, so that no request pays for the sorting and its lock.
-    """
+    An observation is only appended to a list. They are sorted into buckets some hundreds at a time, and
+    when
+    the values are read, so that no request pays for the sorting and its lock."""
 
     __slots__ = ("_arrays", "_counts", "_lock", "_noted", "_notes", "_total", "bounds", "signed")
 
@@ -155,9 +157,9 @@ class MetricHistogram:
             self.read()
 
     def observe_array(self, values: NDArray[Any]) -> None:
-        """``values``, floats of any shape, all finite; they are copied."""
+        """Add ``values``, floats of any shape, all finite; they are copied."""
         self._arrays.append(values.flatten())
-        self._noted += values.size  # by several threads at a time: it may be too little
+        self._noted += values.size  # unlocked: several threads may make it too small
         if self._noted >= _VALUES:
             self.read()
 
@@ -174,7 +176,7 @@ class MetricHistogram:
             del self._arrays[: len(arrays)]
             self._noted = 0
             if arrays:
-                # To sort is quick; to look up the bucket of every value takes five times as long.
+                # Sorting is fast; a search of the bucket of every value takes five times as long.
                 values = np.sort(np.concatenate(arrays))
                 upto = values.searchsorted(self.bounds, "right")
                 self._counts[:-1] += upto

@@ -1,4 +1,4 @@
-"""Prometheus' text format: numbers in, lines out."""
+"""Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hps.observability.metric_spec import MetricSpec
 def render_metric(
     spec: MetricSpec, found: Mapping[str, Mapping[tuple[str, ...], Any]]
 ) -> Iterator[str]:
-    """One metric in the text format. Not by prometheus_client, which gives every counter a name that ends in
-    ``_total``, as Triton's do not."""
+    """Render one metric. Without prometheus_client, which adds ``_total`` to the names of all counters;
+    Triton's have no such suffix."""
     yield f"# HELP {spec.name} {spec.help}\n# TYPE {spec.name} {spec.kind}\n"
     for values, value in found.get(spec.name, {}).items():
         labels = sorted(zip(spec.labels, map(_escaped, values), strict=True))

@@ -1,7 +1,7 @@
-"""Who counts: the meters that lookups, tiers and the dense model are given, over ``Metrics``.
+"""Meters of lookups, tiers and networks, over ``Metrics``.
 
-Called on every request, so they keep their counters at hand, and count for all tables of a request at once.
-"""
+They run on every request, so they keep references to their counters, and count all tables of a request
+in one call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DEFAULT = int(Source.DEFAULT)
 
 
 class LookupMeter:
-    """Counts what the lookups of one version of a model did. Any thread may call it."""
+    """Counts the lookups of one version of a model. Thread-safe."""
 
     def __init__(self, metrics: Metrics, model: str, version: int) -> None:
         self._metrics = metrics
@@ -55,14 +55,14 @@ class LookupMeter:
         self._features: dict[str, tuple[Counter, Counter]] = {}
 
     def finished(self, answers: Answers, seconds: float, degraded: tuple[str, ...]) -> None:
-        """A lookup that took ``seconds`` and skipped the tiers ``degraded``."""
+        """Count a lookup that took ``seconds`` and skipped the tiers ``degraded``."""
         add_all(self._amounts(answers))
         self._seconds.observe(seconds)
         for tier in degraded:
             self._metrics.counter(LOOKUP_DEGRADED, self._model, tier).add()
 
     def finished_alike(self, answers: Answers) -> Callable[[float], None]:
-        """What to call with the seconds of each lookup that has these answers and skipped no tier."""
+        """Return a function that counts a lookup with these answers, by its seconds; it skipped no tier."""
         return _alike(self._metrics.tally(self._amounts(answers)), self._seconds)
 
     def counted(
@@ -71,8 +71,9 @@ class LookupMeter:
         seconds: float,
         features: Sequence[str] = (),
     ) -> None:
-        """As `finished`, of a lookup that skipped no tier, with ``(table, source, keys)``; ``features``:
-        whose keys these are, each, where that is known."""
+        """As `finished`, for a lookup that skipped no tier, with ``(table, source, keys)``.
+
+        ``features``: the feature of each entry's keys, if known."""
         amounts = [(self._counter(table, source), n) for table, source, n in answers]
         for name, (_, source, n) in zip(features, answers, strict=False):
             amounts.append((self._of_feature(name)[source == _DEFAULT], n))
@@ -120,7 +121,7 @@ class LookupMeter:
 
 
 class DenseMeter:
-    """Counts what the dense model of one version of a model did. Any thread may call it."""
+    """Counts the network's runs of one version of a model. Thread-safe."""
 
     def __init__(self, metrics: Metrics, model: str, version: int) -> None:
         self._metrics = metrics
@@ -136,7 +137,7 @@ class DenseMeter:
         self._metrics.counter(DENSE_FALLBACKS, self._model).add(runs)
 
     def scored(self, output: str, values: NDArray[Any]) -> None:
-        """An output that has one number per sample gave ``values``, all finite."""
+        """Count the ``values``, all finite, of an output that has one number per sample."""
         scores = self._scores.get(output)
         if scores is None:
             scores = self._metrics.histogram(SCORES, *self._labels, output)
@@ -154,14 +155,14 @@ class DenseMeter:
 
 
 class TierMeter:
-    """Counts what one tier was asked and found (the ``observe`` of ``Metered``)."""
+    """Counts the fetches of one tier (the observer of ``MeteredTier``)."""
 
     def __init__(self, metrics: Metrics, tier: str) -> None:
         self._metrics = metrics
         self._tier = tier
         self._seconds = metrics.histogram(TIER_SECONDS, tier)
         self._keys: dict[EmbeddingTable, tuple[Counter, Counter, Counter]] = {}
-        metrics.when_let_go(self._forget)
+        metrics.on_release(self._forget)
 
     def __call__(
         self,
@@ -182,18 +183,18 @@ class TierMeter:
             self._seconds.observe(seconds)
 
     def prepare(self, found: list[tuple[EmbeddingTable, int, int]]) -> Callable[[float], None]:
-        """What to call with the seconds of each fetch that found all of these."""
+        """Return a function that counts a fetch that found all of these, by its seconds."""
         amounts = [
             ((self._keys.get(table) or self._counters(table))[0], n) for table, _, n in found if n
         ]
         return _alike(self._metrics.tally(amounts), self._seconds)
 
     def passed_over(self, reason: str) -> None:
-        """A fetch skipped the tier (the ``skipped`` of ``Guarded``)."""
+        """Count a fetch that skipped the tier (called by ``GuardedTier``)."""
         self._metrics.counter(TIER_SKIPPED, self._tier, reason).add()
 
     def _forget(self, model: str, version: int) -> None:
-        """A version's tables, which would be kept as long as the tier."""
+        """Drop a version's tables, which would else be kept as long as the tier."""
         for table in list(self._keys):
             if (table.model, table.version) == (model, version):
                 del self._keys[table]
@@ -209,29 +210,29 @@ class TierMeter:
 
 
 class UpdateMeter:
-    """Counts what update streams brought; called on the thread that applies them."""
+    """Counts the rows of update streams; called on the thread that applies them."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._batches = metrics.histogram(UPDATE_BATCH)
 
     def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
-        """``rows`` of ``table`` were upserted, deleted, expired or not_finite."""
+        """Count ``rows`` of ``table`` that were upserted, deleted, expired or not_finite."""
         labels = UPDATE_ROWS, table.model, table.name
-        # An alert sees the first one only if there were none before.
+        # An alert notices the first one only if the counter existed before, with 0.
         self._metrics.counter(*labels, "not_finite")
         if rows:
             self._metrics.counter(*labels, result).add(rows)
 
     def visible(self, table: EmbeddingTable, tier: str, made_s: NDArray[np.float64]) -> None:
-        """``tier`` has what messages brought that were made at ``made_s (k,)``, Unix seconds, now."""
+        """Record that ``tier`` now has the rows of messages made at ``made_s (k,)``, Unix seconds."""
         ages = np.maximum(0.0, time.time() - made_s)
         self._metrics.histogram(UPDATE_VISIBLE, table.model, table.name, tier).observe_all(
             ages.tolist()
         )
 
     def took(self, seconds: float) -> None:
-        """A batch was in all stores and caches after ``seconds``."""
+        """Record the seconds until a batch was in all stores and caches."""
         self._batches.observe(seconds)
 
     def dead(self, reason: str) -> None:
@@ -239,23 +240,23 @@ class UpdateMeter:
 
 
 class StreamMeter:
-    """Counts what became of the topics that the reader of ``group`` reads; called on its thread."""
+    """Counts events of the topics that the reader of ``group`` reads; called on its thread."""
 
     def __init__(self, metrics: Metrics, group: str) -> None:
         self._metrics = metrics
         self._group = group
 
     def lost(self, topic: str, messages: int) -> None:
-        """Kafka dropped messages before they were applied."""
+        """Count messages that Kafka dropped before they were applied."""
         self._metrics.counter(UPDATE_LOST, self._group, topic).add(messages)
 
     def restarted(self, topic: str) -> None:
-        """A partition is read from its beginning again."""
+        """Count a partition that is read from its beginning again."""
         self._metrics.counter(UPDATE_RESTARTED, self._group, topic).add()
 
 
 def count_promotion(metrics: Metrics, tier: str, result: str, keys: int) -> None:
-    """A promotion into ``tier`` had this ``result``; see `hps.updates.cache_writer.Count`."""
+    """Count a promotion into ``tier``, by ``result``; see `hps.updates.cache_writer.Count`."""
     metrics.counter(PROMOTIONS, tier, result).add(keys)
 
 

@@ -1,4 +1,4 @@
-"""Names of all metrics; `hps.observability.metric_table` says what each one counts."""
+"""Names of all metrics; `hps.observability.metric_table` describes them."""
 
 from __future__ import annotations
 

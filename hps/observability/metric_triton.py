@@ -1,4 +1,4 @@
-"""Triton's names of metrics, which are exposed beside ours where `server.metrics.triton_names` is set."""
+"""Triton's metrics, which are exposed as well if `server.metrics.triton_names` is set."""
 
 from __future__ import annotations
 

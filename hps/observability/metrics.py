@@ -1,9 +1,8 @@
-"""The numbers of a node, and their exposition: the only import of prometheus_client.
+"""The metrics of a node, and their exposition: the only import of prometheus_client.
 
-Hot paths hold bound children and add to plain numbers under a lock (a few tenths of a microsecond);
-the exposition is made when it is asked for. Each node has a ``Metrics`` of its own, so several can
-live in one process.
-"""
+Hot paths keep references to bound children and add to plain numbers under a lock (a few tenths of a
+microsecond); the exposition is made on request. Each node has its ``Metrics``, so several can live in one
+process."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from hps.observability.metric_table import METRICS
 __all__ = ["BatchedCounters", "Counter", "MetricHistogram", "MetricValues", "Metrics", "add_all"]
 
 _BY_NAME = {spec.name: spec for spec in METRICS}
-# Where the label values of metrics that tell models apart have the model, and the version if they have one.
+# Positions of the model's and the version's label values in metrics per model.
 _OF_MODELS = {
     spec.name: (
         spec.labels.index("model"),
@@ -40,8 +39,9 @@ _OF_MODELS = {
 
 
 class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
-    """What metrics stand at, by name and label values: a number, or of a histogram the counts of its buckets
-    and their sum. Numbers of several processes can be added up."""
+    """Values of metrics, by name and label values; they can be added over several processes.
+
+    A value is a number, or for a histogram the counts of its buckets and their sum."""
 
     def add(self, others: MetricValues) -> None:
         """Add ``others`` to these."""
@@ -51,7 +51,7 @@ class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
                 mine[labels] = _sum(mine[labels], value) if labels in mine else value
 
     def grown(self) -> MetricValues:
-        """Those that only grow: what remains of a process that has ended."""
+        """Only the monotonic ones: those that remain of a process that has ended."""
         return MetricValues(
             {n: values for n, values in self.items() if _BY_NAME[n].kind != "gauge"}
         )
@@ -60,7 +60,7 @@ class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
         return {name: [*map(list, values.items())] for name, values in self.items() if values}
 
     def drop(self, model: str, version: int) -> None:
-        """Take out what tells of a version of a model."""
+        """Remove the values of a version of a model."""
         for name, values in self.items():
             of_model, of_version = _OF_MODELS.get(name, (0, None))
             if of_version is not None:
@@ -70,7 +70,7 @@ class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
 
     @staticmethod
     def from_json(told: dict[str, Any]) -> MetricValues:
-        """What `as_json` gave, on another process; of metrics that are known here."""
+        """Decode `as_json` of another process; unknown metrics are dropped."""
         return MetricValues(
             {
                 name: {tuple(labels): value for labels, value in values}
@@ -81,7 +81,7 @@ class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
 
 
 def names_of(model: str) -> tuple[str, str]:
-    """As requests name it, and the label ``model`` of what is counted of them."""
+    """The name of a model in requests, and the label ``model`` of their metrics."""
     return model, f"{model}.lookup"
 
 
@@ -93,13 +93,13 @@ def _sum(one: Any, other: Any) -> Any:
 
 
 Read = Callable[[], float]
-# Values made when the exposition is asked for: label values (in the metric's order) and number.
+# Values made for each exposition: label values (in the metric's order) and number.
 ReadMany = Callable[[], Iterable[tuple[tuple[str, ...], float]]]
 Forget = Callable[[str, int], None]
 
 
 class Metrics:
-    """The numbers of one node. Children are made once and kept by their users."""
+    """The metrics of one node. Children are created once and kept by their users."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -127,27 +127,27 @@ class Metrics:
         return child
 
     def tally(self, amounts: Amounts) -> BatchedCounters:
-        """What adds these amounts to these counters, each time it is told to."""
+        """Return an object that adds these amounts to these counters on each call."""
         return BatchedCounters(amounts, self._book)
 
     def gauge(self, name: str, read: Read, *labels: str) -> None:
-        """Have ``read`` called at every exposition; also for counters that others keep."""
+        """Call ``read`` at every exposition; also for counters that other objects keep."""
         self.gauges(name, lambda: [(labels, read())])
 
     def gauges(self, name: str, read: ReadMany) -> None:
-        """Have ``read`` called at every exposition for all label values it knows then."""
+        """Call ``read`` at every exposition for all current label values."""
         self._gauges[name].append(read)
 
-    def hold(self, model: str, version: int) -> None:
-        """A version of a model is being served: what is counted of it is exposed until it is let go of as
-        often."""
+    def retain(self, model: str, version: int) -> None:
+        """Expose the metrics of a served version until `release` was called as often."""
         with self._lock:
             key = model, str(version)
             self._held[key] = self._held.get(key, 0) + 1
 
-    def let_go(self, model: str, version: int) -> None:
-        """See `hold`. Without this, numbers of versions that are gone would be exposed for ever. With the
-        last version of a model all that is counted by its name goes."""
+    def release(self, model: str, version: int) -> None:
+        """Undo one `retain`; the last call removes the version's metrics.
+
+        The last version of a model also removes what is counted by the model's name."""
         with self._lock:
             key = model, str(version)
             self._held[key] = self._held.get(key, 1) - 1
@@ -162,13 +162,14 @@ class Metrics:
                         continue
                     if labels[of_version] == key[1] if of_version is not None else not others:
                         del children[labels]
-        for kept in self._forget:
-            if (forget := kept()) is not None:
+        for reference in self._forget:
+            if (forget := reference()) is not None:
                 forget(model, version)
 
-    def when_let_go(self, forget: Forget) -> None:
-        """Have ``forget``, a method, called with each version of a model that is let go of, as long as its
-        object is held elsewhere: models have meters of their own. It must not wait."""
+    def on_release(self, forget: Forget) -> None:
+        """Call ``forget``, a method, with each version that is released.
+
+        Its object is held weakly, since models have their own meters. It must not wait."""
         with self._lock:
             self._forget = [each for each in self._forget if each() is not None]
             self._forget.append(weakref.WeakMethod(forget))
@@ -185,7 +186,7 @@ class Metrics:
         return child
 
     def render(self) -> bytes:
-        """The Prometheus text exposition of every metric that has a value, and of this process."""
+        """Prometheus' text exposition of all metrics that have a value, and of this process."""
         import prometheus_client as prometheus
 
         if self._registry is None:
@@ -197,7 +198,7 @@ class Metrics:
         return of_process + "".join(self._lines()).encode()
 
     def numbers(self) -> MetricValues:
-        """All of them as they are now."""
+        """Current values of all metrics."""
         self._book.reckon()
         found = MetricValues()
         for spec in METRICS:
@@ -211,13 +212,13 @@ class Metrics:
         return found
 
     def include(self, read: Callable[[], MetricValues]) -> None:
-        """Have the numbers of other processes, which ``read`` brings, added to those that are exposed."""
+        """Add the values of other processes, which ``read`` returns, to the exposition."""
         self._included.append(read)
 
     def expose(
         self, specs: Sequence[MetricSpec], make: Callable[[MetricValues], MetricValues]
     ) -> None:
-        """Have other metrics exposed too, which ``make`` makes of all the numbers there are."""
+        """Expose further metrics, which ``make`` computes from all values."""
         self._others.append((specs, make))
 
     def _lines(self) -> Iterator[str]:

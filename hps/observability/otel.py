@@ -1,9 +1,8 @@
-"""Spans by OpenTelemetry, where it is installed (``pip install hps-server[otel]``) and asked for.
+"""Spans by OpenTelemetry, if it is installed (``pip install hps-server[otel]``) and configured.
 
-The variables ``OTEL_…`` say what is recorded and where it goes, as OpenTelemetry's SDK has them: an endpoint
-(``OTEL_EXPORTER_OTLP_ENDPOINT``) or an exporter (``OTEL_TRACES_EXPORTER``) switches it on,
-``OTEL_SERVICE_NAME`` names the process, ``OTEL_TRACES_SAMPLER`` decides where a caller has not.
-"""
+OpenTelemetry's SDK reads the variables ``OTEL_…``: an endpoint (``OTEL_EXPORTER_OTLP_ENDPOINT``) or an
+exporter (``OTEL_TRACES_EXPORTER``) enables it, ``OTEL_SERVICE_NAME`` names the process, and
+``OTEL_TRACES_SAMPLER`` decides for requests whose client did not."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracer:
-    """Begins the spans of a process's requests. May be used by any thread."""
+    """Starts the spans of a process's requests. Thread-safe."""
 
     def __init__(self, provider: Any) -> None:
         """``provider``: OpenTelemetry's ``TracerProvider``."""
@@ -36,8 +35,10 @@ class Tracer:
     def request(
         self, name: str, started: int, request_id: str, traceparent: str, tracestate: str
     ) -> RequestContext:
-        """A request that began at ``started`` (``time.perf_counter_ns``), in its caller's trace. It is an
-        ordinary `RequestContext` when the sampler leaves it out."""
+        """Start the span of a request that began at ``started`` (``time.perf_counter_ns``), in its
+        client's trace.
+
+        Returns a plain `RequestContext` if the sampler drops it."""
         carrier = {"traceparent": traceparent, "tracestate": tracestate}
         context = self._read(carrier) if traceparent else None
         span = self.tracer.start_span(
@@ -48,7 +49,7 @@ class Tracer:
         return _origin(self, span, request_id)
 
     def batch(self, name: str, traceparents: Iterable[str]) -> RequestContext:
-        """Work done for several at once: a trace of its own, linked to theirs."""
+        """Start a span for work on several requests: a new trace, linked to theirs."""
         contexts = [self._read({"traceparent": parent}) for parent in dict.fromkeys(traceparents)]
         spans = [self._trace.get_current_span(context).get_span_context() for context in contexts]
         links = [self._trace.Link(span) for span in spans if span.is_valid]
@@ -64,12 +65,12 @@ class Tracer:
         span.set_status(self._trace.StatusCode.ERROR, str(error))
 
     def close(self) -> None:
-        """Send what has been recorded."""
+        """Send the recorded spans."""
         self._provider.shutdown()
 
 
 class _RecordedSpan(RequestContext):
-    """A request, or a part of its work, that is a span."""
+    """A recorded span: a request, or a part of its work."""
 
     __slots__ = ("_span", "_tracer")
 
@@ -110,8 +111,9 @@ def _epoch_ns(instant: int) -> int:
 
 
 def tracer(role: str, attributes: Mapping[str, Any] | None = None) -> Tracer | None:
-    """A tracer for this process, by the environment; None when nobody asked for traces. ``ConfigError`` when
-    they were asked for and cannot be had."""
+    """Create this process's tracer from the environment; None if tracing is off.
+
+    Raises ``ConfigError`` if it is on but unavailable."""
     exporter = traces_exporter()
     if exporter is None:
         return None

@@ -1,8 +1,7 @@
-"""Where one request's time goes: the parts of its work, timed as they are told of (`hps.tracing`).
+"""Profile of one request: the timed parts of its work, as `hps.tracing` reports them.
 
-A request that is profiled is recorded, like one of OpenTelemetry; all others are not, and pay nothing. A
-lookup node that is asked on its behalf answers with a profile of its own.
-"""
+A profiled request is recorded like one of OpenTelemetry; the others are not, and pay nothing. A
+lookup node that works for it answers with its own profile."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from hps.tracing import RequestContext
 
 
 class Profile(RequestContext):
-    """A request, or a part of its work, and the parts of that. Threads may take turns with it."""
+    """A request, or a part of its work, with its parts. Used by one thread at a time."""
 
     __slots__ = ("_began", "about", "name", "ns", "parts")
 
@@ -55,33 +54,33 @@ class Profile(RequestContext):
                 return
         self.begin(name).ns = ns
 
-    def reported(self, name: str, started: int, ended: int, told: bytes) -> None:
+    def reported(self, name: str, started: int, ended: int, report: bytes) -> None:
         part = self.begin(name)
         part.ns = ended - started
-        if not told:
+        if not report:
             return
-        found = json.loads(told)
-        part.about = dict(found["about"])
-        part.parts = [_of(each) for each in found["parts"]]
+        remote = json.loads(report)
+        part.about = dict(remote["about"])
+        part.parts = [_decode(each) for each in remote["parts"]]
 
     def packed(self) -> bytes:
-        """`told` as bytes, for ``reported``."""
-        return json.dumps(self.told(), default=str).encode()
+        """Encode `as_dict` as bytes, for ``reported``."""
+        return json.dumps(self.as_dict(), default=str).encode()
 
-    def told(self) -> dict[str, Any]:
-        """As JSON has it: ``name``, ``us`` (null: it has not ended), ``about``, ``parts``."""
+    def as_dict(self) -> dict[str, Any]:
+        """The profile as JSON: ``name``, ``us`` (null: not ended), ``about``, ``parts``."""
         return {
             "name": self.name,
             "us": None if self.ns is None else self.ns / 1e3,
             "about": self.about,
-            "parts": [part.told() for part in list(self.parts)],
+            "parts": [part.as_dict() for part in list(self.parts)],
         }
 
 
-def _of(told: Mapping[str, Any]) -> Profile:
-    """What was told of a part."""
-    part = Profile(told["name"])
-    part.ns = None if told["us"] is None else round(told["us"] * 1e3)
-    part.about = dict(told["about"])
-    part.parts = [_of(each) for each in told["parts"]]
+def _decode(report: Mapping[str, Any]) -> Profile:
+    """Decode a part from `as_dict`."""
+    part = Profile(report["name"])
+    part.ns = None if report["us"] is None else round(report["us"] * 1e3)
+    part.about = dict(report["about"])
+    part.parts = [_decode(each) for each in report["parts"]]
     return part

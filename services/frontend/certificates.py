@@ -36,12 +36,12 @@ class PortCertificates:
         except ConfigError as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                log.error("the former certificates stay in force: %s", error)
+                log.error("failed to reload certificates, keeping the former ones: %s", error)
             return False
         self._problem = ""
         if changed:
             self.contents = contents
-            log.info("%s: certificates read again", self._setting)
+            log.info("%s: reloaded certificates", self._setting)
         return changed
 
     def _read(self) -> list[bytes]:

@@ -144,7 +144,7 @@ class FrontendServer(ServerProcess[OpenModels]):
         self._heed(node)
         if self._workers is not None and node.socket is not None:
             node.metrics.include(self._workers.metrics)
-            node.metrics.when_let_go(self._workers.forget)
+            node.metrics.on_release(self._workers.forget)
             node.socket.answers["statistics"] = lambda _given: self._sums()
             self.state.sum_up(self._sums)
         return node

@@ -53,7 +53,7 @@ class RequestProfiler:
     def measure(
         self, name: str, body: bytes, size: int | None, protocol: str = "http"
     ) -> dict[str, Any]:
-        """The parts of the request ``body``; see `Profile.told`. Raises what is wrong with it."""
+        """The parts of the request ``body``; see `Profile.as_dict`. Raises what is wrong with it."""
         entry = self._state.entry(name)
         with self._lock:
             profile = self._measure(entry, self._of(protocol, entry), body, size)
@@ -62,7 +62,7 @@ class RequestProfiler:
             process=self._state.role,
             workers=self._workers,
         )
-        return profile.told()
+        return profile.as_dict()
 
     def _measure(
         self, entry: ServedEndpoint, wire: ProfiledProtocol, body: bytes, size: int | None

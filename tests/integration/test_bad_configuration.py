@@ -30,11 +30,11 @@ WRONG_TLS = {
     ),
     "another's key": (
         {"key_file": "{certificates}/two.key"},
-        "/two.key cannot be used: the key is not the certificate's",
+        "/two.key cannot be used: the key does not match the certificate",
     ),
     "expired": (
         {"certificate_file": "{certificates}/old.crt"},
-        "{certificates}/old.crt was valid until 2020-01-01 00:00 UTC; renew the certificate",
+        "{certificates}/old.crt expired at 2020-01-01 00:00 UTC; renew the certificate",
     ),
 }
 
@@ -48,7 +48,7 @@ OF_EVERY: dict[str, Wrong] = {
     ),
     "a door that is open": (
         {"server": {"admin": {"host": "0.0.0.0"}}},
-        "server.admin.host: 0.0.0.0 can be reached from other machines, so auth.mode must be stated",
+        "server.admin.host: 0.0.0.0 is reachable from other machines, so auth.mode must be set",
     ),
     "no file of keys": (
         {"auth": {"mode": "api_key", "keys_file": "{folder}/none"}},
@@ -174,11 +174,11 @@ OF_SERVE: dict[str, Wrong] = {
     ),
     "hot keys below a file": (
         {"tiers": {"cpu_cache": {"snapshot": {"path": "{empty_file}/hot"}}}},
-        "tiers.cpu_cache.snapshot.path: {empty_file} is no folder that this process may write to; mount",
+        "tiers.cpu_cache.snapshot.path: {empty_file} is not a folder that this process may write to; mount",
     ),
     "checkpoints below a file": (
         {"tiers": {"rocksdb": {"checkpoints": "{empty_file}/saved"}}},
-        "tiers.rocksdb.checkpoints: {empty_file} is no folder that this process may write to; mount",
+        "tiers.rocksdb.checkpoints: {empty_file} is not a folder that this process may write to; mount",
     ),
     "workers and a GPU": (
         {"server": {"workers": 2}, "tiers": {"gpu": {"use": "required"}}},
@@ -202,7 +202,7 @@ OF_FRONTEND: dict[str, Wrong] = {
     ),
     "what is no key for lookup nodes": (
         {"lookup": {"api_key_file": "{certificates}/one.key"}},
-        "lookup.api_key_file: what stands in {certificates}/one.key is no API key; expected 16 to 512",
+        "lookup.api_key_file: {certificates}/one.key does not contain an API key; expected 16 to 512",
     ),
     "no address of a lookup node": (
         {"lookup": {"nodes": ["lookup"]}},
@@ -214,7 +214,7 @@ OF_FRONTEND: dict[str, Wrong] = {
     ),
     "another's key for lookup nodes": (
         {"lookup": {"tls": {**TLS, **WRONG_TLS["another's key"][0]}}},
-        "cannot be used: the key is not the certificate's",
+        "cannot be used: the key does not match the certificate",
     ),
 }
 OF_LOOKUP: dict[str, Wrong] = {

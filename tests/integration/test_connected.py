@@ -93,7 +93,7 @@ def test_the_way_to_a_node_and_its_work_are_parts_of_a_profile(connected):
     keys = {"word": hps.JaggedKeys.dense(np.arange(3))}
     connected.models["words"].engine.lookup(LookupRequest(keys, origin=profile))
     profile.end()
-    (lookup,) = profile.told()["parts"]
+    (lookup,) = profile.as_dict()["parts"]
     encode, on_node, decode = lookup["parts"]
     assert [part["name"] for part in (encode, on_node, decode)] == ["encode", "node", "decode"]
     there = {part["name"]: part["us"] for part in on_node["parts"]}

@@ -205,8 +205,8 @@ def test_no_broker_is_told_at_once():
         ({"partitions": 0}, "partitions must be from 1"),
         ({"model": "a b"}, "a name has letters"),
         ({"compression": "best"}, "Kafka's options: .*best"),
-        ({"options": {"enable.idempotence": False}}, "is set by hps itself"),
-        ({"options": {"bootstrap.servers": "elsewhere:1"}}, "is set by hps itself"),
+        ({"options": {"enable.idempotence": False}}, "is set by hps"),
+        ({"options": {"bootstrap.servers": "elsewhere:1"}}, "is set by hps"),
         ({"options": {"security.protokol": "ssl"}}, "Kafka's options: .*security.protokol"),
     ],
 )

@@ -290,7 +290,7 @@ def test_a_port_that_is_taken(small_repository, tmp_path):
 
 
 def test_a_port_open_to_everybody_needs_a_stated_mode(small_repository, tmp_path):
-    with pytest.raises(ConfigError, match=r"auth\.mode must be stated"):
+    with pytest.raises(ConfigError, match=r"auth\.mode must be set"):
         FrontendServer(
             configuration(small_repository, tmp_path, http={"host": "0.0.0.0", "port": 0})
         )

@@ -200,10 +200,10 @@ def test_files_that_wait(tmp_path, model):
 @pytest.mark.parametrize(
     ("updates", "said"),
     [
-        ({"max_staleness_s": 5}, "updates.max_staleness_s: acts only with updates.kafka"),
+        ({"max_staleness_s": 5}, "updates.max_staleness_s: needs updates.kafka"),
         (
             {"on_stale": "refuse"},
-            "updates.on_stale: is refuse, which acts only with max_staleness_s",
+            "updates.on_stale: is refuse, which needs max_staleness_s",
         ),
         ({"max_staleness_s": 0}, "updates.max_staleness_s"),
     ],

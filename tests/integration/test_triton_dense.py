@@ -387,7 +387,7 @@ def test_the_network_in_the_process_takes_over(opened, exported, triton_ready, c
     [
         ({"url": "http://x:1"}, "dense.triton.url: expected host:port without a scheme"),
         ({"url": "far:1", "shared_memory": "system"}, "is system, but far:1 is not this machine"),
-        ({"url": "x:1", "tls": {"key_file": "k"}}, "must be given together with key_file"),
+        ({"url": "x:1", "tls": {"key_file": "k"}}, "must be set together with key_file"),
     ],
 )
 def test_wrong_settings(triton, error):

@@ -1,1 +1,1 @@
-"""Conversion of HPS's ``ps.json`` into settings and models."""
+"""Conversion of HPS's ``ps.json`` to settings and models."""

@@ -1,4 +1,4 @@
-"""Turns HPS's ``ps.json`` into settings and models. What each key does stands in ``ps_keys.py``."""
+"""Convert HPS's ``ps.json`` to settings and models. ``keys.py`` describes each key."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ from hps.config.ps_json.values import PsJsonReader, PsJsonSection, parse_json
 
 
 def read_ps_json(path: Path) -> PsJson:
-    """Read and check the file; InvalidConfiguration names every problem at once.
+    """Read and check the file. Raises InvalidConfiguration with all problems.
 
-    Relative paths start at the file's folder. Of the tables' files only the sizes are looked at.
-    """
+    Relative paths start at the file's folder. Of the tables' files, only the sizes are read."""
     data = parse_json(path)
     reader = PsJsonReader(path)
     top = reader.section("", data, ())
@@ -83,7 +82,7 @@ def _memory_type(top: PsJsonSection) -> str:
 
 
 def _type(top: PsJsonSection, section: str, names: Mapping[str, str], default: str) -> str:
-    """The section's type by its canonical name; the default where it is wrong, which is noted elsewhere."""
+    """Canonical name of the section's type; the default if it is wrong, which the reader reports."""
     given = (top[section] or {}).get("type", default)
     return names.get(given, default) if isinstance(given, str) else default
 
@@ -91,7 +90,7 @@ def _type(top: PsJsonSection, section: str, names: Mapping[str, str], default: s
 def _inert_databases(
     reader: PsJsonReader, memory: PsJsonSection, disk: PsJsonSection, memory_type: str
 ) -> None:
-    """Keys that say nothing because of the database's type."""
+    """Report keys without effect because of the database's type."""
     bounds = ("num_partitions", "overflow_margin", "overflow_policy")
     if memory_type == REDIS:
         if not memory["enable_tls"]:
@@ -111,7 +110,7 @@ def _inert_databases(
 def _fuses(
     reader: PsJsonReader, top: PsJsonSection, models: Sequence[PsJsonSection], *, stores: bool
 ) -> bool:
-    """Whether tables of equal vector size are one. Only ``stores``, HPS's databases and topics, show it."""
+    """True if tables of equal vector size are fused. Only ``stores``, HPS's databases and topics, show it."""
     name, why = "fuse_embedding_table", ""
     if not stores:
         reader.inert((), top, (name,), why := FUSED_ALREADY)
@@ -138,7 +137,7 @@ def _unique_names(reader: PsJsonReader, models: Sequence[PsModel]) -> None:
 
 @dataclass(frozen=True)
 class _TableLimit:
-    """The most rows of a table that HPS's hash map would have held, and which of them made room."""
+    """The row limit of a table in HPS's hash map, and its eviction."""
 
     rows: int
     eviction: str | None
@@ -146,7 +145,7 @@ class _TableLimit:
 
 
 class _ConvertedSettings:
-    """The settings a ``ps.json`` amounts to, and the key behind each."""
+    """The settings equivalent to a ``ps.json``, and the key of each."""
 
     def __init__(self, reader: PsJsonReader) -> None:
         self._reader = reader
@@ -155,7 +154,7 @@ class _ConvertedSettings:
         self.origins: dict[KeyPath, str] = {("models", "serve"): f"{file}: models"}
 
     def set(self, path: KeyPath, value: Any, key: str) -> None:
-        """Note a setting, and the ``key`` of the file that it comes from."""
+        """Record a setting, and the ``key`` of the file that it comes from."""
         at = self.data
         for part in path[:-1]:
             at = at.setdefault(str(part), {})
@@ -163,7 +162,7 @@ class _ConvertedSettings:
         self.origins[path] = f"{self._file}: {key}"
 
     def disk(self, values: PsJsonSection) -> None:
-        """RocksDB: HPS's own at its path, or one of ours when there was none."""
+        """RocksDB: HPS's at its path, or a new one if there was none."""
         if values["type"] != "rocks_db":
             return
         path = str(values["path"]) if "path" in values else f"{tempfile.gettempdir()}/rocksdb"
@@ -180,14 +179,14 @@ class _ConvertedSettings:
         self.set((*at, "load"), load, f"{P}.{key}")
 
     def redis(self, memory: PsJsonSection, disk: PsJsonSection) -> None:
-        """Redis, in HPS's layout. The RocksDB beside it, when it is one of ours, takes the same."""
+        """Redis, in HPS's layout. A new RocksDB below it gets the same layout."""
         if disk["type"] != "rocks_db":
             self.set(("tiers", "rocksdb", "layout"), "hps", f"{V}.type")
         for path, value, key in redis_settings(self._reader, memory):
             self.set(("tiers", "redis", *path), value, f"{V}.{key}")
 
     def cache(self, models: Sequence[PsModel], memory: PsJsonSection, memory_type: str) -> None:
-        """The CPU cache: one share for all tables, and exceptions where models differ."""
+        """The CPU cache: one share for all tables, and overrides for models that differ."""
         at: KeyPath = ("tiers", "cpu_cache")
         share, key = max((model.cache_share for model in models), default=(0.0, "gpucacheper"))
         if share > 0:
@@ -203,7 +202,7 @@ class _ConvertedSettings:
         self._warm(models, memory)
 
     def gpu(self, models: Sequence[PsModel]) -> None:
-        """The GPU cache: one share for all tables, and exceptions where models differ."""
+        """The GPU cache: one share for all tables, and overrides for models that differ."""
         at: KeyPath = ("tiers", "gpu")
         using = [model for model in models if model.gpu_share]
         if not using:
@@ -224,7 +223,7 @@ class _ConvertedSettings:
             self.set((*at, "host_bytes"), host_bytes, "models[].embedding_cache_type")
 
     def _gpu_exceptions(self, model: PsModel, common: float) -> int:
-        """What a model has of its own; returns the bytes of its rows that lie in pinned host memory."""
+        """Override settings for one model; return the bytes of its rows in pinned host memory."""
         host_bytes = 0
         for table in model.tables:
             at: KeyPath = ("models", "serve", model.name, "tables", table.name)
@@ -281,12 +280,12 @@ def _limit(memory: PsJsonSection) -> _TableLimit | None:
 
 
 def _padded(row_bytes: int) -> int:
-    """What a row takes on a GPU."""
+    """Bytes of a row on a GPU."""
     return -(-row_bytes // 32) * 32
 
 
 def _rows(table: PsTable) -> int:
-    """Rows of a table by its key files' sizes; 0 when one is not there (the loader says so)."""
+    """Rows of a table by its key files' sizes; 0 if one is missing (the loader reports it)."""
     try:
         return sum((folder / "key").stat().st_size // 8 for folder in table.folders)
     except OSError:

@@ -13,7 +13,7 @@ from hps.config.ps_json.values import PsJsonReader, PsJsonSection
 Setting = tuple[KeyPath, Any, str]
 """A path below ``updates.kafka``, its value, and the key behind it."""
 
-# The least that librdkafka and our own settings take.
+# The minima of librdkafka and of our settings.
 _LEAST = {"metadata_refresh_interval_ms": 10, "receive_buffer_size": 1024}
 _ALL = ".+"
 
@@ -21,7 +21,7 @@ _ALL = ".+"
 def kafka_settings(
     reader: PsJsonReader, source: PsJsonSection, memory: PsJsonSection, disk: PsJsonSection
 ) -> Iterator[Setting]:
-    """What the keys amount to; what is wrong is noted by ``reader``."""
+    """Convert the keys; ``reader`` records the errors."""
     brokers = [part.strip() for part in re.split("[,;]", str(source["brokers"])) if part.strip()]
     if not brokers:
         reader.wrong((U, "brokers"), "is empty; expected host:port")
@@ -46,8 +46,9 @@ def _given(reader: PsJsonReader, source: PsJsonSection, name: str) -> bool:
 def _models(
     reader: PsJsonReader, memory: PsJsonSection, disk: PsJsonSection
 ) -> tuple[list[str], str]:
-    """The filters of both databases, and the key behind them. HPS matches each with the whole name of a
-    model, between ``hps_et.`` and the table."""
+    """The filters of both databases, and the key of the first.
+
+    HPS matches each with the whole name of a model, between ``hps_et.`` and the table."""
     stated = [(name, list(s["update_filters"])) for name, s in ((V, memory), (P, disk))
               if "update_filters" in s]  # fmt: skip
     found: list[str] = []

@@ -1,8 +1,7 @@
-"""The one table of ``ps.json`` keys: what HPS's parser reads, and what becomes of it here.
+"""Table of the ``ps.json`` keys: those that HPS's parser reads, and their effect here.
 
-``ps_json.py`` reads files by it and ``docs/ps-json.md`` is written from it. A key that starts to act
-is moved by clearing its ``ignored``.
-"""
+``values.py`` reads files by it, and ``docs/ps-json.md`` is generated from it. To give a key an effect,
+clear its ``ignored``."""
 # ruff: noqa: E501 - one row per key reads better than one argument per line
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ REQUIRED = object()
 
 @dataclass(frozen=True, eq=False)
 class PsKey:
-    """One key. ``default`` is HPS's documented one (in words where HPS computes it); ``ignored`` says
-    why it does nothing here.
+    """One key. ``default`` is HPS's documented one (in words if HPS computes it); ``ignored`` is the reason
+    why it has no effect.
 
-    ``ignored_values`` is the warning for single values of an enum, by canonical name. ``aliases`` maps every
-    spelling that HPS takes to the canonical one; ``items`` is the kind of a list's items. ``acts_with`` is
-    the ``type`` of the section, or of the update source, with which the key acts although it is ignored with
-    others. A number outside ``least`` and ``most``, which HPS accepts, is clamped with a warning.
-    """
+    ``ignored_values`` is the warning for single values of an enum, by canonical name. ``aliases`` maps
+    every
+    spelling that HPS accepts to the canonical one; ``items`` is the type of a list's items.
+    ``acts_with`` is
+    the ``type`` of the section, or of the update source, with which the key has an effect although it is
+    ignored with others. A number outside ``least`` and ``most``, which HPS accepts, is clamped with a
+    warning."""
 
     section: str
     name: str
@@ -45,7 +46,7 @@ class PsKey:
 
 
 def _aliases(**spellings: str) -> dict[str, str]:
-    """``canonical="a b"``: the canonical name and every other spelling."""
+    """``canonical="a b"``: the canonical name and all other spellings."""
     return {s: name for name, others in spellings.items() for s in (name, *others.split())}
 
 

@@ -1,4 +1,4 @@
-"""What a ``ps.json`` becomes."""
+"""Result of the conversion of a ``ps.json``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hps.config.model_schema import ModelSpec
 
 @dataclass(frozen=True)
 class LegacyModel:
-    """A model of an HPS ``ps.json``: its tables lie in the given folders (``key``, ``emb_vector``), a fused
-    one in several."""
+    """A model of an HPS ``ps.json``; each table has a folder (``key``, ``emb_vector``), a fused one
+    several."""
 
     spec: ModelSpec
     directories: Mapping[str, tuple[Path, ...]]
@@ -22,7 +22,7 @@ class LegacyModel:
 
 @dataclass(frozen=True)
 class PsJson:
-    """``settings`` in the shape of our YAML, ``origins`` the ``ps.json`` key behind each of them."""
+    """``settings`` in the shape of the YAML file, ``origins`` with the ``ps.json`` key of each."""
 
     settings: dict[str, Any]
     origins: Mapping[KeyPath, str]
@@ -30,7 +30,7 @@ class PsJson:
     warnings: tuple[str, ...] = ()
 
     def where(self, path: KeyPath) -> str:
-        """The key of the ``ps.json`` that decided the setting at ``path``."""
+        """The key of the ``ps.json`` behind the setting at ``path``."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]

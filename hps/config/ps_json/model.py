@@ -28,7 +28,7 @@ class PsModel:
         *,
         fuses: bool = False,
     ) -> None:
-        """``fuses``: tables of equal vector size are kept as one, unless the model says otherwise."""
+        """``fuses``: tables of equal vector size are fused, unless the model disables it."""
         self._reader = reader
         self.path: KeyPath = ("models", index)
         self.values = values
@@ -51,7 +51,7 @@ class PsModel:
 
     @property
     def cache_share(self) -> tuple[float, str]:
-        """The share of each table's rows that memory holds, and the key that says so."""
+        """The share of each table's rows in memory, and the key that sets it."""
         if self.static:
             key = "use_static_table" if self.values["use_static_table"] else "embedding_cache_type"
             return 1.0, key
@@ -65,7 +65,7 @@ class PsModel:
 
     @property
     def gpu_share(self) -> float:
-        """The share of each table's rows that a GPU holds, pinned host memory included; 0: none."""
+        """The share of each table's rows on a GPU, including pinned host memory; 0: none."""
         if self.static:
             return 1.0
         if not self.values["gpucache"]:
@@ -73,7 +73,7 @@ class PsModel:
         return 1.0 if self.uvm else min(float(self.values["gpucacheper"]), 1.0)
 
     def legacy(self) -> LegacyModel | None:
-        """The model, or None when something is wrong with it (noted by the reader)."""
+        """The model, or None if it has errors (recorded by the reader)."""
         if not self.values.complete:
             return None
         files = self.values["sparse_files"]
@@ -124,7 +124,7 @@ class PsModel:
             self._count("default_value_for_each_table", defaults, len(files))
 
     def _tables(self, names: list[str], dims: list[int], files: list[str]) -> list[PsTable]:
-        """The tables; those that ``default_value_for_each_table`` leaves out get 0.0."""
+        """The tables; those missing in ``default_value_for_each_table`` get 0.0."""
         defaults = [*self.values["default_value_for_each_table"], *[0.0] * len(names)][: len(names)]
         folders = [self._reader.folder / file for file in files]
         if not self.fused:
@@ -151,8 +151,11 @@ class PsModel:
         return LegacyModel(spec, {table.name: table.folders for table in self.tables})
 
     def _ps_path(self, path: KeyPath) -> KeyPath | None:
-        """The key of the ``ps.json`` behind a path of the model's description; None when the same is said
-        of another path already (a feature repeats its table's name, unless that is a fused table's)."""
+        """The key of the ``ps.json`` behind a path of the model's description.
+
+        None for a path whose error another path reports, too (a feature repeats its table's name,
+        unless that
+        is a fused table's)."""
         keys = {
             "name": "embedding_table_names",
             "dim": "embedding_vecsize_per_table",
@@ -169,15 +172,18 @@ class PsModel:
         return ("model",) if path[0] == "name" else path
 
     def _miss_policy(self) -> dict[str, Any]:
-        """HPS's threshold as a policy. Without a GPU cache HPS always waited, and so do we; a
-        static table holds every row, so that nothing is promoted."""
+        """HPS's threshold as a miss policy.
+
+        Without a GPU cache HPS always waits, and so do we; a static table holds every row, so that
+        nothing is
+        promoted."""
         threshold = float(self.values["hit_rate_threshold"])
         if threshold > 1 or self.static or not self.values["gpucache"]:
             return {"kind": "wait"}
         return {"kind": "default_then_promote", "min_hit_rate": max(threshold, 0.0)}
 
     def _per_table(self, name: str, tables: int) -> list[Any]:
-        """A list with one entry per table; empty when it is absent or has another length."""
+        """A list with one entry per table; empty if it is missing or has another length."""
         if name not in self.values:
             return []
         values: list[Any] = self.values[name]

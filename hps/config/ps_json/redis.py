@@ -12,7 +12,7 @@ from hps.config.ps_json.keys import MAX_U64, V
 from hps.config.ps_json.values import PsJsonReader, PsJsonSection
 from hps.config.store_settings import ADDRESS_PATTERN
 
-# Files that HPS looks for by these names when it is told none.
+# HPS's default file names.
 _FILES = {
     "ca": "tls_ca_certificate",
     "certificate": "tls_client_certificate",
@@ -25,7 +25,7 @@ Setting = tuple[KeyPath, Any, str]
 
 
 def redis_settings(reader: PsJsonReader, memory: PsJsonSection) -> Iterator[Setting]:
-    """What the keys amount to; what is wrong is noted by ``reader``."""
+    """Convert the keys; ``reader`` records the errors."""
     yield ("mode",), "cluster", "type"
     yield ("layout",), "hps", "type"
     yield ("addresses",), _addresses(reader, str(memory["address"])), "address"
@@ -74,7 +74,7 @@ def _addresses(reader: PsJsonReader, given: str) -> list[str]:
 
 
 def _partitions(reader: PsJsonReader, memory: PsJsonSection) -> int:
-    """HPS's default is told by its machine's threads, so it may not be ours."""
+    """Number of partitions. HPS's default depends on its machine's threads, so it may differ from ours."""
     if "num_partitions" in memory:
         return _at_least_one(reader, memory, "num_partitions")
     return min(16, os.cpu_count() or 1)

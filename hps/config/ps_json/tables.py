@@ -1,4 +1,4 @@
-"""The tables of a ``ps.json`` model: one for each sparse file, or HPS's fused ones."""
+"""The tables of a ``ps.json`` model: one per sparse file, or HPS's fused ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _FUSED = re.compile(r"fused_embedding\d+")
 
 
 def is_fused(table: str) -> bool:
-    """Whether it is the name of one of HPS's fused tables."""
+    """True for the name of one of HPS's fused tables."""
     return _FUSED.fullmatch(table) is not None
 
 
 @dataclass(frozen=True)
 class PsTable:
-    """A table whose rows lie in ``folders``; ``members``: the numbers of these in the model's lists."""
+    """A table with its rows in ``folders``; ``members``: their indices in the model's lists."""
 
     name: str
     dim: int
@@ -29,7 +29,7 @@ class PsTable:
 def own_tables(
     names: Sequence[str], dims: Sequence[int], defaults: Sequence[float], folders: Sequence[Path]
 ) -> list[PsTable]:
-    """A table for each entry."""
+    """One table per entry."""
     entries = enumerate(zip(names, dims, defaults, folders, strict=True))
     return [
         PsTable(name, dim, default, (folder,), (number,))
@@ -40,8 +40,11 @@ def own_tables(
 def fused_tables(
     dims: Sequence[int], defaults: Sequence[float], folders: Sequence[Path]
 ) -> list[PsTable]:
-    """A table for each vector size, in ascending order, as `fuse_embedding_table_in_json_config` of HugeCTR
-    24.06 makes and names them; the last entry's default is the table's."""
+    """One table per vector size, in ascending order.
+
+    Order and names are those of `fuse_embedding_table_in_json_config` of HugeCTR 24.06; the last
+    entry's default
+    is the table's."""
     tables = []
     for number, dim in enumerate(sorted(set(dims))):
         members = tuple(i for i, each in enumerate(dims) if each == dim)

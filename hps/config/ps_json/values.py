@@ -1,4 +1,4 @@
-"""Reads a ``ps.json`` against the table of its keys: types, enum names, unknown and ignored keys."""
+"""Read a ``ps.json`` by the table of its keys: types, enum names, unknown and ignored keys."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ _WORDS: dict[Kind, tuple[str, str]] = {
     "object": ("a mapping", "mappings"),
 }
 _SECRETS = {"password"}
-# Our own top keys; a JSON file with these is our configuration under the wrong name.
+# Top keys of our settings; a JSON file with these is our configuration under the wrong name.
 _OURS = {"tiers", "server", "auth", "dense", "updates"}
 
 
 class PsJsonReader:
-    """One file's problems and warnings while its sections are read."""
+    """Collects the problems and warnings of one file while its sections are read."""
 
     def __init__(self, path: Path) -> None:
         self.file = str(path)
         self.folder = path.absolute().parent
         self.problems: list[ConfigProblem] = []
-        # What is said of ignored and unknown keys -> where they stand.
+        # Warnings about ignored and unknown keys -> the paths of these.
         self._notes: dict[str, list[KeyPath]] = {}
 
     def section(
         self, section: str, data: Mapping[str, Any], path: KeyPath, *kinds: str
     ) -> PsJsonSection:
-        """The values of ``section``; what is wrong or ignored is noted. ``kinds``: the types that its
-        keys may act with (`PsKey.acts_with`)."""
+        """Read the values of ``section``; record errors and ignored keys.
+
+        ``kinds``: the types with which its keys may have an effect (`PsKey.acts_with`)."""
         known = keys_of(section)
         values: dict[str, Any] = {}
         for name, raw in data.items():
@@ -78,18 +79,18 @@ class PsJsonReader:
     def inert(
         self, path: KeyPath, section: PsJsonSection, names: Sequence[str], reason: str
     ) -> None:
-        """Those of ``names`` that are given do nothing, because of another key."""
+        """Report those of ``names`` that are set but have no effect because of another key."""
         for name in names:
             if name in section:
                 self.ignored((*path, name), reason)
 
     def done(self) -> None:
-        """InvalidConfiguration when anything was wrong so far."""
+        """Raise InvalidConfiguration if there are errors."""
         if self.problems:
             raise InvalidConfiguration(self.problems)
 
     def warnings(self) -> tuple[str, ...]:
-        """One line per reason; it names every key that the reason holds for."""
+        """One line per reason, with all keys that it applies to."""
         return tuple(
             f"{self.file}: {', '.join(_together(paths))}: {message}"
             for message, paths in self._notes.items()
@@ -99,7 +100,7 @@ class PsJsonReader:
         self._notes.setdefault(message, []).append(path)
 
     def _clamped(self, key: PsKey, value: Any, path: KeyPath) -> Any:
-        """A number within the bounds of its key; a warning names the one that was given."""
+        """Clamp a number to the bounds of its key; a warning has the original."""
         for bound, word, clamp in ((key.least, "at least", max), (key.most, "at most", min)):
             if bound is not None and clamp(value, bound) != value:
                 self.differs(
@@ -109,7 +110,7 @@ class PsJsonReader:
         return value
 
     def _value(self, key: PsKey, raw: Any, path: KeyPath) -> Any:
-        """The checked value (an enum by its canonical name), or None when it is wrong."""
+        """The checked value (an enum by its canonical name), or None if it is wrong."""
         if key.kind == "enum":
             if isinstance(raw, str) and raw in key.aliases:
                 return key.aliases[raw]
@@ -127,7 +128,7 @@ class PsJsonReader:
 
 
 def _together(paths: Sequence[KeyPath]) -> list[str]:
-    """Key paths as text; the same key of several models stands once: ``models[0,1].slot_num``."""
+    """Key paths as text; the same key of several models is joined: ``models[0,1].slot_num``."""
     models: dict[tuple[bool, KeyPath], list[str]] = {}
     for path in paths:
         # A model and the top level may have keys of the same name.
@@ -141,7 +142,7 @@ def _together(paths: Sequence[KeyPath]) -> list[str]:
 
 
 class PsJsonSection:
-    """The values of one section; a key that is absent has HPS's default."""
+    """The values of one section; a missing key has HPS's default."""
 
     def __init__(self, known: Mapping[str, PsKey], values: Mapping[str, Any]) -> None:
         self._known = known
@@ -149,7 +150,7 @@ class PsJsonSection:
 
     @property
     def complete(self) -> bool:
-        """Whether every key is there that has no default."""
+        """True if every key without a default is present."""
         return all(k.name in self for k in self._known.values() if k.default is REQUIRED)
 
     def __contains__(self, name: str) -> bool:
@@ -181,7 +182,7 @@ def _expected(key: PsKey) -> str:
 
 
 def parse_json(path: Path) -> dict[str, Any]:
-    """The file's top object; ConfigError with line and column when it is no JSON."""
+    """The file's top object. Raises ConfigError with line and column if it is not JSON."""
     text = read_text(path)
     try:
         data = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)

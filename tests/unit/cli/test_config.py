@@ -155,7 +155,7 @@ def test_validate_refuses_an_open_port_without_a_mode(tmp_path: Path) -> None:
     path.write_text("server: {http: {host: 0.0.0.0}}\n")
     result = run("validate", path)
     assert result.exit_code == 2
-    assert "auth.mode must be stated" in result.stderr
+    assert "auth.mode must be set" in result.stderr
     assert run("validate", path, "--set", "auth.mode=off").exit_code == 0
 
 

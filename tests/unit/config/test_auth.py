@@ -112,7 +112,7 @@ def test_every_stored_digest_is_compared(keys_file: Path, monkeypatch: pytest.Mo
 def test_a_changed_file_acts_without_restart(
     keys_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
     keys = load_api_keys(settings(keys_file))
     rewrite(keys_file, "- {name: web, role: write, key: another-secret-0001}\n")
     with caplog.at_level(logging.INFO, "hps.config.auth"):
@@ -132,7 +132,7 @@ def test_a_bad_change_keeps_the_former_keys(
     caplog: pytest.LogCaptureFixture,
     text: str | None,
 ) -> None:
-    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
     keys = load_api_keys(settings(keys_file))
     if text is None:
         keys_file.unlink()
@@ -151,7 +151,7 @@ def test_a_change_acts_once_it_can_be_read(
     keys_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was in the way goes without a change of the file."""
-    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
     keys = load_api_keys(settings(keys_file))
 
     def refused(path: Path) -> list[ApiKey]:
@@ -170,7 +170,7 @@ def test_a_change_acts_once_it_can_be_read(
 def test_a_change_of_the_same_size_and_time_acts(
     keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
     keys = load_api_keys(settings(keys_file))
     before = keys_file.stat()
     # The clock of the file system has to have moved on.
@@ -209,7 +209,7 @@ def test_the_file_is_not_looked_at_for_every_request(
         ("{a: 1}", "expected a list of mappings with name, role, key"),
         (
             f"- {{name: a, role: read, key: {ROOT}}}\n- {{name: b, role: admin, key: {ROOT}}}",
-            "'a' and 'b' are the same secret",
+            "'a' and 'b' have the same key",
         ),
         (
             f"- {{name: a, role: read, key: {ROOT}}}\n- {{name: a, role: admin, key: {READER}}}",
@@ -217,7 +217,7 @@ def test_the_file_is_not_looked_at_for_every_request(
         ),
         (
             f"- {{name: a, role: read, role: admin, key: {ROOT}}}",
-            ":1:25: key 'role' stands here and on line 1",
+            ":1:25: duplicate key 'role', also on line 1",
         ),
         ("[]", "holds no API key"),
     ],
@@ -270,7 +270,7 @@ def test_loopback_needs_no_mode(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "::ffff:10.0.0.1"])
 def test_a_reachable_port_needs_a_stated_mode(listener: str, host: str) -> None:
     data = {"server": {listener: {"host": host}}}
-    with pytest.raises(ConfigError, match=rf"server\.{listener}\.host: {host} can be reached"):
+    with pytest.raises(ConfigError, match=rf"server\.{listener}\.host: {host} is reachable"):
         check_exposure(Settings.model_validate(data))
     check_exposure(Settings.model_validate({**data, "auth": {"mode": "off"}}))
 
@@ -302,7 +302,7 @@ def test_callers_known_by_certificate() -> None:
     ("given", "text"),
     [
         ({}, "is missing, and so is certificate"),
-        ({"key": "k" * 16, "certificate": "x"}, "is given beside key"),
+        ({"key": "k" * 16, "certificate": "x"}, "is set together with key"),
     ],
 )
 def test_a_caller_is_known_by_one_thing(given: dict[str, str], text: str) -> None:

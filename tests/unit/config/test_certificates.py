@@ -33,13 +33,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ca", "certificate", "key", "problem"),
     [
         ("none", None, None, "x.tls: {}/none cannot be used: No such file or directory"),
-        ("text", None, None, "x.tls: {}/text cannot be used: not what PEM looks like"),
+        ("text", None, None, "x.tls: {}/text cannot be used: invalid PEM"),
         (None, "none", "one.key", "{0}/none and {0}/one.key cannot be used: No such file"),
-        (None, "text", "one.key", "{0}/text and {0}/one.key cannot be used: not what PEM"),
-        (None, "one.crt", "text", "/text cannot be used: not what PEM looks like"),
-        (None, "one.crt", "two.key", "cannot be used: the key is not the certificate's"),
+        (None, "text", "one.key", "{0}/text and {0}/one.key cannot be used: invalid PEM"),
+        (None, "one.crt", "text", "/text cannot be used: invalid PEM"),
+        (None, "one.crt", "two.key", "cannot be used: the key does not match the certificate"),
         (None, "one.crt", "locked", "cannot be used: the key is encrypted"),
-        (None, "old.crt", "one.key", "x.tls: {}/old.crt was valid until 2020-01-01 00:00 UTC"),
+        (None, "old.crt", "one.key", "x.tls: {}/old.crt expired at 2020-01-01 00:00 UTC"),
     ],
 )
 def test_files_that_cannot_be_used(
@@ -93,7 +93,7 @@ def test_files_that_are_renewed(
     for _ in range(2):
         assert files.now() == one
     (record,) = caplog.records
-    assert "the former certificates stay in use: x.tls: " in record.getMessage()
+    assert "failed to reload certificates, keeping the former ones: x.tls: " in record.getMessage()
     assert files.now() == one
     assert give("two") == files.now() != one
     key.unlink()

@@ -75,7 +75,7 @@ def test_environment_names_match_in_any_case() -> None:
 def test_two_spellings_of_one_variable_are_refused() -> None:
     environ = {"HPS__SERVER__HTTP__PORT": "81", "hps__server__http__port": "82"}
     assert mistakes(None, environ=environ) == [
-        "hps__server__http__port: server.http.port: HPS__SERVER__HTTP__PORT sets the same; unset one"
+        "hps__server__http__port: server.http.port: HPS__SERVER__HTTP__PORT sets the same setting; unset one"
     ]
 
 

@@ -113,7 +113,7 @@ LINE = [
     ("tiers: {rocksdb: {path: 5}}", ":1: tiers.rocksdb.path: expected a path, found 5"),
     (
         "models: {repository: 's3://bucket/models'}",
-        ":1: models.repository: remote locations are not read in this release; copy the files",
+        ":1: models.repository: remote locations are not supported; copy the files",
     ),
     ("models: {serve: {a b: {}}}", ":1: models.serve.a b: the name 'a b' must be 1 to 120 of"),
     (
@@ -122,7 +122,7 @@ LINE = [
     ),
     (
         "models: {serve: {m: {tables: {t: {miss_policy: {min_hit_rate: 0.5}}}}}}",
-        ":1: models.serve.m.tables.t.miss_policy.min_hit_rate: acts only with kind default_then_",
+        ":1: models.serve.m.tables.t.miss_policy.min_hit_rate: needs kind default_then_",
     ),
     (
         "models: {serve: {m: {dense: {}}}}",
@@ -150,7 +150,7 @@ LINE = [
     ),
     (
         "server:\n  role: lookup\n  grpc: null",
-        ":3: server.grpc: is null, but server.role is lookup: front ends ask by gRPC",
+        ":3: server.grpc: is null, but server.role is lookup: front ends use gRPC",
     ),
     (
         "lookup: {nodes: ['http://a:1']}",
@@ -158,7 +158,7 @@ LINE = [
     ),
     (
         "lookup: {tls: {certificate_file: c.pem}}",
-        ":1: lookup.tls.key_file: must be given together with certificate_file",
+        ":1: lookup.tls.key_file: must be set together with certificate_file",
     ),
     (
         "auth: {mode: of}",
@@ -166,7 +166,7 @@ LINE = [
     ),
     (
         "auth: {keys_file: k}",
-        ":1: auth.mode: must be stated when auth.keys_file is given: api_key or off",
+        ":1: auth.mode: must be set with auth.keys_file: api_key or off",
     ),
     (
         "auth: {mode: api_key}",
@@ -178,7 +178,7 @@ LINE = [
     ),
     ("5", ": expected a mapping with models, tiers, updates, lookup, dense, server, auth, found 5"),
     ("server: {", ":2:1: not valid YAML: did not find expected node content"),
-    ("server: {}\nserver: {}", ":2:1: key 'server' stands here and on line 1"),
+    ("server: {}\nserver: {}", ":2:1: duplicate key 'server', also on line 1"),
 ]
 
 
@@ -218,7 +218,7 @@ def test_a_key_that_stands_twice_hides_no_other_mistake(write: Write) -> None:
     )
     lines = [
         f"{path}:1: sever: unknown key; did you mean 'server'?",
-        f"{path}:4:3: key 'drain_s' stands here and on line 3",
+        f"{path}:4:3: duplicate key 'drain_s', also on line 3",
         f"{path}:4: server.drain_s: expected a number from 0",
         f"{path}:5:3: the key 5 must be text; put it in quotes",
     ]
@@ -242,12 +242,12 @@ def test_a_wrong_value_causes_no_second_mistake(write: Write) -> None:
         ("server.http.port", "--set: expected a.b=value, found 'server.http.port'"),
         ("=5", "--set: expected a.b=value, found ''"),
         ("server..port=5", "--set: server.: no such setting; the settings are http, grpc, admin,"),
-        ("auth.keys.0=x", "--set: auth.keys.0: has nothing below it; a list is set as a whole"),
-        ("server.http.port.x=1", "--set: server.http.port.x: has nothing below it"),
+        ("auth.keys.0=x", "--set: auth.keys.0: has no parts; a list is set as a whole"),
+        ("server.http.port.x=1", "--set: server.http.port.x: has no parts"),
         ("server.http.port=[1", "--set: server.http.port: not valid YAML: did not find expected"),
         (
             "server.http={port: 1, port: 2}",
-            "--set: server.http: key 'port' stands here and on line 1",
+            "--set: server.http: duplicate key 'port', also on line 1",
         ),
         ("server.http.port=x", "--set: server.http.port: expected a whole number from 0 to 65535,"),
     ],

@@ -89,12 +89,12 @@ MISTAKES = [
     (
         "{user_id: user_vector}",
         "{user_id: x, shown_url: x}",
-        ":11: dense.embeddings.shown_url: network input 'x' is taken by feature 'user_id' already",
+        ":11: dense.embeddings.shown_url: network input 'x' already receives feature 'user_id'",
     ),
     (
         "{user_id: user_vector}",
         "{user_id: position}",
-        ":11: dense.embeddings.user_id: network input 'position' is taken by an input of the request",
+        ":11: dense.embeddings.user_id: network input 'position' already receives an input of the request",
     ),
     ("name: position", "name: user_id", ":10: dense.inputs[0].name: input 'user_id' has the name"),
     (
@@ -105,7 +105,7 @@ MISTAKES = [
     (
         "ranking_output: buy",
         "ranking_output: bye",
-        ":13: dense.ranking_output: is 'bye', which is no output; did you mean 'buy'?",
+        ":13: dense.ranking_output: is 'bye', which is not an output; did you mean 'buy'?",
     ),
     ("name: buy", "name: click", ":12: dense.outputs[1].name: two outputs are called 'click'"),
     (
@@ -131,7 +131,7 @@ MISTAKES = [
     (
         "kind: default_then_promote",
         "kind: wait",
-        ":4: tables[1].miss_policy.min_hit_rate: acts only",
+        ":4: tables[1].miss_policy.min_hit_rate: needs kind",
     ),
     (
         "key_offset: -1",
@@ -150,7 +150,7 @@ MISTAKES = [
         "name: a/b",
         ":1: name: expected text of 1 to 120 of the characters a-z A-Z 0-9 _ -",
     ),
-    ("dim: 2", "dim: 2, dim: 2", ":4:25: key 'dim' stands here and on line 4"),
+    ("dim: 2", "dim: 2, dim: 2", ":4:25: duplicate key 'dim', also on line 4"),
     ("name: ctr", "nam: ctr", ":1: nam: unknown key; did you mean 'name'?"),
     ("name: ctr\n", "", ": name: is missing; expected text of 1 to 120"),
 ]

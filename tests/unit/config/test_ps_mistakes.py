@@ -54,7 +54,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "ps-json.md"
         (
             "models[].sparse_files",
             ["hdfs://n/t0", "t1"],
-            ": models[0].sparse_files: [0] is hdfs://n/t0: remote locations are not read",
+            ": models[0].sparse_files: [0] is hdfs://n/t0: remote locations are not supported",
         ),
         (
             "models[].embedding_vecsize_per_table",

@@ -33,10 +33,10 @@ def test_an_empty_mapping_is_the_defaults(tmp_path):
         ({"addresses": ["localhost:0"]}, "port 0"),
         ({"addresses": ["localhost:70000"]}, "port 70000"),
         ({"addresses": ["redis://localhost:1"]}, "addresses"),
-        ({"mode": "sentinel"}, "must be given with mode sentinel"),
+        ({"mode": "sentinel"}, "must be set with mode sentinel"),
         ({"mode": "cluster", "database": 1}, "only database 0"),
-        ({"tls": {"certificate": "a.pem"}}, "must be given together with certificate"),
-        ({"tls": {"key": "a.pem"}}, "must be given together with key"),
+        ({"tls": {"certificate": "a.pem"}}, "must be set together with certificate"),
+        ({"tls": {"key": "a.pem"}}, "must be set together with key"),
         ({"table_ttl_s": {"user": 3}}, "table_ttl_s"),
         ({"overflow_policy": "newest"}, "newest"),
         ({"partitions": 0}, "partitions"),
@@ -50,7 +50,7 @@ def test_what_cannot_be_is_refused(tmp_path, redis, named):
 @pytest.mark.parametrize("ttl", [{"ttl_s": 3}, {"table_ttl_s": {"ctr/user": 3}}])
 def test_hps_rows_have_no_age(tmp_path, ttl):
     hps = {"rocksdb": {"layout": "hps"}}
-    with pytest.raises(ConfigError, match="have no version to tell their age"):
+    with pytest.raises(ConfigError, match="have no version, so their age"):
         load(tmp_path, {"layout": "hps", **ttl}, **hps)
     assert load(tmp_path, {"layout": "hps", "table_ttl_s": {"ctr/user": None}}, **hps)
 
@@ -64,11 +64,9 @@ def test_versions_beside_none_are_refused(tmp_path, redis, rocksdb):
 
 def test_every_row_needs_a_place(tmp_path):
     off = {"enabled": False}
-    with pytest.raises(
-        ConfigError, match=r"rocksdb.enabled: is false, and there is no tiers.redis"
-    ):
+    with pytest.raises(ConfigError, match=r"rocksdb.enabled: is false, and tiers.redis is not set"):
         load(tmp_path, None, rocksdb=off)
-    with pytest.raises(ConfigError, match=r"redis.overflow_margin: would lose rows for good"):
+    with pytest.raises(ConfigError, match=r"redis.overflow_margin: would lose rows permanently"):
         load(tmp_path, {"overflow_margin": 1000}, rocksdb=off)
     assert load(tmp_path, {"layout": "hps"}, rocksdb=off).layout == "hps"
     assert load(tmp_path, {"overflow_margin": 1000}).overflow_margin == 1000

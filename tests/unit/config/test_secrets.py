@@ -36,7 +36,7 @@ def test_the_end_of_the_line_is_no_part_of_it(file: Path) -> None:
         (None, "No such file or directory; mount the secret there, or correct the path"),
         (b"", "is empty"),
         (b"\n", "is empty"),
-        (b"\xff\xfe" + SECRET.encode(), "is no text"),
+        (b"\xff\xfe" + SECRET.encode(), "is not text"),
     ],
 )
 def test_what_cannot_be_read_is_named(file: Path, contents: bytes | None, problem: str) -> None:
@@ -55,7 +55,7 @@ def test_a_secret_is_what_its_file_holds_now(file: Path, caplog: pytest.LogCaptu
     file.unlink()
     assert [secret.now(), secret.now()] == ["another"] * 2
     assert len(caplog.messages) == 1
-    assert "the former secret stays in use: a.b: " in caplog.text
+    assert "failed to reload the secret, keeping the former one: a.b: " in caplog.text
     file.write_text("third")
     assert secret.now() == "third"
     assert Secret("given", None, "a.b").now() == "given"
@@ -81,13 +81,13 @@ def test_options_of_kafka_in_files(file: Path) -> None:
     [
         (
             kafka(options={"sasl.password": SECRET}, options_files={"sasl.password": "/x"}),
-            "options_files.sasl.password: is among options too",
+            "options_files.sasl.password: is also in options",
         ),
-        (kafka(options_files={"group.id": "/x"}), "options_files.group.id: is set by hps itself"),
-        (kafka(options={"group.id": SECRET}), "options.group.id: is set by hps itself"),
+        (kafka(options_files={"group.id": "/x"}), "options_files.group.id: is set by hps"),
+        (kafka(options={"group.id": SECRET}), "options.group.id: is set by hps"),
         (
             {"tiers": {"redis": {"password": SECRET, "password_file": "/x"}}},
-            "password_file: is given beside password",
+            "password_file: is set together with password",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_what_is_no_api_key_is_not_sent(file: Path, contents: str) -> None:
         lambda: Secret(None, file, "lookup.api_key_file", api_key=True),
     ):
         with pytest.raises(
-            ConfigError, match=r"lookup\.api_key_file: .*is no API key; expected"
+            ConfigError, match=r"lookup\.api_key_file: .*does not contain an API key; expected"
         ) as caught:
             check()
         assert contents not in str(caught.value)

@@ -82,9 +82,9 @@ def test_anchors_and_merging() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3", "f.yaml:3:1: key 'a' stands here and on line 1"),
-        ("a: {b: 1, b: 2}", "f.yaml:1:11: key 'b' stands here and on line 1"),
-        ("x: &x {a: 1}\ny: {<<: *x, b: 1, b: 2}", "f.yaml:2:19: key 'b' stands here"),
+        ("a: 1\nb: 2\na: 3", "f.yaml:3:1: duplicate key 'a', also on line 1"),
+        ("a: {b: 1, b: 2}", "f.yaml:1:11: duplicate key 'b', also on line 1"),
+        ("x: &x {a: 1}\ny: {<<: *x, b: 1, b: 2}", "f.yaml:2:19: duplicate key 'b', also"),
         ("a: [1, 2", "f.yaml:2:1: not valid YAML: did not find expected ',' or ']'"),
         ("a: b: c", "f.yaml:1:5: not valid YAML: mapping values are not allowed"),
         ("a:\n\tb: 1", "f.yaml:2:1: not valid YAML: found character that cannot start"),

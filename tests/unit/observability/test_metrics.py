@@ -314,7 +314,7 @@ def test_the_meter_of_what_is_gone_is_let_go_of():
     del goes, meter
     gc.collect()
     assert kept() is None
-    metrics.let_go("clicks", 1)
+    metrics.release("clicks", 1)
     assert not stays._keys
 
 
@@ -324,7 +324,7 @@ def test_what_is_counted_does_not_grow_with_the_versions_and_models_there_have_b
 
     def served(model, version):
         table = EmbeddingTable.make("t", 2, model=model, version=version)
-        metrics.hold(model, version)
+        metrics.retain(model, version)
         lookups, network = LookupMeter(metrics, model, version), DenseMeter(metrics, model, version)
         lookups.finished([(table, bytes([0, 1]), [("f", 2)])], 0.1, ("redis",))
         network.ran(0.1)
@@ -347,13 +347,13 @@ def test_what_is_counted_does_not_grow_with_the_versions_and_models_there_have_b
     assert one >= before + 20
     for version in range(2, 20):
         served("clicks", version)
-        metrics.let_go("clicks", version - 1)
+        metrics.release("clicks", version - 1)
     assert series() == one
     for day in range(20):
         served(f"trial-{day}", 1)
-        metrics.let_go(f"trial-{day}", 1)
+        metrics.release(f"trial-{day}", 1)
     assert series() == one
-    metrics.let_go("clicks", 19)
+    metrics.release("clicks", 19)
     assert series() == before
     assert not of_tier._keys  # which keep tables, their defaults with them
 
@@ -361,13 +361,13 @@ def test_what_is_counted_does_not_grow_with_the_versions_and_models_there_have_b
 def test_numbers_of_a_version_that_is_gone_are_exposed_no_more():
     metrics = Metrics()
     for _ in range(2):  # loaded again while requests are still on it
-        metrics.hold("clicks", 3)
+        metrics.retain("clicks", 3)
     for version in "34":
         for name in ("clicks", "clicks.lookup", "other"):
             metrics.counter(m.LOOKUP_KEYS, name, version, "t", "cpu").add()
-    metrics.let_go("clicks", 3)
+    metrics.release("clicks", 3)
     assert len(metrics.numbers()[m.LOOKUP_KEYS]) == 6
-    metrics.let_go("clicks", 3)
+    metrics.release("clicks", 3)
     assert sorted(metrics.numbers()[m.LOOKUP_KEYS]) == [
         ("clicks", "4", "t", "cpu"),
         ("clicks.lookup", "4", "t", "cpu"),

@@ -16,7 +16,7 @@ def test_parts_of_parts_are_told_with_their_times() -> None:
             assert current_context() is not lookup
     profile.stage("parse", 1_000, 3_500)
     profile.end()
-    told = profile.told()
+    told = profile.as_dict()
     assert [part["name"] for part in told["parts"]] == ["lookup", "parse"]
     assert told["parts"][1]["us"] == 2.5
     lookup_told = told["parts"][0]
@@ -43,7 +43,7 @@ def test_a_part_that_failed_says_why_and_one_that_has_not_ended_has_no_time() ->
     with pytest.raises(ValueError, match="broken"), profile.part("a"):
         raise ValueError("broken")
     profile.begin("b")
-    a, b = profile.told()["parts"]
+    a, b = profile.as_dict()["parts"]
     assert a["about"] == {"error": "broken"}
     assert b["us"] is None
 
@@ -70,9 +70,9 @@ def test_what_another_process_has_done_is_a_part_with_its_own_parts() -> None:
     asker = Profile()
     asker.reported("node", 1_000, 9_000, node.packed())
     asker.reported("node", 0, 1_000, b"")
-    first, second = asker.told()["parts"]
+    first, second = asker.as_dict()["parts"]
     assert (first["name"], first["us"], second["us"], second["parts"]) == ("node", 8.0, 1.0, [])
     (there,) = first["parts"]
     assert (there["name"], there["about"]) == ("lookup", {"keys": 2})
-    assert there["us"] == pytest.approx(node.told()["parts"][0]["us"], abs=1e-3)
+    assert there["us"] == pytest.approx(node.as_dict()["parts"][0]["us"], abs=1e-3)
     RequestContext("r-1").reported("node", 0, 1, b"")

@@ -128,7 +128,7 @@ def test_every_mistake_of_a_configuration_has_its_line(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert [line.split(": ")[1:3] for line in result.stderr.splitlines()] == [
         [f"{path}:1", "sever"],
-        [f"{path}:4:3", "key 'drain_s' stands here and on line 3"],
+        [f"{path}:4:3", "duplicate key 'drain_s', also on line 3"],
     ]
     result = run(app, ["doctor", "--config", str(path), "--output", "json"])
     assert [c["found"].startswith(str(path)) for c in json.loads(result.stdout)[-2:]] == [True] * 2

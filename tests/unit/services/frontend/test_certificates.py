@@ -17,15 +17,15 @@ from tests.support.certificates import expire
     ("changed", "problem"),
     [
         ({"key_file": "none"}, r"server\.x\.tls: .*/none: No such file or directory"),
-        ({"certificate_file": "text"}, r"/text and .*/server\.key cannot be used: not what PEM"),
-        ({"key_file": "text"}, r"/server\.crt and .*/text cannot be used: not what PEM"),
-        ({"key_file": "other"}, "cannot be used: the key is not the certificate's"),
+        ({"certificate_file": "text"}, r"/text and .*/server\.key cannot be used: invalid PEM"),
+        ({"key_file": "text"}, r"/server\.crt and .*/text cannot be used: invalid PEM"),
+        ({"key_file": "other"}, "cannot be used: the key does not match the certificate"),
         ({"key_file": "locked"}, "cannot be used: the key is encrypted"),
         (
             {"certificate_file": "old"},
-            r"server\.x\.tls: [^ ]*/old was valid until 2020-01-01 00:00",
+            r"server\.x\.tls: [^ ]*/old expired at 2020-01-01 00:00",
         ),
-        ({"client_ca_file": "text"}, r"server\.x\.tls: [^ ]*/text cannot be used: not what PEM"),
+        ({"client_ca_file": "text"}, r"server\.x\.tls: [^ ]*/text cannot be used: invalid PEM"),
     ],
 )
 def test_files_that_cannot_be_used(certificates, tls, tmp_path: Path, changed, problem) -> None:

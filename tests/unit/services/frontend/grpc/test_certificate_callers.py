@@ -102,7 +102,7 @@ def test_the_data_port(small, by_certificate, tls, connect):
 
 
 def test_roles_change_with_the_file(admin, connect, keys_file, monkeypatch):
-    monkeypatch.setattr(auth_module, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(auth_module, "CHECK_EVERY_S", 0.01)
     channel = connect(admin, "front")
     assert asks(channel)[1] == "PERMISSION_DENIED"
     changed = [{**caller, "role": "admin"} for caller in CALLERS]

@@ -375,7 +375,7 @@ def test_streams_that_wait_for_their_answer_go_on(small, serve, monkeypatch):
 
 
 def test_a_stream_ends_with_its_callers_key(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
     file = tmp_path / "keys.yaml"
     entry = "- {{name: {0}, role: read, key: {0}-secret-000001}}\n"
     file.write_text(entry.format("web") + entry.format("other"))
@@ -622,7 +622,7 @@ def test_certificates_are_renewed(serve, tmp_path, caplog):
     assert asks(root)
     old[0].unlink()
     assert asks(root)
-    assert "the former certificates stay in force" in caplog.text
+    assert "failed to reload certificates, keeping the former ones" in caplog.text
     certified(tmp_path, "localhost")
     assert asks(old[1])
     assert refused(asks, root)[0] == "StatusCode.UNAVAILABLE"

@@ -126,7 +126,7 @@ def test_who_shows_no_certificate_is_not_let_in(known, certificates):
 
 
 def test_roles_change_with_the_file(known, shows, keys_file, monkeypatch):
-    monkeypatch.setattr(auth_module, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(auth_module, "CHECK_EVERY_S", 0.01)
     with Admin(known, tls=shows("front")) as admin:
         assert outcome(admin.status) is Forbidden
         other = keys_file.with_suffix(".new")
@@ -168,11 +168,11 @@ def test_certificates_are_renewed(serve, tmp_path, caplog):
         shutil.copy(new[0], used["key_file"])  # its certificate is still to come
         assert asks(old)
         assert asks(old)
-        (told,) = [r.message for r in caplog.records if "stay in force" in r.message]
-        assert "the key is not the certificate's" in told
+        (message,) = [r.message for r in caplog.records if "keeping the former" in r.message]
+        assert "the key does not match the certificate" in message
         install(*new)
         assert asks(new)
-        assert "certificates read again" in caplog.text
+        assert "reloaded certificates" in caplog.text
         with pytest.raises(HpsError, match="not trusted"):
             asks(old)
         with (
