@@ -1,4 +1,4 @@
-"""What the requests of all lines share: bytes to be held, and a thread that ends what waits too long."""
+"""Byte budget of all admission queues, and the timeout of queued requests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from services.frontend.errors import Overloaded
 from services.frontend.logs import log
 from services.frontend.periodic_sweeper import PeriodicSweeper
 
-# Between two looks at what waits, at least.
+# Shortest interval between sweeps.
 _LEAST_S = 0.001
 
 
 class ByteBudget:
-    """Bytes of requests that wait or whose bodies are coming, bounded. Any thread may call it."""
+    """Bounded total size of queued requests and of those being received. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -25,17 +25,18 @@ class ByteBudget:
         self._lock = threading.Lock()
 
     def require(self, size: int, own: int = 0) -> None:
-        """Raises ``Overloaded`` unless ``size`` more bytes may be held; ``own`` of what is held are the
-        request's already. A request larger than all there is may come alone."""
+        """Raise ``Overloaded`` unless ``size`` more bytes fit; the request already holds ``own`` bytes.
+
+        A request larger than the whole budget is admitted if no other is held."""
         refusal = self.refusal(size, own)
         try:
             if refusal is not None:
                 raise refusal
         finally:
-            del refusal  # it knows this frame, and those that hold the request
+            del refusal  # it refers to this frame, and to those that hold the request
 
     def refusal(self, size: int, own: int = 0) -> Overloaded | None:
-        """What `require` raises, if it does."""
+        """The error that `require` would raise, or None."""
         if self.held > own and self.held + size > self.most:
             return Overloaded(
                 f"overloaded: waiting requests hold {self.held} bytes (server.admission.queue_bytes); "
@@ -45,20 +46,20 @@ class ByteBudget:
         return None
 
     def add(self, size: int) -> None:
-        """Hold ``size`` bytes more, or fewer if negative."""
+        """Add ``size`` bytes; a negative size releases them."""
         with self._lock:
             self.held += size
 
 
 class ByteReservation:
-    """The bytes of one request, held while it is entered."""
+    """The bytes of one request, released at the end of the context."""
 
     def __init__(self, room: ByteBudget) -> None:
         self._room = room
         self._own = 0
 
     def grow(self, size: int) -> None:
-        """Hold ``size`` bytes more. Raises ``Overloaded`` when there is no room for them."""
+        """Reserve ``size`` bytes more. Raises ``Overloaded`` if they do not fit."""
         self._room.require(size, self._own)
         self._room.add(size)
         self._own += size
@@ -72,7 +73,7 @@ class ByteReservation:
 
 
 class ExpiringItem(Protocol):
-    """Something that waits. ``since``: from when on, by ``time.monotonic``."""
+    """An item that times out. ``since``: when its wait began, by ``time.monotonic``."""
 
     since: float
 
@@ -80,27 +81,29 @@ class ExpiringItem(Protocol):
     def has_ended(self) -> bool: ...
 
     def expire(self) -> None:
-        """It has waited for as long as it may."""
+        """Fail the item: its wait has timed out."""
         ...
 
 
 class QueueTimeout:
-    """Ends what has waited for ``after_s``. What ends sooner is not kept until then: whoever has it wait
-    holds it, and what it holds. Any thread may call it."""
+    """Expires items that have waited for ``after_s``. Thread-safe.
+
+    Items are held weakly: an item that ends earlier, and what it refers to, is freed with its owner."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
         self._line: deque[ReferenceType[ExpiringItem]] = deque()
-        # What is added while it sleeps is not due before it wakes: nobody has to wake it.
+        # An item that is added while the thread sleeps is not due before it wakes, so `add` need not wake
+        # it.
         self._looking = PeriodicSweeper(self._end_late, self._next_s, "hps-expiry")
 
     def add(self, waiting: ExpiringItem) -> None:
-        """``waiting`` has just begun to wait."""
+        """Start the timeout of ``waiting``."""
         self._line.append(ref(waiting))
         self._looking.begin()
 
     def _next_s(self) -> float:
-        """Until the first is due."""
+        """Seconds until the first item is due."""
         if not self._line:
             return self._after_s
         found = self._line[0]()
@@ -108,7 +111,7 @@ class QueueTimeout:
         return max(_LEAST_S, left_s)
 
     def _end_late(self) -> bool:
-        # A thread that ends may look once more while another does already: each has what it takes.
+        # Two threads may sweep at the same time while one ends: each has the items that it took.
         while self._line:
             try:
                 first = self._line.popleft()
@@ -127,5 +130,5 @@ class QueueTimeout:
 def _expire(late: ExpiringItem) -> None:
     try:
         late.expire()
-    except Exception:  # the others still have to be ended
+    except Exception:  # the other items must still expire
         log.exception("a request that waited too long could not be refused")

@@ -1,4 +1,4 @@
-"""What one client may ask of the server at a time, and per second."""
+"""Limits of one client: concurrent requests, and requests per second."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from hps.config.admission_settings import ClientSettings
 from services.frontend.errors import Overloaded, TooManyRequests
 
-# Clients that are remembered; those beyond that ask for nothing are forgotten.
+# Clients to keep; beyond that, idle ones are dropped.
 _KEPT = 4096
 
 
 @dataclass(slots=True)
 class _ClientState:
-    """``allowed`` is a token bucket: the requests it may begin at once, as of ``since``."""
+    """``allowed`` is a token bucket: the requests that it may begin now, as of ``since``."""
 
     allowed: float
     since: float
@@ -24,7 +24,7 @@ class _ClientState:
 
 
 class ClientLimits:
-    """Requests under way by client, an API key's name or an address. Any thread may call it."""
+    """Requests in flight by client, an API key's name or an address. Thread-safe."""
 
     def __init__(self, settings: ClientSettings) -> None:
         self._most = settings.running or math.inf
@@ -34,7 +34,7 @@ class ClientLimits:
         self._lock = threading.Lock()
 
     def enter(self, name: str) -> None:
-        """One more of ``name``'s requests begins; ``TooManyRequests`` when that would be too many."""
+        """Count a request of ``name``. Raises ``TooManyRequests`` if it exceeds a limit."""
         now = time.monotonic()
         with self._lock:
             client = self._known.get(name)
@@ -60,8 +60,9 @@ class ClientLimits:
             client.running += 1
 
     def leave(self, name: str, error: BaseException | None = None) -> None:
-        """One of ``name``'s requests is answered, with ``error`` if it failed. One that was refused for want
-        of room does not count as sent."""
+        """End a request of ``name``, with ``error`` if it failed.
+
+        A request that the server rejected because of an overload does not count against the rate."""
         with self._lock:
             client = self._known[name]
             client.running -= 1
@@ -69,7 +70,7 @@ class ClientLimits:
                 client.allowed += 1
 
     def undo(self, name: str) -> None:
-        """A request that had entered is begun anew, or was refused."""
+        """Undo `enter`: the request begins again, or was rejected."""
         with self._lock:
             self._known[name].running -= 1
             self._known[name].allowed += 1
@@ -80,7 +81,7 @@ class ClientLimits:
         return min(self._burst, client.allowed + (now - client.since) * self._rate)
 
     def _forget(self, now: float) -> None:
-        """Drop those of whom nothing needs to be remembered."""
+        """Drop clients without requests in flight and with a full token bucket."""
         self._known = {
             name: client
             for name, client in self._known.items()

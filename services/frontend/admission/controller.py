@@ -1,9 +1,8 @@
-"""How many inference requests are worked at, how many wait, and which are refused.
+"""Admission control: run, queue or reject inference requests.
 
-Each name has a line of its own, so that one model's load does not hold up another's requests. What needs
-nobody else's time, such as a lookup of rows in memory, is answered where it comes and stands in no line;
-health, metadata and administration never do.
-"""
+Each name has its queue, so that one model's load does not delay another's requests. Requests that are
+answered from memory, such as a lookup of cached rows, bypass the queue; so do health, metadata and
+administration."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from services.frontend.endpoints import Endpoint
 
 
 class AdmissionController:
-    """The lines of one process. ``clients`` is None where clients have no bounds."""
+    """The admission queues of one process. ``clients`` is None without limits for clients."""
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self._settings = settings
@@ -33,7 +32,7 @@ class AdmissionController:
         self._published: Metrics | None = None
 
     def line(self, endpoint: Endpoint, running: int, metrics: Metrics) -> AdmissionQueue:
-        """``endpoint`` behind a line; ``running`` where the settings leave it open."""
+        """``endpoint`` behind a queue; ``running`` is the default of the setting."""
         line = AdmissionQueue(
             endpoint,
             self._settings,
@@ -52,7 +51,7 @@ class AdmissionController:
         return line
 
     def keep(self, names: Container[str]) -> None:
-        """Tell no more of lines whose name is not served any more."""
+        """Stop exporting metrics of queues whose name is not in ``names``."""
         self._lines = {name: line for name, line in self._lines.items() if name in names}
 
     def _each(self, what: str) -> Iterable[tuple[tuple[str, ...], float]]:

@@ -1,9 +1,7 @@
-"""One line: which requests to a name are worked at, which wait, and which are refused.
+"""Per-model admission queue: run N requests, queue the others, reject overflow.
 
-A request is refused when it comes rather than after a wait: where it would wait for longer than it may, if
-those under way take as long as others have of late, it costs least then and its client can still ask
-elsewhere.
-"""
+A request that would wait longer than it may, judging by the recent duration of requests, is rejected when
+it arrives instead of after the wait: that costs least, and its client can still try another replica."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ from services.frontend.endpoints import Endpoint, Output
 from services.frontend.errors import Overloaded
 from services.frontend.inference_request import InferenceRequest
 
-# Of the time that a request has left, the part for which it may wait: others may take longer than expected.
+# Share of a request's remaining time for which it may wait: running requests may take longer than expected.
 _OF_DEADLINE = 0.5
 
 
 class AdmissionQueue:
-    """An `Endpoint` whose requests wait while as many are worked at as may be. Any thread may call it."""
+    """An `Endpoint` with a bounded number of running requests; further ones are queued. Thread-safe."""
 
     def __init__(
         self,
@@ -68,12 +66,12 @@ class AdmissionQueue:
 
     @property
     def waiting(self) -> int:
-        """Requests in the line."""
+        """Number of queued requests."""
         return len(self._line)
 
     @property
     def is_busy(self) -> bool:
-        """Whether as many requests are worked at as may be, with those that are expected."""
+        """True if the running and the expected requests take all slots."""
         return self.running + self._expected >= self.most_running
 
     @property
@@ -85,18 +83,21 @@ class AdmissionQueue:
         return self._endpoint.outputs(call, result)
 
     def require_room(self, size: int = 0) -> None:
-        """Raises ``Overloaded`` when a request of ``size`` bytes would be refused now."""
+        """Raise ``Overloaded`` if a request of ``size`` bytes would be rejected now."""
         refusal = self.refusal(size)
         try:
             if refusal is not None:
                 raise refusal
         finally:
-            del refusal  # it knows this frame, and those that hold the request
+            del refusal  # it refers to this frame, and to those that hold the request
 
     def expect(self, size: int) -> Overloaded | None:
-        """Keep a place for a request of ``size`` bytes that another thread reads first, and then hands to
-        `submit` as ``expected``, or `forget`s; or what it is refused with. Requests that came meanwhile would
-        be read in vain."""
+        """Reserve a slot for a request of ``size`` bytes; return the error if it is rejected.
+
+        Another thread decodes the request first, and then passes it to `submit` as ``expected``, or
+        calls `forget`.
+        Without a reservation, requests that arrive meanwhile could fill the queue and the decoding be
+        wasted."""
         with self._lock:
             if (refusal := self.refusal(size)) is None:
                 self._expected += 1
@@ -104,23 +105,22 @@ class AdmissionQueue:
             return refusal
 
     def require_bytes(self, size: int, expected: int) -> None:
-        """Raises ``Overloaded`` when a request that is expected with ``expected`` bytes may not wait with
-        ``size`` more."""
+        """Raise ``Overloaded`` if a request reserved with ``expected`` bytes may not hold ``size`` more."""
         self._room.require(size, expected)
 
     def forget(self, size: int) -> None:
-        """One of ``size`` bytes that was expected does not come."""
+        """Cancel a reservation of ``size`` bytes."""
         with self._lock:
             self._has_come(size)
 
     def _has_come(self, size: int | None) -> None:
-        """One has that was expected, if it was."""
+        """Release the reservation of a request that has arrived, if it had one."""
         if size is not None:
             self._expected -= 1
             self._room.add(-size)
 
     def refusal(self, size: int = 0) -> Overloaded | None:
-        """What `require_room` raises, if it does: to be told costs less than to catch it."""
+        """The error that `require_room` would raise, or None: cheaper than an exception."""
         ahead = len(self._line) + self._expected
         waiting = ahead - max(0, self.most_running - self.running)
         if waiting >= self._most_waiting and self.is_busy:
@@ -134,7 +134,8 @@ class AdmissionQueue:
         return self._room.refusal(size)
 
     def _require_time(self, deadline: float) -> None:
-        """Raises ``Overloaded`` when a request with this deadline would wait for too much of its time."""
+        """Raise ``Overloaded`` if a request with this deadline would spend too much of its time in the
+        queue."""
         left_s = deadline - time.monotonic()
         wait_s = self._estimate.wait_s(len(self._line))
         if 0 < _OF_DEADLINE * left_s < wait_s:
@@ -144,8 +145,9 @@ class AdmissionQueue:
     def submit(
         self, call: InferenceRequest, deadline: float, *, expected: int | None = None
     ) -> Future[Any]:
-        """See ``Endpoint.submit``. Raises ``Overloaded`` when the request may not wait; one that was
-        ``expected``, with so many bytes, has its place, but may have more bytes than its message had."""
+        """See ``Endpoint.submit``. Raises ``Overloaded`` if the request may not be queued.
+
+        ``expected``: the bytes of its reservation, which keeps its slot; it may hold more bytes by now."""
         if self.running < self.most_running and not self._line:
             if expected is None and not self._endpoint.is_long:
                 return self._began(self._endpoint.submit(call, deadline))
@@ -170,7 +172,7 @@ class AdmissionQueue:
             return True
 
     def _submitted(self, call: InferenceRequest, deadline: float) -> Future[Any]:
-        """What the endpoint makes of a request that counts as running."""
+        """Submit a request that counts as running to the endpoint."""
         try:
             work = self._endpoint.submit(call, deadline)
         except BaseException:
@@ -196,7 +198,7 @@ class AdmissionQueue:
         self._estimate.end()
 
     def _leave_at_once(self) -> None:
-        """One that had entered took no time."""
+        """End a request that took no time."""
         with self._lock:
             self.running -= 1
             self._estimate.end_at_once()
@@ -232,14 +234,15 @@ class AdmissionQueue:
         self._begin()
 
     def _end_of(self, waiting: QueuedRequest, work: Future[Any]) -> None:
-        """Its place is given back before its client hears of it, which may ask again at once."""
+        """Complete ``waiting``. Free its slot first: its client may send the next request immediately."""
         with self._lock:
             self._leave()
         waiting.copy(work)
         self._begin()
 
     def _begin(self) -> None:
-        """Begin what may begin. Not recursive: it may be done when it has begun."""
+        """Start queued requests while there are free slots. A loop, since a request may end while it
+        starts."""
         while (waiting := self._next()) is not None:
             work = self._start(waiting)
             if work.done():
@@ -249,7 +252,7 @@ class AdmissionQueue:
                 work.add_done_callback(partial(self._end_of, waiting))
 
     def _next(self) -> QueuedRequest | None:
-        """The next request; it counts as running."""
+        """Remove the next request from the queue; it counts as running."""
         with self._lock:
             while self._line and self.running < self.most_running:
                 waiting = self._line.popleft()
@@ -270,20 +273,20 @@ class AdmissionQueue:
         self._observe(waited_s)
 
     def _start(self, waiting: QueuedRequest) -> Future[Any]:
-        """What will answer, or has failed."""
+        """The future of its work, or a failed one."""
         try:
             if time.monotonic() > waiting.deadline:
                 self._bound.shrink(waiting.queued_ns * 1e-9)
                 raise DeadlineExceeded("the deadline passed while the request waited for its turn")
             waiting.work = work = waiting.start()
             return work
-        except BaseException as error:  # whatever it was, the caller must hear of it
+        except BaseException as error:  # any error must reach the caller
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed
 
     def _give_up(self, future: Future[Any]) -> None:
-        """A request whose client no longer waits leaves the line."""
+        """Remove a cancelled request from the queue."""
         assert isinstance(future, QueuedRequest)
         if future.cancelled() and self._remove(future):
             self._bound.shrink(time.monotonic() - future.since)
@@ -298,7 +301,7 @@ class AdmissionQueue:
             return True
 
     def expire(self, waiting: QueuedRequest) -> None:
-        """``waiting`` has waited for as long as it may."""
+        """Fail ``waiting``: its wait has timed out."""
         if self._remove(waiting) and waiting.set_running_or_notify_cancel():
             self._learn(waiting)
             self._bound.shrink(self._max_wait_s)

@@ -1,4 +1,4 @@
-"""A request that waits for its turn, as the future of its answer."""
+"""A queued request, as the future of its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.frontend.statistics import execution_samples, queued_ns
 
 
 class QueuedRequest(Future[Any]):
-    """A request in a line, and the future of its answer."""
+    """A request in a queue, and the future of its answer."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class QueuedRequest(Future[Any]):
     ) -> None:
         """``expire`` removes it from its queue and fails it."""
         super().__init__()
-        self.queued_ns = 0  # for the statistics, as the next
+        self.queued_ns = 0  # for the statistics, like the next one
         self.execution: Iterator[int] | None = None
         self.start = start
         self.deadline = deadline
@@ -34,20 +34,20 @@ class QueuedRequest(Future[Any]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it waits no more."""
+        """True if it is no longer queued."""
         return self.running() or self.done()
 
     def expire(self) -> None:
-        """Fail: it waited for as long as it may."""
+        """Fail: its wait has timed out."""
         self._expire(self)
 
     def cancel(self) -> bool:
-        """Wait no more, or have the work stopped if it has not begun in earnest."""
+        """Leave the queue, or cancel the work if it can still be cancelled."""
         return super().cancel() if self.work is None else self.work.cancel()
 
     def copy(self, work: Future[Any]) -> None:
-        """Be answered as ``work`` was."""
-        self.work = None  # which holds on to this
+        """Take over the result of ``work``."""
+        self.work = None  # which refers to this future
         self.queued_ns += queued_ns(work)
         self.execution = execution_samples(work)
         try:

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import time
 
-# How much of what is known of the work's time the latest makes up.
+# Weight of the latest duration in the average.
 _LATEST = 0.1
-# In an overload a request may wait for the time that so many take. Of requests that take equally long and
-# come at random, at 0.8 of the capacity, 0.3 % would wait longer.
+# In an overload, a request may wait for the duration of this many. If requests take equally long and
+# arrive at random, at 0.8 of the capacity, 0.3 % would wait longer.
 _TURNS = 10
 _LEAST_S = 0.005
 
 
 class WaitEstimate:
-    """Estimate of when running requests end, by how long others took. Changed under the queue's lock."""
+    """Estimate of when running requests end, by the duration of others. Changed under the queue's lock."""
 
     def __init__(self, slots: int) -> None:
-        """``slots``: requests that run at a time."""
+        """``slots``: concurrent requests."""
         self.slots = slots
-        # When those that run began. Which of them has ended is not checked: the first mostly has, and the sum
-        # of their times is the same.
+        # Start times of running requests. An end removes the first one without a check: mostly it is the
+        # right
+        # one, and the sum of the durations is the same.
         self.begun: list[float] = []
         self.work_s = 0.0
         """Duration of one request."""
@@ -40,13 +41,13 @@ class WaitEstimate:
         self.turn_s += _LATEST * (took_s - self.turn_s)
 
     def end_at_once(self) -> None:
-        """The one that began last took no time."""
+        """End the request that began last; it took no time."""
         self.begun.pop()
         self.turn_s -= _LATEST * self.turn_s
 
     def wait_s(self, ahead: int) -> float:
         """Expected wait of a request behind ``ahead`` others in the queue."""
-        begun = (*self.begun,)  # others end meanwhile
+        begun = (*self.begun,)  # other threads end requests meanwhile
         ahead -= max(0, self.slots - len(begun))
         if ahead < 0:
             return 0.0
@@ -58,31 +59,31 @@ class WaitEstimate:
 
 
 class WaitBound:
-    """The longest wait allowed: ``longest_s``, in an overload the time of ``_TURNS`` requests.
+    """The longest wait allowed: ``longest_s``, in an overload the duration of ``_TURNS`` requests.
 
-    It shrinks when a request is refused for its wait, or given up, and doubles whenever a slot is free and no
-    request is queued. Any thread may call it: a race makes a step more or less.
-    """
+    It shrinks when a request is rejected for its wait, or cancelled, and doubles whenever a slot is
+    free and
+    no request is queued. Thread-safe: a race only adds or loses a step."""
 
     def __init__(self, longest_s: float, estimate: WaitEstimate) -> None:
         self._longest_s = self.now_s = longest_s
         self._estimate = estimate
 
     def allows(self, wait_s: float) -> bool:
-        """Whether a request may wait so long. If not, that is a sign of an overload."""
+        """True if a request may wait so long. If not, the bound shrinks."""
         if wait_s <= self.now_s:
             return True
         self.shrink(wait_s)
         return False
 
     def shrink(self, wait_s: float) -> None:
-        """A request that would wait for ``wait_s``, or has, is not answered. Short waits are no overload."""
+        """Count a request that is not answered after waiting ``wait_s``. Short waits are no overload."""
         known = self._estimate
         short_s = max(_LEAST_S, known.work_s + _TURNS * known.turn_s / known.slots)
         if wait_s > short_s:
             self.now_s = min(short_s, self._longest_s)
 
     def relax(self) -> None:
-        """A slot is free and no request is queued."""
+        """Grow the bound: a slot is free and no request is queued."""
         if self.now_s < self._longest_s:
             self.now_s = min(2 * self.now_s, self._longest_s)

@@ -1,1 +1,1 @@
-"""Processes that answer requests beside the node's: one supervisor in the node's process, and the workers."""
+"""Worker processes that answer requests from the node's cache, and their supervisor in the node's process."""

@@ -1,5 +1,6 @@
-"""Between the node's process and one worker: a pair of sockets. The node's side asks, the worker's answers;
-when either ends, the other one knows."""
+"""Control channel between the node's process and one worker: a pair of sockets.
+
+The supervisor sends queries, the worker answers. Each end notices when the other one closes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Answer = Callable[..., Any]
 
 
 class ControlChannelSupervisor:
-    """The node's side; any thread may ask. What is no frame ends the channel."""
+    """The supervisor's end. Thread-safe. An invalid frame closes the channel."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -26,26 +27,25 @@ class ControlChannelSupervisor:
         self._asked = 0
 
     def send(self, payload: bytes) -> None:
-        """What the worker receives before it is asked anything. Raises OSError."""
+        """Send the first message, before any query. Raises OSError."""
         frames.send(self._end, FrameKind.HELLO, [payload])
 
     def told(self) -> Any:
-        """What the worker tells before it is asked anything, however long that takes. Raises OSError: it has
-        ended."""
+        """Wait for the worker's first message. Raises OSError if the worker has ended."""
         return self._received()[1]
 
     def ask(self, what: str, timeout_s: float | None, *given: Any) -> Any:
-        """What the worker answers. Raises OSError: it has ended, or took too long."""
+        """Query the worker. Raises OSError if it has ended or timed out."""
         with self._lock:
             self._end.settimeout(timeout_s)
             asked = self.tell(what, *given)
             while True:
                 number, answer = self._received()
-                if number == asked:  # no caller waits for the answers to others
+                if number == asked:  # answers to notifications are dropped
                     return answer
 
     def tell(self, what: str, *given: Any) -> int:
-        """Ask without waiting for the answer; the question's number. Raises OSError: it has ended."""
+        """Send a query without waiting; return its number. Raises OSError if the worker has ended."""
         with self._sending:
             self._asked += 1
             frames.send(self._end, FrameKind.ASK, frames.as_json([self._asked, what, given]))
@@ -63,25 +63,24 @@ class ControlChannelSupervisor:
 
 
 class ControlChannelWorker:
-    """The worker's side: answers on a thread of its own until the node's process has ended, or nothing more
-    can be answered, then calls ``alone``."""
+    """The worker's end. Its thread answers queries; it calls ``alone`` when the channel fails or closes."""
 
     def __init__(self, end: socket.socket, alone: Callable[[], None]) -> None:
         self._end = end
         self._alone = alone
 
     def receive(self) -> bytearray:
-        """What the node's side sent first. Raises OSError."""
+        """Wait for the supervisor's first message. Raises OSError."""
         _, size = frames.receive_head(self._end)
         return frames.receive_payload(self._end, size)
 
     def start(self, answers: Mapping[str, Answer]) -> None:
-        """Answer from now on."""
+        """Start answering queries."""
         work = threading.Thread(target=self._run, args=(answers,), name="hps-worker", daemon=True)
         work.start()
 
     def tell(self, what: str) -> None:
-        """Before anything is asked. Nobody hears it when the node's process has ended."""
+        """Send the first message, before any query. Lost if the node's process has ended."""
         with suppress(OSError):
             frames.send(self._end, FrameKind.OK, frames.as_json([0, what]))
 
@@ -93,7 +92,7 @@ class ControlChannelWorker:
                     self._end, FrameKind.OK, frames.as_json([number, answers[what](*given)])
                 )
         except OSError:
-            pass  # it has ended
+            pass  # the node's process has ended
         except Exception:
             log.exception("the node's process can't be answered any more")
         finally:

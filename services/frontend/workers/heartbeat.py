@@ -1,9 +1,8 @@
-"""Heartbeat of a worker: requests on the ways that its clients' take, and how long it has not answered them.
+"""Heartbeat of a worker: requests over its servers' code paths, and the time without answers.
 
-A worker whose channel answers may be stuck all the same: an event loop in an endless loop lets other threads
-run. So the node's process sends requests that the worker's servers answer themselves: over HTTP on a
-connection that only it has, over gRPC at a Unix socket in a private folder.
-"""
+A worker whose control channel answers may still be stuck: other threads run while its event loop hangs. So
+the node's process sends requests that the worker's servers answer: over HTTP on a private connection, over
+gRPC at a Unix socket in a private folder."""
 
 from __future__ import annotations
 
@@ -18,33 +17,33 @@ from typing import Protocol
 
 import grpc
 
-# How long to wait for an answer before the worker counts as late.
+# Timeout after which the worker counts as late.
 WAIT_S = 1.0
-# A method that no server has: refused by the thread that begins every call.
+# An unimplemented method: the thread that begins every call rejects it.
 _METHOD = "/hps.Heartbeat/Beat"
 _REQUEST = b"GET /v2/health/live HTTP/1.1\r\nHost: heartbeat\r\n\r\n"
 
 
 class HeartbeatTransport(Protocol):
-    """One way to the worker. Used by one thread."""
+    """Heartbeats over one protocol. Not thread-safe."""
 
     name: str
 
     def answered(self, wait_s: float) -> bool:
-        """Send a request, unless one is unanswered; whether it is answered within ``wait_s``."""
+        """Send a request unless one is unanswered; return True if it is answered within ``wait_s``."""
         ...
 
     def close(self) -> None: ...
 
 
 class HttpHeartbeat:
-    """Requests that the event loop, the parser and the application of the data port answer."""
+    """HTTP requests to the event loop, the parser and the application of the data port."""
 
     name = "http"
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._got: bytes | None = None  # of the answer; None: nothing was asked
+        self._got: bytes | None = None  # bytes of the answer; None: no request is in flight
 
     def answered(self, wait_s: float) -> bool:
         try:
@@ -52,7 +51,7 @@ class HttpHeartbeat:
             if self._got is None:
                 self._connection.sendall(_REQUEST)
                 self._got = b""
-            while not self._got.endswith(b"}"):  # as every answer does, and no part of its head
+            while not self._got.endswith(b"}"):  # ends every answer, and occurs in no head
                 piece = self._connection.recv(4096)
                 if not piece:
                     return False
@@ -67,7 +66,7 @@ class HttpHeartbeat:
 
 
 class GrpcHeartbeat:
-    """Calls that gRPC's server refuses, on the thread that begins every call."""
+    """Calls that gRPC's server rejects, on the thread that begins every call."""
 
     name = "grpc"
 
@@ -91,7 +90,7 @@ class GrpcHeartbeat:
 
 
 class Heartbeat:
-    """The heartbeat of process ``pid``. To be checked again and again by one thread."""
+    """The heartbeat of process ``pid``. One thread calls `check` periodically."""
 
     def __init__(self, pid: int, ways: Sequence[HeartbeatTransport]) -> None:
         self.silent: Sequence[str] = ()
@@ -105,8 +104,9 @@ class Heartbeat:
         self._checked = time.monotonic()
 
     def check(self, most_s: float = math.inf) -> None:
-        """Ask on all ways, and wait for the answers up to ``WAIT_S``. No more than ``most_s`` have passed
-        since the last check, unless this process was stopped meanwhile."""
+        """Send heartbeats over all protocols, and wait for the answers up to ``WAIT_S``.
+
+        At most ``most_s`` have passed since the last check, unless this process was stopped meanwhile."""
         until = time.monotonic() + WAIT_S
         late = [way.name for way in self._ways if not way.answered(until - time.monotonic())]
         now = time.monotonic()
@@ -124,15 +124,17 @@ class Heartbeat:
 
 
 class _RunnableTime:
-    """The time in which a process could have worked. None while a debugger holds it; while it waits for a
-    core, its CPU time. So neither a busy machine nor a debugger makes it seem stuck."""
+    """The time in which a process could have run.
+
+    None while a debugger holds it; while it waits for a core, its CPU time. So neither a busy machine nor a
+    debugger makes it look stuck."""
 
     def __init__(self, pid: int) -> None:
         self._folder = Path(f"/proc/{pid}")
         self._cpu_s = 0.0
 
     def since(self, passed_s: float) -> float:
-        """Opportunity in the last ``passed_s``."""
+        """Runnable time in the last ``passed_s``."""
         try:
             if _TRACED.search((self._folder / "status").read_bytes()):
                 return 0.0
@@ -140,7 +142,7 @@ class _RunnableTime:
             self._cpu_s = cpu_s
             tasks = (self._folder / "task").iterdir()
             waits = any(_state(each / "stat") == b"R" for each in tasks)
-        except OSError:  # it has ended; or there is no such folder on this system
+        except OSError:  # it has ended, or the system has no /proc
             return passed_s
         return min(passed_s, cpu_s - before_s) if waits else passed_s
 

@@ -1,9 +1,8 @@
 """A worker: a process that answers requests from the node's shared cache, started by `Supervisor`.
 
-``python -m services.frontend.workers.process NUMBER CONTROL [HEARTBEAT HTTP…]``: which worker it is, counted
-from 1, and the numbers of open files it inherits: its end of the channel to the node's process and, if
-workers answer HTTP, a connection for the heartbeat and the listening sockets of all of them.
-"""
+``python -m services.frontend.workers.process NUMBER CONTROL [HEARTBEAT HTTP…]``: the worker's number,
+counted from 1, and the file descriptors that it inherits: its end of the control channel and, if
+workers answer HTTP, a connection for the heartbeat and the listening sockets of all workers."""
 
 from __future__ import annotations
 
@@ -43,14 +42,15 @@ from services.process import PortServer, ServerProcess
 
 BROKEN = 2
 """Exit code: the configuration or a model is wrong, so that another start would end alike."""
-# The node may load for as long as it likes; when it ends, its workers are told.
+# The node may load for any time; when it ends, its workers notice.
 _PATIENCE_S = 1e9
 
 
 class WorkerProcess(ServerProcess[OpenModels]):
     """The data port, and gRPC's, of worker ``number``; ``listeners``: of all workers, if they answer HTTP.
-    ``replaces``: another was there before, so clients that connect wait for the answer instead of being told
-    that models are being loaded."""
+
+    ``replaces``: it succeeds another worker, so clients that connect wait for the answer instead of getting
+    an error that models are being loaded."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class WorkerProcess(ServerProcess[OpenModels]):
         *,
         replaces: bool = False,
     ) -> None:
-        """``heartbeat``, ``grpc_heartbeat``: the connection and the path of the socket for it."""
+        """``heartbeat``: its connection; ``grpc_heartbeat``: the path of its socket."""
         self.state = FrontendState("worker", configuration.settings)
         super().__init__(configuration, self.state, None)
-        self.state.spread_level = None  # the node's process has all of them
+        self.state.spread_level = None  # the node's process sets it in all workers
         self._number, self._listeners = number, listeners
         self._heartbeat, self._grpc_heartbeat = heartbeat, grpc_heartbeat
         self._http: WorkerServer | None = None
@@ -74,7 +74,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
         self._attached: Attached | None = None
 
     def run(self, control: ControlChannelWorker) -> None:
-        """Answer requests until told to stop, or the node's process has ended."""
+        """Answer requests until it is stopped, or the node's process has ended."""
         control.start(
             {
                 "numbers": self._numbers,
@@ -84,18 +84,17 @@ class WorkerProcess(ServerProcess[OpenModels]):
             }
         )
         if self._replaces:
-            # Unavailable when it is told to stop meanwhile: what runs below ends at once then.
+            # Unavailable if it is stopped meanwhile: then the servers below end immediately.
             with suppress(Unavailable):
                 self._attached = self._attach(self._progress)
                 self.state.serve(self._attached)
         self._run(lambda _: control.tell("ready"), None)
 
     def alone(self) -> None:
-        """The node's process asks no more, mostly because it has ended: so does this one, once what it has
-        accepted is answered."""
+        """Drain and end: the control channel has closed, mostly because the node's process has ended."""
         log.info("the node's process asks no more")
         if self._grpc_heartbeat is not None:
-            with suppress(OSError):  # other workers' are still there
+            with suppress(OSError):  # other workers' sockets still exist
                 self._grpc_heartbeat.unlink(missing_ok=True)
                 self._grpc_heartbeat.parent.rmdir()
         self.stop()
@@ -146,12 +145,12 @@ class WorkerProcess(ServerProcess[OpenModels]):
         return attached
 
     def _cover(self, numbers: Collection[int]) -> None:
-        """Accept connections in place of these workers, too, and of no others; from any thread."""
+        """Accept connections for these workers, too, and for no others. Thread-safe."""
         if self._http is not None and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._http.cover(numbers), self._loop)
 
     def _hinder(self, hindrance: str) -> None:
-        """Be not ready for this reason; empty: ready."""
+        """Set the reason for not being ready; empty: ready."""
         if self.state.hindrance() != hindrance:
             self.state.hindrance = lambda: hindrance
             self.state.tell()
@@ -160,7 +159,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
         self.state.observer = RequestObserver(self._settings.access_log, tracer)
 
     def _numbers(self) -> dict[str, Any]:
-        """What was counted here."""
+        """Metrics and statistics of this process."""
         return {
             "metrics": self.state.metrics.numbers().as_json(),
             "statistics": self.state.own_statistics(),
@@ -168,7 +167,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
 
 
 def _sums(attached: Attached) -> Mapping[str, Any] | None:
-    """The statistics of all processes; None while nobody can say."""
+    """The statistics of all processes; None if they are not available."""
     try:
         found: Mapping[str, Any] = attached.ask_node("statistics")
         return found
@@ -178,7 +177,7 @@ def _sums(attached: Attached) -> Mapping[str, Any] | None:
 
 def main() -> None:
     request_short_slices()
-    # To standard error, when the node's process asks for it: where each thread is.
+    # The node's process requests the stacks of all threads, on standard error.
     faulthandler.register(signal.SIGUSR1)
     number, control, *http = map(int, sys.argv[1:])
     channel = ControlChannelWorker(socket.socket(fileno=control), lambda: worker.alone())

@@ -1,10 +1,9 @@
-"""Short slices of a core's time, for processes whose requests take less than a millisecond.
+"""Short scheduler slices, for processes whose requests take less than a millisecond.
 
-Who wakes up while all cores are busy waits until somebody's slice is over: up to 4 ms, several times what a
-request takes. Since Linux 6.12 a thread may ask for shorter slices of its own (``sched_setattr``,
-``sched_runtime`` of the ordinary policy), and is then let in before those with longer ones. Its share of the
-cores stays the same, so nobody loses by it.
-"""
+A thread that wakes while all cores are busy waits for the end of another's slice: up to 4 ms, several times
+what a request takes. Since Linux 6.12 a thread may request shorter slices (``sched_setattr``,
+``sched_runtime`` of the default policy), and then runs before those with longer ones. Its share of the
+cores stays the same, so other threads lose nothing."""
 
 from __future__ import annotations
 
@@ -32,14 +31,13 @@ class _SchedAttr(ctypes.Structure):
 
 
 def slice_ns() -> int:
-    """The calling thread's slice; 0 where the kernel tells none, or the thread has another policy."""
+    """The calling thread's slice; 0 if the kernel does not report it, or the policy is another one."""
     held = _held()
     return 0 if held is None else int(held.runtime_ns)
 
 
 def request_short_slices() -> None:
-    """For the calling thread and all that it starts from now on. Nothing happens where there is no such
-    thing."""
+    """Request short slices for the calling thread and all that it starts later, if supported."""
     held = _held()
     if held is not None and held.runtime_ns > SLICE_NS:
         held.runtime_ns = SLICE_NS
@@ -54,7 +52,7 @@ def _held() -> _SchedAttr | None:
 
 
 def _call(which: int, *arguments: object) -> int:
-    """sched_getattr or sched_setattr of the calling thread; not 0 where it failed."""
+    """Call sched_getattr or sched_setattr for the calling thread; not 0 if it failed."""
     numbers = _NUMBERS.get(os.uname().machine)
     if sys.platform != "linux" or numbers is None:
         return -1

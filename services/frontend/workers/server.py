@@ -1,4 +1,4 @@
-"""The data port of a worker: its own listening socket, and those of workers that can't accept."""
+"""The data port of a worker: its listening socket, and those of workers that cannot accept."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from services.frontend.http.server import BACKLOG, HttpServer
 
 
 class WorkerServer(HttpServer):
-    """Accepts connections of worker ``number``, and of others while it covers for them. Sockets are by the
-    numbers of workers, from 1."""
+    """Accepts connections of worker ``number``, and of workers that it covers. Sockets are by number, from
+    1."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class WorkerServer(HttpServer):
         tls: ssl.SSLContext | None = None,
         heartbeat: socket.socket | None = None,
     ) -> None:
-        """``heartbeat``: a connection of the node's process, answered in plain text for as long as the event
-        loop runs."""
+        """``heartbeat``: a connection of the node's process, answered in plain text while the event loop
+        runs."""
         super().__init__(app, listeners[number - 1], drain_s, tls)
         self._others = {n: each for n, each in enumerate(listeners, 1) if n != number}
         self._heartbeat = heartbeat
@@ -34,7 +34,7 @@ class WorkerServer(HttpServer):
         self._covering = asyncio.Lock()
 
     async def cover(self, numbers: Collection[int]) -> None:
-        """Accept connections in place of these workers, too, and of no others. On the event loop."""
+        """Accept connections for these workers, too, and for no others. On the event loop."""
         async with self._covering:
             for number in self._covered.keys() - numbers:
                 self._covered.pop(number).close()
@@ -49,16 +49,16 @@ class WorkerServer(HttpServer):
         )
 
     async def startup(self, sockets: Any = None) -> None:
-        """As uvicorn has it."""
+        """See uvicorn's ``Server``."""
         await super().startup(sockets)
         if self._heartbeat is not None:
             loop = asyncio.get_running_loop()
             _, protocol = await loop.connect_accepted_socket(self.protocol, self._heartbeat)
-            # Neither swept nor waited for.
+            # The heartbeat is neither closed when idle nor awaited at shutdown.
             self.server_state.connections.discard(protocol)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """As uvicorn has it; nothing is accepted from its beginning on."""
+        """See uvicorn's ``Server``; it stops accepting first."""
         await self.cover(())
         for listener in self._others.values():
             listener.close()

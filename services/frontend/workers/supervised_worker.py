@@ -1,4 +1,4 @@
-"""One worker as the node's process sees it: started, asked, replaced when it ends or does not answer."""
+"""One worker, supervised by the node's process: started, queried, replaced when it ends or is stuck."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from services.frontend.workers.process import BROKEN
 from services.frontend.workers.worker_watch import WorkerWatch
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-# One that lasted so long did not fail because of how it was started.
+# A worker that lasted this long did not fail because of its start.
 _LASTED_S = 60.0
-# For the numbers of one worker; those that were told last stand in for them.
+# Timeout for the metrics of one worker; after it, the last ones are used.
 _PATIENCE_S = 2.0
 
 
 class SupervisedWorker:
-    """Worker ``number``, counted from 1. ``listeners``: of all workers, if they answer HTTP; its own
-    connections come to the one of its number. ``grpc_heartbeat``: where it is to make a socket, if it answers
-    gRPC. ``broke`` is called, on a thread, when it can't be started because something is wrong with its
-    configuration; ``changed`` when it has become ready or is so no more. One that has been ready is replaced
-    however it ends, and tried again while it can't be."""
+    """Worker ``number``, counted from 1, and its successors.
+
+    ``listeners``: of all workers, if they answer HTTP; the kernel sends it the connections of its number.
+    ``grpc_heartbeat``: path of the socket to create, if it answers gRPC. ``broke`` is called on a thread if
+    it can't start because its configuration is wrong, ``changed`` when it becomes ready or not ready. A
+    worker that was ready once is always replaced, and its start retried."""
 
     def __init__(
         self,
@@ -75,14 +76,15 @@ class SupervisedWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Have it end once what it has accepted is answered; told again, even before."""
+        """Drain and end the worker; the second call drops what it still answers. Works before the start,
+        too."""
         with self._lock:
             self._stopping.set()
             if self._process is not None:
                 self._process.terminate()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until it has ended; after ``timeout_s`` it is killed."""
+        """Wait until it has ended; kill it after ``timeout_s``."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.error("worker killed %s", fields(worker=self.number, after_s=timeout_s))
@@ -104,12 +106,12 @@ class SupervisedWorker:
             "restarts": self.restarts,
         }
 
-    # -- what it has counted -----------------------------------------------------------------------
+    # -- metrics and statistics -------------------------------------------------------------------
 
     def metrics(self) -> MetricValues:
-        """Of the worker and those before it."""
+        """Metrics of the worker and its predecessors."""
         self._ask()
-        with self._lock:  # as `_remember` moves what was counted to what was before
+        with self._lock:  # `_remember` moves the worker's metrics to the predecessors'
             found = MetricValues.from_json(self._counted.get("metrics", {}))
             if not self.ready:
                 found = found.grown()
@@ -117,7 +119,7 @@ class SupervisedWorker:
         return found
 
     def statistics(self) -> dict[str, list[Any]]:
-        """The numbers of `Statistics`, by what they are known as, of the worker and those before it."""
+        """Values of `Statistics` by key, of the worker and its predecessors."""
         self._ask()
         with self._lock:
             found = {name: [told] for name, told in self._counted.get("statistics", {}).items()}
@@ -126,7 +128,7 @@ class SupervisedWorker:
         return found
 
     def forget(self, model: str, version: int) -> None:
-        """A version that no process has any more."""
+        """Drop a version that no process serves any more."""
         with self._lock:
             told = MetricValues.from_json(self._counted.get("metrics", {}))
             for numbers in (told, self._metrics_before):
@@ -137,45 +139,45 @@ class SupervisedWorker:
                 self._statistics_before.pop(f"{name}/{version}", None)
 
     def set_level(self, level: Level) -> None:
-        """Have it, and those after it, write log lines from ``level`` upwards."""
+        """Set the log level of the worker and its successors."""
         settings = self._configuration.settings
         server = settings.server.model_copy(update={"log_level": level})
         settings = settings.model_copy(update={"server": server})
         self._configuration = replace(self._configuration, settings=settings)
         channel = self._channel
         if self.ready and channel is not None:
-            with suppress(OSError):  # it has ended, or hangs
+            with suppress(OSError):  # it has ended, or is stuck
                 channel.ask("log", _PATIENCE_S, level)
 
     def cover(self, numbers: Collection[int]) -> None:
-        """Have it accept connections in place of these workers, too, and of no others."""
+        """Make it accept connections for these workers, too, and for no others."""
         channel = self._channel
         if self.ready and channel is not None:
             with suppress(OSError):  # it has ended
                 channel.tell("cover", list(numbers))
 
     def hinder(self, hindrance: str) -> None:
-        """Have it say that it is not ready, and why; empty: that it is."""
+        """Set the worker's reason for not being ready; empty: ready."""
         channel = self._channel
         if self.ready and channel is not None:
             with suppress(OSError):  # it has ended
                 channel.tell("hinder", hindrance)
 
     def _ask(self) -> None:
-        """What it has counted by now, as far as it tells."""
+        """Fetch the worker's current metrics and statistics, if it answers."""
         channel = self._channel
         if self.ready and channel is not None:
             try:
                 told = channel.ask("numbers", _PATIENCE_S)
             except OSError:
-                pass  # it has ended, or hangs
+                pass  # it has ended, or is stuck
             else:
                 with self._lock:
                     if self._channel is channel:
                         self._counted = told
 
     def _remember(self) -> None:
-        """Keep what was told last of the worker that has ended: sums must not go back."""
+        """Keep the last values of an ended worker: sums must not decrease."""
         with self._lock:
             self._channel = None
             counted, self._counted = self._counted, {}
@@ -208,7 +210,7 @@ class SupervisedWorker:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _one_life(self) -> int:
-        """Start a worker; its exit code. Raises OSError: no process, or no open file, is to be had."""
+        """Run a worker; return its exit code. Raises OSError if the system has no process or file left."""
         with ExitStack() as ours:
             with ExitStack() as theirs:
                 end, control = _pair(ours, theirs)
@@ -233,7 +235,7 @@ class SupervisedWorker:
                 channel.send(pickle.dumps(given))
                 channel.told()
             except OSError:
-                code = process.wait()  # it says more
+                code = process.wait()  # the exit code has the reason
             else:
                 self._was_ready = True
                 log.info("worker ready %s", fields(worker=self.number, pid=process.pid))
@@ -251,11 +253,11 @@ class SupervisedWorker:
     def _start(
         self, channel: ControlChannelSupervisor, files: Sequence[int]
     ) -> subprocess.Popen[bytes] | None:
-        """The worker's process, which inherits ``files``; None when asked to stop."""
+        """Start the worker's process, which inherits ``files``; None while stopping."""
         with self._lock:
             if self._stopping.is_set():
                 return None
-            # In a session of its own: Ctrl-C is for the node's process, which tells its workers.
+            # In a new session: Ctrl-C reaches only the node's process, which stops its workers.
             process = self._process = subprocess.Popen(
                 [sys.executable, "-m", "services.frontend.workers.process"]
                 + [str(number) for number in (self.number, *files)],
@@ -268,6 +270,6 @@ class SupervisedWorker:
 
 
 def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
-    """Two sockets that are connected, each closed with its stack."""
+    """Two connected sockets, each closed with its stack."""
     end, other = socket.socketpair()
     return ours.enter_context(end), theirs.enter_context(other)

@@ -1,4 +1,4 @@
-"""The data port of a node with workers: each of them listens at it, the node's process does not."""
+"""The data port of a node with workers: every worker listens at it, the node's process does not."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from services.frontend.http.server import host_of, listen, reserve_port, url_of
 from services.frontend.logs import Level
 from services.frontend.workers.supervised_worker import SupervisedWorker
 
-# Beyond the time that a worker is given to end, for its process to go.
+# Added to the worker's drain time, for its process to exit.
 _GRACE_S = 5.0
 
 
 class Supervisor:
-    """Starts the workers and keeps as many. A `services.process.PortServer`: ``serve`` lasts until
-    ``stop``, and then until what the workers have accepted is answered.
+    """Starts and replaces the workers. A `services.process.PortServer`: ``serve`` lasts until ``stop``, and
+    then until the workers have drained.
 
-    The sockets they listen at for HTTP, if they do, are made here, one for each, and stay open here: the
-    kernel spreads connections over them. Those that come to a worker that is being replaced are accepted by
-    the others; where there are none they wait for its successor.
-    """
+    It creates one listening HTTP socket per worker, if they answer HTTP, and keeps them open: the kernel
+    spreads connections over them. While a worker is replaced, the others accept its connections; without
+    others, these wait for its successor."""
 
     def __init__(self, configuration: Configuration) -> None:
-        """Raises ConfigError when it cannot listen."""
+        """Raises ConfigError if it cannot listen."""
         server = configuration.settings.server
         self._drain_s = server.drain_delay_s + server.drain_s
         self._sockets = ExitStack()
@@ -77,7 +76,9 @@ class Supervisor:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _listen(self, at: HttpSettings, count: int) -> list[socket.socket]:
-        with listen(at.host, at.port, "server.http") as alone:  # nobody else listens there
+        with listen(
+            at.host, at.port, "server.http"
+        ) as alone:  # fails if another process listens there
             port = alone.getsockname()[1]
         listeners = []
         for _ in range(count):
@@ -86,18 +87,17 @@ class Supervisor:
         return listeners
 
     def _reserve(self, at: GrpcSettings) -> GrpcSettings:
-        """gRPC's sockets are made by its own library, in each worker. One here that does not listen keeps
-        the port."""
+        """Keep gRPC's port by a socket that does not listen: grpc creates the others in each worker."""
         with reserve_port(at.host, at.port, "server.grpc") as alone:
             port = alone.getsockname()[1]
         self._sockets.enter_context(reserve_port(at.host, port, "server.grpc", one_of_many=True))
         return at.model_copy(update={"port": port})
 
     async def serve(self) -> None:
-        """Serve until ``stop``, or until a worker can't be started: then it is ``broken``."""
+        """Serve until ``stop``, or until a worker can't start: then it is ``broken``."""
         self._loop = asyncio.get_running_loop()
         if self._folder is not None:
-            with suppress(OSError):  # workers say why it can't be
+            with suppress(OSError):  # workers report the reason
                 self._folder.mkdir(mode=0o700, parents=True)
         for worker in self.workers:
             worker.start()
@@ -105,7 +105,7 @@ class Supervisor:
         await self._stopping.wait()
         for worker in self.workers:
             worker.stop()
-        # Else connections would still come, and nobody take them.
+        # Else clients could still connect, and no worker would accept.
         self._sockets.close()
         await asyncio.to_thread(self._join)
         if self._folder is not None:
@@ -113,7 +113,7 @@ class Supervisor:
 
     @property
     def broken(self) -> bool:
-        """Whether a worker's configuration was found wrong."""
+        """True if a worker's configuration is wrong."""
         return any(worker.broken for worker in self.workers)
 
     def _join(self) -> None:
@@ -122,14 +122,14 @@ class Supervisor:
             worker.join(max(0.0, until - time.monotonic()))
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Begin the end; ``at_once`` drops what is still being answered. Called on the event loop."""
+        """Stop the workers; ``at_once`` drops what they still answer. Called on the event loop."""
         self._stopping.set()
         if at_once:
             for worker in self.workers:
-                worker.stop()  # a worker that is told twice drops it
+                worker.stop()  # the second call makes it drop them
 
     def _spread(self) -> None:
-        """Have the workers that are ready accept the connections of those that are not."""
+        """Make ready workers accept the connections of the others."""
         with self._spreading:
             away = [worker.number for worker in self.workers if not worker.ready]
             for worker in self.workers:
@@ -137,7 +137,7 @@ class Supervisor:
                 worker.hinder(self._hindrance)
 
     def hinder(self, hindrance: str) -> None:
-        """Have all of them, and those to come, say that they are not ready, and why; empty: ready again."""
+        """Set the reason why all workers, and future ones, are not ready; empty: ready."""
         self._hindrance = hindrance
         self._spread()
 
@@ -145,11 +145,11 @@ class Supervisor:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stopping.set)
 
-    # -- what is said of the workers ---------------------------------------------------------------
+    # -- state of the workers ---------------------------------------------------------------------
 
     @property
     def hindrance(self) -> str:
-        """Why not all of them answer; empty when they do."""
+        """The reason why not all workers answer; empty if they do."""
         ready = sum(worker.ready for worker in self.workers)
         if ready == len(self.workers):
             return ""
@@ -160,7 +160,7 @@ class Supervisor:
         return f"{ready} of {len(self.workers)} worker processes answer; {others}"
 
     def metrics(self) -> MetricValues:
-        """Of all workers that there have been."""
+        """Metrics of all workers, including ended ones."""
         found = MetricValues(
             {
                 m.WORKERS: {(): sum(worker.ready for worker in self.workers)},
@@ -173,17 +173,17 @@ class Supervisor:
         return found
 
     def forget(self, model: str, version: int) -> None:
-        """A version has been let go of: what those counted of it that have ended."""
+        """Drop the values of a released version that ended workers have counted."""
         for worker in self.workers:
             worker.forget(model, version)
 
     def set_level(self, level: Level) -> None:
-        """Have all of them, and those to come, write log lines from ``level`` upwards."""
+        """Set the log level of all workers, and future ones."""
         for worker in self.workers:
             worker.set_level(level)
 
     def statistics(self) -> Mapping[str, list[Any]]:
-        """The numbers of `Statistics` of each of them, by what they are known as."""
+        """Values of `Statistics` of all workers, by key."""
         found: dict[str, list[Any]] = {}
         for worker in self.workers:
             for name, told in worker.statistics().items():
@@ -192,7 +192,7 @@ class Supervisor:
 
 
 class WorkerOwnedPort:
-    """A port that the workers have: a `services.process.PortServer` with an address and nothing to do."""
+    """A port that the workers serve: a `services.process.PortServer` that only has the address."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -207,6 +207,6 @@ class WorkerOwnedPort:
 
 
 def _beside(runtime: Path | None) -> Path:
-    """A folder that no other server has, for the workers' sockets."""
-    assert runtime is not None  # as `for_workers` sees to
+    """A unique folder for the workers' sockets."""
+    assert runtime is not None  # `for_workers` sets it
     return runtime.parent / f"hps-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""Watch over a running worker: not ready while it does not answer its heartbeat, killed in the end."""
+"""Watchdog of a running worker: not ready while it does not answer heartbeats, finally killed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from contextlib import suppress
 from services.frontend.logs import fields, log
 from services.frontend.workers.heartbeat import WAIT_S, Heartbeat
 
-# The time between two checks.
+# Seconds between checks.
 BEAT_S = 1.0
-# A worker that has not answered for so long counts as not ready.
+# A worker without an answer for this long counts as not ready.
 UNREADY_S = 5.0
-# For a worker that is to be killed to write where its threads are.
+# Time for a worker to write the stacks of its threads before it is killed.
 _TRACE_S = 0.5
 
 
 class WorkerWatch:
-    """Watch over worker ``number``, one process after another. ``timeout_s``: how long it may be without an
-    answer, see `Heartbeat.stuck_s`. ``ready`` is called with whether it answers, when that changes."""
+    """Watchdog of worker ``number`` and its successors.
+
+    ``timeout_s``: the longest time without an answer, see `Heartbeat.stuck_s`. ``ready`` is called when it
+    starts or stops answering."""
 
     def __init__(self, number: int, timeout_s: float, ready: Callable[[bool], None]) -> None:
         self.timeouts = 0
@@ -32,7 +34,7 @@ class WorkerWatch:
     def until_it_ends(
         self, process: subprocess.Popen[bytes], heartbeat: Heartbeat, stopping: threading.Event
     ) -> int:
-        """Its exit code. A process that was asked to stop is only waited for."""
+        """Watch until the process ends; return its exit code. A stopping process is only awaited."""
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
