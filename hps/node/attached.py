@@ -177,7 +177,7 @@ class _AttachBuilder:
                 own.callback(self._cache.remove_tables, tables)
             freshness = freshness_of(self._settings, name, self._metrics)
             served = self._serving.serve(model, self._metrics, self._devices, freshness)
-            own.callback(self._metrics.let_go, name, number)
+            own.callback(self._metrics.release, name, number)
             return OpenedVersion(served, own.pop_all().close)
         raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 

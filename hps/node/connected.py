@@ -197,7 +197,7 @@ class _ConnectBuilder:
             candidates = Candidates(model.lookup, self._nodes)
             own.callback(candidates.close)
             self._metrics.retain(name, number)
-            own.callback(self._metrics.let_go, name, number)
+            own.callback(self._metrics.release, name, number)
             return OpenedVersion(self._served(model, candidates), own.pop_all().close)
         raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
 
