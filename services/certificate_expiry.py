@@ -1,4 +1,4 @@
-"""Until when certificates are valid that the settings name, for metrics."""
+"""Metrics of the expiry of certificates in the settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KAFKAS = {"ssl.certificate.location": False, "ssl.ca.location": True}
 
 
 class CertificateFile(NamedTuple):
-    """Certificates by the ``setting`` that names them."""
+    """A certificate file of a ``setting``."""
 
     setting: str
     path: Path
@@ -31,8 +31,10 @@ class CertificateFile(NamedTuple):
 
 
 def publish_expiry(metrics: Metrics, settings: Settings) -> None:
-    """Gauges of it: of files that are read again when they change, as they are when metrics are asked for; of
-    others as they were at the start, which is what is used."""
+    """Export the expiry of certificates as gauges.
+
+    Files that are reloaded when they change are read at each exposition; of others, the expiry at the start
+    is exported, since those contents are in use."""
     files = certificate_files(settings)
     at_start = {file: file.expiry() for file in files if not file.setting.startswith(_READ_AGAIN)}
 
@@ -46,7 +48,7 @@ def publish_expiry(metrics: Metrics, settings: Settings) -> None:
 
 
 def certificate_files(settings: Settings) -> list[CertificateFile]:
-    """Those that a deployment's settings name, whichever of its processes uses them."""
+    """Certificate files in a deployment's settings, of all its processes."""
     found = list(_named(settings, ""))
     if settings.updates.kafka is not None:
         options = settings.updates.kafka.options

@@ -1,4 +1,4 @@
-"""How much memory is taken of what there is: the kernel ends a process when there is no more."""
+"""Memory used and available in the container: the kernel kills a process when none is left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 
 _KILOBYTE = 1024
-# Of the two versions of control groups: their controller, a group's limit and use, and what of that are
-# files' pages, which the kernel takes back before it ends a process.
+# The two versions of control groups: controller, a group's limit and use, and the part of it that is
+# file cache, which the kernel reclaims before it kills a process.
 _FORMS = (
     ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
     (
@@ -26,20 +26,20 @@ _FORMS = (
 
 
 class ContainerMemory(NamedTuple):
-    """Bytes."""
+    """Used and available bytes."""
 
     used: int
     limit: int
 
 
 def publish_memory(metrics: Metrics) -> None:
-    """Gauges of it, read when metrics are asked for."""
-    metrics.gauges(m.MEMORY_USED, lambda: [((), each.used) for each in _told()])
-    metrics.gauges(m.MEMORY_LIMIT, lambda: [((), each.limit) for each in _told()])
+    """Export the container's memory as gauges, read at each exposition."""
+    metrics.gauges(m.MEMORY_USED, lambda: [((), each.used) for each in _visible_memory()])
+    metrics.gauges(m.MEMORY_LIMIT, lambda: [((), each.limit) for each in _visible_memory()])
 
 
-def _told() -> list[ContainerMemory]:
-    """None where the system shows a process itself alone (systemd's ProcSubset=pid)."""
+def _visible_memory() -> list[ContainerMemory]:
+    """The memory in a list; empty if the system hides it (systemd's ProcSubset=pid)."""
     try:
         return [read_memory_limits()]
     except (OSError, KeyError):
@@ -47,8 +47,8 @@ def _told() -> list[ContainerMemory]:
 
 
 def read_memory_limits(proc: Path = PROC, groups: Path = GROUPS) -> ContainerMemory:
-    """Of this process's container, or of the group above it that has the least left; without limits, of the
-    machine."""
+    """Memory of this process's container, or of the group above it that has the least left; without limits,
+    of the machine."""
     told = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE))
     total, free = (int(told[name]) * _KILOBYTE for name in ("MemTotal", "MemAvailable"))
     limited = [each for each in _limited(proc, groups) if each.limit < total]
@@ -60,7 +60,7 @@ def read_memory_limits(proc: Path = PROC, groups: Path = GROUPS) -> ContainerMem
 
 
 def _limited(proc: Path, groups: Path) -> Iterator[ContainerMemory]:
-    """The groups that this process is in, from its own up, as far as they are limited and can be seen."""
+    """Limited groups of this process, from the innermost up, as far as they are visible."""
     for controller, limit, use, files in _FORMS:
         for group in own_groups(controller, proc, groups):
             yield from _read(group, limit, use, files)
@@ -71,6 +71,6 @@ def _read(group: Path, limit: str, use: str, files: tuple[str, ...]) -> Iterator
         most, used = (group / limit).read_text().strip(), int((group / use).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
-        return  # not seen from within the container
+        return  # not visible from within the container
     if most.isdigit() and int(most):
         yield ContainerMemory(used - sum(int(stat.get(name, 0)) for name in files), int(most))

@@ -1,9 +1,8 @@
-"""A server process: its ports on one event loop, what it serves opened on a thread, an orderly end.
+"""A server process: its ports on one event loop, its backend opened on a thread, a graceful shutdown.
 
-The ports open first, so that probes and clients are told "loading" instead of being refused. SIGTERM: not
-ready any more; after `server.drain_delay_s`, no new connections; what was accepted is answered, then what was
-opened is closed.
-"""
+The ports open first, so that probes and clients get the status "loading" instead of a refused connection.
+At SIGTERM the server is not ready; after `server.drain_delay_s` it accepts no new connections; it answers
+accepted requests, then closes the backend."""
 
 from __future__ import annotations
 
@@ -46,11 +45,11 @@ class PortServer(Protocol):
     started: bool
 
     async def serve(self) -> None:
-        """Serve until ``stop``; then what was accepted is answered."""
+        """Serve until ``stop``, then answer accepted requests."""
         ...
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Begin the end; ``at_once`` drops what is still being answered."""
+        """Start the shutdown; ``at_once`` drops requests that are being answered."""
         ...
 
 
@@ -78,31 +77,32 @@ class ServerProcess(ABC, Generic[Node]):
 
     @abstractmethod
     def _ports(self) -> Mapping[str, Listener]:
-        """Where to listen for HTTP, by the setting's name below ``server``; the last closes last."""
+        """HTTP ports by the setting's name below ``server``; the last one closes last."""
 
     @abstractmethod
     def _app(self, port: str) -> PortApplication:
-        """What answers on a port."""
+        """The application of a port."""
 
     def _others(self) -> Mapping[str, PortServer]:
-        """Servers of other protocols, listening already. ``ConfigError`` when they cannot."""
+        """Servers of other protocols, already listening. Raises ``ConfigError`` if one can't listen."""
         return {}
 
     @abstractmethod
     def _open(self, progress: Progress) -> Node:
-        """Called on a thread."""
+        """Open the backend; called on a thread."""
 
     def _opened(self, node: Node) -> None:
-        """Called on the event loop when ``node`` is there."""
+        """Handle the opened ``node``; called on the event loop."""
         self._state.serve(node)
         for warning in node.warnings:
             log.warning("configuration %s", fields(warning=warning))
 
     async def _settle(self) -> None:
-        """What is to be waited for after that, before the server can be ready."""
+        """Wait, after the node is open, until the server can be ready."""
 
     def _run(self, on_ready: OnUrls | None, on_listening: OnUrls | None) -> None:
-        """Serve until stopped; both are called on a thread of their own, so they may ask the server."""
+        """Serve until stopped. Both callbacks run on their own thread, so they may send requests to the
+        server."""
         tracer = otel.tracer(self._state.role)
         if tracer is not None:
             set_recorder(tracer)
@@ -114,11 +114,12 @@ class ServerProcess(ABC, Generic[Node]):
             tracer.close()
 
     def _trace(self, tracer: otel.Tracer) -> None:
-        """Have what is done here recorded."""
+        """Record spans of this server."""
 
     def stop(self) -> None:
-        """Begin the orderly end; thread-safe, returns at once. The second call drops what is open. One that
-        comes before the server runs ends it once it does."""
+        """Start the graceful shutdown; thread-safe, returns immediately.
+
+        The second call drops open requests. A call before ``run`` ends the server as soon as it runs."""
         with self._lock:
             if self._loop is None:
                 self._told_early = True
@@ -155,7 +156,7 @@ class ServerProcess(ABC, Generic[Node]):
             for server, task in zip(servers, tasks, strict=True):
                 while not server.started and not task.done():
                     await asyncio.sleep(0.005)
-                # A server that ends by itself takes the process along instead of half of it.
+                # A server that ends unexpectedly ends the whole process.
                 task.add_done_callback(lambda _: self._stopping.set())
             log.info("listening %s", fields(**urls))
             await _call(on_listening, urls)
@@ -169,8 +170,7 @@ class ServerProcess(ABC, Generic[Node]):
             await self._end(tasks)
 
     async def _linger(self) -> None:
-        """Take requests for a while longer, as a server that is not ready any more: who sends them has to
-        notice first."""
+        """Accept requests for `server.drain_delay_s` while not ready, until load balancers notice."""
         delay_s = self._drain_delay_s
         if not delay_s or self._state.node is None:
             return
@@ -183,7 +183,7 @@ class ServerProcess(ABC, Generic[Node]):
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
         self._state.stop()
-        # The data ports first: probes on the admin port see them end.
+        # The data ports first: probes on the admin port observe their end.
         *data, last = zip(self._servers.values(), tasks, strict=True)
         for server, _ in data:
             server.stop()
@@ -221,7 +221,7 @@ class ServerProcess(ABC, Generic[Node]):
         self._opened(node)
         await self._settle()
         if self._owns_process:
-            # What is loaded lives as long as the process; the collector need not walk it again.
+            # Loaded objects live as long as the process; exclude them from garbage collection.
             gc.collect()
             gc.freeze()
         if not self._state.ready and not self._stopping.is_set():

@@ -1,4 +1,4 @@
-"""What a server process takes for itself, for metrics; see `services.container_memory` for what there is."""
+"""Metrics of a process's CPU time and memory; see `services.container_memory` for the limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _RESIDENT = {"Anon": "anonymous", "File": "file", "Shmem": "shared"}
 
 
 def publish_process(metrics: Metrics, role: str) -> None:
-    """Its CPU time and memory, read when metrics are asked for; of several processes of one role they can be
-    added up."""
+    """Export CPU time and memory, read at each exposition; processes of one role can be added up."""
     metrics.gauge(m.PROCESS_CPU, time.process_time, role)
     metrics.gauges(
         m.PROCESS_MEMORY,
@@ -25,6 +24,6 @@ def publish_process(metrics: Metrics, role: str) -> None:
 
 
 def resident_bytes(status: str) -> Iterator[tuple[str, int]]:
-    """The kinds of resident memory that ``/proc/PID/status`` tells of, in bytes."""
+    """Resident memory by kind from ``/proc/PID/status``, in bytes."""
     for kind, kilobytes in re.findall(r"^Rss(\w+):\s+(\d+) kB$", status, re.MULTILINE):
         yield _RESIDENT.get(kind, kind.lower()), int(kilobytes) * 1024

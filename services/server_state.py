@@ -1,7 +1,6 @@
-"""What a server process knows at the moment: how far it is with starting, and what it has opened.
+"""State of a server process: its phase, and the backend that it has opened.
 
-Written by the event loop (and once by the loading thread, before it hands over); read by all.
-"""
+Written by the event loop (and once by the loading thread, before it hands over); read by all threads."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _REASONS: dict[Phase, str] = {
 
 
 class ServerBackend(Protocol):
-    """What a server runs: `hps.node.node.Node` or `hps.node.ingest.IngestNode`."""
+    """The backend of a server: `hps.node.node.Node` or `hps.node.ingest.IngestNode`."""
 
     @property
     def metrics(self) -> Metrics: ...
@@ -46,10 +45,10 @@ Node = TypeVar("Node", bound=ServerBackend)
 
 
 class ServerState(Generic[Node]):
-    """The server's phase and its node, or what stands in a node's place."""
+    """The server's phase and its backend."""
 
     def __init__(self, role: str, settings: Settings | None = None) -> None:
-        """``role``: what this process is, among those that work together."""
+        """``role``: the role of this process in the deployment."""
         self._settings = settings or Settings()
         self.hindrance: Callable[[], str] = str
         """Why the server is not ready although it has opened all; empty when it is."""
@@ -70,7 +69,7 @@ class ServerState(Generic[Node]):
 
     @property
     def phase(self) -> Phase:
-        """How far the server is."""
+        """Current phase of the server."""
         return self._phase
 
     @phase.setter
@@ -79,21 +78,21 @@ class ServerState(Generic[Node]):
         self.tell()
 
     def tell(self) -> None:
-        """Have those called who watch whether the server is ready."""
+        """Call those who watch the readiness."""
         for changed in self._phase_watchers:
             changed()
 
     def watch_phase(self, changed: Callable[[], None]) -> None:
-        """Have ``changed`` called now and whenever the phase is another."""
+        """Call ``changed`` now and after each change of the phase."""
         self._phase_watchers.append(changed)
         changed()
 
     def _publish(self, metrics: Metrics) -> None:
-        """Have ``metrics`` tell of this process."""
+        """Export metrics of this process."""
         self.metrics = metrics
         metrics.gauge(m.READY, lambda: self.ready, self.role)
         publish_process(metrics, self.role)
-        if self.role != "worker":  # they are in the node's container, and have its settings
+        if self.role != "worker":  # workers are in the node's container, and have its settings
             publish_memory(metrics)
             publish_expiry(metrics, self._settings)
 
@@ -106,7 +105,7 @@ class ServerState(Generic[Node]):
             self.phase = "ready"
 
     def stop(self) -> None:
-        """Not ready any more; requests that are being answered go on."""
+        """Stop being ready; requests in flight continue."""
         self.phase = "stopping"
 
     @property
@@ -115,19 +114,19 @@ class ServerState(Generic[Node]):
 
     @property
     def reason(self) -> str:
-        """Why the server is not ready."""
+        """Reason why the server is not ready."""
         if self.phase in ("starting", "stopping"):
             return _REASONS[self.phase]
         return self.hindrance() or _REASONS.get(self.phase, "")
 
     def require_node(self) -> Node:
-        """The node; ``Unavailable`` until it is there."""
+        """The node; raises ``Unavailable`` until it is open."""
         if self.node is None:
             raise Unavailable(self.reason)
         return self.node
 
     def status(self) -> dict[str, Any]:
-        """``/v1/status``: the node's status, or how far loading is."""
+        """``/v1/status``: the node's status, or the progress of loading."""
         me = {"role": self.role, "pid": os.getpid(), "state": self.phase}
         status: dict[str, Any] = {
             "phase": self.phase,

@@ -1,4 +1,4 @@
-"""Who may ask: API keys taken from the request's headers. Off is an object too."""
+"""Authentication: API keys in the request's headers, or client certificates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 from hps.config.auth import ApiKeys, Role
 from hps.errors import Forbidden, Unauthenticated
 
-# Answered to everybody: probes and scrapers carry no keys, and the documentation holds no data.
+# Open to all: probes and scrapers have no keys, and the documentation contains no data.
 EXEMPT = ("/v2/health/", "/metrics", "/docs", "/openapi.json")
 
 
 class Authorizer(Protocol):
-    """Who may do what. Any number of threads may ask."""
+    """Checks the caller's role. Thread-safe."""
 
     enabled: bool
 
@@ -23,15 +23,18 @@ class Authorizer(Protocol):
         role: Role,
         certificate: Callable[[], Collection[str]] = tuple,
     ) -> str:
-        """Who the caller is, "" when that was not asked; ``certificate`` tells what the client's names, where
-        it has shown one. Raises ``Unauthenticated`` or ``Forbidden`` unless the caller may do what needs
-        ``role``, and ``Forbidden`` for a page of another site: a browser lets any page ask any server that
-        its user can reach, and shows it his certificate."""
+        """Return the caller's name, or "" if callers are not identified.
+
+        ``certificate`` returns the names in the client's certificate, if it has one. Raises
+        ``Unauthenticated``, or
+        ``Forbidden`` if the role is too low or the caller is a web page of another site: browsers let any
+        page send
+        requests to any server that the user can reach, with the user's certificate."""
         ...
 
 
 class NoAuthorizer:
-    """Lets everybody do everything but web pages of others."""
+    """Allows everything except requests of other sites' web pages."""
 
     enabled = False
 
@@ -47,7 +50,7 @@ class NoAuthorizer:
 
 
 class ApiKeyAuthorizer:
-    """Wants ``X-API-Key: <key>`` or ``Authorization: Bearer <key>``, or a certificate that it knows."""
+    """Requires ``X-API-Key: <key>``, ``Authorization: Bearer <key>``, or a known certificate."""
 
     enabled = True
 
@@ -82,13 +85,15 @@ class ApiKeyAuthorizer:
 
 
 def guard(keys: ApiKeys) -> Authorizer:
-    """The guard for these keys."""
+    """Build the authorizer for these keys."""
     return ApiKeyAuthorizer(keys) if keys.enabled else NoAuthorizer()
 
 
 def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
-    """Browsers say what site a page is of that asks. Theirs is the word on whether it is this one, for
-    proxies may change the host; those that give none are old."""
+    """Raise ``Forbidden`` for requests of other sites' web pages.
+
+    Browsers state the site of the page in a header. Only that header decides, since proxies may change the
+    host; browsers without it are old."""
     origin = headers[b"origin"]
     told = headers.get(b"sec-fetch-site")
     if told is None:
@@ -103,7 +108,7 @@ def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
 
 
 def _key(headers: Mapping[bytes, bytes]) -> str | None:
-    """The key that was sent; None when there is none."""
+    """The key in the headers, or None."""
     key = headers.get(b"x-api-key")
     if key is None:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

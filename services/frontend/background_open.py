@@ -1,4 +1,4 @@
-"""Opening a node while the server answers already: how far it is, and a way to end it early."""
+"""Open a node while the server already answers, with progress and cancellation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class LoadProgress:
     """Passes progress on to ``shown`` and keeps the open tasks in ``tasks``, for others to read.
 
     After ``cancel`` the next step raises ``Unavailable``: loading can be cut off between two steps
-    without harm, because a table counts as loaded only when all of it is there.
-    """
+    without harm, because a table counts as loaded only when it is complete."""
 
     def __init__(self, tasks: list[dict[str, Any]], shown: Progress) -> None:
         self._tasks = tasks
@@ -65,11 +64,10 @@ class LoadProgress:
 async def open_in_background(
     open_node: Callable[[], Closes], stopping: asyncio.Event, patience_s: float
 ) -> Closes | None:
-    """The node, opened on a daemon thread: one that cannot be stopped must not keep the process.
+    """Open the node on a daemon thread: one that cannot be stopped must not keep the process alive.
 
-    None once ``stopping`` is set; a node that opens within ``patience_s`` all the same is closed. Raises
-    what ``open_node`` raised.
-    """
+    Returns None once ``stopping`` is set; a node that still opens within ``patience_s`` is closed. Raises
+    the errors of ``open_node``."""
     loop = asyncio.get_running_loop()
     opened: asyncio.Future[Closes] = loop.create_future()
 
@@ -96,10 +94,10 @@ async def open_in_background(
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop, settle: Callable[[Any], None], value: Any) -> bool:
-    """Settle a future of ``loop`` from another thread; False when the loop has ended."""
+    """Complete a future of ``loop`` from another thread; False if the loop has ended."""
 
     def there() -> None:
-        with suppress(asyncio.InvalidStateError):  # nobody waits any more
+        with suppress(asyncio.InvalidStateError):  # the waiter was cancelled
             settle(value)
 
     try:

@@ -1,4 +1,4 @@
-"""The endpoints of a model, with its lookups and predictions batched where the settings say so."""
+"""Endpoints of a model, with dynamic batching if the settings enable it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.frontend.ranking_endpoint import RankingEndpoint
 def endpoints(
     served: ServedModel, settings: ServerSettings, metrics: Metrics
 ) -> tuple[list[tuple[Endpoint, ModelInfo]], Lookup]:
-    """What answers to ``<m>`` and ``<m>.lookup``, and what looks up for the latter."""
+    """Endpoints of ``<m>`` and ``<m>.lookup``, and the lookup of the latter."""
     pipeline, lookup_name = served.pipeline, f"{served.name}.lookup"
     engine: Lookup = served.engine
     if settings.batching is not None:

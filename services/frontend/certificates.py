@@ -1,4 +1,4 @@
-"""Certificates of a port, and whom those of its callers name; the same for every protocol."""
+"""Certificates of a port, and the names in its clients' certificates; the same for every protocol."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ log = logging.getLogger(__name__)
 
 
 class PortCertificates:
-    """What a port, by its ``setting``, shows and asks of its clients. ``context`` has what is in force, and
-    so has ``contents``: the key, the certificate and, where clients need one, their roots, as PEM. One
-    thread at a time."""
+    """Certificates of the port with this ``setting``. Not thread-safe.
+
+    ``context`` has those in force, and so has ``contents``: the key, the certificate and, if clients need
+    one, the trusted roots, as PEM."""
 
     def __init__(self, tls: TlsSettings, setting: str) -> None:
-        """``ConfigError`` naming files that cannot be used."""
+        """Raises ``ConfigError`` with the files that cannot be used."""
         self._tls, self._setting = tls, setting
         self._problem = ""
         self.contents = self._read()
         self.context = self._made()
 
     def renewed(self) -> bool:
-        """Whether the files have changed and what they hold now is in force. While they cannot be used, what
-        was before is, which is logged once."""
+        """Reload changed files; return True if there are new certificates.
+
+        If they cannot be used, the former ones stay in force, which is logged once."""
         try:
             contents = self._read()
             changed = contents != self.contents
@@ -55,7 +57,7 @@ class PortCertificates:
     def _made(self) -> ssl.SSLContext:
         tls = self._tls
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # Each connection shows its certificates: none comes back by what was in force before.
+        # Verify certificates per connection: no session is resumed that former roots allowed.
         context.num_tickets = 0
         context.options |= ssl.OP_NO_TICKET
         setting, used = f"{self._setting}.tls", f"{tls.certificate_file} and {tls.key_file}"
@@ -72,8 +74,9 @@ class PortCertificates:
 
 
 def server_context(at: Listener, setting: str) -> ssl.SSLContext | None:
-    """For a port on an event loop, by its ``setting``; None where it speaks plain text. Files that changed
-    are taken over by the next connection. Raises as `PortCertificates`."""
+    """TLS context of a port on an event loop, by its ``setting``; None for plain text.
+
+    The next connection uses changed files. Raises as `PortCertificates`."""
     if at.tls is None:
         return None
     certificates = PortCertificates(at.tls, setting)
@@ -83,12 +86,13 @@ def server_context(at: Listener, setting: str) -> ssl.SSLContext | None:
         connection.context = certificates.context
 
     listening = certificates.context
-    listening.sni_callback = renew  # called for every connection, whether it names a server or not
+    listening.sni_callback = renew  # called for every connection, with or without a server name
     return listening
 
 
 def caller_names(alternative: Iterable[str], common: Iterable[str]) -> set[str]:
-    """What a certificate that was verified names: its alternative names, and its common name as
-    ``CN=<name>``, which no alternative name passes for."""
+    """Names in a verified certificate: its alternative names, and ``CN=<name>`` for its common name.
+
+    No alternative name has that prefix."""
     names = {name for name in alternative if not name.startswith("CN=")}
     return names | {f"CN={name}" for name in common}

@@ -1,5 +1,7 @@
-"""Connections that a port takes. Each is an open file, of which the process has a number: without an end to
-clients' there would be none left for a store's, and rows streamed in could not be written."""
+"""Limit on a port's connections.
+
+Each connection is an open file, and their number per process is limited. Without a limit, clients could
+use all of them, and stores could not open files to write streamed rows."""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from collections import Counter
 from services.frontend.logs import fields, log
 
 _WANTED = 65_536
-# Of the files that a process may have open, the part that one port's connections may be.
+# Share of the process's open files for the connections of one port.
 _PART = 8
 _FEWEST = 64
 _TELL_EVERY_S = 60.0
 
 
 def most_connections() -> int:
-    """Of one port. The process's limit of open files is raised before, as far as that may be."""
+    """Limit per port. Raises the process's limit of open files first, as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -29,7 +31,7 @@ def most_connections() -> int:
 
 
 class ConnectionLimit:
-    """Those of one port at the moment, half of them at most one client's. Any thread may call it."""
+    """Open connections of one port; one client may have half of them. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -39,7 +41,7 @@ class ConnectionLimit:
         self._told = 0.0
 
     def enter(self, client: str) -> bool:
-        """One more of ``client``; False when there are too many."""
+        """Count a connection of ``client``; False if there are too many."""
         with self._lock:
             if self._open < self._most and self._of[client] < max(1, self._most // 2):
                 self._open += 1
@@ -57,7 +59,7 @@ class ConnectionLimit:
         return False
 
     def leave(self, client: str) -> None:
-        """One that entered has ended."""
+        """Release a counted connection."""
         with self._lock:
             self._open -= 1
             self._of[client] -= 1

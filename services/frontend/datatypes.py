@@ -1,4 +1,4 @@
-"""The protocol's datatypes by NumPy type, what an input may be of them, and their numbers in JSON."""
+"""The protocol's datatypes by NumPy type, the rules of inputs, and tensors in JSON."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from numpy.typing import NDArray
 
 from hps.dense.base import DATATYPES
 
-# By type number: an int is found faster than a dtype on the way out of every request.
+# By type number: on the way out of every request, an int is faster to look up than a dtype.
 DATATYPE_OF: dict[int, str] = {dtype.num: name for name, dtype in DATATYPES.items()}
 DATATYPE_OF.setdefault(np.dtype(np.longlong).num, "INT64")
 DATATYPE_OF.setdefault(np.dtype(np.ulonglong).num, "UINT64")
 
-# Keys come in any integer type and are widened; 64-bit signs are kept bit for bit. The first one is
-# the model's own.
+# Keys of any integer type are widened; 64-bit hashes are kept bit for bit. The first one is the model's.
 INTEGERS: dict[str, np.dtype[Any]] = {"INT64": DATATYPES["INT64"]} | {
     name: dtype for name, dtype in DATATYPES.items() if dtype.kind in "iu"
 }
 
-# Only in binary form: JSON numbers of this type do not exist in the protocol.
+# Binary only: the protocol has no JSON numbers of this type.
 BINARY_ONLY = frozenset({"FP16"})
 
 _ELEMENTS: dict[str, set[type]] = {"i": {int}, "u": {int}, "f": {int, float}, "b": {bool}}
@@ -31,18 +30,16 @@ _ELEMENTS: dict[str, set[type]] = {"i": {int}, "u": {int}, "f": {int, float}, "b
 
 @dataclass(frozen=True, slots=True)
 class InputRule:
-    """What one named input of a model may be: ``dtypes`` by datatype; ``is_keys``: its elements count
-    as keys of the request."""
+    """Rule of one input of a model: ``dtypes`` by datatype; ``is_keys``: its elements count as keys."""
 
     dtypes: Mapping[str, np.dtype[Any]]
     is_keys: bool = False
 
 
 def numbers(data: Any, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    """A tensor's JSON ``data``, flat or nested, as ``(count,)`` of ``dtype``.
+    """Convert a tensor's JSON ``data``, flat or nested, to ``(count,)`` of ``dtype``.
 
-    Raises TypeError or ValueError where NumPy would round, truncate or reinterpret in silence.
-    """
+    Raises TypeError or ValueError where NumPy would silently round, truncate or reinterpret."""
     data = flat(data)
     if type(data) is not list:
         raise TypeError("data must be an array")
@@ -67,7 +64,7 @@ def numbers(data: Any, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
 
 
 def flat(data: Any) -> Any:
-    """The list ``data`` without the nesting that all of its elements share; anything else as it is."""
+    """Flatten uniformly nested lists; return other data unchanged."""
     if type(data) is not list:
         return data
     while data and type(data[0]) is list and set(map(type, data)) == {list}:

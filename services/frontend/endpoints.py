@@ -1,8 +1,7 @@
-"""What a served model takes and gives on the wire: named tensors to requests, results to tensors.
+"""Endpoints of a served model: named tensors to requests, results to tensors.
 
-``<m>.lookup`` (and ``<m>`` when the model has no dense part) is a ``LookupEndpoint``, ``<m>`` with a
-dense part a ``RankingEndpoint``. They know nothing of HTTP or gRPC.
-"""
+``<m>.lookup`` (and ``<m>`` of a model without a network) is a ``LookupEndpoint``, ``<m>`` with a
+network a ``RankingEndpoint``. They are independent of HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from services.frontend.datatypes import InputRule
 from services.frontend.errors import short_value
 from services.frontend.inference_request import InferenceRequest
 
-# An output on its way out: its name and its values.
+# An output of an answer: its name and its values.
 Output = tuple[str, NDArray[Any]]
 
 
 class Endpoint(Protocol):
-    """One name under ``/v2/models``. All members may be used by any thread."""
+    """One name under ``/v2/models``. Thread-safe."""
 
     name: str
     version: str
@@ -35,20 +34,20 @@ class Endpoint(Protocol):
 
     @property
     def rules(self) -> Mapping[str, InputRule]:
-        """What each input may be, by name."""
+        """Rules of the inputs, by name."""
         ...
 
     def submit(self, call: InferenceRequest, deadline: float) -> Future[Any]:
-        """Start answering; raises ``BadRequest`` or ``Unavailable`` at once, never waits."""
+        """Start answering; never waits. Raises ``BadRequest`` or ``Unavailable`` immediately."""
         ...
 
     def outputs(self, call: InferenceRequest, result: Any) -> list[Output]:
-        """What the request asked for, in its order."""
+        """The requested outputs, in the request's order."""
         ...
 
 
 def output_aliases(features: Mapping[str, Feature]) -> dict[str, list[str]]:
-    """Outputs that stand for several: of keys that several tables take, all vectors, or all sources."""
+    """Outputs that stand for several: for keys of several tables, all vectors, or all sources."""
     shared = {
         name: takers for name, takers in features_by_input(features).items() if len(takers) > 1
     }
@@ -65,8 +64,9 @@ def select_outputs(
     sources: Mapping[str, NDArray[Any]],
     aliases: Mapping[str, Sequence[str]],
 ) -> list[Output]:
-    """The ``values`` and, as ``f.source``, the ``sources`` that the request names, in its order; all values
-    if it names none. Names that are in neither are left out. ``aliases``: see `output_aliases`."""
+    """Select the requested ``values`` and, as ``f.source``, ``sources``, in the request's order.
+
+    Without names, all values. Unknown names are skipped. ``aliases``: see `output_aliases`."""
     if call.form.outputs is None:
         return list(values.items())
     found: list[Output] = []
@@ -74,7 +74,7 @@ def select_outputs(
         if name in values:
             found.append((name, values[name]))
         elif (feature := name.removesuffix(".source")) in sources:
-            shape = call.form.shapes[feature.partition(".")[0]]  # as its keys
+            shape = call.form.shapes[feature.partition(".")[0]]  # like its keys
             found.append((name, sources[feature].reshape(shape)))
     return found
 
@@ -86,7 +86,7 @@ def _named(outputs: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> Sequ
 
 
 def unexpected_output(name: str, model: str, known: set[str]) -> BadRequest:
-    """An error for an output the model does not have."""
+    """Error for an output that the model does not have."""
     return BadRequest(
         f"unexpected inference output {short_value(name)} for model '{model}'{hint_for(name, sorted(known))}"
     )

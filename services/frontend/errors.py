@@ -1,4 +1,4 @@
-"""What becomes of a request that failed: the one table of statuses, and what its client is told."""
+"""Failed requests: the table of statuses, and the error for the client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN = 80
 
 
 class RequestTooLarge(BadRequest):
-    """The body or the number of keys is beyond the server's limits. ``unread``: part of the body has
+    """The body or the number of keys exceeds the server's limits. ``unread``: a part of the body has
     not been received yet."""
 
     def __init__(self, message: str, *, unread: bool = False) -> None:
@@ -39,15 +39,15 @@ class RequestTooLarge(BadRequest):
 
 
 class RequestBodyTimeout(BadRequest):
-    """The request's body did not come in time."""
+    """The request's body did not arrive in time."""
 
 
 class UnknownEncoding(BadRequest):
-    """A ``Content-Encoding`` that is not spoken here."""
+    """Unsupported ``Content-Encoding``."""
 
 
 class Overloaded(Unavailable):
-    """There is no room for the request. ``reason`` is the metric's."""
+    """The server is overloaded and rejects the request. ``reason`` is the metric's label."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class Overloaded(Unavailable):
 
 
 class TooManyRequests(HpsError):
-    """The client has more requests under way, or sends more a second, than it may. ``reason`` as above."""
+    """The client exceeds its limit of concurrent requests or of requests per second. ``reason`` as above."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -63,24 +63,24 @@ class TooManyRequests(HpsError):
 
 
 class RequestCancelled(HpsError):
-    """Whoever asked is gone."""
+    """The client has cancelled the request or disconnected."""
 
 
 class ErrorStatus(NamedTuple):
-    """How a protocol calls a kind of error: HTTP by number, gRPC by the name of a code."""
+    """Status of an error type: HTTP's number, gRPC's name of a code."""
 
     http: int
     grpc: str
 
 
-# Sub-classes inherit.
+# Subclasses inherit.
 STATUS: dict[type[HpsError], ErrorStatus] = {
     BadRequest: ErrorStatus(400, "INVALID_ARGUMENT"),
     Unauthenticated: ErrorStatus(401, "UNAUTHENTICATED"),
     Forbidden: ErrorStatus(403, "PERMISSION_DENIED"),
     NotFound: ErrorStatus(404, "NOT_FOUND"),
     RequestCancelled: ErrorStatus(499, "CANCELLED"),
-    # A load of files that can't be served.
+    # The loaded files can't be served.
     ModelError: ErrorStatus(409, "FAILED_PRECONDITION"),
     ConfigError: ErrorStatus(409, "FAILED_PRECONDITION"),
     RequestBodyTimeout: ErrorStatus(408, "INVALID_ARGUMENT"),
@@ -111,41 +111,42 @@ _OF_KIND: dict[type[HpsError], ErrorStatus] = {}
 
 
 def http_status(error: HpsError) -> int:
-    """HTTP's status for ``error``."""
+    """HTTP status of ``error``."""
     return status_of(error).http
 
 
-# A client is asked to wait so long before it asks again, where there may be room by then, or a server that
-# has started: enough for one that is overloaded to get through with what it has.
+# Retry-After: seconds until an overloaded server has probably worked off its queue, or has started.
 RETRY_AFTER_S = 1
-# By HTTP's status.
+# By HTTP status.
 RETRIED = (429, 503)
 
 
 def is_retryable(error: HpsError) -> bool:
-    """Whether the same request may be answered when it is sent again."""
+    """True if the same request may succeed when it is sent again."""
     return http_status(error) in RETRIED
 
 
-# Requests that were refused before they were looked at, for the metric, by HTTP's status.
+# Label of the metric of requests rejected before they were decoded, by HTTP status.
 REFUSED = {401: "unauthenticated", 403: "forbidden", 413: "too_large", 503: "unavailable"}
 
 
-# Errors that only say that there were too many requests.
+# Errors that only mean too many requests.
 REFUSALS = (Overloaded, TooManyRequests)
 
 
 def rejection_reason(error: BaseException) -> str | None:
-    """Why a request that ends with ``error`` was refused before it was looked at; None when it was not."""
+    """Reason why a request that ends with ``error`` was rejected before it was decoded; else None."""
     if isinstance(error, REFUSALS):
         return error.reason
     return REFUSED.get(http_status(error)) if isinstance(error, HpsError) else None
 
 
 def client_error(error: BaseException, request_id: str) -> HpsError:
-    """What the client is told of ``error``: what somebody raised on purpose as it is, of anything else only
-    where the log has it, and none of it with paths of the server. Faults of our own are logged."""
-    if isinstance(error, asyncio.CancelledError):  # the drain is over
+    """Convert ``error`` for the client, without paths of the server.
+
+    A deliberate error is passed on. Of any other, the client gets only the id of the log entry; it is
+    logged."""
+    if isinstance(error, asyncio.CancelledError):  # the drain timed out
         return Unavailable("the server has shut down before it could answer; ask another replica")
     if isinstance(error, HpsError):
         if http_status(error) == 500:
@@ -157,7 +158,7 @@ def client_error(error: BaseException, request_id: str) -> HpsError:
 
 
 def short_value(value: Any) -> str:
-    """A value of the request for a message: JSON, cut to a readable length."""
+    """A value of the request for a message: JSON, truncated."""
     try:
         text = orjson.dumps(value).decode()
     except (TypeError, ValueError):

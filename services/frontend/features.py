@@ -1,4 +1,4 @@
-"""The categorical features of a request: from named tensors to jagged keys."""
+"""Features of a request: from named tensors to jagged keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WEIGHTS = {"FP32": DATATYPES["FP32"]}
 
 
 class _KeyTensors(NamedTuple):
-    """The keys of a request, the names of their tensors, and the features that take them."""
+    """The keys of a request, the names of their tensors, and the features that use them."""
 
     name: str
     features: tuple[Feature, ...]
@@ -25,8 +25,10 @@ class _KeyTensors(NamedTuple):
 
 
 class FeatureInputs:
-    """The features of a model as tensors: ``f [batch, hotness]``, or ``f [n]`` with ``f.offsets
-    [batch + 1]``; ``f.weights`` beside either. Keys that several tables take are sent once."""
+    """The features of a model as tensors.
+
+    ``f [batch, hotness]``, or ``f [n]`` with ``f.offsets [batch + 1]``; either with ``f.weights``. Keys of
+    several tables are sent once."""
 
     def __init__(self, features: Mapping[str, Feature]) -> None:
         self._wires = {
@@ -43,7 +45,7 @@ class FeatureInputs:
             self.rules[wire.weights] = InputRule(_WEIGHTS)
 
     def gather(self, call: InferenceRequest) -> dict[str, JaggedKeys]:
-        """The features that take the call's inputs, in the request's order; sets ``call.batch``."""
+        """The features in the call's inputs, in the request's order; sets ``call.batch``."""
         found: dict[str, JaggedKeys] = {}
         batch = 0
         for name in call.inputs:

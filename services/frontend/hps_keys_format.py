@@ -1,4 +1,4 @@
-"""HPS's form of a lookup: ``KEYS`` and ``NUMKEYS`` in, one flat ``OUTPUT0`` out."""
+"""HPS's format of a lookup: inputs ``KEYS`` and ``NUMKEYS``, one flat ``OUTPUT0``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ KEYS_SOURCE = "KEYS.source"
 
 
 class HpsKeysFormat:
-    """Names whose keys ``NUMKEYS`` counts, in order, for the model of one engine: its tables, or its features
-    where HPS fused the tables."""
+    """Order of the names whose keys ``NUMKEYS`` counts, for one engine's model.
+
+    They are its tables, or its features if HPS fused the tables."""
 
     def __init__(self, engine: Lookup) -> None:
         features = [(each.name, each.table.name) for each in engine.features.values()]
@@ -27,14 +28,14 @@ class HpsKeysFormat:
         self._fused = self.names != self._tables
 
     def dims(self, engine: Lookup) -> dict[str, int]:
-        """The values per key of each name."""
+        """Values per key of each name."""
         return {
             name: engine.tables[table].dim
             for name, table in zip(self.names, self._tables, strict=True)
         }
 
     def split(self, keys: KeyArray, counts: Sequence[int]) -> dict[str, JaggedKeys]:
-        """``keys (n,)``, ``counts`` of each name, by table; tables without any are left out."""
+        """Split ``keys (n,)`` by the ``counts`` of each name; tables without keys are left out."""
         if len(counts) == 1:
             return {self._tables[0]: JaggedKeys(keys, counts[0])} if counts[0] else {}
         start = 0
@@ -50,7 +51,7 @@ class HpsKeysFormat:
     def join(
         self, by_table: Mapping[str, NDArray[Any]], counts: NDArray[Any]
     ) -> list[NDArray[Any]]:
-        """The arrays of `split`'s tables, cut and put into the order of the names."""
+        """Split `split`'s tables into arrays in the order of the names."""
         if not self._fused:
             return list(by_table.values())
         ends = dict.fromkeys(by_table, 0)

@@ -1,4 +1,4 @@
-"""An inference request on its way to an endpoint, in arrays, whatever protocol it came by."""
+"""An inference request for an endpoint, in arrays, independent of the protocol."""
 
 from __future__ import annotations
 

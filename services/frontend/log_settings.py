@@ -1,4 +1,4 @@
-"""Which log lines are written, told and changed while the server runs: Triton's extension ``logging``."""
+"""Read and change log settings at run time: Triton's extension ``logging``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.frontend.errors import short_value
 from services.frontend.logs import LEVELS, Level, level, log, set_level
 from services.server_state import ServerState
 
-# Triton's switches and what has to be so for each; the first that is on is the level.
+# Triton's switches and the level of each; the first one that is on decides.
 _SWITCHES: dict[str, Level] = {"log_info": "info", "log_warning": "warning", "log_error": "error"}
 _FIXED = {"log_file": "", "log_format": "ISO8601"}
 
@@ -23,8 +23,9 @@ def log_settings() -> dict[str, Any]:
 
 
 def change_log_settings(given: Mapping[str, Any], state: ServerState[Any]) -> dict[str, Any]:
-    """Take over those that are ``given``, in this process and those it has; the settings now. Raises
-    ``BadRequest`` or ``Unsupported``."""
+    """Change the settings in ``given`` in all of the server's processes; return the settings.
+
+    Raises ``BadRequest`` or ``Unsupported``."""
     if state.spread_level is None:
         raise Unsupported("this is one of several processes; ask the admin port, which tells all")
     settings = log_settings()

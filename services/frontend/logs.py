@@ -1,7 +1,6 @@
-"""Log lines, one for each event: as text, ``time level logger message key=value …``, or as a JSON object.
+"""Log lines, one per event: as text, ``time level logger message key=value …``, or as a JSON object.
 
-A traceback goes into the same line, so that one event is one line.
-"""
+A traceback is in the same line."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ Format = Literal["text", "json"]
 
 
 class LogFields(dict[str, Any]):
-    """What an event is told with, in logfmt as text."""
+    """Fields of an event; as text, in logfmt."""
 
     def __str__(self) -> str:
         return " ".join(f"{key}={_quoted(value)}" for key, value in self.items())
 
 
 def fields(**values: Any) -> LogFields:
-    """The last argument of a log message that ends in ``%s``; empty ones are left out."""
+    """Build the last argument of a log message that ends in ``%s``; empty values are left out."""
     return LogFields({key: value for key, value in values.items() if value != ""})
 
 
@@ -44,8 +43,8 @@ def _quoted(value: Any) -> str:
 
 
 class TextLogFormatter(logging.Formatter):
-    """UTC time with milliseconds, level, logger, message; the traceback as a field, and ``always`` the same
-    ones."""
+    """UTC time with milliseconds, level, logger, message; the traceback as a field, and the fields
+    ``always``."""
 
     def __init__(self, always: LogFields | None = None) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _single(message: str) -> str:
-    """``message`` in one line, and nothing in it that a terminal would obey."""
+    """``message`` in one line, without terminal control characters."""
     if message.isprintable():
         return message
     return "".join(c if c.isprintable() else _escaped(c) for c in message.replace("\\", "\\\\"))
@@ -93,8 +92,7 @@ def _escaped(text: str) -> str:
 
 
 def setup(level: Level, form: Format = "text", **always: Any) -> None:
-    """Send the process's log lines to standard error from ``level`` upwards, each with the fields
-    ``always``."""
+    """Log to standard error from ``level`` upwards, with the fields ``always`` in each line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         (JsonLogFormatter if form == "json" else TextLogFormatter)(fields(**always))
@@ -106,18 +104,18 @@ def setup(level: Level, form: Format = "text", **always: Any) -> None:
 
 
 def setup_logging(settings: ServerSettings, **always: Any) -> None:
-    """As they say."""
+    """`setup` with the server's settings."""
     setup(settings.log_level, settings.log_format, **always)
 
 
 def level() -> Level:
-    """From which one on lines are written."""
+    """The current log level."""
     held = logging.getLogger().level
     return next((level for level in LEVELS if held <= logging.getLevelName(level.upper())), "error")
 
 
 def set_level(level: Level) -> None:
-    """Write lines from ``level`` upwards from now on."""
+    """Log from ``level`` upwards from now on."""
     logging.getLogger().setLevel(level.upper())
-    # uvicorn warns of every malformed request; those are answered and are no news to an operator.
+    # uvicorn warns of every malformed request; those get an answer and do not concern an operator.
     logging.getLogger("uvicorn").setLevel("DEBUG" if level == "debug" else "ERROR")

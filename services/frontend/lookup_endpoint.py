@@ -1,4 +1,4 @@
-"""Embedding lookup on the wire."""
+"""Endpoint of embedding lookups."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from services.frontend.inference_request import InferenceRequest
 
 
 class LookupEndpoint:
-    """Embedding lookup in two forms: a tensor per feature, or HPS's ``KEYS`` and ``NUMKEYS``, which
-    go by the model's tables in their order (`HpsKeysFormat`) and come back as one flat ``OUTPUT0``."""
+    """Embedding lookup in two formats: a tensor per feature, or HPS's ``KEYS`` and ``NUMKEYS``, in the
+    order
+    of the model's tables (`HpsKeysFormat`), with one flat ``OUTPUT0``."""
 
     is_long = False
 
     def __init__(self, served: ServedModel, name: str, engine: Lookup | None = None) -> None:
-        """``engine`` answers in place of the model's own."""
+        """``engine`` replaces the model's lookup."""
         self.name = name
         self.version = str(served.version)
         self._engine = engine or served.engine
@@ -43,7 +44,7 @@ class LookupEndpoint:
         self._aliases = output_aliases(served.engine.features)
         self._outputs = {n for f in served.engine.features for n in (f, f"{f}.source")}
         self._outputs |= self._aliases.keys()
-        # A feature called KEYS wins: the model's own names come before HPS's.
+        # A feature named KEYS wins: the model's names precede HPS's.
         self._by_table = not {KEYS, NUMKEYS} & self.rules.keys()
         if self._by_table:
             self.rules[KEYS] = InputRule(INTEGERS, is_keys=True)
@@ -52,8 +53,7 @@ class LookupEndpoint:
         self.raw_input = self._inputs.only
 
     def submit(self, call: InferenceRequest, deadline: float) -> Future[LookupResult]:
-        """Start the lookup; see ``Endpoint.submit``. What calls of one form have in common is looked at
-        once."""
+        """Start the lookup; see ``Endpoint.submit``. The template of similar calls is checked once."""
         form = call.form
         if self._freshness.refusal is not None:
             self._freshness.require()
@@ -69,7 +69,7 @@ class LookupEndpoint:
         return self._engine.submit(request)
 
     def _prepare(self, call: InferenceRequest, request: LookupRequest) -> None:
-        """Prepare the lookup for further calls of this form, if all of its inputs are keys."""
+        """Prepare the lookup for further calls of this template, if all of its inputs are keys."""
         features = self._engine.features
         taken = [features[name].input for name in request.features]
         if {*taken} != call.inputs.keys():
@@ -80,7 +80,7 @@ class LookupEndpoint:
         call.form.prepared = prepared, call.batch
 
     def request(self, call: InferenceRequest, deadline: float) -> LookupRequest:
-        """What ``submit`` looks up. Raises ``BadRequest``."""
+        """Build the lookup of ``submit``. Raises ``BadRequest``."""
         form = call.form
         if form.top_k is not None:
             raise BadRequest(f"parameter 'top_k' is for ranking models, '{self.name}' is a lookup")
@@ -106,7 +106,7 @@ class LookupEndpoint:
         )
 
     def _table_keys(self, call: InferenceRequest) -> dict[str, JaggedKeys]:
-        """``KEYS`` cut into each table's share; tables with no keys are left out."""
+        """Split ``KEYS`` by table; tables without keys are left out."""
         shapes = call.form.shapes
         if shapes.keys() != {KEYS, NUMKEYS}:
             raise BadRequest(
@@ -131,7 +131,7 @@ class LookupEndpoint:
         return self._keys_form.split(flat, counts)
 
     def outputs(self, call: InferenceRequest, result: LookupResult) -> list[Output]:
-        """Outputs that were asked for; one whose input was not sent is left out."""
+        """The requested outputs; those whose input is missing are left out."""
         if KEYS in call.form.shapes and self._by_table:
             return self._flat_outputs(call, result)
         return select_outputs(call, result.vectors, result.sources, self._aliases)
@@ -158,7 +158,7 @@ def _spread(
     deadline: float | None,
     origin: RequestContext | None = None,
 ) -> Future[LookupResult]:
-    """``prepared`` with the ``keys`` of a call's inputs, some for several tables: ``order`` says which."""
+    """Call ``prepared`` with the call's ``keys``, some for several tables, by ``order``."""
     return prepared([keys[i] for i in order], deadline, origin)
 
 

@@ -1,4 +1,4 @@
-"""The server process: the port of the Open Inference Protocol and the admin port, a node behind them."""
+"""The server process: the port of the Open Inference Protocol and the admin port, over a node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from services.frontend.statistics import Statistics
 from services.frontend.workers.supervisor import Supervisor, WorkerOwnedPort
 from services.process import OnUrls, PortServer, ServerProcess
 
-# How often it is looked whether workers have become ready.
+# Seconds between checks of the workers' readiness.
 _LOOK_S = 0.02
 
 OpenNode = Callable[[Configuration, Progress], Node]
@@ -40,8 +40,8 @@ OpenNode = Callable[[Configuration, Progress], Node]
 
 @dataclass(frozen=True, slots=True)
 class ServerUrls:
-    """Where a running server listens: base URLs of the data port and the admin port, and ``host:port`` of
-    gRPC's, None where they are off."""
+    """Addresses of a running server: base URLs of the data port and the admin port, and ``host:port`` of
+    gRPC's, None if it is off."""
 
     admin: str
     http: str | None = None
@@ -58,12 +58,11 @@ def run(
     progress: Progress | None = None,
     on_listening: OnAddresses | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Returns after an orderly end; the process may exit 0 then.
+    """Serve until SIGTERM or SIGINT; return after a graceful shutdown.
 
-    ``on_listening`` is called when the ports are open, ``on_ready`` when the models are loaded; both
-    on a thread of their own, so they may ask the server. Raises ``ConfigError`` (a port is taken, the
-    configuration is wrong) or ``ModelError`` before anything is served.
-    """
+    ``on_listening`` is called when the ports are open, ``on_ready`` when the models are loaded; both on
+    their own thread, so they may send requests to the server. Raises ``ConfigError`` (a port is taken, the
+    configuration is wrong) or ``ModelError`` before anything is served."""
     logs.setup_logging(configuration.settings.server)
     FrontendServer(configuration, progress).run(on_ready, on_listening)
 
@@ -112,7 +111,7 @@ class FrontendServer(ServerProcess[OpenModels]):
         at = self._settings.grpc
         if self._settings.workers:
             workers = self._workers = Supervisor(self._configuration)
-            self._drain_delay_s = 0.0  # the workers have it
+            self._drain_delay_s = 0.0  # the workers wait instead
             self.state.hindrance = lambda: workers.hindrance
             self.state.spread_level = workers.set_level
             self.state.processes = lambda: [worker.describe() for worker in workers.workers]
@@ -150,7 +149,7 @@ class FrontendServer(ServerProcess[OpenModels]):
         return node
 
     def _heed(self, node: Node) -> None:
-        """Be not ready while the node says so."""
+        """Be not ready while the node is not."""
         workers, of_workers = self._workers, self.state.hindrance
         self.state.hindrance = lambda: of_workers() or node.not_ready_reason()
 
@@ -167,7 +166,7 @@ class FrontendServer(ServerProcess[OpenModels]):
         super()._opened(node)
         self.state.loop = asyncio.get_running_loop()
         if self._settings.role == "frontend":
-            self._changed()  # what has come since the first look
+            self._changed()  # changes since the first check
         for entry in self.state.entries.values():
             log.info("serving %s", fields(model=entry.name, version=entry.version))
 
@@ -184,14 +183,14 @@ class FrontendServer(ServerProcess[OpenModels]):
         return connected
 
     def _changed(self) -> None:
-        """A front end's models are others: answer for them."""
+        """Refresh the endpoints after a change of a front end's models."""
         loop, node = self.state.loop, self.state.node
         if loop is not None and node is not None:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self.state.serve, node)
 
     async def _settle(self) -> None:
-        """Until all workers answer; of a front end, until there are lookup nodes."""
+        """Wait until all workers answer, or a front end has lookup nodes."""
         asks = self._settings.role == "frontend"
         if asks and not self.state.ready:
             log.warning("not ready yet %s", fields(reason=self.state.reason))
@@ -201,7 +200,7 @@ class FrontendServer(ServerProcess[OpenModels]):
             await asyncio.sleep(_LOOK_S)
 
     def _sums(self) -> Mapping[str, dict[str, Any]]:
-        """The statistics of this process and its workers, of what is served."""
+        """Statistics of the served names, of this process and its workers."""
         assert self._workers is not None
         sums: dict[str, dict[str, Any]] = {}
         elsewhere = self._workers.statistics()

@@ -1,10 +1,9 @@
-"""A served model as the protocol describes it: metadata, configuration, extensions.
+"""Description of a served model in the protocol: metadata, configuration, extensions.
 
-Generated from ``model.yaml``. Each name shows one form of request, which a client can use as it
-stands (perf_analyzer sends every input and asks for every output it finds here): ``<m>.lookup`` a
-tensor per feature, ``<m>`` of a model without a dense part HPS's ``KEYS`` and ``NUMKEYS``. Both take
-the other form too; it is named under ``parameters``, as are the tensors a request may add.
-"""
+Generated from ``model.yaml``. Each name describes one format of requests, which a client can use
+unchanged (perf_analyzer sends every input and requests every output that it finds here): ``<m>.lookup`` a
+tensor per feature, ``<m>`` of a model without a network HPS's ``KEYS`` and ``NUMKEYS``. Both accept the
+other format, too; ``parameters`` names it, and the optional tensors of a request."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from services.frontend.hps_keys_format import KEYS, KEYS_SOURCE, NUMKEYS, OUTPUT
 
 SERVER_NAME = "hps"
 PLATFORM = "hps"
-# Only what is implemented; in Triton's words.
+# Only implemented extensions, by Triton's names.
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "parameters", "statistics", "logging")
 
 SOURCE_CODES = {source.name.lower(): int(source) for source in Source}
@@ -42,7 +41,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is told of one name. ``parameters`` holds what the protocol has no field for."""
+    """Description of one name. ``parameters`` holds what the protocol has no field for."""
 
     name: str
     version: str
@@ -102,7 +101,7 @@ class ModelInfo:
 
 
 def ranking_info(served: ServedModel) -> ModelInfo:
-    """``<m>`` with a dense part: features and dense inputs in, named outputs out."""
+    """``<m>`` with a network: features and dense inputs in, named outputs out."""
     dense = served.spec.dense
     assert dense is not None
     inputs = [
@@ -136,7 +135,7 @@ def lookup_info(served: ServedModel) -> ModelInfo:
 
 
 def tables_info(served: ServedModel) -> ModelInfo:
-    """``<m>`` without a dense part: HPS's own contract."""
+    """``<m>`` without a network: HPS's contract."""
     inputs = [TensorMetadata(KEYS, "INT64", (-1, -1)), TensorMetadata(NUMKEYS, "INT32", (-1, -1))]
     outputs = [TensorMetadata(OUTPUT0, "FP32", (-1, -1))]
     parameters = {
@@ -148,7 +147,7 @@ def tables_info(served: ServedModel) -> ModelInfo:
 
 
 def server_metadata(version: str, *, control: bool, shared_memory: bool = False) -> dict[str, Any]:
-    """``GET /v2``; ``control``: models can be loaded and unloaded there; ``shared_memory``: tensors may be in
+    """``GET /v2``; ``control``: models can be loaded and unloaded; ``shared_memory``: tensors may be in
     memory that clients share with the server."""
     also = {"model_repository": control, "system_shared_memory": shared_memory}
     extensions = [*EXTENSIONS, *(name for name, offered in also.items() if offered)]
@@ -173,7 +172,7 @@ def _info(
 
 
 def _common(served: ServedModel) -> dict[str, Any]:
-    """What every name's parameters say."""
+    """Parameters of every name."""
     features = served.engine.features.values()
     return {
         "source_codes": SOURCE_CODES,
@@ -215,5 +214,5 @@ def _datatype(itemsize: int) -> str:
 
 
 def _data_type(datatype: str) -> str:
-    """ModelConfig's word for a datatype."""
+    """ModelConfig's name of a datatype."""
     return f"TYPE_{datatype}"

@@ -1,4 +1,4 @@
-"""The protocol's repository extension, whatever it came by: models listed, loaded, unloaded."""
+"""The protocol's repository extension, for all protocols: list, load and unload models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIGITS = re.compile("[0-9]{1,19}")
 
 
 def index(state: FrontendState, *, only_ready: bool = False) -> list[dict[str, str]]:
-    """Every name that is served, then models of the repository that are not, each with its state."""
+    """All served names, then models of the repository that are not served, each with its state."""
     ready = state.ready
     if only_ready and not ready:
         return []
@@ -35,15 +35,16 @@ def index(state: FrontendState, *, only_ready: bool = False) -> list[dict[str, s
 
 
 def load(state: FrontendState, name: str, version: Any = None) -> tuple[int, str]:
-    """Serve a model, by one of its names, or another version of it; the version that is served then, and what
-    is to be said of it, if anything. May take long; for a thread that may wait."""
+    """Serve a model, by one of its names, or another version of it.
+
+    Returns the served version, and a note for the client or "". May take long; call it on a thread."""
     control, model, wanted = _control(state), _model_of(name), _number(version)
     with _change(state):
         return control.load(model, wanted), control.warnings.get(model, "")
 
 
 def unload(state: FrontendState, name: str) -> None:
-    """Serve a model no more."""
+    """Stop serving a model."""
     control = _control(state)
     with _change(state):
         control.unload(_model_of(name))
@@ -51,8 +52,9 @@ def unload(state: FrontendState, name: str) -> None:
 
 @contextmanager
 def _change(state: FrontendState) -> Iterator[None]:
-    """Whatever became of it, answers are for what the node serves then. Each takes a thread of those that
-    answer for the server's health too, so no more than a few wait."""
+    """Change the models, then answer for those that the node serves, even after an error.
+
+    Each change takes a thread of those that also answer health requests, so only a few may wait."""
     if not state.changes.acquire(blocking=False):
         raise Unavailable(
             "a load is under way, and another waits for it; ask again when it has ended"
@@ -69,7 +71,7 @@ def _told(name: str, version: str, state: str, reason: str = "") -> dict[str, st
 
 
 def _model_of(name: str) -> str:
-    """The model that answers to ``name``: what a model is called has no dot."""
+    """The model of ``name``: models' names have no dot."""
     return name.removesuffix(".lookup")
 
 
@@ -86,7 +88,7 @@ def _control_of(state: FrontendState) -> ModelController | None:
 
 
 def _number(version: Any) -> int | None:
-    """The parameter ``version``: a whole number, or one as text; None for none."""
+    """The parameter ``version``: a whole number, or one as text, or None."""
     if version is None or version == "":
         return None
     if isinstance(version, str) and _DIGITS.fullmatch(version):

@@ -1,4 +1,4 @@
-"""Paths of the server in messages for clients: replaced by the settings that have them."""
+"""Replace paths of the server in clients' messages by the settings that have them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from hps.errors import BadRequest, HpsError, NotFound, Unsupported
 
 _names: dict[str, str] = {}
 _pattern = re.compile(r"(?!)")
-# Their messages have names that clients sent, which must not be compared with paths, and no paths.
+# Their messages contain clients' names, which must not be compared with paths, and no paths.
 _ECHOES = (BadRequest, NotFound, Unsupported)
 
 
 def hide_paths(settings: Settings) -> None:
-    """Have `without_paths` know the files and folders that ``settings`` name."""
-    global _pattern  # of the process, as its settings are
+    """Set the files and folders in ``settings`` as those that `without_paths` replaces."""
+    global _pattern  # per process, like its settings
     for path, setting in _paths(settings, ""):
         if (
             len(path.parts) > 1 and path.parts[1] != "dev"
-        ):  # neither the root nor what all systems have
+        ):  # neither the root nor folders that all systems have
             _names[str(path.absolute())] = setting
     longest_first = sorted(_names, key=len, reverse=True)
     _pattern = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w-])")
 
 
 def without_paths(message: str) -> str:
-    """``message`` with the names of settings in place of their paths."""
+    """``message`` with names of settings instead of their paths."""
     return _pattern.sub(lambda found: _names[found[0]], message)
 
 
 def redact_error(error: HpsError) -> HpsError:
-    """``error`` with such a message."""
+    """``error`` with a redacted message."""
     message = str(error)
     if isinstance(error, _ECHOES) or (shown := without_paths(message)) == message:
         return error

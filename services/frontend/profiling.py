@@ -1,8 +1,7 @@
-"""Where an inference request's time goes: read, answered and written by what does so with others', and timed.
+"""Profile of one inference request: decoded, answered and encoded by the port's code, and timed.
 
-It takes the ordinary way: the shorter one of requests that look alike tells no parts. Only its connection is
-not looked at, and it is not counted.
-"""
+It takes the slow path: the fast path of similar requests does not report parts. Its connection is not
+part of the profile, and the request is not counted."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from services.frontend.state import FrontendState, ServedEndpoint
 
 
 class ProfiledProtocol(Protocol):
-    """How a protocol's requests to one name are read, and their answers written."""
+    """Decoder of a protocol's requests to one name, and encoder of their answers."""
 
     def read(self, body: bytes, size: int | None) -> InferenceRequest:
-        """``size``: of the JSON that ``body`` begins with, of HTTP; None: all of it. Raises BadRequest."""
+        """``size``: of the JSON at the start of ``body``, for HTTP; None: all of it. Raises BadRequest."""
         ...
 
     def write(self, call: InferenceRequest, result: Any, outputs: Sequence[Output]) -> object:
-        """The answer's bytes, in whatever pieces."""
+        """The answer's bytes, in pieces of any type."""
         ...
 
 
@@ -36,7 +35,7 @@ MakeWire = Callable[[ServedEndpoint], ProfiledProtocol]
 
 
 class RequestProfiler:
-    """One request at a time. Any thread may call it."""
+    """Profiles one request at a time. Thread-safe."""
 
     def __init__(
         self, state: FrontendState, settings: ServerSettings, wires: Mapping[str, MakeWire]
@@ -47,7 +46,7 @@ class RequestProfiler:
         self._timeout_s = settings.request_timeout_ms / 1e3
         self._wires = wires
         self._lock = threading.Lock()
-        # They know requests that look alike, as those of a port do.
+        # They cache similar requests, like those of a port.
         self._known: dict[tuple[str, ServedEndpoint], ProfiledProtocol] = {}
 
     def measure(
@@ -82,7 +81,7 @@ class RequestProfiler:
             future.add_done_callback(lambda _: done.append(perf_counter_ns()))
         result: Any = future.result(self._timeout_s)
         inferred = perf_counter_ns()
-        if done:  # otherwise it was answered where it came
+        if done:  # else it was answered on this thread
             profile.stage("return", min(done[0], inferred), inferred)
         wire.write(call, result, entry.endpoint.outputs(call, result))
         profile.stage("serialise", inferred, perf_counter_ns())

@@ -1,4 +1,4 @@
-"""Ranking on the wire."""
+"""Endpoint of rankings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RankingEndpoint:
     is_long = True
 
     def __init__(self, served: ServedModel, scores: Scores | None = None) -> None:
-        """``scores`` answers in place of the model's own pipeline."""
+        """``scores`` replaces the model's pipeline."""
         dense = served.spec.dense
         assert dense is not None
         assert served.pipeline is not None
@@ -74,7 +74,7 @@ class RankingEndpoint:
         )
 
     def _check_outputs(self, names: tuple[str, ...], top_k: int | None) -> bool:
-        """Refuse unknown outputs; whether sources were asked for."""
+        """Reject unknown outputs; return True if sources are requested."""
         for name in names:
             if name not in self._outputs:
                 raise unexpected_output(name, self.name, self._outputs)
@@ -83,12 +83,12 @@ class RankingEndpoint:
         return not self._sources.isdisjoint(names)
 
     def outputs(self, call: InferenceRequest, result: PredictResult) -> list[Output]:
-        """The network's outputs in the model's order, or what was asked for in the request's."""
+        """The network's outputs in the model's order, or the requested ones in the request's."""
         return select_outputs(call, result.outputs, result.sources, self._aliases)
 
 
 def _check_shape(name: str, model: str, expected: list[int], shape: list[int]) -> None:
-    """``shape`` fits ``expected``, whose first dimension is the batch and where -1 is anything."""
+    """Check that ``shape`` matches ``expected``; its first dimension is the batch, and -1 is any."""
     if len(shape) == len(expected):
         for wanted, got in zip(expected[1:], shape[1:], strict=True):
             if wanted not in (-1, got):

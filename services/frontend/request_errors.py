@@ -1,5 +1,4 @@
-"""What is wrong with an inference request, whatever protocol it came by. Texts that people search for follow
-Triton's wording."""
+"""Errors of inference requests, for all protocols. Texts that users search for follow Triton's wording."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from hps.suggestions import hint_for
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.errors import RequestTooLarge, short_value
 
-# Dimensions of a shape. Their product has as many digits as they have together, and takes the square of that.
+# Limit on the dimensions of a shape. The product has as many digits as all of them, and costs the square.
 MOST_DIMENSIONS = 32
 
 

@@ -1,4 +1,4 @@
-"""What is told of single requests, whatever protocol they came by: log lines and spans."""
+"""Log lines and spans of single requests, for all protocols."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ access = logging.getLogger("hps.access")
 
 
 class RequestObserver:
-    """Any thread may call it. ``share`` of the requests get a log line, at level debug all."""
+    """Reports single requests. Thread-safe. ``share`` of the requests are logged, at level debug all."""
 
     def __init__(self, share: float = 0.0, tracer: Tracer | None = None) -> None:
         self._share = share
@@ -26,14 +26,15 @@ class RequestObserver:
 
     @property
     def watches(self) -> bool:
-        """Whether anything is told of a request that names neither itself nor a trace."""
+        """True if a request without id and trace may be reported."""
         return self._share > 0.0 or self._tracer is not None or access.isEnabledFor(logging.DEBUG)
 
     def begin(
         self, model: str, started: int, request_id: str, traceparent: str, tracestate: str
     ) -> RequestContext:
-        """A request to ``model`` that began at ``started`` (``time.perf_counter_ns``). It gets an id if it
-        has none and may be told of."""
+        """Context of a request to ``model`` that began at ``started`` (``time.perf_counter_ns``).
+
+        It gets an id if it has none and may be reported."""
         if not request_id and self.watches:
             request_id = secrets.token_hex(8)
         if self._tracer is not None:
@@ -56,7 +57,7 @@ class RequestObserver:
         inferred: int,
         done: int,
     ) -> None:
-        """``call`` has its answer; the instants at which its stages ended."""
+        """Report an answered ``call``, with the instants at which its stages ended."""
         if origin.is_recorded:
             origin.stage("decode", started, parsed)
             origin.stage("encode", inferred, done)
@@ -84,19 +85,19 @@ class RequestObserver:
         error: BaseException,
         started: int,
     ) -> None:
-        """It was answered with ``error``."""
+        """Report a request that was answered with ``error``."""
         origin.end(error)
         if (level := self._level()) is not None:
             ms = (perf_counter_ns() - started) * 1e-6
             self._log(level, origin, protocol, endpoint, ms, status, error=str(error))
 
     def close(self) -> None:
-        """Send what has been recorded."""
+        """Send the recorded spans."""
         if self._tracer is not None:
             self._tracer.close()
 
     def _level(self) -> int | None:
-        """At which level the request at hand is told of; None: it is not."""
+        """Log level of the current request; None: it is not logged."""
         if self._share and random.random() < self._share:
             return logging.INFO
         return logging.DEBUG if access.isEnabledFor(logging.DEBUG) else None
@@ -126,6 +127,6 @@ class RequestObserver:
 
 
 def _keys(endpoint: Endpoint, name: str) -> bool:
-    """Whether an input is keys; one without a rule is those of a table."""
+    """True if an input is keys; one without a rule is those of a table."""
     rule = endpoint.rules.get(name)
     return rule is None or rule.is_keys

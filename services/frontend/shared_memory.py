@@ -1,11 +1,11 @@
-"""Tensors in memory that a client on this machine shares with the server: Triton's system shared memory
-extension, whatever protocol it came by.
+"""Tensors in shared memory of a client on this machine: Triton's system shared memory extension.
 
-A region is part of a file in ``/dev/shm``, made by a client and registered under a name. It is read and
-written by the kernel rather than mapped: 3.4 MB take 0.5 ms instead of 0.3, but a file that its client cuts
-short is an error, where a mapping would end the server (SIGBUS). A file is opened for each use, so a region
-keeps none open, and memory that its client removes is free at once.
-"""
+A region is a part of a file in ``/dev/shm``, created by a client and registered under a name. It is
+read and
+written by system calls instead of being mapped: 3.4 MB take 0.5 ms instead of 0.3, but a file that its
+client truncates is an error, where a mapping would end the server (SIGBUS). A file is opened for each
+use, so
+a region keeps none open, and memory that its client removes is freed immediately."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from services.frontend.errors import RequestTooLarge, short_value
 from services.frontend.shared_memory_refs import Region, SharedMemoryRef, SharedMemoryRefs, Target
 
 FOLDER = Path("/dev/shm")
-# Regions at a time, and bytes of a name.
+# Limits on the number of regions, and on the bytes of a name.
 _MOST, _NAME = 4096, 255
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NOTHING = np.empty(0, np.uint8)
 
 
 class SharedMemoryRegistry:
-    """The regions that are registered. Any thread may call it. ``caller`` is the address of who asks: this
-    is for callers on this machine alone."""
+    """The registered regions. Thread-safe. ``caller`` is the client's address, which must be this
+    machine's."""
 
     def __init__(self, *, on: bool, most_bytes: int, folder: Path = FOLDER) -> None:
-        """``on``: whether it is offered; ``most_bytes``: of one request's inputs."""
+        """``on``: enabled; ``most_bytes``: limit on one request's inputs."""
         self.on = on
         self._most_bytes = most_bytes
         self._folder = folder
@@ -47,7 +47,7 @@ class SharedMemoryRegistry:
         self._changing = threading.Lock()
 
     def require(self, caller: str) -> None:
-        """Raises ``Unsupported`` where it is off, ``Forbidden`` for callers on other machines."""
+        """Raise ``Unsupported`` if it is off, ``Forbidden`` for callers on other machines."""
         if not self.on:
             raise Unsupported(
                 "system shared memory is not offered; set server.shared_memory on a server that shares its "
@@ -60,8 +60,9 @@ class SharedMemoryRegistry:
             )
 
     def register(self, name: str, key: str, offset: int, size: int, caller: str) -> None:
-        """Have ``size`` bytes from ``offset`` of ``/dev/shm/<key>`` known as ``name``. Raises
-        ``BadRequest``, or as ``require``."""
+        """Register ``size`` bytes from ``offset`` of ``/dev/shm/<key>`` as ``name``.
+
+        Raises ``BadRequest``, or as ``require``."""
         self.require(caller)
         if not 0 < len(name.encode()) <= _NAME:
             raise BadRequest(f"the name of a shared memory region must have 1 to {_NAME} bytes")
@@ -74,7 +75,7 @@ class SharedMemoryRegistry:
             self._regions[name] = region
 
     def unregister(self, name: str, caller: str) -> None:
-        """Forget a region, or all by the name "". Once this returns no answer is written there any more."""
+        """Remove a region, or all for the name "". After the return no answer is written there."""
         self.require(caller)
         with self._changing:
             names = [name] if name else list(self._regions)
@@ -84,7 +85,7 @@ class SharedMemoryRegistry:
                 pass
 
     def status(self, name: str, caller: str) -> list[dict[str, Any]]:
-        """A region, or all by the name ""; ``NotFound`` for one that is not registered."""
+        """Describe a region, or all for the name "". Raises ``NotFound`` for an unknown one."""
         self.require(caller)
         if name and name not in self._regions:
             raise NotFound(f"Unable to find system shared memory region: '{name}'")
@@ -93,8 +94,9 @@ class SharedMemoryRegistry:
     def take(
         self, tensors: SharedMemoryRefs, caller: str
     ) -> tuple[dict[str, NDArray[Any]], dict[str, Target]]:
-        """The inputs, each read into an array of its own, ``(n,)``, and the targets of the outputs. Raises
-        ``BadRequest``, ``RequestTooLarge``, ``NotFound`` or as ``require``."""
+        """Read the inputs into new arrays ``(n,)``; find the targets of the outputs.
+
+        Raises ``BadRequest``, ``RequestTooLarge``, ``NotFound`` or as ``require``."""
         if not self.on:
             raise faults.shared_memory(next(iter((*tensors.inputs, *tensors.outputs))))
         self.require(caller)
@@ -108,9 +110,12 @@ class SharedMemoryRegistry:
         return inputs, targets
 
     def put(self, outputs: Sequence[Output], targets: Mapping[str, Target]) -> list[Output]:
-        """The outputs that are left, in their order, once those that have a target are there: of these no
-        elements are left. Raises ``BadRequest``, or ``NotFound`` when a region was unregistered since `take`,
-        even if its name is registered again."""
+        """Write the outputs that have a target; return all outputs in order, those written without
+        elements.
+
+        Raises ``BadRequest``, or ``NotFound`` if a region was unregistered since `take`, even if its
+        name is
+        registered again."""
         left = []
         for name, array in outputs:
             if (target := targets.get(name)) is not None:
@@ -158,7 +163,7 @@ class SharedMemoryRegistry:
             if self._regions.get(region.name) is not region:
                 raise NotFound(f"shared memory region '{region.name}' was unregistered meanwhile")
             with _told_of(region.key), self._opened(region, os.O_WRONLY) as file:
-                # Nor may a write make a file longer that was cut short.
+                # A write must not extend a file that was truncated.
                 if os.fstat(file).st_size < at + array.nbytes:
                     raise _short(region.key)
                 while left:
@@ -166,9 +171,9 @@ class SharedMemoryRegistry:
                     left, at = left[written:], at + written
 
     def _look(self, key: str, offset: int, size: int) -> tuple[int, int]:
-        """Which file ``key`` stands for, which has the bytes."""
+        """Identity of the file of ``key``, which must have the bytes."""
         plain = key.removeprefix("/")
-        # Nothing beside the folder can be reached by a plain name that is no link.
+        # A plain name that is not a link leads to no file outside the folder.
         if plain in ("", ".", "..") or len(plain.encode()) > _NAME or {"/", "\0"} & {*plain}:
             raise BadRequest(
                 f"the key of a shared memory region must be a plain name of up to {_NAME} bytes, as shm_open "

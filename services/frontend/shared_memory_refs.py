@@ -1,5 +1,4 @@
-"""Where the elements of tensors are that the message does not have: parameters of tensors, as Triton's shared
-memory extension has them."""
+"""References to tensors in shared memory: parameters of tensors in Triton's shared memory extension."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ PARAMETERS = (_REGION, _SIZE, _OFFSET)
 
 
 class SharedMemoryRef(NamedTuple):
-    """Where a tensor's bytes are."""
+    """Location of a tensor's bytes."""
 
     region: str
     size: int
@@ -25,15 +24,16 @@ class SharedMemoryRef(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, str | int]:
-        """As a tensor's parameters tell it."""
+        """The reference as a tensor's parameters."""
         told: dict[str, str | int] = {_REGION: self.region, _SIZE: self.size}
         return {**told, _OFFSET: self.offset} if self.offset else told
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What is registered. ``file`` tells the file from another that takes its name later. ``busy`` is held
-    while the region is written, so that the end of a region is the end of writes to it."""
+    """A registered region. ``file`` identifies the file, even if another takes its name later.
+
+    ``busy`` is held during writes to the region, so that none continues after its removal."""
 
     name: str
     key: str
@@ -43,13 +43,13 @@ class Region:
     busy: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        """As the protocol tells it."""
+        """The region as in the protocol."""
         told = {"name": self.name, "key": self.key, "offset": self.offset}
         return {**told, "byte_size": self.size}
 
 
 class Target(NamedTuple):
-    """Where a request wants an output: a place, and the region that had its name when the request came."""
+    """Target of an output: a location, and the region that had its name when the request arrived."""
 
     place: SharedMemoryRef
     region: Region
@@ -57,8 +57,7 @@ class Target(NamedTuple):
 
 @dataclass(slots=True)
 class SharedMemoryRefs:
-    """The tensors of a request that are in regions, by name: inputs with their types, and where outputs are
-    wanted."""
+    """The tensors of a request in shared memory, by name: inputs with their types, and targets of outputs."""
 
     inputs: dict[str, tuple[SharedMemoryRef, np.dtype[Any]]] = field(default_factory=dict)
     outputs: dict[str, SharedMemoryRef] = field(default_factory=dict)
@@ -70,7 +69,7 @@ class SharedMemoryRefs:
 
 
 def place_of(tensor: str, given: Mapping[str, Any]) -> SharedMemoryRef:
-    """Where the parameters ``given`` say that ``tensor`` is; ``BadRequest`` when they don't make sense."""
+    """Parse the location of ``tensor`` from the parameters ``given``. Raises ``BadRequest``."""
     region, size, offset = given.get(_REGION), given.get(_SIZE), given.get(_OFFSET, 0)
     if type(region) is not str or type(size) is not int or type(offset) is not int:
         raise BadRequest(
@@ -85,7 +84,7 @@ def place_of(tensor: str, given: Mapping[str, Any]) -> SharedMemoryRef:
 
 
 def require_size(tensor: str, place: SharedMemoryRef, expected: int, model: str) -> None:
-    """An input's bytes are those of its shape."""
+    """Check that an input's bytes match its shape."""
     if place.size != expected:
         raise BadRequest(
             f"input byte size mismatch for input '{tensor}' for model '{model}'. Expected {expected}, got "

@@ -1,4 +1,4 @@
-"""What the front end knows at the moment: how far it is with starting, and which names answer."""
+"""State of the front end: its phase, and the names that it serves."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from services.frontend.statistics import Statistics
 from services.frontend.triton_metric_values import triton_numbers
 from services.server_state import ServerState
 
-# Requests worked at at a time where they are batched: what waits for its batch counts.
+# Concurrent requests with dynamic batching: those that wait for their batch count.
 _BATCHED = 64
-# Changes of models at a time: one that is made, and one that waits for it.
+# Concurrent changes of models: one that runs, and one that waits.
 _CHANGES = 2
 
 Sums = Callable[[], Mapping[str, dict[str, Any]] | None]
@@ -36,8 +36,9 @@ one is alone."""
 
 
 class ServedEndpoint:
-    """One name (``<m>`` or ``<m>.lookup``) with what answers it and what is counted of it, however it is
-    asked: what belongs to one protocol is kept by that protocol."""
+    """One name (``<m>`` or ``<m>.lookup``) with its endpoint and its statistics, for all protocols.
+
+    Each protocol keeps its own state."""
 
     def __init__(
         self, served: ServedModel, endpoint: AdmissionQueue, info: ModelInfo, lookup: Lookup
@@ -56,7 +57,7 @@ class ServedEndpoint:
 
 
 class FrontendState(ServerState[OpenModels]):
-    """The server's phase, its models and the names it answers to."""
+    """The server's phase, its models and the names that it serves."""
 
     def __init__(self, role: str = "node", settings: Settings | None = None) -> None:
         settings = settings or Settings()
@@ -79,8 +80,9 @@ class FrontendState(ServerState[OpenModels]):
         """Which alone changes what is served, while there is one."""
 
     def serve(self, node: OpenModels) -> None:
-        """Answer for the node's models, as they are now, from now on; never ready without one. To be called
-        again when they have changed: names whose model is the same keep their entries."""
+        """Answer for the node's current models from now on; the server is never ready without one.
+
+        To be called again after a change: names with an unchanged model keep their entries."""
         if node.metrics is not self.metrics:
             self._publish(node.metrics)
         self.entries = {
@@ -108,14 +110,13 @@ class FrontendState(ServerState[OpenModels]):
             )
 
     def renew(self) -> None:
-        """Answer for the node's models as they are now; for any thread but the event loop's, which does
-        it."""
+        """Answer for the node's current models. For any thread but the event loop's, which does the work."""
         done: Future[None] = Future()
 
         def now() -> None:
             try:
                 self.serve(self.require_node())
-            except BaseException as error:  # whatever it was, the caller must hear of it
+            except BaseException as error:  # any error must reach the caller
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -127,15 +128,14 @@ class FrontendState(ServerState[OpenModels]):
         done.result()
 
     def later(self, seconds: float, work: Callable[[], None]) -> None:
-        """Have ``work`` done on the event loop; at once where there is none."""
+        """Run ``work`` on the event loop after ``seconds``; immediately if there is none."""
         if self.loop is None:
             work()
         else:
             self.loop.call_soon_threadsafe(self.loop.call_later, seconds, work)
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Have ``changed`` called now and whenever ``entries`` are others, before the server says that it is
-        ready."""
+        """Call ``changed`` now and after each change of ``entries``, before the server is ready."""
         self._watchers.append(changed)
         changed()
 
@@ -143,7 +143,7 @@ class FrontendState(ServerState[OpenModels]):
         return [entry for entry in self.entries.values() if entry.served is served]
 
     def _entries(self, served: ServedModel, metrics: Metrics) -> list[ServedEndpoint]:
-        """The names of a model, each behind its line."""
+        """The names of a model, each behind its queue."""
         settings = self._settings
         threads = max(settings.tiers.lookup_threads, dense_concurrency(settings.dense))
         running = threads if settings.server.batching is None else max(threads, _BATCHED)
@@ -154,15 +154,15 @@ class FrontendState(ServerState[OpenModels]):
         ]
 
     def own_statistics(self) -> dict[str, dict[str, Any]]:
-        """The numbers of this process's `Statistics`, by `ServedEndpoint.known_as`."""
+        """Values of this process's `Statistics`, by `ServedEndpoint.known_as`."""
         return {entry.known_as: entry.statistics.numbers() for entry in self.entries.values()}
 
     def sum_up(self, sums: Sums) -> None:
-        """Have `statistics` tell of all processes. ``sums`` may wait."""
+        """Make `statistics` include all processes. ``sums`` may wait."""
         self._sums = sums
 
     def statistics(self, entries: Iterable[ServedEndpoint]) -> list[dict[str, Any]]:
-        """``model_stats`` of some entries, of all processes that answer for them; may wait for those."""
+        """``model_stats`` of some entries, over all processes; may wait for these."""
         sums = self._sums() or {}
         told = []
         for entry in entries:
@@ -174,7 +174,7 @@ class FrontendState(ServerState[OpenModels]):
         return told
 
     def entry(self, name: str, version: str | None = None) -> ServedEndpoint:
-        """The entry for a name; ``NotFound`` for a name or version that is not served."""
+        """The entry of a name. Raises ``NotFound`` for a name or version that is not served."""
         self.require_node()
         entry = self.entries.get(name)
         if entry is None:

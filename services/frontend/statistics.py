@@ -1,7 +1,6 @@
-"""Counts and times per model, as the statistics extension tells them.
+"""Counts and times per model, as in the statistics extension.
 
-perf_analyzer reads every field here.
-"""
+perf_analyzer reads every field here."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
-# Batch sizes that are broken out; later ones count in the totals only.
+# Batch sizes with their own counts; further ones count only in the totals.
 MAX_BATCH_SIZES = 64
 _TOTALS = (
     "success_count",
@@ -28,18 +27,19 @@ _TOTALS = (
 
 
 def queued_ns(answer: Future[Any]) -> int:
-    """How long the request waited for its turn whose ``answer`` it is."""
+    """Time that the request of ``answer`` was queued."""
     return getattr(answer, "queued_ns", 0)
 
 
 def execution_samples(answer: Future[Any]) -> Iterator[int] | None:
-    """The execution that ``answer`` came of: gives the samples of its whole batch, to the first who asks.
-    None where the request waited for no batch and was executed alone."""
+    """The batch that ``answer`` came from: yields the samples of the whole batch, to its first request.
+
+    None if the request was not batched."""
     return getattr(answer, "execution", None)
 
 
 class Statistics:
-    """One model version's totals; times are nanoseconds. Any thread may call it."""
+    """One model version's totals; times are nanoseconds. Thread-safe."""
 
     __slots__ = ("_batches", "_lock", "last_ns", *_TOTALS)
 
@@ -62,12 +62,12 @@ class Statistics:
         queued: int = 0,
         execution: Iterator[int] | None = None,
     ) -> None:
-        """A request of ``batch`` samples, with the instants (ns) at which its stages ended; between being
-        parsed and inferred it was ``queued`` for so long.
+        """Count a request of ``batch`` samples, with the instants (ns) at which its stages ended; it was
+        ``queued`` for a part of the time between parsed and inferred.
 
-        Of those that share an ``execution_samples`` the first has it counted, with the samples that it
-        gives and that request's times; a request without was executed alone.
-        """
+        Of the requests that share an ``execution_samples``, the first counts the execution, with the
+        samples that
+        it yields and its own times; a request without one was executed alone."""
         inferring = inferred - parsed - queued
         with self._lock:
             self.queue_ns += queued
@@ -79,7 +79,7 @@ class Statistics:
             self.output_ns += done - inferred
             self.last_ns = done
             if execution is not None:
-                # One step of the interpreter: a batch may be of a model's two names, which share no lock.
+                # One step of the interpreter: a batch may serve a model's two names, which share no lock.
                 batch = next(execution, -1)
                 if batch < 0:
                     return
@@ -95,21 +95,21 @@ class Statistics:
             entry[3] += done - inferred
 
     def failed(self, started: int, done: int) -> None:
-        """A request that was answered with an error."""
+        """Count a request that was answered with an error."""
         with self._lock:
             self.fail_count += 1
             self.fail_ns += done - started
             self.last_ns = done
 
     def numbers(self) -> dict[str, Any]:
-        """All of it, for another process to `add`."""
+        """All values, for another process to `add`."""
         with self._lock:
             found: dict[str, Any] = {name: getattr(self, name) for name in _TOTALS}
             batches = [[batch, *entry] for batch, entry in self._batches.items()]
             return found | {"last_ns": self.last_ns, "batches": batches}
 
     def add(self, numbers: dict[str, Any]) -> None:
-        """Count also what another process has counted. Its clock is this one's: both are of one machine."""
+        """Add the values of another process. It has the same clock, since it is on the same machine."""
         with self._lock:
             for name in _TOTALS:
                 setattr(self, name, getattr(self, name) + numbers[name])

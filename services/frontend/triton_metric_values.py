@@ -1,8 +1,7 @@
-"""Numbers under Triton's names, with its meanings: dashboards and autoscalers made for Triton read them.
+"""Metrics with Triton's names and meanings, for dashboards and autoscalers made for Triton.
 
-Counts and times are those of the statistics extension, so they agree with what perf_analyzer sees. A failed
-request's reason is told by its status.
-"""
+Counts and times are those of the statistics extension, so they match those of perf_analyzer. A failed
+request's reason follows from its status."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from hps.observability import metric_names as m
 from hps.observability.metric_triton import TRITON
 from hps.observability.metrics import MetricValues
 
-# The rest is OTHER: the request was at fault, or late.
+# All others are OTHER: the request was invalid, or late.
 _REASONS = {
     "429": "REJECTED",
     "503": "REJECTED",
@@ -25,7 +24,7 @@ _REASONS = {
     "INTERNAL": "BACKEND",
 }
 _SUCCESSES = ("200", "OK")
-# By Triton's name, what `Statistics.numbers` calls it, and in how many nanoseconds it counts.
+# Triton's name, the key of `Statistics.numbers`, and the unit in nanoseconds.
 _TOLD = {
     "nv_inference_request_success": ("success_count", 1),
     "nv_inference_count": ("inferences", 1),
@@ -47,8 +46,7 @@ def triton_numbers(
     served: Mapping[str, tuple[str, str]],
     statistics: Callable[[], Mapping[str, Mapping[str, Any]]],
 ) -> MetricValues:
-    """Of the names and versions that are ``served``, by what the numbers of their `Statistics` are known as;
-    ``found`` are our own."""
+    """Values for the ``served`` names and versions, by the keys of their `Statistics`; ``found`` are ours."""
     told = MetricValues({spec.name: {} for spec in TRITON})
     for known_as, numbers in statistics().items():
         if known_as in served:
