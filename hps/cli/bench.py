@@ -77,7 +77,7 @@ class BenchOptions:
             "--concurrency",
             "-n",
             min=1,
-            help="Callers that each wait for their answer; with --rate the most requests under way.",
+            help="Callers that each wait for their answer; with --rate the most requests in flight.",
             show_default=f"{CALLERS}, with --rate {MOST_DUE}",
         ),
     ] = None
@@ -86,7 +86,7 @@ class BenchOptions:
         typer.Option(
             min=1,
             max=1024,
-            help="Of gRPC, used in turn; HTTP has one for each request under way.",
+            help="Of gRPC, used in turn; HTTP has one for each request in flight.",
             show_default=f"{CONNECTIONS}, or --concurrency if less",
         ),
     ] = None
@@ -140,13 +140,12 @@ class BenchOptions:
 @app.command(epilog=EXAMPLES)
 @expand_options
 def bench(options: BenchOptions) -> None:
-    """Send a server requests for a while, and tell how long they took.
+    """Send a server requests for a while, and report their latencies.
 
     Without --rate, callers send when they have their answer: how much can the server do? With --rate,
     requests are due by the clock, and their time counts from then: how long does a user wait? Requests ask
     for the server's hottest keys, where its admin address gives them. Exit 1 when requests failed, 130 when
-    interrupted; what was measured is printed all the same.
-    """
+    interrupted; what was measured is printed all the same."""
     former, model = former_target(options.model, options.second)
     if options.compare is not None:
         from hps.tools.bench.result_tables import show_comparison

@@ -123,7 +123,7 @@ def dense_of(
 
 
 class _ValueLocation:
-    """Where values stand in the file: finds the first one that cannot be read (errors only)."""
+    """Location of values in the file: finds the first one that cannot be read (errors only)."""
 
     def __init__(self, name: str, first_row: int, lengths: IndexArray) -> None:
         self.name = name

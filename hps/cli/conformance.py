@@ -96,10 +96,10 @@ class ConformanceOptions:
 def conformance(options: ConformanceOptions) -> None:
     """Check that a server, ours or any other, speaks the Open Inference Protocol with Triton's extensions.
 
-    Requests are made up from its models' metadata. What a server is known to do otherwise, as Triton does, is
-    told with the reason and does not fail. Exit 0: it speaks it; 1: it does something else, or cannot be
-    asked. A request that hangs is given up after 30 s.
-    """
+    Requests are generated from its models' metadata. Known deviations of a server, as of Triton, are
+    shown with
+    the reason and do not fail. Exit 0: the server conforms; 1: it deviates, or does not answer. A request
+    without an answer times out after 30 s."""
     from hps.tools.conformance.checks import CHECKS
     from hps.tools.conformance.known_deviations import known_of
 

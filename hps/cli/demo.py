@@ -58,11 +58,10 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Serve the model that comes with hps, ask it over HTTP and check every answer.
+    """Serve the model that comes with hps, send it requests over HTTP and check every answer.
 
     The model was trained on real ad impressions; its requests are keys of its own tables, and every
-    score is compared with the trainer's. Needs no GPU, no other service and no network.
-    """
+    score is compared with the trainer's. Needs no GPU, no other service and no network."""
     from hps.cli.demo_data import FOLDER, load_demo
 
     folder = model or FOLDER

@@ -53,7 +53,9 @@ def load_demo(folder: Path = FOLDER) -> DemoData:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
         lacking = (
-            "this installation lacks the demo's model" if folder == FOLDER else "no demo's model"
+            "the demo's model is missing in this installation"
+            if folder == FOLDER
+            else "no demo's model"
         )
         raise ConfigError(
             f"{lacking}: there is no {path}; in a checkout of hps, examples/README.md says how to "

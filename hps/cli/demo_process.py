@@ -24,11 +24,11 @@ class PortTaken(Unavailable):
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Makes SIGINT, SIGTERM and SIGHUP a KeyboardInterrupt, on the main thread.
+    """Make SIGINT, SIGTERM and SIGHUP a KeyboardInterrupt, on the main thread.
 
-    A shell starts what runs in the background with SIGINT ignored, and Python leaves it at that; who
-    sends one to the demo means it all the same. An ignored SIGHUP stays so: that is what nohup asks for.
-    """
+    A shell starts background processes with SIGINT ignored, and Python leaves it ignored; the demo
+    still stops
+    on one. An ignored SIGHUP stays ignored, as nohup requires."""
     ends = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         ends.append(signal.SIGHUP)
@@ -54,7 +54,7 @@ def start(stack: ExitStack, repository: Path, scratch: Path, port: int | None) -
     try:
         return stack.enter_context(_server(config))
     except PortTaken:
-        # Free when it was looked at, taken by another process since.
+        # It was free when it was checked; another process has taken it since.
         if port is not None:
             raise
     free = dict.fromkeys(PORTS, 0)
@@ -63,7 +63,7 @@ def start(stack: ExitStack, repository: Path, scratch: Path, port: int | None) -
 
 
 def _ports(port: int | None) -> dict[str, int]:
-    """By listener: the usual ports, others in place of those that are taken; or the one given, and any."""
+    """Ports by listener: the default ones or free ones; with ``port``, that one and any free ones."""
     wanted = PORTS if port is None else {"http": port, "grpc": 0, "admin": 0}
     ports = {}
     for name, number in wanted.items():
@@ -113,7 +113,7 @@ def _is_free(port: int) -> bool:
 
 @contextmanager
 def _server(config: Path) -> Iterator[Started]:
-    """``hps serve`` in a process of its own, and the addresses it printed when it was ready."""
+    """Run ``hps serve`` in a child process; yield the addresses that it printed when ready."""
     log = config.with_name("server.log")
     with (
         log.open("w") as errors,
@@ -138,16 +138,16 @@ def _server(config: Path) -> Iterator[Started]:
             process.terminate()
             try:
                 process.wait(START_S)
-            except (subprocess.TimeoutExpired, KeyboardInterrupt):  # told to end a second time
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second interrupt
                 process.kill()
 
 
 def _cause(log: str) -> str:
     """The server's error line; a log without one is shown whole on stderr."""
     lines = log.strip().splitlines() or ["it said nothing"]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if told:
-        return told[-1]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if errors:
+        return errors[-1]
     sys.stderr.write(log)
     return lines[-1]
 

@@ -1,4 +1,4 @@
-"""What the demo asks its server, and what has to be true of the answers."""
+"""The demo's requests to its server, and the checks of the answers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ CANDIDATES, TOP_K = 20, 3
 
 @dataclass(slots=True)
 class DemoResults:
-    """What came back. ``rounds[i]``: keys by the tier that had the row, in the i-th pass over the
-    requests. ``difference`` is the largest one to the trainer's scores; ``checks`` are named."""
+    """Results of the demo.
+
+    ``rounds[i]``: keys by the tier that had the row, in the i-th pass over the requests.
+    ``difference``: the
+    largest one to the trainer's scores. ``checks``: outcomes by name."""
 
     scores: dict[str, NDArray[Any]] = field(default_factory=dict)
     sources: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
@@ -112,7 +115,7 @@ def _time(client: Client, data: DemoData) -> NDArray[np.float64]:
 
 
 def _rank(client: Client, data: DemoData, found: DemoResults) -> bool:
-    """What a model calls context comes once, the rest ``CANDIDATES`` times; ``top_k`` picks."""
+    """Send context features once and the others ``CANDIDATES`` times; check the ranking of ``top_k``."""
     context = client.metadata(data.model).get("parameters", {}).get("context", [])
     tensors = data.tensors(slice(0, CANDIDATES))
     tensors |= {name: array[:1] for name, array in tensors.items() if name in context}

@@ -22,12 +22,12 @@ def end_with_the_demo() -> None:
 
 
 def parent_exited() -> bool:
-    """Whether the demo is gone: it writes nothing, so there is something to read only at the end."""
+    """Whether the demo has exited: it writes nothing, so stdin is readable only at its end."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
 def serve(config: Path) -> None:
-    """Serve ``config`` until told to stop; its folder goes too when the demo cannot remove it."""
+    """Serve ``config`` until a signal; remove its folder if the demo cannot."""
     # Until the server handles it, too, SIGTERM lets what stands below `finally` run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from hps.cli.main import app

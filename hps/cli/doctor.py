@@ -1,4 +1,4 @@
-"""``hps doctor``: look at what a server needs, say what is wrong and how to mend it."""
+"""``hps doctor``: check a machine and a deployment; report faults with their remedies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DoctorOptions:
             "--server",
             "-s",
             metavar="URL",
-            help="Check this running server too; its admin address tells most. Repeatable.",
+            help="Check this running server too; its admin address reports most. Repeatable.",
         ),
     ] = None
     credentials: Credentials
@@ -70,17 +70,18 @@ class DoctorOptions:
 @app.command(epilog=EXAMPLES)
 @expand_options
 def doctor(options: DoctorOptions) -> None:
-    """Check this machine, and with --config every part of a deployment: ports, certificates, models, memory,
+    """Check this machine, and with --config every part of a deployment: ports, certificates, models,
+    memory,
     disks, RocksDB, Redis, Kafka with its topics, rights and lag, Triton, lookup nodes, clocks.
 
     Exit 0 when nothing fails (warnings allowed), 1 when something does, 2 when the configuration is wrong,
-    so that what it names could not be looked at.
-    """
+    so that what it names could not be checked."""
     logging.getLogger("hps").addHandler(logging.NullHandler())  # the checks report it
     checks = list(run(options))
     failed = [check for check in checks if check.verdict == "FAIL"]
     if options.json or options.output is OutputFormat.json:
-        print_json([asdict(check) for check in checks])
+        # "mend" is the deprecated name of "remedy".
+        print_json([{**asdict(check), "mend": check.remedy} for check in checks])
     else:
         show(checks, len(failed))
     wrong = any(check.name == CONFIGURATION for check in failed)
@@ -103,9 +104,9 @@ def run(options: DoctorOptions) -> Iterator[DoctorCheck]:
         try:
             loaded = load_config(config, overrides or ())
         except HpsError as error:
-            mend = "correct it; hps config validate shows the place"
+            remedy = "correct it; hps config validate shows the place"
             for mistake in problems(error):
-                yield DoctorCheck(CONFIGURATION, "FAIL", mistake, mend)
+                yield DoctorCheck(CONFIGURATION, "FAIL", mistake, remedy)
         else:
             for warning in loaded.warnings:
                 yield DoctorCheck(CONFIGURATION, "WARN", warning, "see docs/ps-json.md")
@@ -117,13 +118,13 @@ def run(options: DoctorOptions) -> Iterator[DoctorCheck]:
 
 def show(checks: list[DoctorCheck], failed: int) -> None:
     print_table(
-        ("", "check", "found", "mend"),
-        [(c.verdict, c.name, c.found, c.mend) for c in checks],
+        ("", "check", "found", "remedy"),
+        [(c.verdict, c.name, c.found, c.remedy) for c in checks],
         styles=VERDICT_STYLES,
     )
     print_line()
     warned = sum(check.verdict == "WARN" for check in checks)
     if failed or warned:
-        print_line(f"{failed} failed, {warned} to look at.")
+        print_line(f"{failed} failed, {warned} warnings.")
     else:
         print_line("All is well.")

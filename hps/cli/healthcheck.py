@@ -1,8 +1,7 @@
-"""``hps healthcheck``: whether the server of a configuration on this machine is well, for container engines.
+"""``hps healthcheck``: health of the server of a configuration on this machine, for container engines.
 
-One GET to the admin port, which every role has and where health is told without a key. It loads neither
-NumPy nor the client: engines run it every few seconds.
-"""
+One GET to the admin port, which every role has and which reports health without a key. It loads neither
+NumPy nor the client: engines run it every few seconds."""
 
 from __future__ import annotations
 
@@ -64,17 +63,17 @@ def healthcheck(
 ) -> None:
     """Ask this machine's server whether it is ready: exit code 0 when it is, else 1, within 2 s.
 
-    For `hps serve` in any role and `hps ingest`. The address is that of `server.admin`; what the server
-    was told by --set must be said here, too. Its certificate is not checked, since nothing secret is
-    sent; where it asks for one, --tls or HPS_TLS names it.
-    """
+    For `hps serve` in any role and `hps ingest`. The address is that of `server.admin`; give the --set
+    options
+    of the server here, too. Its certificate is not checked, since nothing secret is sent; a server that
+    requires a client certificate gets the one of --tls or HPS_TLS."""
     from hps.config import load_config
 
     try:
         at = load_config(config, overrides or ()).settings.server.admin
-        status, told = ask(at, "live" if live else "ready", tls)
+        status, reason = ask(at, "live" if live else "ready", tls)
         if status != 200:
-            raise Unavailable(told or f"the server answered with status {status}")
+            raise Unavailable(reason or f"the server answered with status {status}")
     except HpsError as error:
         # Not 2, as of other commands: container engines know 0 and 1 alone.
         from hps.cli.main import print_error
@@ -128,7 +127,7 @@ def _context(at: Listener, tls: str | None) -> ssl.SSLContext:
 def _reason(body: bytes) -> str:
     """The ``error`` of an answer."""
     try:
-        told: Any = json.loads(body)
-        return str(told["error"])
+        answer: Any = json.loads(body)
+        return str(answer["error"])
     except (ValueError, KeyError, TypeError):
         return ""

@@ -69,7 +69,7 @@ def hotkeys(options: HotKeysOptions) -> None:
         names = ", ".join(f"{entry['model']}/{entry['table']}" for entry in tied)
         warn(
             f"all keys shown of {names} have the highest score, so their order says nothing: "
-            "`hps hotkeys --help` explains scores; eviction lfu tells more keys apart"
+            "`hps hotkeys --help` explains scores; eviction lfu distinguishes more keys"
         )
 
 

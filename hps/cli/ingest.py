@@ -1,4 +1,4 @@
-"""``hps ingest``: feed the stores that all nodes share, in this process, until it is told to stop."""
+"""``hps ingest``: write updates from Kafka into the shared stores, until a signal."""
 
 from __future__ import annotations
 
@@ -51,13 +51,12 @@ def ingest(
 
     It serves no lookups and has no RocksDB or cache. Only the admin port is opened: health, metrics,
     /v1/status, /v1/updates. Start as many as you like, on any machine: they share the topics'
-    partitions, and when one ends, the others take over its share where Redis was left; no row is
-    lost or undone. Nodes go on refreshing their own RocksDB and caches from the stream.
+    partitions, and when one ends, the others continue its share from the positions in Redis; no row is
+    lost or undone. Nodes keep refreshing their RocksDB and caches from the stream.
 
-    On SIGTERM the batch at hand is finished and positions are noted; exit code 0. A broken
+    On SIGTERM it finishes the current batch and records positions; exit code 0. A broken
     configuration or model ends it with exit code 2. With --output json one line of JSON is printed
-    when it is ready.
-    """
+    when it is ready."""
     from hps.config import load_config
     from hps.errors import ConfigError
 
@@ -74,7 +73,7 @@ def run(configuration: Configuration, output: OutputFormat, started: float) -> N
     kafka = check_role(configuration.settings)
     check_early(configuration, "ingest")
 
-    # Imported late: the common mistakes are told before a server's worth of packages is loaded.
+    # Imported late: common mistakes are reported before a server's packages are loaded.
     from hps.cli.progress import ConsoleProgress
     from services.frontend import logs
     from services.ingest.main import IngestServer

@@ -23,7 +23,7 @@ database or the command line is wrong."""
 
 
 class CommandEntry(NamedTuple):
-    """Where a command lives and what the overview says of it; ``group``: it has sub-commands."""
+    """Panel and help of a command in the overview; ``group``: it has sub-commands."""
 
     panel: str
     help: str
@@ -42,7 +42,7 @@ COMMANDS = {
     "healthcheck": CommandEntry(
         START, "Ask this machine's server whether it is ready; for containers."
     ),
-    "doctor": CommandEntry(START, "Check this machine and a deployment's parts; say how to mend."),
+    "doctor": CommandEntry(START, "Check this machine and a deployment; name remedies."),
     "predict": CommandEntry(ASK, "Score one request, or a Parquet, CSV or JSONL file of them."),
     "lookup": CommandEntry(
         ASK, "Show rows of a table; --explain: which tier they came from, how old."
@@ -50,7 +50,7 @@ COMMANDS = {
     "tables": CommandEntry(ASK, "List the tables: rows, bytes, what is cached."),
     "status": CommandEntry(ASK, "Show what a server is doing: models, tiers, hit rates."),
     "top": CommandEntry(ASK, "Watch servers: requests/s, latency, queues, hit rates, freshness."),
-    "bench": CommandEntry(ASK, "Send requests, tell how long they take; compare two such runs."),
+    "bench": CommandEntry(ASK, "Send requests, measure latencies; compare two such runs."),
     "profile": CommandEntry(
         ASK, "Show where a request's time goes: parsing, tiers, pooling, network."
     ),
@@ -120,19 +120,19 @@ class LazyCommands(TyperGroup):
             raise typer.Exit(exit_code(error)) from None
 
 
-# What all errors of a command line are; typer has a name for this one alone.
+# The base class of all command-line errors; typer exports only this subclass.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @contextmanager
 def _usage_in_one_line() -> Iterator[None]:
-    """A wrong command line is told as any error is, and not beside a page of usage."""
+    """Print a wrong command line as one error line, without the page of usage."""
     try:
         yield
     except _UsageError as error:
         context: Any = getattr(error, "ctx", None)
         message = getattr(error, "format_message", error.__str__)()
-        if message.startswith("Usage:"):  # the help of a command that lacks a sub-command
+        if message.startswith("Usage:"):  # the help of a group without a sub-command
             raise
         from hps.tools.output import print_problem
 

@@ -1,4 +1,4 @@
-"""What two readings of a server's metrics say of the time between them."""
+"""Rates and quantiles between two readings of a server's metrics."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ class MetricsInterval:
         return list(dict.fromkeys(found))
 
     def quantile(self, name: str, share: float, **labels: str) -> float | None:
-        """Of a histogram, in its unit: interpolated within a bucket, as Prometheus does; None when nothing
-        was observed, infinite beyond the last bucket."""
+        """Quantile of a histogram, in its unit, interpolated within a bucket as Prometheus does.
+
+        None when nothing was observed; infinite beyond the last bucket."""
         counts: dict[float, float] = {}
         for found, value in _chosen(self._grown, f"{name}_bucket", labels):
             bound = float(dict(found)["le"])
@@ -83,16 +84,16 @@ def _chosen(
     for (known_as, found), value in values.items():
         if known_as != name:
             continue
-        told = dict(found)
+        by_name = dict(found)
         if all(
-            wanted(told.get(label, "")) if callable(wanted) else told.get(label) == wanted
+            wanted(by_name.get(label, "")) if callable(wanted) else by_name.get(label) == wanted
             for label, wanted in labels.items()
         ):
             yield found, value
 
 
 def account(before: MetricsReading, after: MetricsReading) -> dict[str, Any]:
-    """How a server did between two readings."""
+    """Summary of a server between two readings."""
     it = MetricsInterval(before, after)
     keys = it.rate(m.LOOKUP_KEYS)
     version = it.labels(m.BUILD_INFO, "version")

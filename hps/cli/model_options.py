@@ -1,4 +1,4 @@
-"""What `hps model import` is told about tables, keys and features, put together and checked."""
+"""Options of `hps model import` about tables, keys and features, parsed and checked."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def _feature(data: dict[str, Any]) -> FeatureSpec:
 
 
 def dense_spec(plan: ImportPlan, given: Sequence[FeatureSpec], path: Path) -> DenseSpec:
-    """A `dense:` section told from the network itself: inputs called like a feature take its pooled
-    vectors, the others come with the request."""
+    """A `dense:` section made from the network: inputs with a feature's name take its pooled vectors, the
+    others come with the request."""
     from hps.dense.onnx import OnnxModel
 
     stacked = [part for table in plan.tables for part, _ in table.parts]
@@ -132,7 +132,7 @@ def _tensor(name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
 
 
 def check_wiring(spec: ModelSpec, dense: Path | None) -> None:
-    """Whether the network takes what the description feeds it, before anything is written."""
+    """Check that the network fits the description, before anything is written. Raises ModelError."""
     from hps.models.repository import ModelVersion
     from hps.node.model_opening import open_model
 

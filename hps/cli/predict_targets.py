@@ -1,8 +1,7 @@
-"""Whom `hps predict` asks: a server by its address, or a node opened in this process.
+"""Targets of `hps predict`: a server by its address, or a node opened in this process.
 
 ``--server URL`` asks a running server. ``--config FILE`` opens the node here, which needs the
-database to itself, so not while a server runs on the same configuration.
-"""
+database to itself, so not while a server runs on the same configuration."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ class PredictTarget(Protocol):
         ...
 
     def network_inputs(self, model: str) -> Mapping[str, str]:
-        """Which input of the dense network takes each feature's vectors, where that is known: a server
-        does not tell, and a model may have no network."""
+        """The network input of each feature's vectors, if known: servers do not report it, and a model may
+        have no network."""
         ...
 
 
@@ -110,7 +109,7 @@ class NodeTarget:
 
     @contextmanager
     def submitting(self, threads: int) -> Iterator[Submit]:
-        """Answers at once: a node in this process has the machine's cores to itself as it is."""
+        """Answers synchronously: a node in this process already uses the machine's cores."""
         yield lambda model, request: CompletedFuture(self.predict(model, request))
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
@@ -140,7 +139,7 @@ def open_target(
     from hps.client import Client
 
     with Client(server, api_key=credentials.api_key, tls=credentials.client_tls()) as client:
-        client.ready()  # what requests need is loaded before the first is timed
+        client.ready()  # load and connect before the first request is timed
         yield ServerTarget(client)
 
 

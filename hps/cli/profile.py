@@ -99,7 +99,7 @@ class ProfileOptions:
     second: Annotated[str | None, typer.Argument(hidden=True)] = None
     server: AdminOption = ADMIN
     config: ConfigOption = None
-    count: Annotated[int, typer.Option(min=1, help="Requests to look at.")] = 200
+    count: Annotated[int, typer.Option(min=1, help="Requests to profile.")] = 200
     warmup: Annotated[int, typer.Option(min=0, help="Requests before those.")] = 20
     batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1
     keys: Annotated[
@@ -133,10 +133,11 @@ class ProfileOptions:
 def profile(options: ProfileOptions) -> None:
     """Show where a request's time goes: parsing, dedup, each tier, merging, pooling, network, serialising.
 
-    Requests are sent one at a time, to a server's admin address, where they are answered beside all others,
-    or to the node of a configuration, opened in this process. They ask for its hottest keys, where it has
-    any. No other request is looked at or slowed down.
-    """
+    Requests are sent one at a time, to a server's admin address, while it answers others, or to the
+    node of a
+    configuration, opened in this process. They ask for its hottest keys, where it has any. No other
+    request is
+    profiled or slowed down."""
     former, model = former_target(options.model, options.second)
     server, config = options.server, options.config
     if former is not None and "://" in former:
@@ -231,7 +232,7 @@ def _show(report: dict[str, Any]) -> None:
         print_line()
         print_line(
             "This is the node, whose caches are its own. Its clients are answered by "
-            f"{plural(about['workers'], 'worker')}, which ask it for what the shared cache lacks."
+            f"{plural(about['workers'], 'worker')}, which ask it for what the shared cache misses."
         )
     warn_of_defaults(keys["from"].get("default", 0.0))
 

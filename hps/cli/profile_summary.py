@@ -13,8 +13,9 @@ Path = tuple[str, ...]
 
 
 def account(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``profiles`` as the server tells them, of one model's requests. Means add up: those of parts, with the
-    rest, to that of the whole."""
+    """Summarise ``profiles`` of one model's requests. Means add up: those of parts, with the rest, to that
+    of
+    the whole."""
     times: dict[Path, list[float]] = {}
     for number, profile in enumerate(profiles):
         for path, us in _parts(profile, ()):
@@ -72,14 +73,14 @@ def _lookups(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part]
 
 
-def _parts(told: Mapping[str, Any], path: Path) -> Iterable[tuple[Path, float]]:
-    whole = told["us"] or 0.0
+def _parts(profile: Mapping[str, Any], path: Path) -> Iterable[tuple[Path, float]]:
+    whole = profile["us"] or 0.0
     yield path, whole
-    if not told["parts"]:
+    if not profile["parts"]:
         return
-    for part in told["parts"]:
+    for part in profile["parts"]:
         yield from _parts(part, (*path, part["name"]))
-    rest = whole - sum(part["us"] or 0.0 for part in told["parts"])
+    rest = whole - sum(part["us"] or 0.0 for part in profile["parts"])
     yield (*path, REST), max(0.0, rest)
 
 

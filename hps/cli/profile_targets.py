@@ -1,4 +1,4 @@
-"""Whom ``hps profile`` asks: a server's admin port, or a node in this process by what a server is made of."""
+"""Targets of ``hps profile``: a server's admin port, or a node in this process with a server's codecs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress on stderr: bars on a terminal, a line every few seconds elsewhere, nothing for quick work."""
+"""Progress on stderr: bars on a terminal, else a line every few seconds; nothing for quick work."""
 
 from __future__ import annotations
 

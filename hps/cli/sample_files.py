@@ -44,7 +44,7 @@ def open_reader(path: Path, names: tuple[str, ...], header: Sequence[str] = ()) 
     }
     suffix = path.suffix.lower()
     if suffix not in kinds:
-        raise ConfigError(f"{path}: cannot tell the format; name it one of *{', *'.join(INPUTS)}")
+        raise ConfigError(f"{path}: unknown format; name it one of *{', *'.join(INPUTS)}")
     if header and suffix not in (".csv", ".tsv"):
         raise ConfigError(f"--columns names the columns of .csv and .tsv files, not of {path.name}")
     try:

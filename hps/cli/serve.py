@@ -1,4 +1,4 @@
-"""``hps serve``: run the server until it is told to stop."""
+"""``hps serve``: run the server until a signal."""
 
 from __future__ import annotations
 
@@ -76,17 +76,16 @@ def serve(
     simplest to run. With --workers N this process, the node, keeps the stores, the caches, the update
     streams and the admin port, and N others answer requests: for more requests than one core answers,
     and where updates stream in while requests must not wait for them (then already --workers 1). They
-    read the node's CPU cache in shared memory, so it must fit into /dev/shm; those that end by
-    themselves are replaced.
+    read the node's CPU cache in shared memory, so it must fit into /dev/shm; workers that exit are
+    replaced.
 
     With --role (server.role) the work is split over machines, by one configuration for all: `lookup`
     nodes keep the rows and follow the update streams; any number of `frontend` processes, which have
     no rows, run the networks and ask the nodes that lookup.nodes names. A front end without a node
-    that answers is not ready, says why, and goes on trying (docs/split.md).
+    that answers is not ready, says why, and keeps trying (docs/split.md).
 
     A broken configuration or model ends it with exit code 2. With --output json one line of JSON
-    is printed when it is ready.
-    """
+    is printed when it is ready."""
     from hps.config import load_config
     from hps.errors import ConfigError
 
@@ -106,7 +105,7 @@ def run(configuration: Configuration, output: OutputFormat, started: float) -> N
         raise ConfigError("server.role is ingest: `hps ingest` starts that, not `hps serve`")
     check_early(configuration, configuration.settings.server.role)
 
-    # Imported late: the common mistakes are told before a server's worth of packages is loaded.
+    # Imported late: common mistakes are reported before a server's packages are loaded.
     from hps.cli.progress import ConsoleProgress
     from services.frontend import logs
     from services.frontend.main import FrontendServer, ServerUrls
@@ -127,8 +126,9 @@ def run(configuration: Configuration, output: OutputFormat, started: float) -> N
 
 
 def check_early(configuration: Configuration, role: str) -> None:
-    """What the process would refuse too, but after a second or two, or after it has loaded its tables; its
-    ``role`` is that of the settings, or ``ingest``."""
+    """Checks that the process would make a second or two later, or only after it has loaded its tables.
+
+    ``role``: that of the settings, or ``ingest``."""
     from hps.config.auth import check_exposure
     from hps.config.validation import check_files, check_folders
 
@@ -151,7 +151,7 @@ def check_early(configuration: Configuration, role: str) -> None:
 def summary(
     configuration: Configuration, status: dict[str, Any], endpoints: dict[str, str]
 ) -> dict[str, Any]:
-    """What is served, where and for whom."""
+    """Report of a ready server: models, tiers, addresses, authentication."""
     return {
         "version": status["version"],
         "endpoints": endpoints,
@@ -166,9 +166,9 @@ def summary(
     }
 
 
-def processes(told: list[dict[str, Any]]) -> str:
-    """Which there are, in one line."""
-    node, *workers = told
+def processes(status: list[dict[str, Any]]) -> str:
+    """The processes in one line."""
+    node, *workers = status
     shown = f"{node['role']} {node['pid']}"
     if not workers:
         return shown

@@ -170,7 +170,7 @@ def _show_requests(report: dict[str, Any]) -> None:
 
 
 def _show_processes(report: dict[str, Any]) -> None:
-    """Where there are several."""
+    """Print the processes if there are several."""
     processes = report.get("processes", [])
     if len(processes) < 2:
         return

@@ -98,7 +98,7 @@ def ls(
 
 
 def _listed(store: RedisRows | RocksDbRows, models: ConfiguredModels) -> list[dict[str, Any]]:
-    """The tables a store holds, and the configured ones that it lacks."""
+    """The tables that a store holds, and configured ones that are missing there."""
     from hps.rows.tiers import placeholder_table, table_name_in
 
     configured = {table_name_in(table, store.tier.layout): table for table in models.all()}

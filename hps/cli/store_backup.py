@@ -268,7 +268,7 @@ def import_dump(options: ImportDumpOptions) -> None:
             for keys, vectors in opened.read(chosen, step):
                 versions = np.full(len(keys), at, np.uint64)
                 store.tier.insert(chosen, keys, vectors, versions)
-        # Of rows without versions the last write wins.
+        # The last write wins if rows have no versions.
         overwritten = store.name == TierName.rocksdb and not store.versioned
         overwritten = overwritten and store.record(table_name_in(chosen, "hps")) is None
     if options.output is OutputFormat.json:

@@ -239,13 +239,12 @@ class VerifyOptions:
 def verify(options: VerifyOptions) -> None:
     """Check that a store holds every row of the files, bit for bit.
 
-    The files are held against their manifest's checksums first, and RocksDB's against theirs. Rows that
+    The files are compared with their manifest's checksums first, and RocksDB's with theirs. Rows that
     were updated or deleted since they were loaded are counted, and no fault.
 
     --repair keeps what can be read of a damaged table, loads the model's files again where nothing can,
     and has streams read again; of a damaged write-ahead log it keeps what can be read. It reports what
-    may be lost. Killed, it goes on when it is run again.
-    """
+    may be lost. If it is killed, run it again: it continues."""
     configuration = read_config(options.config, options.overrides)
     models = open_models(configuration)
     chosen = models.chosen(options.model, options.table)
@@ -301,5 +300,5 @@ def _verified(
             keys = " ".join(map(str, found.examples[kind][:3]))
             text += f"; {found.counts[kind]:,} {kind} (keys {keys} …)"
     if not store.versioned and found.counts["other"]:
-        text += "; HPS's layout does not tell whether they were updated"
+        text += "; HPS's layout does not show whether they were updated"
     return "FAIL", text

@@ -77,9 +77,8 @@ class LoadOptions:
 def load(options: LoadOptions) -> None:
     """Load the models' files into a store.
 
-    Tables that are loaded already are left as they are. Killed, it goes on when it is run again. Newer
-    rows in the store stay. A node does the same when it starts.
-    """
+    Tables that are loaded already are left as they are. If it is killed, run it again: it continues. Newer
+    rows in the store stay. A node does the same when it starts."""
     configuration = read_config(options.config, options.overrides)
     models = open_models(configuration)
     chosen = models.chosen(options.model, options.table)
@@ -159,9 +158,8 @@ def export(options: ExportOptions) -> None:
     """Write a table's rows to a Parquet or npz file.
 
     Columns: key, version, deleted, vector. With --since deletions are among them: deleted is true, the
-    vector empty. The version to go on from next time is printed. The file gets its name when it is
-    complete.
-    """
+    vector empty. The version for the next --since is printed. The file gets its name when it is
+    complete."""
     from hps.rows.export import check_format
     from hps.rows.export import export as write
 
@@ -189,7 +187,7 @@ def export(options: ExportOptions) -> None:
     deleted = f", {report.deleted:,} of them deleted" if report.deleted else ""
     print_line(f"{options.out}: {plural(report.rows, 'row')}{deleted}")
     if store.versioned and report.rows:
-        print_line(f"The next export goes on with --since {report.newest}")
+        print_line(f"The next export continues with --since {report.newest}")
 
 
 def _counted(rows: Iterable[TableRows], step: Callable[[int], None]) -> Iterator[TableRows]:
@@ -230,10 +228,9 @@ def convert(options: ConvertOptions) -> None:
     """Convert stores from HPS's layout to the native one.
 
     The native one keeps versions and deletions. The source is only read, and may be written to
-    meanwhile: run it again to bring that over. Killed, it goes on when it is run again. Rows get the
+    meanwhile: run it again to bring that over. If it is killed, run it again: it continues. Rows get the
     version of the models' files, so that no update streamed later is refused. For RocksDB the models'
-    files are loaded first.
-    """
+    files are loaded first."""
     source, target = read_config(options.config, options.overrides), read_config(options.into, None)
     old, new = open_models(source), open_models(target)
     tiers = _convertible(source, target, options.tier)
@@ -260,7 +257,7 @@ def convert(options: ConvertOptions) -> None:
 
 
 def _is_there(store: RedisRows | RocksDbRows, table: EmbeddingTable, *, named: bool) -> bool:
-    """Whether the store holds the table. Of one that was not named a lack is only told."""
+    """Whether the store holds the table. A missing table is an error if ``named``, else a warning."""
     try:
         store.check(table)
     except NotFound as error:

@@ -56,7 +56,7 @@ class ConfiguredModels:
         return [table for tables in self.tables.values() for table in tables.values()]
 
     def chosen(self, model: str | None, table: str | None) -> list[EmbeddingTable]:
-        """Of one model or all; of one table or all. Raises NotFound."""
+        """Tables of one model or all, of one name or all. Raises NotFound."""
         if model is None:
             return self.all()
         if model not in self.tables:
@@ -85,7 +85,7 @@ def read_config(config: Path, overrides: list[str] | None) -> Configuration:
     from hps.config import load_config
     from hps.tools.output import warn
 
-    # What a store logs is an error of the command, or nothing to say.
+    # The command reports a store's errors itself.
     logging.getLogger("hps").addHandler(logging.NullHandler())
     configuration = load_config(config, overrides or ())
     for warning in configuration.warnings:
@@ -198,7 +198,7 @@ def _open_rocksdb(
 
 @contextmanager
 def work() -> Iterator[None]:
-    """What fails in here had begun: exit code 1 instead of 2."""
+    """Make errors in the block exit with code 1 instead of 2: the work had begun."""
     try:
         yield
     except TierError as error:

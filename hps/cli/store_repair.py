@@ -22,7 +22,7 @@ _WRITE_AGAIN = "rows written by calls have to be written again"
 
 
 def files_of(store: RocksDbRows, table: EmbeddingTable) -> Finding:
-    """Whether all of a table can be read."""
+    """Check that all of a table can be read."""
     from hps.rows.repair import describe_gaps
 
     with work():
@@ -62,12 +62,12 @@ def repaired(
             saved = repair_table(store.tier, table, version, ConsoleProgress())
             if saved is not None:
                 findings.append(
-                    (table.id, "repair", *_told(store, table, saved, loaded=bool(version)))
+                    (table.id, "repair", *_result(store, table, saved, loaded=bool(version)))
                 )
     return findings or [("(all)", "repair", "OK", "nothing was damaged")]
 
 
-def _told(
+def _result(
     store: RocksDbRows, table: EmbeddingTable, saved: SalvagedTable, *, loaded: bool
 ) -> tuple[str, str]:
     from hps.rows.repair import describe_gaps

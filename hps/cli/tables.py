@@ -72,7 +72,7 @@ def tables(options: TablesOptions) -> None:
         with open_admin(options.server, options.credentials) as client:
             status = client.status()
     if "models" not in status:
-        raise Unavailable("the server is still loading its tables; hps status tells how far it is")
+        raise Unavailable("the server is still loading its tables; hps status shows its progress")
     known = [entry["name"] for entry in status["models"]]
     if options.model is not None and options.model not in known:
         raise NotFound(
@@ -86,8 +86,9 @@ def tables(options: TablesOptions) -> None:
 
 
 def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry per table, from a node's status: rows and bytes in the store, rows in the node's caches;
-    what a shared tier holds of it stands under ``shared``."""
+    """One entry per table, from a node's status: rows and bytes in the store, rows in the node's caches.
+
+    ``shared``: rows and bytes in each shared tier."""
     shared = [tier["name"] for tier in status["tiers"] if tier.get("shared")]
     kinds = {t["name"]: t["kind"] for t in status["tiers"] if t["name"] not in shared}
     found = []
@@ -154,7 +155,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def _held(found: dict[str, Any]) -> FormattedNumber:
-    """Rows of a table in a shared tier, and the memory they take there where it has told."""
+    """Rows of a table in a shared tier, and their memory there if known."""
     if found["rows"] is None:
         return FormattedNumber("-")
     taken = "" if found["bytes"] is None else f" ({size(found['bytes'])})"

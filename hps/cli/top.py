@@ -53,7 +53,7 @@ class TopOptions:
         ),
     ] = None
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two readings.")
     ] = 2.0
     once: Annotated[
         bool, typer.Option("--once", help="Look for one interval, print, leave; as in a pipe.")
@@ -82,19 +82,19 @@ def top(options: TopOptions) -> None:
             or not sys.stdout.isatty()
         ):
             time.sleep(options.interval)
-            told = watch.look()
+            report = watch.look()
             if options.json or options.output is OutputFormat.json:
-                print_json(told)
+                print_json(report)
             else:
-                console().print(screen(told))
-            raise typer.Exit(1 if any(each["state"] == "away" for each in told) else 0)
+                console().print(screen(report))
+            raise typer.Exit(1 if any(each["state"] == "away" for each in report) else 0)
         if console().is_dumb_terminal:
             _rolling(watch, options.interval)
         _live(watch, options.interval)
 
 
 class _ServerWatch:
-    """The servers, and what each told last."""
+    """The servers, and the last reading of each."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _ServerWatch:
         self._threads: Executor = resources.enter_context(ThreadPoolExecutor(len(urls)))
 
     def look(self) -> list[dict[str, Any]]:
-        """How each server did since the last look; one that is away keeps none of the others waiting."""
+        """A summary of each server since the last call, requested in parallel: none waits for another."""
         return list(self._threads.map(self._one, self._admins))
 
     def _one(self, admin: Admin) -> dict[str, Any]:
@@ -131,9 +131,9 @@ class _ServerWatch:
             )
             return {"server": admin.url, "state": "away", "problem": problem}
         before, self._last[admin] = self._last.get(admin), reading
-        told = account(before or reading, reading)
-        state = "ready" if told.pop("ready") else "not ready"
-        return {"server": admin.url, "state": state, "problem": "", **told}
+        report = account(before or reading, reading)
+        state = "ready" if report.pop("ready") else "not ready"
+        return {"server": admin.url, "state": state, "problem": "", **report}
 
 
 def _rolling(watch: _ServerWatch, interval: float) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What ``hps top`` shows of what servers told."""
+"""The screen of ``hps top``."""
 
 from __future__ import annotations
 
@@ -13,32 +13,39 @@ _SERVER = (
     *("server", "state", "up for", "req/s", "err/s", "refused/s", "p50 ms", "p99 ms", "running", "queued"),
     *("keys/s", "default", "degraded/s", "update age", "lag"),
 )  # fmt: skip
-# What a narrow terminal does without, the first one first.
+# Columns that a narrow terminal leaves out, the first one first.
 _LEFT_OUT = (
     *("degraded/s", "keys/s", "up for", "running", "lag", "skipped/s", "retries/s", "default"),
     *("refused/s", "p50 ms", "update age", "queued"),
 )
 
 
-def screen(told: Sequence[Mapping[str, Any]]) -> Any:
-    """The tables of what servers ``told`` (`hps.cli.metric_rates.account`, with each one's name and
-    state), as wide as the terminal."""
+def screen(servers: Sequence[Mapping[str, Any]]) -> Any:
+    """Tables of ``servers`` (`hps.cli.metric_rates.account`, with each one's name and state), as wide as
+    the
+    terminal."""
     from rich.console import Group
     from rich.text import Text
 
-    there = [each for each in told if each["state"] != "away"]
-    several = len(told) > 1
+    there = [each for each in servers if each["state"] != "away"]
+    several = len(servers) > 1
 
     def part(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-        """Of one server among several, which the last column names."""
+        """A table with the server in the last column, if there are several."""
         if not several:
             columns, rows = columns[:-1], [row[:-1] for row in rows]
         return table_of(columns, rows, optional=_LEFT_OUT)
 
     nodes = [(*_node_row(row), each["server"]) for each in there for row in each["lookup_nodes"]]
     parts: list[Any] = [
-        table_of(_SERVER, [_server_row(each) for each in told], styles=_STYLES, optional=_LEFT_OUT),
-        *(Text(f"{each['server']}: {each['problem']}", "red") for each in told if each["problem"]),
+        table_of(
+            _SERVER, [_server_row(each) for each in servers], styles=_STYLES, optional=_LEFT_OUT
+        ),
+        *(
+            Text(f"{each['server']}: {each['problem']}", "red")
+            for each in servers
+            if each["problem"]
+        ),
         Text(),
         part(
             ("model", "req/s", "err/s", "p50 ms", "p99 ms", "server"),
@@ -61,34 +68,36 @@ def screen(told: Sequence[Mapping[str, Any]]) -> Any:
     return Group(*parts)
 
 
-def _server_row(told: Mapping[str, Any]) -> tuple[Any, ...]:
-    if told["state"] == "away":
-        return told["server"], told["state"], *[FormattedNumber("")] * 13
-    requests, errors, *times = _requests(told)
+def _server_row(server: Mapping[str, Any]) -> tuple[Any, ...]:
+    if server["state"] == "away":
+        return server["server"], server["state"], *[FormattedNumber("")] * 13
+    requests, errors, *times = _requests(server)
     return (
-        told["server"],
-        told["state"],
-        age(told["uptime_s"]),
+        server["server"],
+        server["state"],
+        age(server["uptime_s"]),
         requests,
         errors,
-        _number(told["refused_per_s"]),
+        _number(server["refused_per_s"]),
         *times,
-        count(int(told["running"])),
-        count(int(told["queued"])),
-        _number(told["keys_per_s"]),
-        _share(told["defaulted"]),
-        _number(told["degraded_per_s"]),
-        FormattedNumber("-" if told["age_s"] is None else f"{told['age_s']:.1f} s"),
-        FormattedNumber("-" if told["lag_messages"] is None else f"{told['lag_messages']:,.0f}"),
+        count(int(server["running"])),
+        count(int(server["queued"])),
+        _number(server["keys_per_s"]),
+        _share(server["defaulted"]),
+        _number(server["degraded_per_s"]),
+        FormattedNumber("-" if server["age_s"] is None else f"{server['age_s']:.1f} s"),
+        FormattedNumber(
+            "-" if server["lag_messages"] is None else f"{server['lag_messages']:,.0f}"
+        ),
     )
 
 
-def _requests(told: Mapping[str, Any]) -> tuple[FormattedNumber, ...]:
+def _requests(server: Mapping[str, Any]) -> tuple[FormattedNumber, ...]:
     return (
-        _number(told["requests_per_s"]),
-        _number(told["errors_per_s"]),
-        _ms(told["p50_s"]),
-        _ms(told["p99_s"]),
+        _number(server["requests_per_s"]),
+        _number(server["errors_per_s"]),
+        _ms(server["p50_s"]),
+        _ms(server["p99_s"]),
     )
 
 

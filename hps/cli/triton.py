@@ -72,9 +72,7 @@ class TritonExportOptions:
     ] = None
     config_at: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH", help="Where Triton finds that file, if it is elsewhere there."
-        ),
+        typer.Option(metavar="PATH", help="Path of that file on Triton's machine, if it differs."),
     ] = None
     instances: Annotated[int, typer.Option(min=1, help="Of lookups, with --config.")] = 1
     gpu: Annotated[

@@ -74,7 +74,7 @@ def resume(
     admin: AdminServer,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Have a paused server go on where it was."""
+    """Have a paused server continue where it was."""
     show(_ask("/v1/updates/resume", admin.open(), {"group": group}), output)
 
 
@@ -84,7 +84,7 @@ class SeekOptions:
 
     topic: Annotated[str, typer.Argument(help="As `hps updates status` shows it.")]
     partition: Annotated[int, typer.Argument(min=0)]
-    offset: Annotated[int, typer.Argument(min=0, help="The message to go on with.")]
+    offset: Annotated[int, typer.Argument(min=0, help="The message to continue with.")]
     group: GroupOption = None
     admin: AdminServer
     output: Output = OutputFormat.table
@@ -92,11 +92,10 @@ class SeekOptions:
 
 @expand_options
 def seek(options: SeekOptions) -> None:
-    """Have a server go on with a partition at another offset.
+    """Have a server continue a partition at another offset.
 
-    What is applied again is harmless: rows that are newer stay, and HPS's layouts end with the last
-    write.
-    """
+    Applying messages again is harmless: rows that are newer stay, and HPS's layouts end with the last
+    write."""
     body = {
         "topic": options.topic,
         "partition": options.partition,
@@ -112,7 +111,7 @@ def _ask(path: str, admin: Admin, body: dict[str, Any] | None = None) -> list[di
 
 
 def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
-    """The readers, as a server tells of them."""
+    """Print the readers of a server."""
     if output is OutputFormat.json:
         print_json(streams)
         return

@@ -1,4 +1,4 @@
-"""``hps updates dlq``: messages that nobody could take, and why; sent again once that is mended."""
+"""``hps updates dlq``: show dead letters with their reasons; send them again once the cause is fixed."""
 
 from __future__ import annotations
 
@@ -81,12 +81,11 @@ class DeadLetterOptions:
 
 @expand_options
 def dlq(options: DeadLetterOptions) -> None:
-    """Show dead letters: what could not be taken, and why.
+    """Show dead letters: messages that could not be applied, and why.
 
-    The mend comes first: a table that nobody knew is served now, a producer is corrected. Then --requeue
-    sends them again; they are not listed any more, unless they come back. They keep their timestamps, and
-    so their versions.
-    """
+    Fix the cause first: serve the missing table, correct the producer. Then --requeue sends them again;
+    they
+    are not listed any more, unless they come back. They keep their timestamps, and so their versions."""
     from hps.updates.kafka.dead_letters import DeadLetterReader
 
     settings = kafka_settings(options.brokers, configuration_of(options.config, options.overrides))

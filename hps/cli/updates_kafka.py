@@ -1,4 +1,4 @@
-"""Which Kafka the commands of ``hps updates`` talk to."""
+"""The Kafka cluster of ``hps updates`` commands."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def configuration_of(config: Path | None, overrides: list[str] | None) -> Config
 
 
 def kafka_settings(brokers: str | None, configuration: Configuration | None) -> KafkaSettings:
-    """Those of the configuration, with the brokers given. Raises ConfigError where neither says any."""
+    """The configuration's settings, with ``brokers`` if given. Raises ConfigError if there is neither."""
     from hps.config.update_settings import KafkaSettings
 
-    # What Kafka's client logs is an error of the command, or nothing to say.
+    # The command reports errors of Kafka's client itself.
     logging.getLogger("hps").addHandler(logging.NullHandler())
     found = None if configuration is None else configuration.settings.updates.kafka
     if found is not None:

@@ -185,7 +185,7 @@ Send = Callable[["TableChanges"], None]
 def _sender(
     part: PublishedRows, kafka: KafkaSettings | None, options: PublishOptions
 ) -> Iterator[Send]:
-    """What sends a piece; nothing does without ``kafka``. Raises Unavailable."""
+    """Yield a function that sends changes; it does nothing without ``kafka``. Raises Unavailable."""
     if kafka is None:
         yield lambda _changes: None
         return

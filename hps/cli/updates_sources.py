@@ -1,4 +1,4 @@
-"""What ``hps updates publish`` sends: files, model versions, and what one version changes in another."""
+"""Sources of ``hps updates publish``: files, model versions, and the difference of two versions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ Step = Callable[[int], None]
 
 @dataclass(slots=True)
 class PublishedRows:
-    """What is to be sent of one table. ``changes(step)``: told how many of the ``total`` rows were looked
-    at. ``rows`` and ``deleted`` were sent, ``unsent`` deletions could not be."""
+    """Rows of one table to send.
+
+    ``changes(step)`` reports the rows read, of ``total``, to ``step``. ``rows`` and ``deleted`` count
+    what was
+    sent, ``unsent`` deletions that the format cannot hold."""
 
     table: str
     total: int

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hps.types import EmbeddingTable, KeyArray, VectorArray
 
 SHOWN_VALUES = 8
-# Versions of files that tell no time lie far in the past.
+# Versions that are not times lie far in the past.
 DATED_SINCE_MS = 1_000_000_000_000
 
 
@@ -87,7 +87,7 @@ def shown_vector(vector: Any) -> str:
 
 
 def shown_age(version: int) -> FormattedNumber:
-    """The time since a row was written, where its version tells."""
+    """The age of a row, if its version is a time."""
     from hps.types import version_unix_ms
 
     unix_ms = version_unix_ms(version)

@@ -1,10 +1,9 @@
-"""Small clients, REST and gRPC: NumPy in, NumPy out, errors that say what to do.
+"""Small clients, REST and gRPC: NumPy in, NumPy out, errors that name the remedy.
 
 from hps.client import Client
 
 with Client("http://127.0.0.1:8000") as client:  # or grpc://127.0.0.1:8001
-    scores = client.predict("ctr", {"user": [17], "ad": [4, 8]}, {"depth": [[2.0]]}).outputs
-"""
+    scores = client.predict("ctr", {"user": [17], "ad": [4, 8]}, {"depth": [[2.0]]}).outputs"""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Admin", "Answer", "AsyncClient", "Client", "Tls"]
 
-# Imported when it is first used: `Admin` needs no NumPy, so commands start without.
+# Imported on first use: `Admin` needs no NumPy, so commands start without it.
 _HOMES = {
     "Admin": "hps.client.admin",
     "Answer": "hps.client.wire",

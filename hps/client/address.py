@@ -1,4 +1,4 @@
-"""Where a server is and how it is spoken to."""
+"""Server addresses and TLS settings."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ _PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
 
 
 class Tls(NamedTuple):
-    """PEM files: the roots that the server's certificate must lead to (None: the system's), and the
-    certificate and key that the client shows."""
+    """PEM files: trusted roots (None: the system's), and the client's certificate and key."""
 
     ca_file: Path | str | None = None
     certificate_file: Path | str | None = None
     key_file: Path | str | None = None
 
     def context(self) -> ssl.SSLContext:
-        """ConfigError when a file cannot be used."""
+        """An SSL context. Raises ConfigError if a file cannot be used."""
         try:
             context = ssl.create_default_context(cafile=self.ca_file)
             if self.certificate_file is not None:
@@ -32,7 +31,7 @@ class Tls(NamedTuple):
         return context
 
     def contents(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """Of the roots, the key and the certificate. ConfigError when one cannot be read."""
+        """Roots, key and certificate. Raises ConfigError if a file cannot be read."""
         try:
             ca, certificate, key = (None if f is None else Path(f).read_bytes() for f in self)
         except OSError as error:
@@ -41,7 +40,7 @@ class Tls(NamedTuple):
 
 
 class ServerAddress(NamedTuple):
-    """``base`` is what paths are added to."""
+    """A parsed address; paths are appended to ``base``."""
 
     base: str
     scheme: str
@@ -64,7 +63,7 @@ class ServerAddress(NamedTuple):
 def address(
     url: str, tls: Tls | None = None, schemes: tuple[str, ...] = tuple(_PORTS)
 ) -> ServerAddress:
-    """What ``url`` says; ``host:port`` alone means http. ConfigError for what is no address."""
+    """Parse ``url``; ``host:port`` alone means http. Raises ConfigError."""
     base = (url if "://" in url else f"http://{url}").rstrip("/")
     parts = urlsplit(base)
     try:

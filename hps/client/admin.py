@@ -1,4 +1,4 @@
-"""What a server's admin port tells."""
+"""Client of a server's admin port."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class MetricSample(NamedTuple):
 
 
 class Admin:
-    """Asks one server's admin port, each call once. Any number of threads may use it. Failures are
-    ``HpsError``s, as ``Client``'s are."""
+    """Client of one server's admin port; it does not retry. Thread-safe.
+
+    Raises ``HpsError``s, as ``Client`` does."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Admin:
         self._http.close()
 
     def ask(self, path: str, body: Any = None) -> Any:
-        """GET ``path``, or POST of ``body`` as JSON. Returns the parsed reply."""
+        """GET ``path``, or POST ``body`` as JSON. Returns the parsed reply."""
         verb, sent, headers = "GET", None, self._headers
         if body is not None:
             verb, sent = "POST", json.dumps(body).encode()
@@ -59,15 +60,15 @@ class Admin:
         return self._ask(Request(verb, path, headers, sent)).json(self.url + path)
 
     def status(self) -> dict[str, Any]:
-        """What the server serves and how it is doing."""
+        """The server's status: models, tiers, updates."""
         return dict(self.ask("/v1/status"))
 
     def hot_keys(
         self, model: str | None = None, table: str | None = None, limit: int = 20
     ) -> list[dict[str, Any]]:
         """The hottest keys of the server's CPU cache, by table, with their scores from 255 down."""
-        asked = {"model": model, "table": table, "limit": limit}
-        query = urlencode({name: value for name, value in asked.items() if value is not None})
+        parameters = {"model": model, "table": table, "limit": limit}
+        query = urlencode({name: value for name, value in parameters.items() if value is not None})
         return list(self.ask(f"/v1/hotkeys?{query}")["tables"])
 
     def metrics(self) -> list[MetricSample]:
@@ -86,7 +87,7 @@ class Admin:
         try:
             return reply.checked(self.url + request.path)
         except NotFound as error:
-            if not str(error).startswith("Not Found"):  # the server's word for an unknown path
+            if not str(error).startswith("Not Found"):  # the server's text for an unknown path
                 raise
             raise NotFound(
                 f"{self.url} has no {request.path.partition('?')[0]}; is it the admin address? The "

@@ -1,6 +1,7 @@
-"""What can be asked of a server, whatever carries it. Nothing here waits or connects: a `Flow` yields what is
-to be done next, is given the reply or the error, and returns the result.
-"""
+"""Operations of both clients, independent of the transport.
+
+Nothing here waits or connects: a `Flow` yields the next step, receives the reply or the error, and returns
+the result."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class SendStep(NamedTuple):
-    """A message whose reply must be there at an instant of ``time.monotonic``."""
+    """A message whose reply is due at an instant of ``time.monotonic``."""
 
     message: Any
     until: float
@@ -35,8 +36,9 @@ Flow = Generator[SendStep | float, Any, T]
 
 
 class InferCall(NamedTuple):
-    """A request of the Open Inference Protocol. ``outputs`` None: all there are. ``timeout_s``: what its
-    caller gives it, None when nothing was said."""
+    """A request of the Open Inference Protocol. ``outputs`` None: all.
+
+    ``timeout_s``: the caller's, None if not given."""
 
     model: str
     inputs: Mapping[str, NDArray[Any]]
@@ -47,15 +49,16 @@ class InferCall(NamedTuple):
 
 
 class _ModelTensors(NamedTuple):
-    """What has to be known of a model: NumPy's types of its inputs, and the names of its outputs. So it is in
-    ``versions``, of which a server serves others later on."""
+    """NumPy types of a model's inputs, and names of its outputs.
+
+    Valid for ``versions``; a server may serve others later."""
 
     inputs: Mapping[str, Any] = {}
     outputs: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
 
     def of_version(self, version: str) -> bool:
-        """Whether this may be of ``version``, the one that answered; it is not always told."""
+        """Whether this may describe ``version``, which answered; an unknown version may."""
         return not version or not self.versions or version in self.versions
 
     def same(self, other: _ModelTensors) -> bool:
@@ -64,7 +67,7 @@ class _ModelTensors(NamedTuple):
 
 
 class ClientOperations:
-    """What both clients can ask. ``wire`` writes messages and reads replies, as `HttpWire` does."""
+    """Operations of both clients. ``wire`` writes messages and reads replies, as `HttpCodec` does."""
 
     def __init__(self, wire: Any, timeout_s: float, retries: int) -> None:
         self._wire, self._timeout_s, self._retries = wire, timeout_s, retries
@@ -85,9 +88,8 @@ class ClientOperations:
         """Score a batch: keys per feature and the named dense tensors in, named outputs out.
 
         ``top_k`` keeps the best and adds ``top_k_index``; context features may come with batch 1 then.
-        ``want_source`` adds the tier's code of every key. ``timeout_s``: for this call, told to the
-        server, too.
-        """
+        ``want_source`` adds the tier's code of every key. ``timeout_s``: for this call, also sent to
+        the server."""
         patience = self._patience(timeout_s)
         try:
             parameters = {"top_k": index(top_k)} if top_k else {}
@@ -96,7 +98,7 @@ class ClientOperations:
 
         def ask(about: _ModelTensors) -> Flow[Answer]:
             inputs = tensors_of(features)
-            for name, value in (dense or {}).items():  # in the model's types
+            for name, value in (dense or {}).items():  # cast to the model's types
                 inputs[name] = np.ascontiguousarray(value, about.inputs.get(name))
             best = ["top_k_index"] if top_k else []
             outputs = [*about.outputs, *best, *_sources(features)] if want_source else None
@@ -165,33 +167,34 @@ class ClientOperations:
 
     def is_hps(self) -> Flow[bool]:
         """Whether the server is one of ours, by the name it gives itself."""
-        told = yield from self.about()
-        return str(told.get("name", "")).startswith("hps")
+        reply = yield from self.about()
+        return str(reply.get("name", "")).startswith("hps")
 
     def models(self) -> Flow[list[str]]:
         """The models that are ready, as the server's index of its repository lists them."""
-        told = yield from self._ask("models", "", self._patience())
-        ready = (m for m in told.get("models", ()) if m.get("state", "READY") == "READY")
+        reply = yield from self._ask("models", "", self._patience())
+        ready = (m for m in reply.get("models", ()) if m.get("state", "READY") == "READY")
         return list(dict.fromkeys(str(model["name"]) for model in ready))
 
     def ready(self) -> Flow[bool]:
-        """Whether the server answers requests by now; ``Unavailable`` when nobody is there. Whatever requests
-        need is loaded and connected then."""
+        """Whether the server is ready. Raises Unavailable if it does not answer.
+
+        Loads and connects what requests need."""
         try:
-            told = yield from self._ask("ready", "", RetryDeadline(self._timeout_s, 0))
+            reply = yield from self._ask("ready", "", RetryDeadline(self._timeout_s, 0))
         except ServerUnreachable:
             raise
         except Unavailable:  # it is there, and says so
             return False
-        return bool(told["ready"])
+        return bool(reply["ready"])
 
     def _about(self, model: str, patience: RetryDeadline) -> Flow[_ModelTensors]:
         """What the server tells of the model now."""
-        told = yield from self._ask("metadata", model, patience)
+        reply = yield from self._ask("metadata", model, patience)
         found = self._known[model] = _ModelTensors(
-            {t["name"]: numpy_type(t["datatype"]) for t in told["inputs"]},
-            tuple(t["name"] for t in told["outputs"]),
-            tuple(told.get("versions", ())),
+            {t["name"]: numpy_type(t["datatype"]) for t in reply["inputs"]},
+            tuple(t["name"] for t in reply["outputs"]),
+            tuple(reply.get("versions", ())),
         )
         return found
 
@@ -199,7 +202,7 @@ class ClientOperations:
         return self._sent(self._wire.request(call), self._wire.answer, patience)
 
     def _ask(self, what: str, model: str, patience: RetryDeadline) -> Flow[dict[str, Any]]:
-        read = partial(self._wire.told, what)
+        read = partial(self._wire.decode, what)
         return self._sent(self._wire.question(what, model), read, patience)
 
     def _sent(self, message: Any, read: Callable[[Any], T], patience: RetryDeadline) -> Flow[T]:

@@ -102,7 +102,7 @@ def _error(status: int | str, message: str, later: str | None, unit_s: float) ->
 
 
 def unreachable_error(base: str, error: Exception) -> HpsError:
-    """Why nobody answered at ``base``, and what to do."""
+    """The reason why no server answered at ``base``, and the remedy."""
     if isinstance(error, ConnectionRefusedError):
         return ServerUnreachable(
             f"nothing listens at {base}; start a server (hps serve --config FILE) or give the "

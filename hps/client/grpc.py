@@ -1,4 +1,4 @@
-"""The protocol over gRPC, for threads and for asyncio: the messages are those of ``tritonclient``."""
+"""The protocol over gRPC, for threads and asyncio, with ``tritonclient``'s messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long an attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # bound on one connection attempt
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 _QUESTIONS = {
@@ -35,7 +35,7 @@ _KINDS = {bool: "bool_param", int: "int64_param", float: "double_param"}
 
 
 class GrpcMessage(NamedTuple):
-    """What is sent, by which method, and what goes beside it."""
+    """A message, its method and its metadata."""
 
     method: str
     content: Any
@@ -44,7 +44,7 @@ class GrpcMessage(NamedTuple):
 
 class _Channel:
     def __init__(self, at: ServerAddress, *, is_shared: bool = True) -> None:
-        """``is_shared``: its connection may be that of others in this process to the same server."""
+        """``is_shared``: the connection may be shared with other channels of this process to the server."""
         self._at = at
         self._options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", int(not is_shared))]
         self._credentials = None
@@ -53,7 +53,7 @@ class _Channel:
         self._channel: Any = None
 
     def _open(self, kind: Any) -> None:
-        """By ``grpc`` or by ``grpc.aio``."""
+        """Open by ``grpc`` or ``grpc.aio``."""
         if self._credentials is None:
             self._channel = kind.insecure_channel(self._at.target, self._options)
         else:
@@ -70,19 +70,19 @@ class _Channel:
 
 
 class GrpcChannel(_Channel):
-    """A connection to one server. Any number of threads may use it."""
+    """A connection to one server. Thread-safe."""
 
     def __init__(self, at: ServerAddress) -> None:
         super().__init__(at)
         self._open(grpc)
 
     def send(self, message: GrpcMessage, until: float) -> Any:
-        """The response. Raises the status that the call ended with, and DeadlineExceeded at ``until``."""
+        """Send and return the response. Raises the call's status, and DeadlineExceeded at ``until``."""
         try:
             return self._call(message, until)
         except grpc.RpcError as error:
             raise self._told(error) from None
-        except ValueError as error:  # closed by another thread, for one
+        except ValueError as error:  # closed by another thread, for example
             raise HpsError(f"{self._at.base} was not asked: {error}") from None
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class GrpcChannel(_Channel):
 
 
 class AsyncGrpcChannel(_Channel):
-    """Used on the event loop of its first call: a channel belongs to the one that runs when it is made."""
+    """Used on the event loop of its first call: a channel belongs to the loop that is running then."""
 
     async def send(self, message: GrpcMessage, until: float) -> Any:
         """See ``GrpcChannel.send``."""
@@ -108,7 +108,7 @@ class AsyncGrpcChannel(_Channel):
 
 
 class GrpcCodec:
-    """Calls and questions of one client as messages, and what is answered."""
+    """Encodes one client's calls as messages, and decodes answers."""
 
     def __init__(self, api_key: str | None) -> None:
         self._metadata = (("x-api-key", checked_key(api_key)),) if api_key else ()
@@ -117,8 +117,8 @@ class GrpcCodec:
         method, request = _QUESTIONS[what]
         return GrpcMessage(method, request(name=model) if model else request(), self._metadata)
 
-    def told(self, what: str, response: Any) -> dict[str, Any]:
-        """As HTTP has it: protobuf's JSON form writes 64-bit numbers as text, leaves out what is false."""
+    def decode(self, what: str, response: Any) -> dict[str, Any]:
+        """As over HTTP: protobuf's JSON form writes 64-bit numbers as text and leaves out false values."""
         if what == "ready":
             return {"ready": response.ready}
         found: dict[str, Any] = MessageToDict(response, preserving_proto_field_name=True)
@@ -128,7 +128,7 @@ class GrpcCodec:
         return dict(found["config"]) if what == "config" else found
 
     def request(self, call: InferCall) -> GrpcMessage:
-        """Its deadline travels with the call."""
+        """A message with the call's deadline."""
         request = pb.ModelInferRequest(model_name=call.model, id=call.request_id)
         for name, value in call.inputs.items():
             datatype, tensor = encode_array(value)

@@ -1,4 +1,4 @@
-"""HTTP requests and replies of a client, and the header with its API key. Starts without NumPy."""
+"""HTTP requests and replies of a client, and the header with its API key. Imports no NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEY = re.compile(r"[\x21-\x7e]+")
 
 
 class Request(NamedTuple):
-    """``path`` begins with a slash; ``body`` None: there is none."""
+    """``path`` begins with a slash; ``body`` None: no body."""
 
     verb: str
     path: str
@@ -30,13 +30,13 @@ class Reply(NamedTuple):
     body: bytes
 
     def checked(self, url: str) -> Reply:
-        """Raises what an answer that is no success says."""
+        """Raise the error of an answer that is no success."""
         if self.status == 200:
             return self
         raise http_error(self.status, self.body, self.headers.get("retry-after"), url)
 
     def json(self, url: str) -> Any:
-        """What a success says."""
+        """The JSON of a success."""
         self.checked(url)
         try:
             return json.loads(self.body) if self.body else {}
@@ -45,8 +45,9 @@ class Reply(NamedTuple):
 
 
 def checked_key(api_key: str) -> str:
-    """A key as servers have them. ConfigError, which does not quote it, for anything else: no header could
-    carry it, and a line's end would begin another one."""
+    """Check that a header can carry the key. Raises ConfigError, which does not quote the key.
+
+    A line break would begin another header."""
     if not _KEY.fullmatch(api_key):
         raise ConfigError(
             "the API key has characters that no key has (spaces, line ends, letters beyond ASCII); is it the "
@@ -56,5 +57,5 @@ def checked_key(api_key: str) -> str:
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """Who asks. Raises as `checked_key`."""
+    """Headers that authenticate the client. Raises as `checked_key`."""
     return {"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {}

@@ -27,9 +27,11 @@ _PATHS = {
 
 
 class HttpCodec:
-    """Calls and questions of one client as requests, and what their replies say. The same bytes go out
-    again for calls that differ in their elements alone, but for a request id, which is a header, and the
-    caller's trace: a server may recognise them."""
+    """Encodes one client's calls as requests, and decodes replies.
+
+    Calls that differ only in their elements send the same bytes apart from them, the request ID (a
+    header) and
+    the caller's trace: a server may recognise the head."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._url = url
@@ -41,8 +43,8 @@ class HttpCodec:
             return Request("POST", path, self._headers, b"{}")
         return Request("GET", path, self._headers)
 
-    def told(self, what: str, reply: Reply) -> dict[str, Any]:
-        """The answer to a question. Triton says by its status alone that it is ready."""
+    def decode(self, what: str, reply: Reply) -> dict[str, Any]:
+        """The JSON of an answer. Triton reports readiness by its status alone."""
         found = reply.json(self._url)
         if what == "models":
             return {"models": found}
@@ -96,7 +98,7 @@ class HttpCodec:
 
 
 def _array(out: dict[str, Any], body: bytes, start: int) -> tuple[Any, int]:
-    """An output, and where the next one begins."""
+    """An output, and the start of the next one."""
     size = (out.get("parameters") or {}).get("binary_data_size")
     if size is None:
         return np.array(out["data"], numpy_type(out["datatype"])).reshape(out["shape"]), start

@@ -1,4 +1,4 @@
-"""HTTP for threads, by the standard library: connections that are kept, and an end to every wait."""
+"""HTTP for threads, by the standard library: keep-alive connections, and a bound on every wait."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _JOINED_BYTES = 256 << 10
 
 
 class HttpConnectionPool:
-    """Connections to one server. Each call has one to itself while it lasts; as many as were needed at a
-    time are kept. Any number of threads may use it."""
+    """Connections to one server. Thread-safe.
+
+    Each call has a connection while it lasts; as many as were needed at a time are kept."""
 
     def __init__(self, at: ServerAddress) -> None:
         self._at = at
@@ -25,15 +26,15 @@ class HttpConnectionPool:
         self._idle: list[socket.socket] = []
 
     def send(self, request: Request, until: float) -> Reply:
-        """The reply, whatever its status. Raises Unreachable, and DeadlineExceeded at ``until``."""
+        """The reply, of any status. Raises Unreachable, and DeadlineExceeded at ``until``."""
         try:
             return self.exchange(request, until)
         except (OSError, http.client.HTTPException) as error:
             raise unreachable_error(self._at.base, error) from None
 
     def exchange(self, request: Request, until: float) -> Reply:
-        """The same with errors as they are, TimeoutError and DeadlineExceeded at ``until``: OSError, and
-        HTTPException for what comes and is no HTTP."""
+        """As `send` with the original errors: TimeoutError, DeadlineExceeded at ``until``, OSError, and
+        HTTPException for a reply that is not HTTP."""
         connection = self._connection(until)
         try:
             reply, lasts = _exchange(connection, self._pieces(request), request.verb, until)
@@ -54,7 +55,7 @@ class HttpConnectionPool:
         while self._idle:
             try:
                 connection = self._idle.pop()
-            except IndexError:  # another thread was quicker
+            except IndexError:  # another thread took the last one
                 break
             if not _is_over(connection):
                 return connection
@@ -66,8 +67,7 @@ class HttpConnectionPool:
         return self._context.wrap_socket(made, server_hostname=self._at.host)
 
     def _pieces(self, request: Request) -> list[bytes]:
-        """Head and body, in one piece where that is not large: a server may answer it without waiting for
-        another."""
+        """Head and body, joined if small: a server may answer one piece without waiting for another."""
         lines = [
             f"{request.verb} {self._at.path}{request.path} HTTP/1.1",
             f"Host: {self._at.target}",
@@ -95,8 +95,8 @@ def _exchange(
 
 
 class _TimedResponse(io.RawIOBase):
-    """What comes on a connection until an instant, as http.client reads it: a timeout of the socket's own
-    would begin anew with every piece."""
+    """Reads a connection for http.client until an instant; a socket's timeout would restart with every
+    piece."""
 
     def __init__(self, connection: socket.socket, until: float) -> None:
         self._connection, self._until = connection, until
@@ -113,7 +113,7 @@ class _TimedResponse(io.RawIOBase):
 
 
 def _is_over(connection: socket.socket) -> bool:
-    """Whether the server has closed an idle connection: then there is something to read."""
+    """Whether the server has closed an idle connection, which makes it readable."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))

@@ -19,7 +19,7 @@ class AsyncHttpConnectionPool:
 
     async def send(self, request: Request, until: float) -> Reply:
         """The reply, whatever its status. Raises Unreachable, and DeadlineExceeded at ``until``."""
-        if self._session is None:  # no bound on connections: a call must not wait for another's
+        if self._session is None:  # unbounded, so that no call waits for another's connection
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         try:
             async with self._session.request(
@@ -43,7 +43,7 @@ class AsyncHttpConnectionPool:
 
 
 def _plain(error: Exception) -> Exception:
-    """The error that the standard library would have raised, as far as anybody asks for it."""
+    """The standard library's error for an aiohttp error."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return error.certificate_error
     if isinstance(error, aiohttp.ClientConnectorError):

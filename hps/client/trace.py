@@ -7,7 +7,7 @@ import sys
 
 def trace_headers() -> dict[str, str]:
     """W3C ``traceparent`` and ``tracestate`` of the span that is current; empty without one."""
-    if "opentelemetry.trace" not in sys.modules:  # then nobody has begun a span
+    if "opentelemetry.trace" not in sys.modules:  # then there is no span
         return {}
     from opentelemetry import propagate
 

@@ -1,4 +1,4 @@
-"""What travels: features as tensors, and answers."""
+"""Features as tensors, and decoded answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Keys = JaggedKeys | ArrayLike | Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model answered: named arrays, in the server's order, and the response's parameters."""
+    """A model's answer: named arrays, in the server's order, and the response's parameters."""
 
     outputs: dict[str, NDArray[Any]]
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -26,23 +26,23 @@ class Answer:
 
     @property
     def defaulted(self) -> int:
-        """How many keys were unknown and answered with the table's default."""
+        """Number of unknown keys, which were answered with the table's default."""
         return int(self.parameters.get("hps_defaulted", 0))
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """Tiers that were skipped as broken or late."""
+        """Tiers that were skipped as failed or late."""
         named = str(self.parameters.get("hps_degraded") or "").split(",")
         return tuple(tier.strip() for tier in named if tier.strip())
 
     @property
     def stale_s(self) -> int:
-        """How old rows may be, in seconds, when that is more than the server was told to allow; else 0."""
+        """Possible age of rows in seconds if it exceeds the server's limit; else 0."""
         return int(self.parameters.get("hps_stale_s", 0))
 
     @property
     def account(self) -> dict[str, Any]:
-        """The three of them by name."""
+        """``defaulted``, ``degraded`` and ``stale_s`` by name."""
         return {name: getattr(self, name) for name in ("defaulted", "degraded", "stale_s")}
 
 

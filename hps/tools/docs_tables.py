@@ -1,8 +1,7 @@
-"""Writes the generated tables of the pages in ``docs/`` from the code.
+"""Generated tables of the pages in ``docs/``.
 
-``python -m hps.tools.docs_tables docs/*.md`` renews everything between ``<!-- begin NAME -->`` and
-``<!-- end -->``; a test holds the files against it.
-"""
+``python -m hps.tools.docs_tables docs/*.md`` rewrites everything between ``<!-- begin NAME -->`` and
+``<!-- end -->``; a test compares the files with it."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _NAMES = {
 
 
 def render_page(text: str) -> str:
-    """The page with every generated block as the code has it now."""
+    """The page with every block generated again from the code."""
     return _BLOCK.sub(lambda m: f"{m[1]}\n{BLOCKS[m[2]]()}\n\n{m[3]}", text)
 
 

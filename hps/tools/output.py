@@ -1,8 +1,7 @@
-"""How commands print: tables for people, JSON for programs; colours on a terminal only.
+"""Output of commands: tables for people, JSON for programs; colours on a terminal only.
 
-Results go to stdout, everything said about them (progress, warnings, errors) to stderr, so that a
-pipe carries results alone. ``NO_COLOR`` is honoured (by rich).
-"""
+Results go to stdout; progress, warnings and errors go to stderr, so that a pipe carries results alone.
+rich honours ``NO_COLOR``."""
 
 from __future__ import annotations
 
@@ -44,12 +43,12 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def problems(error: Exception) -> list[str]:
-    """What ``error`` has to say: a message for each mistake of a configuration, else the one."""
+    """The messages of ``error``: one for each mistake of a configuration, else one."""
     return [str(problem) for problem in getattr(error, "problems", (error,))]
 
 
 def print_problem(message: str) -> None:
-    """One line on stderr: the error, its cause and its mend (messages of several lines are joined)."""
+    """Print one line on stderr: error, cause and remedy. Several lines of a message are joined."""
     _note("error", "bold red", message)
 
 
@@ -98,8 +97,11 @@ def print_table(
     styles: Mapping[str, str] | None = None,
     optional: Sequence[str] = (),
 ) -> None:
-    """Aligned columns; numbers to the right. ``styles``: cell text -> rich style (terminals only);
-    ``optional``: columns that a narrow terminal does without, the first one first."""
+    """Print aligned columns; numbers to the right.
+
+    ``styles``: cell text -> rich style (terminals only). ``optional``: columns that a narrow terminal
+    leaves
+    out, the first one first."""
     console().print(table_of(columns, rows, title=title, styles=styles, optional=optional))
 
 
@@ -111,7 +113,7 @@ def table_of(
     styles: Mapping[str, str] | None = None,
     optional: Sequence[str] = (),
 ) -> Table:
-    """What `print_table` prints."""
+    """The table that `print_table` prints."""
     from rich.table import Table
     from rich.text import Text
 
@@ -133,7 +135,7 @@ def table_of(
 def _fitting(
     columns: Sequence[str], rows: list[list[Any]], optional: Sequence[str]
 ) -> tuple[Sequence[str], list[list[Any]]]:
-    """The table without as many of its ``optional`` columns as it takes to fit the terminal."""
+    """Drop ``optional`` columns until the table fits the terminal."""
     from rich.cells import cell_len
 
     width, kept = console().width, list(range(len(columns)))
@@ -161,7 +163,7 @@ def count(value: int | None, *, about: bool = False) -> FormattedNumber:
 
 
 def approximate(number: str, *, about: bool = True) -> FormattedNumber:
-    """``~3,000``: a number that is not exact, where it is so."""
+    """``~3,000`` if ``about``."""
     return FormattedNumber(f"~{number}" if about and number != "-" else number)
 
 

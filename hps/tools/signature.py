@@ -1,4 +1,4 @@
-"""What a model wants to be asked, wherever the description comes from."""
+"""Inputs of a model, from its metadata or its description."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMPY_TYPES: dict[str, str] = {
     "INT64": "int64", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
     "FP16": "float16", "FP32": "float32", "FP64": "float64",
 }  # fmt: skip
-# Where a server tells no bound of its own.
+# For servers without a bound.
 MAX_BATCH = 65_536
 
 
@@ -75,8 +75,9 @@ class ModelSignature:
 
     @staticmethod
     def of_metadata(metadata: Mapping[str, Any], max_batch: int = MAX_BATCH) -> ModelSignature:
-        """From the protocol's model metadata. Our servers name the features; of others, 64-bit
-        tensors are taken for features."""
+        """From the protocol's model metadata.
+
+        hps servers name the features; for other servers, 64-bit tensors are features."""
         sources = metadata.get("parameters", {}).get("source_outputs")
         named = None if sources is None else {name.partition(".")[0] for name in sources}
         features: list[str] = []

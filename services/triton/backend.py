@@ -1,10 +1,8 @@
-"""What an instance of Triton's python backend does for a model ``<m>.lookup``; the model that Triton loads is
-``hps/triton/files/lookup_model.py``.
+"""An instance of Triton's python backend for a model ``<m>.lookup``.
 
-An instance attaches to the node of its machine: it reads the node's shared CPU cache, and asks the node for
-the rest. The requests of one call are one lookup. It stays with the version it began with: an ensemble's
-network, which Triton has, would be of another.
-"""
+Triton loads ``hps/triton/files/lookup_model.py``. An instance attaches to the node of its machine: it reads
+the node's shared CPU cache, and asks the node for misses. The requests of one call are one lookup. It stays
+with the version it began with, since an ensemble's network, which Triton has, would be of another."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from services.frontend.inference_request import InferenceRequest, RequestTemplat
 from services.frontend.lookup_endpoint import LookupEndpoint
 
 _DATATYPE = {dtype: name for name, dtype in DATATYPES.items()}
-# HPS's parameters that have nothing to act on here, what they may be, and why not otherwise.
+# HPS's parameters without effect here: accepted values, and the reason for refusing others.
 _WITHOUT_EFFECT = {
     "refresh_interval": (
         "0",
@@ -45,7 +43,7 @@ _WITHOUT_EFFECT = {
     "refresh_delay": ("0", "updates reach cached rows as they come; there is nothing to refresh"),
     "freeze_sparse": ("false", "whether rows are updated is said by the node's `updates` settings"),
 }
-# Triton's names for gRPC's codes. A time limit that is over is UNAVAILABLE there, as in its own queues.
+# Triton's names of gRPC's codes. An exceeded deadline is UNAVAILABLE there, as in Triton's queues.
 _CODES = {
     "INVALID_ARGUMENT": "INVALID_ARG",
     "NOT_FOUND": "NOT_FOUND",
@@ -58,7 +56,7 @@ _KNOWN = {"config", "model", *_WITHOUT_EFFECT}
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """A request of Triton's: arrays by name, the outputs wanted (empty: all), its time limit (0: none)."""
+    """A request of Triton's: arrays by name, the outputs wanted (empty: all), its timeout (0: none)."""
 
     inputs: Mapping[str, NDArray[Any]]
     outputs: tuple[str, ...] = ()
@@ -67,14 +65,14 @@ class BackendRequest:
 
 @dataclass(frozen=True, slots=True)
 class BackendResponse:
-    """Outputs in the order they were asked for, and what the protocol calls response parameters."""
+    """Outputs in the requested order, and the protocol's response parameters."""
 
     outputs: list[Output]
     parameters: dict[str, Any]
 
 
 def triton_error_code(error: HpsError) -> str:
-    """The name of Triton's code for ``error``, which HTTP and gRPC have their statuses by."""
+    """The name of Triton's code for ``error``, from which HTTP and gRPC take their statuses."""
     return _CODES.get(status_of(error).grpc, "INTERNAL")
 
 
@@ -128,12 +126,12 @@ class LookupBackend:
         self._models.require(self._check)
         self._renew()
 
-    def answer(self, asked: Sequence[BackendRequest]) -> list[BackendResponse | HpsError]:
+    def answer(self, requests: Sequence[BackendRequest]) -> list[BackendResponse | HpsError]:
         """An answer or an error for each request."""
         if (now := self._now) is None:
             gone = f"the node serves version {self._version} of model '{self._model}' no more"
-            return [NotFound(gone) for _ in asked]
-        return now.answer(asked)
+            return [NotFound(gone) for _ in requests]
+        return now.answer(requests)
 
     def close(self) -> None:
         self._models.close()
@@ -146,7 +144,7 @@ class LookupBackend:
             )
 
     def _renew(self) -> None:
-        """Answer from the version as it was loaded last, if it is served."""
+        """Answer from the version that was loaded last, if it is served."""
         served = self._models.models.get(self._model)
         if served is None or served.version != self._version:
             self._now = None
@@ -172,15 +170,16 @@ class BackendModel:
         self._max_keys = limits.max_keys
         self._device, self._float32 = device, float32
 
-    def answer(self, asked: Sequence[BackendRequest]) -> list[BackendResponse | HpsError]:
-        """As ``LookupBackend.answer``. A request whose time is up before its lookup begins has no part in it.
-        Requests that share one wait for it until the last one's time is up, and those whose time was up
-        earlier are answered, too: the vectors are there."""
-        answers: list[BackendResponse | HpsError] = [BadRequest("unanswered")] * len(asked)
+    def answer(self, requests: Sequence[BackendRequest]) -> list[BackendResponse | HpsError]:
+        """As ``LookupBackend.answer``. A request whose deadline passes before its lookup is left out.
+
+        Requests that share a lookup wait for it until the latest deadline; those with an earlier one get
+        their vectors, too, once these are ready."""
+        answers: list[BackendResponse | HpsError] = [BadRequest("unanswered")] * len(requests)
         groups: dict[Hashable, list[tuple[int, InferenceRequest, LookupRequest]]] = defaultdict(
             list
         )
-        for index, each in enumerate(asked):
+        for index, each in enumerate(requests):
             try:
                 call = self._call(each)
                 request = self._endpoint.request(call, self._deadline(each))
@@ -198,8 +197,8 @@ class BackendModel:
                     in_time.append((index, call, request))
             if not in_time:
                 continue
-            requests = [request for _, _, request in in_time]
-            for (index, call, _), found in zip(in_time, self._found(requests), strict=True):
+            lookups = [request for _, _, request in in_time]
+            for (index, call, _), found in zip(in_time, self._found(lookups), strict=True):
                 if isinstance(found, LookupResult):
                     answers[index] = self._answered(call, found)
                 else:
@@ -207,8 +206,9 @@ class BackendModel:
         return answers
 
     def _found(self, requests: Sequence[LookupRequest]) -> list[LookupResult | HpsError]:
-        """Vectors or an error for each request of one kind. What is at fault together, as when all their keys
-        are too many, is looked up in halves, as in a `Batcher`."""
+        """Vectors or an error for each request of one kind.
+
+        If they fail together, as with too many keys, they are looked up in halves, as in a `Batcher`."""
         try:
             self._served.freshness.require()
             return [*self._lookup(requests)]
@@ -227,10 +227,10 @@ class BackendModel:
         merged = MergedLookup(requests, engine.features)
         return merged.split(engine.lookup(merged.request))
 
-    def _call(self, asked: BackendRequest) -> InferenceRequest:
-        form = RequestTemplate(outputs=asked.outputs or None, timeout_us=asked.timeout_us)
+    def _call(self, request: BackendRequest) -> InferenceRequest:
+        form = RequestTemplate(outputs=request.outputs or None, timeout_us=request.timeout_us)
         flat, keys = {}, 0
-        for name, array in asked.inputs.items():
+        for name, array in request.inputs.items():
             rule = self._endpoint.rules.get(name)
             if rule is None:
                 raise faults.unknown_input(name, self._endpoint.name, self._endpoint.rules)
@@ -244,9 +244,9 @@ class BackendModel:
             raise faults.too_many_keys(keys, self._max_keys)
         return InferenceRequest(form, flat)
 
-    def _deadline(self, asked: BackendRequest) -> float:
-        """From now on: Triton does not say how long a request waited in its queue."""
-        return time.monotonic() + (asked.timeout_us * 1e-6 or self._timeout_s)
+    def _deadline(self, request: BackendRequest) -> float:
+        """Counted from now: Triton does not report the time in its queue."""
+        return time.monotonic() + (request.timeout_us * 1e-6 or self._timeout_s)
 
     def _answered(self, call: InferenceRequest, result: LookupResult) -> BackendResponse:
         outputs = self._endpoint.outputs(call, result)

@@ -1,4 +1,4 @@
-"""Triton's tensors as arrays and back: on the host as NumPy has them, on a GPU by DLPack."""
+"""Triton's tensors as arrays and back: NumPy on the host, DLPack on a GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from services.frontend.endpoints import Output
 
 
 class TensorPlacement:
-    """Where an instance's tensors are. Keys come to the host wherever they are, since rows are found there.
+    """Placement of an instance's tensors. Keys always come to the host, since rows are found there.
 
-    An instance on a GPU answers with tensors in that GPU's memory, so that a network there takes them as they
-    are; they are copied once, all of an answer's on one stream.
-    """
+    An instance on a GPU answers with tensors in that GPU's memory, which a network there reads
+    directly; all
+    of an answer's tensors are copied once, on one stream."""
 
     def __init__(self, tensor: Any, instance_kind: str, device: str | int) -> None:
         """``tensor``: the python backend's class. Raises ConfigError for a kind that cannot be."""

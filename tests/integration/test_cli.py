@@ -428,18 +428,18 @@ def test_doctor_names_each_fault_and_its_mend(
     assert checks["http port"]["verdict"] == "WARN"
     assert "served by hps, perhaps another one" in checks["http port"]["found"]
     assert checks["admin port"]["verdict"] == "WARN"  # who is silent may be hps
-    assert "server.admin.port" in checks["admin port"]["mend"]
+    assert "server.admin.port" in checks["admin port"]["remedy"]
     assert checks["model words"]["verdict"] == "FAIL"
     assert "no version 7" in checks["model words"]["found"]
     assert checks["database"]["verdict"] == "FAIL"
-    assert "tiers.rocksdb.path" in checks["database"]["mend"]
-    assert all(check["mend"] for check in done.json if check["verdict"] != "OK")
+    assert "tiers.rocksdb.path" in checks["database"]["remedy"]
+    assert all(check["remedy"] for check in done.json if check["verdict"] != "OK")
     nobody = hps_command("doctor", "--server", "http://127.0.0.1:1", "-o", "json")
     assert nobody.code == 1
     broken = tmp_path / "broken.yaml"
     broken.write_text("tiers: {cpu_cash: {}}")
     done = hps_command("doctor", "--config", broken, "--json")
-    assert done.code == 2, "what it names could not be looked at"
+    assert done.code == 2, "what it names could not be checked"
     assert "cpu_cache" in {c["name"]: c for c in done.json}["configuration"]["found"]
 
 

@@ -65,7 +65,7 @@ from tests.support.waiting import until
 def by_name(checks: Iterable[DoctorCheck]) -> dict[str, DoctorCheck]:
     found = {check.name: check for check in checks}
     for check in found.values():
-        assert check.verdict == "OK" or check.mend, check
+        assert check.verdict == "OK" or check.remedy, check
     return found
 
 
@@ -130,7 +130,7 @@ def test_kafka_with_its_topics_and_how_far_groups_are() -> None:
     finally:
         consumer.close()
     lag = look()[f"group {group}"]
-    assert (lag.verdict, lag.found) == ("WARN", "nobody reads; 0 members, 2 messages behind")
+    assert (lag.verdict, lag.found) == ("WARN", "no readers; 0 members, 2 messages behind")
 
 
 class Guarded:
@@ -296,7 +296,7 @@ def test_a_triton_that_is_away_fails_unless_networks_run_here_meanwhile() -> Non
         settings = TritonSettings(url=f"127.0.0.1:{port}", protocol="http", fallback=fallback)
         (found,) = triton_checks.triton(settings, [])
         assert (found.name, found.verdict) == ("Triton", verdict)
-        assert "dense.triton.url" in found.mend
+        assert "dense.triton.url" in found.remedy
 
 
 def test_a_server_is_told_by_its_admin_address(small_server: Hps, tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_what_a_server_says_of_its_parts_is_passed_on() -> None:
     assert [check.verdict for check in found] == [
         *["WARN", "WARN", "WARN", "WARN", "FAIL", "WARN", "FAIL", "WARN", "OK"]
     ]
-    assert all(check.mend for check in found[:-1])
+    assert all(check.remedy for check in found[:-1])
 
 
 @contextmanager
@@ -389,7 +389,7 @@ def test_what_is_no_server_of_ours_is_a_line_and_no_traceback(text: bytes) -> No
         done = CliRunner().invoke(app, ["doctor", "--server", f"http://{address}", "--json"])
     assert done.exit_code == 1, done.output
     told = [check for check in json.loads(done.stdout) if check["name"].startswith("server")]
-    assert any(check["verdict"] == "FAIL" and check["mend"] for check in told), told
+    assert any(check["verdict"] == "FAIL" and check["remedy"] for check in told), told
 
 
 def test_servers_that_hang_are_waited_for_beside_each_other(
@@ -446,7 +446,7 @@ def test_a_port_of_another_hps_server_fails(small_server: Hps, tmp_path: Path) -
     for name, check in taken.items():
         assert f"another one: its database is {folders_of(small_server)['database']}" in check.found
         assert f"this configuration's is {database}" in check.found
-        assert f"server.{name.split()[0]}.port" in check.mend
+        assert f"server.{name.split()[0]}.port" in check.remedy
     (free,) = free_ports(1)
     found = on_ports(small_server, database, admin=free)
     assert (found["admin port"].verdict, found["http port"].verdict) == ("OK", "FAIL")
@@ -460,20 +460,20 @@ def test_a_server_with_another_version_is_told_with_what_a_start_would_serve(
     (found,) = configured._as_configured([version], {"words": 2})
     assert found.verdict == "WARN"
     assert found.found == "it serves version 2, a start would serve version 1"
-    assert "models.serve.words.version" in found.mend
+    assert "models.serve.words.version" in found.remedy
 
 
-UNKNOWN = ports.RunningServer(None, "its admin port does not tell")
+UNKNOWN = ports.RunningServer(None, "its admin port does not report it")
 
 
 def test_a_port_that_cannot_be_had_is_told_with_what_to_do() -> None:
     (port,) = free_ports(1)
     elsewhere = ports.port("http port", HttpSettings(host="203.0.113.7", port=port), UNKNOWN)
-    assert (elsewhere.verdict, "server.http.host" in elsewhere.mend) == ("FAIL", True)
+    assert (elsewhere.verdict, "server.http.host" in elsewhere.remedy) == ("FAIL", True)
     with answering(b"\x00") as address:
         taken = HttpSettings(host="127.0.0.1", port=int(address.rpartition(":")[2]))
         found = ports.port("http port", taken, UNKNOWN)
-    assert (found.verdict, "stop what listens there" in found.mend) == ("FAIL", True)
+    assert (found.verdict, "stop what listens there" in found.remedy) == ("FAIL", True)
 
 
 def test_a_port_of_a_server_that_is_silent_may_be_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,7 +481,7 @@ def test_a_port_of_a_server_that_is_silent_may_be_ours(monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as silent:
         taken = HttpSettings(host="127.0.0.1", port=silent.getsockname()[1])
         found = ports.port("http port", taken, UNKNOWN)
-    assert (found.verdict, "ask again" in found.mend) == ("WARN", True)
+    assert (found.verdict, "ask again" in found.remedy) == ("WARN", True)
 
 
 def test_a_redis_that_is_a_replica_or_cannot_save_is_told(
@@ -495,5 +495,5 @@ def test_a_redis_that_is_a_replica_or_cannot_save_is_told(
         return next(stores.redis(RedisSettings(addresses=[redis.address]), []))
 
     assert found().verdict == "OK"
-    assert (found(role="slave").verdict, "primary" in found(role="slave").mend) == ("FAIL", True)
+    assert (found(role="slave").verdict, "primary" in found(role="slave").remedy) == ("FAIL", True)
     assert found(rdb_last_bgsave_status="err").verdict == "WARN"

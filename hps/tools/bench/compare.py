@@ -1,11 +1,10 @@
-"""What two runs differ in, as far as one can tell.
+"""Differences between two runs, with their statistical significance.
 
-The requests of a run are not independent of each other: a pause of the server makes many slow at once. So
-not single requests are drawn again, as an ordinary bootstrap would, but whole slices of the run (a block
-bootstrap; Künsch, The Jackknife and the Bootstrap for General Stationary Observations, 1989). A ratio of two
-quantiles counts as a difference when 1 lies outside its interval, of 95 % for all that is compared together
-(Bonferroni), and when it exceeds what buckets of the histogram can hide.
-"""
+The requests of a run are not independent: a pause of the server makes many slow together. So whole slices
+of the run are resampled, not single requests (a block bootstrap; Künsch, The Jackknife and the Bootstrap
+for General Stationary Observations, 1989). A ratio of two quantiles counts as a difference when 1 lies
+outside its interval, of 95 % for all that is compared together (Bonferroni), and when it exceeds what
+buckets of the histogram can hide."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from hps.tools.bench.report import QUANTILES, slices_of
 
 _DRAWS = 4000
 LEVEL = 0.05
-# Fewer slices with answers do not tell how much slices differ.
+# Fewer slices with answers do not show how much slices vary.
 _FEWEST = 10
 # Two buckets' worth.
 _HIDDEN = 0.002
-# Fewer durations beyond a quantile do not tell where it is.
+# A quantile needs this many durations beyond it.
 _BEYOND = 10
 _SAME = (
     *("model", "protocol", "batch", "keys", "different_requests", "concurrency", "connections"),
@@ -36,8 +35,9 @@ _SAME = (
 
 @dataclass(frozen=True, slots=True)
 class BenchDifference:
-    """``name`` was ``before`` and is ``after``; their ratio lies between ``low`` and ``high``. ``verdict``:
-    ``faster``, ``slower``, or ``none`` that can be told."""
+    """One quantity before and after; the ratio lies between ``low`` and ``high``.
+
+    ``verdict``: ``faster``, ``slower``, or ``none``: no significant difference."""
 
     name: str
     before: float
@@ -48,7 +48,7 @@ class BenchDifference:
 
 
 def unlike(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """In what the two runs were asked for something else: a sentence each."""
+    """Differences in the settings of two runs, a sentence each."""
     return [
         f"{name} was {before.get(name)}, is {after.get(name)}"
         for name in _SAME
@@ -57,11 +57,12 @@ def unlike(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[BenchDifference]:
-    """The quantiles of both, and how many requests a second a closed loop got through. Raises ConfigError for
-    runs without answers, or with too few to tell."""
+    """Compare the quantiles, and the throughput of closed loops.
+
+    Raises ConfigError for runs without answers, or with too few of them."""
     runs = [_LatencySlices(before), _LatencySlices(after)]
-    told = min(run.total for run in runs)
-    names = [n for n, share in QUANTILES.items() if n == "p50" or told * (1 - share) >= _BEYOND]
+    total = min(run.total for run in runs)
+    names = [n for n, share in QUANTILES.items() if n == "p50" or total * (1 - share) >= _BEYOND]
     throughput = before.get("rate") is None and after.get("rate") is None
     level = LEVEL / (len(names) + throughput)
     random = np.random.default_rng(1)
@@ -92,20 +93,20 @@ def _judged(
 class _LatencySlices:
     """A run's histograms as a table: slices down, durations across."""
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        """Those in which nothing was answered count, too."""
-        slices = slices_of(told)
+    def __init__(self, report: Mapping[str, Any]) -> None:
+        """Slices without answers count, too."""
+        slices = slices_of(report)
         filled = sum(1 for _, each in slices if each.counts)
         if not filled:
             raise ConfigError("a run without an answer cannot be compared; see its errors")
         if filled < _FEWEST:
             raise ConfigError(
                 f"a run cannot be compared that has answers in {filled} of its {len(slices)} parts, since "
-                "how much parts differ tells what a difference is worth; have it send for longer"
+                "the differences between parts show how significant a difference is; send for longer"
             )
         numbers = sorted(LatencyHistogram.summed(each for _, each in slices).counts)
         self._seconds = np.array([highest(number) * 1e-9 for number in numbers])
-        # float64, exact for counts, is what matrix products are quick in.
+        # float64 is exact for counts and fast in matrix products.
         self._counts = np.array(
             [[each.counts.get(n, 0) for n in numbers] for _, each in slices], np.float64
         )
@@ -118,7 +119,8 @@ class _LatencySlices:
     def drawn(
         self, random: np.random.Generator, shares: Sequence[float]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Of slices drawn with replacement: quantiles ``(draws, shares)``, requests a second ``(draws,)``."""
+        """Quantiles ``(draws, shares)`` and requests a second ``(draws,)`` of slices drawn with
+        replacement."""
         n = len(self._counts)
         times = random.multinomial(n, np.full(n, 1 / n), _DRAWS)
         ranks = (times @ self._counts).cumsum(axis=1)
@@ -126,6 +128,6 @@ class _LatencySlices:
         return quantiles, ranks[:, -1] / (times @ self._spans)
 
     def _at(self, ranks: NDArray[np.float64], share: float) -> NDArray[np.float64]:
-        """The quantile of each row of ``ranks (rows, durations)``: how many took no longer."""
+        """The quantile of each row of ``ranks (rows, durations)``, the counts of durations up to each one."""
         reached = ranks >= share * ranks[:, -1:]
         return np.asarray(self._seconds[reached.argmax(axis=1)])

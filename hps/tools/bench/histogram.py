@@ -1,9 +1,8 @@
-"""Durations, counted in buckets that are never wider than a thousandth of what is in them.
+"""Histogram of durations; buckets are at most a thousandth of their value wide.
 
 The layout is HdrHistogram's (Gil Tene, https://hdrhistogram.org) with 1,024 buckets for each doubling:
-nothing is lost above a limit, and two histograms are added up by adding their counts. Its own Python package
-is not used: all that is wanted of it is this.
-"""
+there is no upper limit, and histograms are added by adding their counts. Its Python package is not used:
+this is all that is needed of it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ HotKeys = Callable[[str], Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class HotKeyPools:
-    """The keys that each feature asks for, hottest first; ``why`` there are none."""
+    """Keys of each feature, hottest first; ``why``: the reason if there are none."""
 
     keys: Mapping[str, KeyArray] = field(default_factory=dict)
     why: str = ""
@@ -35,13 +35,13 @@ class HotKeyPools:
 def hot_pools(model: str, hot_keys: HotKeys) -> HotKeyPools:
     """Hot keys of ``model`` by feature: the table's keys without the feature's offset."""
     try:
-        told = hot_keys(model.removesuffix(".lookup"))
+        tables = hot_keys(model.removesuffix(".lookup"))
     except NotFound:
-        return HotKeyPools(why="the server has no hot keys to tell, as a front end")
+        return HotKeyPools(why="the server has no hot keys, as a front end")
     except HpsError as error:
         return HotKeyPools(why=str(error))
     pools: dict[str, KeyArray] = {}
-    for table in told:
+    for table in tables:
         keys = np.array([key & (2**64 - 1) for key in table["keys"]], np.uint64)
         for feature, offset in table.get("features", {}).items():
             if len(keys):
@@ -50,14 +50,14 @@ def hot_pools(model: str, hot_keys: HotKeys) -> HotKeyPools:
 
 
 def require_same(admin: Admin, url: str) -> None:
-    """Raises ConfigError unless the admin port, which was guessed, is of the server at ``url``."""
+    """Check that the guessed admin port belongs to the server at ``url``. Raises ConfigError."""
     urls = admin.status().get("server", {}).get("urls", {})
     if urlsplit(url).port not in {int(each.rpartition(":")[2]) for each in urls.values()}:
         raise ConfigError(f"{admin.url} is another server's admin port")
 
 
 def guessed_admin(url: str) -> str:
-    """Admin address of a server that has the default ports."""
+    """The admin address of a server with default ports."""
     at = urlsplit(url)
     host = f"[{at.hostname}]" if ":" in (at.hostname or "") else at.hostname
     secured = at.scheme in ("https", "grpcs")
@@ -67,15 +67,16 @@ def guessed_admin(url: str) -> str:
 def sources_of(
     client: Client, model: str, requests: Sequence[Mapping[str, Any]]
 ) -> dict[str, float] | None:
-    """The share of keys that each tier answers, ``default`` for keys without a row, by a sample of
-    ``requests``; None where the server does not tell."""
+    """Share of keys that each tier answers, from a sample of ``requests``; ``default``: keys without a row.
+
+    None if the server does not report sources."""
     try:
         described = client.metadata(model)
         if any(tensor["name"] == "NUMKEYS" for tensor in described["inputs"]):
             described = client.metadata(f"{model}.lookup")
         # gRPC has no place for parameters of a model.
-        told = described.get("parameters", {}).get("source_outputs")
-        wanted = told or [
+        outputs = described.get("parameters", {}).get("source_outputs")
+        wanted = outputs or [
             f"{name}.source" for name in ModelSignature.of_metadata(described).features
         ]
         answers = [client.infer(model, dict(each), outputs=wanted) for each in requests[:_SAMPLE]]

@@ -1,4 +1,4 @@
-"""What a load generator sends: requests made up from a model's metadata or its rows, or from a file."""
+"""Requests of a load generator: made from a model's metadata or rows, or read from a file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ _ROWS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class LoadRecipe:
-    """``count`` requests of ``batch`` samples, with ``hotness`` keys where the model leaves it open. Keys are
-    from 0 to ``rows`` - 1; None: the server's hot keys, where it has them."""
+    """``count`` requests of ``batch`` samples.
+
+    ``hotness``: keys per sample of features without a fixed number. Keys are from 0 to ``rows`` - 1;
+    None: the
+    server's hot keys, if it has them."""
 
     count: int = 256
     batch: int = 1
@@ -57,7 +60,7 @@ def made_requests(
     metadata: Callable[[str], Mapping[str, Any]],
     hot_keys: HotKeys,
 ) -> tuple[list[Tensors], str]:
-    """The requests, and a phrase that says which keys they ask for. Raises ConfigError, ModelError."""
+    """The requests, and a phrase that describes their keys. Raises ConfigError, ModelError."""
     if source.repository is not None:
         made = from_repository(source.repository, model, source.version, recipe)
         return made, f"{recipe.keys} of the model's rows"
@@ -65,7 +68,7 @@ def made_requests(
     if source.file is not None:
         return from_file(source.file, described, recipe.batch), f"of {source.file.name}"
     if any(tensor["name"] == "NUMKEYS" for tensor in described["inputs"]):
-        # A model without a dense part describes itself in HPS's form; its features stand here.
+        # A model without a dense part describes itself in HPS's form; `<model>.lookup` has the features.
         described = {**metadata(f"{model}.lookup"), "name": model}
     pools = hot_pools(model, hot_keys) if recipe.asks_for_hot_keys else HotKeyPools()
     return from_metadata(described, recipe, pools.keys), _said(recipe, pools)
@@ -81,8 +84,9 @@ def _said(recipe: LoadRecipe, pools: HotKeyPools) -> str:
 def from_metadata(
     metadata: Mapping[str, Any], recipe: LoadRecipe, pools: Mapping[str, KeyArray] = NO_POOLS
 ) -> list[Tensors]:
-    """Requests to the model that the protocol's ``metadata`` describes, with keys of ``pools`` by feature;
-    others are made up. Raises ConfigError."""
+    """Requests to the model with this ``metadata``, with keys of ``pools`` by feature; others are random.
+
+    Raises ConfigError."""
     signature = ModelSignature.of_metadata(metadata)
     shapes = {tensor["name"]: tensor["shape"] for tensor in metadata["inputs"]}
     types = {tensor["name"]: tensor["datatype"] for tensor in metadata["inputs"]}
@@ -132,13 +136,15 @@ def from_repository(
     dense = opened.spec.dense
     if name == model or dense is None:
         return [*found.many(recipe.count)]
-    others = {tensor.name for tensor in dense.inputs}  # which its lookups do not take
+    others = {tensor.name for tensor in dense.inputs}  # unknown to its lookups
     return [{n: t for n, t in each.items() if n not in others} for each in found.many(recipe.count)]
 
 
 def from_file(path: Path, metadata: Mapping[str, Any], batch: int) -> list[Tensors]:
-    """Requests that `hps generate requests` wrote: an ``.npz`` as they are, samples of a ``.json`` put
-    together ``batch`` at a time. Raises ConfigError."""
+    """Requests that `hps generate requests` wrote.
+
+    An ``.npz`` holds whole requests; samples of a ``.json`` are joined to batches of ``batch``. Raises
+    ConfigError."""
     try:
         if path.suffix == ".npz":
             return _npz(path)
@@ -181,13 +187,13 @@ def _stacked(steps: Iterable[Mapping[str, Any]], name: str, dtype: str) -> NDArr
 
 
 def samples(tensors: Tensors) -> int:
-    """The batch of a request: what offsets say, or the most that a tensor has."""
+    """The batch of a request: from offsets, else the longest tensor."""
     ends = [len(array) - 1 for name, array in tensors.items() if name.endswith(".offsets")]
     return ends[0] if ends else max((len(array) for array in tensors.values()), default=0)
 
 
 def different_keys(requests: Sequence[Tensors]) -> int:
-    """How many different keys all ``requests`` ask for, counted for each of their tensors."""
+    """Number of different keys in all ``requests``, counted for each tensor."""
     names = [name for name, array in requests[0].items() if array.dtype.kind in "iu"]
     wanted = [name for name in names if not name.endswith(".offsets") and name != "NUMKEYS"]
     return sum(

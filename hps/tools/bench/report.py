@@ -1,4 +1,4 @@
-"""What is told of a run, and kept of it in a file."""
+"""The report of a run, and its file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hps.tools.bench.run import BenchResult
 FORMAT = "hps-bench-2"
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 _LAYOUT = "hdr-1024-ns"
-# A process in Python that is busier than this is late with what it measures.
+# A busier Python process is late with its measurements.
 BUSY = 0.85
 
 
-def report(outcome: BenchResult, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """``asked``: what was sent to whom, and how."""
+def report(outcome: BenchResult, load: Mapping[str, Any]) -> dict[str, Any]:
+    """``load``: the server, and the requests that were sent."""
     whole = LatencyHistogram.summed(outcome.slices)
     seconds = outcome.seconds
     per_s = outcome.answered / seconds if seconds else 0.0
@@ -29,12 +29,12 @@ def report(outcome: BenchResult, asked: Mapping[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "hps": __version__,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **asked,
+        **load,
         "seconds": seconds,
         "requests": whole.total,
         "errors": {kind: {"count": n, "first": text} for kind, (n, text) in outcome.errors.items()},
         "requests_per_s": per_s,
-        "samples_per_s": per_s * asked["batch"],
+        "samples_per_s": per_s * load["batch"],
         "latency_s": quantiles(whole) | {"mean": whole.mean, "max": whole.quantile(1.0)},
         "late_s": quantiles(outcome.late) | {"max": outcome.late.quantile(1.0)},
         "found_no_place": outcome.full,
@@ -49,7 +49,7 @@ def report(outcome: BenchResult, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantiles(histogram: LatencyHistogram) -> dict[str, float | None]:
-    """Seconds; of quantiles that so few durations do not tell, None."""
+    """Seconds; None for a quantile with too few durations."""
     total = histogram.total
     return {
         name: histogram.quantile(share) if total * (1 - share) >= 1 else None
@@ -57,14 +57,14 @@ def quantiles(histogram: LatencyHistogram) -> dict[str, float | None]:
     }
 
 
-def errors_of(told: Mapping[str, Any]) -> int:
-    return sum(each["count"] for each in told["errors"].values())
+def errors_of(report: Mapping[str, Any]) -> int:
+    return sum(each["count"] for each in report["errors"].values())
 
 
-def save(path: Path, told: Mapping[str, Any]) -> None:
-    """Raises ConfigError."""
+def save(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report. Raises ConfigError."""
     try:
-        path.write_text(json.dumps(told) + "\n")
+        path.write_text(json.dumps(report) + "\n")
     except OSError as error:
         raise ConfigError(
             f"--json {path}: {error.strerror}; name a file that can be written"
@@ -72,21 +72,21 @@ def save(path: Path, told: Mapping[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What `save` wrote. Raises ConfigError."""
+    """Read a report that `save` wrote. Raises ConfigError."""
     try:
-        told = json.loads(path.read_text())
-        if told["format"] != FORMAT or told["histograms"]["layout"] != _LAYOUT:
-            raise ValueError(f"its format is {told['format']!r}")
+        report = json.loads(path.read_text())
+        if report["format"] != FORMAT or report["histograms"]["layout"] != _LAYOUT:
+            raise ValueError(f"its format is {report['format']!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--compare {path}: {error}; hps bench --json FILE of this version writes such files"
         ) from None
-    return dict(told)
+    return dict(report)
 
 
-def slices_of(told: Mapping[str, Any]) -> list[tuple[float, LatencyHistogram]]:
-    """The slices that the run reached: how long each lasted, seconds, and its latencies."""
-    found = told["histograms"]
+def slices_of(report: Mapping[str, Any]) -> list[tuple[float, LatencyHistogram]]:
+    """The slices that the run reached: duration in seconds, and latencies."""
+    found = report["histograms"]
     return [
         (float(seconds), LatencyHistogram({int(n): int(c) for n, c in each}))
         for seconds, each in zip(found["seconds"], found["slices"], strict=True)

@@ -1,4 +1,4 @@
-"""Results of ``hps bench``, and what two of them differ in, for people."""
+"""Tables of the results of ``hps bench``, and of comparisons."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ from hps.tools.output import (
     warn,
 )
 
-# From here on, of the time at the 99th percentile, requests that are sent late count.
+# Requests sent later than this share of the 99th percentile get a warning.
 _LATE, _LATE_S = 0.1, 1e-3
-# From here on a run says more of unknown keys than of the model's rows.
+# Above this share of unknown keys, a run does not measure the model's rows.
 _MANY_DEFAULTED = 0.1
 
 
-def show(told: Mapping[str, Any]) -> None:
-    """A result for people."""
-    way = f"{told['rate']:g} due per s, {told['arrivals']}" if told["rate"] else "closed loop"
+def show(report: Mapping[str, Any]) -> None:
+    """Print a report."""
+    way = f"{report['rate']:g} due per s, {report['arrivals']}" if report["rate"] else "closed loop"
     print_line(
-        f"{told['model']} at {told['url']} ({told['server']}), batch {told['batch']}, keys {told['keys']}: "
-        f"{plural(told['different_requests'], 'request')} in turn, "
-        f"{plural(told['different_keys'], 'different key')}"
+        f"{report['model']} at {report['url']} ({report['server']}), batch {report['batch']}, "
+        f"keys {report['keys']}: "
+        f"{plural(report['different_requests'], 'request')} in turn, "
+        f"{plural(report['different_keys'], 'different key')}"
     )
-    lines = f", {plural(told['connections'], 'connection')}" if told["connections"] else ""
+    lines = f", {plural(report['connections'], 'connection')}" if report["connections"] else ""
     print_line(
-        f"{way}, concurrency {told['concurrency']}{lines}, {told['seconds']:.1f} s after "
-        f"{told['warmup_s']:g} s of warm-up"
+        f"{way}, concurrency {report['concurrency']}{lines}, {report['seconds']:.1f} s after "
+        f"{report['warmup_s']:g} s of warm-up"
     )
-    if told["keys_from"] is not None:
-        print_line(f"keys answered from {in_words(told['keys_from'])}")
+    if report["keys_from"] is not None:
+        print_line(f"keys answered from {in_words(report['keys_from'])}")
     print_line()
-    failed, done = errors_of(told), told["requests"]
+    failed, done = errors_of(report), report["requests"]
     print_table(
         ("requests", "requests/s", "samples/s", "errors"),
         [
             (
                 count(done),
-                FormattedNumber(f"{told['requests_per_s']:,.1f}"),
-                FormattedNumber(f"{told['samples_per_s']:,.0f}"),
+                FormattedNumber(f"{report['requests_per_s']:,.1f}"),
+                FormattedNumber(f"{report['samples_per_s']:,.0f}"),
                 FormattedNumber(
                     f"{failed:,} ({percentage(failed, failed + done)})" if failed else "0"
                 ),
@@ -56,18 +57,18 @@ def show(told: Mapping[str, Any]) -> None:
         ],
     )
     print_line()
-    columns = [name for name, value in told["latency_s"].items() if value is not None]
-    rows = [("latency", *(_ms(told["latency_s"][name]) for name in columns))]
-    if told["rate"]:
-        rows.append(("sent late by", *(_ms(told["late_s"].get(name)) for name in columns)))
+    columns = [name for name, value in report["latency_s"].items() if value is not None]
+    rows = [("latency", *(_ms(report["latency_s"][name]) for name in columns))]
+    if report["rate"]:
+        rows.append(("sent late by", *(_ms(report["late_s"].get(name)) for name in columns)))
     if columns:
         print_table(("ms", *columns), rows)
-    for kind, error in sorted(told["errors"].items(), key=lambda each: -each[1]["count"]):
+    for kind, error in sorted(report["errors"].items(), key=lambda each: -each[1]["count"]):
         print_problem(f"{error['count']:,} {kind}; the first one: {error['first']}")
-    if told["interrupted"]:
+    if report["interrupted"]:
         warn("interrupted: this is what there was until then")
-    _show_limits(told)
-    warn_of_defaults((told["keys_from"] or {}).get("default", 0.0))
+    _show_limits(report)
+    warn_of_defaults((report["keys_from"] or {}).get("default", 0.0))
 
 
 def in_words(keys_from: Mapping[str, float]) -> str:
@@ -90,22 +91,23 @@ def warn_of_defaults(part: float) -> None:
         )
 
 
-def _show_limits(told: Mapping[str, Any]) -> None:
-    """What the load generator itself, and not the server, may have been slow at."""
-    if told["own_cpu"] > BUSY:
+def _show_limits(report: Mapping[str, Any]) -> None:
+    """Warn of limits of the load generator itself."""
+    if report["own_cpu"] > BUSY:
         warn(
-            f"this load generator used {100 * told['own_cpu']:.0f} % of a core and was the limit itself: the "
-            "server may be quicker. Larger batches, a lower --rate, or several of it beside each other help"
+            f"this load generator used {100 * report['own_cpu']:.0f} % of a core and was the limit "
+            "itself: the server may be quicker. Larger batches, a lower --rate, or several "
+            "load generators in parallel help"
         )
-    if told["found_no_place"]:
+    if report["found_no_place"]:
         warn(
-            f"{plural(told['found_no_place'], 'request')} had to wait until fewer than "
-            f"{told['concurrency']} others were under way (--concurrency), which counts as their latency: "
+            f"{plural(report['found_no_place'], 'request')} had to wait until fewer than "
+            f"{report['concurrency']} others were in flight (--concurrency), which counts as their latency: "
             "the server is slower than --rate"
         )
         return
-    late, took = told["late_s"].get("p99"), told["latency_s"].get("p99")
-    if told["rate"] and late and late > max(_LATE_S, _LATE * took):
+    late, took = report["late_s"].get("p99"), report["latency_s"].get("p99")
+    if report["rate"] and late and late > max(_LATE_S, _LATE * took):
         warn(
             f"this load generator sent a request in a hundred {_ms(late)} ms late or later, for want of a "
             "core, which counts as latency: leave it one, or lower --rate"
@@ -120,8 +122,8 @@ def show_comparison(before_file: Path, after_file: Path) -> None:
     before, after = load(before_file), load(after_file)
     for sentence in unlike(before, after):
         warn(f"the runs are not alike: {sentence}")
-    for file, told in ((before_file, before), (after_file, after)):
-        if failed := errors_of(told):
+    for file, report in ((before_file, before), (after_file, after)):
+        if failed := errors_of(report):
             warn(f"{file}: {failed:,} requests failed, of which no time is known")
     found = compare(before, after)
     print_table(
@@ -130,10 +132,10 @@ def show_comparison(before_file: Path, after_file: Path) -> None:
         styles={"slower": "red", "faster": "green"},
     )
     print_line()
-    parts = " and ".join(str(len(slices_of(told))) for told in (before, after))
+    parts = " and ".join(str(len(slices_of(report))) for report in (before, after))
     print_line(
         f"between: {100 * (1 - LEVEL):.0f} % for all lines together (Bonferroni), by a block bootstrap of "
-        f"{parts} slices. none: they tell no difference."
+        f"{parts} slices. none: no significant difference."
     )
     print_line("What else a machine does may differ by more from run to run: repeat both, in turn.")
 

@@ -1,9 +1,8 @@
-"""A run: requests sent for a while, how long each took, and what went wrong.
+"""A run: send requests for a while; measure latencies and count errors.
 
-Closed loop: so many callers, each of which sends when it has its answer. Open loop: requests become due by
-the clock, whatever the server does, and a request's time counts from then: one that the server's slowness
-keeps from being sent has waited, and is measured so (Gil Tene: no coordinated omission).
-"""
+Closed loop: a number of callers, each of which sends when it has its answer. Open loop: requests become
+due by the clock, whatever the server does, and latency counts from then: a request that a slow server
+delays is measured with its wait (Gil Tene: no coordinated omission)."""
 
 from __future__ import annotations
 
@@ -34,7 +33,9 @@ _KINDS_KEPT = 50
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """``concurrency``: callers of a closed loop, most requests under way of an open one. ``rate`` None:
+    """Settings of a run.
+
+    ``concurrency``: callers of a closed loop, or the most requests in flight of an open one. ``rate`` None:
     closed loop. ``requests`` None: as many as the time allows."""
 
     duration_s: float
@@ -49,12 +50,14 @@ class BenchPlan:
 
 @dataclass
 class BenchResult:
-    """``seconds``: how long was measured. ``slices``: latencies of what succeeded, by when it was due;
-    ``spans``: how long each of them lasted, 0 for one that was not reached. ``answered``: answers that came
-    while it was measured, whenever they were asked for. ``late``: how long after it was due each request was
-    sent; ``full``: requests that had to wait because as many as may be were under way. ``errors``:
-    how many of each kind, and the first one's words. ``own_cpu``: the share of a core that this process
-    used."""
+    """Measurements of a run.
+
+    ``seconds``: duration of the measurement. ``slices``: latencies of successes, by due time;
+    ``spans``: the
+    seconds of each slice, 0 for one that was not reached. ``answered``: answers during the measurement,
+    whenever they were requested. ``late``: delays between the due time and the sending; ``full``: requests
+    that waited because the limit was in flight. ``errors``: count of each kind, and its first text.
+    ``own_cpu``: the share of a core that this process used."""
 
     seconds: float = 0.0
     slices: list[LatencyHistogram] = field(
@@ -79,8 +82,9 @@ class BenchResult:
 def run(
     make: Callable[[], Sender], prepare: Callable[[Sender], Sequence[Any]], plan: BenchPlan
 ) -> BenchResult:
-    """Send what ``prepare`` makes for the sender that ``make`` opens, in turn, by ``plan``; SIGINT ends it
-    with what there is."""
+    """Send the messages of ``prepare`` in turn with the sender of ``make``, by ``plan``.
+
+    SIGINT ends the run with the results so far."""
 
     async def whole() -> BenchResult:
         sender = make()
@@ -89,7 +93,7 @@ def run(
         finally:
             await sender.close()
 
-    # Of the selectors, select alone waits for less than a millisecond: requests are due more exactly.
+    # Only the select selector waits for less than a millisecond, which due times need.
     def loop() -> asyncio.AbstractEventLoop:
         return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
@@ -107,9 +111,9 @@ class _BenchRun:
         self._sender, self._messages, self._plan = sender, messages, plan
         self._outcome = BenchResult()
         self._numbers: Iterator[int] = count()
-        self._begin = self._from = self._to = 0  # of all, of what is measured; ns
+        self._begin = self._from = self._to = 0  # of the run and of the measurement, ns
         self._slice_ns = 1
-        self._begun: dict[int, int] = {}  # when the first request of each slice was due
+        self._begun: dict[int, int] = {}  # due time of the first request of each slice
         self._last = self._taken = 0
 
     async def go(self) -> BenchResult:
@@ -137,10 +141,10 @@ class _BenchRun:
         return outcome
 
     def _spans(self, ended: int) -> list[float]:
-        """How long each slice lasted, seconds."""
+        """Seconds of each slice."""
         if self._plan.requests is None:
             marks = [self._from + number * self._slice_ns for number in range(SLICES)]
-        else:  # one that nothing belongs to ends where it begins
+        else:  # a slice without requests ends where it begins
             begun, marks = ended, []
             for number in reversed(range(SLICES)):
                 begun = self._begun.get(number, begun)
@@ -149,7 +153,7 @@ class _BenchRun:
         return [max(0, end - mark) * 1e-9 for mark, end in zip(marks, ends, strict=True)]
 
     async def _own_cpu(self) -> None:
-        """Looked at again and again: the run may end at any time."""
+        """Updated repeatedly: the run may end at any time."""
         await asyncio.sleep(self._plan.warmup_s)
         cpu, wall = time.process_time(), time.perf_counter()
         while True:
@@ -194,7 +198,7 @@ class _BenchRun:
                 group.create_task(one(due, place))
 
     def _due(self, rate: float) -> Iterator[int]:
-        """When requests are due, ns."""
+        """Due times of requests, ns."""
         random = np.random.default_rng(self._plan.seed)
         due = float(self._begin)
         while True:
@@ -214,7 +218,7 @@ class _BenchRun:
         self._outcome.errors["NotSent"] = left, words
 
     def _slice(self, due: int) -> int | None:
-        """The slice of a request that is due then; None when no more are to be sent."""
+        """The slice of a request by its due time; None when no more are sent."""
         if due < self._from:
             return _WARMING_UP
         if self._plan.requests is None:
@@ -227,7 +231,7 @@ class _BenchRun:
         return place
 
     async def _one(self, due: int, place: int) -> None:
-        """A request that is, or was, due by now."""
+        """Send a request that is due."""
         message = self._messages[next(self._numbers) % len(self._messages)]
         sent, error = time.perf_counter_ns(), None
         try:
@@ -245,7 +249,7 @@ class _BenchRun:
         if error is not None:
             outcome.failed(error)
             if self._plan.rate is None:
-                await asyncio.sleep(0.001)  # a server that refuses at once is not hammered
+                await asyncio.sleep(0.001)  # do not flood a server that rejects immediately
             return
         outcome.answered += self._plan.requests is not None
         outcome.slices[place].record(done - due)

@@ -1,4 +1,4 @@
-"""What carries requests to the server: HTTP on connections that are kept, or gRPC. Used on one event loop."""
+"""Senders of requests: HTTP with keep-alive connections, or gRPC. Used on one event loop."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
 
 class Sender(Protocol):
     def message(self, call: InferCall) -> Any:
-        """A request as it is sent, again and again."""
+        """Encode a request, to be sent many times."""
         ...
 
     async def send(self, message: Any, until: float) -> None:
-        """Returns when a success has come whole. Raises the HpsError that was answered instead, or that there
-        was no answer until an instant of ``time.monotonic``."""
+        """Send a message and read the whole answer.
+
+        Raises the HpsError of an answer that is no success, or DeadlineExceeded at ``until``, an instant of
+        ``time.monotonic``."""
         ...
 
     async def close(self) -> None: ...
@@ -41,7 +43,7 @@ def open_sender(url: str, api_key: str | None, tls: Tls | None, connections: int
 
 
 class GrpcSender:
-    """Requests take turns on so many connections: one alone reaches one of a server's processes."""
+    """Requests take turns on several connections: one alone reaches one of a server's processes."""
 
     def __init__(self, at: ServerAddress, api_key: str | None, connections: int = 1) -> None:
         from hps.client.grpc import AsyncGrpcChannel, GrpcCodec
@@ -62,7 +64,7 @@ class GrpcSender:
 
 
 class HttpSender:
-    """A connection for each request under way, kept for the next one."""
+    """One connection for each request in flight, kept for the next one."""
 
     def __init__(self, at: ServerAddress, api_key: str | None) -> None:
         self._at = at
@@ -114,7 +116,7 @@ class HttpSender:
 
 
 class _BenchConnection(asyncio.Protocol):
-    """Carries one request at a time. ``closes``: it carries no further one."""
+    """Carries one request at a time. ``closes``: the server will close it."""
 
     def __init__(self) -> None:
         self.closes = False
@@ -124,7 +126,7 @@ class _BenchConnection(asyncio.Protocol):
         self._reply: asyncio.Future[Reply] | None = None
 
     async def exchange(self, message: bytes) -> Reply:
-        """Raises OSError. Given up half-way, the connection is closed."""
+        """Send a message and return the reply. Raises OSError. A cancelled exchange closes the connection."""
         self._coming.clear()
         self._head = None
         self._reply = asyncio.get_running_loop().create_future()
@@ -161,8 +163,7 @@ class _BenchConnection(asyncio.Protocol):
             self._reply.set_exception(error)
 
     def _found_head(self, at: int) -> tuple[bytes, int, int | None] | None:
-        """Once it is there: the head, where the body begins, and how long it is, None where it comes in
-        chunks."""
+        """The head once complete, the body's start, and its length (None: chunked)."""
         end = self._coming.find(b"\r\n\r\n", at)
         if end < 0:
             return None
@@ -174,7 +175,7 @@ class _BenchConnection(asyncio.Protocol):
         return head, end + 4, None if length is None else int(length[1])
 
     def _body(self, _head: bytes, start: int, length: int | None) -> bytes | None:
-        """Once it is there."""
+        """The body once complete."""
         if length is None:
             ends = self._coming.endswith(b"\r\n\r\n")
             return _unchunked(self._coming, start) if ends else None
@@ -188,7 +189,7 @@ def _status(head: bytes) -> int:
 
 
 def _unchunked(coming: bytearray, at: int) -> bytes | None:
-    """A body in chunks (RFC 9112, 7.1); None while there is more to come. Raises OSError."""
+    """A chunked body (RFC 9112, 7.1); None while incomplete. Raises OSError."""
     pieces: list[bytes] = []
     while (end := coming.find(b"\r\n", at)) >= 0:
         try:

@@ -1,4 +1,4 @@
-"""All checks there are."""
+"""The list of all checks."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ HTTP, GRPC = CheckSuite("http"), CheckSuite("grpc")
 
 
 class _BlockingClient:
-    """A client for asyncio, one call at a time on a loop of its own."""
+    """An asyncio client with blocking calls, on an event loop of this object."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._loop = asyncio.new_event_loop()
@@ -54,7 +54,7 @@ class _BlockingClient:
             await self._client.close()
             await asyncio.sleep(
                 0.05
-            )  # health calls leave bodies unread, whose end frees the connection
+            )  # health calls leave bodies unread; reading them frees the connection
 
         self._loop.run_until_complete(end())
         self._loop.close()
@@ -69,7 +69,7 @@ def _closing(client: Any) -> Iterator[Any]:
 
 
 def _drive(kind: Any, client: Any, target: CheckedServer, **forms: Any) -> None:
-    """Everything a caller does with a client: ``forms`` are further ways of sending a request."""
+    """Call every method of a client; ``forms`` are further ways of sending a request."""
     headers = dict(target.headers)
     require(client.is_server_live(headers=headers), "not live")
     require(client.is_server_ready(headers=headers), "not ready")
@@ -88,7 +88,7 @@ def _drive(kind: Any, client: Any, target: CheckedServer, **forms: Any) -> None:
         found = head["id"] if isinstance(head, dict) else head.id
         require(found == "r-7", f"id {found!r}")
         for name, options in forms.items():
-            # The client writes codings into the headers it is given.
+            # The client writes codings into the headers that it gets.
             result = client.infer(sample.model, inputs, **ask, **options, headers={**headers})
             same({n: result.as_numpy(n) for n in sample.outputs}, expected, name)
     if "statistics" in extensions:
@@ -121,7 +121,7 @@ _CODED = {
 
 
 def _codings(target: CheckedServer) -> dict[str, Any]:
-    """Of ``_CODED``, those that the server takes bodies in."""
+    """Those of ``_CODED`` that the server accepts for bodies."""
     with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         head = {"Content-Encoding": "gzip"}
@@ -134,14 +134,14 @@ _CALL_CODED = {coding: {"compression_algorithm": coding} for coding in ("gzip", 
 
 
 def _http(target: CheckedServer) -> dict[str, Any]:
-    """How tritonclient.http is told of certificates."""
+    """Arguments of tritonclient.http for certificates."""
     if target.http_tls is None:
         return {}
     return {"ssl": True, "ssl_context_factory": _gevent_context(target.http_tls)}
 
 
 def _gevent_context(tls: Tls) -> Callable[..., Any]:
-    """The client waits by gevent, whose sockets want a context of its own."""
+    """An SSL context for gevent's sockets, on which the client waits."""
     import gevent.ssl
 
     def make(**_defaults: Any) -> Any:

@@ -249,9 +249,9 @@ def streams(target: CheckedServer) -> None:
         sent = [request(sample, id="a"), wrong, request(sample, id="c")]
         with skip_unimplemented("ModelStreamInfer"):
             answers = ask.stream(sent)
-        told = [(each.error_message != "", each.infer_response.id) for each in answers]
-        require([error for error, _ in told] == [False, True, False], f"{told}")
-        require((told[0][1], told[2][1]) == ("a", "c"), f"{told}")
+        results = [(each.error_message != "", each.infer_response.id) for each in answers]
+        require([error for error, _ in results] == [False, True, False], f"{results}")
+        require((results[0][1], results[2][1]) == ("a", "c"), f"{results}")
 
 
 @SUITE.check
@@ -298,7 +298,7 @@ def repository(target: CheckedServer) -> None:
 
 @SUITE.check
 def what_is_not_offered(target: CheckedServer) -> None:
-    """Calls of extensions that are not told of are UNIMPLEMENTED."""
+    """Calls of extensions that are not named are UNIMPLEMENTED."""
     calls = {
         "system_shared_memory": "SystemSharedMemoryStatus",
         "cuda_shared_memory": "CudaSharedMemoryStatus",

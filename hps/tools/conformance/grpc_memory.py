@@ -38,12 +38,14 @@ def shared_memory(target: CheckedServer) -> None:
         at = _places(name, sent.inputs, map(len, raws), 0)
         ends = _places(name, sent.outputs, (expected[o.name].nbytes for o in sent.outputs), at)
         codes = ("NOT_FOUND", "INVALID_ARGUMENT")
-        expect_error(lambda: ask.ask("ModelInfer", sent), *codes, what="a region nobody knows")
+        expect_error(lambda: ask.ask("ModelInfer", sent), *codes, what="an unknown region")
         region = pb.SystemSharedMemoryRegisterRequest(name=name, key=f"/{name}", byte_size=size)
         ask.ask("SystemSharedMemoryRegister", region)
         status = pb.SystemSharedMemoryStatusRequest(name=name)
-        told = ask.ask("SystemSharedMemoryStatus", status).regions[name]
-        require((told.key, told.byte_size) == (f"/{name}", size), f"{told}")
+        region_status = ask.ask("SystemSharedMemoryStatus", status).regions[name]
+        require(
+            (region_status.key, region_status.byte_size) == (f"/{name}", size), f"{region_status}"
+        )
         try:
             answer = ask.ask("ModelInfer", sent)
             require(ends == size and not any(answer.raw_output_contents), "outputs are sent, too")
@@ -64,7 +66,7 @@ def shared_memory(target: CheckedServer) -> None:
 
 
 def _places(region: str, tensors: Any, sizes: Iterable[int], at: int) -> int:
-    """Have ``tensors`` one after another in ``region``, from ``at``; the end of the last."""
+    """Place ``tensors`` one after another in ``region`` from ``at``; return the end of the last."""
     for tensor, size in zip(tensors, sizes, strict=True):
         tensor.parameters["shared_memory_region"].string_param = region
         tensor.parameters["shared_memory_byte_size"].int64_param = size

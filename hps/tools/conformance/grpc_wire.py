@@ -1,4 +1,4 @@
-"""Requests of the protocol's gRPC form, and answers taken apart."""
+"""Requests in the protocol's gRPC form, and parsed answers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def skip_unimplemented(what: str) -> Iterator[None]:
 
 
 def expect_error(call: Callable[[], Any], *codes: str, what: str = "a request at fault") -> str:
-    """The text of the error that ``call`` ends in; one without any of ``codes`` is noted, as is none."""
+    """The text of the error of ``call``; notes a code that is not in ``codes``, and a success."""
     try:
         call()
     except grpc.RpcError as error:
@@ -99,7 +99,7 @@ def expect_error(call: Callable[[], Any], *codes: str, what: str = "a request at
 
 
 def request(sample: SampleRequest, *, raw: bool = True, **fields: Any) -> Any:
-    """``raw``: all inputs raw, else in protobuf's types, which FP16 has none of."""
+    """``raw``: all inputs raw, else in protobuf's types, which exclude FP16."""
     made = pb.ModelInferRequest(model_name=sample.model, **fields)
     for name, array in sample.inputs.items():
         datatype = sample.datatype(name)
@@ -114,7 +114,7 @@ def request(sample: SampleRequest, *, raw: bool = True, **fields: Any) -> Any:
 
 
 def is_raw(response: Any) -> bool:
-    """Whether its outputs have the only form that Triton's clients read."""
+    """Whether the outputs are raw, the only form that Triton's clients read."""
     return bool(response.raw_output_contents) or not response.outputs
 
 

@@ -25,7 +25,7 @@ from hps.tools.conformance.target import (
 )
 
 SUITE = CheckSuite("http")
-# What perf_analyzer reads of a model's statistics; a lack ends it.
+# Statistics without which perf_analyzer ends.
 TIMES = (
     *("success", "queue", "compute_input", "compute_infer", "compute_output"),
     *("cache_hit", "cache_miss"),
@@ -55,9 +55,9 @@ def server_metadata(target: CheckedServer) -> None:
         about = http.ask("GET", "/v2").json()
     require(isinstance(about["name"], str) and isinstance(about["version"], str), f"{about}")
     known = "binary_tensor_data" in (about.get("extensions") or ())
-    require(target.binary or not known, "it tells of binary_tensor_data and refuses binary tensors")
+    require(target.binary or not known, "it names binary_tensor_data and refuses binary tensors")
     needs(target.binary, "binary_tensor_data, which Triton's clients cannot do without")
-    require(known, "it has tensors in binary form and does not tell of binary_tensor_data")
+    require(known, "it has tensors in binary form and does not name binary_tensor_data")
 
 
 @SUITE.check
@@ -109,10 +109,10 @@ def forms_agree(target: CheckedServer) -> None:
             require(set(expected) == set(sample.outputs), f"outputs {list(expected)}")
             some = _json_only(sample, expected)
             for nested in (False, True) if some.outputs else ():
-                told = http.send(some, binary=False, nested=nested)
-                same(told.outputs(), {n: expected[n] for n in some.outputs}, "JSON")
-                if LENGTH not in told.headers:
-                    head = told.json()
+                reply = http.send(some, binary=False, nested=nested)
+                same(reply.outputs(), {n: expected[n] for n in some.outputs}, "JSON")
+                if LENGTH not in reply.headers:
+                    head = reply.json()
                     require(head["model_name"] == sample.model, f"{head['model_name']}")
                     version = head.get("model_version") or ""
                     require(type(version) is str, f"model_version {version!r}")
@@ -261,7 +261,7 @@ def statistics_only_grow(target: CheckedServer) -> None:
         wanted = (3, before["inference_count"] + 3 * batch)
         require(grown == wanted, f"3 × {batch} inferences, counted {grown} instead of {wanted}")
         every = http.ask("GET", "/v2/models/stats").json()["model_stats"]
-        require(model in {stats["name"] for stats in every}, f"/v2/models/stats lacks {model}")
+        require(model in {stats["name"] for stats in every}, f"/v2/models/stats misses {model}")
 
 
 @SUITE.check
@@ -302,7 +302,7 @@ def load_and_unload(target: CheckedServer) -> None:
 
 
 def _json_only(sample: SampleRequest, answered: dict[str, Any]) -> SampleRequest:
-    """``sample`` with the outputs that have a form in JSON."""
+    """``sample`` with the outputs that JSON can hold."""
     wide = tuple(name for name in sample.outputs if answered[name].dtype != np.float16)
     return replace(sample, outputs=wide)
 

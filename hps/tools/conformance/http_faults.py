@@ -198,8 +198,8 @@ def wrong_verbs_and_paths(target: CheckedServer) -> None:
 
 @SUITE.check
 def what_is_not_offered(target: CheckedServer) -> None:
-    """Shared memory, tracing and logging are answered where their extensions are told of, and refused with
-    an error where they are not."""
+    """Shared memory, tracing and logging are answered if their extensions are named, and refused with an
+    error if they are not."""
     paths: dict[str, Any] = {
         "system_shared_memory": "/v2/systemsharedmemory/status",
         "cuda_shared_memory": "/v2/cudasharedmemory/status",
@@ -211,13 +211,13 @@ def what_is_not_offered(target: CheckedServer) -> None:
         for extension, path in paths.items():
             answer = http.ask("GET", path)
             if extension in offered:
-                require(answer.status == 200, f"{extension} is told of, but {path} is not 200")
+                require(answer.status == 200, f"{extension} is named, but {path} is not 200")
             else:
                 answer.refused(400, 404, 501)
 
 
 def _textual(target: CheckedServer) -> SampleRequest:
-    """A sample whose inputs all have a form in JSON."""
+    """A sample whose inputs JSON can hold."""
     for sample in target.samples:
         if not BINARY_ONLY & {*map(sample.datatype, sample.inputs)}:
             return sample
@@ -225,5 +225,5 @@ def _textual(target: CheckedServer) -> SampleRequest:
 
 
 def _goes_on(http: HttpProbe, sample: SampleRequest) -> None:
-    """The same connection answers a good request after all this."""
+    """Check that the same connection still answers a valid request."""
     http.send(sample).outputs()

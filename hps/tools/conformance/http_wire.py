@@ -1,4 +1,4 @@
-"""Requests of the protocol's HTTP form, byte by byte, and answers taken apart."""
+"""Requests in the protocol's HTTP form, byte by byte, and parsed answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hps.tools.conformance.target import CheckedServer, SampleRequest, note, req
 
 LENGTH = "Inference-Header-Content-Length"
 PATIENCE_S = 30.0
-# How servers answer a body in a coding that they do not speak: by a word for it, or by finding no JSON.
+# Servers answer an unknown content coding with 415, or fail to parse the JSON.
 NO_CODING = (400, 415, 422)
 # Types without a form in JSON.
 BINARY_ONLY = {"FP16", "BF16"}
@@ -45,9 +45,9 @@ class HttpResponse:
             require(False, f"no JSON: {self.body[:300]!r}")
 
     def refused(self, *statuses: int) -> str:
-        """The text of an error with one of ``statuses``; what is wrong with it is noted."""
+        """The text of an error with one of ``statuses``; notes deviations."""
         wanted = " or ".join(map(str, statuses))
-        # Of the two, 422 says the same in other words, as FastAPI does.
+        # FastAPI answers 422 instead of 400.
         status = 400 if self.status == 422 else self.status
         note(status in statuses, f"{self.status} instead of {wanted}: {self.body[:300]!r}")
         if self.status < 400:
@@ -55,10 +55,10 @@ class HttpResponse:
         kind = self.headers.get("Content-Type", "")
         note(kind.startswith("application/json"), f"an error of the type {kind!r}")
         try:
-            told = json.loads(self.body)
+            answer = json.loads(self.body)
         except ValueError:
-            told = None
-        text = told.get("error") if isinstance(told, dict) else None
+            answer = None
+        text = answer.get("error") if isinstance(answer, dict) else None
         good = isinstance(text, str) and text
         note(good, f'an error that is no {{"error"}}: {self.body[:300]!r}')
         return str(text)
@@ -113,7 +113,7 @@ class HttpProbe:
         body: bytes | Iterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> HttpResponse:
-        """``body`` in pieces goes chunked. What the server says before it has read all of it counts too."""
+        """``body`` in pieces goes chunked. An answer before the server has read all of it counts, too."""
         chunked = body is not None and not isinstance(body, bytes)
         sent = {**self._headers, **(headers or {})}
         if chunked:
@@ -123,7 +123,7 @@ class HttpProbe:
             return self._answer(*asked, encode_chunked=chunked)
         except ConnectionError:
             self._connection.close()
-            if chunked or not self._used:  # the body is gone, or nothing has been answered yet
+            if chunked or not self._used:  # the body is consumed, or nothing has been answered yet
                 raise
         note(False, "it closed a connection after an answer that did not say so")
         return self._answer(*asked)
@@ -141,7 +141,7 @@ class HttpProbe:
         length: int | str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> HttpResponse:
-        """``length`` of the JSON, where there is something behind it."""
+        """``length`` of the JSON, if tensors follow it."""
         sent = {
             "Content-Type": "application/json" if length is None else "application/octet-stream"
         }
@@ -150,7 +150,7 @@ class HttpProbe:
         return self.ask("POST", f"{path_of(model)}/infer", body, sent | dict(headers or {}))
 
     def send(self, sample: SampleRequest, **how: Any) -> HttpResponse:
-        """``sample`` by ``request``; in binary form, unless told otherwise, where the server has that."""
+        """Send ``sample`` as `request` encodes it; by default in binary form if the server has that."""
         return self.infer(sample.model, *self.request(sample, **how))
 
     def request(self, sample: SampleRequest, **how: Any) -> tuple[bytes, int | None]:
@@ -172,11 +172,11 @@ def request(
     outputs: list[dict[str, Any]] | None = None,
     **rest: Any,
 ) -> tuple[bytes, int | None]:
-    """A request's body, and the length of its JSON where something is behind it.
+    """A request's body, and the length of its JSON if tensors follow it.
 
-    ``binary``: which inputs go in binary form; those without a form in JSON always do. ``outputs`` as they
-    stand in the request; by default all of the sample's, in the form of most of its inputs.
-    """
+    ``binary``: inputs in binary form; those that JSON cannot hold always are. ``outputs``: as in the
+    request;
+    by default all of the sample's, in the form of most of its inputs."""
     tensors, data = [], []
     for name, array in sample.inputs.items():
         tensor: dict[str, Any] = {
@@ -209,7 +209,7 @@ def encoded(array: NDArray[Any]) -> bytes:
 
 
 def tensors_of(head: Any, data: bytes) -> dict[str, NDArray[Any]]:
-    """The outputs of an answer's JSON ``head`` and of the ``data`` behind it, which must be just enough."""
+    """The outputs of an answer's JSON ``head`` and of ``data``, which must have the exact length."""
     found, start = {}, 0
     for output in head["outputs"]:
         name, datatype, shape = output["name"], output["datatype"], output["shape"]

@@ -1,7 +1,6 @@
-"""What servers are known to do otherwise than the checks ask for, by the name that they give themselves.
+"""Known deviations of servers, by the server's name and the check.
 
-By check, what it says of it (a regular expression), and why the check asks for something else all the same.
-"""
+Each has a regular expression of the check's text, and the reason why the check still expects otherwise."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _AT_FAULT = {
     "wakes who watches the server"
 }
 _NO_NAME = {
-    "requested model .* is not available": "an ensemble that is unknown is told of otherwise than another "
+    "requested model .* is not available": "an unknown ensemble gets another text than an unknown "
     "model that is"
 }
 TRITON: Known = {
@@ -51,11 +50,11 @@ _OF: Mapping[str, Known] = {"triton": TRITON}
 
 
 def known_of(server: str) -> Known:
-    """``server``: as its metadata names it."""
+    """``server``: the name in its metadata."""
     return _OF.get(server.lower(), {})
 
 
 def reasons(known: Known, check: str, found: Sequence[str]) -> list[str]:
-    """For each text that ``check`` found, why it is known; "" for one that is not."""
+    """The reason for each text of ``found``; "" for one that is not known."""
     patterns = known.get(check, {})
     return [next((why for p, why in patterns.items() if re.search(p, text)), "") for text in found]

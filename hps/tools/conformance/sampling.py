@@ -1,4 +1,4 @@
-"""Requests for a server that nobody has described: made up from what it tells of its models."""
+"""Requests for any server, made from the metadata of its models."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Tensors = list[tuple[str, str, list[int]]]
 def samples_of(
     target: CheckedServer, models: Sequence[str] = (), seed: int = 1
 ) -> tuple[tuple[SampleRequest, ...], dict[str, str]]:
-    """A request for each of ``models``, by default all that the index of ``target`` has ready; those with
-    most tensors first. They are in binary form if ``target`` has that. And, by name, why others are left out:
-    they do not answer a made-up request. Asks by HTTP where that is spoken, else by gRPC. Raises OSError,
-    HTTPException, RpcError, and Deviation where the server has no index."""
+    """A request for each of ``models``, by default all ready ones, those with most tensors first.
+
+    Requests are in binary form if ``target`` has that. Also returns, by name, why others are left out: they
+    reject a generated request. Uses HTTP if the server has it, else gRPC. Raises OSError, HTTPException,
+    RpcError, and Deviation for a server without an index."""
     found, left_out = [], {}
     random = np.random.default_rng(seed)
     with HttpProbe(target) if target.http else GrpcProbe(target) as ask:
@@ -50,7 +51,7 @@ def samples_of(
 
 
 def named(target: CheckedServer) -> str:
-    """How the server calls itself; "" where it does not say."""
+    """The server's name in its metadata, or ""."""
     try:
         if target.http:
             with HttpProbe(target) as http:
@@ -62,7 +63,7 @@ def named(target: CheckedServer) -> str:
 
 
 def _ready(ask: HttpProbe) -> list[str]:
-    rows = ask.ask("POST", "/v2/repository/index", b"{}").json()  # MLServer wants a body
+    rows = ask.ask("POST", "/v2/repository/index", b"{}").json()  # MLServer requires a body
     return [row["name"] for row in rows if row.get("state", "READY") == "READY"]
 
 

@@ -1,4 +1,4 @@
-"""Who is checked, with which requests, and what a check is."""
+"""The server under test, sample requests, and the check itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOTED: ContextVar[list[str]] = ContextVar("noted")
 
 
 class Deviation(AssertionError):
-    """The server does something else than the protocol says: ``found``, a text for each such thing."""
+    """The server deviates from the protocol: ``found``, a text for each deviation."""
 
     def __init__(self, *found: str) -> None:
         super().__init__("\n".join(found))
@@ -30,7 +30,7 @@ class Deviation(AssertionError):
 
 
 class NotOffered(Exception):
-    """The server does not claim what the check is about."""
+    """The server does not claim the feature under test."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class CheckedServer:
-    """A server: ``host:port`` of its protocols, and requests it can answer. The first sample is the one that
-    most checks send. ``headers`` (``x-api-key``, say) go with every request. The certificates of each
-    protocol, None where it is spoken in plain text. ``binary``: whether its HTTP has tensors in binary
-    form."""
+    """A server: ``host:port`` of its protocols, and requests that it answers.
+
+    Most checks send the first sample. Every request has ``headers`` (``x-api-key``, say). Each protocol has
+    certificates, or None in plain text. ``binary``: its HTTP has tensors in binary form."""
 
     http: str
     grpc: str
@@ -68,8 +68,8 @@ class CheckedServer:
 
 @dataclass(frozen=True)
 class ConformanceCheck:
-    """``text`` says in a sentence what the server must do; ``body`` is what is done to find out, which
-    ``changes`` what is served if it says so."""
+    """``text`` states the requirement in a sentence; ``body`` tests it. ``changes``: it changes what is
+    served."""
 
     name: str
     protocol: Protocol
@@ -78,7 +78,7 @@ class ConformanceCheck:
     changes: bool = False
 
     def run(self, target: CheckedServer) -> None:
-        """Raises Deviation with all that was found, NotOffered, or what a client raises."""
+        """Raises Deviation with all findings, NotOffered, or an error of a client."""
         found: list[str] = []
         noted = _NOTED.set(found)
         try:
@@ -91,8 +91,9 @@ class ConformanceCheck:
             raise Deviation(*found)
 
     def verdict(self, target: CheckedServer) -> tuple[str, tuple[str, ...]]:
-        """``as it should``, ``differs`` or ``not offered``, and what was found. An error of a client counts
-        as a difference."""
+        """``as it should``, ``differs`` or ``not offered``, and the findings.
+
+        An error of a client counts as a difference."""
         try:
             self.run(target)
         except Deviation as deviation:
@@ -112,11 +113,11 @@ class CheckSuite:
         self.checks: list[ConformanceCheck] = []
 
     def check(self, run: Callable[[CheckedServer], None]) -> Callable[[CheckedServer], None]:
-        """A decorator; the function's docstring is what the check says."""
+        """Register a check; the function's docstring is its text."""
         return self._add(run, changes=False)
 
     def changing(self, run: Callable[[CheckedServer], None]) -> Callable[[CheckedServer], None]:
-        """The same for one that changes what is served."""
+        """Register a check that changes what is served."""
         return self._add(run, changes=True)
 
     def _add(
@@ -129,7 +130,7 @@ class CheckSuite:
 
 
 def note(holds: object, text: str) -> None:
-    """Unless ``holds``, ``text`` is a deviation, after which the check goes on."""
+    """Record ``text`` as a deviation unless ``holds``; the check continues."""
     if not holds:
         _NOTED.get().append(text)
 
@@ -147,12 +148,12 @@ def require(holds: object, text: str) -> None:
 
 
 def unknown_version(versions: Collection[str]) -> str:
-    """One that is not among a model's ``versions``, of which there may be several, or none that it tells."""
+    """A version that is not among a model's ``versions``."""
     return next(str(number) for number in count(77) if str(number) not in versions)
 
 
 def settled(read: Callable[[], T], wanted: Callable[[T], bool]) -> T:
-    """What ``read`` gives once it is ``wanted``, or at last: servers may count a request after its answer."""
+    """The value of ``read`` once it is ``wanted``, or the last one: servers may count after the answer."""
     end = time.monotonic() + _SETTLES_S
     while not wanted(found := read()) and time.monotonic() < end:
         time.sleep(_PAUSE_S)
@@ -160,7 +161,7 @@ def settled(read: Callable[[], T], wanted: Callable[[T], bool]) -> T:
 
 
 def steady(read: Callable[[], T]) -> T:
-    """What ``read`` gives twice in a row, or at last where others ask, too: what went before is counted."""
+    """The value that ``read`` returns twice in a row, or the last one if other clients send requests."""
     end = time.monotonic() + _SETTLES_S
     last = read()
     time.sleep(_PAUSE_S)

@@ -1,1 +1,1 @@
-"""The doctor's checks: each looks at one thing and says how to mend it."""
+"""Checks of a machine and a deployment, each with a remedy."""

@@ -1,4 +1,4 @@
-"""How long certificates are valid yet: those of this server's ports, and those that others show."""
+"""Remaining validity of certificates: this server's own, and those that others present."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ WARN_DAYS = 14
 
 
 def validity(name: str, end: datetime | None, of: str) -> DoctorCheck:
-    """``end``: when a certificate that is valid now will not be any more; None: nobody says."""
+    """``end``: expiry of a certificate that is valid now; None if unknown."""
     if end is None:
         return DoctorCheck(name, "OK", of)
     days = (end - datetime.now(UTC)).days
     found = f"{of}, valid until {end:%Y-%m-%d %H:%M} UTC"
     if days >= WARN_DAYS:
         return DoctorCheck(name, "OK", found)
-    mend = "renew it; servers take over files that change, without a restart"
-    return DoctorCheck(name, "WARN", f"{found}: {days} days", mend)
+    remedy = "renew it; servers take over files that change, without a restart"
+    return DoctorCheck(name, "WARN", f"{found}: {days} days", remedy)
 
 
 def file(name: str, certificate: Path) -> DoctorCheck:
@@ -36,7 +36,7 @@ def file(name: str, certificate: Path) -> DoctorCheck:
 
 
 def shown(name: str, url: str, tls: Tls | None, patience_s: float) -> DoctorCheck:
-    """The certificate that the server at ``url`` shows. Raises OSError."""
+    """Check the certificate that the server at ``url`` presents. Raises OSError."""
     from hps.client.address import address
     from hps.config.certificates import valid_until
 

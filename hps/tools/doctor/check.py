@@ -1,4 +1,4 @@
-"""What a check finds."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ Verdict = Literal["OK", "WARN", "FAIL"]
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck:
-    """What was looked at, what was found, and what to do about it unless all is well."""
+    """Result of one check; ``remedy`` is empty if there is nothing to do."""
 
     name: str
     verdict: Verdict
     found: str
-    mend: str = ""
+    remedy: str = ""
 
 
 def attempt(name: str, check: Callable[[], DoctorCheck]) -> DoctorCheck:
-    """An error becomes the check's verdict."""
+    """Run ``check``; an error becomes its verdict."""
     try:
         return check()
     except HpsError as error:
         return failed(name, error)
 
 
-def failed(name: str, error: HpsError, mend: str = "see the message") -> DoctorCheck:
-    """``error`` in full: it names cause and remedy, and either may have a semicolon."""
-    return DoctorCheck(name, "FAIL", str(error), mend)
+def failed(name: str, error: HpsError, remedy: str = "see the message") -> DoctorCheck:
+    """A failed check with the whole text of ``error``, which names cause and remedy."""
+    return DoctorCheck(name, "FAIL", str(error), remedy)
 
 
 def catch_errors(name: str, checks: Iterable[DoctorCheck]) -> Iterator[DoctorCheck]:
-    """``checks``, and one more that fails where they end in an error: what one part does must not keep the
-    others from being looked at."""
+    """Yield ``checks``; an error of theirs becomes a failed check, so that other parts are still checked."""
     try:
         yield from checks
     except HpsError as error:
         yield failed(name, error)
-    except Exception as error:  # of another product, it may say anything
-        found = f"cannot be looked at: {type(error).__name__}: {error}"
+    except Exception as error:  # another product may send anything
+        found = f"cannot be checked: {type(error).__name__}: {error}"
         yield DoctorCheck(
             name, "FAIL", found, "see whether it is what the configuration takes it for"
         )

@@ -1,8 +1,7 @@
-"""Other machines' clocks beside this one's.
+"""Clock skew between other machines and this one.
 
-Versions of rows are times, freshness is counted from them, and certificates and keys end by the clock: a
-machine whose clock is wrong does harm that nobody looks for there.
-"""
+Row versions are times, freshness is counted from them, and certificates and keys expire by the clock: a
+wrong clock causes faults that do not point to it."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _MEND = "have both machines' clocks set by NTP (chronyd, systemd-timesyncd): upd
 
 @dataclass(frozen=True, slots=True)
 class ClockSkew:
-    """How far another clock is ahead, and how much of that may come of the asking; seconds."""
+    """Seconds by which another clock is ahead, and the uncertainty of that from the round trip."""
 
     ahead_s: float
     unsure_s: float
@@ -28,15 +27,16 @@ class ClockSkew:
 def skew(ask: Callable[[], float], resolution_s: float = 0.0) -> ClockSkew:
     """``ask`` returns the other clock's Unix seconds, cut to ``resolution_s``."""
     before = time.time()
-    told = ask()
+    reported = ask()
     after = time.time()
-    middle = told + resolution_s / 2 - (before + after) / 2
+    middle = reported + resolution_s / 2 - (before + after) / 2
     return ClockSkew(middle, (after - before + resolution_s) / 2)
 
 
 def least_skew(ask: Callable[[], float], resolution_s: float = 0.0, looks: int = 4) -> ClockSkew:
-    """Of so many looks the one in which the clocks differ least, since a busy server tells a time that has
-    passed; the first one that finds them alike is enough."""
+    """The smallest skew of up to ``looks`` measurements; the first one within the tolerance ends them.
+
+    A busy server reports a time that has passed."""
     found = skew(ask, resolution_s)
     for _ in range(looks - 1):
         if is_same(found):
@@ -51,7 +51,7 @@ def is_same(found: ClockSkew) -> bool:
 
 
 def clock(name: str, found: ClockSkew) -> DoctorCheck:
-    """Whether it is the same clock, as far as one can tell."""
+    """Compare a skew with its uncertainty."""
     off = abs(found.ahead_s) - found.unsure_s
     if is_same(found):
         return DoctorCheck(name, "OK", f"the same as here, to {max(WARN_S, found.unsure_s):.0f} s")

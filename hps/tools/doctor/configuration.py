@@ -1,4 +1,4 @@
-"""What a configuration leads to, part by part, for the role that it names."""
+"""Checks of every part that a configuration names, for its role."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def configured(
     configuration: Configuration, api_key: str | None = None, tls: Tls | None = None
 ) -> Iterator[DoctorCheck]:
-    """Ports, models, memory, stores, streams, networks; the server itself if it runs on this machine."""
+    """Check ports, models, memory, stores, streams and networks, and a server on this machine."""
     settings = configuration.settings
     running = running_server(settings, api_key, tls)
     yield from catch_errors("ports", ports(settings, running, api_key, tls))
@@ -52,22 +52,22 @@ def configured(
 def _as_configured(
     versions: Sequence[ModelVersion], served: Mapping[str, int]
 ) -> Iterator[DoctorCheck]:
-    """Whether the server here serves what it would after a start."""
+    """Compare the versions that the running server serves with those that a start would serve."""
     for version in versions:
         now = served.get(version.name)
         if now != version.version:
             serves = "no version" if now is None else f"version {now}"
             found = f"it serves {serves}, a start would serve version {version.version}"
-            mend = (
+            remedy = (
                 f"POST /v2/repository/models/{version.name}/load on its admin port, or restart it; to keep "
                 f"another version, set models.serve.{version.name}.version"
             )
-            yield DoctorCheck(f"this server: {version.name}", "WARN", found, mend)
+            yield DoctorCheck(f"this server: {version.name}", "WARN", found, remedy)
 
 
 def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[DoctorCheck]:
-    """Of a process that has tiers: memory, stores, and what feeds them. ``hps ingest`` has those alone that
-    nodes share."""
+    """Check memory, stores and update streams of a process with tiers; ``hps ingest`` has shared stores
+    only."""
     own = settings.server.role != "ingest"
     total = sum(files.bytes for version in versions for files in version.tables.values())
     tables = [table for version in versions for table in version.embedding_tables().values()]
@@ -87,7 +87,7 @@ def _rows(settings: Settings, versions: Sequence[ModelVersion]) -> Iterator[Doct
 
 
 def _folders(settings: Settings) -> DoctorCheck:
-    """Folders that the node writes to at intervals. Raises ConfigError."""
+    """Check the folders that the node writes to at intervals. Raises ConfigError."""
     from hps.config.validation import check_folders
 
     check_folders(settings)

@@ -1,4 +1,4 @@
-"""The lookup nodes that answer for a front end."""
+"""Checks of the lookup nodes of a front end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def lookup_nodes(configured: Settings) -> Iterator[DoctorCheck]:
-    """Whether each of a front end's nodes takes lookups, whether all serve the same, and whether the front
-    end has what belongs to that."""
+    """Check that each node takes lookups, that all serve the same, and that their networks are here."""
     settings = configured.lookup
     from hps.config.secrets import Secret
     from hps.lookup.remote import NodeRegistry
@@ -34,8 +33,8 @@ def lookup_nodes(configured: Settings) -> Iterator[DoctorCheck]:
         if not addresses.now() and not addresses.problems:
             yield DoctorCheck("lookup nodes", "FAIL", nodes.problem, "correct lookup.nodes")
         for node, problem in addresses.problems.items():
-            mend = "correct lookup.nodes, or start the nodes that the name stands for"
-            yield DoctorCheck(f"lookup nodes {node}", "FAIL", problem, mend)
+            remedy = "correct lookup.nodes, or start the nodes that the name stands for"
+            yield DoctorCheck(f"lookup nodes {node}", "FAIL", problem, remedy)
         for target in nodes.all:
             yield _node(target)
         yield from _alike(nodes.all)
@@ -53,12 +52,12 @@ def _node(target: LookupNode) -> DoctorCheck:
         return DoctorCheck(name, "OK", f"serves {served}" if served else "ready, without a model")
     if target.standing == "not ready":
         return DoctorCheck(name, "WARN", target.problem, "wait, or see its log and hps status")
-    mend = "start it, or correct lookup.nodes, lookup.tls, lookup.api_key_file"
-    return DoctorCheck(name, "FAIL", target.problem, mend)
+    remedy = "start it, or correct lookup.nodes, lookup.tls, lookup.api_key_file"
+    return DoctorCheck(name, "FAIL", target.problem, remedy)
 
 
 def _alike(targets: Sequence[LookupNode]) -> Iterator[DoctorCheck]:
-    """Whether those that are ready serve the same versions, with the same tables."""
+    """Check that the ready nodes serve the same versions, with the same tables."""
     ready = [target for target in targets if target.standing == "ready"]
     served = [
         {
@@ -75,14 +74,14 @@ def _alike(targets: Sequence[LookupNode]) -> Iterator[DoctorCheck]:
     )
     if differing:
         found = f"not all nodes serve the same of {', '.join(differing)}"
-        mend = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
-        yield DoctorCheck("lookup nodes", "WARN", found, mend)
+        remedy = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
+        yield DoctorCheck("lookup nodes", "WARN", found, remedy)
     elif len(ready) > 1:
         yield DoctorCheck("lookup nodes", "OK", f"{plural(len(ready), 'node')} serve the same")
 
 
 def _described(targets: Sequence[LookupNode], settings: Settings) -> Iterator[DoctorCheck]:
-    """Whether the repository here has the networks of the versions that nodes serve."""
+    """Check that the repository here has the networks of the versions that nodes serve."""
     from hps.models.repository import Repository
 
     repository = Repository(settings.models.repository)
@@ -92,12 +91,12 @@ def _described(targets: Sequence[LookupNode], settings: Settings) -> Iterator[Do
         if serve is not None and model not in serve:
             continue
         name = f"version {version} of {model}"
-        mend = f"put its model.yaml and {version}/dense.onnx into {repository.root}"
+        remedy = f"put its model.yaml and {version}/dense.onnx into {repository.root}"
         try:
             found = repository.without_rows(model, version, (serve or {}).get(model))
         except HpsError as error:
-            yield DoctorCheck(name, "WARN", f"is served by nodes, not here: {error}", mend)
+            yield DoctorCheck(name, "WARN", f"is served by nodes, not here: {error}", remedy)
             continue
         if found.spec.dense is not None and found.dense is None and settings.dense.triton is None:
             text = f"is served by nodes, but its network is not in {repository.root}"
-            yield DoctorCheck(name, "FAIL", text, mend)
+            yield DoctorCheck(name, "FAIL", text, remedy)

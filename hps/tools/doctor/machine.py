@@ -1,4 +1,4 @@
-"""This machine: Python, packages, the compiled core, the GPU, limits; whatever is served."""
+"""Checks of this machine: Python, packages, native core, GPU, limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHM_BYTES = 256 << 20
 
 
 def machine(*, alone: bool = True) -> Iterator[DoctorCheck]:
-    """``alone``: without a configuration, which would tell whether memory is shared."""
+    """``alone``: there is no configuration, which would say whether memory is shared."""
     yield python()
     yield version()
     yield packages()
@@ -44,7 +44,7 @@ def version() -> DoctorCheck:
 
 
 def packages() -> DoctorCheck:
-    """The packages that the product's own metadata names; extras are optional."""
+    """Check the packages that hps's own metadata requires; extras are optional."""
     try:
         required = metadata.requires("hps-server") or []
     except metadata.PackageNotFoundError:
@@ -73,22 +73,22 @@ def _distribution(requirement: str) -> str:
 def native_core() -> DoctorCheck:
     try:
         from hps.native import COMPILED
-    except HpsError as error:  # of other sources
-        found, _, mend = str(error).partition(": ")
-        return DoctorCheck("native core", "FAIL", found, mend)
+    except HpsError as error:  # no compiled core
+        found, _, remedy = str(error).partition(": ")
+        return DoctorCheck("native core", "FAIL", found, remedy)
     if COMPILED:
         return DoctorCheck("native core", "OK", "compiled")
-    mend = "install a C++ compiler and python3-dev, then reinstall hps (and unset HPS_NATIVE=off)"
-    return DoctorCheck("native core", "WARN", "slower NumPy twins are in use", mend)
+    remedy = "install a C++ compiler and python3-dev, then reinstall hps (and unset HPS_NATIVE=off)"
+    return DoctorCheck("native core", "WARN", "slower NumPy twins are in use", remedy)
 
 
 def has_gpu() -> bool:
-    """A container may be given any of a machine's, which keep their numbers."""
+    """Look for any GPU device: in a container, devices keep the machine's numbers."""
     return any(DEVICES.glob("nvidia[0-9]*"))
 
 
 def gpu() -> DoctorCheck:
-    """Whether there is a GPU, and whether its packages work."""
+    """Check for a GPU, and that its packages work."""
     if not has_gpu():
         return DoctorCheck("GPU", "OK", "none; hps serves from the CPU")
     from hps.cuda.loader import missing_requirement
@@ -101,15 +101,17 @@ def gpu() -> DoctorCheck:
 
 
 def networks() -> DoctorCheck:
-    """Whether ONNX Runtime runs networks on the GPU. Its two packages fill one folder: the last one stays."""
+    """Check that ONNX Runtime runs networks on the GPU.
+
+    Its two packages install into one folder: the last one installed stays."""
     from hps.dense.onnx import OnnxModel
 
     try:
         OnnxModel(NETWORK, "cuda")
     except HpsError as error:
         found = f"run on the CPU: {str(error).partition('; ')[0]}"
-        mend = "pip install 'hps-server[gpu]', then pip install --force-reinstall --no-deps onnxruntime-gpu"
-        return DoctorCheck("networks", "WARN", found, mend)
+        remedy = "pip install 'hps-server[gpu]', then pip install --force-reinstall --no-deps onnxruntime-gpu"
+        return DoctorCheck("networks", "WARN", found, remedy)
     return DoctorCheck("networks", "OK", "ONNX Runtime runs them on the GPU")
 
 
@@ -117,8 +119,8 @@ def open_files(limit: int) -> DoctorCheck:
     """RocksDB keeps its table files open; each connection is one more."""
     if limit == resource.RLIM_INFINITY or limit >= OPEN_FILES:
         return DoctorCheck("open files", "OK", "unlimited" if limit < 0 else f"up to {limit}")
-    mend = "raise the limit: ulimit -n 65536, or LimitNOFILE= of the service"
-    return DoctorCheck("open files", "WARN", f"up to {limit}, {OPEN_FILES} wanted", mend)
+    remedy = "raise the limit: ulimit -n 65536, or LimitNOFILE= of the service"
+    return DoctorCheck("open files", "WARN", f"up to {limit}, {OPEN_FILES} wanted", remedy)
 
 
 def shared_memory(path: Path) -> DoctorCheck:
@@ -127,5 +129,5 @@ def shared_memory(path: Path) -> DoctorCheck:
     total = shutil.disk_usage(path).total
     if total >= SHM_BYTES:
         return DoctorCheck("shared memory", "OK", f"{path} has {size(total)}")
-    mend = "in a container: --shm-size 2g (Docker), an emptyDir of medium Memory (Kubernetes)"
-    return DoctorCheck("shared memory", "WARN", f"{path} has {size(total)} only", mend)
+    remedy = "in a container: --shm-size 2g (Docker), an emptyDir of medium Memory (Kubernetes)"
+    return DoctorCheck("shared memory", "WARN", f"{path} has {size(total)} only", remedy)

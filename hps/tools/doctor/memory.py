@@ -1,4 +1,4 @@
-"""Memory that the configuration asks for, beside what this process is given: in all, shared, locked."""
+"""Memory that the configuration needs, against what the process may use: total, shared, locked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def memory(settings: Settings, table_bytes: int) -> Iterator[DoctorCheck]:
 
 
 def gpus(settings: Settings) -> Iterator[DoctorCheck]:
-    """Whether the GPUs that are configured are there, and have room for the rows."""
+    """Check that the configured GPUs exist and have room for the rows."""
     from hps.cuda.loader import cupy, missing_requirement
 
     wanted, name = settings.tiers.gpu, "tiers.gpu"
@@ -48,15 +48,15 @@ def gpus(settings: Settings) -> Iterator[DoctorCheck]:
         return
     if why := missing_requirement():
         if wanted.use == "required":
-            mend = "give this machine or container its GPUs, or set tiers.gpu.use to auto"
-            yield DoctorCheck(name, "FAIL", f"use is required, but {why}", mend)
+            remedy = "give this machine or container its GPUs, or set tiers.gpu.use to auto"
+            yield DoctorCheck(name, "FAIL", f"use is required, but {why}", remedy)
         return
     cuda = cupy().cuda
     there = cuda.runtime.getDeviceCount()
     for number in wanted.devices:
         if number >= there:
-            mend = "correct tiers.gpu.devices, or give the container more of them"
-            yield DoctorCheck(name, "FAIL", f"device {number} of {there} (from 0 on)", mend)
+            remedy = "correct tiers.gpu.devices, or give the container more of them"
+            yield DoctorCheck(name, "FAIL", f"device {number} of {there} (from 0 on)", remedy)
             continue
         free, total = cuda.Device(number).mem_info
         found = f"device {number}: {size(free)} of {size(total)} free, {size(wanted.capacity_bytes)} wanted"
@@ -67,7 +67,7 @@ def gpus(settings: Settings) -> Iterator[DoctorCheck]:
 
 
 def cache_bytes(settings: Settings, table_bytes: int) -> int:
-    """What the CPU cache may take."""
+    """Largest size of the CPU cache."""
     cache = settings.tiers.cpu_cache
     if not cache.enabled:
         return 0
@@ -77,13 +77,13 @@ def cache_bytes(settings: Settings, table_bytes: int) -> int:
 
 
 def pinned_bytes(settings: Settings) -> int:
-    """Host memory that GPUs read by themselves."""
+    """Host memory that GPUs read directly."""
     gpu = settings.tiers.gpu
     return 0 if gpu.use == "off" else gpu.host_bytes * len(gpu.devices)
 
 
 def limit() -> int:
-    """What there is: of the machine, or of this container where that is less."""
+    """Memory of the machine, or the smaller limit of this container."""
     total = [_of_machine()]
     for path in _CGROUPS:
         try:
@@ -103,60 +103,64 @@ def enough(wanted: int, there: int) -> DoctorCheck:
     found = f"{size(there)}, of which caches may take {size(wanted)}"
     if wanted <= _FOR_CACHES * there:
         return DoctorCheck("memory", "OK", found)
-    mend = (
+    remedy = (
         "lower tiers.cpu_cache.capacity_bytes, tiers.gpu.host_bytes or tiers.rocksdb.block_cache_bytes, or "
         "give the machine or container more"
     )
-    return DoctorCheck("memory", "WARN" if wanted <= there else "FAIL", found, mend)
+    return DoctorCheck("memory", "WARN" if wanted <= there else "FAIL", found, remedy)
 
 
 def locked(wanted: int, allowed: int) -> DoctorCheck:
-    """Memory that GPUs read may not be swapped out."""
+    """Check the limit of locked memory: pages that GPUs read must not be swapped out."""
     name = "locked memory"
     if allowed in (-1, resource.RLIM_INFINITY):
         return DoctorCheck(name, "OK", f"unlimited; {size(wanted)} will be pinned")
     if allowed >= wanted:
         return DoctorCheck(name, "OK", f"up to {size(allowed)}; {size(wanted)} will be pinned")
-    mend = (
+    remedy = (
         "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity of a service; or lower "
         "tiers.gpu.host_bytes"
     )
-    return DoctorCheck(name, "WARN", f"up to {size(allowed)}, {size(wanted)} would be pinned", mend)
+    return DoctorCheck(
+        name, "WARN", f"up to {size(allowed)}, {size(wanted)} would be pinned", remedy
+    )
 
 
 def processes(settings: Settings, table_bytes: int = 0) -> DoctorCheck:
-    """Which processes there will be; whether others can read the node's cache, and memory has room for it."""
+    """The processes; check that workers can read the node's cache and that shared memory has room for it."""
     count, cache = settings.server.workers, settings.tiers.cpu_cache
     shared = cache.shared.name is not None
     if not count and not shared:
         return DoctorCheck("processes", "OK", "the node alone")
     found = f"the node and {plural(count, 'worker')}" if count else "the node, its cache shared"
     if not cache.enabled:
-        mend = "set tiers.cpu_cache.enabled to true"
-        return DoctorCheck("processes", "WARN", f"{found}, which ask the node for every row", mend)
+        remedy = "set tiers.cpu_cache.enabled to true"
+        return DoctorCheck(
+            "processes", "WARN", f"{found}, which ask the node for every row", remedy
+        )
     from hps.native import COMPILED
 
     if not COMPILED:
-        mend = "build it (make setup), or set server.workers to 0"
+        remedy = "build it (make setup), or set server.workers to 0"
         return DoctorCheck(
-            "processes", "FAIL", f"{found}, but a shared cache needs the native core", mend
+            "processes", "FAIL", f"{found}, but a shared cache needs the native core", remedy
         )
     folder, wanted = cache.shared.folder, cache_bytes(settings, table_bytes)
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
     if free + _taken(folder, cache.shared.name) < wanted:
         found += f"; the cache may take {size(wanted)}, {folder} has {size(free)} free"
-        mend = (
+        remedy = (
             "enlarge it (docker run --shm-size, shm_size of compose, an emptyDir of medium Memory), or lower "
             "tiers.cpu_cache.capacity_bytes"
         )
-        return DoctorCheck("processes", "WARN", found, mend)
+        return DoctorCheck("processes", "WARN", found, remedy)
     return DoctorCheck("processes", "OK", f"{found}, {folder} has {size(free)} free")
 
 
 def _taken(folder: Path, name: str | None) -> int:
-    """What a node that runs already has taken for its cache; one without a name gives it one of its own."""
+    """Bytes of the cache of a running node; ``name`` None: any node's, for the name is made at its start."""
     sizes = []
     for table in folder.glob(f"hps.{name or '*'}/*.table"):
-        with suppress(OSError):  # it has gone meanwhile
+        with suppress(OSError):  # removed meanwhile
             sizes.append(table.stat().st_size)
     return sum(sizes)

@@ -1,4 +1,4 @@
-"""The models: whether each of them can be opened."""
+"""Checks that each model can be opened."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def models(configuration: Configuration) -> Iterator[tuple[DoctorCheck, ModelVersion | None]]:
-    """Every model that would be served, and its version if it can be opened, its network included."""
+    """Open every model that would be served, its network included; None if it cannot be opened."""
     from hps.node.model_opening import check_models
 
     repository = configuration.settings.models.repository
     try:
         for name, found in check_models(configuration):
             if isinstance(found, HpsError):
-                mend = f"hps model verify {name} --repository {repository}"
-                yield failed(f"model {name}", found, mend), None
+                remedy = f"hps model verify {name} --repository {repository}"
+                yield failed(f"model {name}", found, remedy), None
             else:
                 yield _opened(found), found
     except HpsError as error:

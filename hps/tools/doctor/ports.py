@@ -1,4 +1,4 @@
-"""The ports: free or this configuration's server's, certificates, who may ask."""
+"""Checks of the ports: free or taken by this server, certificates, authentication."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def exposure(settings: Settings) -> DoctorCheck:
 
     check_exposure(settings)
     mode = settings.auth.mode
-    if mode == "off":  # stated, so meant
+    if mode == "off":  # set explicitly
         return DoctorCheck("access", "OK", "auth.mode off: whoever reaches the ports may ask")
     return DoctorCheck("access", "OK", f"auth.mode {mode or 'off, loopback only'}")
 
@@ -71,24 +71,24 @@ def port(
             reason, number_of = error.strerror or str(error), error.errno
     setting = f"server.{name.split()[0]}"
     if number_of == errno.EACCES:
-        mend = f"set {setting}.port to one from 1024 on, or let this user have it"
-        return DoctorCheck(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+        remedy = f"set {setting}.port to one from 1024 on, or let this user have it"
+        return DoctorCheck(name, "FAIL", f"{host}:{number} cannot be had: {reason}", remedy)
     if number_of == errno.EADDRNOTAVAIL:
-        mend = f"set {setting}.host to an address of this machine, or to 0.0.0.0"
-        return DoctorCheck(name, "FAIL", f"{host} is no address of this machine", mend)
+        remedy = f"set {setting}.host to an address of this machine, or to 0.0.0.0"
+        return DoctorCheck(name, "FAIL", f"{host} is no address of this machine", remedy)
     if running.is_own and number in running.ports:
         return DoctorCheck(name, "OK", f"{host}:{number} is served by this configuration's server")
     holder = _holder(name, at, api_key, tls)
     if holder is not None and holder.verdict != "OK":
         return holder
-    mend = f"stop what listens there, or set {setting}.port"
+    remedy = f"stop what listens there, or set {setting}.port"
     if holder is None:
-        return DoctorCheck(name, "FAIL", f"{host}:{number} cannot be had: {reason}", mend)
+        return DoctorCheck(name, "FAIL", f"{host}:{number} cannot be had: {reason}", remedy)
     if running.is_own is None:
         return DoctorCheck(
-            name, "WARN", f"{holder.found}, perhaps another one: {running.why}", mend
+            name, "WARN", f"{holder.found}, perhaps another one: {running.why}", remedy
         )
-    return DoctorCheck(name, "FAIL", f"{holder.found}, another one: {running.why}", mend)
+    return DoctorCheck(name, "FAIL", f"{holder.found}, another one: {running.why}", remedy)
 
 
 def _holder(name: str, at: Listener, api_key: str | None, tls: Tls | None) -> DoctorCheck | None:
@@ -109,12 +109,12 @@ def _holder(name: str, at: Listener, api_key: str | None, tls: Tls | None) -> Do
         )
     except HpsError as error:
         if at.tls is not None:
-            mend = "give --tls, to see whether it is hps"
-            return DoctorCheck(name, "WARN", f"{place} is taken: {error}", mend)
+            remedy = "give --tls, to see whether it is hps"
+            return DoctorCheck(name, "WARN", f"{place} is taken: {error}", remedy)
         if isinstance(error, DeadlineExceeded):
-            mend = f"ask again, if that is hps at work; else stop it, or set {setting}.port"
+            remedy = f"ask again, if that is hps at work; else stop it, or set {setting}.port"
             found = f"{place} is taken by what said nothing for {_PATIENCE_S:g} s"
-            return DoctorCheck(name, "WARN", found, mend)
+            return DoctorCheck(name, "WARN", found, remedy)
     return None
 
 
@@ -142,7 +142,7 @@ def running_server(settings: Settings, api_key: str | None, tls: Tls | None) -> 
     used = tls if at.tls else None
     try:
         with Admin(url_of(at), api_key=api_key, timeout_s=_PATIENCE_S, tls=used) as admin:
-            told = admin.status().get("server")
+            status = admin.status().get("server")
     except Unavailable:
         return RunningServer(False, "nothing answers at this configuration's admin port")
     except NotFound:
@@ -150,20 +150,20 @@ def running_server(settings: Settings, api_key: str | None, tls: Tls | None) -> 
             False, "what answers at this configuration's admin port is not its server"
         )
     except HpsError as error:
-        return RunningServer(None, f"the admin port does not tell: {error}")
-    if told is None:
-        return RunningServer(None, "it is of an earlier release, which does not tell its folders")
+        return RunningServer(None, f"the admin port does not report it: {error}")
+    if status is None:
+        return RunningServer(None, "it is of an earlier release, which does not report its folders")
     for name, mine in deployment_identity(settings).items():
-        if None not in (mine, told.get(name)) and mine != told[name]:
+        if None not in (mine, status.get(name)) and mine != status[name]:
             return RunningServer(
-                False, f"its {name} is {told[name]}, this configuration's is {mine}"
+                False, f"its {name} is {status[name]}, this configuration's is {mine}"
             )
-    numbers = (int(url.rpartition(":")[2]) for url in told["urls"].values())
+    numbers = (int(url.rpartition(":")[2]) for url in status["urls"].values())
     return RunningServer(True, "", frozenset(numbers))
 
 
 def certificates(name: str, at: Listener) -> DoctorCheck:
-    """Whether the files of the port's certificates can be used, and until when. Raises ConfigError."""
+    """Check the files of the port's certificates, and their expiry. Raises ConfigError."""
     from services.frontend.certificates import server_context
 
     server_context(at, f"server.{name}")
@@ -172,7 +172,7 @@ def certificates(name: str, at: Listener) -> DoctorCheck:
 
 
 def is_ours(at: Listener, api_key: str | None, tls: Tls | None) -> bool:
-    """Whether an hps server answers there. Raises what ``Client`` raises."""
+    """Check for an hps server at the address. Raises what ``Client`` raises."""
     from hps.client import Client
 
     used = tls if at.tls else None
@@ -181,7 +181,7 @@ def is_ours(at: Listener, api_key: str | None, tls: Tls | None) -> bool:
 
 
 def url_of(at: Listener) -> str:
-    """Where it is asked on this machine."""
+    """The listener's address from this machine."""
     from hps.config.server_settings import GrpcListener
 
     host = "127.0.0.1" if at.host in ("0.0.0.0", "::") else at.host

@@ -1,4 +1,4 @@
-"""What a server's admin port says of it: ``/v1/status`` and the metrics."""
+"""Checks of a server's ``/v1/status`` and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hps.client.admin import MetricSample
 
 _LATE_S = 60.0
-# Compactions write what they merge before they delete it: so much is to be free, as a share of the tables.
+# Free space that compactions need, as a share of the tables: they write merged files before they delete.
 _ROOM = 0.25
 
 
@@ -40,14 +40,14 @@ def _tier(name: str, tier: Mapping[str, Any]) -> Iterator[DoctorCheck]:
         yield DoctorCheck(label, "WARN", found, f"look after {tier['name']}")
     elif tier.get("circuit", "closed") != "closed":
         found = f"is passed over (circuit {tier['circuit']})"
-        mend = f"look after {tier['name']}; hps top shows when it is back"
-        yield DoctorCheck(label, "WARN", found, mend)
+        remedy = f"look after {tier['name']}; hps top shows when it is back"
+        yield DoctorCheck(label, "WARN", found, remedy)
     if tier.get("writes_stopped"):
-        mend = "writes wait for compactions: more tiers.rocksdb.threads, or a faster disk"
-        yield DoctorCheck(label, "WARN", "writes are stopped", mend)
+        remedy = "writes wait for compactions: more tiers.rocksdb.threads, or a faster disk"
+        yield DoctorCheck(label, "WARN", "writes are stopped", remedy)
     if tier.get("damaged_files"):
-        mend = "stop the node and run hps store verify --repair"
-        yield DoctorCheck(label, "FAIL", f"{tier['damaged_files']} damaged table files", mend)
+        remedy = "stop the node and run hps store verify --repair"
+        yield DoctorCheck(label, "FAIL", f"{tier['damaged_files']} damaged table files", remedy)
     if tier.get("lost_writes"):
         found = (
             f"up to {count(int(tier['lost_writes']))} acknowledged writes were lost at its start"
@@ -65,18 +65,18 @@ def _disk(name: str, tier: Mapping[str, Any]) -> DoctorCheck:
     free, taken = int(tier["free_bytes"]), int(tier.get("table_bytes") or 0)
     least = int(tier.get("min_free_bytes") or 0)
     found = f"{size(free)} free beside {size(taken)} of tables"
-    mend = "make room: below tiers.rocksdb.min_free_bytes its updates wait"
+    remedy = "make room: below tiers.rocksdb.min_free_bytes its updates wait"
     if free < least:
         return DoctorCheck(
-            name, "FAIL", f"{found}, less than the {size(least)} it keeps free", mend
+            name, "FAIL", f"{found}, less than the {size(least)} it keeps free", remedy
         )
     if free < max(2 * least, _ROOM * taken):
-        return DoctorCheck(name, "WARN", found, mend)
+        return DoctorCheck(name, "WARN", found, remedy)
     return DoctorCheck(name, "OK", found)
 
 
 def _nodes(name: str, nodes: Sequence[Mapping[str, Any]]) -> Iterator[DoctorCheck]:
-    """Those that a front end asks."""
+    """Check the lookup nodes of a front end."""
     label = f"{name}: lookup node"
     for node in nodes:
         if node.get("state", "ready") != "ready":
@@ -84,9 +84,9 @@ def _nodes(name: str, nodes: Sequence[Mapping[str, Any]]) -> Iterator[DoctorChec
             yield DoctorCheck(label, "WARN", found, "see that node's log")
     ready = [node for node in nodes if node.get("state", "ready") == "ready"]
     if len({tuple(sorted(node.get("models", {}).items())) for node in ready}) > 1:
-        told = "; ".join(f"{node['address']}: {_models(node)}" for node in ready)
-        mend = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
-        yield DoctorCheck(f"{label}s", "WARN", f"do not serve the same: {told}", mend)
+        versions = "; ".join(f"{node['address']}: {_models(node)}" for node in ready)
+        remedy = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
+        yield DoctorCheck(f"{label}s", "WARN", f"do not serve the same: {versions}", remedy)
     elif nodes and len(ready) == len(nodes):
         yield DoctorCheck(f"{label}s", "OK", f"{plural(len(ready), 'node')} ready")
 
@@ -117,8 +117,8 @@ def _loads(name: str, samples: Sequence[MetricSample]) -> Iterator[DoctorCheck]:
     }
     for model, times in failed.items():
         found = f"{plural(times, 'load')} of {model} failed since it started"
-        mend = f"see its log; hps model verify {model} --repository DIR"
-        yield DoctorCheck(f"{name}: models", "WARN", found, mend)
+        remedy = f"see its log; hps model verify {model} --repository DIR"
+        yield DoctorCheck(f"{name}: models", "WARN", found, remedy)
 
 
 def _lost(name: str, samples: Sequence[MetricSample]) -> Iterator[DoctorCheck]:
@@ -128,16 +128,16 @@ def _lost(name: str, samples: Sequence[MetricSample]) -> Iterator[DoctorCheck]:
             found = (
                 f"{lost} messages of {topic} were deleted before they were read, since it started"
             )
-            mend = "publish a version with all rows and load it; keep messages for longer: retention.ms"
+            remedy = "publish a version with all rows and load it; keep messages for longer: retention.ms"
             yield DoctorCheck(
-                f"{name}: updates of {sample.labels.get('group', '')}", "WARN", found, mend
+                f"{name}: updates of {sample.labels.get('group', '')}", "WARN", found, remedy
             )
         elif sample.name == m.UPDATE_RESTARTED and sample.value:
             topic, times = sample.labels.get("topic", ""), plural(int(sample.value), "partition")
             found = f"{times} of {topic} did not continue what was applied, since it started"
-            mend = "publish a version with all rows, unless all messages of the former topic were applied"
+            remedy = "publish a version with all rows, unless all messages of the former topic were applied"
             yield DoctorCheck(
-                f"{name}: updates of {sample.labels.get('group', '')}", "WARN", found, mend
+                f"{name}: updates of {sample.labels.get('group', '')}", "WARN", found, remedy
             )
 
 
@@ -149,9 +149,9 @@ def _freshness(name: str, samples: Sequence[MetricSample]) -> DoctorCheck:
     label = f"{name}: freshness"
     found = f"updates wait for {age(late)}, {count(int(lag))} messages"
     if dead:
-        mend = "hps updates dlq --config FILE shows them and why"
-        return DoctorCheck(label, "WARN", f"{found}; {count(int(dead))} could not be taken", mend)
+        remedy = "hps updates dlq --config FILE shows them and why"
+        return DoctorCheck(label, "WARN", f"{found}; {count(int(dead))} could not be taken", remedy)
     if late > _LATE_S or any(math.isinf(value) for value in ages):
-        mend = "hps updates status tells which stream, and what it waits for"
-        return DoctorCheck(label, "WARN", found, mend)
+        remedy = "hps updates status shows which stream, and what it waits for"
+        return DoctorCheck(label, "WARN", found, remedy)
     return DoctorCheck(label, "OK", found)

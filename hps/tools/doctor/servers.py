@@ -1,5 +1,4 @@
-"""Servers that run: whether they are ready, of which version, what they say of themselves, and whether
-several are alike."""
+"""Checks of running servers: readiness, version, status, and whether several are alike."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _AT_ONCE = 32
 
 @dataclass(slots=True)
 class ServerFindings:
-    """One server: what was checked, and the versions of hps and of the models it serves, where it told."""
+    """Checks of one server, and the versions of hps and of its models, if known."""
 
     url: str
     checks: list[DoctorCheck] = field(default_factory=list)
@@ -37,7 +36,7 @@ class ServerFindings:
 
 
 def servers(urls: Sequence[str], api_key: str | None, tls: Tls | None) -> Iterator[DoctorCheck]:
-    """Each of them, beside one another, since one that hangs takes its time; then whether all are alike."""
+    """Check the servers in parallel, since one that hangs takes its time; then compare them."""
     names = ["server" if len(urls) == 1 else f"server {url}" for url in urls]
     with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(urls)))) as threads:
         found = list(threads.map(lambda url, name: server(url, api_key, tls, name), urls, names))
@@ -47,8 +46,9 @@ def servers(urls: Sequence[str], api_key: str | None, tls: Tls | None) -> Iterat
 
 
 def server(url: str, api_key: str | None, tls: Tls | None, name: str = "server") -> ServerFindings:
-    """One by its address, for requests or for administration, over HTTP or gRPC. ``tls`` is not used where
-    the address is not secured."""
+    """Check the server at an address, for requests or administration, over HTTP or gRPC.
+
+    ``tls`` is not used for an unsecured address."""
     found = ServerFindings(url)
     secured = url.startswith(("https:", "grpcs:"))
     checks = _checks(name, url, api_key, tls if secured else None, found)
@@ -57,13 +57,12 @@ def server(url: str, api_key: str | None, tls: Tls | None, name: str = "server")
 
 
 def check_same_versions(found: Sequence[ServerFindings]) -> Iterator[DoctorCheck]:
-    """Whether those that told it are of one version of hps, and serve the same versions of the models that
-    several of them serve."""
+    """Check that servers run one version of hps and serve the same versions of the models they share."""
     versions = {each.version for each in found if each.version}
     if len(versions) > 1:
-        told = ", ".join(f"{each.url} {each.version}" for each in found if each.version)
+        by_server = ", ".join(f"{each.url} {each.version}" for each in found if each.version)
         yield DoctorCheck(
-            "servers", "WARN", f"of several versions: {told}", "have all of one version"
+            "servers", "WARN", f"of several versions: {by_server}", "have all of one version"
         )
     serving = [each for each in found if each.models is not None]
     if len(serving) < 2:
@@ -75,8 +74,10 @@ def check_same_versions(found: Sequence[ServerFindings]) -> Iterator[DoctorCheck
             said = ", ".join(f"{url} {'not' if n is None else n}" for url, n in at.items())
             differing.append(f"{model}: {said}")
     if differing:
-        mend = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
-        yield DoctorCheck("servers", "WARN", f"do not serve the same: {'; '.join(differing)}", mend)
+        remedy = "load the version at the others: POST /v2/repository/models/NAME/load on their admin ports"
+        yield DoctorCheck(
+            "servers", "WARN", f"do not serve the same: {'; '.join(differing)}", remedy
+        )
     elif len(versions) == 1:
         yield DoctorCheck(
             "servers", "OK", f"{len(serving)} serve the same versions of the same models"
@@ -103,8 +104,8 @@ def _checks(
         except NotFound:  # an address for requests
             return
         except (Unauthenticated, Forbidden) as error:
-            mend = "give --api-key of role admin, to have its state looked at"
-            yield DoctorCheck(f"{name}: state", "WARN", str(error), mend)
+            remedy = "give --api-key of role admin, to check its state"
+            yield DoctorCheck(f"{name}: state", "WARN", str(error), remedy)
             return
         except HpsError as error:
             yield DoctorCheck(f"{name}: state", "FAIL", str(error), "see its log")
@@ -120,17 +121,17 @@ def _answers(
     from hps.client import Client
 
     with Client(url, api_key=api_key, timeout_s=_PATIENCE_S, retries=0, tls=tls) as client:
-        told = client.about()
-        known_as = str(told.get("name", ""))
+        about = client.about()
+        known_as = str(about.get("name", ""))
         if not known_as.startswith("hps"):
             what = f" but {known_as}" if known_as else ""
             return DoctorCheck(
                 name, "FAIL", f"{url} is not an hps server{what}", "check the address"
             )
-        found.version = str(told.get("version", ""))
+        found.version = str(about.get("version", ""))
         if not client.ready():
-            mend = "wait while it loads, then see hps status"
-            return DoctorCheck(name, "FAIL", f"{url} answers but is not ready", mend)
+            remedy = "wait while it loads, then see hps status"
+            return DoctorCheck(name, "FAIL", f"{url} answers but is not ready", remedy)
     if found.version != __version__:
         text = f"{url} is ready; it is hps {found.version}, this is {__version__}"
         return DoctorCheck(name, "WARN", text, "have all parts of one version")
@@ -141,7 +142,7 @@ def _certificate(name: str, url: str, tls: Tls | None) -> DoctorCheck:
     try:
         return shown(name, url, tls, _PATIENCE_S)
     except OSError as error:
-        return DoctorCheck(name, "WARN", f"cannot be looked at: {error}", "check --tls")
+        return DoctorCheck(name, "WARN", f"cannot be checked: {error}", "check --tls")
 
 
 def _clock(name: str, url: str, tls: Tls | None) -> DoctorCheck:
@@ -159,8 +160,8 @@ def _clock(name: str, url: str, tls: Tls | None) -> DoctorCheck:
             return math.nan
 
     try:
-        if math.isnan(now()):  # and the way there is short then
-            return DoctorCheck(name, "OK", "it does not tell its time")
+        if math.isnan(now()):  # then the round trip is short
+            return DoctorCheck(name, "OK", "it does not report its time")
         return clock(name, least_skew(now, resolution_s=1.0))
     finally:
         line.close()

@@ -1,4 +1,4 @@
-"""The stores: RocksDB's folder, and Redis."""
+"""Checks of RocksDB's folder and of Redis."""
 
 from __future__ import annotations
 
@@ -24,39 +24,38 @@ if TYPE_CHECKING:
 DISK_FACTOR = 2
 _PATIENCE_MS = 2000.0
 _MEND = "start it, or correct tiers.redis"
-# From here on evictions, or refused writes, are near.
+# Above this share of maxmemory, evictions or refused writes are near.
 _FULL = 0.9
 _SAVING = {"rdb_last_bgsave_status": "its last snapshot", "aof_last_write_status": "its last write"}
 
 
 def rocksdb(settings: RocksDbSettings, table_bytes: int) -> DoctorCheck:
-    """Whether the database's folder can be written and has room for the tables, and what is to be left of the
-    disk."""
+    """Check that the folder is writable and has room for the tables and for ``min_free_bytes``."""
     if settings.access != "primary":
         there = settings.path.is_dir() and os.access(settings.path, os.R_OK | os.X_OK)
         if there:
             return DoctorCheck("database", "OK", f"{settings.path}, {settings.access}")
-        mend = "start the node that owns it first, or set tiers.rocksdb.path"
-        return DoctorCheck("database", "FAIL", f"{settings.path} is no folder one may read", mend)
+        remedy = "start the node that owns it first, or set tiers.rocksdb.path"
+        return DoctorCheck("database", "FAIL", f"{settings.path} is no folder one may read", remedy)
     found = database(settings.path, table_bytes)
     if found.verdict != "OK" or not settings.path.exists():
         return found
     free = shutil.disk_usage(settings.path).free
     if free < 2 * settings.min_free_bytes:
-        mend = "make room: below tiers.rocksdb.min_free_bytes writes are refused"
+        remedy = "make room: below tiers.rocksdb.min_free_bytes writes are refused"
         verdict: Verdict = "FAIL" if free < settings.min_free_bytes else "WARN"
-        return DoctorCheck("database", verdict, f"{settings.path}, only {size(free)} free", mend)
+        return DoctorCheck("database", verdict, f"{settings.path}, only {size(free)} free", remedy)
     return found
 
 
 def database(path: Path, table_bytes: int) -> DoctorCheck:
-    """Whether the folder can be written and has room for tables that it does not hold yet."""
+    """Check that the folder is writable and has room for tables that it does not hold yet."""
     there = path.absolute()
     while not there.exists():
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        mend = "give this user the right, or set tiers.rocksdb.path"
-        return DoctorCheck("database", "FAIL", f"{there} is not a folder one may write to", mend)
+        remedy = "give this user the right, or set tiers.rocksdb.path"
+        return DoctorCheck("database", "FAIL", f"{there} is not a folder one may write to", remedy)
     free = shutil.disk_usage(there).free
     if path.exists() or free >= DISK_FACTOR * table_bytes:
         return DoctorCheck("database", "OK", f"{path}, {size(free)} free")
@@ -67,7 +66,7 @@ def database(path: Path, table_bytes: int) -> DoctorCheck:
 
 
 def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator[DoctorCheck]:
-    """Whether Redis answers, what it is, and whether it holds each table the way it would be read."""
+    """Check each Redis server, and that each table is stored as it would be read."""
     from hps.tiers.redis import RedisTier
     from hps.tiers.redis.client import RedisClient
 
@@ -109,30 +108,30 @@ def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator
 
 
 def _server(name: str, client: RedisClient, slot: int) -> DoctorCheck:
-    """Its version, and how full it is."""
+    """Check version, memory, replication and persistence of one server."""
     try:
-        told = _facts(client.call_slot(slot, "INFO"))
+        info = _facts(client.call_slot(slot, "INFO"))
     except TierError as error:
         if "NOPERM" not in str(error) and "permission" not in str(error):
             raise
         return DoctorCheck(name, "OK", "it answers; its user may not ask for more (INFO)")
-    kind = "Valkey" if "valkey_version" in told else "Redis"
-    version = told.get("valkey_version") or told.get("redis_version", "")
-    used, most = int(told.get("used_memory", 0)), int(told.get("maxmemory", 0))
+    kind = "Valkey" if "valkey_version" in info else "Redis"
+    version = info.get("valkey_version") or info.get("redis_version", "")
+    used, most = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
     found = f"{kind} {version}, {size(used)} used" + (f" of {size(most)}" if most else "")
     if most and used > _FULL * most:
-        policy = told.get("maxmemory_policy", "")
-        mend = "give it more memory (maxmemory), or set tiers.redis.overflow_margin"
-        return DoctorCheck(name, "WARN", f"{found}, policy {policy}", mend)
-    if told.get("loading") == "1":
+        policy = info.get("maxmemory_policy", "")
+        remedy = "give it more memory (maxmemory), or set tiers.redis.overflow_margin"
+        return DoctorCheck(name, "WARN", f"{found}, policy {policy}", remedy)
+    if info.get("loading") == "1":
         return DoctorCheck(name, "WARN", f"{found}; it loads its data", "wait until it has")
-    if told.get("role") == "slave":
-        mend = "name its primary in tiers.redis.addresses, or its sentinels"
-        return DoctorCheck(name, "FAIL", f"{found}; it is a replica, which takes no writes", mend)
+    if info.get("role") == "slave":
+        remedy = "name its primary in tiers.redis.addresses, or its sentinels"
+        return DoctorCheck(name, "FAIL", f"{found}; it is a replica, which takes no writes", remedy)
     for fact, what in _SAVING.items():
-        if told.get(fact, "ok") != "ok":
-            mend = "see its log; make room on its disk: meanwhile it may refuse writes (MISCONF)"
-            return DoctorCheck(name, "WARN", f"{found}; {what} failed", mend)
+        if info.get(fact, "ok") != "ok":
+            remedy = "see its log; make room on its disk: meanwhile it may refuse writes (MISCONF)"
+            return DoctorCheck(name, "WARN", f"{found}; {what} failed", remedy)
     return DoctorCheck(name, "OK", found)
 
 

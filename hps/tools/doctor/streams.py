@@ -1,4 +1,4 @@
-"""What feeds the rows: Kafka with its topics, rights and lag, and the folder of files."""
+"""Checks of update streams: Kafka with its topics, rights and lag, and the folder of files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from hps.updates.kafka.overview import GroupView, KafkaReport, Place, TopicView
     from hps.updates.topics import TopicTables
 
-# A fleet that keeps up is behind by less; more is worth a look.
+# Readers that keep up have a smaller lag.
 LAG_WARN = 100_000
 
 
 def kafka(
     settings: KafkaSettings, groups: Sequence[str], tables: Sequence[EmbeddingTable]
 ) -> Iterator[DoctorCheck]:
-    """``groups``: who reads in this deployment. Raises nothing."""
+    """``groups``: the consumer groups of this deployment. Raises nothing."""
     from hps.updates.kafka.overview import KafkaReport
     from hps.updates.topics import TopicTables
 
@@ -49,8 +49,7 @@ def kafka(
 
 
 def _wanted(found: dict[str, TopicView | None], topics: TopicTables) -> dict[str, TopicView | None]:
-    """Without topics that this user may not know of and that need not be there: those of our format where
-    HPS's are seen, and the other way round."""
+    """Leave out invisible topics that need not exist: those of our format if HPS's exist, and vice versa."""
     from hps.updates.topics import native_topic
 
     def kind(name: str) -> tuple[str, bool]:
@@ -72,8 +71,8 @@ def _topics(found: dict[str, TopicView | None]) -> Iterator[DoctorCheck]:
     for name, topic in there.items():
         if topic.problem or (topic.rights is not None and "READ" not in topic.rights):
             why = topic.problem or "it may not be read"
-            mend = f"give the user the rights DESCRIBE and READ on the topic {name}"
-            yield DoctorCheck(f"topic {name}", "FAIL", why, mend)
+            remedy = f"give the user the rights DESCRIBE and READ on the topic {name}"
+            yield DoctorCheck(f"topic {name}", "FAIL", why, remedy)
         elif topic.leaderless:
             found_ = f"{plural(topic.leaderless, 'partition')} without a leader"
             yield DoctorCheck(f"topic {name}", "FAIL", found_, "look after the brokers")
@@ -81,11 +80,11 @@ def _topics(found: dict[str, TopicView | None]) -> Iterator[DoctorCheck]:
             yield DoctorCheck(f"topic {name}", "OK", plural(topic.partitions, "partition"))
     if found and not there:
         shown = ", ".join(list(found)[:3])
-        mend = (
+        remedy = (
             "make it, with as many partitions as readers are to share; or give the user the right DESCRIBE; "
             "or correct updates.kafka.models"
         )
-        yield DoctorCheck("topics", "WARN", f"no model has one: not {shown}", mend)
+        yield DoctorCheck("topics", "WARN", f"no model has one: not {shown}", remedy)
 
 
 def _dead_letters(name: str, topic: TopicView | None) -> DoctorCheck:
@@ -95,8 +94,8 @@ def _dead_letters(name: str, topic: TopicView | None) -> DoctorCheck:
             label, "OK", "not there yet; made when it is first needed, if brokers allow that"
         )
     if topic.problem or (topic.rights is not None and "WRITE" not in topic.rights):
-        mend = f"give the user the right WRITE on {name}: else a damaged message stops its stream"
-        return DoctorCheck(label, "FAIL", topic.problem or "it may not be written", mend)
+        remedy = f"give the user the right WRITE on {name}: else a damaged message stops its stream"
+        return DoctorCheck(label, "FAIL", topic.problem or "it may not be written", remedy)
     return DoctorCheck(label, "OK", plural(topic.partitions, "partition"))
 
 
@@ -108,25 +107,25 @@ def _groups(
     for group in groups:
         yield _lag(group, view.group(group), begins, ends)
     newest = view.newest(places)
-    if newest is not None and newest > time.time():  # one that is older says nothing of a clock
+    if newest is not None and newest > time.time():  # an older one says nothing of a clock
         yield clock("clock of Kafka's messages", ClockSkew(newest - time.time(), 0.0))
 
 
 def _lag(
     group: str, found: GroupView, begins: dict[Place, int], ends: dict[Place, int]
 ) -> DoctorCheck:
-    """``begins`` and ``ends``: of what is kept of each partition."""
+    """``begins`` and ``ends``: of the messages kept in each partition."""
     from hps.config.update_settings import NODE
 
     name = f"group {group}"
     if found.problem:
-        mend = f"give the user the rights DESCRIBE and READ on the group {group}"
-        return DoctorCheck(name, "FAIL", found.problem, mend)
+        remedy = f"give the user the rights DESCRIBE and READ on the group {group}"
+        return DoctorCheck(name, "FAIL", found.problem, remedy)
     if not found.committed:
-        mend = "nothing, if no server of this group was started yet; else see hps updates status"
+        remedy = "nothing, if no server of this group was started yet; else see hps updates status"
         waits = sum(end - begins[place] for place, end in ends.items())
         return DoctorCheck(
-            name, "WARN" if waits else "OK", "has not read anything yet", mend if waits else ""
+            name, "WARN" if waits else "OK", "has not read anything yet", remedy if waits else ""
         )
     at = {place: found.committed.get(place, begin) for place, begin in begins.items()}
     lag = sum(max(0, end - max(at[place], begins[place])) for place, end in ends.items())
@@ -141,16 +140,14 @@ def _lag(
         )
     lost = sum(max(0, begin - at[place]) for place, begin in begins.items())
     if lost:
-        mend = "load the models' files again (hps store load), and keep messages for longer: retention.ms"
+        remedy = "load the models' files again (hps store load), and keep messages for longer: retention.ms"
         gone = f"{count(lost)} messages were deleted before they were read; {reads}"
-        return DoctorCheck(name, "FAIL", gone, mend)
+        return DoctorCheck(name, "FAIL", gone, remedy)
     if is_shared and not found.members and lag:
-        return DoctorCheck(
-            name, "WARN", f"nobody reads; {reads}", "start the servers of this group"
-        )
+        return DoctorCheck(name, "WARN", f"no readers; {reads}", "start the servers of this group")
     if lag > LAG_WARN:
-        mend = "see hps updates status: is a store slow, a reader paused?"
-        return DoctorCheck(name, "WARN", reads, mend)
+        remedy = "see hps updates status: is a store slow, a reader paused?"
+        return DoctorCheck(name, "WARN", reads, remedy)
     return DoctorCheck(name, "OK", reads)
 
 
@@ -163,6 +160,6 @@ def folder(name: str, path: Path, setting: str) -> DoctorCheck:
     if not path.is_dir():
         return DoctorCheck(name, "FAIL", f"{path} is not a folder", f"make it, or set {setting}")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        mend = f"give this user the right to write there, or set {setting}"
-        return DoctorCheck(name, "FAIL", f"{path} cannot be written", mend)
+        remedy = f"give this user the right to write there, or set {setting}"
+        return DoctorCheck(name, "FAIL", f"{path} cannot be written", remedy)
     return DoctorCheck(name, "OK", str(path))

@@ -1,4 +1,4 @@
-"""The Triton that runs networks: whether it is there, and has what ``model.yaml`` describes."""
+"""Checks of the Triton server that runs networks, against ``model.yaml``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PATIENCE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _CheckedNetwork:
-    """What a check of a network looks at."""
+    """A network to check."""
 
     inputs: tuple[NetworkTensor, ...]
     outputs: tuple[NetworkTensor, ...]
@@ -35,11 +35,11 @@ def triton(settings: TritonSettings, models: Sequence[ModelVersion]) -> Iterator
         at = settings.tls
         tls = Tls(at.ca_file, at.certificate_file, at.key_file)
     scheme = settings.protocol + ("s" if tls is not None else "")
-    # With a fallback, networks run in the server for the time that Triton is away.
+    # With a fallback, networks run in this server while Triton is unavailable.
     weight: Verdict = "WARN" if settings.fallback else "FAIL"
-    mend = f"start it, or correct dense.triton.url ({settings.url}, {settings.protocol})"
+    remedy = f"start it, or correct dense.triton.url ({settings.url}, {settings.protocol})"
     if settings.fallback:
-        mend += "; until then networks run in the server (dense.triton.fallback)"
+        remedy += "; until then networks run in the server (dense.triton.fallback)"
     try:
         client = Client(f"{scheme}://{settings.url}", timeout_s=_PATIENCE_S, retries=0, tls=tls)
     except HpsError as error:
@@ -47,12 +47,12 @@ def triton(settings: TritonSettings, models: Sequence[ModelVersion]) -> Iterator
         return
     with client:
         try:
-            told = client.about()
+            about = client.about()
             ready = client.ready()
         except HpsError as error:
-            yield DoctorCheck("Triton", weight, str(error), mend)
+            yield DoctorCheck("Triton", weight, str(error), remedy)
             return
-    found = f"{told.get('name', '')} {told.get('version', '')} at {settings.url}"
+    found = f"{about.get('name', '')} {about.get('version', '')} at {settings.url}"
     if ready:
         yield DoctorCheck("Triton", "OK", found)
     else:
@@ -64,7 +64,7 @@ def triton(settings: TritonSettings, models: Sequence[ModelVersion]) -> Iterator
 
 
 def _network(settings: TritonSettings, version: ModelVersion, weight: Verdict) -> DoctorCheck:
-    """Whether Triton has the network, and it takes and gives what ``model.yaml`` says."""
+    """Check that Triton has the network, with the tensors of ``model.yaml``."""
     from hps.dense.network_factory import transport_to, triton_target
     from hps.dense.triton.transport import TritonUnavailable
 
@@ -82,14 +82,16 @@ def _network(settings: TritonSettings, version: ModelVersion, weight: Verdict) -
         described = transport.describe(_PATIENCE_S)
         _compare(version, described)
     except NotFound as error:
-        mend = f"write it with hps triton export {model}, have Triton load it, or set dense.triton.models"
-        return DoctorCheck(name, weight, f"it does not serve {known_as!r}: {error}", mend)
+        remedy = f"write it with hps triton export {model}, have Triton load it, or set dense.triton.models"
+        return DoctorCheck(name, weight, f"it does not serve {known_as!r}: {error}", remedy)
     except (DeadlineExceeded, TritonUnavailable) as error:
         return DoctorCheck(name, weight, f"it does not say what it has: {error}", "see its log")
     except HpsError as error:
-        # Wrong in any case: the server refuses to start by it, whatever it falls back on.
-        mend = f"have Triton serve this version's network: hps triton export {model}"
-        return DoctorCheck(name, "FAIL", str(error).replace("the network", "Triton's model"), mend)
+        # Always a failure: the server refuses to start, with a fallback too.
+        remedy = f"have Triton serve this version's network: hps triton export {model}"
+        return DoctorCheck(
+            name, "FAIL", str(error).replace("the network", "Triton's model"), remedy
+        )
     finally:
         transport.close()
     found = f"{known_as} is what model.yaml describes"
@@ -100,7 +102,7 @@ def _network(settings: TritonSettings, version: ModelVersion, weight: Verdict) -
 
 
 def _compare(version: ModelVersion, described: TritonModelInfo) -> None:
-    """Raises ModelError."""
+    """Compare tensors and batch. Raises ModelError."""
     from hps.node.model_opening import features_of
     from hps.predict.network_inputs import check_wiring
 

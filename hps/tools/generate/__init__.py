@@ -1,1 +1,1 @@
-"""Models and requests made up for load tests."""
+"""Synthetic models and requests for load tests."""

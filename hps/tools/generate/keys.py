@@ -1,4 +1,4 @@
-"""Which rows of a table are asked for: distributions of row numbers."""
+"""Distributions of row numbers for generated requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Draw = Callable[[np.random.Generator, int], IndexArray]
 """``draw(random, n)``: ``(n,)`` row numbers."""
 
 FORMS = "uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy"
-# Ranks are spread over the rows by a multiplication, so that hot rows do not lie side by side.
+# A multiplication spreads ranks over the rows, so that hot rows are not neighbours.
 _SPREAD = 0x9E3779B97F4A7C15
 
 

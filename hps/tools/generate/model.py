@@ -1,4 +1,4 @@
-"""A model made up: tables of random rows, and a small network over them."""
+"""A synthetic model: tables of random rows, and a small network over them."""
 
 from __future__ import annotations
 

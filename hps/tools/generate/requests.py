@@ -1,7 +1,6 @@
-"""Requests to a model, made up: for perf_analyzer, and as arrays for other load generators.
+"""Synthetic requests to a model: for perf_analyzer, and as arrays for other load generators.
 
-Format: perf_analyzer's input data, ``{"data": [{tensor: {"content": […], "shape": […]}}]}``.
-"""
+Format: perf_analyzer's input data, ``{"data": [{tensor: {"content": […], "shape": […]}}]}``."""
 
 from __future__ import annotations
 
@@ -23,13 +22,16 @@ from hps.tools.generate.keys import Draw, distribution
 from hps.types import KeyArray
 
 Form = Literal["features", "tables"]
-_UNKNOWN_FROM = 1 << 62  # no trainer counts as far
+_UNKNOWN_FROM = 1 << 62  # above the keys of any trainer
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecipe:
-    """What requests are like. ``hotness``: keys per sample of features that leave it open; ``ragged``: up to
-    so many, at least one; None is 1. ``unknown``: share of keys that no row has."""
+    """Shape of requests.
+
+    ``hotness``: keys per sample of features without a fixed number; None is 1. ``ragged``: from one key
+    up to
+    ``hotness``. ``unknown``: share of keys without a row."""
 
     form: Form = "features"
     batch: int = 1

@@ -196,7 +196,7 @@ def test_hps_doctor_compares_triton_with_model_yaml(triton, home, protocol):
     assert "'score' has shape [-1, 2] in model.yaml, [-1, 1] in Triton's model" in wide.found
     renamed = told(outputs=[score.model_copy(update={"name": "ctr"})])
     assert "output 'ctr'" in renamed.found
-    assert "triton export" in renamed.mend
+    assert "triton export" in renamed.remedy
     pinned = settings.model_copy(
         update={"models": {"clicks": TritonTarget(name="clicks.dense", version="7")}}
     )

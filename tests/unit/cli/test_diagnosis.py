@@ -40,12 +40,12 @@ def test_every_check_of_this_machine_has_a_mend_unless_it_is_well() -> None:
     found = list(machine.machine())
     assert len({check.name for check in found}) == len(found) >= 6
     for check in found:
-        assert check.verdict == "OK" or check.mend
+        assert check.verdict == "OK" or check.remedy
 
 
 def test_few_open_files_are_warned_of() -> None:
     assert machine.open_files(1024).verdict == "WARN"
-    assert "ulimit -n" in machine.open_files(1024).mend
+    assert "ulimit -n" in machine.open_files(1024).remedy
     assert machine.open_files(4096).verdict == "OK"
     assert machine.open_files(resource.RLIM_INFINITY).verdict == "OK"
 
@@ -84,7 +84,7 @@ def test_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.metadata, "requires", lambda _name: wanted)
     check = machine.packages()
     assert check.verdict == "FAIL"
-    assert check.mend == "pip install no-such-package"
+    assert check.remedy == "pip install no-such-package"
 
 
 @pytest.mark.parametrize(("lacks", "verdict"), [("there is no CuPy", "WARN"), (None, "OK")])
@@ -108,7 +108,7 @@ def test_a_gpu_that_networks_do_not_run_on_is_warned_of(monkeypatch: pytest.Monk
     check = machine.networks()
     assert check.verdict == "WARN"
     assert "has only" in check.found
-    assert "--no-deps onnxruntime-gpu" in check.mend
+    assert "--no-deps onnxruntime-gpu" in check.remedy
 
 
 def test_a_gpu_that_networks_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_gpu_that_networks_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_is_shown_in_full() -> None:
     text = "key holds 3 rows; the bytes would fit dim 16: is dim 8 wrong?"
     check = failed("models", ConfigError(text), "hps model verify m")
-    assert (check.found, check.mend) == (text, "hps model verify m")
+    assert (check.found, check.remedy) == (text, "hps model verify m")
 
 
 def test_the_processes_are_told_and_what_workers_lack(
@@ -135,7 +135,7 @@ def test_the_processes_are_told_and_what_workers_lack(
     assert found(2, **shared, capacity_bytes=1).verdict == "OK"
     assert "the node and 2 workers" in found(2, **shared, capacity_bytes=1).found
     small = found(2, **shared, capacity_bytes=1 << 50)
-    assert (small.verdict, "--shm-size" in small.mend) == ("WARN", True)
+    assert (small.verdict, "--shm-size" in small.remedy) == ("WARN", True)
     wanted = shutil.disk_usage(tmp_path).free + (1 << 32)
     assert found(2, **shared, capacity_bytes=wanted).verdict == "WARN"
     held = tmp_path / "hps.node-7" / "a.table"
@@ -166,7 +166,7 @@ def test_clocks_are_compared_as_far_as_one_can_tell(
     assert check.verdict == verdict
     if verdict != "OK":
         assert ("ahead of" if ahead_s > 0 else "behind") in check.found
-        assert "NTP" in check.mend
+        assert "NTP" in check.remedy
 
 
 def test_a_clock_that_is_cut_to_seconds_is_the_same_clock() -> None:
@@ -211,7 +211,7 @@ def test_pinned_memory_needs_to_be_locked() -> None:
     assert memory.locked(100, resource.RLIM_INFINITY).verdict == "OK"
     assert memory.locked(100, 100).verdict == "OK"
     few = memory.locked(101, 100)
-    assert (few.verdict, "memlock=-1" in few.mend) == ("WARN", True)
+    assert (few.verdict, "memlock=-1" in few.remedy) == ("WARN", True)
     gpu = {"host_bytes": 50, "devices": [0, 1], "capacity_bytes": 0}
     settings = configuration_from({"tiers": {"gpu": gpu}}, environ={}).settings
     assert memory.pinned_bytes(settings) == 100
@@ -234,7 +234,7 @@ def test_too_little_room_for_writes_is_told(
 def test_a_folder_of_updates_must_be_there_and_writable(tmp_path: Path) -> None:
     assert streams.folder("updates", tmp_path, "updates.directory.path").verdict == "OK"
     lacks = streams.folder("updates", tmp_path / "none", "updates.directory.path")
-    assert (lacks.verdict, "updates.directory.path" in lacks.mend) == ("FAIL", True)
+    assert (lacks.verdict, "updates.directory.path" in lacks.remedy) == ("FAIL", True)
 
 
 def test_one_part_that_says_nonsense_does_not_hide_the_others() -> None:
@@ -245,7 +245,7 @@ def test_one_part_that_says_nonsense_does_not_hide_the_others() -> None:
     first, second = catch_errors("part", odd())
     assert (first.name, second.name, second.verdict) == ("a", "part", "FAIL")
     assert "KeyError: 'version'" in second.found
-    assert second.mend
+    assert second.remedy
 
 
 def test_a_certificate_that_ends_soon_is_warned_of() -> None:
@@ -253,7 +253,7 @@ def test_a_certificate_that_ends_soon_is_warned_of() -> None:
     assert validity.validity("x", now + timedelta(days=20), "x.crt").verdict == "OK"
     soon = validity.validity("x", now + timedelta(days=3, hours=1), "x.crt")
     assert (soon.verdict, soon.found.rpartition(": ")[2]) == ("WARN", "3 days")
-    assert "renew" in soon.mend
+    assert "renew" in soon.remedy
 
 
 def test_servers_of_several_versions_are_told() -> None:
@@ -275,7 +275,7 @@ def test_a_disk_that_is_nearly_full_is_told_of_a_server_that_is_far_away() -> No
     def told(free: int, taken: int, least: int) -> str:
         bytes_ = {"free_bytes": free, "table_bytes": taken, "min_free_bytes": least}
         (check,) = states._tier("server", {"name": "rocksdb", **bytes_})
-        assert (check.verdict == "OK") == (not check.mend)
+        assert (check.verdict == "OK") == (not check.remedy)
         return check.verdict
 
     assert told(1 << 30, 1 << 30, 1 << 28) == "OK"

@@ -117,7 +117,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no file"):
         open_reader(tmp_path / "none.csv", ("user",))
     (tmp_path / "x.txt").touch()
-    with pytest.raises(ConfigError, match="cannot tell the format"):
+    with pytest.raises(ConfigError, match="unknown format"):
         open_reader(tmp_path / "x.txt", ("user",))
 
 

@@ -39,7 +39,7 @@ def test_a_feature_asks_for_its_tables_keys_less_its_offset() -> None:
 
 @pytest.mark.parametrize(
     ("error", "why"),
-    [(NotFound("Not Found"), "no hot keys to tell"), (Unavailable("it is away"), "it is away")],
+    [(NotFound("Not Found"), "has no hot keys"), (Unavailable("it is away"), "it is away")],
 )
 def test_why_there_are_none_is_said(error: HpsError, why: str) -> None:
     def fails(_model: str) -> Sequence[Mapping[str, Any]]:

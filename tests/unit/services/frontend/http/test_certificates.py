@@ -254,7 +254,7 @@ def test_the_doctor_knows_a_port_with_certificates(serve, tls, certificates):
     port = int(serve({**tls, "client_ca_file": None}).url.rpartition(":")[2])
     at = HttpSettings(host="localhost", port=port, tls=TlsSettings(**tls))
     own = ports.RunningServer(True, "", frozenset([port]))
-    unknown = ports.RunningServer(None, "its admin port does not tell")
+    unknown = ports.RunningServer(None, "its admin port does not report it")
     trusted = Tls(certificates["ca"][1])
     assert ports.port("http port", at, own, None, trusted).verdict == "OK"
     found = ports.port("http port", at, unknown, None, trusted)
