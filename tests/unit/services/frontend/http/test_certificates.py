@@ -260,7 +260,7 @@ def test_the_doctor_knows_a_port_with_certificates(serve, tls, certificates):
     found = ports.port("http port", at, unknown, None, trusted)
     assert (found.verdict, "is served by hps" in found.found) == ("WARN", True)
     found = ports.port("http port", at, unknown)
-    assert (found.verdict, "give --tls" in found.mend) == ("WARN", True)
+    assert (found.verdict, "give --tls" in found.remedy) == ("WARN", True)
     assert "not trusted" in found.found
     found = ports.certificates("http", at)
     assert (found.verdict, "days" in found.found) == ("WARN", True)  # it is good for two days
