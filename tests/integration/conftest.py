@@ -28,15 +28,16 @@ class Answer(NamedTuple):
 
 
 def _ask(address: str, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
-    """One request on a connection of its own, sent byte by byte as given; no hang is longer than
-    ``PATIENCE_S``. Headers may lie."""
+    """Send one request on a new connection, byte by byte; waits ``PATIENCE_S`` at most.
+
+    Headers may be wrong."""
     host, _, port = address.rpartition(":")
     lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
         connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.sendall(body)  # refused by its head alone: the answer is there all the same
+            connection.sendall(body)  # rejected by its head alone: the answer still arrives
         response = http.client.HTTPResponse(connection, method=method)
         response.begin()
         headers_back = {name.lower(): value for name, value in response.getheaders()}
@@ -44,8 +45,7 @@ def _ask(address: str, method: str, path: str, body: bytes, headers: dict[str, s
 
 
 def judged(answer: Answer) -> Answer:
-    """``answer``, if it is one the server may give: no 5xx but the documented ones, and every failure
-    is ``{"error": text}``."""
+    """``answer``, if valid: no 5xx but the documented ones, and every failure is ``{"error": text}``."""
     assert answer.status < 500 or answer.status in DOCUMENTED, answer
     if answer.status >= 400:
         assert answer.headers.get("content-type", "").startswith("application/json"), answer
@@ -93,13 +93,13 @@ def perf_analyzer_ready() -> None:
 
 @pytest.fixture(scope="session")
 def triton_ready() -> None:
-    """The same of Triton."""
+    """As `perf_analyzer_ready`, for Triton."""
     _ready("triton")
 
 
 @pytest.fixture(scope="session")
 def kserve_ready() -> None:
-    """The same of KServe's client."""
+    """As `perf_analyzer_ready`, for KServe's client."""
     _ready("kserve")
 
 

@@ -1,5 +1,6 @@
-"""Models that answer in a process attached to a node: as the node itself, to the bit. Here one process
-attaches to itself; tests/integration/test_workers.py has real ones."""
+"""Models in a process attached to a node: bit-equal to the node's.
+
+One process attaches to itself; tests/integration/test_workers.py has real ones."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_a_process_says_what_it_is(node, attached):
 
 
 def test_rows_are_the_same_and_so_are_their_sources(node, attached):
-    """What only the store has says so in both; what nobody has gets the default."""
+    """Rows that only the store has are reported so in both; unknown keys get the default."""
     mine = attached.lookup("words", {"word": WORDS}, want_source=True)
     assert node.writer.flush(60)
     assert set(mine.sources["word"].tolist()) == {Source.DEFAULT, Source.CPU, Source.ROCKSDB}
@@ -153,7 +154,7 @@ def test_a_node_that_goes_away_degrades_and_one_that_comes_back_heals(settings):
 
 
 def test_the_versions_are_the_nodes(settings, tmp_path):
-    """A version that came into the repository since is not for whoever attaches."""
+    """An attached process does not open a newer version in the repository."""
     write_models(tmp_path / "models")
     settings["models"]["repository"] = str(tmp_path / "models")
     with hps.open(settings):
@@ -213,4 +214,4 @@ def test_rows_whose_updates_wait_are_told_here_too(settings, tmp_path, on_stale)
         (folder / "waits.npz").unlink()
         until(lambda: not is_stale())
         node.close()
-        until(is_stale)  # nobody tells any more
+        until(is_stale)  # no process reports ages any more

@@ -1,5 +1,4 @@
-"""Configurations that cannot be served: each command ends with exit code 2 and one line that names the cause
-and the mend, whatever is wrong and however late it shows."""
+"""Bad configurations: each command ends with exit code 2 and one line with cause and remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ WRONG_TLS = {
     ),
 }
 
-# What is wrong: settings laid over those that are right, and what the line says.
+# Settings laid over correct ones, and the expected line.
 Wrong = tuple[dict[str, Any], str]
 
 OF_EVERY: dict[str, Wrong] = {
@@ -254,7 +253,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 def places(
     small_repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
-    """What stands for names in braces, wherever it is the same for all."""
+    """Values of names in braces that are the same for all cases."""
     folder = tmp_path_factory.mktemp("places")
     certificates = folder / "certificates"
     certificates.mkdir()
@@ -281,7 +280,7 @@ def places(
 
 @pytest.fixture
 def write(places: Mapping[str, Any], tmp_path: Path) -> Any:
-    """``write(wrong)``: the file of a configuration that is right but for that."""
+    """``write(wrong)``: the file of a configuration that is correct except for ``wrong``."""
 
     def write(wrong: Mapping[str, Any]) -> Path:
         right = {
@@ -363,8 +362,9 @@ def test_a_volume_that_is_mounted_for_reading(write: Any, tmp_path: Path) -> Non
 
 
 def test_what_is_noticed_last_is_told_in_three_seconds(write: Any) -> None:
-    """On a machine that loads the packages a server needs, none of them ours, in 0.6 s: in processor time,
-    compared with theirs, because a machine may be slow or busy."""
+    """Start-up is compared with the import time of a server's packages in processor time.
+
+    They take 0.6 s on a fast machine; the machine may be slow or busy."""
     packages = "import fastapi, grpc, numpy, onnxruntime, pydantic, rocksdict, uvicorn"
     _, theirs = spent("-c", packages)
     code, ours = spent("-m", "hps.cli.main", "serve", "--config", write(OF_ROWS["no model"][0]))

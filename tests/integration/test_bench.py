@@ -52,7 +52,7 @@ def test_every_request_that_was_sent_is_accounted_for(
     assert 0 < told["latency_s"]["p50"] <= told["latency_s"]["max"]
     assert (told["model"], told["protocol"], told["batch"]) == ("clicks", protocol, 4)
     assert told["server"].startswith("hps ")
-    # And those to warm up, and the one that was tried first.
+    # In addition those of the warm-up, and the first one.
     assert answered(small_server, protocol) - before > told["requests"]
     assert f"{told['requests']:,}" in done.stdout
     assert ("sent late by" in done.stdout) == ("--rate" in way)
@@ -119,7 +119,7 @@ def test_the_servers_hottest_keys_are_asked_for(
 
 
 def test_without_hot_keys_the_result_says_why(small_server: Hps, tmp_path: Path) -> None:
-    """Port 8002 is none of this server's."""
+    """Port 8002 belongs to another server."""
     url, file = f"http://{small_server.address}", tmp_path / "run.json"
     few = ["--duration", "0.2", "--warmup", "0", "--distinct", "8", "--json", file]
     assert bench("clicks", "--server", url, *few).exit_code == 0

@@ -1,4 +1,4 @@
-"""Checkpoints that a running node makes when it is asked over the admin port."""
+"""Checkpoints of a running node over the admin port."""
 
 from __future__ import annotations
 

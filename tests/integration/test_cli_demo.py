@@ -25,7 +25,7 @@ from hps.errors import ConfigError
 from tests.support.waiting import until
 
 COMMAND = [sys.executable, "-m", "hps.cli.main", "demo"]
-# What a program finds when it starts: the signals of the first argument ignored, no others.
+# A program starts with the signals of the first argument ignored, no others.
 LAUNCH = """
 import os, signal, sys
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -115,7 +115,7 @@ def address(shown: list[str]) -> tuple[str, int]:
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a demo that is started puts what is to be gone when it has ended."""
+    """Folder for everything that must be gone when a demo has ended."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -260,7 +260,7 @@ def test_a_background_job_can_be_stopped(small_demo: Path) -> None:
 
 
 def test_its_server_does_not_outlive_it(small_demo: Path, temporary: Path) -> None:
-    """Killed, the demo can clean nothing up: its server does."""
+    """A killed demo cannot clean up: its server does."""
     with serving(small_demo) as (process, shown):
         process.kill()
     until(lambda: not scratch_folders(temporary))

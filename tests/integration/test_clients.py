@@ -1,4 +1,4 @@
-"""Our own clients, for threads and for asyncio, over REST and gRPC: one server gives all of them the same."""
+"""Our clients, for threads and asyncio, over REST and gRPC: all get the same answers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SetClock = Callable[[Callable[[], float]], None]
 
 @pytest.fixture
 def set_clock(monkeypatch: pytest.MonkeyPatch) -> SetClock:
-    """What is to be added to the clock, asked at every look at it, in seconds."""
+    """Offset of the clock in seconds, read at every call."""
     plain = time.time
 
     def to(ahead: Callable[[], float]) -> None:
@@ -46,7 +46,7 @@ def settings(small_repository: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def test_no_deadline_knows_of_it(settings: dict[str, Any], set_clock: SetClock) -> None:
-    """Every look at the clock is an hour off the one before: what waits by it gives up, or hangs."""
+    """Every reading of the clock is an hour off the last: code that waits by it gives up, or hangs."""
     jumps = cycle([HOUR, -HOUR])
     set_clock(lambda: next(jumps))
     keys = np.arange(1000)

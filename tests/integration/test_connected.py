@@ -33,7 +33,7 @@ def node(small_repository, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ports(node):
-    """Two ports of the node, which stand for two replicas."""
+    """Two ports of the node, as two replicas."""
     state = FrontendState()
     state.serve(node)
     at = GrpcSettings(port=0)
@@ -139,7 +139,7 @@ def test_models_may_be_chosen(front, ports):
 
 
 def test_a_front_end_serves_it(connected):
-    """What answers requests takes a connected process as it takes a node."""
+    """Servers accept a connected process as they accept a node."""
     state = FrontendState()
     state.serve(connected)
     assert list(state.entries) == ["clicks", "clicks.lookup", "words", "words.lookup"]

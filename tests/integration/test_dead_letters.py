@@ -59,7 +59,7 @@ def listed(kafka: KafkaSettings, *, again: bool = False) -> list[StoredDeadLette
 
 
 def requeue(kafka: KafkaSettings) -> int:
-    """Number of letters sent again: all that are listed."""
+    """Send all listed letters again; returns their number."""
     with closing(DeadLetterReader(kafka)) as box:
         letters = box.letters()
         assert not box.requeue(letters)
@@ -67,7 +67,7 @@ def requeue(kafka: KafkaSettings) -> int:
 
 
 def keep(kafka: KafkaSettings, *letters: DeadLetter) -> None:
-    """As a reader that does not know what others kept."""
+    """Keep letters as a reader that does not know those of others."""
     with closing(DeadLetterTopic(kafka, KeptLetters())) as topic:
         topic.keep(letters)
 
@@ -90,7 +90,7 @@ def counted(node) -> dict[str, float]:
 
 
 def settings_of_node(kafka: KafkaSettings, folder, model: str) -> dict:
-    """One that serves version 1 of a model of two versions, whose table ``items`` has dim 2."""
+    """Settings of a node that serves version 1 of two, whose table ``items`` has dim 2."""
     spec = ModelSpec(name=model, tables=[TableSpec(name="items", dim=2, default=-1.0)])
     for version in (1, 2):
         rows = (np.arange(100), np.full((100, 2), version, np.float32))
@@ -207,7 +207,7 @@ def test_requeued_message_is_not_listed_when_it_is_kept_again(broker, model, kaf
 
 
 def test_requeued_message_is_listed_when_it_is_bad_still(broker, model, kafka, tmp_path):
-    """Also in a topic that was created again, where it has the former one's place and timestamp."""
+    """Also in a topic that was created again, where it has the same place and timestamp."""
     topic = native_topic(model)
     make_topic(broker, topic)
     keep(kafka, letter(topic, 0))

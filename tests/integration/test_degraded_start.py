@@ -1,4 +1,4 @@
-"""What is unreachable at the start is named, tried again and used when it is there; nothing ends."""
+"""Unreachable services at the start are named, retried and used when available; no process ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ports() -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, ports: dict[str, int]) -> Iterator[Hps]:
-    """Entered when it is ready, though nobody listens at any of the ports."""
+    """A server that is ready although all ports are unreachable."""
     folder = tmp_path_factory.mktemp("server")
     write_models(folder / "models")
     with start_hps(
@@ -59,7 +59,7 @@ def infer(ask: Any, server: Hps, model: str, request: Any) -> Any:
 
 
 def degraded(ask: Any, server: Hps) -> str:
-    """What a lookup that is right was answered without."""
+    """Tiers that a correct lookup skipped."""
     status, answer = infer(ask, server, "words", WORDS)
     assert status == 200
     assert answer["outputs"][0]["data"][0] == 7

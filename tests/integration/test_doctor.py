@@ -1,4 +1,4 @@
-"""The doctor's checks of real parts: Redis, Kafka, lookup nodes, and a server in Triton's place."""
+"""The doctor's checks of real parts: Redis, Kafka, lookup nodes, and a server in place of Triton."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Guarded:
     def __init__(self, folder: Path) -> None:
         rules = {
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-            "super.users": "User:ANONYMOUS",  # who comes by the first port: the broker itself, and we
+            "super.users": "User:ANONYMOUS",  # clients of the first port: the broker, and this test
         }
         self.broker = fresh_broker(folder / "kafka", rules)
         self.address = self.broker.ask_for_passwords()
@@ -179,14 +179,14 @@ def test_rights_that_are_missing_are_named_one_after_the_other(tmp_path: Path) -
             return verdicts(by_name(streams.kafka(settings, [group], [table(model)])))
 
         def allowed(kind: ResourceType, name: str, operation: AclOperation, makes: str) -> None:
-            """Rights are spread to the broker after they are made."""
+            """Wait until the broker knows the new rights."""
             before = look()
             assert before[makes] == "FAIL", before
             kafka.allow(kind, name, operation)
             until(lambda: look() != before)
 
         names = [f"topic {topic}", f"topic {dead}", f"group {group}"]
-        # Nothing is known of the model's topics, so each that may be there is named.
+        # The model's topics are unknown, so each possible one is named.
         unseen = {f"topic hps_et.{model}.t": "FAIL"}
         assert look() == {"Kafka": "OK", **dict.fromkeys(names, "FAIL"), **unseen}
         of_topic, do = ResourceType.TOPIC, AclOperation
@@ -237,7 +237,7 @@ def test_each_lookup_node_is_asked(
     found = by_name(lookups.lookup_nodes(front_end(nodes, small_repository)))
     assert verdicts(found) == {f"lookup node {nodes[0]}": "OK", f"lookup node {nodes[1]}": "FAIL"}
     assert "clicks 1" in found[f"lookup node {nodes[0]}"].found
-    # A front end that was not given what the nodes have.
+    # A front end without the nodes' tables.
     here = tmp_path / "models"
     shutil.copytree(small_repository / "clicks", here / "clicks")
     (here / "clicks/1/dense.onnx").unlink()
@@ -275,8 +275,7 @@ def test_a_front_end_needs_no_rows(small_repository: Path, tmp_path: Path) -> No
 def test_triton_is_told_with_its_version_and_networks(
     small_server: Hps, small_repository: Path, protocol: str
 ) -> None:
-    """With a server of ours in its place, which has no network alone; a real one:
-    `conformance/test_tools.py`."""
+    """With one of our servers, which has no separate network; a real Triton: `conformance/test_tools.py`."""
     url = small_server.grpc if protocol == "grpc" else small_server.address
     clicks = Repository(small_repository).open("clicks")
     given = {"url": url, "protocol": protocol}
@@ -340,7 +339,7 @@ def test_what_a_server_says_of_its_parts_is_passed_on() -> None:
 
 @contextmanager
 def answering(text: bytes) -> Iterator[str]:
-    """A server that says ``text`` to whatever comes, and nothing more; b"": that hangs."""
+    """A server that answers ``text`` to every request; b"": it hangs."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(0.1)
         ended = threading.Event()
@@ -395,7 +394,7 @@ def test_what_is_no_server_of_ours_is_a_line_and_no_traceback(text: bytes) -> No
 def test_servers_that_hang_are_waited_for_beside_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Were they asked one after the other, the first would be given up before the second is asked."""
+    """One after the other, the first would time out before the second is asked."""
     monkeypatch.setattr(servers, "_PATIENCE_S", 1.0)
     together = threading.Barrier(3)
     answers = servers._answers
@@ -438,7 +437,7 @@ def test_ports_of_the_configuration_s_own_server_are_in_order(small_server: Hps)
 
 
 def test_a_port_of_another_hps_server_fails(small_server: Hps, tmp_path: Path) -> None:
-    """`hps serve` could not have it."""
+    """`hps serve` could not bind it."""
     database = str(tmp_path / "another")
     found = on_ports(small_server, database)
     taken = {name: check for name, check in found.items() if name.endswith("port")}

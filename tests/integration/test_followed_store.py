@@ -71,7 +71,7 @@ class Fleet:
                 producer.produce(self.topic, payload, partition=0)
 
     def feed(self, store, value: float, offset: int | None) -> None:
-        """Write as the feeder of ``store`` does, up to ``offset``; None: it notes no position."""
+        """Write as the feeder of ``store`` does, up to ``offset``; None: it records no position."""
         row = np.full((1, 2), value, np.float32)
         version = np.array([make_version(self.made_ms, int(value))], np.uint64)
         none = np.empty(0, np.int64), np.empty(0, np.uint64)
@@ -114,7 +114,7 @@ def judge(node: hps.Node, fleet: Fleet, store, offset: int | None) -> None:
 
 
 def load(fleet: Fleet, folder, tiers) -> None:
-    """Have a node put the files' rows into its stores."""
+    """Let a node load the files' rows into its stores."""
     settings = fleet.settings(folder, tiers)
     del settings["updates"]
     hps.open(settings).close()
@@ -150,7 +150,7 @@ def test_a_row_promoted_before_redis_has_its_update_does_not_stay(tmp_path):
 
 
 def test_a_row_promoted_before_the_stream_was_read_gets_the_updates_since(tmp_path):
-    """Redis had the first message when the row was promoted, and the second one when the reader began."""
+    """Redis had the first message at the promotion, and the second one when the reader started."""
     fleet = Fleet(tmp_path)
     with redis_of(fleet, tmp_path) as store:
         fleet.send(1.0)
@@ -179,7 +179,7 @@ def test_a_row_promoted_before_a_primary_has_its_update_does_not_stay(tmp_path):
 
 
 def test_a_row_promoted_before_hps_has_written_its_update_does_not_stay(tmp_path):
-    """HPS notes no position in Redis; its group commits one when the rows are there."""
+    """HPS records no position in Redis; its group commits one when the rows are stored."""
     fleet = Fleet(tmp_path, "hps")
     with redis_of(fleet, tmp_path) as store:
         commit(fleet, 0)

@@ -81,7 +81,7 @@ def value(node, model: str, feature: str, key: int) -> float:
 
 
 def hps_wrote(store, model: str, feature: str, key: int, row: float) -> None:
-    """As HPS writes a row that came from its stream: under the fused table's name."""
+    """Write a streamed row as HPS does: under the fused table's name."""
     dim = {name: dim for name, dim, _ in TABLES}[feature]
     table = EmbeddingTable.make(FUSED[feature], dim, model=model)
     rows = np.full((1, dim), row, np.float32)
@@ -161,7 +161,7 @@ def test_rows_of_hpss_topics_are_applied_and_others_are_letters(configure, model
 
         until(lambda: letters() == 1)
         assert value(node, model, "user", 4) == 4.0
-        # What no table takes is not missing from a store: the stream is not read again for it.
+        # Messages of no table are not missing from a store: the stream is not read again for them.
         (stream,) = node.streams._readers.streams
         for _ in range(4):
             assert stream.ingestor._places.loss() == ""

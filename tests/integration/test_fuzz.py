@@ -33,7 +33,7 @@ FUZZ = settings(
 
 
 def check_still_right(ask: Any, server: Hps) -> None:
-    """A good request gets its rows, whatever came before."""
+    """A good request still gets its rows."""
     keys = {"name": "word", "shape": [1, 2], "datatype": "INT64", "data": [3, 999]}
     body = json.dumps({"inputs": [keys]}).encode()
     length = {"Content-Length": str(len(body))}
@@ -323,7 +323,7 @@ BODIES = [
     b"ffffffffffffffff\r\nabc",
     b"SM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00",
 ]
-# As long as the server may take for a good request while others are read.
+# The longest time for a good request while others are read.
 DEADLINE_S = 15.0
 
 
@@ -408,5 +408,5 @@ def test_any_connection_leaves_the_server_answering(fuzzed, port, pieces):
 
 
 def test_the_server_is_still_right(ask, small_server):
-    """Last in this file: nothing of the above has left a mark."""
+    """Last in this file: no test above has left a trace."""
     check_still_right(ask, small_server)

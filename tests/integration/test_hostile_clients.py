@@ -1,4 +1,4 @@
-"""Clients that send too much, too slowly or not at all: refused or waited for, never in others' way."""
+"""Clients that send too much, too slowly or not at all: rejected or awaited, never blocking others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENCODERS = {"gzip": gzip.compress, "deflate": zlib.compress}
 
 
 def check_still_right(ask, server):
-    """A good request gets its row, whatever came before."""
+    """A good request still gets its row."""
     keys = {"name": "word", "shape": [1, 1], "datatype": "INT64", "data": [999]}
     body = json.dumps({"inputs": [keys]}).encode()
     length = {"Content-Length": str(len(body))}
@@ -110,7 +110,7 @@ def test_clients_that_never_finish_do_not_hold_up_the_others(ask, small_server):
 
 @pytest.fixture
 def many_open_files():
-    """As many as this process may have: connections of its own."""
+    """Connections up to this process's limit of open files."""
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     yield
@@ -119,7 +119,7 @@ def many_open_files():
 
 @pytest.mark.usefixtures("many_open_files")
 def test_a_client_that_connects_without_end_leaves_files_to_others(tmp_path):
-    """To other clients, and to the store: rows are written meanwhile."""
+    """Other clients are served, and rows written meanwhile."""
     most = 512
     write_models(tmp_path / "models")
     with start_hps(tmp_path, open_files=most) as server, ExitStack() as opened:

@@ -1,5 +1,4 @@
-"""HPS's messages through a real broker: what its producers send is read, what its consumers cannot read is
-not sent, and a message nobody could take stops nothing."""
+"""HPS's messages through a real broker: formats of both sides, and messages that no reader can apply."""
 
 from __future__ import annotations
 
@@ -140,7 +139,7 @@ def test_messages_are_none_too_long_for_hpss_consumer():
 
 @pytest.mark.parametrize("form", ["hps", "native"])
 def test_rows_of_the_future_are_dead_letters_and_block_nothing(broker, model, form):
-    """In HPS's format the record's timestamp tells; Kafka takes those that its topic lets."""
+    """In HPS's format the record's timestamp counts, which Kafka's topic must allow."""
     now_ms = int(time.time() * 1000)
     late_ms = now_ms + 7_200_000
     topic = native_topic(model) if form == "native" else hps_topic(model, "items")

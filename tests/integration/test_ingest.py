@@ -1,4 +1,4 @@
-"""``hps ingest`` feeds a real Redis from a real Kafka: for all nodes, exactly, whoever is killed."""
+"""``hps ingest`` feeds a real Redis from a real Kafka: for all nodes, exactly, despite kills."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ READ, ADMIN = "a-key-of-those-who-read", "a-key-of-those-who-do-all"
 
 
 class Fleet:
-    """A model with a stream of its own, and the Redis that is fed with it."""
+    """A model with its stream, and the Redis that is fed with it."""
 
     def __init__(self, folder, redis: RedisServer) -> None:
         self.redis = redis
@@ -87,7 +87,7 @@ class Fleet:
         assert producer.flush(60) == 0
 
     def applied(self) -> list[int]:
-        """Up to where Redis has each partition; -1 where none is certain."""
+        """Offset up to which Redis has each partition; -1 if none."""
         found = (self.store.applied(self.table, self.topic, i) for i in range(PARTITIONS))
         return [-1 if offset is None else offset for offset in found]
 
@@ -121,7 +121,7 @@ class Fleet:
         assert not failed, failed
 
     def judge(self) -> None:
-        """Wait until Redis has everything that was sent; then nothing else."""
+        """Wait until Redis has exactly everything that was sent."""
         ends = self.ends()
         until(lambda: self.applied() == ends, 120)
         judge_store("Redis", self.stream, self.store, self.table)
@@ -184,7 +184,7 @@ def test_sigterm_ends_in_order_under_load_and_another_goes_on(fleet, processes):
     fleet.judge()
     sent = sum(1 for _ in fleet.stream.messages(f"{fleet.model}/{TABLE}", PARTITIONS))
     assert sent == sum(fleet.ends())
-    # It went on where Redis was: one observation per message, and table.
+    # It continued at Redis's position: one observation per message and table.
     seen = second.counted("hps_update_visible_seconds_count")
     assert seen == sent - sum(there), "positions were noted, nothing is read again"
 
@@ -279,7 +279,7 @@ def test_operators_steer_it_from_the_command_line(fleet, processes):
     shown = CliRunner().invoke(app, ["updates", "status", "--server", process.admin])
     assert f"{fleet.model}/{TABLE}" in shown.output
     assert "0.0 s" in shown.output
-    # The file is the nodes' own, too: of what is theirs alone, it needs nothing.
+    # The file is also the nodes': ingest needs none of their private settings.
     theirs = ("server.role=ingest", "tiers.rocksdb.enabled=true", "tiers.rocksdb.path=/proc/none")
     options = [word for setting in theirs for word in ("--set", setting)]
     told = CliRunner().invoke(app, ["doctor", "--config", str(process.config), *options, "--json"])
@@ -347,7 +347,7 @@ def test_another_version_is_loaded_once_redis_is_fed_for_it(fleet, processes):
         assert node.lookup(fleet.model, {TABLE: np.array([1])}).vectors[TABLE][0, 0] == 6.0
 
 
-# -- which rows go to Redis ------------------------------------------------------------------------
+# -- rows that go to Redis -------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["native", "hps"])
@@ -358,7 +358,7 @@ def layout(request):
 def stores(
     fleet, resources, layout, access="primary", **redis
 ) -> tuple[NodeStores, EmbeddingTable]:
-    """What a node with RocksDB, or `hps ingest` beside such nodes, has of Redis."""
+    """Stores of a node with RocksDB, or of `hps ingest` for such nodes, with Redis."""
     given = {**fleet.settings["tiers"]["redis"], "layout": layout, **redis}
     tiers = {"redis": given, "rocksdb": {"layout": layout, "access": access}}
     configuration = configuration_from({**fleet.settings, "tiers": tiers})
@@ -375,7 +375,7 @@ def in_redis(store, table, keys) -> np.ndarray:
 
 
 def test_streamed_rows_keep_to_the_share_that_is_loaded(fleet, layout):
-    """Half of the rows are loaded. Of streamed ones the same keys go there, and whatever is there."""
+    """Half of the rows are loaded. The same keys of streamed rows go there, and keys that it holds."""
     with ExitStack() as resources:
         opened, table = stores(
             fleet, resources, layout, initial_cache_rate=0.5, cache_missed_embeddings=False
@@ -442,7 +442,7 @@ def test_where_nodes_fill_gaps_or_write_no_other_store_every_streamed_row_goes_t
         assert (in_redis(opened._redis.tier, table, keys) == 5.0).all()
 
 
-# -- what is no configuration for it ---------------------------------------------------------------
+# -- invalid configurations ------------------------------------------------------------------------
 
 
 def test_what_is_missing_is_named(fleet):

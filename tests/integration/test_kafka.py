@@ -1,4 +1,4 @@
-"""Updates out of a real Kafka broker into a store: both formats, dead letters, and where reading begins."""
+"""Updates from a real Kafka broker into a store: both formats, dead letters, start positions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NOW_MS = int(time.time() * 1000)
 
 
 class Reader:
-    """One store fed from the topics of a model of its own."""
+    """One store fed from the topics of a new model."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ def reading(broker, folder, model: str, **given):
 
 
 def source_of(settings: KafkaSettings, topics: TopicTables) -> KafkaSource:
-    """One without a store."""
+    """A source without a store."""
     group, places = unique("g"), StoreStreamPositions([], topics.readers)
     return KafkaSource(settings, group, topics, places, StreamMeter(Metrics(), group))
 
@@ -247,10 +247,10 @@ def test_after_a_restart_it_goes_on_where_the_store_is_not_where_the_group_is(
             producer.produce(topic, native(model, i, 1.0, 1), partition=i % 2)
     with reading(broker, tmp_path / "one", model) as reader:
         until(lambda: [reader.applied(topic, p) for p in (0, 1)] == [5, 5])
-    # The same group with an empty store: everything is wanted again, whatever was committed.
+    # The same group with an empty store: everything is read again, whatever was committed.
     with reading(broker, tmp_path / "two", model) as reader:
         until(lambda: reader.rows(range(10)) == [1.0] * 10)
-    # The first store: only what is new; a row that was changed behind its back is not read again.
+    # The first store: only new messages; a row that was changed in it directly is not read again.
     with sending(broker) as producer:
         producer.produce(topic, native(model, 100, 2.0, 1), partition=0)
     store = RocksDbTier(tmp_path / "one")
@@ -300,7 +300,7 @@ def test_two_readers_of_a_group_share_and_one_takes_over(broker, model, tmp_path
             until(lambda: len(first.source.lag() or ()) == 2 == len(second.source.lag() or ()))
             send(0)
             until(lambda: both(first, second, range(40)))
-            # A batch that was polled before the other came, and a store that took it late.
+            # A batch polled before the other reader joined, and written late.
             (other, *_) = set(second.source.lag())
             late = UpdateBatch((), [StreamPosition(*other, 10)])
             first.thread.call(lambda: first.source.commit(late)).result(60)
@@ -654,7 +654,7 @@ def test_the_lag_is_what_is_there_and_not_polled(broker, model, tmp_path):
 
 
 def test_what_a_transaction_leaves_in_the_stream_is_not_waited_for(broker, model, tmp_path):
-    """Its marker takes an offset that no message has; rows that were taken back are none."""
+    """Its marker takes an offset that has no message; aborted rows are not delivered."""
     topic = native_topic(model)
     make_topic(broker, topic)
     options = {"bootstrap.servers": broker.address, "transactional.id": model}

@@ -1,4 +1,4 @@
-"""A password of Kafka's that is changed while clients run, as a Secret that is mounted."""
+"""Kafka's password changes while clients run, as in a mounted Secret."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT_S = 120.0
 
 
 class Users:
-    """A broker whose clients say a password; ``file`` holds what ours say."""
+    """A broker with password authentication; ``file`` holds our clients' password."""
 
     def __init__(self, folder: Path) -> None:
         self.broker = fresh_broker(folder / "kafka")
@@ -39,7 +39,7 @@ class Users:
         self._admin = AdminClient({"bootstrap.servers": self.broker.address})
 
     def have(self, password: str) -> None:
-        """What the broker takes from now on."""
+        """Set the broker's password."""
         info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_256, 4096)
         given = UserScramCredentialUpsertion("hps", info, password.encode())
         (done,) = self._admin.alter_user_scram_credentials([given]).values()

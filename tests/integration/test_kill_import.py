@@ -1,5 +1,6 @@
-"""``kill -9`` at any moment of an import, a load or a series of writes: what opens afterwards is either
-complete or cleanly absent, nothing acknowledged is lost, and a rerun succeeds without repair by hand."""
+"""``kill -9`` at any moment of an import, a load or writes: complete or absent afterwards.
+
+Nothing acknowledged is lost, and a rerun succeeds without manual repair."""
 
 import signal
 import subprocess
@@ -23,7 +24,7 @@ ROUNDS = 5
 
 
 def started(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """Python that has said it is about to begin."""
+    """A Python process that is about to start its work."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -36,7 +37,7 @@ def started(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def kill_after(process: subprocess.Popen[str], seconds: float) -> str:
-    """Kill it after a while (or let it have ended before); everything it has said since it began."""
+    """Kill it after a while (unless it has ended); returns its output since the start."""
     time.sleep(seconds)
     process.kill()
     said, _ = process.communicate()
@@ -45,8 +46,9 @@ def kill_after(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def moments(work_s: float, interrupted: Sequence[float] = (0.0,)) -> Iterator[float]:
-    """Random moments over a stretch somewhat longer than the undisturbed work took; then its beginning,
-    until at last one has ``interrupted`` it."""
+    """Random moments over slightly more than the undisturbed work's time.
+
+    Then moments near its start, until one has ``interrupted`` it."""
     yield from np.random.default_rng(7).uniform(0, 1.2 * work_s, ROUNDS).tolist()
     for _ in range(30):
         if interrupted:
@@ -107,7 +109,7 @@ def test_import(tmp_path: Path) -> None:
 
 
 def test_first_import(tmp_path: Path) -> None:
-    """Before its first version is complete the model is not there at all."""
+    """The model does not exist before its first version is complete."""
     for round_, moment in enumerate(moments(0.25)):
         root = tmp_path / str(round_)
         said = kill_after(started(IMPORT, root, 1), moment)

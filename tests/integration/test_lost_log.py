@@ -1,4 +1,4 @@
-"""Rows that came by Kafka and were lost with RocksDB's write-ahead log come again from Kafka."""
+"""Rows from Kafka that were lost with RocksDB's write-ahead log are read from Kafka again."""
 
 import os
 import shutil

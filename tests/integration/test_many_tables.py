@@ -22,7 +22,7 @@ DIMS = {"empty": 8, "narrow": 1, "wide": 4096} | {f"t{i}": 8 for i in range(1997
 
 
 def row(table: int, key: int, dim: int) -> list[float]:
-    """What table number ``table`` holds for ``key``: no two tables have the same row."""
+    """Row of table number ``table`` for ``key``: different in every table."""
     return [float(table * ROWS + key + 1)] * dim
 
 

@@ -1,5 +1,4 @@
-"""A version switched under load, in a real server, of one process and of several: no request fails, and no
-answer is of two versions."""
+"""A version switch under load, with one process and several: no failed request, no mixed answer."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ def server(tmp_path_factory):
 
 
 class Asking:
-    """Threads that ask until they are told to end, and what they were answered."""
+    """Threads that send requests until they are stopped, and the answers."""
 
     def __init__(self, *asks):
         self.answers = [Counter() for _ in asks]
@@ -109,7 +108,7 @@ class Asking:
                 return
 
     def more(self, n=10):
-        """Until each has had ``n`` more answers."""
+        """Wait until each has had ``n`` more answers."""
         before = [sum(each.values()) for each in self.answers]
         until(
             lambda: (
@@ -195,7 +194,7 @@ def test_no_request_fails_and_no_answer_is_mixed(server):
     for answers in asking.answers:
         # Of each version one answer, whatever way it was asked: rows and network are of one.
         assert sorted(version for version, _ in answers) == ["1", "2"]
-    # What was replaced is not held on to by requests of the past.
+    # Past requests do not keep replaced versions in memory.
     until(lambda: server.hps.log.read_text().count("is retired") == 4)
 
 
@@ -225,7 +224,7 @@ def test_workers_change_over_and_no_request_fails(several):
         for version in (2, 1, 2, 1):
             asking.more()
             assert several.load("clicks", version)[0] == 200
-            # Whoever is asked from now on, at whichever worker, is answered by it.
+            # From now on every worker answers with it.
             for _ in range(8):
                 with ExitStack() as own:
                     assert by_rest(several.hps.address, own)()[0] == str(version)
@@ -330,7 +329,7 @@ def noise(content):
 
 
 def refused(server, version, because):
-    """Over HTTP and gRPC, with a reason that has no path."""
+    """Rejected over HTTP and gRPC, with a reason that has no path."""
     status, told = server.load("clicks", version)
     assert (status, because in told["error"]) == (409, True), told
     with grpc.insecure_channel(server.grpc_admin) as channel:
@@ -350,7 +349,7 @@ def refused(server, version, because):
     "name", ["dense.onnx", "tables/users/emb_vector", "tables/items/key", "manifest.json"]
 )
 def test_files_of_a_served_version_that_were_changed_in_place(server, files, name):
-    """Refused, and answered as before; when the former file is back, it is loaded again."""
+    """Rejected, and answered as before; when the old file is back, it is loaded again."""
 
     def scores():
         return server.post("/v2/models/clicks/infer", RANKED, server.hps.address)

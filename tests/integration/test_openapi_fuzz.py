@@ -36,6 +36,6 @@ def test_every_operation(small_server, judge, port, mode):
             headers = {name.lower(): value[0] for name, value in answer.headers.items()}
             judge(Answer(answer.status_code, headers, answer.content))
 
-        # An operation that takes nothing has nothing that could be broken.
+        # An operation without parameters has nothing that could be wrong.
         with contextlib.suppress(Unsatisfiable):
             ask_and_judge()

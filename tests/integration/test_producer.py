@@ -43,7 +43,7 @@ def read(broker, topic: str, seconds: float = 60) -> list:
 
 
 def send_on(producer, block, sent=None) -> None:
-    """Send the block until that fails; ``sent`` gets how many rows."""
+    """Send the block until that fails; ``sent`` gets the numbers of rows."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         n = producer.send("items", np.arange(len(block)), block)
@@ -172,7 +172,7 @@ def test_the_watermark_is_what_was_sent_so_far(broker, model):
 
 
 def test_what_was_sent_is_polled_at_once(broker, model):
-    """A poll ends with the first message, not when as many came as it could take."""
+    """A poll ends with the first message; it does not wait for a full batch."""
     make_topic(broker, native_topic(model))
     settings = KafkaSettings(brokers=broker.address)
     topics = TopicTables([EmbeddingTable.make("items", 2, model=model)], settings.takes)
@@ -233,7 +233,7 @@ def test_a_topic_that_kafka_does_not_make(broker, model):
 
 
 def test_back_pressure_and_a_broker_that_dies_and_returns(model, tmp_path):
-    """One broker of its own: it stands still, then it is killed and comes back in the middle."""
+    """A separate broker is stopped, then killed and restarted."""
     broker = fresh_broker(tmp_path / "kafka")
     try:
         broker.start()

@@ -73,7 +73,7 @@ def test_a_request_over_grpc_is_read_and_written_as_such(small_server: Hps) -> N
 
 
 def test_keys_that_memory_lacks_are_asked_of_the_stores(small_server: Hps) -> None:
-    """No store has them either, so they stay so."""
+    """The stores do not have them either, so they stay missing."""
     where = (
         "words",
         "--server",
@@ -144,7 +144,7 @@ def test_what_cannot_be_profiled_is_one_line(small_server: Hps) -> None:
 
 
 def test_other_requests_are_not_looked_at(small_server: Hps) -> None:
-    """A request that is profiled is not counted among those of clients, either."""
+    """A profiled request is not counted among those of clients, either."""
 
     def answered() -> float:
         with Admin(f"http://{small_server.admin}") as admin:

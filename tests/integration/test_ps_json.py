@@ -1,4 +1,4 @@
-"""A ps.json served as it is: the rows of HugeCTR folders through RocksDB and the CPU cache."""
+"""A ps.json served unchanged: the rows of HugeCTR folders through RocksDB and the CPU cache."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_cold_start(configure: Any, document: dict[str, Any]) -> None:
 
 
 def test_the_default_threshold_answers_at_once(configure: Any, document: dict[str, Any]) -> None:
-    """When 9 of 10 keys are cached the tenth gets the default for now; with fewer a batch waits."""
+    """When 9 of 10 keys are cached, the tenth gets the default; with fewer, the batch waits."""
     document["models"][0] |= {"init_ec": False, "gpucacheper": 1.0}
     del document["models"][0]["hit_rate_threshold"]  # HPS's default is 0.9
     keys = keys_of(0)

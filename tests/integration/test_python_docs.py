@@ -1,4 +1,4 @@
-"""Every example of docs/python.md runs, one after the other, as a reader would type them."""
+"""Every example of docs/python.md runs, in the order of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's commands and its Python run as they stand there, in a folder like a checkout's."""
+"""The README's commands and Python code run unchanged, in a copy of a checkout."""
 
 from __future__ import annotations
 

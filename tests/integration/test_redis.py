@@ -1,4 +1,4 @@
-"""Redis as a tier, on a real server: what it keeps beside rows, and what goes when there is too much."""
+"""Redis as a tier, on a real server: metadata, eviction, positions, preloading."""
 
 import struct
 import subprocess
@@ -51,7 +51,7 @@ STARTED = SimpleNamespace(ms=0)
 
 @pytest.fixture(autouse=True)
 def _started():
-    """When the test at hand began, in Unix milliseconds: rows grow old while other tests run."""
+    """Start of the current test in Unix milliseconds: rows age while other tests run."""
     STARTED.ms = time.time_ns() // 1_000_000
 
 
@@ -70,7 +70,7 @@ def fill(tier, table, first, last, ms=None):
 
 
 def held(tier, table, keys):
-    """Which of the keys are there, with the right rows."""
+    """Keys that are stored with the right rows."""
     part = tier.get(table, np.ascontiguousarray(keys, np.int64))
     at = np.flatnonzero(part.source)
     np.testing.assert_array_equal(part.out[at], rows_of(part.keys[at], table.dim))
@@ -90,7 +90,7 @@ def test_how_a_table_is_kept_is_recorded(server, open_tier, table):
 
 
 def test_to_look_at_an_empty_table_leaves_no_trace(server, open_tier, table):
-    """So a reader whose settings are wrong does not settle how the table is kept."""
+    """So a reader with wrong settings does not decide how the table is kept."""
     wrong = open_tier(partitions=4)
     wrong.check(table)
     assert len(wrong.get(table, np.arange(10)).missing) == 10
@@ -142,7 +142,7 @@ def test_what_was_refused_is_looked_at_again(server, open_tier, table, monkeypat
 
 
 def test_two_nodes_that_start_at_once_agree(open_tier, table):
-    """Of settings that differ, one side is refused, whoever was first."""
+    """If their settings differ, one is rejected, whichever was first."""
     tiers = [open_tier(partitions=n) for n in (4, 8) * 4]
     outcomes = []
 
@@ -237,7 +237,7 @@ def test_large_batches_go_in_slices_that_let_others_in(server, open_tier, table)
 
 
 def commands(server):
-    """How many calls of each command the server has served."""
+    """Number of calls of each command that the server has served."""
     with server.client() as client:
         stats = client.info("commandstats")
     return Counter({name.removeprefix("cmdstat_"): each["calls"] for name, each in stats.items()})
@@ -398,7 +398,7 @@ def test_what_is_used_often_stays(server, open_tier, table, kind):
 
 
 def test_popularity_fades(server, open_tier, table):
-    """Counts of what stays are halved, so that what was popular once does not stay for ever."""
+    """Counts of rows that stay are halved, so that once popular rows do not stay for ever."""
     tier = overflowing(open_tier, "least_used")
     keys = fill(tier, table, 0, 3600)
     for name in server.ask("KEYS", "hps*}t"):
@@ -413,7 +413,7 @@ def test_popularity_fades(server, open_tier, table):
 
 
 def test_entries_without_stamps_go_first(server, open_tier, table):
-    """As HPS's default leaves them: there, nothing ever went."""
+    """As with HPS's default, under which no row was ever evicted."""
     fill(open_tier(partitions=PARTITIONS), table, 0, 6000)
     assert not server.ask("KEYS", "hps*}t")
     tier = overflowing(open_tier, "oldest")
@@ -434,7 +434,7 @@ def test_a_partition_far_beyond_is_resolved_in_steps(server, open_tier, table):
     assert sizes[-1] <= PARTITIONS * MARGIN
 
 
-# -- what an eviction remembers ----------------------------------------------------------------------
+# -- memory of evicted rows ------------------------------------------------------------------------
 
 
 def later(ms):
@@ -442,8 +442,8 @@ def later(ms):
 
 
 def evicted(tier, reader, table, keys, ms):
-    """Rows and a deletion of this age that others have driven out; none of them is there any more. To look
-    with ``reader`` is no use of them."""
+    """Rows and a deletion of this age that newer rows have evicted. A read with ``reader`` does not count
+    as use."""
     tier.insert(table, keys, rows_of(keys), versions_of(len(keys), STARTED.ms + ms))
     tier.delete(table, keys[:1].copy(), later(ms))
     start = 10_000
@@ -472,7 +472,7 @@ def write(tier, table, keys, verb, ms):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("verb", WRITES)
 def test_nothing_older_takes_the_place_of_what_was_evicted(open_tier, table, policy, verb):
-    """Neither a stream's repetition nor a node that lags behind, nor one that evicts nothing itself."""
+    """Neither a replay nor a node that lags behind, nor one that evicts nothing itself."""
     tier, keys = overflowing(open_tier, policy), np.arange(40)
     other = open_tier(partitions=PARTITIONS)
     evicted(tier, other, table, keys, ms=0)
@@ -649,7 +649,7 @@ def test_a_load_goes_on_where_it_was_killed(open_tier, table, monkeypatch):
         tier.preload(table, broken(), version, mark="digest")
     assert tier.usage(table).entries == 30_000
     again = open_tier()
-    # What was sent and not noted yet is sent again.
+    # Rows sent and not recorded yet are sent again.
     loaded = again.preload(table, chunks_of(40_000), version, mark="digest")
     assert 10_000 <= loaded <= 12_000
     assert len(held(again, table, np.arange(40_000))) == 40_000
@@ -688,7 +688,7 @@ def test_only_what_may_be_older_is_looked_at(server, open_tier, table):
     assert np.flatnonzero(part.source).tolist() == list(range(500))
     assert (part.out[:500] == rows_of(keys[:500] + 2)).all()
 
-    # As written by who does not keep it.
+    # As written by a process that does not keep it.
     names = tier._tables.opened()[0].layout
     for name in names.positions_keys:
         assert server.ask("HDEL", name, "highest") == 1
@@ -772,7 +772,7 @@ def test_a_load_overwrites_nothing_newer(open_tier, table):
 
 
 def test_of_a_key_that_stands_twice_the_last_row_is_loaded(open_tier, table, monkeypatch):
-    """Although two pieces are on their way at a time; here the first one takes longer."""
+    """Although two parts are in flight at a time; here the first one takes longer."""
     monkeypatch.setattr("hps.tiers.redis.load._CHUNK", 1000)
     tier, insert = open_tier(), RedisTier.insert
 

@@ -1,5 +1,4 @@
-"""What can happen to a Redis: each time requests are answered in time, no row is wrong, what was skipped is
-named, nothing leaks, and all is well again by itself."""
+"""Redis faults: requests stay in time and right, skipped tiers are named, nothing leaks, and it recovers."""
 
 import gc
 import itertools
@@ -81,7 +80,7 @@ class Asking:
         self.counts = Counter()
 
     def once(self, keys):
-        """Whether the tier was skipped."""
+        """Send one request; True if the tier was skipped."""
         part, ctx = Part.make(self.table, keys), FetchContext()
         start = time.monotonic()
         self.guarded.fetch([part], ctx)
@@ -124,7 +123,7 @@ def test_a_killed_server(server, open_tier, table):
 
 
 def test_a_server_that_was_restarted_empty(server, open_tier, table):
-    """Not even one request notices, but for the rows; scripts and facts come back."""
+    """No request fails, but rows are missing; scripts and facts are restored."""
     tier = open_tier(server)
     keys = fill(tier, table)
     server.restart()
@@ -152,7 +151,7 @@ def test_a_connection_cut_in_the_middle_of_a_reply(server, proxy, open_tier, tab
 
 
 def test_a_reply_that_came_too_late_is_never_taken_for_another(server, proxy, open_tier, table):
-    """After a timeout the connection is closed: what was asked over it comes back to nobody."""
+    """After a timeout the connection is closed: its replies are discarded."""
     tier = open_tier(server, addresses=[proxy.address], connections=1)
     keys = fill(tier, table)
     asking = Asking(tier, table, failures_to_open=10**6)
@@ -171,7 +170,7 @@ def test_a_reply_that_came_too_late_is_never_taken_for_another(server, proxy, op
 
 
 def test_bytes_nobody_asked_for_close_a_connection(server, open_tier, table):
-    """As if a reply had been left there after all."""
+    """As if a reply had been left in the socket after all."""
     tier = open_tier(server, connections=1)
     keys = fill(tier, table)
     (node,) = tier._client._nodes.all
@@ -219,7 +218,7 @@ def test_a_wrong_password(server, open_tier, table):
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_user_that_may_only_read(server, open_tier, table, recorded):
-    """Even where nobody has recorded how the table is kept, as HPS does not."""
+    """Even if no writer has recorded how the table is kept, as HPS does not."""
     keys = fill(open_tier(server), table)
     if not recorded:
         server.ask("DEL", "hps:{ctr/1/user}m")
@@ -245,7 +244,7 @@ def test_access_that_is_withdrawn_and_given_back(server, open_tier, table):
 
 
 def test_a_password_that_is_renewed_in_its_file(server, open_tier, table, tmp_path):
-    """As Kubernetes does it: the file is a link, which is pointed elsewhere."""
+    """As Kubernetes does it: the file is a link that is changed to another target."""
     for name in ("first", "second"):
         (tmp_path / name).write_text(f"{name}\n")
     file = tmp_path / "password"
@@ -294,7 +293,7 @@ def test_an_expired_certificate(tmp_path, open_tier, table, days):
 
 
 def test_a_server_out_of_memory(server, open_tier, table):
-    """It goes on answering; writes say so, and leave every row whole."""
+    """It still answers reads; writes fail, and leave every row whole."""
     tier = open_tier(server)
     keys = fill(tier, table)
     server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
@@ -333,7 +332,7 @@ def resources():
 
 @pytest.mark.parametrize("fault", ["killed", "refuses", "silent", "cut"])
 def test_failing_requests_leave_nothing_behind(server, proxy, open_tier, table, fault):
-    """10,000 in all, each of which would have taken a thread, a socket and its arrays."""
+    """10,000 in all, each of which could have leaked a thread, a socket and its arrays."""
     tier = open_tier(server, addresses=[proxy.address], password=None)
     fill(tier, table, 64)
     keys = np.arange(64)
@@ -368,7 +367,7 @@ def test_failing_requests_leave_nothing_behind(server, proxy, open_tier, table, 
 
 
 def test_ten_thousand_failing_requests(server, open_tier, table):
-    """Through a guard whose circuit opens and is tried again all the time."""
+    """Through a guard whose circuit opens and is probed all the time."""
     tier = open_tier(server)
     keys = fill(tier, table)
     asking = Asking(tier, table, retry_after_s=0.02)

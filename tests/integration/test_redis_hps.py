@@ -30,7 +30,7 @@ def rows_of(keys):
 
 
 class Hps:
-    """What HPS 24.06 sends, command by command."""
+    """Commands of HPS 24.06, one by one."""
 
     def __init__(self, server, bits=64, policy=None, partitions=8):
         self.server, self.bits, self.policy, self.partitions = server, bits, policy, partitions
@@ -121,7 +121,7 @@ def test_the_last_write_wins(server, open_tier):
 
 
 def test_a_promotion_overwrites_nothing(server, open_tier):
-    """The row it brings was read a while ago; what is there by now may be newer, and no version tells."""
+    """Its row was read a while ago; the stored one may be newer, and rows have no versions."""
     hps, tier, table = Hps(server), open_tier(server), table_of()
     hps.insert()
     keys, zero = np.array([42, 1234567]), np.zeros(2, np.uint64)
@@ -166,7 +166,7 @@ def test_rows_of_another_shape_are_refused(server, open_tier, table, named):
 
 
 def test_a_row_of_another_length_is_no_row(server, open_tier):
-    """One that came in after the table was looked at."""
+    """A row that was written after the table was checked."""
     hps, tier, table = Hps(server), open_tier(server), table_of()
     hps.insert()
     tier.check(table)

@@ -1,4 +1,4 @@
-"""Names of servers, looked up by a name server that hangs or tells something new."""
+"""Server names, resolved by a name server that hangs or changes its answer."""
 
 import socket
 import threading
@@ -19,7 +19,7 @@ KEYS = np.arange(10)
 
 
 class NameServer:
-    """Knows one name. ``hangs`` until it is told otherwise; ``at`` None: there is no such name."""
+    """Knows one name. ``hangs`` until it is set to False; ``at`` None: the name does not exist."""
 
     def __init__(self):
         self.at = "127.0.0.1"
@@ -69,7 +69,7 @@ def hang_up(server):
 
 
 def test_a_look_up_that_hangs_has_a_deadline(names, server):
-    """And takes one thread, however many ask."""
+    """It takes one thread, however many callers there are."""
     tier = RedisTier(settings(server, addresses=[f"{NAME}:{server.port}"], timeout_ms=300))
     names.awake.clear()
     before = threading.active_count()
@@ -98,7 +98,7 @@ def test_what_was_found_before_is_used_while_a_look_up_hangs(names, tier, server
 
 
 def test_a_name_that_moves_is_followed(names, tier, server):
-    """Although what was found last is not old yet."""
+    """Although the last answer has not expired yet."""
     names.at = "127.0.0.3"  # nobody there: the server listens on 127.0.0.1 alone
     with pytest.raises(TierError):
         fill(tier)

@@ -50,7 +50,9 @@ def reshard(cluster, source, target):
 
 class Writing:
     """Writes all rows again and again, the ``turn``-th time with that number; every other time as a stream
-    does. ``turn`` is the last one that was acknowledged."""
+    does.
+
+    ``turn`` is the last one that was acknowledged."""
 
     def __init__(self, tier, table):
         self.tier, self.table, self.keys = tier, table, np.arange(N)

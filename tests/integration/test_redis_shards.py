@@ -1,5 +1,4 @@
-"""A cluster of which one shard is gone: the rows of the others are served, in time, and all of them again
-when it is back."""
+"""A cluster without one shard: the other shards' rows are served in time, and all when it is back."""
 
 import os
 import signal
@@ -37,7 +36,7 @@ def fill(tier, table, keys):
 
 @pytest.fixture
 def cluster():
-    """No replica takes over. Every test mends what it broke: others use these servers, too."""
+    """No replica takes over. Every test repairs what it broke: others use these servers, too."""
     return shared_cluster()
 
 
@@ -119,10 +118,10 @@ def test_the_rows_of_the_other_shards_are_served(shards, how):
         for found, degraded, _ in answers:
             assert degraded
             np.testing.assert_array_equal(found, shards.alive)
-        # Nobody waits for it any more.
+        # Requests skip it now.
         assert np.median([seconds for _, _, seconds in answers]) < 0.3 * DEADLINE_S
         assert shards.guarded.state == "closed"
-        for _ in range(10):  # nor does the circuit open for the sake of one shard
+        for _ in range(10):  # one shard does not open the circuit breaker
             assert not len(shards.ask(shards.dead)[0])
         assert shards.guarded.state == "closed"
         assert len(shards.ask(shards.alive)[0]) == len(shards.alive)
@@ -132,7 +131,7 @@ def test_the_rows_of_the_other_shards_are_served(shards, how):
 
 
 def test_promotions_wait_for_no_shard(shards):
-    """What is written to the others is written; the caller hears of the rest at once."""
+    """Rows of other shards are written; the caller gets an error for the rest immediately."""
     hit(shards, "stopped")
     try:
         until(lambda: shards.ask(shards.keys) and shards.tier._client.is_away(shards.dead_slot))
@@ -195,7 +194,7 @@ def test_rows_that_a_shard_lost_are_noticed(cluster, shards, again, monkeypatch)
     )
     until(lambda: works(shards.victim))
     until(lambda: not tier._client.is_away(shards.dead_slot))
-    for _ in range(5):  # whoever misses a row is told that it may only be lost
+    for _ in range(5):  # a missing row is reported as possibly lost
         found, degraded, _ = shards.ask(shards.keys)
         assert degraded
         np.testing.assert_array_equal(found, shards.alive)
@@ -212,7 +211,7 @@ def test_rows_that_a_shard_lost_are_noticed(cluster, shards, again, monkeypatch)
 
 
 def test_a_shard_out_of_memory(shards):
-    """It goes on answering, and the others go on writing."""
+    """It still answers reads, and the other shards still accept writes."""
     victim, rows = shards.victim, rows_of(shards.keys)
     victim.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
     victim.ask("CONFIG", "SET", "maxmemory", 1_000_000)
@@ -233,7 +232,7 @@ def test_a_shard_out_of_memory(shards):
 
 
 def test_a_shard_whose_certificate_has_expired(cluster, shards):
-    """Noticed by new connections; those that are open go on."""
+    """New connections fail; open ones continue."""
     options, server = shards.victim.options, shards.victim
     stale, _ = certificates().make("stale", days=-1, key=options["tls-key-file"])
     server.ask("CONFIG", "SET", "tls-cert-file", str(stale))
@@ -256,7 +255,7 @@ def test_a_shard_whose_certificate_has_expired(cluster, shards):
 
 @pytest.mark.parametrize("gone", ["one", "all"])
 def test_ten_thousand_failing_requests_leave_nothing_behind(shards, gone):
-    """Through a guard whose circuit opens, where every shard is gone, and is tried again all the time."""
+    """Through a guard whose circuit opens, if all shards are unavailable, and is probed all the time."""
     victims = [shards.victim] if gone == "one" else shards.cluster.servers
     shards.guarded = GuardedTier(shards.tier, DEADLINE_S, 3, 0.02)
     keys = shards.keys[:64].copy()

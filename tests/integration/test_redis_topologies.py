@@ -1,5 +1,4 @@
-"""Redis Cluster with TLS and access control, and a server that sentinels watch: reading, writing, moving
-slots and failing over."""
+"""Redis Cluster with TLS and access control, and Redis Sentinel: reads, writes, failovers."""
 
 import itertools
 import threading
@@ -32,7 +31,7 @@ def fill(tier, table, n=N):
 
 
 def right(tier, table, keys):
-    """How many of the keys are found; every row that is must be the right one."""
+    """Number of keys found; every found row must be the right one."""
     part = Part.make(table, keys)
     tier.fetch([part], FetchContext(deadline=time.monotonic() + 60))
     at = np.flatnonzero(part.source)
@@ -176,7 +175,7 @@ def test_moving_slots_are_followed(cluster, open_tier, table):
 
 
 def test_a_script_whose_hashes_are_at_two_places_waits(cluster, open_tier, table):
-    """TRYAGAIN; reads of one hash go on meanwhile."""
+    """TRYAGAIN; reads of one hash continue meanwhile."""
     tier = open_tier(cluster.settings(overflow_margin=N, overflow_policy="oldest"))
     keys = fill(tier, table)
     name = b"hps:{ctr/1/user/p3}v"
@@ -290,7 +289,7 @@ def test_sentinels_name_the_primary_and_the_next_one(watched, open_tier, table):
 
 
 def test_a_demoted_primary_is_left(watched, open_tier, table):
-    """It goes on answering, and refuses writes."""
+    """It still answers, and rejects writes."""
     tier = open_tier(watched.settings())
     fill(tier, table)
     watched.sentinels[0].ask("SENTINEL", "FAILOVER", watched.SERVICE)

@@ -1,4 +1,4 @@
-"""Bad input over real sockets: each case gets the status that docs/rest.md gives it, at once."""
+"""Bad input over real sockets: each case gets the status of docs/rest.md immediately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From start to end: told "loading" instead of refused, drained on SIGTERM, out with a clear error."""
+"""Life of a server: "loading" instead of refused connections, drain on SIGTERM, clear errors."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_what_comes_in_the_delay_of_a_stop_is_answered_and_told_to_go(small_repo
         assert ends == [200] * len(clients)
         assert server.request("GET", "/v2/health/ready")[0] == 503
         assert server.request("POST", PATH, BODY)[0] == 200
-        server.frontend.stop()  # the second time, it hurries
+        server.frontend.stop()  # a second stop skips the drain
         server.join()
         assert server.error is None
 
@@ -297,7 +297,7 @@ def test_a_port_open_to_everybody_needs_a_stated_mode(small_repository, tmp_path
 
 
 def test_connections_that_do_not_go_on_are_closed(small_repository, tmp_path, monkeypatch):
-    """A head or a body that stops half way, a connection that says nothing; not an idle one."""
+    """A partial head or body, or a connection without data; not an idle one."""
     monkeypatch.setattr(http_server, "SWEEP_S", 0.3)
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()
     with running(configuration(small_repository, tmp_path)) as server:

@@ -1,4 +1,4 @@
-"""Requests that look like earlier ones take shorter ways: the answers must not tell."""
+"""Requests that repeat earlier ones take fast paths: the answers must be the same."""
 
 from __future__ import annotations
 

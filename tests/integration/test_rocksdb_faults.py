@@ -1,5 +1,6 @@
-"""RocksDB on a disk that fills up or goes bad: lookups are answered, degraded and counted, never with a
-wrong row; nothing leaks; it recovers without a restart."""
+"""RocksDB on a full or bad disk: answers are degraded and counted, never wrong.
+
+Nothing leaks; it recovers without a restart."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""A bulk load that was killed goes on behind the last file it had linked into the table."""
+"""A killed bulk load continues after the last file that it had linked into the table."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ def kill_a_load(models: Path, db: Path, at: int) -> None:
 
 
 def load(models: Path, db: Path, monkeypatch) -> tuple[int, np.ndarray]:
-    """How many rows had to be written, and the first values of all rows as they are found then."""
+    """Number of rows that had to be written, and the first values of all rows afterwards."""
     written = []
     append = load_module.BulkLoad._append
 

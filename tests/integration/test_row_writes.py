@@ -1,4 +1,4 @@
-"""Rows written without a stream: by a library call and over the admin port, into every tier, for good."""
+"""Direct writes: rows by a library call and over the admin port, into every tier, durably."""
 
 from __future__ import annotations
 

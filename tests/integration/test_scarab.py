@@ -61,11 +61,11 @@ def exact_lru_hit_rate(trace, capacity):
 
 
 def replay(trace, chain, cache):
-    """Ask for the trace in batches as the engine does, each key once, and promote what the cache lacked.
+    """Look the trace up in batches as the engine does, each key once, and promote the cache's misses.
 
     Returns the share of accesses that needed no row of the store. A batch's second access to a key
-    counts as a hit, as it would if the accesses came one by one.
-    """
+    counts as a
+    hit, as it would if the accesses came one by one."""
     fetched_below = 0
     for start in range(0, len(trace), BATCH):
         batch = trace[start : start + BATCH]
@@ -120,6 +120,6 @@ def test_after_a_restart_it_is_as_warm_as_before(trace, store, tmp_path):
     }.items():
         rates[name] = replay(then, TierChain([TierChain([each]), store]), each)
     print(f"\n{len(keys)} keys in {took:.1f} s: {rates}")
-    assert rates["cold"] < rates["before"] - 0.05  # or this would tell nothing
+    assert rates["cold"] < rates["before"] - 0.05  # otherwise the test would show nothing
     assert abs(rates["after"] - rates["before"]) < 0.02
     assert took < 60

@@ -1,4 +1,4 @@
-"""Secrets are in nothing that hps prints, logs or answers: each is planted, all output is searched."""
+"""Secrets are in no output, log or answer of hps: each is planted, all output is searched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = {role: f"{MARK}-key-{role}" for role in ("read", "write", "admin")}
 
 
 def settings(folder: Path, redis: str, kafka: str) -> dict[str, Any]:
-    """Everything that takes a secret, in every way there is to give it."""
+    """Every setting that takes a secret, in every form."""
     (folder / "password").write_text(f"{MARK}-redis-file\n")
     (folder / "sasl").write_text(f"{MARK}-sasl-file\n")
     (folder / "keys.yaml").write_text(
@@ -118,7 +118,7 @@ def test_a_server_tells_none(server: Hps) -> None:
     said.append(asked(f"{data}/v2/models/words/infer", KEYS["read"], lookup))
     said.append(asked(f"{data}/v2/models/words/infer", KEYS["read"], lookup, bearer=True))
     assert '"outputs"' in said[-1]
-    # Refused: a key that nobody has, one whose role is too low, one in the wrong place.
+    # Rejected: an unknown key, one whose role is too low, one in the wrong place.
     for answer in (
         asked(f"{data}/v2/models/words/infer", f"{MARK}-of-nobody", lookup),
         asked(f"{admin}/v1/updates/pause", KEYS["read"], {}),
@@ -129,7 +129,7 @@ def test_a_server_tells_none(server: Hps) -> None:
         said.append(answer)
     until(lambda: "refuses this user" in server.log.read_text())
     log = server.log.read_text()
-    assert "status=200" in log  # requests are told of
+    assert "status=200" in log  # requests are logged
     for text in (*said, log):
         assert MARK not in text, text
 

@@ -1,4 +1,4 @@
-"""What a node says of rows whose updates wait, on a real stream: flagged or refused, and healed again."""
+"""Staleness of a node's rows on a real stream: flagged or rejected, and healed again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model():
 
 
 def settings_of(folder, model: str, broker: KafkaBroker, on_stale: str, topic=True) -> dict:
-    """Of two tables, one of which hears nothing while the test runs."""
+    """Settings with two tables, one of which gets no updates during the test."""
     tables = [TableSpec(name=name, dim=2, default=-1.0) for name in ("items", "quiet")]
     rows = np.arange(100), np.zeros((100, 2), np.float32)
     write_version(

@@ -37,7 +37,7 @@ def printed(*words: object, code: int = 0) -> Any:
 
 
 def refused(*words: object, code: int = 2) -> str:
-    """The one line that says what is wrong."""
+    """The one line of the error."""
     result = run(*words)
     assert result.exit_code == code, (result.stdout, result.stderr)
     assert "Traceback" not in result.stderr
@@ -490,7 +490,7 @@ def test_rows_that_the_next_start_writes_over_are_named(config: Path, tmp_path: 
     assert (again.exit_code, again.stderr) == (0, "")
 
 
-# -- what may be in the way ------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 def test_another_layout_is_named(loaded: Any) -> None:
@@ -500,7 +500,7 @@ def test_another_layout_is_named(loaded: Any) -> None:
         assert f"set tiers.{tier}.layout to that" in message
     states = {e["state"] for e in printed("ls", *loaded, *other)}
     assert states == {"there in the native layout"}
-    printed("del", "clicks", "users", 6, *loaded)  # to look did no harm
+    printed("del", "clicks", "users", 6, *loaded)  # the read had no side effect
     since = ("export", "words", "words", "--out", "x.npz", "--since", 1)
     hps_only = ("--set", "tiers.rocksdb.layout=hps", "--set", "tiers.redis.layout=hps")
     assert "keeps no versions" in refused(*since, *loaded, *hps_only)
@@ -512,7 +512,7 @@ def test_a_wrong_shape_is_named(loaded: Any, server: RedisServer) -> None:
     assert message in refused("diff", *loaded, *wrong)
     assert all(message in e["state"] for e in printed("ls", *loaded, *wrong))
     printed("erase", "clicks", "--tier", "redis", "--yes", *loaded)
-    run("diff", *loaded, *wrong)  # looks at tables that are not there any more
+    run("diff", *loaded, *wrong)  # the tables are gone by now
     assert "not there" in {e["state"] for e in printed("ls", *loaded, "--tier", "redis")}
 
 
@@ -539,7 +539,7 @@ def test_beside_a_running_node(loaded: Any) -> None:
     """Reading works; writing names the process that holds the database."""
 
     def elsewhere(*words: object) -> tuple[int, str]:
-        """In a process of its own: within one, a database is opened once."""
+        """In a separate process: within one, a database is opened once."""
         command = [sys.executable, "-m", "hps.cli.main", "store", *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         return done.returncode, done.stderr

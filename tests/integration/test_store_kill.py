@@ -1,4 +1,4 @@
-"""Loads and conversions killed at any moment go on when they are run again."""
+"""Loads and conversions killed at any moment continue when they are run again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def command(*words: object) -> list[str]:
 def killed(
     folder: Path, server: RedisServer, under_way: Callable[[], bool], *words: object
 ) -> None:
-    """Run the command until ``under_way``, then ``kill -9`` it. What it had sent to Redis is done then."""
+    """Run the command until ``under_way``, then ``kill -9`` it, and wait for its Redis commands."""
     others = clients(server)
     with subprocess.Popen(
         command(*words), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

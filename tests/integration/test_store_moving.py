@@ -1,4 +1,4 @@
-"""docs/moving-from-hps.md, followed to the letter on data written with HPS's own bytes."""
+"""docs/moving-from-hps.md, followed to the letter on data in HPS's bytes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def server() -> RedisServer:
 
 @pytest.fixture
 def folder(tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What an owner of HPS has, and the page's two configurations beside it."""
+    """Files of an owner of HPS, and the page's two configurations."""
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
     write_rocksdb(tmp_path / "rocksdb")
@@ -184,7 +184,7 @@ def test_the_page_is_followed(folder: Path, server: RedisServer) -> None:
     seen = set()
     for words in commands():
         result = run(*words)
-        updated = "verify" in words  # the page says that it tells of updated rows
+        updated = "verify" in words  # the page says that it reports updated rows
         assert result.exit_code == (1 if updated else 0), (words, result.stderr, result.stdout)
         seen.add(words[1])
         if words[1] == "convert":
@@ -226,7 +226,7 @@ def takes_the_place_of_hps(folder: Path) -> None:
 
     assert tensors(theirs.input).items() <= tensors(ours.input).items()
     assert tensors(theirs.output).items() <= tensors(ours.output).items()
-    # What HPS's clients do not send or ask for is not missed.
+    # Parts that HPS's clients do not use need not match.
     assert all(each.optional for each in ours.input)
     assert ours.instance_group[0].count == 2
 
@@ -294,7 +294,7 @@ def test_again_it_brings_over_what_is_new_and_keeps_what_is_newer(
     printed("store", "put", "ctr", "user", 5, "--vector", values, "--config", "native.yaml")
     printed("store", "del", "ctr", "user", 6, "--config", "native.yaml")
     client = server.client()
-    for key in (1, 5, 6):  # HPS goes on meanwhile
+    for key in (1, 5, 6):  # HPS keeps writing meanwhile
         name = f"hps_et{{hps_et.ctr.user/p{partition_of(key)}}}v"
         client.hset(name, struct.pack("<q", key), row("user", 900).tobytes())
     client.close()

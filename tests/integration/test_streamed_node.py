@@ -1,4 +1,4 @@
-"""A node that is fed by a real Kafka: what it serves changes within a moment, in every tier."""
+"""A node that is fed by a real Kafka: served rows change within a moment, in every tier."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_is_served_changes_in_the_cache_and_the_store(settings, model):
         ]
         # A row is served a moment before it is counted.
         until(lambda: set(wanted) <= set(node.metrics.render().decode().splitlines()))
-    # What was streamed in is there after a restart, and older messages do not undo it.
+    # Streamed rows are there after a restart, and older messages do not replace them.
     with hps.open(settings) as node:
         assert [value for value, _ in values(node, model, 5, 6, 200)] == [5.0, -1.0, 2.0]
         send(model, (5, 4.0, 0), (7, 7.0, 1))
@@ -109,7 +109,7 @@ def test_a_node_without_a_cache(settings, model):
 def test_redis_is_written_once_for_all_nodes_and_every_cache_is_refreshed(
     settings, model, tmp_path
 ):
-    """Two nodes over one Redis, no RocksDB: one of them writes it, both hear of changes."""
+    """Two nodes over one Redis, no RocksDB: one of them writes it, both refresh their caches."""
     redis = shared_server()
     tiers = settings["tiers"]
     tiers["rocksdb"] = {"enabled": False}
@@ -277,7 +277,7 @@ def test_it_begins_behind_what_the_models_files_contain(settings, model, tmp_pat
 
 
 def test_a_version_that_is_switched_to_has_what_was_streamed(settings, model, tmp_path):
-    """From where its files end; and the version before has what came meanwhile when it is served again."""
+    """From where its files end; and the previous version gets missed updates when it is served again."""
     with hps.open(settings) as node:
         send(model, (5, 5.0, 1), (6, 6.0, 1))
         until(lambda: values(node, model, 5, 6) == [(5.0, "cpu"), (6.0, "cpu")])

@@ -47,7 +47,7 @@ def test_one_look_tells_of_those_that_are_there_and_of_those_that_are_not(
 
 
 def test_live_it_shows_requests_as_they_come_until_q(small_server: Hps) -> None:
-    """On a terminal of its own."""
+    """On a pseudo-terminal."""
     ours, theirs = pty.openpty()
     words = ["-s", f"http://{small_server.admin}", "-s", NOBODY, "--interval", "0.2"]
     command = [sys.executable, "-m", "hps.cli.main", "top", *words]

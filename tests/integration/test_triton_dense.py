@@ -1,4 +1,4 @@
-"""Networks that a real Triton runs, by gRPC, by HTTP and through shared memory; and a Triton that is gone."""
+"""Networks in a real Triton, by gRPC, HTTP and shared memory; and an unavailable Triton."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_many_threads(opened, triton, way):
 
 @pytest.mark.parametrize("way", ["gRPC", "HTTP"])
 def test_behind_a_front_end(opened, triton, small_repository, way):
-    """Rows are a lookup node's, networks run in Triton: what connects to both has neither."""
+    """Rows at a lookup node, networks in Triton: the front end has neither."""
     here, state = opened(), FrontendState()
     state.serve(here)
     node = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), NoAuthorizer()))
@@ -288,7 +288,7 @@ class TritonPythonModel:
 
 
 def test_triton_drops_runs_whose_time_is_up(exported, triton_ready, tmp_path, monkeypatch):
-    """Where its configuration says so, and however it is asked; what it says then is a deadline's error."""
+    """If its configuration says so, by every protocol; its answer is then a deadline error."""
     folder = tmp_path / f"{MODEL}.dense"
     shutil.copytree(exported / folder.name, folder)
     (folder / "1/model.py").write_text(SLOW)
@@ -311,7 +311,7 @@ def test_triton_drops_runs_whose_time_is_up(exported, triton_ready, tmp_path, mo
         first = pool.submit(ask, ways[0])
         until((folder / "began").exists)
         for protocol in ("grpc", "http"):
-            # Ours would be up as soon as Triton's, and before Triton has looked.
+            # Our deadline would pass with Triton's, before Triton has checked it.
             monkeypatch.setattr(f"hps.dense.triton.{protocol}.microseconds", lambda _: 1)
         waiting = [pool.submit(ask, way) for way in ways]
 
@@ -344,7 +344,7 @@ def test_a_triton_that_comes_later_and_goes(opened, exported, triton_ready):
         except Unavailable:
             return None
 
-    for _ in range(2):  # the second Triton has never heard of the memory shared with the first
+    for _ in range(2):  # the second Triton does not know the memory shared with the first
         with start_triton(exported, ports):
             until(lambda: answers() is not None)
             np.testing.assert_allclose(

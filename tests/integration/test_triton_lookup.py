@@ -159,7 +159,7 @@ def test_requests_at_the_same_time(client, node):
 
 
 def test_unequal_numbers_of_keys_share_a_call(server):
-    """Triton hands on requests together that wait at the same time, however many keys each has."""
+    """Triton passes on requests together that wait at the same time, whatever their numbers of keys."""
     with triton_grpc.InferenceServerClient(server.grpc) as client, ThreadPoolExecutor(16) as pool:
         client.kind = triton_grpc
         counted = statistics(client)
@@ -245,6 +245,6 @@ def test_wrong_requests(client, inputs, error):
 
 
 def status(client, number):
-    """HTTP's status as each client tells of it."""
+    """The HTTP status as each client reports it."""
     codes = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND"}
     return f"StatusCode.{codes[number]}" if client.kind is triton_grpc else str(number)

@@ -1,4 +1,4 @@
-"""A node with Redis before RocksDB, on a real server: what goes where, and what its absence costs."""
+"""A node with Redis before RocksDB, on a real server: which rows go where, and Redis failures."""
 
 import gc
 import json
@@ -114,7 +114,7 @@ def metric(node, name, **labels):
     return total
 
 
-# -- what goes where -------------------------------------------------------------------------------
+# -- rows that go to Redis -------------------------------------------------------------------------
 
 
 def test_rows_that_only_rocksdb_held_go_into_redis_and_defaults_do_not(server, open_node):
@@ -130,7 +130,7 @@ def test_rows_that_only_rocksdb_held_go_into_redis_and_defaults_do_not(server, o
 
 
 def test_without_versions_what_came_meanwhile_stays(server, open_node, monkeypatch):
-    """Somebody else writes a row into Redis between the promotion's reading and its writing."""
+    """Another process writes a row into Redis between the promotion's read and its write."""
     promote, promoted = RedisTier.promote, threading.Event()
     newer = rows_of([5]) + 100
 
@@ -188,7 +188,7 @@ def test_redis_may_be_the_only_store(server, folder, open_node):
 
 
 def test_the_cpu_cache_is_warmed_with_what_redis_knows_better(server, open_node):
-    """Others may have written there; the files are not believed."""
+    """Other processes may have written to Redis; the files may be older."""
     first = open_node({"addresses": [server.address], "initial_cache_rate": 1.0})
     tier = RedisTier(settings(server))
     newer = np.full((1, DIM), 77, np.float32)
@@ -303,7 +303,7 @@ def test_the_doctor_looks_at_every_table(server, folder, open_node, tmp_path):
     assert server.address in check.found
 
 
-# -- what does not fit ------------------------------------------------------------------------------
+# -- shapes that differ ----------------------------------------------------------------------------
 
 
 def test_a_table_that_does_not_fit_is_passed_over_and_named(server, open_node):
@@ -323,7 +323,7 @@ def test_the_only_store_must_fit(server, open_node):
 
 
 def test_files_that_were_damaged_are_not_loaded(server, folder, open_node):
-    """Into Redis as little as into RocksDB; it is shared, so other nodes would serve them at once."""
+    """Neither into Redis nor into RocksDB; Redis is shared, so other nodes would serve them immediately."""
     (file,) = (folder / "models").rglob("emb_vector")
     data = bytearray(file.read_bytes())
     data[7] ^= 1
@@ -338,7 +338,7 @@ def test_a_single_server_that_is_taken_for_a_cluster_is_named(server, open_node)
         open_node({"addresses": [server.address], "mode": "cluster"})
 
 
-# -- Redis that is not there, dies, is slow ---------------------------------------------------------
+# -- Redis is missing, dies, is slow ---------------------------------------------------------------
 
 
 def test_a_node_starts_without_redis_and_uses_it_when_it_comes(server, open_node):
@@ -357,8 +357,9 @@ def test_a_node_starts_without_redis_and_uses_it_when_it_comes(server, open_node
 
 
 class Load:
-    """Lookups from several threads until the block ends. Every row is checked; ``seconds`` and ``degraded``
-    of each answer are noted with the time it came."""
+    """Lookups from several threads until the block ends. Every row is checked.
+
+    ``seconds`` and ``degraded`` of each answer are recorded with its time."""
 
     def __init__(self, node, threads=3, timeout_s=30.0):
         self.node, self.timeout_s = node, timeout_s

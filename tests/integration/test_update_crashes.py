@@ -1,4 +1,4 @@
-"""Nothing of a stream is lost, whoever is killed: nodes, Redis and the broker, at random moments."""
+"""No part of a stream is lost when nodes, Redis or the broker are killed at random moments."""
 
 import time
 

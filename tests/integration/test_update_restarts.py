@@ -1,4 +1,4 @@
-"""A killed server serves updates as soon as it is ready again, not when Kafka misses the dead one."""
+"""A killed server applies updates as soon as it is ready again, not after Kafka's session timeout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.kafka_brokers import fresh_broker, need_kafka
 from tests.support.redis_servers import need, shared_server
 from tests.support.restarts import restarts
 
-# Kafka takes the dead one for alive for ten seconds, and used to for thirty.
+# Kafka takes the dead member for alive for ten seconds; with other settings for thirty.
 _SOON_S = 6.0
 
 

@@ -1,4 +1,4 @@
-"""hps updates publish and dlq against a real Kafka broker: what arrives is what was to be sent."""
+"""hps updates publish and dlq against a real Kafka broker: messages arrive as sent."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def everything(broker, topic: str) -> list:
 
 
 def test_dead_letters_are_shown_and_sent_again(broker, model, tmp_path):
-    """A table nobody knows, a damaged message and one in HPS's format; then the table is served."""
+    """A message of an unknown table, a damaged one and one in HPS's format; then the table is served."""
     topic, dead = native_topic(model), f"{model}_dead"
     make_topic(broker, dead, 2)
     items = EmbeddingTable.make("items", 2, model=model)

@@ -1,5 +1,4 @@
-"""``hps serve --workers 2``: the answers of one process, sums over all of them, and what becomes of requests
-when processes end."""
+"""``hps serve --workers 2``: the answers of one process, sums over all, and processes that end."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ PATH = "/v2/models/words.lookup/infer"
 
 
 class Connection:
-    """One of its own, so one worker's, as long as it is open."""
+    """A connection, which stays with one worker as long as it is open."""
 
     def __init__(self, address: str) -> None:
         self._connection = http.client.HTTPConnection(address, timeout=60)
@@ -209,7 +208,7 @@ def test_every_worker_tells_the_sums_of_all(server):
 
 
 def test_each_worker_keeps_to_its_bounds(server):
-    """Of three bodies that are coming, one worker has two, for which there is no room."""
+    """Of three bodies in transit, one worker has two, which exceed its byte budget."""
     host, _, port = server.address.rpartition(":")
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n\r\n".encode()
     with ExitStack() as stack:
@@ -246,7 +245,7 @@ def test_a_worker_that_was_killed_is_replaced_and_its_counts_stay(server):
     answered = counted(server, "hps_request_duration_seconds_count", model="words.lookup")
     os.kill(before[0]["pid"], signal.SIGKILL)
     until(lambda: counted(server, "hps_worker_restarts_total") == restarts + 1)
-    # Those that come to it meanwhile wait for its successor, and are answered.
+    # Connections to it meanwhile wait for its successor, and are answered.
     for _ in range(8):
         with Connection(server.address) as connection:
             connection.ask("POST", PATH, BODY)
@@ -279,8 +278,7 @@ def test_connections_to_a_worker_that_is_away_are_answered_by_the_others(server)
     until(lambda: status(server)["ready"])
 
 
-# What SIGUSR2 does to a process that is started with this: its main thread, in which the event loop runs,
-# does not come back; the others go on.
+# Signal handler for SIGUSR2 that blocks the main thread, in which the event loop runs; others continue.
 STUCK = """
 import signal
 def stuck_for_ever(*_):
@@ -292,7 +290,7 @@ signal.signal(signal.SIGUSR2, stuck_for_ever)
 
 @contextmanager
 def two_workers(folder: Path, timeout_s: float) -> Iterator[Hps]:
-    """A server with two workers, which are killed when they are stuck for so long."""
+    """A server with two workers, which are killed when they have been stuck for ``timeout_s``."""
     write_models(folder / "models")
     with start_hps(folder, limits={"workers": 2, "worker_timeout_s": timeout_s}) as started:
         until(lambda: status(started)["ready"])
@@ -301,7 +299,7 @@ def two_workers(folder: Path, timeout_s: float) -> Iterator[Hps]:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGSTOP], ids=["loop", "stop"])
 def test_workers_that_are_stuck_are_not_ready_killed_and_replaced(tmp_path, monkeypatch, number):
-    """Both of both, by an endless loop in the event loop, or as a whole."""
+    """All of both workers: by an endless loop in the event loop, or the whole process."""
     (tmp_path / "sitecustomize.py").write_text(STUCK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with two_workers(tmp_path, 2) as server:

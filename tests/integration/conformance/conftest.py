@@ -1,5 +1,4 @@
-"""Two servers of the same models for the whole package: ours, and a real Triton whose lookups are instances
-attached to ours."""
+"""Two servers of the same models: ours, and a real Triton whose lookup instances attach to ours."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.support.onnx_networks import network
 from tests.support.small_models import write_models
 
 RNG = np.random.default_rng(7)
-# Tensors of the types that clicks and words lack.
+# Tensors of the types that clicks and words do not have.
 TYPES = {
     "name": "types",
     "tables": [{"name": "halves", "dim": 4, "dtype": "float16"}],

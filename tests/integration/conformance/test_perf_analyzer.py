@@ -28,7 +28,7 @@ def client(small_server):
 
 
 def answered(client, model, inputs, outputs):
-    """``inputs`` of one sample, without the batch dimension, and what the server gives for them."""
+    """``inputs`` of one sample, without the batch dimension, and the server's outputs for them."""
     tensors = []
     for name, value in inputs.items():
         kind = np_to_triton_dtype(value.dtype)
@@ -40,7 +40,7 @@ def answered(client, model, inputs, outputs):
 
 
 def for_one(step):
-    """As perf_analyzer wants outputs: without the batch dimension."""
+    """Outputs in perf_analyzer's form: without the batch dimension."""
     inputs, outputs = step
     return inputs, {name: value[0] for name, value in outputs.items()}
 
@@ -68,8 +68,9 @@ def test_a_wrong_answer_would_be_noticed(small_server, client):
 
 
 def drive_and_compare(server, client, model, steps, *arguments):
-    """perf_analyzer asks for ``steps`` over and over; meanwhile the same requests, from here, must get
-    the bytes they got before it began. Every request of both must succeed."""
+    """Run perf_analyzer on ``steps``, and compare answers to the same requests under its load.
+
+    They must be the bytes from before. Every request of both must succeed."""
     outputs = [output["name"] for output in client.get_model_metadata(model)["outputs"]]
     expected = [answered(client, model, inputs, outputs)[1] for inputs in steps]
     before, compared = statistics(client, model), 0

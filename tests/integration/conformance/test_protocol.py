@@ -10,7 +10,7 @@ from hps.tools.conformance import Deviation, NotOffered
 from hps.tools.conformance.checks import CHECKS
 from hps.tools.conformance.known_deviations import TRITON
 
-# What a server does not offer, and why.
+# Features that a server does not offer, and why.
 TRITON_LACKS = {
     "http: raw bodies": "a lookup has HPS's KEYS and NUMKEYS beside its features there",
     "grpc: health watch": "its health.proto has no Watch, which balancers ask for",
@@ -29,7 +29,7 @@ def test_triton(target_of, check):
 
 
 def judge(target, check, differs, lacks):
-    """Every deviation is one that is known, and every known one is still there."""
+    """Check that the deviations are exactly the known ones."""
     try:
         check.run(target)
     except Deviation as deviation:

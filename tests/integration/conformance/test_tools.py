@@ -114,7 +114,7 @@ def test_perf_analyzer(target_of, perf_analyzer_ready, server, protocol):
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_hps_conformance(target_of, server):
-    """By requests that it makes up itself. What Triton does otherwise is known, and told with why."""
+    """With generated requests. Triton's deviations are known, and reported with the reason."""
     target = target_of(server)
     done = CliRunner().invoke(app, [target.http, target.grpc, "--json"])
     found = {row["check"]: row for row in json.loads(done.stdout)}
@@ -136,7 +136,7 @@ def test_hps_conformance(target_of, server):
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_hps_conformance_of_grpc_alone(target_of, server):
-    """Its models are asked for by gRPC then."""
+    """It then lists models by gRPC."""
     address = f"grpc://{target_of(server).grpc}"
     done = CliRunner().invoke(app, [address, "--model", "clicks", "--json"])
     rows = json.loads(done.stdout)
