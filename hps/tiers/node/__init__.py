@@ -1,5 +1,6 @@
-"""What other processes of this machine ask the node for, over a Unix socket: rows that the shared CPU cache
-lacks, and which models to serve. `NodeTier` asks, `NodeServer` answers."""
+"""The node's stores for attached processes of the same machine, over a Unix socket.
+
+`NodeServer` answers `NodeTier`: rows that the shared CPU cache misses, and the models to serve."""
 
 from hps.tiers.node.attached_processes import AttachedProcesses, LoadedVersion
 from hps.tiers.node.connections import NodeConnectionPool

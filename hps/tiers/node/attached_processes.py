@@ -1,10 +1,9 @@
-"""Processes attached to a node, and the versions of models that each may be using.
+"""Processes attached to a node, and the model versions that each may be using.
 
-Each tells several times a second, over a connection of its own, which versions it has open, which of them it
-serves, and what it could not open. The answer says which to serve, and which to open beside them. What a
-process has been told of counts as used by it until it says otherwise or its connection ends, as it does with
-the process however that ends.
-"""
+Each reports several times a second, over its own connection, the versions that it has open, those that
+it serves, and those that it could not open. The answer names the versions to serve, and those to open
+in addition. A version in an answer counts as used by the process until its report says otherwise or its
+connection ends, as it does whenever the process ends."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from typing import Any
 from hps.errors import Unavailable, Unsupported
 
 log = logging.getLogger(__name__)
-# What a process may take to open a version, and to serve it when it has.
+# The most time that a process may take to open a version, and to serve it afterwards.
 _OPEN_S, _SERVE_S = 120.0, 10.0
-# A process that was killed may be replaced within so long.
+# Time within which a killed process may be replaced.
 _REPLACED_S = 10.0
-# Between looks at whether waiting is still wanted.
+# Interval of the checks whether to keep waiting.
 _LOOK_S = 0.05
 
 Report = Mapping[str, Any]
@@ -33,7 +32,7 @@ why it could not be opened; ``leaves``: whether it goes of its own accord."""
 
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
-    """A version of a model, as it was loaded once: when it comes again, it is told by another token."""
+    """One loading of a model version: loaded again, it has another token."""
 
     model: str
     version: int
@@ -51,8 +50,9 @@ class _AttachedProcess:
 
 
 class AttachedProcesses:
-    """Those of one node, which serves the versions ``served``, by model. Versions are changed by one thread
-    at a time; any number may `report`."""
+    """The attached processes of one node, which serves the versions ``served``, by model.
+
+    Versions are changed by one thread at a time; `report` is thread-safe."""
 
     def __init__(self, served: Mapping[str, int]) -> None:
         self._served = {name: LoadedVersion(name, version) for name, version in served.items()}
@@ -60,16 +60,15 @@ class AttachedProcesses:
         """Versions that are served or may be served next, by `ModelVersion.key`; processes open no others."""
         self._coming: LoadedVersion | None = None
         self._followers: dict[Hashable, _AttachedProcess] = {}
-        self._deaths: list[
-            tuple[float, _AttachedProcess]
-        ] = []  # of those that had not opened what is coming
+        # Killed before they had opened the next version.
+        self._deaths: list[tuple[float, _AttachedProcess]] = []
         self._replaced = False
         self._changed = threading.Condition()
 
     # -- their side --------------------------------------------------------------------------------
 
     def report(self, who: Hashable, told: Report) -> dict[str, Any]:
-        """What ``who`` is to do, having told how it stands."""
+        """Record a process's report and return its orders."""
         with self._changed:
             wanted = [*self._served.values(), *([self._coming] if self._coming else [])]
             self._replaced |= bool(self._deaths) and who not in self._followers
@@ -88,7 +87,7 @@ class AttachedProcesses:
             }
 
     def left(self, who: Hashable) -> None:
-        """The connection of ``who``, if it is one of them, has ended."""
+        """Record that the connection of ``who`` has ended, if it is an attached process."""
         with self._changed:
             follower = self._followers.pop(who, None)
             if follower is not None and not follower.leaves and self._lacks(follower):
@@ -97,17 +96,18 @@ class AttachedProcesses:
 
     @property
     def processes(self) -> list[int]:
-        """Their numbers, ascending."""
+        """Their process IDs, ascending."""
         with self._changed:
             return sorted(each.process for each in self._followers.values())
 
     # -- the node's side ---------------------------------------------------------------------------
 
     def open(self, model: str, version: int, check: Callable[[], None]) -> None:
-        """Have all of them open ``version`` beside what they serve, those too that come meanwhile. If one is
-        killed, it may be replaced; not twice, since it may be the version that kills them. Raises
-        Unsupported when one of them refuses, Unavailable when it can't, and what ``check`` raises, which
-        is called now and then."""
+        """Make all processes, including new ones, open ``version`` in addition to what they serve.
+
+        A killed one may be replaced, but not twice, since the version may be what kills them. Raises
+        Unsupported if one of them rejects the version, Unavailable if it fails, and the errors of
+        ``check``, which is called repeatedly."""
         until = time.monotonic() + _OPEN_S
         with self._changed:
             self._coming = LoadedVersion(model, version)
@@ -121,12 +121,12 @@ class AttachedProcesses:
                 self._changed.wait(_LOOK_S)
 
     def withdraw(self) -> None:
-        """Have them let go of what they opened. Idempotent."""
+        """Make the processes close the version that they opened. Idempotent."""
         with self._changed:
             self._coming = None
 
     def switch(self) -> LoadedVersion | None:
-        """Have them serve what they have opened; returns what that takes the place of."""
+        """Make the processes serve the version that they opened; return the replaced one."""
         with self._changed:
             coming, self._coming = self._coming, None
             assert coming is not None
@@ -135,15 +135,16 @@ class AttachedProcesses:
             return former
 
     def drop(self, model: str) -> LoadedVersion:
-        """Have them serve ``model`` no more; returns what that was."""
+        """Make the processes stop serving ``model``; return the version that they served."""
         with self._changed:
             former = self._served[model]
             self._served = {n: each for n, each in self._served.items() if n != model}
             return former
 
     def settle(self, check: Callable[[], None]) -> None:
-        """Wait until all of them serve what they are to, but for those that take too long. Raises what
-        ``check`` raises."""
+        """Wait until all serve what they should, except those that take too long.
+
+        Raises the errors of ``check``."""
         until = time.monotonic() + _SERVE_S
         with self._changed:
             served = {each.token for each in self._served.values()}
@@ -159,7 +160,7 @@ class AttachedProcesses:
                 self._changed.wait(_LOOK_S)
 
     def uses(self, loaded: LoadedVersion) -> bool:
-        """Whether one of them may be using a version."""
+        """Return whether one of the processes may be using a version."""
         with self._changed:
             return any(loaded.token in each.may_hold for each in self._followers.values())
 
@@ -167,13 +168,13 @@ class AttachedProcesses:
         return self._coming is not None and self._coming.token not in follower.holds
 
     def _may_be_replaced(self) -> bool:
-        """Whether one was killed just now, in whose place there is none yet."""
+        """Return whether a process was killed recently and not replaced yet."""
         if not self._deaths or self._replaced:
             return False
         return time.monotonic() < self._deaths[0][0] + _REPLACED_S
 
     def _require(self, waiting: Iterable[_AttachedProcess], late: bool) -> None:
-        """Raises unless they may still be waited for."""
+        """Raise unless the processes may still be waited for."""
         coming = self._coming
         assert coming is not None
         what = f"version {coming.version} of model '{coming.model}'"

@@ -1,4 +1,4 @@
-"""Connections to a node's socket: a few, each used by one request at a time."""
+"""Connection pool to a node's socket; each connection serves one request at a time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ _CONNECT_S = 5.0
 
 
 class NodeConnectionPool:
-    """To the node whose socket is ``path``. One is made when a request finds none free; ``tables`` are those
-    that may be asked for, by their position.
+    """Connections to the node with the socket ``path``, made on demand.
 
-    A node that ended and came back is found again: the request that notices is sent once more, since
-    every request may be sent twice. ``timeout_s`` bounds requests without a deadline of their own. Any number
-    of threads may call. Raises TierError: nobody answers, or not in time (TierTimeout), or something else
-    than is served here (TierMisfit); Unavailable: the node is overloaded or shutting down.
-    """
+    ``tables``: those that may be requested, by position. A restarted node is found again: the request
+    that notices is sent once more, since every request may be sent twice. ``timeout_s`` bounds requests
+    without a deadline. Thread-safe. Raises TierError if the node does not respond, TierTimeout if not
+    in time, TierMisfit if it serves something else; Unavailable if the node is overloaded or shutting
+    down."""
 
     def __init__(
         self, path: Path, tables: Sequence[EmbeddingTable] = (), *, timeout_s: float = 30.0
@@ -45,7 +44,7 @@ class NodeConnectionPool:
         self._closed = False
 
     def request(self, kind: FrameKind, pieces: Pieces, deadline: float | None = None) -> bytearray:
-        """The answer's payload. ``deadline`` is a ``time.monotonic()`` instant."""
+        """Return the answer's payload. ``deadline`` is a ``time.monotonic()`` instant."""
         until = time.monotonic() + self._timeout_s if deadline is None else deadline
         while True:
             connection, used = self._take(until)
@@ -54,7 +53,7 @@ class NodeConnectionPool:
             except (OSError, frames.BadFrame) as error:
                 connection.close()
                 if used and isinstance(error, ConnectionError):
-                    continue  # it was closed while nobody used it; another one, in the end a new one
+                    continue  # closed while idle; try another one, finally a new one
                 raise self._failed(error) from None
             except BaseException:
                 connection.close()
@@ -63,24 +62,26 @@ class NodeConnectionPool:
             return connection.read(answer)
 
     def ask(self, what: str, deadline: float | None = None, **given: Any) -> Any:
-        """What the node's process answers to the question ``what``, as JSON has it."""
+        """Return the node's answer to the question ``what`` as JSON."""
         question = frames.as_json({"what": what, **given})
         return frames.read_json(self.request(FrameKind.ASK, question, deadline))
 
     def follow(self, report: Report, deadline: float | None = None) -> Any:
-        """What the node wants this process to have, having been told how it stands; for one thread alone, so
-        that all goes over one connection: see `hps.tiers.node.attached_processes`."""
+        """Report this process's state and return the node's orders.
+
+        For one thread only, so that all reports use one connection: see
+        `hps.tiers.node.attached_processes`."""
         return frames.read_json(self.request(FrameKind.FOLLOW, frames.as_json(report), deadline))
 
     def close(self) -> None:
-        """Idempotent. Requests under way end by themselves."""
+        """Close; requests in flight finish. Idempotent."""
         self._closed = True
         while self._free:
             with suppress(IndexError):
                 self._free.popleft().close()
 
     def _take(self, until: float) -> tuple[_NodeConnection, bool]:
-        """A connection, and whether it was used before."""
+        """Return a connection, and whether it was used before."""
         if self._closed:
             raise TierError(NAME, "closed")
         try:
@@ -106,7 +107,7 @@ class NodeConnectionPool:
 
 
 class _NodeConnection:
-    """One that has been greeted; not thread-safe."""
+    """A connection after its greeting. Not thread-safe."""
 
     def __init__(self, path: Path, hello: dict[str, Any], until: float) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -134,7 +135,9 @@ class _NodeConnection:
             )
 
     def request(self, kind: FrameKind, pieces: Pieces, until: float) -> tuple[int, bytearray]:
-        """The kind and the payload of the answer. Raises OSError or BadFrame: it can't be used any more."""
+        """Return the kind and the payload of the answer.
+
+        Raises OSError or BadFrame; the connection is unusable then."""
         self._socket.settimeout(_left(until))
         frames.send(self._socket, kind, pieces)
         self._socket.settimeout(_left(until))
@@ -143,7 +146,7 @@ class _NodeConnection:
 
     @staticmethod
     def read(answer: tuple[int, bytearray]) -> bytearray:
-        """The payload; raises the error that it tells of."""
+        """Return the payload; raises the error that it reports."""
         kind, payload = answer
         if kind == FrameKind.OK:
             return payload
@@ -159,7 +162,7 @@ class _NodeConnection:
 
 
 def _left(until: float) -> float:
-    """Seconds. Raises TimeoutError when there are none."""
+    """Return the seconds left. Raises TimeoutError if there are none."""
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError

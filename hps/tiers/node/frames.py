@@ -1,8 +1,8 @@
 """The frames on a node's socket: a head of 8 bytes, then the payload.
 
 The head is the payload's size (u32), the kind of frame (u8) and three zeros; all numbers are little-endian.
-One side asks, the other answers, in turns. Both are of one machine and of one version of hps
-(`PROTOCOL` is compared at the start), so arrays travel as they lie in memory.
+One side sends requests, the other answers each in turn. Both are on one machine and of one version of
+hps (`PROTOCOL` is compared at the start), so arrays are sent in memory layout.
 
 ========  ==============================================  ==============================================
 request   payload                                         payload of its ``OK``
@@ -17,9 +17,9 @@ ASK       JSON: a name, and what goes with it             JSON
 FOLLOW    JSON: how the process stands with its models    JSON: the models it is to have
 ========  ==============================================  ==============================================
 
-Tables are told by their number in HELLO. Rows come only for keys that have one: whose source is not 0. A key
-that is answered and has none was deleted. `hps.tiers.node.attached_processes` tells what FOLLOW is
-about. ``FAILED`` answers with JSON: the error's kind and its message.
+Tables are identified by their number in HELLO. Rows are sent only for keys whose source is not 0. A key that
+is answered without a row was deleted. For FOLLOW see `hps.tiers.node.attached_processes`. ``FAILED`` answers
+with JSON: the error's kind and its message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_PAYLOAD = 64 << 20
 _HEAD = struct.Struct("<IB3x")
 _FETCH = struct.Struct("<dII")
 _PROMOTE = struct.Struct("<II")
-# Beside its row, in an answer.
+# Bytes per key in an answer, besides its row.
 KEY_BYTES = 10
 _SPARE = 4096
 
@@ -64,20 +64,20 @@ class FrameKind(IntEnum):
 
 
 class ConnectionEnded(ConnectionError):
-    """The other side has ended the connection between two frames."""
+    """The other side closed the connection between two frames."""
 
 
 class BadFrame(Exception):
-    """What came is no frame of this protocol."""
+    """The received bytes are no frame of this protocol."""
 
 
 def send(to: socket.socket, kind: FrameKind, pieces: Pieces) -> None:
-    """Send one frame. Raises OSError; ValueError for one that is too large."""
+    """Send one frame. Raises OSError, and ValueError if it is too large."""
     flat = [view for piece in pieces if (view := _flat(piece)).nbytes]
     size = sum(view.nbytes for view in flat)
     if size > MAX_PAYLOAD:
         raise ValueError(f"a frame of {size:,} bytes; {MAX_PAYLOAD:,} are allowed")
-    # Small ones in one go: a segment, and a waking of the other side, instead of several.
+    # Small ones in one call: one segment and one wake-up of the other side.
     if size <= 1 << 16:
         to.sendall(b"".join([_HEAD.pack(size, kind), *flat]))
         return
@@ -87,7 +87,7 @@ def send(to: socket.socket, kind: FrameKind, pieces: Pieces) -> None:
 
 
 def receive_head(of: socket.socket) -> tuple[int, int]:
-    """The kind and the size of the next frame. Raises Closed, OSError or BadFrame."""
+    """Return the kind and the size of the next frame. Raises ConnectionEnded, OSError or BadFrame."""
     head = bytearray(_HEAD.size)
     got = of.recv_into(head)
     if not got:
@@ -100,7 +100,7 @@ def receive_head(of: socket.socket) -> tuple[int, int]:
 
 
 def receive_payload(of: socket.socket, size: int) -> bytearray:
-    """The payload that follows a head. Raises OSError."""
+    """Return the payload that follows a head. Raises OSError."""
     payload = bytearray(size)
     _fill(of, memoryview(payload))
     return payload
@@ -121,7 +121,7 @@ def _flat(piece: Any) -> memoryview:
 
 
 def most_keys(row_bytes: int) -> int:
-    """How many keys of a table one fetch may ask for."""
+    """Return the most keys of a table in one fetch."""
     return (MAX_PAYLOAD - _SPARE) // (row_bytes + KEY_BYTES)
 
 
@@ -129,7 +129,7 @@ def most_keys(row_bytes: int) -> int:
 
 
 def fetch_request(asked: Sequence[tuple[int, KeyArray]], left_s: float | None) -> Pieces:
-    """``asked``: the number of each part's table, and its keys ``(n,)``."""
+    """Encode a fetch of the number of each part's table and its keys ``(n,)``."""
     head = _FETCH.pack(math.nan if left_s is None else left_s, len(asked), 0)
     sizes = np.array([(table, len(keys)) for table, keys in asked], np.uint32)
     return [head, sizes, *(np.ascontiguousarray(keys) for _, keys in asked)]
@@ -138,7 +138,7 @@ def fetch_request(asked: Sequence[tuple[int, KeyArray]], left_s: float | None) -
 def read_fetch(
     payload: bytearray, tables: Sequence[EmbeddingTable | None]
 ) -> tuple[list[Part], float | None]:
-    """Fresh parts, and the seconds that are left. Raises BadFrame."""
+    """Decode a fetch into new parts and the seconds left. Raises BadFrame."""
     try:
         left_s, count, _ = _FETCH.unpack_from(payload)
         sizes = np.frombuffer(payload, np.uint32, 2 * count, _FETCH.size).reshape(count, 2)
@@ -149,7 +149,7 @@ def read_fetch(
             if table is None:
                 raise BadFrame(f"table {number} is not served")
             answer += n * (table.row_bytes + KEY_BYTES)
-            if answer > MAX_PAYLOAD:  # before there is memory for it
+            if answer > MAX_PAYLOAD:  # checked before memory is allocated
                 raise BadFrame(f"{n:,} keys of table {table.id} are too many for one frame")
             parts.append(Part.make(table, np.frombuffer(payload, np.int64, n, at)))
             at += 8 * n
@@ -185,8 +185,9 @@ def fetch_answer(parts: Sequence[Part], degraded: Sequence[str]) -> Pieces:
 def read_fetch_answer(
     payload: bytearray, asked: Sequence[tuple[Part, Any]], degraded: list[str]
 ) -> list[Any]:
-    """Give each part of ``asked`` what the answer holds for the positions (k,) that were asked for; which of
-    those are still missing, part by part. Raises BadFrame."""
+    """Copy the answer into each part at the requested positions (k,); return those still missing.
+
+    Raises BadFrame."""
     reader = _PayloadReader(payload)
     sizes = [len(positions) for _, positions in asked]
     counts = reader.array(np.uint32, len(asked) + len(asked) % 2)[: len(asked)].tolist()
@@ -218,7 +219,7 @@ def read_fetch_answer(
 
 
 class _PayloadReader:
-    """Arrays out of a payload, one after the other. Raises BadFrame where it ends too early."""
+    """Reads arrays out of a payload, in order. Raises BadFrame if it is too short."""
 
     def __init__(self, payload: bytearray) -> None:
         self._payload = payload
@@ -246,7 +247,7 @@ def promote_request(table: int, keys: KeyArray) -> Pieces:
 def read_promote(
     payload: bytearray, tables: Sequence[EmbeddingTable | None]
 ) -> tuple[EmbeddingTable, KeyArray]:
-    """Raises BadFrame."""
+    """Decode a promotion. Raises BadFrame."""
     try:
         number, _ = _PROMOTE.unpack_from(payload)
         table = tables[number]
@@ -263,7 +264,7 @@ def as_json(value: Any) -> Pieces:
 
 
 def read_json(payload: Buffer) -> Any:
-    """Raises BadFrame."""
+    """Decode JSON. Raises BadFrame."""
     try:
         return orjson.loads(payload)
     except orjson.JSONDecodeError as error:

@@ -24,11 +24,11 @@ from hps.types import EmbeddingTable, KeyArray
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1_024
-# A frame that was begun must go on; whoever is stopped in the middle of one is given up.
+# The time within which a started frame must continue; then the connection is closed.
 _STALLED_S = 30.0
-# A fetch that waited so long for a thread may find its rows in memory: others asked for the same.
+# After this wait for a thread, a fetch may find its rows in memory: other requests fetched the same.
 _ASK_AGAIN_S = 0.002
-# Of a Unix socket's path.
+# The limit of a Unix socket's path.
 _MOST_PATH = 107
 
 Answer = Callable[[Mapping[str, Any]], Any]
@@ -38,11 +38,10 @@ Answer = Callable[[Mapping[str, Any]], Any]
 class NodeServer:
     """Listens at ``folder``/node.sock, a private folder, until it is closed; one thread per connection.
 
-    ``tables``, those that there are when a connection begins, are served from ``stores`` on the threads of
-    ``lane``, as the node's own lookups are; ``promote`` must not block. ``followers`` are told of
-    processes that have the node's models. ``answers``: what else may be asked, by name; it may be
-    added to. Raises ConfigError when another node listens there, or the folder is not private.
-    """
+    Tables that exist when a connection begins are served from ``stores`` on the threads of ``lane``,
+    like the node's own lookups; ``promote`` must not block. ``followers`` gets the reports of attached
+    processes. ``answers``: further questions by name; may be extended later. Raises ConfigError if
+    another node listens there, or the folder is not private."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class NodeServer:
         threading.Thread(target=self._accept, name="hps-node-socket", daemon=True).start()
 
     def facts(self) -> dict[str, Any]:
-        """For a node's status."""
+        """Facts for a node's status."""
         return {
             "path": str(self.path),
             "connections": len(self._connections),
@@ -79,14 +78,14 @@ class NodeServer:
         }
 
     def close(self) -> None:
-        """End every connection. Idempotent."""
+        """Close every connection. Idempotent."""
         if self._closed:
             return
         self._closed = True
         self.path.unlink(missing_ok=True)
         for each in (self._listener, *self._connections):
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits on it
+                each.shutdown(socket.SHUT_RDWR)  # wakes the waiting thread
         self._listener.close()
         self._claim.give_up()
 
@@ -99,7 +98,7 @@ class NodeServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.1)  # no file descriptor is left, perhaps
+                time.sleep(0.1)  # possibly out of file descriptors
                 continue
             if len(self._connections) >= MAX_CONNECTIONS:
                 log.warning("%d processes' connections are open; refused another", MAX_CONNECTIONS)
@@ -109,7 +108,7 @@ class NodeServer:
             work = partial(self._serve, connection)
             try:
                 threading.Thread(target=work, name="hps-node-connection", daemon=True).start()
-            except RuntimeError as error:  # no thread is left, perhaps
+            except RuntimeError as error:  # possibly out of threads
                 log.warning("a connection to %s was refused: %s", self.path, error)
                 self._connections.discard(connection)
                 connection.close()
@@ -128,9 +127,9 @@ class NodeServer:
                     frames.send(connection, FrameKind.FAILED, _failure(error))
                 else:
                     frames.send(connection, FrameKind.OK, answer)
-                del payload  # an idle connection holds nothing
+                del payload  # an idle connection holds no memory
         except ConnectionError:
-            pass  # the other process has ended, or has no more use for it
+            pass  # the other process has ended, or closed it
         except (OSError, frames.BadFrame) as error:
             if not self._closed:
                 log.warning("a connection to %s ended: %s", self.path, error)
@@ -150,7 +149,7 @@ class NodeServer:
         payload: bytearray,
         known: list[EmbeddingTable | None],
     ) -> Pieces:
-        """``known``: the tables by the asker's numbers, from its HELLO on."""
+        """Answer one request. ``known``: the client's tables by their numbers, from its HELLO on."""
         if kind == FrameKind.FETCH:
             parts, left_s = frames.read_fetch(payload, known)
             return self._fetch(parts, left_s)
@@ -178,7 +177,7 @@ class NodeServer:
         ctx = FetchContext(None if left_s is None else came + left_s)
         self._lane.submit(partial(self._ask, parts, ctx, came), ctx.deadline).result()
         for part in parts:
-            # Where defaults may be served instead, the asker says which rows were wanted.
+            # If defaults may be served instead, the client promotes the rows itself.
             if part.table.miss.kind == "wait" and len(found := part.source.nonzero()[0]):
                 self._promote(part.table, part.keys[found])
         return frames.fetch_answer(parts, ctx.degraded)
@@ -203,10 +202,10 @@ def _failure(error: HpsError) -> Pieces:
 
 
 def private_folder(folder: Path) -> None:
-    """Make ``folder``, for this user alone. Raises ConfigError when it is there and others may enter it."""
+    """Create ``folder`` for this user only. Raises ConfigError if others may enter an existing one."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Somebody else's link is no better than his folder.
+        # A link of another user is as unsafe as a folder of another user.
         found, named = folder.stat(), folder.lstat()
     except OSError as error:
         mend = "name a folder that can be, on a file system that is not read-only"
@@ -220,17 +219,17 @@ def private_folder(folder: Path) -> None:
 
 
 class _FolderLock:
-    """The folder, which no other node can have while this process has it, however it ends."""
+    """Exclusive lock on the folder, released however this process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError."""
+        """Take the lock. Raises ConfigError."""
         self._folder, self._made = folder, not folder.exists()
         while True:
             private_folder(folder)
             try:
                 self._lock = FileLock(folder / "lock")
             except FileNotFoundError:
-                self._made = True  # whoever had it before removed it just now
+                self._made = True  # the previous owner removed it just now
             except BlockingIOError:
                 raise ConfigError(
                     f"another node that runs has its socket in {folder}; give this one another "
@@ -240,7 +239,7 @@ class _FolderLock:
                 return
 
     def give_up(self) -> None:
-        """The folder goes too if it was made by this process and nothing else is in it."""
+        """Release the lock, and remove the folder if this process made it and it is empty."""
         (self._folder / "lock").unlink(missing_ok=True)
         if self._made:
             with suppress(OSError):
@@ -253,7 +252,7 @@ def _listen(path: Path) -> socket.socket:
         raise ConfigError(
             f"{path} is too long for a socket ({_MOST_PATH} bytes); set server.runtime to a shorter one"
         )
-    path.unlink(missing_ok=True)  # of a node that was killed: the lock says that none runs
+    path.unlink(missing_ok=True)  # left by a killed node: the lock shows that none runs
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))

@@ -1,4 +1,4 @@
-"""NodeTier: the stores of the node, asked by another process of the same machine."""
+"""NodeTier: the node's stores, for another process of the same machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hps.tiers.node.frames import FrameKind
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
 
 _INFO = TierInfo(NAME, Source.REMOTE, blocking=True)
-# Bytes of rows that are asked for at a time: as many as are copied without anybody noticing.
+# Bytes of rows per request: few enough to copy without a noticeable delay.
 _ANSWER_BYTES = 8 << 20
 _PROMOTIONS_WAITING = 1_024
 _Way = tuple[NodeConnectionPool, int]
@@ -26,20 +26,18 @@ _Way = tuple[NodeConnectionPool, int]
 
 
 class NodeTier:
-    """What `NodeServer` answers: rows with the sources they have there, deletions, and which of the node's
-    tiers were skipped.
+    """Fetches from `NodeServer`: rows with their sources, deletions, and skipped tiers.
 
-    Only the node changes rows: `insert`, `update`, `delete` and `evict` raise TierError. Any number of
-    threads may call.
-    """
+    Only the node changes rows: `insert`, `update`, `delete` and `evict` raise TierError. Thread-safe."""
 
     def __init__(
         self,
         connections: Iterable[NodeConnectionPool] = (),
         dropped: Callable[[int], None] = lambda _keys: None,
     ) -> None:
-        """Each of ``connections`` is for the tables it has. ``dropped(keys)`` is told of promotions that the
-        node could not be asked for."""
+        """Each of ``connections`` serves its own tables.
+
+        ``dropped(keys)`` receives the number of promotions that could not be sent to the node."""
         self._ways: dict[EmbeddingTable, _Way] = {}
         self._dropped = dropped
         for each in connections:
@@ -51,12 +49,12 @@ class NodeTier:
         return _INFO
 
     def add(self, connections: NodeConnectionPool) -> None:
-        """Ask over ``connections`` for the tables they have."""
+        """Use ``connections`` for their tables."""
         numbered = {table: (connections, i) for i, table in enumerate(connections.tables)}
         self._ways = self._ways | numbered
 
     def remove(self, connections: NodeConnectionPool) -> None:
-        """Ask over ``connections`` no more, and close them."""
+        """Stop using ``connections``, and close them."""
         self._ways = {table: way for table, way in self._ways.items() if way[0] is not connections}
         connections.close()
 
@@ -104,8 +102,10 @@ class NodeTier:
             raise TierError(NAME, str(error)) from None
 
     def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Have the node put the rows of ``keys`` into the cache, soon; never waits. What was fetched
-        from it the node promotes by itself: of a table whose lookups always wait there is nothing to do."""
+        """Ask the node to promote the rows of ``keys`` into the cache soon; never waits.
+
+        The node itself promotes rows fetched from it: for a table whose lookups always wait there is
+        nothing to do."""
         way = self._ways.get(table)
         if table.miss.kind == "wait" or way is None:
             return
@@ -154,7 +154,7 @@ def _refused(table: EmbeddingTable) -> TierError:
 
 
 def _portions(parts: Sequence[Part]) -> Iterator[list[tuple[Part, IndexArray]]]:
-    """Which positions of which parts to ask for at a time."""
+    """Yield the positions per part to request at a time."""
     portion: list[tuple[Part, IndexArray]] = []
     room = _ANSWER_BYTES
     for part in parts:

@@ -1,9 +1,8 @@
-"""The Redis tier; ``tier.py`` says what it keeps.
+"""The Redis tier; see ``tier.py``.
 
-In reading order: ``layout`` (keys, values and scripts), ``names``, ``connection`` and ``commands`` (the
-wire), ``topology``, ``nodes`` and ``client`` (which server), ``tables`` (what is open), ``rows`` (reads),
-``writes``, ``load``, ``upkeep``.
-"""
+In reading order: ``layout`` (keys, values and scripts), ``host_resolver``, ``connection`` and
+``commands`` (the protocol), ``topology``, ``servers`` and ``client`` (server selection), ``tables``
+(open tables), ``rows`` (reads), ``writes``, ``load``, ``maintenance``."""
 
 from hps.tiers.redis.tier import RedisTier
 

@@ -1,14 +1,14 @@
-"""Commands to one Redis server, to one that sentinels name, or to a cluster: all are sent, then all replies
-are read, so that every node works at the same time without a thread.
+"""Commands to one Redis server, to a Sentinel service or to a cluster.
 
-Within the call's deadline it follows redirections, waits out failovers and loading servers and tries
-again, each time after a random pause; a call that may be answered in part waits for no server of a cluster
-that is gone or hangs (`hps.tiers.redis.servers`). A connection is used again only after its last reply was
-read to the end; whatever else happens closes it. So no reply is ever taken for another question's.
+All commands are sent, then all replies are read, so that the servers work in parallel without threads.
 
-redis-py's own cluster client is not used: it knows no deadline and no packed requests, and it learns the
-topology under a lock that every call waits for.
-"""
+Within the call's deadline it follows redirections, waits for failovers and loading servers and retries,
+each time after a random pause; a call that accepts partial answers does not wait for a cluster's server
+that is gone or unresponsive (`hps.tiers.redis.servers`). A connection is reused only after its last
+reply was read completely, and closed otherwise. So no reply is ever taken for another command's.
+
+redis-py's own cluster client is not used: it has no deadline and no packed requests, and it learns the
+topology under a lock that every call waits for."""
 
 from __future__ import annotations
 
@@ -46,18 +46,20 @@ from hps.tiers.redis.layout import pack
 from hps.tiers.redis.servers import RedisServers, ServerBatch, readable_servers
 from hps.tiers.redis.topology import RedisTopology, topology
 
-# Of a server that has no other to take its place.
+# For a server without a replacement.
 _ATTEMPTS = 3
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
-# The rest is for handing over what was answered.
+# The rest of the time is for returning the answers.
 _SHARE_OF_PARTLY = 0.85
 _PASSING = (AskError, TryAgainError, ClusterDownError, ReadOnlyError, NoScriptError)
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class RedisClient:
-    """``scripts`` are loaded into a server that says it lacks them. Connects when it is first used.
-    May be called from many threads; ``settings.connections`` calls run at a time."""
+    """Sends commands to the server of each key.
+
+    ``scripts`` are loaded into a server that reports them missing. Connects at the first use.
+    Thread-safe; ``settings.connections`` calls run at a time."""
 
     def __init__(self, settings: RedisSettings, scripts: Iterable[bytes] = ()) -> None:
         self._wires = RedisConnectionFactory(settings)
@@ -73,15 +75,15 @@ class RedisClient:
         self._closed = False
 
     def slot(self, key: bytes) -> int:
-        """The cluster's slot of a key; commands of one slot go to one server."""
+        """Return the cluster's slot of a key; commands of one slot go to one server."""
         return int(key_slot(key)) if self._cluster else 0
 
     def deadline(self) -> float:
-        """Of a call that brings none."""
+        """The deadline of a call that has none."""
         return time.monotonic() + self._timeout_s
 
     def call(self, key: bytes, *arguments: Any, deadline: float | None = None) -> Any:
-        """One command on ``key``; its reply."""
+        """Send one command on ``key`` and return its reply."""
         (reply,) = self.call_all([(key, arguments)], deadline=deadline)
         return reply
 
@@ -92,31 +94,31 @@ class RedisClient:
         deadline: float | None = None,
         partly: bool = False,
     ) -> list[Any]:
-        """A command each on its key; the replies. ``partly``: see `run`."""
+        """Send one command per key and return the replies. ``partly``: see `run`."""
         commands = [RedisCommand(self.slot(key), pack(*arguments)) for key, arguments in calls]
         self.run(commands, read_replies, deadline or self.deadline(), partly=partly)
         return [command.reply for command in commands]
 
     def primaries(self, deadline: float | None = None) -> list[int]:
-        """A slot of each server."""
+        """Return a slot of each server."""
         try:
             return self._topology.some_slots(deadline or self.deadline())
         except RedisError as error:
             raise translate_redis_error(error, self._topology.known(0)) from None
 
     def call_slot(self, slot: int, *arguments: Any, deadline: float | None = None) -> Any:
-        """A command without a key on the server that holds ``slot``."""
+        """Send a command without a key to the server that holds ``slot``."""
         command = RedisCommand(slot, pack(*arguments))
         self.run([command], read_replies, deadline or self.deadline())
         return command.reply
 
     @property
     def losses(self) -> int:
-        """How often connections broke or servers were missed: what was there may not be there any more."""
+        """How often connections broke or servers were missed: their data may be lost."""
         return self._nodes.losses
 
     def is_away(self, slot: int) -> bool:
-        """Whether the server of ``slot`` is kept out."""
+        """Return whether the server of ``slot`` is kept out."""
         return self._nodes.problem(self._topology.known(slot)) is not None
 
     def run(
@@ -127,11 +129,12 @@ class RedisClient:
         *,
         partly: bool = False,
     ) -> None:
-        """Every command's reply, read by ``receive``. Raises TierTimeout or TierError; then some commands
-        may have been carried out, and some more than once.
+        """Send every command and read its reply with ``receive``.
 
-        ``partly``: as long as a server of the cluster is well, commands that were not answered by others
-        have an exception as their reply instead. It returns a little before the deadline then."""
+        Raises TierTimeout or TierError; then some commands may have been executed, and some more than
+        once. ``partly``: as long as one server of the cluster is healthy, commands that other servers
+        did not answer have an exception as their reply instead. It then returns a little before the
+        deadline."""
         if self._closed:
             raise TierError(NAME, "the connections are closed")
         if os.getpid() != self._process:
@@ -146,13 +149,13 @@ class RedisClient:
                 self._run_partly(commands, receive, deadline)
             else:
                 self._run(commands, receive, deadline)
-        except RedisError as error:  # of the topology
+        except RedisError as error:  # from the topology
             raise translate_redis_error(error, self._topology.known(0)) from None
         finally:
             self._places.release()
 
     def close(self) -> None:
-        """Close what is idle, and what is in use when it comes back. Idempotent."""
+        """Close idle connections, and those in use when they are returned. Idempotent."""
         self._closed = True
         self._nodes.close()
         self._wires.close()
@@ -191,7 +194,7 @@ class RedisClient:
             time.sleep(pause)
             try:
                 self._learn(waiting, until)
-            except RedisError:  # what was known is still tried
+            except RedisError:  # the last known topology is still tried
                 break
         failed = _failed(commands)
         if len(failed) == len(commands) and commands:
@@ -207,12 +210,12 @@ class RedisClient:
         return _may_pass(command.reply)
 
     def failure(self, command: RedisCommand) -> TierError:
-        """Why the command was not answered."""
+        """Return the error of an unanswered command."""
         address = command.asking or self._topology.known(command.slot)
         return translate_redis_error(command.reply, address)
 
     def _learn(self, failed: Sequence[RedisCommand], deadline: float) -> None:
-        """Where to ask next time."""
+        """Update the topology after failed commands."""
         lost = False
         for command in failed:
             error, address = command.reply, command.asking or self._topology.known(command.slot)
@@ -238,8 +241,9 @@ class RedisClient:
         *,
         partly: bool = False,
     ) -> None:
-        """One attempt; a command that failed has an exception as its reply. Raises TierTimeout unless
-        ``partly``."""
+        """Make one attempt; a failed command has an exception as its reply.
+
+        Raises TierTimeout unless ``partly``."""
         legs: list[ServerBatch] = []
         try:
             shares = self._by_address(commands, until, partly=partly)
@@ -260,7 +264,7 @@ class RedisClient:
     def _receive(
         self, legs: Sequence[ServerBatch], receive: Receive, until: float, *, partly: bool
     ) -> None:
-        """Whoever has answered comes first: a server that hangs holds up none of the others."""
+        """Read replies in the order of arrival: an unresponsive server does not delay the others."""
         began = time.monotonic()
         waiting = [leg for leg in legs if leg.wire is not None]
 
@@ -335,6 +339,6 @@ def _pause(attempt: int) -> float:
 
 
 def _until(until: float, others: bool) -> float:
-    """One server may use up half of the time while there are others."""
+    """One server may use up half of the time if there are others."""
     now = time.monotonic()
     return now + 0.5 * (until - now) if others else until

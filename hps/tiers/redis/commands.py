@@ -1,4 +1,4 @@
-"""A command on its way to Redis, and how its reply is read."""
+"""Commands to Redis, and readers of their replies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hps.tiers.redis.connection import Address, RedisConnection
 
 @dataclass(slots=True, eq=False)
 class RedisCommand:
-    """One command on its way: ``request`` is packed, ``reply`` what came back, an exception or not.
-    ``about`` belongs to whoever reads the reply."""
+    """One command: ``request`` is packed; ``reply`` is the reply or an exception.
+
+    ``about`` belongs to the reader of the reply."""
 
     slot: int
     request: bytes
@@ -25,7 +26,7 @@ class RedisCommand:
     """The node that a migrating slot's server named for this one command."""
 
 
-# Redis 6 reports what a command in a script met as a mere error of the script.
+# Redis 6 reports errors inside a script as plain script errors.
 _IN_SCRIPT = re.compile(r"Error running script .*: -([A-Z]+ .*)")
 
 Receive = Callable[[RedisConnection, Sequence[RedisCommand], float], None]
@@ -33,7 +34,7 @@ Receive = Callable[[RedisConnection, Sequence[RedisCommand], float], None]
 
 
 def read_replies(wire: RedisConnection, commands: Sequence[RedisCommand], deadline: float) -> None:
-    """Any kind of reply, as Python objects."""
+    """Read replies of any kind as Python objects."""
     for command in commands:
         wire.until(deadline)
         if command.asking:

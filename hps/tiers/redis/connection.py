@@ -1,10 +1,9 @@
-"""One connection to a Redis server: redis-py's, with a deadline for every step and a way to the raw bytes.
+"""One connection to a Redis server: redis-py's, with deadlines and raw reads.
 
-redis-py does the connecting, the authentication and the encryption. What it lacks, and is added here: a
-deadline that covers looking names up, connecting, sending and reading alike; one TLS context for all
-connections (making one reads the system's certificates, 20 ms each time) and a server name of our own
-choice; and receiving into a buffer that rows are decoded from.
-"""
+redis-py does the connecting, the authentication and the encryption. Added here: a deadline that covers
+name resolution, connecting, sending and reading; one TLS context for all connections (making one reads
+the system's certificates, 20 ms each time) and a configurable server name; and receiving into a buffer
+from which rows are decoded."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ _BUFFER = 256 << 10
 
 
 class RedisConnection(Connection):
-    """A plain connection. For one thread at a time."""
+    """A plain connection. Not thread-safe."""
 
     def __init__(self, *, names: HostResolver, **kwargs: Any) -> None:
         super().__init__(protocol=2, retry=Retry(NoBackoff(), 0), **kwargs)
@@ -50,14 +49,14 @@ class RedisConnection(Connection):
         self._connect_by = 0.0
 
     def open(self, deadline: float, connect_timeout_s: float) -> None:
-        """Connect and authenticate, unless that is done already."""
+        """Connect and authenticate, unless already done."""
         left = remaining_s(deadline)
         self.socket_timeout = left
         self._connect_by = time.monotonic() + min(left, connect_timeout_s)
         self.connect()
 
     def _connect(self) -> Any:
-        """To one after the other of the host's addresses."""
+        """Connect to the first of the host's addresses that accepts."""
         failure: Exception = OSError("the name has no address")
         try:
             for address in self._names.look_up(self._name, self._connect_by):
@@ -74,7 +73,7 @@ class RedisConnection(Connection):
 
     @property
     def stale(self) -> bool:
-        """Whether the server closed it, or bytes wait that nobody asked for: not to be used again."""
+        """Return whether the server closed it or unexpected bytes wait: it must not be reused."""
         sock: Any = self._sock
         if sock is None or self.has_bytes:
             return True
@@ -84,7 +83,7 @@ class RedisConnection(Connection):
 
     @property
     def has_bytes(self) -> bool:
-        """Whether decrypted bytes wait that no poll of the file tells of."""
+        """Return whether decrypted bytes wait that polling the file does not show."""
         sock: Any = self._sock
         return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
 
@@ -93,14 +92,14 @@ class RedisConnection(Connection):
         return int(sock.fileno())
 
     def until(self, deadline: float) -> None:
-        """The next step fails with redis-py's timeout when it takes longer."""
+        """Set the deadline of the next step, which then fails with redis-py's timeout."""
         sock: Any = self._sock
         if sock is None:
             raise Lost("Connection closed")
         sock.settimeout(remaining_s(deadline))
 
     def receive(self, at: int) -> int:
-        """Read into ``buffer`` from ``at`` on; returns the number of bytes."""
+        """Read into ``buffer`` from ``at`` on; return the number of bytes."""
         sock: Any = self._sock
         try:
             count: int = sock.recv_into(self.buffer.data[at:])
@@ -113,13 +112,13 @@ class RedisConnection(Connection):
         return count
 
     def parsed(self, message: str) -> Exception:
-        """An error reply as redis-py's exception."""
+        """Return an error reply as redis-py's exception."""
         error: Exception = self._parser.parse_error(message)
         return error
 
 
 class RedisTlsConnection(RedisConnection, SSLConnection):
-    """The same with TLS."""
+    """A connection with TLS."""
 
     def __init__(self, *, context: ssl.SSLContext, server_name: str | None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -131,8 +130,7 @@ class RedisTlsConnection(RedisConnection, SSLConnection):
 
 
 class RedisConnectionFactory:
-    """Makes connections as the settings say. Raises ConfigError for certificates and secrets that cannot be
-    read."""
+    """Makes connections by the settings. Raises ConfigError for unreadable certificates and secrets."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self._user = _RedisCredentials(
@@ -160,7 +158,7 @@ class RedisConnectionFactory:
         return self._make(address, self._user, db=self._database)
 
     def close(self) -> None:
-        """No more names are looked up. Connections are closed by who has them."""
+        """Stop resolving names. Open connections are closed by their owners."""
         self._names.close()
 
     def to_sentinel(self, address: Address) -> RedisConnection:
@@ -174,7 +172,7 @@ class RedisConnectionFactory:
 
 
 class _RedisCredentials:
-    """Who a connection says it is, with the password of the moment."""
+    """User name, and the current password."""
 
     def __init__(
         self, username: str | None, password: str | None, file: Path | None, setting: str
@@ -194,14 +192,14 @@ def remaining_s(deadline: float) -> float:
 
 
 def is_retryable(error: Exception) -> bool:
-    """Whether another attempt may succeed: no lack of rights, of trust or of memory."""
+    """Return whether another attempt may succeed: not for missing rights, trust or memory."""
     if isinstance(error, AuthenticationError | AuthorizationError):
         return False
     return isinstance(error, Lost) and "CERTIFICATE" not in str(error).upper()
 
 
 def translate_redis_error(error: Exception, address: Address) -> TierError:
-    """redis-py's error -> a TierError that names the cause and the mend."""
+    """Translate redis-py's error to a TierError with the cause and the remedy."""
     where, text = f"{address[0]}:{address[1]}", str(error)
     if isinstance(error, Late):
         return TierTimeout(NAME, f"{where}: no answer in time ({text})")

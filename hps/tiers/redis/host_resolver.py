@@ -1,8 +1,7 @@
-"""Host names to IP addresses, with a deadline: the system's look-up has none, and may hang for minutes.
+"""Host names to IP addresses, with a deadline: the system's lookup has none, and may hang for minutes.
 
-It runs on threads of its own, once at a time per name. What it found last is used again while a new look-up
-is under way or hangs, so that a name server that is gone disturbs nobody who was connected before.
-"""
+It runs on separate threads, one lookup at a time per name. Its last result is used while a new lookup
+is in flight or hangs, so that an unreachable name server does not affect known hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from hps.threads import BoundedThreadPool
 _FRESH_S = 10.0
 _AT_ONCE = 4
 _QUEUED = 64
-# Of the time that is left, while there is an address from before.
+# Share of the remaining time, if an earlier address is known.
 _SHARE_FOR_NEW = 0.5
 
 
@@ -33,7 +32,7 @@ class _ResolvedHost:
 
 
 class HostResolver:
-    """Any thread may call."""
+    """Resolves and remembers host names. Thread-safe."""
 
     def __init__(self) -> None:
         self._workers = BoundedThreadPool(_AT_ONCE, _QUEUED, name="redis-names")
@@ -42,8 +41,10 @@ class HostResolver:
         self._lock = threading.Lock()
 
     def look_up(self, host: str, until: float) -> list[str]:
-        """The IP addresses of ``host``, which may be one itself. Raises redis-py's timeout when none is known
-        by ``until`` (``time.monotonic()``), OSError when there are none."""
+        """Return the IP addresses of ``host``, which may itself be one.
+
+        Raises redis-py's timeout if none is known by ``until`` (``time.monotonic()``), OSError if there
+        are none."""
         if _is_address(host):
             return [host]
         found, now = self._found.get(host), time.monotonic()
@@ -64,17 +65,17 @@ class HostResolver:
         raise Late(f"the name {host!r} was not looked up in time; see to the name server")
 
     def doubt(self, host: str) -> None:
-        """Nobody answered at these addresses: the name may have moved."""
+        """Resolve again at the next use: these addresses did not answer, the name may have moved."""
         found = self._found.get(host)
         if found is not None:
             found.doubted = True
 
     def close(self) -> None:
-        """Idempotent. Waits for no look-up."""
+        """Stop; does not wait for a lookup. Idempotent."""
         self._workers.close(0.0)
 
     def _ask(self, host: str) -> Future[list[str]] | None:
-        """The look-up that is under way; None when too many are."""
+        """Return the lookup in flight; None if too many are."""
         with self._lock:
             asked = self._asked.get(host)
             if asked is None:

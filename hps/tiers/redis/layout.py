@@ -1,7 +1,7 @@
-"""How rows lie in Redis: names, fields, values and packed commands of both layouts, as pure functions.
+"""Rows in Redis: names, fields, values and packed commands of both layouts, as pure functions.
 
 A table is spread over ``partitions`` by the partition hash of its keys. Each partition has up to four Redis
-keys, on one node of a cluster because what is in braces is the same:
+keys, on one node of a cluster because the part in braces is the same:
 
 ==========  ================================================  ====================================
 hash        ``native``                                        ``hps``, HPS's own layout
@@ -63,8 +63,10 @@ SCRIPTS = [each.text for each in (WRITE, TOUCH, SAMPLE, SWEEP, DESCRIBE)]
 
 
 class WriteScriptArguments(NamedTuple):
-    """The write script's arguments before the rows: ``flags`` and the others as it takes them, and field,
-    offset and ``since`` of stream positions. ``floors``: whether they are kept."""
+    """The write script's arguments before the rows.
+
+    ``flags`` and the others as the script takes them; field, offset and ``continues_from`` of stream
+    positions. ``floors``: whether floors are kept."""
 
     flags: bytes
     oldest_tombstone: bytes
@@ -74,14 +76,14 @@ class WriteScriptArguments(NamedTuple):
 
 
 class PartitionKeys(NamedTuple):
-    """What of a batch belongs to one partition: positions (n,) in the batch."""
+    """A batch's keys of one partition: positions (n,) in the batch."""
 
     partition: int
     at: IndexArray
 
 
 class TableLayout:
-    """One table's names and bytes. Immutable."""
+    """One table's Redis keys and encodings. Immutable."""
 
     def __init__(self, table: EmbeddingTable, layout: Layout, partitions: int) -> None:
         self.table = table
@@ -103,7 +105,7 @@ class TableLayout:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What must be the same for all who use the table."""
+        """Facts that must be the same for all users of the table."""
         return {
             "layout": self.layout,
             "partitions": str(self.partitions),
@@ -113,27 +115,28 @@ class TableLayout:
         }
 
     def stored_keys(self, keys: KeyArray) -> NDArray[Any]:
-        """(n,) keys as Redis' fields: (n,) unsigned little-endian."""
+        """Convert (n,) keys to Redis fields: (n,) unsigned little-endian."""
         return self.table.narrow(keys).view(np.uint64).astype(f"<u{self.key_bytes}", copy=False)
 
     def keys(self, fields: list[bytes]) -> KeyArray:
-        """The fields of a hash as keys (n,)."""
+        """Convert the fields of a hash to keys (n,)."""
         stored = np.frombuffer(b"".join(fields), f"<u{self.key_bytes}")
         return stored.astype(np.uint64).view(np.int64)
 
     def partition_of(self, keys: KeyArray) -> NDArray[np.uint16]:
-        """(n,) keys -> (n,) partitions."""
+        """Return the partitions (n,) of keys (n,)."""
         hashed = partition_hash(self.table.narrow(keys))
         return (hashed % np.uint64(self.partitions)).astype(np.uint16)
 
     def belong(self, keys: KeyArray, share: float) -> NDArray[np.bool_]:
-        """Which of the keys (n,) are among a ``share`` of all: told by their hash, so the same ones
-        every time and everywhere, spread evenly over the partitions."""
+        """Return which of the keys (n,) are in a ``share`` of all.
+
+        Chosen by their hash: the same ones every time on every node, spread evenly over the partitions."""
         high = partition_hash(self.table.narrow(keys)) >> np.uint64(32)
         return high < np.uint64(min(1.0, share) * 2**32)
 
     def shares(self, keys: KeyArray) -> list[PartitionKeys]:
-        """The batch by partition; empty ones left out, order kept."""
+        """Split the batch by partition; without empty ones, order kept."""
         order, ends = self._by_partition(keys)
         starts = [0, *ends[:-1]]
         return [
@@ -143,7 +146,7 @@ class TableLayout:
         ]
 
     def _by_partition(self, keys: KeyArray) -> tuple[IndexArray, list[int]]:
-        """Positions (n,) by partition, and where each partition's end."""
+        """Return positions (n,) sorted by partition, and the end of each partition."""
         if self.partitions == 1:
             return np.arange(len(keys)), [len(keys)]
         partition = self.partition_of(keys)
@@ -153,7 +156,7 @@ class TableLayout:
     # -- packed commands --------------------------------------------------------------------------
 
     def reads(self, keys: KeyArray) -> Iterator[tuple[int, IndexArray, bytes]]:
-        """HMGETs of all keys: partition, positions (n,) in the batch, packed command."""
+        """Yield HMGETs of all keys: partition, positions (n,) in the batch, packed command."""
         order, ends = self._by_partition(keys)
         fields = self._fields(keys[order]).view(np.uint8).data
         width = self._field.itemsize
@@ -169,10 +172,10 @@ class TableLayout:
     def write(
         self, partition: int, head: WriteScriptArguments, keys: KeyArray, records: NDArray[np.void]
     ) -> bytes:
-        """The write script with ``head`` before pairs of key and record (of any one length).
+        """Return the write script with ``head`` before pairs of key and record (of any one length).
 
-        It names only the hashes it needs: while a cluster moves a slot, a script is refused whose hashes
-        are not all at one place, and those that do not exist are at none."""
+        It names only the hashes it needs: while a cluster moves a slot, a script is rejected unless all
+        of its hashes are on one server, and a missing hash is on none."""
         size = records.dtype.itemsize
         length = b"$%d\r\n" % size
         pairs = np.empty(
@@ -203,7 +206,7 @@ class TableLayout:
         return packed_script(TOUCH, names, [stamp], len(keys)) + self._fields(keys).tobytes()
 
     def forget(self, name: bytes, keys: KeyArray) -> bytes:
-        """HDEL of these keys from one hash."""
+        """Return an HDEL of these keys from one hash."""
         head = b"*%d\r\n$4\r\nHDEL\r\n$%d\r\n%s\r\n" % (len(keys) + 2, len(name), name)
         return head + self._fields(keys).tobytes()
 
@@ -216,7 +219,7 @@ class TableLayout:
 
 
 def pack(*arguments: Any) -> bytes:
-    """A command as it goes over the wire; arguments are bytes, text or numbers."""
+    """Pack a command for the wire; arguments are bytes, text or numbers."""
     parts = [b"*%d\r\n" % len(arguments)]
     for argument in arguments:
         data = argument if isinstance(argument, bytes) else str(argument).encode()
@@ -227,14 +230,14 @@ def pack(*arguments: Any) -> bytes:
 def packed_script(
     script: LuaScript, keys: list[bytes], arguments: list[bytes], following: int = 0
 ) -> bytes:
-    """EVALSHA with ``following`` more arguments to be appended."""
+    """Pack an EVALSHA with ``following`` more arguments to be appended."""
     parts = [b"EVALSHA", script.digest, b"%d" % len(keys), *keys, *arguments]
     body = b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
     return b"*%d\r\n" % (len(parts) + following) + body
 
 
 def entry_stamp(policy: Policy | None, unix_s: float | None = None) -> bytes:
-    """The stamp of an entry that is used now, as the scripts take it."""
+    """Return the stamp of an entry that is used now, as the scripts take it."""
     if policy == "least_used":
         return b"n"
     if policy == "oldest":
@@ -243,7 +246,7 @@ def entry_stamp(policy: Policy | None, unix_s: float | None = None) -> bytes:
 
 
 def stamp_value(policy: Policy, stored: bytes) -> int:
-    """A stored stamp as a number; 0 where there is none."""
+    """Return a stored stamp as a number; 0 if there is none."""
     if policy == "least_used":
         return int(stored) if stored.isdigit() else 0
     return int(struct.unpack("<q", stored)[0]) if len(stored) == 8 else 0
@@ -256,7 +259,7 @@ _HPS = re.compile(r"hps_et\{hps_et\.([\w-]+)\.([\w-]+)(?:/p(\d+))?\}([vtomuf])")
 
 
 class KeyName(NamedTuple):
-    """A Redis key of ours, taken apart; ``partition`` is None for the facts."""
+    """A Redis key in its parts; ``partition`` is None for the facts."""
 
     table: TableName
     partition: int | None
@@ -264,7 +267,7 @@ class KeyName(NamedTuple):
 
 
 def parse_key(layout: Layout, key: bytes) -> KeyName | None:
-    """What a Redis key is; None when it is none of ours."""
+    """Parse a Redis key; None if it is not a table's."""
     text = key.decode("ascii", "replace")
     if layout == "native":
         if not (found := _NATIVE.fullmatch(text)):
@@ -280,7 +283,7 @@ def parse_key(layout: Layout, key: bytes) -> KeyName | None:
 
 
 def scan_pattern(layout: Layout, model: str | None = None) -> str:
-    """For SCAN: the keys of one model or of all. Names hold no character that is special here."""
+    """SCAN pattern of one model or of all. Names have no characters that are special here."""
     if layout == "native":
         return f"hps:{{{model or '*'}/*}}[vtomuf]"
     return f"hps_et{{hps_et.{model or '*'}.*}}[vtomuf]"

@@ -1,9 +1,9 @@
-"""Putting a share of a table's rows into Redis, and going on where a killed load stopped.
+"""Load a share of a table's rows into Redis, and continue a killed load.
 
-How far a load has come is noted in each partition, in the hash of stream positions, after its rows were
-acknowledged. A partition's keys lie on one server and its replicas get its writes in their order: where the
-note is, the rows are. A server that lost them, by a restart or a failover, has lost the note as well.
-"""
+The progress is stored in each partition, in the hash of stream positions, after its rows were
+acknowledged. A partition's keys are on one server and its replicas get its writes in order, so the rows
+are present wherever the progress is. A server that lost them, by a restart or a failover, has lost the
+progress too."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ class _InsertFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RedisLoadSource:
-    """A ``share`` of the rows in ``chunks`` of keys (n,) and vectors (n, dim), all of one ``version``. Which
-    rows these are is told by their keys' hash: the same ones every time and on every node. Of a key that
-    stands twice the last row stays. ``mark`` names the source (its digest); without one nothing is noted.
+    """A ``share`` of the rows in ``chunks`` of keys (n,) and vectors (n, dim), all of one ``version``.
+
+    The rows are chosen by their keys' hash: the same ones every time on every node. Of a repeated key
+    the last row stays. ``mark`` names the source (its digest); without one no progress is stored.
     ``before`` is called before the first row is written, if any is."""
 
     chunks: Iterable[tuple[KeyArray, VectorArray]]
@@ -65,7 +66,7 @@ class RedisLoadSource:
 
 
 class RedisLoads:
-    """What was loaded, and loading again what Redis lost of it. Any thread may call."""
+    """Loads tables, and reloads rows that Redis lost. Thread-safe."""
 
     def __init__(self, tier: _InsertFunction, client: RedisClient) -> None:
         self._tier = tier
@@ -79,14 +80,14 @@ class RedisLoads:
         source: RedisLoadSource,
         progress: Callable[[int], None] = lambda _: None,
     ) -> int:
-        """Insert what is not there yet; rows that are newer in Redis stay. ``progress`` gets rows looked at.
+        """Insert missing rows; newer rows in Redis stay. ``progress`` receives rows processed.
 
-        With a mark, partitions skip what a load of the same source was acknowledged. Returns the rows
-        inserted. Raises TierError; another call goes on where that was."""
+        With a mark, partitions skip the rows that a load of the same source had acknowledged. Returns
+        the rows inserted. Raises TierError; the next call continues there."""
         table, client = opened.layout.table, self._client
         had = _noted(client, opened, source.name)
-        # The next chunk is packed while the server takes in the last one. Twice as many may wait: a thread
-        # that has just been started has not taken its job yet.
+        # The next chunk is packed while the server processes the last one. Twice as many may wait: a new
+        # thread has not taken its job yet.
         workers = BoundedThreadPool(_AT_ONCE, 2 * _AT_ONCE, name="redis-load")
         waiting: deque[tuple[Future[int], int, KeyArray]] = deque()
         inserted = total = 0
@@ -108,7 +109,7 @@ class RedisLoads:
                         source.before()
                         checked = True
                     if _repeat(keys, [sent for _, _, sent in waiting]):
-                        settle(0)  # or an earlier row of a key could overwrite a later one
+                        settle(0)  # an earlier row of a key must not overwrite a later one
                     at = _chosen(opened, keys, source.share, lacking)
                     rows = np.ascontiguousarray(vectors[at], table.dtype)
                     work = partial(self._insert, table, keys[at], rows, source.version)
@@ -123,8 +124,10 @@ class RedisLoads:
         return inserted
 
     def look(self) -> None:
-        """See whether what was loaded completely is still there. Tables that lost some of it say so (`lost`)
-        until it is there again; it is loaded again in the background if its source can be read again."""
+        """Check whether completely loaded tables are still complete.
+
+        A table that lost rows is marked `lost` until they are loaded again, which happens in the
+        background if its source can be read again."""
         for opened, (source, total) in list(self._done.items()):
             was, opened.lost = opened.lost, self._lost(opened, source, total)
             if not opened.lost:
@@ -132,16 +135,17 @@ class RedisLoads:
             if not was:
                 log.error("table %s: Redis lost rows it was given", opened.layout.table.id)
             if source.repeatable:
-                with suppress(Unavailable):  # under way
+                with suppress(Unavailable):  # already in flight
                     self._again.submit(partial(self._repair, opened, source))
 
     def may_lack(self, opened: RedisTable, *, sure: bool) -> bool:
-        """Whether a row that is missing may be one that was loaded; ``sure``: nothing happened since
-        `look`."""
+        """Return whether a missing row may be one that was loaded.
+
+        ``sure``: nothing was lost since `look`."""
         return opened.lost or (not sure and opened in self._done)
 
     def close(self) -> None:
-        """Idempotent. A load that is under way fails by itself."""
+        """Close; a load in flight fails. Idempotent."""
         self._again.close(1.0)
 
     def _insert(
@@ -165,7 +169,7 @@ class RedisLoads:
 
 
 def _noted(client: RedisClient, opened: RedisTable, name: str) -> Seen:
-    """What each partition was given; 0 where that is of another source, or there are no rows at all."""
+    """Return the progress of each partition; 0 if it is another source's, or there are no rows."""
     layout = opened.layout
     if not name:
         return np.zeros(layout.partitions, np.int64)
@@ -192,7 +196,7 @@ def _note(client: RedisClient, opened: RedisTable, name: str, seen: Seen) -> Non
 def _chosen(
     opened: RedisTable, keys: KeyArray, share: float, partitions: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Positions of the keys that belong to the share and to one of the partitions."""
+    """Return the positions of keys in the share and in one of the partitions."""
     chosen = opened.layout.belong(keys, share)
     if len(partitions) < opened.layout.partitions:
         chosen &= np.isin(opened.layout.partition_of(keys), partitions)
@@ -202,7 +206,7 @@ def _chosen(
 def _pieces(
     chunks: Iterable[tuple[KeyArray, VectorArray]],
 ) -> Iterator[tuple[int, KeyArray, VectorArray]]:
-    """Keys and vectors in pieces of bounded size, and how many rows these are with all before."""
+    """Yield chunks of bounded size with the total of rows up to their end."""
     seen = 0
     for keys, vectors in chunks:
         for start in range(0, len(keys), _CHUNK):
@@ -212,6 +216,6 @@ def _pieces(
 
 
 def _repeat(keys: KeyArray, sent: Sequence[KeyArray]) -> bool:
-    """Whether a key may stand among ``sent`` as well; also true when one stands twice in ``keys``."""
+    """Return whether a key of ``keys`` may repeat, there or in ``sent``."""
     both = np.concatenate([keys, *sent])
     return len(dedup(both)[0]) < len(both)

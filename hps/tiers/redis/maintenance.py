@@ -1,15 +1,14 @@
-"""What keeps a Redis from overflowing: entries that are too many, too old or forgotten go.
+"""Maintenance of Redis: removes entries beyond the limit, expired rows and tombstones.
 
-The server is never held up for long: each step looks at a bounded number of entries. Entries that are too
-many go during the writes that bring new ones, which evict as many as they bring and more. Which ones are
-used least is judged by a sample of their stamps: those below a limit that the wanted share of the sample
-lies below go in the order in which the server's hash lies, and counts of what stays are halved. Redis and
-HPS itself sort all stamps of a partition at once instead. The versions of what goes are remembered, by
-buckets of keys, so that no older row takes its place.
+Each step scans a bounded number of entries, so that the server is never blocked for long. Entries
+beyond the limit go during the writes that add new ones, which evict as many as they add and more. The
+least used ones are estimated from a sample of their stamps: entries with stamps below the sample's
+quantile go in the hash's order, and counts of the others are halved. Redis and HPS itself sort all
+stamps of a partition instead. The versions of evicted rows are kept, by buckets of keys, so that no
+older row replaces them.
 
-Rows beyond their time to live and tombstones that are forgotten are not served; they are removed in the
-background, by one of the nodes that share the Redis, in passes over the whole table.
-"""
+Rows beyond their time to live and expired tombstones are not served; one of the nodes that share the
+Redis removes them in the background, in passes over the whole table."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from hps.types import EmbeddingTable, make_version, oldest_tombstone
 
 log = logging.getLogger(__name__)
 
-_STEP = 500  # entries looked at per call: about a millisecond of the server's time
+_STEP = 500  # entries scanned per call: about a millisecond of the server's time
 _SAMPLE = 1000
 _EVERY_S, _AFTER_LOSS_S = 10.0, 0.5
 _LONGEST_PASS_S = 3600.0
@@ -44,8 +43,10 @@ _KINDS: dict[Policy, bytes] = {"random": b"", "least_used": b"n", "oldest": b"t"
 
 @dataclass(slots=True)
 class _Sweep:
-    """Where a partition's sweep stands. ``highest``: the highest stamp that goes, None if unknown. ``due``:
-    steps of the background's pass that are to be done, parts of one included."""
+    """State of a partition's sweep.
+
+    ``highest``: the highest stamp that is evicted, None if unknown. ``due``: steps due in the
+    background pass, including fractions."""
 
     cursor: bytes = b"0"
     due: float = 0.0
@@ -54,8 +55,9 @@ class _Sweep:
 
 
 class RedisMaintenance:
-    """``also`` is done in the background as well, and soon after servers were lost. Any thread may call;
-    sweeps of several threads do no harm."""
+    """Evicts and expires entries; also runs ``also`` in the background, and soon after a server was lost.
+
+    Thread-safe; parallel sweeps do no harm."""
 
     def __init__(
         self,
@@ -80,18 +82,18 @@ class RedisMaintenance:
 
     @property
     def policy(self) -> Policy | None:
-        """By which stamps are kept; None when none are."""
+        """The eviction policy, if stamps are kept for one; else None."""
         return self._policy if self._margin is not None else None
 
     def oldest_row(self, table: EmbeddingTable) -> int:
-        """The version below which a row's time is over."""
+        """Return the version below which a row is expired."""
         ttl = self._table_ttl_s.get(f"{table.model}/{table.name}", self._ttl_s)
         return 0 if ttl is None else make_version(int(max(0.0, time.time() - ttl) * 1000))
 
     # -- too many ---------------------------------------------------------------------------------
 
     def written(self, table: RedisTable, partition: int, rows: int, deadline: float) -> None:
-        """Evict what is too much after ``rows`` were written to a partition; some of it, when it is a lot."""
+        """Evict the overflow after ``rows`` were written to a partition; a part of it, if it is large."""
         if self._margin is None:
             return
         sweep = self._sweep(table, partition)
@@ -108,7 +110,7 @@ class RedisMaintenance:
                 sweep.highest = None
 
     def _limit(self, table: RedisTable, partition: int, need: int, deadline: float) -> int:
-        """The stamp up to which entries go, so that a pass over all evicts about what is needed."""
+        """Return the stamp up to which entries go, so that one pass evicts about ``need``."""
         if self._policy == "random":
             return 0
         layout = table.layout
@@ -128,7 +130,7 @@ class RedisMaintenance:
     def _step(
         self, table: RedisTable, partition: int, sweep: _Sweep, need: int, deadline: float
     ) -> int:
-        """Look at the next entries; returns how many were removed."""
+        """Scan the next entries; return how many were removed."""
         layout = table.layout
         oldest = self.oldest_row(layout.table), oldest_tombstone(layout.table, time.time())
         arguments = [
@@ -154,7 +156,7 @@ class RedisMaintenance:
     # -- too old ----------------------------------------------------------------------------------
 
     def nudge(self) -> None:
-        """Have the background work done if it is due. Costs nothing else."""
+        """Start the background work if it is due."""
         losses = self._client.losses
         every = _EVERY_S if losses == self._losses else _AFTER_LOSS_S
         if time.monotonic() < self._last + every:
@@ -168,7 +170,7 @@ class RedisMaintenance:
 
     @property
     def sure(self) -> bool:
-        """Whether no connection or server was lost since the background work was done."""
+        """Return whether no connection or server was lost since the last background work."""
         return self._client.losses == self._looked_after
 
     def _background(self) -> None:
@@ -181,12 +183,14 @@ class RedisMaintenance:
             for table in tables:
                 self.expire(table, _EVERY_S)
         except TierError as error:
-            self._losses = -1  # as soon as it answers
+            self._losses = -1  # run again as soon as it responds
             log.debug("upkeep: %s", error)
 
     def expire(self, table: RedisTable, interval_s: float = math.inf) -> int:
-        """Remove what is too old, of as many entries as a pass per hour needs in ``interval_s`` (by
-        default, all); returns how many. When another node has done its share it does nothing."""
+        """Remove expired entries, and return their number.
+
+        Scans as many entries as a pass per hour needs in ``interval_s`` (default: all). Does nothing if
+        another node has done its share."""
         layout = table.layout
         if table.refused or not layout.values.versioned:
             return 0
@@ -201,7 +205,7 @@ class RedisMaintenance:
                 continue
             whole = interval_s == math.inf
             sweep = _Sweep() if whole else self._sweep(table, partition)
-            # Of a small partition one step is due per pass: there may be thousands of them.
+            # A small partition gets one step per pass: there may be thousands of them.
             share = min(1.0, interval_s / self._pass_s(layout.table))
             sweep.due += max(1.0, entries / _STEP) * share if entries else 0.0
             while (whole and entries) or sweep.due >= 1.0:

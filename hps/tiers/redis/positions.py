@@ -1,8 +1,7 @@
-"""Stream positions in Redis: how far each partition of a topic is contained in a table.
+"""Stream positions in Redis: how far a table contains each partition of a topic.
 
-They lie beside the rows, in a hash for each of the table's partitions (`hps.tiers.redis.layout`), and are
-written with the last rows that they speak of (`Writes.apply`).
-"""
+They are stored with the rows, in a hash for each of the table's partitions (`hps.tiers.redis.layout`),
+and written with the last rows that they cover (`RedisWriter.apply`)."""
 
 from __future__ import annotations
 
@@ -15,19 +14,21 @@ from hps.types import EmbeddingTable
 
 
 class RedisStreamPositions:
-    """Any thread may call; each method raises TierError. See `hps.tiers.positions.PositionedStore`."""
+    """Stream positions of one Redis. Thread-safe; each method raises TierError.
+
+    See `hps.tiers.positions.PositionedStore`."""
 
     def __init__(self, client: RedisClient, tables: RedisTables) -> None:
         self._client = client
         self._tables = tables
 
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
-        """The lowest over all partitions of the table; None when one of them has none."""
+        """Return the lowest of all partitions of the table; None if one of them has none."""
         found = self._each(table, "HGET", position_field(topic, partition))
         return None if None in found else min(map(int, found))
 
     def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
-        """The lowest of each stream, of those that all of the table's partitions have."""
+        """Return the lowest of each stream, for streams that all of the table's partitions have."""
         found = [
             dict(zip(each[::2], each[1::2], strict=True)) for each in self._each(table, "HGETALL")
         ]
@@ -41,7 +42,7 @@ class RedisStreamPositions:
         return common
 
     def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:
-        """Keep the topic's id. True when one of the table's partitions has another one."""
+        """Store the topic's ID. True if one of the table's partitions has another one."""
         field, new = position_field(topic, partition) + b"/id", topic_id.encode()
         stored = set(self._each(table, "HGET", field)) - {new}
         other = bool(stored - {None})
@@ -55,7 +56,7 @@ class RedisStreamPositions:
         self._each(table, "HSET", position_field(topic, partition), b"0")
 
     def _each(self, table: EmbeddingTable, command: str, *arguments: bytes) -> list[Any]:
-        """The replies of ``command`` on the positions of each of the table's partitions."""
+        """Return the replies of ``command`` on the positions of each of the table's partitions."""
         opened = self._tables.usable(table, self._client.deadline())
         keys = opened.layout.positions_keys
         return self._client.call_all((key, (command, key, *arguments)) for key in keys)

@@ -1,4 +1,4 @@
-"""Rows from the server's replies into a part's arrays."""
+"""Decoder of rows from replies into a part's arrays."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _GROWTH = 2
 
 @dataclass(slots=True, eq=False)
 class PartRead:
-    """One part that is being read. Rows below version ``oldest_row`` and tombstones below
-    ``oldest_tombstone`` count as not there."""
+    """A part being read.
+
+    Rows below version ``oldest_row`` and tombstones below ``oldest_tombstone`` count as missing."""
 
     part: Part
     layout: TableLayout
@@ -42,7 +43,7 @@ class PartRead:
         positions = []
         for command in commands:
             keys = command.about
-            if keys.tried:  # what an attempt that broke off has found may have changed since
+            if keys.tried:  # results of an interrupted attempt may be outdated
                 self.part.source[keys.at] = 0
                 self.left[keys.at] = False
             keys.tried = True
@@ -62,27 +63,27 @@ class PartRead:
         )
 
     def finish(self) -> None:
-        """Leave what was not found in ``missing``."""
+        """Set ``missing`` to the keys that were not found."""
         self.part.missing = np.flatnonzero(self.left)
 
 
 @dataclass(slots=True, eq=False)
 class AskedKeys:
-    """Of one command: the positions (n,) in its part."""
+    """The keys of one command: positions (n,) in its part."""
 
     read: PartRead
     at: IndexArray
     tried: bool = False
 
     def give_up(self) -> None:
-        """Nobody answered: they stay missing, whatever an attempt that broke off had found."""
+        """No server answered: the keys stay missing, whatever an interrupted attempt has found."""
         self.read.part.source[self.at] = 0
         self.read.part.versions[self.at] = 0
         self.read.left[self.at] = True
 
 
 def receive_rows(wire: RedisConnection, commands: Sequence[RedisCommand], deadline: float) -> None:
-    """Reads the replies to HMGETs, whose ``about`` is `AskedKeys`, straight into their parts."""
+    """Read the replies to HMGETs, whose ``about`` is `AskedKeys`, straight into their parts."""
     begin = end = 0
     for read, group in groupby(commands, lambda command: command.about.read):
         asked = list(group)
@@ -103,7 +104,7 @@ def receive_rows(wire: RedisConnection, commands: Sequence[RedisCommand], deadli
 
 
 def _room(wire: RedisConnection, begin: int, end: int) -> tuple[int, int]:
-    """Make room in the buffer behind what is not decoded yet."""
+    """Make space in the buffer behind the undecoded bytes."""
     if begin:
         wire.buffer[: end - begin] = wire.buffer[begin:end].copy()
         begin, end = 0, end - begin

@@ -1,9 +1,8 @@
-"""The servers that are in use, their idle connections, and which of them are kept out.
+"""Servers in use, their idle connections, and their health.
 
-A server of a cluster that cannot be reached, or was late several times in a row, is asked for nothing more:
-reads go without its rows at once, instead of waiting for it each time. A thread asks it, and the cluster
-where its slots are now, until it answers again; no request ever does.
-"""
+A server of a cluster that is unreachable, or was late several times in a row, gets no more commands:
+reads skip its rows immediately, instead of waiting each time. A thread probes it, and asks the cluster
+for the current owners of its slots, until it responds again; no request does."""
 
 from __future__ import annotations
 
@@ -34,19 +33,19 @@ from hps.tiers.redis.topology import RedisTopology
 log = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.25
-# A call that had less than this share of the guard's deadline says nothing about the server.
+# A call that had less than this share of the guard's deadline says nothing about the server's health.
 _FAIR_SHARE = 0.25
 
 
 class RedisServer:
-    """A server and its idle connections. ``problem``: why it is kept out; None when it is not."""
+    """A server and its idle connections. ``problem``: the reason why it is kept out; None if healthy."""
 
     __slots__ = ("address", "idle", "late", "problem", "scripts_loaded")
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self.idle: deque[RedisConnection] = deque()
-        self.scripts_loaded = True  # until the server says otherwise
+        self.scripts_loaded = True  # until the server reports them missing
         self.late = 0
         self.problem: RedisError | None = None
 
@@ -57,7 +56,7 @@ class RedisServer:
 
 
 class ServerBatch:
-    """One server's share of an attempt. ``clean``: every reply was read."""
+    """One server's part of an attempt. ``clean``: every reply was read."""
 
     __slots__ = ("clean", "commands", "node", "wire")
 
@@ -69,7 +68,7 @@ class ServerBatch:
 
 
 def readable_servers(legs: Sequence[ServerBatch], until: float) -> list[ServerBatch]:
-    """Those with bytes to read, waiting for one; none when time is over."""
+    """Wait for, and return, servers with bytes to read; empty after a timeout."""
     poll, by_file = select.poll(), {}
     for leg in legs:
         assert leg.wire is not None
@@ -82,7 +81,7 @@ def readable_servers(legs: Sequence[ServerBatch], until: float) -> list[ServerBa
 
 
 class RedisServers:
-    """Any thread may call. Servers are kept out only where there are others beside them."""
+    """The servers in use. Thread-safe. A server is kept out only if there are others."""
 
     def __init__(
         self, settings: RedisSettings, wires: RedisConnectionFactory, topology: RedisTopology
@@ -112,15 +111,14 @@ class RedisServers:
         return node
 
     def problem(self, address: Address) -> RedisError | None:
-        """Why the server is kept out; None when it is not."""
+        """Return why the server is kept out; None if it is not."""
         node = self._nodes.get(address)
         return node.problem if node is not None else None
 
     # -- connections ------------------------------------------------------------------------------
 
     def take(self, node: RedisServer, until: float) -> RedisConnection:
-        """A connection that is idle, or a new one by ``until``. A server to which none can be made is kept
-        out."""
+        """Return an idle connection, or a new one by ``until``; an unreachable server is kept out."""
         while node.idle:
             try:
                 wire = node.idle.pop()
@@ -155,7 +153,7 @@ class RedisServers:
             leg.node.drop_idle()
 
     def forget(self, known: Iterable[Address]) -> None:
-        """Close what is idle to servers that are gone."""
+        """Close idle connections to servers that are gone."""
         with self._lock:
             gone = [self._nodes.pop(each) for each in set(self._nodes) - set(known)]
         for node in gone:
@@ -174,7 +172,7 @@ class RedisServers:
             node.late, node.problem = 0, None
 
     def was_late(self, node: RedisServer, error: RedisError, had_s: float) -> None:
-        """The server did not answer within ``had_s``."""
+        """Record that the server did not answer within ``had_s``."""
         if had_s < _FAIR_SHARE * self._deadline_s:
             return
         node.late += 1

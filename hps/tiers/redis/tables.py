@@ -1,10 +1,9 @@
-"""The tables in a Redis: whether their rows are what we take them for, how many there are, which there are.
+"""The tables in a Redis: whether they fit this configuration, their sizes, and their names.
 
-Each table has a small hash of facts: layout, partitions, dim, dtype. It is written by whoever writes to the
-table first and compared by everybody; to look leaves no trace. Where HPS filled the table there is none yet,
-and some rows are looked at instead. A table that does not fit is refused with both values, and looked at
-again every few seconds.
-"""
+Each table has a small hash of facts: layout, partitions, dim, dtype. The first writer of the table
+writes it and all compare it; reading leaves no trace. If HPS filled the table there is none yet, and
+some rows are checked instead. A table that does not fit is rejected with both values, and checked again
+every few seconds."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from hps.types import EmbeddingTable, KeyArray
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 5.0
-_LOOKED_AT = 8  # rows per partition, where there are no facts
+_LOOKED_AT = 8  # rows checked per partition, if there are no facts
 _SCANNED = 1000
 _FIRST_FACT = "layout"
 _FLOORS = "floors"
@@ -44,9 +43,11 @@ _MOST_FLOORS = 1 << 20  # 8 MiB per partition
 
 
 class RedisTable:
-    """A table in use. ``refused`` is why its rows cannot be what the table's are; ``recorded``, whether
-    its facts were there when it was last looked at; ``floors``, whether versions of evicted rows are kept;
-    ``lost``, whether rows are missing that were loaded."""
+    """A table in use.
+
+    ``refused``: why its rows do not fit the table. ``recorded``: whether its facts existed at the last
+    check. ``floors``: whether versions of evicted rows are kept. ``lost``: whether loaded rows are
+    missing."""
 
     __slots__ = (
         "entries", "facts_slot", "floors", "layout", "looked_at", "lost", "recorded", "refused", "slots",
@@ -67,14 +68,15 @@ class RedisTable:
 
 @dataclass(frozen=True, slots=True)
 class RedisTableUsage:
-    """``entries`` of a table, tombstones included, and the ``bytes`` Redis estimates for them."""
+    """``entries`` of a table, with tombstones, and Redis's estimate of their ``bytes``."""
 
     entries: int
     bytes: int
 
 
 class RedisTables:
-    """Every method may be called from any thread and may wait for the server, but `entries`."""
+    """Checks, counts, lists and erases tables. Thread-safe; every method but `entries` may wait for the
+    server."""
 
     def __init__(self, client: RedisClient, settings: RedisSettings) -> None:
         self._client = client
@@ -88,8 +90,10 @@ class RedisTables:
         return list(self._open.values())
 
     def ready(self, tables: Iterable[EmbeddingTable], deadline: float) -> list[RedisTable]:
-        """The tables, looked at before their first use; some may be refused, and some could not be looked
-        at (``looked_at`` is 0), because the server that holds their facts is not well."""
+        """Return the tables, checked before their first use.
+
+        Some may be refused, and some unchecked (``looked_at`` is 0) because the server with their facts
+        is unhealthy."""
         wanted = [self._table(table) for table in tables]
         now = time.monotonic()
         new = [
@@ -102,17 +106,19 @@ class RedisTables:
         return wanted
 
     def usable(self, table: EmbeddingTable, deadline: float) -> RedisTable:
-        """The table; raises TierMisfit when it is refused."""
+        """Return the table; raises TierMisfit if it is refused."""
         (found,) = self.ready([table], deadline)
         if not found.looked_at:
-            self._client.call(found.layout.facts_key, "EXISTS", found.layout.facts_key)  # says why
+            self._client.call(
+                found.layout.facts_key, "EXISTS", found.layout.facts_key
+            )  # raises the reason
             self.look_at([found], deadline)
         if found.refused:
             raise TierMisfit(NAME, found.refused)
         return found
 
     def entries(self, table: EmbeddingTable) -> int:
-        """As last seen."""
+        """Entries at the last count."""
         return sum(self._table(table).entries)
 
     def _table(self, table: EmbeddingTable) -> RedisTable:
@@ -124,8 +130,9 @@ class RedisTables:
         return found
 
     def look_at(self, tables: Sequence[RedisTable], deadline: float) -> None:
-        """Compare the tables' facts, or some of their rows where there are none; and count the entries. Those
-        whose server of a cluster is not well stay as they were."""
+        """Compare the tables' facts, or some of their rows if there are none; and count the entries.
+
+        Tables on an unhealthy server of a cluster stay unchanged."""
         unsure = [not t.looked_at or t.refused or not any(t.entries) for t in tables]
         calls = [(t.layout.facts_key, ("HGETALL", t.layout.facts_key)) for t in tables]
         found = self._client.call_all(calls, deadline=deadline, partly=True)
@@ -143,7 +150,7 @@ class RedisTables:
             table.looked_at = time.monotonic()
 
     def writable(self, table: EmbeddingTable, deadline: float) -> RedisTable:
-        """`usable`, and its facts are recorded: to be asked for before rows are written."""
+        """Return the `usable` table after recording its facts; call it before writing rows."""
         found = self.usable(table, deadline)
         if not found.recorded:
             facts = [part.encode() for pair in found.layout.facts.items() for part in pair]
@@ -152,15 +159,16 @@ class RedisTables:
             self._client.run([command], read_replies, deadline)
             found.recorded = True
             _judge(found, _mismatch(found, _pairs(command.reply)))
-            if found.refused:  # somebody else was first
+            if found.refused:  # another process was first
                 raise TierMisfit(NAME, found.refused)
         if self._floors and not found.floors and found.layout.values.versioned:
             self._keep_floors(found, deadline)
         return found
 
     def _keep_floors(self, table: RedisTable, deadline: float) -> None:
-        """Before anything is evicted, and of all partitions: while a cluster moves a slot, a script is
-        refused of whose keys only some are there. Leaves floors that are kept already as they are."""
+        """Create the floors of all partitions before anything is evicted; existing ones stay.
+
+        While a cluster moves a slot, a script is rejected if only some of its keys exist."""
         last = str(8 * self._floors + 8)
         calls = [(key, ("SETRANGE", key, last, b"\0")) for key in table.layout.floors_keys]
         facts = table.layout.facts_key
@@ -169,7 +177,7 @@ class RedisTables:
         table.floors = True
 
     def count(self, tables: Sequence[RedisTable], deadline: float, *, partly: bool = False) -> None:
-        """Renew ``entries``, ``partly`` where that can be done."""
+        """Update ``entries``; ``partly``: only for healthy servers."""
         places = [(table, i) for table in tables for i in range(table.layout.partitions)]
         calls = [(t.layout.rows_keys[i], ("HLEN", t.layout.rows_keys[i])) for t, i in places]
         counts = self._client.call_all(calls, deadline=deadline, partly=partly)
@@ -180,7 +188,7 @@ class RedisTables:
     # -- rows without facts -----------------------------------------------------------------------
 
     def _refused_rows(self, table: RedisTable, deadline: float) -> str | None:
-        """Why the rows that are there cannot be the table's, judged by some of them."""
+        """Return why some sampled rows do not fit the table; None if they do."""
         layout = table.layout
         calls: list[tuple[bytes, tuple[Any, ...]]] = [
             (k, ("HSCAN", k, "0", "COUNT", _LOOKED_AT)) for k in layout.rows_keys
@@ -207,14 +215,14 @@ class RedisTables:
     # -- all tables -------------------------------------------------------------------------------
 
     def names(self, model: str | None = None) -> list[TableName]:
-        """The tables of this layout that are there, of one model or of all, by SCAN."""
+        """Return the existing tables of this layout, of one model or of all, by SCAN."""
         found = {
             parsed.table for key in self.keys(model) if (parsed := parse_key(self._layout, key))
         }
         return sorted(found, key=lambda each: (each.model, each.version, each.name))
 
     def keys(self, model: str | None = None) -> Iterator[bytes]:
-        """The Redis keys of these tables, some perhaps more than once."""
+        """Yield the Redis keys of these tables, possibly some more than once."""
         for slot in self._client.primaries():
             cursor = "0"
             while True:
@@ -233,8 +241,9 @@ class RedisTables:
                     break
 
     def erase(self, model: str, version: int | None = None, name: str | None = None) -> int:
-        """Unlink a model, or one version or table of it, whatever its number of partitions; returns how
-        many Redis keys that were. The server frees the memory in the background."""
+        """Unlink a model, or one version or table of it, with any number of partitions.
+
+        Returns the number of Redis keys. The server frees the memory in the background."""
         chosen = [
             key
             for key in dict.fromkeys(self.keys(model))
@@ -252,7 +261,7 @@ class RedisTables:
         return sum(unlinked)
 
     def usage(self, table: EmbeddingTable) -> RedisTableUsage:
-        """Counted now."""
+        """Count the entries and bytes now."""
         opened = self._table(table)
         deadline = self._client.deadline()
         self.count([opened], deadline)
@@ -298,7 +307,9 @@ def _refusal(table: RedisTable, what: str, found: Any, expected: Any) -> str:
 
 
 def _partition_mismatch(table: RedisTable, keys: KeyArray, partitions: Any) -> str | None:
-    """``partitions (n,)`` in which ``keys (n,)`` were found; one beyond ours tells by its number alone."""
+    """Return why ``partitions (n,)``, in which ``keys (n,)`` were found, do not fit; None if they do.
+
+    A partition beyond the table's shows it by its number."""
     count = table.layout.partitions
     beyond = partitions >= count
     known, at = partition_hash(keys[~beyond]), partitions[~beyond]

@@ -1,14 +1,13 @@
-"""Redis or Valkey: warm rows that all nodes share, in one server, a watched one or a cluster.
+"""Redis or Valkey: warm rows that all nodes share, in one server, a Sentinel service or a cluster.
 
 Reads are HMGETs of packed keys, all sent before the first reply is read, and decoded straight into the
-caller's array. Writes are scripts, which apply the version rule on the server: so several nodes may write.
-A write of several thousand rows is done in parts; each part is atomic.
+caller's array. Writes are scripts, which apply the version rule on the server: so several nodes may
+write. A write of several thousand rows is done in parts; each part is atomic.
 
-In the contract's sense it is a cache: it may overflow, rows may be too old for it, and a restart or a
-failover may lose some. But it is asked like a store, because it waits for a network.
+By the contract it is a cache: it may overflow, rows may expire, and a restart or a failover may lose
+some. But it is placed among the stores, because it waits for a network.
 
-Every method may be called from many threads. Nothing connects before the first use.
-"""
+Thread-safe. Connects at the first use."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ from hps.types import (
     oldest_tombstone,
 )
 
-# Fetches whose use is still to be noted; more are not noted.
+# Fetches whose use is not recorded yet; further ones are not recorded.
 _TOUCHES = 256
 
 
@@ -55,8 +54,7 @@ class RedisTier:
     """Implements `Tier` and `hps.tiers.positions.PositionedStore`.
 
     ``layout: hps`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
-    Raises ConfigError for certificates that cannot be read; nothing else can fail before the first use.
-    """
+    Raises ConfigError for unreadable certificates; nothing else can fail before the first use."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
@@ -82,9 +80,11 @@ class RedisTier:
     # -- reading ----------------------------------------------------------------------------------
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        """Parts of tables that are refused stay as they are, and so do keys whose server of a cluster is
-        not well while another one is; ``ctx.degraded`` names the tier then, and when rows are missing of a
-        table that lost some."""
+        """See `Tier`.
+
+        Refused tables stay missing, and so do keys on an unhealthy server of a cluster while another
+        one is healthy; ``ctx.degraded`` names the tier then, and also if rows are missing from a table
+        that lost some."""
         for part in parts:
             check_part(part)
         asked = [part for part in parts if len(part.missing)]
@@ -156,15 +156,17 @@ class RedisTier:
     def promote(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
-        """Insert rows that were found further down, but none whose time is over. In the ``hps`` layout
-        only where none is: what came meanwhile may be newer, and no version tells."""
+        """Insert unexpired rows that a lower tier had.
+
+        In the ``hps`` layout only absent ones: a row written meanwhile may be newer, and has no version
+        to tell."""
         check_rows(table, keys, vectors, versions)
         at = np.flatnonzero(versions >= self._upkeep.oldest_row(table))
         only: Only | None = "absent" if self.layout == "hps" else None
         self._writes.write(table, keys[at], vectors[at], versions[at], only=only, partly=True)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
-        """In the ``hps`` layout a deletion leaves no trace."""
+        """Delete; in the ``hps`` layout without a tombstone."""
         check_keys(table, keys, versions)
         if self.layout == "hps":
             self._writes.remove(table, keys)
@@ -172,7 +174,7 @@ class RedisTier:
             self._writes.write(table, keys, None, versions)
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Remove rows and tombstones without a trace."""
+        """Remove rows and tombstones, leaving no tombstone."""
         check_keys(table, keys)
         self._writes.remove(table, keys)
 
@@ -184,14 +186,16 @@ class RedisTier:
         *,
         share: float = 1.0,
     ) -> None:
-        """See `hps.tiers.positions.PositionedStore`. Of keys that do not belong to the ``share``, which
-        are the same ones that `preload` leaves out, only those that are there are changed."""
+        """See `hps.tiers.positions.PositionedStore`.
+
+        Keys outside the ``share``, the same ones that `preload` leaves out, are changed only if they exist.
+        """
         check_rows(table, changes.keys, changes.vectors, changes.versions)
         check_keys(table, changes.deleted, changes.deleted_versions)
         self._writes.apply(table, changes, positions, share)
 
     def versions(self, table: EmbeddingTable, keys: KeyArray, at_least: int = 0) -> VersionArray:
-        """See `hps.tiers.positions.PositionedStore`. Reads every key, as other processes write, too."""
+        """See `hps.tiers.positions.PositionedStore`. Reads every key, since other processes write too."""
         deadline = self._client.deadline()
         opened, part = self._tables.usable(table, deadline), Part.make(table, keys)
         read = PartRead(part, opened.layout, 0, oldest_tombstone(table, time.time()))
@@ -210,42 +214,46 @@ class RedisTier:
         before: Callable[[], None] = lambda: None,
         progress: Callable[[int], None] = lambda _rows: None,
     ) -> int:
-        """Insert a share of a table's rows, and go on where another call stopped; see
-        `hps.tiers.redis.load`. Returns the rows inserted. When all were loaded and Redis loses some, fetches
-        that miss rows are degraded, and ``chunks`` that can be read again are loaded again."""
+        """Insert a share of a table's rows, continuing a killed call; see `hps.tiers.redis.load`.
+
+        Returns the rows inserted. If Redis loses some of a complete load, fetches that miss rows are
+        degraded, and ``chunks`` that can be read again are loaded again."""
         opened = self._tables.usable(table, self._client.deadline())
         return self._loads.load(opened, LoadSource(chunks, version, share, mark, before), progress)
 
     # -- tables -----------------------------------------------------------------------------------
 
     def check(self, table: EmbeddingTable) -> None:
-        """Raises TierError when the rows there are not of the table's layout, partitions, dim and dtype,
-        or the server cannot be asked."""
+        """Raise TierError if the stored rows do not fit the table, or the server does not respond.
+
+        Compared are layout, partitions, dim and dtype."""
         self._tables.usable(table, self._client.deadline())
 
     def rows(self, table: EmbeddingTable) -> int:
-        """Entries as last seen, tombstones included; renewed in the background. Never waits."""
+        """Entries at the last count, with tombstones; refreshed in the background. Never waits."""
         self._upkeep.nudge()
         return self._tables.entries(table)
 
     def usage(self, table: EmbeddingTable) -> RedisTableUsage:
-        """Entries and bytes, counted now."""
+        """Count entries and bytes now."""
         return self._tables.usage(table)
 
     def find_tables(self, model: str | None = None) -> list[TableName]:
-        """The tables that Redis holds in this layout, of one model or of all."""
+        """Return the tables of this layout in Redis, of one model or of all."""
         return self._tables.names(model)
 
     def erase(self, model: str, version: int | None = None, table: str | None = None) -> int:
-        """Remove a model, or one version or table of it; returns the number of Redis keys removed. In the
-        ``hps`` layout a model has no versions."""
+        """Remove a model, or one version or table of it; return the number of Redis keys removed.
+
+        In the ``hps`` layout a model has no versions."""
         return self._tables.erase(model, version, table)
 
     def scan(
         self, table: EmbeddingTable, count: int = 1000
     ) -> Iterator[tuple[KeyArray, VectorArray, VersionArray]]:
-        """All rows in no order, about ``count`` at a time: keys (n,), vectors (n, dim), versions (n,).
-        Without tombstones. A row that is there all the time comes at least once, perhaps more often."""
+        """Yield all rows, unordered, about ``count`` at a time: keys (n,), vectors (n, dim), versions (n,).
+
+        Without tombstones. A row that exists all the time comes at least once, perhaps more often."""
         oldest = self._upkeep.oldest_row(table)
         for keys, stored in self._entries(table, count):
             fresh = np.flatnonzero(stored.versions >= oldest)
@@ -255,7 +263,7 @@ class RedisTier:
     def tombstones(
         self, table: EmbeddingTable, count: int = 1000
     ) -> Iterator[tuple[KeyArray, VersionArray]]:
-        """The deletions that are still remembered, as `scan` gives the rows: keys (n,), versions (n,)."""
+        """Yield the unexpired deletions like `scan`: keys (n,), versions (n,)."""
         oldest = oldest_tombstone(table, time.time())
         for keys, stored in self._entries(table, count):
             live = np.flatnonzero(stored.tombstone_versions >= oldest)
@@ -280,14 +288,13 @@ class RedisTier:
                     ) from None
 
     def get(self, table: EmbeddingTable, keys: KeyArray) -> Part:
-        """A fetch for one table: ``source`` is 0 where there is no row."""
+        """Fetch rows of one table; ``source`` is 0 for keys without one."""
         part = Part.make(table, keys)
         self.fetch([part], FetchContext())
         return part
 
     def expire(self, table: EmbeddingTable) -> int:
-        """Remove all rows that are too old and all tombstones that are forgotten now, instead of by and
-        by; returns how many."""
+        """Remove all expired rows and tombstones now, and return their number."""
         return self._upkeep.expire(self._tables.usable(table, self._client.deadline()))
 
     def close(self) -> None:
@@ -304,7 +311,7 @@ def _degrade(ctx: FetchContext) -> None:
 
 
 def _commands(read: PartRead, table: RedisTable) -> Iterator[RedisCommand]:
-    """The part's missing keys as one HMGET per partition and slice."""
+    """Yield the part's missing keys as one HMGET per partition and slice."""
     missing = read.part.missing
     for partition, at, request in table.layout.reads(read.part.keys[missing]):
         yield RedisCommand(table.slots[partition], request, AskedKeys(read, missing[at]))

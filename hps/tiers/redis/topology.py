@@ -1,4 +1,4 @@
-"""Which server holds which slot: the only one, the one that sentinels name, or what the cluster says."""
+"""The server of each slot: a single one, the one that Sentinel names, or by the cluster's slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from redis.exceptions import TimeoutError as Late
 from hps.config.store_settings import RedisSettings
 from hps.tiers.redis.connection import Address, RedisConnection, RedisConnectionFactory
 
-# One server that does not answer may not use up a call's whole time where others could.
+# One unresponsive server must not use up a call's whole time if others could answer.
 _SHARE = 0.5
 
 
@@ -23,38 +23,39 @@ Away = Callable[[Address], object]
 
 
 class RedisTopology(Protocol):
-    """Slots to addresses. Safe from many threads; raises redis-py's errors. ``fixed``: no other server can
-    take one's place."""
+    """Maps slots to addresses. Thread-safe; raises redis-py's errors.
+
+    ``fixed``: no other server can replace one."""
 
     fixed: bool
     away: Away
     """Truthy for a server that is asked last, because it is known to be away."""
 
     def address(self, slot: int, deadline: float) -> Address:
-        """Where ``slot`` is, asking if nothing is known yet."""
+        """Return the address of ``slot``; asks the servers if it is unknown."""
         ...
 
     def known(self, slot: int) -> Address:
-        """The same without asking; a configured address when nothing is known."""
+        """Return the known address of ``slot``, or a configured one; never asks."""
         ...
 
     def addresses(self) -> set[Address]: ...
 
     def some_slots(self, deadline: float) -> list[int]:
-        """A slot of each server that holds any."""
+        """Return a slot of each server that holds any."""
         ...
 
     def refresh(self, deadline: float) -> None:
-        """Ask anew. Keeps what is known when nobody answers."""
+        """Ask the servers again; keeps the current state if none answers."""
         ...
 
     def moved(self, slot: int, address: Address) -> None:
-        """A server said that ``slot`` is elsewhere."""
+        """Record a redirection of ``slot`` to another server."""
         ...
 
 
 def topology(settings: RedisSettings, wires: RedisConnectionFactory) -> RedisTopology:
-    """Which servers there are, by the settings. Nothing is asked yet."""
+    """Return the topology for the settings. Does not connect."""
     addresses = [parse_address(each) for each in settings.addresses]
     connect_s = settings.connect_timeout_ms / 1000
     if settings.mode == "cluster":
@@ -100,7 +101,7 @@ class SingleServerTopology:
 
 
 class _QueriedTopology:
-    """What has to be asked for, of the first of several servers that answers; by one thread at a time."""
+    """A topology that the first responding server reports; one thread asks at a time."""
 
     fixed = False
     away: Away
@@ -154,7 +155,7 @@ class _QueriedTopology:
 
 
 class SentinelTopology(_QueriedTopology):
-    """The primary of one service, as the first sentinel that answers names it."""
+    """The primary of one service, from the first Sentinel that responds."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class SentinelTopology(_QueriedTopology):
 
 
 class RedisClusterTopology(_QueriedTopology):
-    """The slots of a cluster, as the first node that answers has them."""
+    """The slots of a cluster, from the first node that responds."""
 
     def __init__(
         self, seeds: Sequence[Address], wires: RedisConnectionFactory, connect_s: float
@@ -246,6 +247,6 @@ class RedisClusterTopology(_QueriedTopology):
 
 
 def _node(server: Sequence[Any], asked: Address) -> Address:
-    """A node without a name of its own is the one that was asked."""
+    """Return a node's address; a node without a name is the one that was asked."""
     host = server[0].decode() if server[0] else ""
     return (host if host and host != "?" else asked[0]), int(server[1])

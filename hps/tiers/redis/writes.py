@@ -1,4 +1,4 @@
-"""Writing rows into Redis: by partition, in slices that hold the server up for about a millisecond."""
+"""Writes of rows into Redis, by partition, in slices of about a millisecond of the server's time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hps.types import (
     oldest_tombstone,
 )
 
-# Rows packed at a time: they bound the memory, and each block has the whole timeout for itself.
+# Rows packed at a time: they bound the memory, and each block has the whole timeout.
 _BLOCK = 32_768
 
 Only = Literal["resident", "absent"]
@@ -37,7 +37,7 @@ Slice = tuple[int, KeyArray, NDArray[np.void]]
 
 
 class RedisWriter:
-    """Any thread may call. Raises TierError; then some rows may have been written."""
+    """Writes rows and positions. Thread-safe. Raises TierError; then some rows may have been written."""
 
     def __init__(self, client: RedisClient, tables: RedisTables, upkeep: RedisMaintenance) -> None:
         self._client = client
@@ -54,9 +54,10 @@ class RedisWriter:
         only: Only | None = None,
         partly: bool = False,
     ) -> None:
-        """Upsert, or delete where ``vectors`` is None, what is not older than what is stored; ``only``
-        rows that are there, or that are not. ``partly``: wait for no server of a cluster that is not well;
-        the others have got theirs when it raises."""
+        """Upsert, or delete if ``vectors`` is None, writes that are not older than the stored ones.
+
+        ``only``: only resident rows, or only absent ones. ``partly``: do not wait for unhealthy servers
+        of a cluster; the others have their rows when it raises."""
         if not len(keys):
             return
         opened = self._tables.writable(table, self._client.deadline())
@@ -68,7 +69,7 @@ class RedisWriter:
         self._upkeep.nudge()
 
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Rows and tombstones, without a trace."""
+        """Remove rows and tombstones, leaving no tombstone."""
         if not len(keys):
             return
         opened = self._tables.usable(table, self._client.deadline())
@@ -88,8 +89,10 @@ class RedisWriter:
         positions: Sequence[StreamPosition],
         share: float = 1.0,
     ) -> None:
-        """See `RedisTier.apply`. Each partition notes the positions together with the last of its rows,
-        and after all others were acknowledged."""
+        """See `RedisTier.apply`.
+
+        Each partition stores the positions together with the last of its rows, and after all others
+        were acknowledged."""
         opened = self._tables.writable(table, self._client.deadline())
         layout, rows_given = opened.layout, len(changes.keys)
         keys = np.concatenate([changes.keys, changes.deleted])
@@ -175,8 +178,8 @@ class RedisWriter:
 
 
 def _decisive(layout: TableLayout, keys: KeyArray, versions: VersionArray) -> IndexArray:
-    """Positions of the writes that decide: each key once."""
-    # Where versions are not stored the last of equal keys wins, whatever version it carries.
+    """Return the positions of the deciding writes: each key once."""
+    # Without stored versions the last of equal keys wins, whatever its version.
     ranks = versions if layout.values.versioned else np.zeros(len(keys), np.uint64)
     at = newest_of_each(layout.table.narrow(keys), ranks)
     return np.arange(len(keys)) if at is None else at
@@ -189,7 +192,7 @@ def _slices(
     versions: VersionArray,
     at: IndexArray,
 ) -> Iterator[Slice]:
-    """``keys (n,)``, whose rows stand at the positions ``at (n,)``, by partition."""
+    """Yield slices by partition of ``keys (n,)``, whose rows are at the positions ``at (n,)``."""
     for share in layout.shares(keys):
         for start in range(0, len(share.at), WRITE_SLICE):
             some = share.at[start : start + WRITE_SLICE]

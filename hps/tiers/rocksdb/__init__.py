@@ -1,10 +1,10 @@
-"""The RocksDB tier; ``tier.py`` says what it keeps.
+"""The RocksDB tier; see ``tier.py``.
 
-In reading order: ``layout`` (column families, keys, values), ``open``, ``acknowledged``, ``recovery``,
-``opened`` and ``database`` (the folder), ``rows`` (reads and writes), ``high_water`` (which writes need no
-read), ``load`` (bulk), ``positions`` (streams), ``tombstones``, ``space``, ``follow``, ``checkpoint``,
-``complete_checkpoints``, ``damage``, ``repair`` and ``sst`` (HPS's dumps).
-"""
+In reading order: ``layout`` (column families, keys, values), ``database_options``,
+``acknowledged_writes``, ``recovery``, ``database_handle`` and ``database`` (the folder), ``rows``
+(reads and writes), ``high_water`` (writes that need no read), ``load`` (bulk), ``positions`` (streams),
+``tombstones``, ``write_throttle``, ``secondary``, ``checkpoint``, ``checkpoint_folder``, ``damage``,
+``repair`` and ``sst`` (HPS's dumps)."""
 
 from hps.tiers.rocksdb.checkpoint import restore
 from hps.tiers.rocksdb.checkpoint_folder import CheckpointFolder, bootstrap, complete_checkpoints

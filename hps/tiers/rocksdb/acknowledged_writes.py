@@ -1,15 +1,15 @@
-"""Record of acknowledged writes, kept beside the database to detect a write-ahead log that lost some.
+"""Record of acknowledged writes, to detect a write-ahead log that lost some.
 
-RocksDB replays what it finds of its log: a log file that was cut or removed looks like one that was never
-longer. RocksDB numbers its writes, so the file `hps-acknowledged` holds the number of the last write that was
-acknowledged, and the names and lengths of the log files as of at most a second before it. Like the log it
-is written without fsync: it survives ``kill -9``.
+RocksDB replays the log that it finds: a log file that was cut or removed looks like one that was never
+longer. RocksDB numbers its writes, so the file `hps-acknowledged` holds the number of the last
+acknowledged write, and the names and lengths of the log files as of at most a second before it. Like
+the log it is written without fsync: it survives ``kill -9``.
 
-Format: the number (u64 in the machine's byte order), one line of JSON, zeros up to a page. The page is mapped
-into memory, so recording a number is one store of 8 bytes, which no signal interrupts in the middle. A write
-call takes 1 to 3 µs and releases the interpreter lock. Disk space for the page is reserved when it is mapped:
-storing to it cannot fail later, when the disk is full. A primary holds a lock on the file (`flock`).
-"""
+Format: the number (u64 in the machine's byte order), one line of JSON, zeros up to a page. The page is
+mapped into memory, so recording a number is one store of 8 bytes, which no signal interrupts in the
+middle. A write call takes 1 to 3 µs and releases the interpreter lock. Disk space for the page is
+reserved when it is mapped, so a full disk cannot make a later store fail. A primary holds a lock on the
+file (`flock`)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class AcknowledgedRecord:
-    """The record of an earlier process: the last acknowledged ``sequence`` number, the length of each log
-    file by its name, and whether the machine has run without a restart since."""
+    """The record of an earlier process.
+
+    The last acknowledged ``sequence`` number, the length of each log file by name, and whether the
+    machine has run without a restart since."""
 
     sequence: int
     logs: dict[str, int]
@@ -46,7 +48,7 @@ class AcknowledgedRecord:
 
     @property
     def newest(self) -> str:
-        """The name of the log file that the last of these writes are in."""
+        """Name of the log file with the last of these writes."""
         return max(self.logs, default="")
 
 
@@ -71,7 +73,7 @@ class AcknowledgedWrites:
             self._list()
 
     def close(self) -> None:
-        """To be called once the database is closed."""
+        """Close the record; call it after the database is closed."""
         self._list()
         self._numbers.release()
         self._page.close()
@@ -80,7 +82,7 @@ class AcknowledgedWrites:
             self._lock.release()
 
     def _locked(self) -> FileLock | None:
-        """The lock by which readers see that a primary writes; None on a file system without locks."""
+        """Take the lock that shows readers a primary; None on a file system without locks."""
         for _ in range(_LOCK_ATTEMPTS):
             try:
                 return FileLock(self._path / _FILE)
@@ -91,7 +93,8 @@ class AcknowledgedWrites:
         return None
 
     def _map(self) -> mmap.mmap:
-        """The file's first page; other memory on a file system that shares none, as some FUSE mounts."""
+        """Map the file's first page; private memory on a file system without shared mappings, such as some
+        FUSE mounts."""
         try:
             os.posix_fallocate(self._file, 0, mmap.PAGESIZE)
             return mmap.mmap(self._file, mmap.PAGESIZE)
@@ -104,14 +107,14 @@ class AcknowledgedWrites:
             return mmap.mmap(-1, mmap.PAGESIZE)
 
     def _list(self) -> None:
-        """Write the list of log files. A disk that is full keeps an older one."""
+        """Write the list of log files. On a full disk the older one stays."""
         about = json.dumps(self._about | {"logs": log_files(self._path)})
         with suppress(OSError):
             os.pwrite(self._file, f"{about}\n".encode(), _NUMBER_BYTES)
 
 
 def read_acknowledged(path: Path) -> AcknowledgedRecord | None:
-    """The record beside the database at ``path``; None where there is none, or that of another database."""
+    """Read the record of the database at ``path``; None if there is none, or another database's."""
     try:
         record = (path / _FILE).read_bytes()
         found = json.loads(record[_NUMBER_BYTES:].partition(b"\n")[0])
@@ -124,7 +127,7 @@ def read_acknowledged(path: Path) -> AcknowledgedRecord | None:
 
 
 def has_writer(path: Path) -> bool:
-    """Whether a primary has the database at ``path`` open, as far as that is known."""
+    """Return whether a primary has the database at ``path`` open, if that can be determined."""
     try:
         return is_locked(path / _FILE)
     except FileNotFoundError:

@@ -1,10 +1,9 @@
-"""Checkpoints: a consistent copy of a database while it is served, and the way back.
+"""Checkpoints: a consistent copy of a served database, and its restore.
 
-A checkpoint is a database folder itself: table files are hard links where the file system allows it (they
-are never changed), else copies. Load records, stream positions and tombstones lie in the database, so they
-travel with it. Both directions work in a folder beside the target, which gets its name when everything is
-there: a crash leaves the target as it was, and what it left beside it is removed by the next attempt.
-"""
+A checkpoint is a database folder itself: table files are hard links if the file system allows it (they
+are never changed), else copies. Load records, stream positions and tombstones are part of the database,
+so of the checkpoint. Both directions work in a temporary folder next to the target and rename it when
+complete: a crash leaves the target unchanged, and the next attempt removes the temporary folder."""
 
 from __future__ import annotations
 
@@ -37,12 +36,12 @@ _TABLE_FILES = {".sst", ".blob"}
 
 
 def checkpoint(database: RocksDbDatabase, folder: Path) -> None:
-    """Copy the open ``database`` to ``folder``, which must be empty or not exist."""
+    """Copy the open ``database`` to ``folder``, which must be empty or missing."""
     with database.errors():
         database.writable()
         _refuse_contents(folder, "a checkpoint")
         part = _part(folder)
-        # RocksDB's binding holds the interpreter lock during a checkpoint: what takes long is done before.
+        # RocksDB's binding holds the interpreter lock during a checkpoint: slow steps are done before.
         database.flush()
         try:
             Checkpoint(database.db).create_checkpoint(str(part))
@@ -58,8 +57,10 @@ def checkpoint(database: RocksDbDatabase, folder: Path) -> None:
 
 
 def restore(folder: Path, path: Path) -> None:
-    """Make the database ``path`` from the checkpoint ``folder``. ``path`` must be empty or not exist, so
-    it cannot be open either. Raises TierError; a damaged checkpoint is refused."""
+    """Restore the database ``path`` from the checkpoint ``folder``.
+
+    ``path`` must be empty or missing, so it cannot be open either. Raises TierError, also for a damaged
+    checkpoint."""
     folder, path = Path(folder), Path(path)
     if not existing_families(folder):
         raise TierError(NAME, f"{folder} holds no checkpoint: there is no database in it")
@@ -77,8 +78,9 @@ def restore(folder: Path, path: Path) -> None:
 
 
 def move_checkpoint(made: Path, folder: Path) -> None:
-    """Put the checkpoint ``made`` at ``folder``, on whichever disk that is. ``made`` is gone afterwards,
-    however it ends. Raises TierError."""
+    """Move the checkpoint ``made`` to ``folder``, also across disks.
+
+    ``made`` is removed in any case. Raises TierError."""
     try:
         _refuse_contents(folder, "a checkpoint")
         part = _part(folder)
@@ -95,7 +97,7 @@ def move_checkpoint(made: Path, folder: Path) -> None:
 
 
 def _copy(folder: Path, part: Path, path: Path) -> None:
-    """Link table files where possible; copy what the database will write to."""
+    """Link table files if possible; copy files that the database will write to."""
     for file in sorted(folder.iterdir()):
         if not file.is_file() or file.name == "LOCK":
             continue
@@ -113,7 +115,7 @@ def _copy(folder: Path, part: Path, path: Path) -> None:
 
 
 def _check(part: Path, folder: Path) -> None:
-    """Open it for reading, which finds missing and truncated files."""
+    """Open the copy for reading, which detects missing and truncated files."""
     try:
         opened = DatabaseHandle(OpenSettings(part, "read_only", RocksDbTuning()))
         opened.close()
@@ -131,8 +133,9 @@ def _refuse_contents(folder: Path, what: str) -> None:
 
 
 def _part(folder: Path) -> Path:
-    """The folder beside ``folder`` to work in, on the same file system; what a killed attempt left there
-    is removed."""
+    """Return an empty temporary folder next to ``folder``, on the same file system.
+
+    Removes what a killed attempt left there."""
     part = folder.parent / f".{folder.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     make_private(folder.parent)
@@ -141,7 +144,7 @@ def _part(folder: Path) -> Path:
 
 def _publish(part: Path, folder: Path) -> None:
     _sync(part)
-    # Takes the place of an empty folder as well.
+    # Replaces an empty folder too.
     part.rename(folder)
     _sync(folder.parent)
 

@@ -1,9 +1,8 @@
-"""Checkpoints that are kept in a folder, named by the time they were made: what new nodes begin with.
+"""Checkpoints in a folder, named by their time, from which new nodes start.
 
-The folder may be on another file system, as one that several nodes share. A checkpoint is first made of links
-beside the database, in a moment, then copied: RocksDB's binding holds the interpreter lock while it
-copies files itself.
-"""
+The folder may be on another file system, such as one that several nodes share. A checkpoint is first
+made of links next to the database, in a moment, then copied: RocksDB's binding holds the interpreter
+lock while it copies files itself."""
 
 from __future__ import annotations
 
@@ -22,8 +21,9 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointFolder:
-    """Of the database at ``path``, in ``folder``; ``make`` copies the database to a folder. Any number of
-    threads may call it."""
+    """Checkpoints in ``folder`` of the database at ``path``; ``make`` copies the database to a folder.
+
+    Thread-safe."""
 
     def __init__(self, folder: Path, path: Path, make: Callable[[Path], None]) -> None:
         self.folder = folder
@@ -32,13 +32,14 @@ class CheckpointFolder:
         self._busy = threading.Lock()
 
     def add(self, keep: int, now: Callable[[], float] = time.time) -> Path:
-        """Make one, then remove all but the newest ``keep``. Raises TierError, or Unavailable while
-        another one is being made."""
+        """Make a checkpoint, then remove all but the newest ``keep``.
+
+        Raises TierError, or Unavailable while another checkpoint is being made."""
         if not self._busy.acquire(blocking=False):
             raise Unavailable("a checkpoint is being made already; ask again when it is there")
         try:
             target = self.folder / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now()))
-            shutil.rmtree(self._beside, ignore_errors=True)  # of an attempt that was killed
+            shutil.rmtree(self._beside, ignore_errors=True)  # left by a killed attempt
             self._make(self._beside)
             move_checkpoint(self._beside, target)
             for old in complete_checkpoints(self.folder)[:-keep]:
@@ -49,16 +50,17 @@ class CheckpointFolder:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first; none where there is no such folder."""
+    """Return the complete checkpoints in a folder, oldest first; empty if the folder is missing."""
     if not folder.is_dir():
         return []
     return sorted(each for each in folder.iterdir() if each.is_dir() and each.name[0] != ".")
 
 
 def bootstrap(folder: Path, path: Path) -> Path | None:
-    """Make the database ``path`` from the newest checkpoint in ``folder`` that is whole. Returns which, or
-    None where the database is there already or there is no checkpoint. Raises TierError when none of
-    them can be restored."""
+    """Restore the database ``path`` from the newest intact checkpoint in ``folder``, and return that.
+
+    None if the database exists already or there is no checkpoint. Raises TierError if none of them can
+    be restored."""
     if existing_families(path):
         return None
     failure: TierError | None = None

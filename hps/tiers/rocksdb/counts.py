@@ -1,4 +1,4 @@
-"""Number of rows in a column family, as far as RocksDB knows without reading them."""
+"""Number of rows in a column family, from RocksDB's metadata."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ _FILE_ENTRIES = re.compile(r"# entries=(\d+); # deletions=(\d+);")
 
 
 def estimated_rows(data: Rdict) -> int:
-    """RocksDB's estimate, which samples a few table files: it may be twice what is there, or half."""
+    """RocksDB's estimate from a sample of table files: up to twice or half the real number."""
     return int(data.property_int_value("rocksdb.estimate-num-keys") or 0)
 
 
 def entries_in(data: Rdict) -> int:
-    """Entries of all table files and write buffers: of a row that was overwritten each one that compactions
-    have not removed yet. 10 µs a file."""
+    """Entries of all table files and write buffers; 10 µs a file.
+
+    An overwritten row counts once per version that compaction has not removed yet."""
     entries, deletions = _entries(data, "aggregated-table-properties")
     for kind in ("active-mem-table", "imm-mem-tables"):
         entries += int(data.property_int_value(f"rocksdb.num-entries-{kind}") or 0)

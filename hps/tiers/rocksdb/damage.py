@@ -15,7 +15,7 @@ _UNNAMED = "(not named)"
 
 
 class DamagedFiles:
-    """Damaged files that reads of the database at ``path`` found since it was opened; thread-safe."""
+    """Damaged files found by reads of the database at ``path`` since it was opened. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -25,7 +25,9 @@ class DamagedFiles:
         """Called when another one is found, on the thread that finds it."""
 
     def found(self, error: Exception, table_of: Callable[[int], str]) -> None:
-        """``error``: RocksDB's, which may name a file. ``table_of`` the file's number: its table."""
+        """Record the file that RocksDB's ``error`` names, if any, with its table.
+
+        ``table_of``: returns the table of a file number."""
         named = _TABLE_FILE.search(str(error))
         file = named[0] if named else _UNNAMED
         with self._lock:
@@ -38,12 +40,12 @@ class DamagedFiles:
             self._path,
             file,
             table,
-            str(error),  # a log record that is kept would hold its frames, and so the database
+            str(error),  # a stored log record would keep the frames, and so the database
         )
         self.changed()
 
     def tables(self) -> dict[str, str]:
-        """The table of each damaged file that is still there, by the file's name."""
+        """Return the table of each damaged file that still exists, by file name."""
         with self._lock:
             found = dict(self._tables)
         return {

@@ -1,8 +1,7 @@
-"""The database under `RocksDbTier`: its column families, their load records, opening and closing.
+"""The database under `RocksDbTier`: column families, load records, opening and closing.
 
-Knows nothing of keys and versions. ``family`` may be called from many threads; everything that changes
-the set of tables takes ``lock``.
-"""
+Has no notion of keys and versions. ``family`` may be called from many threads; all changes of the set
+of tables take ``lock``."""
 
 from __future__ import annotations
 
@@ -33,17 +32,18 @@ from hps.tiers.rocksdb.write_throttle import StoreFigures, WriteThrottle
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable
 
-# What a stop spends at most on flushing tables; the rest is replayed from the log at the next start.
+# The most time that a stop spends on flushing tables; the next start replays the rest from the log.
 _CLOSE_BUDGET_S = 3.0
-# Waiting flushes share RocksDB's commits, which are what they wait for.
+# Waiting flushes share RocksDB's commits, which take most of the time.
 _FLUSHES = 8
 _REOPEN_SECONDS = 10.0
 
 
 @dataclass(eq=False, slots=True)
 class TableFamily:
-    """A table's open column family. ``streamed``: written to since it was loaded. ``dirty``: written
-    to by this process."""
+    """A table's open column family.
+
+    ``streamed``: written to since it was loaded. ``dirty``: written to by this process."""
 
     table: EmbeddingTable
     name: str
@@ -57,7 +57,7 @@ class TableFamily:
 
 
 class RocksDbDatabase:
-    """Owns the folder. Raises TierError with the cause and the mend, never RocksDB's own errors."""
+    """Owns the folder. Raises TierError with the cause and the remedy, never RocksDB's own errors."""
 
     def __init__(self, settings: OpenSettings, layout: Layout) -> None:
         self.settings = settings
@@ -91,7 +91,7 @@ class RocksDbDatabase:
 
     @contextmanager
     def errors(self) -> Any:
-        """Translate whatever RocksDB raises inside."""
+        """Translate RocksDB's errors raised inside."""
         try:
             yield
         except TierError:
@@ -100,25 +100,26 @@ class RocksDbDatabase:
             self.fail(error)
 
     def acknowledge(self) -> None:
-        """To be called before a verb that has written something returns."""
+        """Record writes as acknowledged; a verb that has written calls this before it returns."""
         with self.lock:
             self.opened.acknowledge()
 
     def fail(self, error: Exception) -> NoReturn:
-        # rocksdict raises bare Exceptions and DbClosedError; anything else is not the database's.
+        # rocksdict raises bare Exceptions and DbClosedError; other errors are not the database's.
         if type(error).__name__ in ("Exception", "DbClosedError") or isinstance(error, OSError):
             raise self._translated(error) from error
         raise error
 
     def _translated(self, error: Exception) -> TierError:
-        """Not in `fail`, whose frame would hold what it raises, and that all frames before."""
+        """Translate ``error``; not inlined in `fail`, whose frame would hold the error and all frames
+        before it."""
         translated = translate_rocksdb_error(error, self.settings.path)
         if isinstance(translated, DamagedFileError):
             self.damage.found(error, self._table_of)
         return translated
 
     def _table_of(self, file: int) -> str:
-        """The table, of those in use, that has the table file of a number."""
+        """Return the open table that has the table file of this number."""
         listed = re.compile(rf"^ {file}:", re.MULTILINE)
         for family in list(self._families.values()):
             if listed.search(family.data.property_value("rocksdb.sstables") or ""):
@@ -126,8 +127,10 @@ class RocksDbDatabase:
         return "(unknown)"
 
     def pass_over(self, error: Exception, table: str) -> None:
-        """Report a damaged table file, by which a read of ``table`` failed. Raises TierError for every other
-        error; a secondary may also miss a file that the primary has replaced."""
+        """Report the damaged table file that made a read of ``table`` fail.
+
+        Raises TierError for every other error. A secondary may also miss a file that the primary has
+        replaced."""
         follows = self.settings.access == "secondary" and "no such file" in str(error).lower()
         if follows or not isinstance(
             translate_rocksdb_error(error, self.settings.path), DamagedFileError
@@ -136,7 +139,7 @@ class RocksDbDatabase:
         self.damage.found(error, lambda _file: table)
 
     def writable(self, needed: int = 0) -> None:
-        """Raises TierError unless this instance may write, and the disk has room for ``needed`` bytes."""
+        """Raise TierError unless this instance may write and the disk has ``needed`` bytes free."""
         self.require_primary()
         self.room.check(needed)
 
@@ -152,7 +155,7 @@ class RocksDbDatabase:
     # -- column families --------------------------------------------------------------------------
 
     def family(self, table: EmbeddingTable) -> TableFamily:
-        """The table's column family; made when it is asked for the first time."""
+        """Return the table's column family; created at the first call."""
         found = self._families.get(table)
         if found is None:
             self.open_tables([table])
@@ -161,11 +164,11 @@ class RocksDbDatabase:
         return found
 
     def known(self, table: EmbeddingTable) -> bool:
-        """Whether `family` has it or finds it in the database as it was opened."""
+        """Return whether the table's column family is open or existed when the database was opened."""
         return table in self._families or family_name(table, self.layout) in self.opened.families
 
     def renew_marks(self) -> None:
-        """Read again which tables were written to: another process does."""
+        """Read again which tables were written to; for a reader whose primary writes."""
         with self.lock:
             families = list(self._families.values())
             streamed = self.records.streamed([family.name for family in families])
@@ -206,8 +209,10 @@ class RocksDbDatabase:
             )
 
     def _create(self, names: list[str]) -> None:
-        """RocksDB rewrites its OPTIONS file at each creation, which is quadratic in the number of
-        tables. Opening anew makes them all with one rewrite, and is safe until the first use."""
+        """Create column families.
+
+        RocksDB rewrites its OPTIONS file at each creation, which is quadratic in the number of tables.
+        Reopening creates them all with one rewrite, and is safe until the first use."""
         if len(names) > 2 and not self._used:
             self.reopen(names)
             return
@@ -215,7 +220,7 @@ class RocksDbDatabase:
             try:
                 self.db.create_column_family(name, self.options)
             except Exception as error:
-                # A full disk lets RocksDB make it but not the binding know.
+                # On a full disk RocksDB may create it without the binding noticing.
                 if "already exists" not in str(error):
                     raise
                 self.reopen(names)
@@ -223,8 +228,9 @@ class RocksDbDatabase:
             self.opened.families.add(name)
 
     def reopen(self, more: Iterable[str] = ()) -> None:
-        """Open anew, with ``more`` column families. A primary must not be in use; of a reader, calls
-        that run finish on the database as it was."""
+        """Reopen with ``more`` column families.
+
+        A primary must not be in use; a reader's running calls finish on the former handle."""
         bound = {table: family.name for table, family in self._families.items()}
         if self.settings.access == "primary":
             self._release()
@@ -237,7 +243,7 @@ class RocksDbDatabase:
         self._bind(bound)
 
     def _open_again(self, more: Iterable[str]) -> DatabaseHandle:
-        """Fetches that still run keep the folder locked until they end."""
+        """Reopen; running fetches keep the folder locked until they end."""
         until = time.monotonic() + _REOPEN_SECONDS
         while True:
             try:
@@ -258,8 +264,10 @@ class RocksDbDatabase:
         return True
 
     def clear(self, family: TableFamily) -> None:
-        """Remove every row. A range deletion costs the same for any size and, unlike dropping the
-        column family, does not rewrite the OPTIONS file."""
+        """Remove every row.
+
+        A range deletion costs the same for any size and, unlike dropping the column family, does not
+        rewrite the OPTIONS file."""
         if not self.is_empty(family):
             family.data.delete_range(b"", b"\xff" * 9)
             family.tombstones.clear()
@@ -268,9 +276,11 @@ class RocksDbDatabase:
             family.data.compact_range(None, None)
 
     def drop(self, tables: Iterable[EmbeddingTable]) -> None:
-        """Forget tables: rows, tombstones and load records. A handful of column families is removed
-        as well; of more, the empty ones stay, as removing each would rewrite the OPTIONS file. No space
-        is asked for: that is how a full disk gets some."""
+        """Remove tables: rows, tombstones and load records.
+
+        A few column families are dropped too; if there are more, the empty ones stay, because dropping
+        each would rewrite the OPTIONS file. Does not check the free space: this is how a full disk gets
+        some."""
         with self.lock, self.errors():
             self.require_primary()
             families = [self.family(t) for t in tables if self.known(t)]
@@ -278,7 +288,7 @@ class RocksDbDatabase:
                 self.records.remove(family.name)
                 self.clear(family)
             names = {family.name for family in families}
-            # Whatever object a table was named by: its column family is gone for all of them.
+            # The column family is gone for all objects that name the table.
             self._families = {t: f for t, f in self._families.items() if f.name not in names}
             if len(names) <= 16:
                 for name in names:
@@ -286,7 +296,7 @@ class RocksDbDatabase:
                     self.opened.families.discard(name)
 
     def recreate(self, table: EmbeddingTable) -> None:
-        """Make a table anew without reading its files: no rows, no load record, no stream positions."""
+        """Recreate a table without reading its files: no rows, no load record, no stream positions."""
         with self.lock, self.errors():
             self.require_primary()
             name = family_name(table, self.layout)
@@ -299,7 +309,7 @@ class RocksDbDatabase:
             self.open_tables([table])
 
     def forget(self, tables: Iterable[EmbeddingTable]) -> None:
-        """Have nothing more in memory of tables nobody asks for; what they hold stays."""
+        """Free the memory of tables that are no longer used; their rows stay on disk."""
         with self.lock, self.errors():
             for table in tables:
                 family = self._families.get(table)
@@ -319,7 +329,7 @@ class RocksDbDatabase:
         family.dirty = True
 
     def flush(self) -> None:
-        """Write what this process wrote into table files, so that no start has to replay it."""
+        """Flush this process's writes into table files, so that the next start need not replay them."""
         with self.lock, self.errors():
             self.writable()
             self._flush(math.inf)
@@ -338,7 +348,7 @@ class RocksDbDatabase:
 
     def figures(self) -> StoreFigures:
         with self.errors():
-            # A version that comes again while requests are on it has two objects a table.
+            # A version that is loaded again while requests use it has two objects per table.
             families = {family.name: family.data for family in list(self._families.values())}
             lost = self.opened.lost
             return self.room.figures(
@@ -354,7 +364,7 @@ class RocksDbDatabase:
             self.db.flush_wal(True)
 
     def close(self) -> None:
-        """Flush what fits the budget, so that the next start need not replay it, and let go."""
+        """Flush within the time budget, so that the next start need not replay it, and close."""
         with self.lock, self.errors():
             if self._opened is None:
                 return
@@ -364,7 +374,7 @@ class RocksDbDatabase:
                     self._flush(time.monotonic() + _CLOSE_BUDGET_S)
                     note_manifest(self.settings.path)
             except Exception as error:
-                # The log has what is not flushed, and a compaction found the damage before.
+                # The log has the unflushed rows, and a compaction has reported the damage before.
                 if not isinstance(self._translated(error), DamagedFileError):
                     raise
             finally:

@@ -1,4 +1,4 @@
-"""An open database with everything that it holds open, for each of the three kinds of access."""
+"""An open database with its files and locks, for each of the three kinds of access."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ _ATTEMPTS = 20
 
 
 class DatabaseHandle:
-    """An open database with all its column families and ``more``, which are created. ``lost``: the
-    acknowledged writes that it did not find."""
+    """An open database with all its column families and ``more``, which are created.
+
+    ``lost``: acknowledged writes that were missing."""
 
     lost: LostWrites | None = None
 
@@ -70,7 +71,7 @@ class DatabaseHandle:
                     f"{settings.path} holds no database, and access: {settings.access} forbids to create "
                     "one; load it once with access: primary",
                 )
-            # What the primary is writing may end in the middle of a record.
+            # The primary's current write may end in the middle of a record.
             self.options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
             known = read_acknowledged(settings.path)
             try:
@@ -87,8 +88,8 @@ class DatabaseHandle:
                 return
 
     def _find_loss(self, settings: OpenSettings, known: AcknowledgedRecord | None) -> None:
-        """Compare what a reader found with the record, unless a primary moves writes from its log to table
-        files meanwhile."""
+        """Compare a reader's state with the record, unless a primary is moving writes from its log to
+        table files."""
         if known is None or has_writer(settings.path) or known != read_acknowledged(settings.path):
             return
         try:
@@ -108,23 +109,23 @@ class DatabaseHandle:
             self._acknowledged.note(self.db.latest_sequence_number())
 
     def replaced(self, path: Path) -> bool:
-        """Whether another database lies there now."""
+        """Return whether another database is at the path now."""
         return _identity(path) != self._identity
 
     def clean(self) -> None:
-        """Remove what a reader needs beside it; calls that run still finish."""
+        """Remove a reader's temporary folder; running calls still finish."""
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
     def close(self) -> None:
-        """Close it, without RocksDB's binding flushing each table on the way."""
+        """Close without the binding's flush of each table."""
         self.db.cancel_all_background(True)
         self.clean()
         try:
             self.db.close()
         except Exception as error:
-            # The binding's last flush comes after the end of background work.
+            # The binding's last flush comes after background work has ended.
             if "Shutdown in progress" not in str(error):
                 raise
         finally:
@@ -133,8 +134,10 @@ class DatabaseHandle:
 
 
 def _check_files(settings: OpenSettings, options: Options, families: Iterable[str]) -> None:
-    """A secondary passes over damaged and missing files, as if what is in them had never been written; an
-    opening for reading alone does not."""
+    """Check that all table files can be opened.
+
+    A secondary skips damaged and missing files, as if their rows had never been written; opening
+    read-only does not."""
     reading = replace(settings, access="read_only")
     links = folder_beside(reading)
     assert links is not None

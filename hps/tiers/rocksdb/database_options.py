@@ -50,14 +50,14 @@ from hps.tiers.rocksdb.errors import NAME, translate_rocksdb_error
 Access = Literal["primary", "read_only", "secondary"]
 OnLostWrites = Literal["refuse", "accept"]
 
-# Memory for rows not yet flushed, over all tables together: as it is used up the oldest buffer is flushed,
-# and counts until its file is written. A table's full buffer is flushed at once: those that shall be
-# flushed together RocksDB leaves alone, and there may be some of each table. A row's place is found in one
-# buffer, the quicker the more of it is in the processor's cache: a streamed row costs 3.9 µs with buffers of
-# 4 MiB, 4.8 with 16, 6 with 64.
+# Memory for unflushed rows, over all tables together: when it is used up, the oldest buffer is flushed, and
+# counts until its file is written. A table's full buffer is flushed immediately: RocksDB leaves alone those
+# that are to be flushed together, and each table may have some. A row's place is found in one buffer,
+# faster the more of it is in the processor's cache: a streamed row costs 3.9 µs with buffers of 4 MiB, 4.8
+# with 16, 6 with 64.
 _WRITE_BUFFERS = 64 << 20
 _WRITE_BUFFER, _MOST_BUFFERS = 4 << 20, 8
-# Each compaction of new files rewrites what it overlaps of the first level, of up to 256 MiB.
+# Each compaction of new files rewrites the overlapping files of the first level, up to 256 MiB.
 _NEW_FILES = 8
 _ARENA_BLOCK = 64 << 10
 _MAX_WAL = 256 << 20
@@ -72,10 +72,12 @@ _BINDING_FILE = "rocksdict-config.json"
 
 @dataclass(frozen=True, slots=True)
 class RocksDbTuning:
-    """How a database is opened. ``block_cache_bytes`` are shared by all tables; ``block_size`` is a data
-    block's bytes; ``threads`` run compactions; ``min_free_bytes`` of the disk are left to others: below
-    them writes are refused; a secondary reads what the primary wrote since at the first fetch after
-    ``catch_up_s`` seconds."""
+    """Tuning of an open database.
+
+    ``block_cache_bytes``: shared by all tables. ``block_size``: bytes of a data block. ``threads``:
+    compaction threads. ``min_free_bytes``: free disk space below which writes are rejected.
+    ``catch_up_s``: a secondary reads the primary's new writes at the first fetch after this many
+    seconds."""
 
     block_cache_bytes: int = 0
     block_size: int = 1024
@@ -87,8 +89,10 @@ class RocksDbTuning:
 
 @dataclass(frozen=True, slots=True)
 class OpenSettings:
-    """``on_lost_writes``: what a primary does when acknowledged writes are missing from its log. ``repair``:
-    open a primary although table files are damaged."""
+    """Settings of one opening.
+
+    ``on_lost_writes``: a primary's reaction to acknowledged writes that are missing from its log.
+    ``repair``: open a primary although table files are damaged."""
 
     path: Path
     access: Access
@@ -98,14 +102,14 @@ class OpenSettings:
 
 
 def make_options(settings: OpenSettings, families: int) -> Options:
-    """One option object for the database and every column family: they share the block cache."""
+    """Make one option object for the database and every column family: they share the block cache."""
     tuning, writes = settings.tuning, settings.access == "primary"
     options = Options(raw_mode=True)
     options.set_block_based_table_factory(_block_options(tuning))
     options.set_paranoid_checks(not settings.repair)
     options.create_if_missing(writes)
     options.create_missing_column_families(writes)
-    # Vectors are noise to a compressor: it would cost time and win nothing.
+    # Vectors are noise to a compressor: it would cost time and save nothing.
     options.set_compression_type(DBCompressionType.none())
     options.set_allow_mmap_reads(tuning.mmap_reads)
     options.set_max_background_jobs(_BACKGROUND_JOBS)
@@ -115,7 +119,7 @@ def make_options(settings: OpenSettings, families: int) -> Options:
     options.set_level_zero_file_num_compaction_trigger(_NEW_FILES)
     options.set_arena_block_size(_ARENA_BLOCK)
     options.set_max_total_wal_size(_MAX_WAL)
-    # The primary removes files that a reader may still need: only open ones stay readable.
+    # The primary removes files that a reader may still need; only open ones stay readable.
     options.set_max_open_files(_open_files(families) if writes else -1)
     options.set_keep_log_file_num(4)
     options.set_max_log_file_size(8 << 20)
@@ -138,10 +142,10 @@ def _block_options(tuning: RocksDbTuning) -> BlockBasedOptions:
 
 
 def _open_files(families: int) -> int:
-    """How many table files may stay open; more are opened when they are read.
+    """Return how many table files may stay open; others are opened when they are read.
 
-    A new column family holds a handle as well. Where they do not fit this process' soft limit it is
-    raised towards the hard one; else half of the handles are left to the rest of the process."""
+    A new column family holds a handle as well. If the handles exceed the process's soft limit, it is
+    raised towards the hard one; otherwise half of the handles are left to the rest of the process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return -1
@@ -153,13 +157,14 @@ def _open_files(families: int) -> int:
 
 
 def existing_families(path: Path) -> list[str]:
-    """Names of the column families in the folder; empty when there is no database yet. Raises TierError
-    for a folder that holds a part of one."""
+    """Return the names of the column families in the folder; empty if there is no database yet.
+
+    Raises TierError for a folder with an incomplete database."""
     try:
         if (path / "CURRENT").exists():
             return list(Rdict.list_cf(str(path)))
-        # A database has a log from its first moment. A MANIFEST alone is what a process left that was
-        # killed while it created one.
+        # A database has a log from the start. A lone MANIFEST was left by a process that was killed while
+        # it created the database.
         left = next((f for f in path.glob("*") if f.suffix in (".sst", ".log")), None)
     except Exception as error:
         raise translate_rocksdb_error(error, path) from error
@@ -176,7 +181,7 @@ def open_database(
     families: Iterable[str],
     beside: TemporaryDirectory[str] | None = None,
 ) -> Rdict:
-    """Open (or create) the database with these column families; all are made in one go."""
+    """Open (or create) the database with these column families; all are created in one call."""
     path = settings.path
     columns = dict.fromkeys(families, options)
     try:
@@ -197,24 +202,26 @@ def open_database(
     return opened
 
 
-def make_private(path: Path, mend: str = "name another folder", *, exist_ok: bool = True) -> None:
-    """Make a folder for rows, which other users of the machine have no business with, and those above it.
-    Raises OSError, and TierError where it cannot be, which says how to ``mend`` that."""
+def make_private(path: Path, remedy: str = "name another folder", *, exist_ok: bool = True) -> None:
+    """Create a folder for rows, and its parents, accessible to this user only.
+
+    Raises OSError, and TierError with the given ``remedy`` if the path is not usable."""
     try:
         path.mkdir(mode=PRIVATE, parents=True, exist_ok=exist_ok)
     except FileNotFoundError as error:
         why = f"{error.strerror}: {error.filename}"
-        raise TierError(NAME, f"{path} cannot be made ({why}); {mend}") from None
+        raise TierError(NAME, f"{path} cannot be made ({why}); {remedy}") from None
 
 
 def repair_folder(path: Path) -> Path:
-    """Folder in which a repair of the database at ``path`` keeps what it saves, until it is done."""
+    """Return the folder in which a repair of the database at ``path`` keeps salvaged rows."""
     return path / "hps-repair"
 
 
 def note_manifest(path: Path) -> None:
-    """Keep the length of the MANIFEST, the list of table files, for `check_manifest`. It only grows, and
-    RocksDB has brought it to the disk before it acknowledges anything."""
+    """Record the length of the MANIFEST, the list of table files, for `check_manifest`.
+
+    It only grows, and RocksDB syncs it to disk before it acknowledges anything."""
     try:
         name = (path / "CURRENT").read_text().strip()
         size = (path / name).stat().st_size
@@ -222,13 +229,14 @@ def note_manifest(path: Path) -> None:
         part.write_text(json.dumps({"name": name, "bytes": size}))
         part.replace(path / _MANIFEST_NOTE)
     except OSError:
-        # A check less at the next start, and no reason to stop: the disk may be full.
+        # Not an error, only a check less at the next start: the disk may be full.
         return
 
 
 def check_manifest(path: Path) -> None:
-    """Raises TierError when the MANIFEST is shorter than it was. RocksDB would take what is left for an
-    earlier state, and delete the table files that are not in it."""
+    """Raise TierError if the MANIFEST is shorter than recorded.
+
+    RocksDB would take the rest for an earlier state, and delete the table files that are not in it."""
     try:
         noted = json.loads((path / _MANIFEST_NOTE).read_text())
         name = (path / "CURRENT").read_text().strip()
@@ -241,9 +249,11 @@ def check_manifest(path: Path) -> None:
 
 
 def folder_beside(settings: OpenSettings) -> TemporaryDirectory[str] | None:
-    """The folder a reader needs of its own. Of a read-only one it holds links to the database's files:
-    RocksDB's binding writes a settings file at every opening, even a read-only one; this way the folder
-    itself is never written to and may lie on a read-only file system. A secondary keeps its log there."""
+    """Return the temporary folder that a reader needs.
+
+    For a read-only one it holds links to the database's files: RocksDB's binding writes a settings file
+    at every opening, even read-only; this way the database folder is never written to and may be on a
+    read-only file system. A secondary keeps its log there."""
     if settings.access == "primary":
         return None
     folder = TemporaryDirectory(prefix="hps-rocksdb-")

@@ -1,4 +1,4 @@
-"""RocksDB's messages as errors that name the cause and the mend, and who holds a locked folder."""
+"""RocksDB's messages as errors with the cause and the remedy, and the owner of a locked folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DamagedFileError(TierError):
 
 
 def translate_rocksdb_error(error: BaseException, path: Path) -> TierError:
-    """RocksDB's message -> a TierError that names the cause and the mend."""
+    """Translate RocksDB's message to a TierError with the cause and the remedy."""
     text = str(error)
     low = text.lower()
     if "lock hold by current process" in low:
@@ -49,8 +49,8 @@ def translate_rocksdb_error(error: BaseException, path: Path) -> TierError:
     if "permission denied" in low or isinstance(error, PermissionError):
         return TierError(NAME, f"no permission for {path}; make it writable for this user ({text})")
     if "read-only file system" in low:
-        mend = "mount it writable, or set tiers.rocksdb.path to a folder that is"
-        return TierError(NAME, f"{path} is on a read-only file system; {mend} ({text})")
+        remedy = "mount it writable, or set tiers.rocksdb.path to a folder that is"
+        return TierError(NAME, f"{path} is on a read-only file system; {remedy} ({text})")
     if "too many open files" in low:
         return TierError(
             NAME,
@@ -68,19 +68,19 @@ def translate_rocksdb_error(error: BaseException, path: Path) -> TierError:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a disk, or what a file may take of it, is used up."""
+    """Return whether a disk, a quota or a file size limit is exhausted."""
     low = str(error).lower()
     return "no space left" in low or "file too large" in low
 
 
-_MEND = (
+_REMEDY = (
     "Free some, or move tiers.rocksdb.path to a larger disk; rows are still served, and writing goes on by "
     "itself within seconds once there is space"
 )
 
 
-def full_disk(path: Path, needed: int, why: str, mend: str = _MEND) -> TierError:
-    """Writing stops for want of space; ``needed`` bytes, 0 = unknown."""
+def full_disk(path: Path, needed: int, why: str, remedy: str = _REMEDY) -> TierError:
+    """Error for a lack of disk space; ``needed`` bytes, 0 = unknown."""
     try:
         free = shutil.disk_usage(nearest_folder(path)).free
     except OSError:
@@ -88,20 +88,21 @@ def full_disk(path: Path, needed: int, why: str, mend: str = _MEND) -> TierError
     wanted = f", {needed:,} bytes are needed" if needed else ""
     return TierError(
         NAME,
-        f"{path}: the disk is full: {free:,} bytes are free{wanted}. {mend} ({why})",
+        f"{path}: the disk is full: {free:,} bytes are free{wanted}. {remedy} ({why})",
     )
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder, or the closest one above it that exists."""
+    """Return the folder, or its closest existing parent."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
 
 def _lock_owner(path: Path) -> str:
-    """Asks the kernel who holds the lock. Only called when another process does: closing the lock
-    file in the owning process would give up the lock."""
+    """Return the process that holds the lock, from the kernel.
+
+    Call only if another process does: closing the lock file in the owning process would release the lock."""
     try:
         fd = os.open(path / "LOCK", os.O_RDWR)
     except OSError:

@@ -1,14 +1,13 @@
-"""High-water marks: what is newer than all that was written before needs no look at what is stored.
+"""High-water marks: a write newer than every earlier one needs no read.
 
 Streams bring rows nearly in the order of their versions, and reading a stored version costs more than
-everything else about an update together. So the highest version ever written is kept for each bucket of a
-table's keys: a write that is not older is applicable, whatever is stored. One that is older than its bucket's
-mark may be newer than its own key's row; it costs a read.
+the rest of an update. So the highest version ever written is kept per bucket of a table's keys: a write
+that is not older applies, whatever is stored. A write older than its bucket's mark may still be newer
+than its own key's row; it costs a read.
 
-Marks lie in memory. An upper bound of them lies in the column family ``default`` under ``highest:<column
-family>``, u64 little-endian; it is written before the rows it speaks of and is where the marks begin at the
-next start. Of a table that was written to without one nothing is certain.
-"""
+Marks are in memory. An upper bound of them is in the column family ``default`` under ``highest:<column
+family>``, u64 little-endian; it is written before the rows it covers, and the next start begins with
+it. If a table was written to without one, its marks are unknown."""
 
 from __future__ import annotations
 
@@ -27,16 +26,15 @@ Write = Callable[[Callable[[WriteBatch], None]], None]
 
 _MOST_BUCKETS, _LEAST_BUCKETS = 1 << 16, 1 << 6
 _ROWS_A_BUCKET = 8
-# Versions by which the bound in the database is ahead of the marks: of ten seconds (`make_version`). So often
-# it is written, and so long a stream costs reads after a start.
+# Versions by which the stored bound is ahead of the marks: ten seconds (`make_version`). This is how often
+# it is written, and how long a stream costs reads after a start.
 _AHEAD = 10_000 << 20
 _HIGHEST = 2**64 - 1
-_SPREAD = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2^64 / the golden ratio: neighbours lie far apart
+_SPREAD = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2^64 / the golden ratio: spreads neighbours far apart
 
 
 class HighWaterMarks:
-    """Of one column family, ``rows`` of which are guessed to be there. Callers see to it that one thread at a
-    time is in here."""
+    """Marks of one column family with about ``rows`` rows. Not thread-safe."""
 
     def __init__(
         self, db: Callable[[], Rdict], records: LoadRecords, family: str, rows: Callable[[], int]
@@ -50,13 +48,14 @@ class HighWaterMarks:
         self._bound = 0
 
     def surpassed(self, code: CodeArray, versions: VersionArray) -> NDArray[np.bool_]:
-        """Which of the writes of ``versions (n,)`` to ``code (n,)`` are not older than their buckets."""
+        """Return which writes of ``versions (n,)`` to ``code (n,)`` are not older than their buckets'
+        marks."""
         marks = self._known()
         newer: NDArray[np.bool_] = versions >= marks[_buckets(code, len(marks))]
         return newer
 
     def rise(self, code: CodeArray, versions: VersionArray, write: Write) -> None:
-        """To be called before ``versions (n,)`` are written to ``code``."""
+        """Raise the marks; call it before ``versions (n,)`` are written to ``code``."""
         if not len(code):
             return
         marks = self._known()
@@ -68,11 +67,11 @@ class HighWaterMarks:
         np.maximum.at(marks, _buckets(code, len(marks)), versions)
 
     def renew(self) -> None:
-        """The table was loaded anew: its rows are of another version."""
+        """Reset after a new bulk load: its rows have another version."""
         self._marks = None
 
     def clear(self) -> None:
-        """The table is empty."""
+        """Reset for an empty table."""
         self._db().delete(self._name)
         self._marks = None
 
@@ -93,6 +92,6 @@ class HighWaterMarks:
 
 
 def _buckets(code: CodeArray, number: int) -> IndexArray:
-    """(n,) codes -> (n,) numbers below ``number``, a power of two."""
+    """Map (n,) codes to (n,) bucket numbers below ``number``, a power of two."""
     spread = code * _SPREAD >> np.uint64(65 - number.bit_length())
     return spread.view(np.int64)

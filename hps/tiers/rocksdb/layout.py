@@ -1,10 +1,10 @@
-"""How rows lie in RocksDB: the two layouts, as pure array functions.
+"""Rows in RocksDB: the two layouts, as pure array functions.
 
 A *code* is the integer whose big-endian bytes are the stored key, so that sorting codes sorts the
 stored keys:
 
-* ``native``: code = key with its sign bit flipped, hence stored keys (8 bytes) stand in the numeric
-  order of the signed key. Values are versioned (`hps.tiers.row_values`).
+* ``native``: code = key with its sign bit flipped, hence stored keys (8 bytes) are in the numeric order
+  of the signed key. Values are versioned (`hps.tiers.row_values`).
 * ``hps``: HPS's own layout. The stored key is the key's 8 (with 32-bit keys 4) little-endian bytes, the
   value the bare row.
 """
@@ -25,12 +25,12 @@ _SIGN = np.uint64(1 << 63)
 
 
 def family_name(table: EmbeddingTable, layout: Layout) -> str:
-    """The table's column family. HPS's names know no version."""
+    """Return the table's column family. HPS's names have no version."""
     return f"hps_et.{table.model}.{table.name}" if layout == "hps" else table.id
 
 
 class RowCodec(RowValueCodec):
-    """Translates one table's keys and rows to stored bytes and back. Immutable."""
+    """Converts one table's keys and rows to stored bytes and back. Immutable."""
 
     __slots__ = ("_table", "key_bytes")
 
@@ -41,7 +41,7 @@ class RowCodec(RowValueCodec):
         """Bytes of a stored key."""
 
     def codes(self, keys: KeyArray) -> CodeArray:
-        """(n,) int64 -> (n,) uint64 whose ascending order is the order of the stored keys."""
+        """Convert (n,) int64 to (n,) uint64 whose ascending order is the order of the stored keys."""
         if self.versioned:
             native: CodeArray = self._table.narrow(keys).view(np.uint64) ^ _SIGN
             return native
@@ -50,13 +50,14 @@ class RowCodec(RowValueCodec):
         return keys.view(np.uint64).byteswap()
 
     def keys(self, stored: bytes) -> KeyArray:
-        """n stored keys, joined -> (n,) int64. 32-bit keys of the ``hps`` layout are unsigned, as HPS's."""
+        """Convert n joined stored keys to (n,) int64. 32-bit keys of the ``hps`` layout are unsigned, as
+        in HPS."""
         if self.versioned:
             return (np.frombuffer(stored, ">u8").astype(np.uint64) ^ _SIGN).view(np.int64)
         return np.frombuffer(stored, "<u4" if self.key_bytes == 4 else "<i8").astype(np.int64)
 
     def stored_keys(self, code: CodeArray) -> list[Any]:
-        """(n,) codes -> n keys as RocksDB keeps them."""
+        """Convert (n,) codes to n keys as stored in RocksDB."""
         width = self.key_bytes
         stored: list[Any] = code.astype(f">u{width}").view(f"V{width}").tolist()
         return stored

@@ -1,11 +1,10 @@
-"""Bulk load into RocksDB: sorted rows become SST files, which are linked into the table one by one.
+"""Bulk load into RocksDB: sorted rows become SST files, linked into the table one by one.
 
-A load record per table lies in the column family ``default`` under ``load:<column family>``. It is
-written as incomplete before the first row and as complete after the last one, so a load that was
-killed is recognised at the next start, and goes on behind the last file that was linked, when it is the same
-load of the same files. ``streamed:<column family>`` marks a table that
-has been written to since. Stream positions (`hps.tiers.rocksdb.positions`) go with that mark.
-"""
+A load record per table is in the column family ``default`` under ``load:<column family>``. It is
+written as incomplete before the first row and as complete after the last one, so the next start
+recognises a killed load, and continues behind the last linked file if it is the same load of the same
+files. ``streamed:<column family>`` marks a table that has been written to since. Stream positions
+(`hps.tiers.rocksdb.positions`) go with that mark."""
 
 from __future__ import annotations
 
@@ -50,10 +49,11 @@ _BLOCK_ROWS = 8192
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """What was loaded into a table: the ``digest`` of its files, ``rows`` (before the load: how many
-    are expected; after: how many there are), the rows' ``version`` (see hps.types.make_version) and
-    when it was loaded. ``stamp`` changes whenever somebody writes to the files: only then may a load that was
-    killed be continued; empty: it begins anew."""
+    """A bulk load of a table.
+
+    ``digest`` of its files; ``rows`` (before the load: expected; after: actual); the rows' ``version``
+    (see hps.types.make_version); and the time of the load. ``stamp`` changes with every write to the
+    files: a killed load is continued only if it is equal; if empty, it starts again."""
 
     digest: str
     rows: int = 0
@@ -66,7 +66,7 @@ class LoadRecord:
 
     @property
     def bytes(self) -> int:
-        """About how many bytes the rows take."""
+        """Approximate bytes of the rows."""
         return self.rows * self.dim * np.dtype(self.dtype).itemsize
 
     def started(self) -> LoadRecord:
@@ -100,7 +100,7 @@ class LoadRecords:
         self._db().write(batch)
 
     def _forget_streams(self, batch: WriteBatch, family: str) -> None:
-        """Have ``batch`` forget that the table was written to, and how far."""
+        """Add to ``batch`` the removal of the table's streamed mark and stream positions."""
         batch.delete(f"streamed:{family}".encode())
         prefix = position_prefix(family)
         at = self._db().iter()
@@ -111,9 +111,11 @@ class LoadRecords:
         at.status()
 
     def distrust(self, families: Iterable[str], *, versioned: bool) -> None:
-        """Records may be older or newer than the rows of ``families``, which are all there are: have nothing
-        rely on them. Streams are read again, each write reads what is stored, and small tables, whose
-        load went through the log, are loaded again (``versioned``: that leaves newer rows as they are)."""
+        """Invalidate the records of ``families``, which may be older or newer than the rows.
+
+        ``families`` must be all there are. Streams are read again, each write reads the stored version,
+        and small tables, whose load went through the log, are loaded again (``versioned``: that keeps
+        newer rows)."""
         batch = WriteBatch(raw_mode=True)
         for family in families:
             record = self.get(family)
@@ -138,13 +140,14 @@ class LoadRecords:
 
 
 def position_prefix(family: str) -> bytes:
-    """What the names of a table's stream positions begin with; see `hps.tiers.rocksdb.positions`."""
+    """Return the name prefix of a table's stream positions; see `hps.tiers.rocksdb.positions`."""
     return f"position:{family}:".encode()
 
 
 def loaded_until(found: LoadRecord | None, record: LoadRecord, family: Rdict) -> int:
-    """The greatest code that a killed load of the same ``record`` has brought into a table, whose record
-    is ``found``; -1 when there was none. Only for tables that hold nothing else."""
+    """Return the greatest code that a killed load of the same ``record`` has loaded; -1 if none.
+
+    ``found`` is the stored record. Only for tables without other rows."""
     if not record.stamp or found != record.started():
         return -1
     last = family.iter()
@@ -157,7 +160,7 @@ def loaded_until(found: LoadRecord | None, record: LoadRecord, family: Rdict) ->
 
 
 def clean_leftovers(path: Path) -> None:
-    """Remove the SST files of a load that was killed."""
+    """Remove the SST files of a killed load."""
     shutil.rmtree(ingest_folder(path), ignore_errors=True)
 
 
@@ -166,8 +169,9 @@ def ingest_folder(path: Path) -> Path:
 
 
 class BulkLoad:
-    """Writes one table's rows to SST files beside the database and links each into the table, holding
-    ``lock``, as writers of rows do."""
+    """Writes one table's rows to SST files next to the database and links each into the table.
+
+    Holds ``lock`` for that, like other writers."""
 
     def __init__(
         self,
@@ -183,7 +187,7 @@ class BulkLoad:
         self._codec = codec
         self._version = version
         self._lock = lock
-        # Rows up to this code are there already.
+        # Rows up to this code are loaded already.
         self._since = since
         self._files: list[str] = []
         self._in_file = 0
@@ -200,10 +204,10 @@ class BulkLoad:
         handle: ColumnFamily,
         progress: Callable[[int], None],
     ) -> int:
-        """Returns the number of rows; ``expected`` is a guess at it, 0 = unknown.
+        """Load the rows and return their number; ``expected`` is an estimate, 0 = unknown.
 
-        A small table is written like an update: an SST file costs four waits for the disk, which a
-        model of thousands of tables would feel."""
+        A small table is written like an update: an SST file costs four waits for the disk, which adds
+        up for a model of thousands of tables."""
         if not 0 < expected * self._codec.value_bytes <= _SMALL_BYTES:
             return self._ingest(chunks, family, progress)
         rows, last = 0, -1
@@ -261,7 +265,7 @@ class BulkLoad:
             self._writer = SstFileWriter(self._options)
             self._writer.open(self._files[-1])
         values = self._codec.encode(vectors, self._version)
-        # A loop in C: one call per row, with the interpreter's own loop left out.
+        # A loop in C: one call per row without the interpreter's loop.
         deque(map(self._writer.__setitem__, self._codec.stored_keys(code), values), 0)
         written = len(code) * (self._codec.value_bytes + 8)
         self._in_file += written
@@ -271,7 +275,7 @@ class BulkLoad:
             self._syncing = pool.submit(_sync, self._files[-1])
 
     def _finish_file(self, family: Rdict, pool: Executor) -> None:
-        """Link it into the table, where it stays whatever happens to the rest of the load."""
+        """Link the file into the table, where it stays even if the rest of the load fails."""
         if self._writer is None:
             return
         self._writer.finish()
@@ -282,7 +286,7 @@ class BulkLoad:
         try:
             options = IngestExternalFileOptions()
             options.set_move_files(True)
-            # RocksDB numbers it as a write before it has noted the file: do not acknowledge that number.
+            # RocksDB numbers it as a write before it has recorded the file: do not acknowledge that number.
             with self._lock:
                 family.ingest_external_file(self._files[-1:], options)
         finally:
@@ -295,8 +299,9 @@ class BulkLoad:
 
 
 def _sync(file: str) -> None:
-    """Start bringing a file to the disk while it is still being written. RocksDB syncs it only when it
-    is finished, holding the interpreter lock for as long as 256 MB take."""
+    """Start writing a file back to disk before it is finished.
+
+    RocksDB syncs it only at the end, holding the interpreter lock for as long as 256 MB take."""
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fdatasync(handle)
@@ -305,16 +310,15 @@ def _sync(file: str) -> None:
 
 
 def _read_back(handle: int) -> None:
-    """Have a finished file read into the operating system's cache, unless memory is short.
+    """Read a finished file into the operating system's cache, unless memory is short.
 
-    RocksDB drops what its SST writer wrote from that cache, and a read from the disk costs 140 µs
-    instead of 5: the first requests after a load would pay for it.
-    """
+    RocksDB drops its SST writer's output from that cache, and a read from the disk costs 140 µs instead
+    of 5: the first requests after a load would be slower."""
     try:
         size = os.fstat(handle).st_size
         if size * 4 > _available_bytes():
             return
-        # Linux reads ahead only so much per call, whatever it is asked for.
+        # Linux limits the read-ahead per call, whatever the size requested.
         for start in range(0, size, _READ_AHEAD):
             os.posix_fadvise(handle, start, _READ_AHEAD, os.POSIX_FADV_WILLNEED)
     finally:

@@ -1,10 +1,9 @@
-"""Stream positions in RocksDB: how far each partition of a topic is contained in a table.
+"""Stream positions in RocksDB: how far a table contains each partition of a topic.
 
-They lie in the column family ``default`` under ``position:<column family>:<topic>/<partition>`` and are
-written after the rows they speak of, through the same log: what is there after a crash never claims more than
-the rows do. Under the same name with ``/id`` behind it lies Kafka's id of the topic. A new bulk load, which
-loses rows streamed in, removes both.
-"""
+They are in the column family ``default`` under ``position:<column family>:<topic>/<partition>`` and are
+written after their rows, through the same log: after a crash they never claim more than the rows. Under
+the same name with the suffix ``/id`` is Kafka's ID of the topic. A new bulk load, which loses streamed
+rows, removes both."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from hps.types import EmbeddingTable, IndexArray
 
 
 class RocksDbStreamPositions:
-    """Those of one database. Callers write from one thread at a time; any thread may ask."""
+    """Stream positions of one database. One writing thread at a time; reads are thread-safe."""
 
     def __init__(self, database: RocksDbDatabase, rows: VersionedRows) -> None:
         self._database = database
@@ -115,14 +114,15 @@ class RocksDbStreamPositions:
     def _put(
         self, table: EmbeddingTable, positions: Sequence[StreamPosition], batch: WriteBatch
     ) -> None:
-        # Of several of a partition the last put wins.
+        # If a partition occurs several times, the last put wins.
         for position in sorted(positions, key=lambda p: p.offset):
             batch.put(self._name(table, position), str(position.offset).encode())
 
 
 def _last_word(changes: TableChanges) -> IndexArray:
-    """Positions of the deletions that no insertion of a higher version overrules; without versions in the
-    store it cannot tell itself."""
+    """Return the deletions that no insertion of a higher version overrides.
+
+    A store without versions cannot decide that itself."""
     keys = np.concatenate([changes.keys, changes.deleted])
     at = newest_of_each(keys, np.concatenate([changes.versions, changes.deleted_versions]))
     if at is None:

@@ -1,16 +1,16 @@
-"""Opening a primary: replay of the write-ahead log, and detection of acknowledged writes that it lost.
+"""Opening a primary: replay of the write-ahead log, and detection of lost acknowledged writes.
 
-RocksDB alone takes a log that ends early for complete. So the log is replayed with absolute consistency,
-which refuses every record that is not whole, and the result is compared with the record of acknowledged
-writes (`hps.tiers.rocksdb.acknowledged_writes`). A killed process may leave a part of the one write that
-it had not acknowledged: that is no loss. After a power failure the newest writes may be missing, as
-docs/model-repository.md says. Every other loss is damage, and `OpenSettings.on_lost_writes` decides. A reader
-compares the end of what it finds with the record, too, unless a primary writes: that one has compared it.
+RocksDB alone takes a log that ends early for complete. So the log is replayed with absolute
+consistency, which rejects every incomplete record, and the result is compared with the record of
+acknowledged writes (`hps.tiers.rocksdb.acknowledged_writes`). A killed process may leave a part of the
+one write that it had not acknowledged: that is no loss. After a power failure the newest writes may be
+missing, as docs/model-repository.md says. Every other loss is damage, and `OpenSettings.on_lost_writes`
+decides. A reader compares the end of its log with the record too, unless a primary is writing: that one
+has compared it.
 
-Not detected: the loss of a log file, or of its end after a whole record, when it was made or written to
-within the last second before the process ended, and is not the newest one. A reader does not detect the loss
-of a log file that is not the newest one.
-"""
+Not detected: the loss of a log file, or of its end after a whole record, if it was made or written to
+within the last second before the process ended, and is not the newest one. A reader does not detect the
+loss of a log file that is not the newest one."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ _LOSS = "Rows that came by a stream are read from it again; rows written by call
 
 @dataclass(frozen=True, slots=True)
 class LostWrites:
-    """Acknowledged writes that are gone: at ``most`` how many (rows, deletions and the store's own records),
-    None where that is unknown. ``later``: writes after the lost ones may be there, so stream positions may be
-    ahead of the rows."""
+    """Acknowledged writes that are missing.
+
+    ``most``: an upper bound of their number (rows, deletions and the store's own records), None if
+    unknown. ``later``: writes after the lost ones may exist, so stream positions may be ahead of the
+    rows."""
 
     most: int | None
     later: bool
@@ -51,8 +53,10 @@ class LostWrites:
 def lost_by_reader(
     settings: OpenSettings, known: AcknowledgedRecord, end: int
 ) -> LostWrites | None:
-    """Acknowledged writes that a reader did not find: ``known`` is the record, ``end`` the number of the last
-    write that it has. Raises TierError where a loss is not to be accepted."""
+    """Return the acknowledged writes that a reader did not find.
+
+    ``known``: the record. ``end``: the number of the reader's last write. Raises TierError if the loss
+    is not accepted."""
     if end >= known.sequence:
         return None
     lost = LostWrites(known.sequence - end, later=False)
@@ -61,8 +65,9 @@ def lost_by_reader(
 
 
 def _report(settings: OpenSettings, most: int | None, fault: str, *, stopped: bool) -> None:
-    """Log a loss of up to ``most`` writes, None where that is unknown. Raises TierError where it is not to be
-    accepted. ``stopped``: the machine was restarted, and only its newest writes are missing."""
+    """Log a loss of up to ``most`` writes (None: unknown). Raises TierError if it is not accepted.
+
+    ``stopped``: the machine was restarted, and only its newest writes are missing."""
     number = "an unknown number of" if most is None else f"up to {most:,}"
     what = f"{number} acknowledged writes are missing from the write-ahead log ({fault})"
     if stopped:
@@ -90,13 +95,14 @@ class LogRecovery:
         """Lost writes, once the database is open."""
 
     def open(self) -> Rdict:
-        """Raises TierError, also where acknowledged writes are missing and that is not to be accepted. The
-        log files are left as they are then, unless what is there of them is whole."""
+        """Open the database. Raises TierError, also for missing acknowledged writes that are not accepted.
+
+        In that case the log files stay unchanged, unless what is left of them is intact."""
         known, missing = self._noted, self._missing()
         fault = ", ".join(missing.values())
         if not missing:
             mode = DBRecoveryMode.absolute_consistency()
-            if known is None:  # the version that wrote it kept no record
+            if known is None:  # an older version kept no record
                 mode = DBRecoveryMode.tolerate_corrupted_tail_records()
             try:
                 db = self._open(mode)
@@ -109,9 +115,7 @@ class LogRecovery:
                 fault = "its end is missing"
         end = self._readable_end()
         if known and end is not None and end >= known.sequence and not missing:
-            return self._open(
-                DBRecoveryMode.point_in_time()
-            )  # without a write that was not acknowledged
+            return self._open(DBRecoveryMode.point_in_time())  # without unacknowledged writes
         if known is None or end is None or any(name != known.newest for name in missing):
             return self._open_with_loss(known, None, fault)
         return self._open_with_loss(known, end, fault)
@@ -119,7 +123,9 @@ class LogRecovery:
     def _open_with_loss(
         self, known: AcknowledgedRecord | None, end: int | None, fault: str
     ) -> Rdict:
-        """``end``: the number of the last write before all that is missing; None where that is unknown."""
+        """Open without the missing writes.
+
+        ``end``: the number of the last write before all missing ones; None if unknown."""
         settings, mode = self._settings, DBRecoveryMode.skip_any_corrupted_record()
         most = None if known is None or end is None else known.sequence - end
         stopped = known is not None and most is not None and not known.same_boot
@@ -131,8 +137,8 @@ class LogRecovery:
         return db
 
     def _missing(self) -> dict[str, str]:
-        """The log files that are gone or shorter than they were, and hold writes that no table file has, with
-        what is wrong of each."""
+        """Return the log files that are missing or too short and hold unflushed writes, each with its
+        fault."""
         if self._noted is None:
             return {}
         there = log_files(self._settings.path)
@@ -147,13 +153,15 @@ class LogRecovery:
         }
 
     def _oldest_needed(self) -> int:
-        """The number of the oldest log file that holds writes which no table file has."""
+        """Return the number of the oldest log file with writes that are in no table file."""
         with self._reading(with_logs=False) as db:
             return int(db.property_int_value("rocksdb.min-log-number-to-keep") or 0)
 
     def _readable_end(self) -> int | None:
-        """The number of the last write before the first damaged record; None: table files hold later ones.
-        Raises Damaged when something else than the log is."""
+        """Return the number of the last write before the first damaged record; None if table files have
+        later ones.
+
+        Raises DamagedFileError if anything but the log is damaged."""
         try:
             with self._reading() as db:
                 return db.latest_sequence_number()
@@ -168,7 +176,7 @@ class LogRecovery:
 
     @contextmanager
     def _reading(self, *, with_logs: bool = True) -> Iterator[Rdict]:
-        """The database up to its first damaged record, opened without changing anything in its folder."""
+        """Open the database up to its first damaged record, without changes in its folder."""
         self._options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
         reading = replace(self._settings, access="read_only")
         links = folder_beside(reading)

@@ -1,10 +1,10 @@
-"""Repair of tables whose files are damaged: what can be read is kept, and the column family made anew.
+"""Repair of damaged tables: salvage the readable entries and recreate the column family.
 
-RocksDB offers no repair of one column family, but drops one without reading it. So what can be read of a
-damaged table is written to SST files in the folder `hps-repair`, the column family is dropped and created
-again, these files are linked into it, and the caller inserts what the model's files have of the rest. Killed
-at any point, it continues when it is run again; until then the database is not opened for anything else.
-"""
+RocksDB cannot repair a single column family, but can drop one without reading it. So the readable
+entries of a damaged table are written to SST files in the folder `hps-repair`, the column family is
+dropped and created again, these files are linked into it, and the caller inserts the rest from the
+model's files. If killed at any point, it continues when run again; until then the database is not
+opened for anything else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DONE, _LOST = "saved.json", "lost.npy"
 
 @dataclass(frozen=True, slots=True)
 class UnreadableRange:
-    """A part of a table that cannot be read: stored keys as integers, ``first`` to ``last``."""
+    """An unreadable part of a table: stored keys as integers, ``first`` to ``last``."""
 
     first: int
     last: int
@@ -40,9 +40,11 @@ class UnreadableRange:
 
 @dataclass(frozen=True, slots=True)
 class SalvagedTable:
-    """Result for a damaged table: ``kept`` entries; the ``gaps``; how many keys of the model's files
-    lie in them and could not be read (``lost``); its load ``record``; whether rows were written to it after
-    the load (``streamed``)."""
+    """The salvaged entries of a damaged table.
+
+    ``kept``: their number. ``gaps``: the unreadable ranges. ``lost``: keys of the model's files in the
+    gaps that could not be read. ``record``: the load record. ``streamed``: rows were written after the
+    load."""
 
     kept: int
     gaps: list[UnreadableRange]
@@ -52,14 +54,14 @@ class SalvagedTable:
 
 
 def check_records(database: RocksDbDatabase) -> None:
-    """Raises TierError when the store's own records, of all tables, cannot be read."""
+    """Raise TierError if the store's own records, of all tables, cannot be read."""
     with database.errors():
         for _ in scan_entries(database.db):
             pass
 
 
 def unreadable_ranges(database: RocksDbDatabase, family: TableFamily) -> list[UnreadableRange]:
-    """The parts of a table that cannot be read. Reads all of it."""
+    """Return the unreadable ranges of a table. Reads all of it."""
     gaps: list[UnreadableRange] = []
     for _ in _readable(database, family.data, family.table.id, family.codec.key_bytes, gaps):
         pass
@@ -69,8 +71,9 @@ def unreadable_ranges(database: RocksDbDatabase, family: TableFamily) -> list[Un
 def _readable(
     database: RocksDbDatabase, data: Rdict, name: str, width: int, gaps: list[UnreadableRange]
 ) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Keys and values of all entries that can be read, in order; ``gaps`` gets what lies between. Keys have
-    ``width`` bytes."""
+    """Yield keys and values of all readable entries, in order, and add the ranges between to ``gaps``.
+
+    Keys have ``width`` bytes."""
     start, end, last = 0, (1 << 8 * width) - 1, -1
     while True:
         try:
@@ -88,8 +91,9 @@ def _readable(
 
 
 def _after(data: Rdict, first: int, end: int, width: int) -> int:
-    """The smallest code behind a damaged part that begins at ``first``, as far as doubled steps and halved
-    ones find it; ``end + 1`` where all is damaged to the end."""
+    """Return the smallest readable code behind a damaged part that begins at ``first``.
+
+    Searched with doubled, then halved steps; ``end + 1`` if everything up to the end is damaged."""
 
     def good(code: int) -> bool:
         at = data.iter()
@@ -115,8 +119,9 @@ def _after(data: Rdict, first: int, end: int, width: int) -> int:
 
 
 class TableRepair:
-    """Repair of one table of a database that is opened for it: `save`, `put_back`, then the caller inserts
-    the rows of `lost`, then `finish`."""
+    """Repair of one table of a database opened for it.
+
+    Call `save`, then `put_back`, insert the rows of `lost`, then call `finish`."""
 
     def __init__(self, database: RocksDbDatabase, table: EmbeddingTable) -> None:
         self._database = database
@@ -127,13 +132,14 @@ class TableRepair:
 
     @property
     def begun(self) -> bool:
-        """Whether one was interrupted after its entries were saved."""
+        """Return whether a repair was interrupted after its entries were saved."""
         return (self._folder / _DONE).exists()
 
     def save(self, keys: Iterable[KeyArray]) -> SalvagedTable:
-        """Write what can be read to files; ``keys``: those of the model's files, some at a time. A key in a
-        gap is looked up by itself: a newer row of it may lie in another file. Again after an interruption,
-        it returns what was saved then."""
+        """Write the readable entries to files.
+
+        ``keys``: those of the model's files, in chunks. A key in a gap is looked up separately: a newer
+        row of it may be in another file. After an interruption, returns what was saved then."""
         if self.begun:
             saved = json.loads((self._folder / _DONE).read_text())
             record = saved["record"] and LoadRecord(**saved["record"])
@@ -158,12 +164,12 @@ class TableRepair:
 
     @property
     def lost(self) -> CodeArray:
-        """(n,) ascending codes of the keys that were given to `save` and could not be read."""
+        """(n,) ascending codes of the keys passed to `save` that could not be read."""
         lost: CodeArray = np.load(self._folder / _LOST)
         return lost
 
     def put_back(self) -> None:
-        """Make the table anew, with what was saved and without stream positions."""
+        """Recreate the table with the saved entries and without stream positions."""
         database = self._database
         with database.lock, database.errors():
             database.recreate(self._table)
@@ -180,7 +186,7 @@ class TableRepair:
             database.acknowledge()
 
     def finish(self, saved: SalvagedTable) -> None:
-        """Note the load record again, and end the repair."""
+        """Restore the load record, and end the repair."""
         database = self._database
         with database.lock, database.errors():
             family = database.family(self._table)

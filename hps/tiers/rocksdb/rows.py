@@ -27,14 +27,14 @@ from hps.types import (
     oldest_tombstone,
 )
 
-# rocksdict holds the interpreter lock while it writes (2 µs a row of 128 bytes): more rows per batch would
-# keep request threads waiting. Rows are encoded more at a time, which costs half as much.
+# rocksdict holds the interpreter lock while it writes (2 µs per row of 128 bytes): larger batches would
+# keep request threads waiting. Rows are encoded in larger chunks, at half the cost.
 _WRITE_SLICE, _ENCODE_SLICE = 64, 512
 _SCAN_ROWS = 4096
 
 
 class ScannedRows(NamedTuple):
-    """Some rows: keys (n,), vectors (n, dim), versions (n,)."""
+    """A chunk of rows: keys (n,), vectors (n, dim), versions (n,)."""
 
     keys: KeyArray
     vectors: VectorArray
@@ -44,14 +44,16 @@ class ScannedRows(NamedTuple):
 def scan_entries(
     data: Rdict, start: bytes | None = None
 ) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Keys and values of every entry from key ``start`` on, some thousand at a time. Raises RocksDB's error
-    at a damaged block."""
+    """Yield keys and values from key ``start`` on, some thousand at a time.
+
+    Raises RocksDB's error at a damaged block."""
     items, last = data.items(from_key=start), start
     while some := list(islice(items, _SCAN_ROWS)):
         names, values = map(list, zip(*some, strict=True))
         last = names[-1]
         yield names, values
-    # The binding's loop ends at a damaged block as it does at the end; only this tells.
+    # The binding's loop ends the same way at a damaged block and at the end; only this shows the
+    # difference.
     at = data.iter()
     at.seek_to_first() if last is None else at.seek(last)
     if at.valid():
@@ -60,16 +62,19 @@ def scan_entries(
 
 
 class VersionedRows:
-    """``clock`` gives Unix seconds and drives the forgetting of tombstones. ``read`` may be called from
-    many threads beside a writer; writers wait for each other."""
+    """Rows with versions, on one open database.
+
+    ``clock`` returns Unix seconds and drives the expiry of tombstones. ``read`` may be called from many
+    threads in parallel with a writer; writers are serialized."""
 
     def __init__(self, database: RocksDbDatabase, clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock
 
     def read(self, family: TableFamily, code: CodeArray) -> tuple[StoredRows, bool]:
-        """Values stored under ascending codes, and whether all could be read: what lies in a damaged part of
-        a table file counts as not stored."""
+        """Read the values under ascending codes; return them and whether all were readable.
+
+        Keys in a damaged part of a table file count as not stored."""
         keys, whole = family.codec.stored_keys(code), True
         try:
             values: Any = family.data.get(keys, b"")
@@ -89,12 +94,12 @@ class VersionedRows:
         return values
 
     def scan(self, family: TableFamily, start: int | None = None) -> Iterator[ScannedRows]:
-        """Every row, in the order of the stored keys, from key ``start`` on."""
+        """Yield every row, in the order of the stored keys, from key ``start`` on."""
         for keys, stored in self._entries(family, start):
             yield ScannedRows(keys[stored.at], stored.vectors, stored.versions)
 
     def tombstones(self, family: TableFamily) -> Iterator[tuple[KeyArray, VersionArray]]:
-        """Keys (n,) and versions (n,) of every deletion that is still remembered."""
+        """Yield keys (n,) and versions (n,) of every unexpired tombstone."""
         for keys, stored in self._entries(family, None):
             live = self.remembered(family.table, stored.tombstone_versions)
             if live.any():
@@ -111,7 +116,7 @@ class VersionedRows:
                 yield family.codec.keys(b"".join(names)), _decode(family, values)
 
     def check_first(self, family: TableFamily) -> None:
-        """Raises TierError when the table's first row has another length than its dim and dtype give."""
+        """Raise TierError if the table's first row does not have the length of its dim and dtype."""
         with self._database.errors():
             first = family.data.iter()
             first.seek_to_first()
@@ -124,11 +129,12 @@ class VersionedRows:
                 self._database.pass_over(error, family.table.id)
 
     def remembered(self, table: EmbeddingTable, versions: VersionArray) -> NDArray[np.bool_]:
-        """Which tombstones are not yet older than the table's ``tombstone_ttl_s``."""
+        """Return which tombstones are not older than the table's ``tombstone_ttl_s``."""
         return versions >= np.uint64(oldest_tombstone(table, self._clock()))
 
     def reaching(self, table: EmbeddingTable, keys: KeyArray, version: int) -> IndexArray:
-        """Positions of the ``keys (n,)`` that may be stored with ``version`` (above 0) or a higher one."""
+        """Return the positions of the ``keys (n,)`` that may be stored with ``version`` (above 0) or
+        higher."""
         with self._database.lock, self._database.errors():
             family = self._database.family(table)
             below = np.full(len(keys), version - 1, np.uint64)
@@ -143,16 +149,17 @@ class VersionedRows:
         *,
         resident_only: bool,
     ) -> None:
-        """Upsert, or delete where ``vectors`` is None, what is not older than what is stored. Removes
-        tombstones whose time is over as well, at most as many as there are keys: so they never pile up,
-        and no write takes long."""
+        """Upsert, or delete if ``vectors`` is None, writes that are not older than the stored ones.
+
+        Also removes expired tombstones, at most as many as there are keys: so they never pile up, and
+        no write takes long."""
         if not len(keys):
             return
         with self._database.lock, self._database.errors():
             family = self._database.family(table)
             self._database.writable(len(keys) * family.codec.value_bytes)
             keys = table.narrow(keys)
-            # Where versions are not stored the last of equal keys wins, whatever version it carries.
+            # Without stored versions the last of equal keys wins, whatever its version.
             ranks = versions if family.codec.versioned else np.zeros(len(keys), np.uint64)
             at = newest_of_each(keys, ranks)
             if at is None:
@@ -176,14 +183,15 @@ class VersionedRows:
     def _applicable(
         self, family: TableFamily, code: CodeArray, versions: VersionArray, *, resident_only: bool
     ) -> NDArray[np.bool_]:
-        """Which writes are not older than what is stored. A tombstone that is still remembered is
-        resident: an update revives its key."""
+        """Return which writes are not older than the stored ones.
+
+        An unexpired tombstone is resident: an update restores its key."""
         mask = np.zeros(len(code), bool)
         if not resident_only:
             mask = family.marks.surpassed(code, versions)
         asked = np.flatnonzero(~mask)
         if len(asked):
-            # A row that cannot be read is no reason to refuse one that can.
+            # An unreadable row must not block a new one.
             stored, _ = self.read(family, code[asked])
             live = self.remembered(family.table, stored.tombstone_versions)
             tombstone_at = stored.tombstone_at[live]
@@ -199,7 +207,7 @@ class VersionedRows:
         return mask
 
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Rows and tombstones, without a trace."""
+        """Remove rows and tombstones, leaving no tombstone."""
         with self._database.lock, self._database.errors():
             self._database.writable()
             family = self._database.family(table)
@@ -239,7 +247,7 @@ class VersionedRows:
             self._database.room.write(partial(fill, part))
 
     def _sweep(self, family: TableFamily, most: int) -> None:
-        """Remove tombstones whose time is over, oldest first."""
+        """Remove expired tombstones, oldest first."""
         before = oldest_tombstone(family.table, self._clock())
         entries = family.tombstones.expired(before, most)
         for part in _slices(len(entries), _WRITE_SLICE):
@@ -257,7 +265,7 @@ def _slices(number: int, most: int) -> Iterator[slice]:
 def _forget(
     family: TableFamily, code: CodeArray, entries: NDArray[np.void], batch: WriteBatch
 ) -> None:
-    """Have ``batch`` remove tombstones and their entries."""
+    """Add to ``batch`` the removal of tombstones and their index entries."""
     deque(map(batch.delete, family.codec.stored_keys(code), repeat(family.handle)), 0)
     family.tombstones.remove(batch, entries)
 
@@ -267,10 +275,12 @@ def _decode(family: TableFamily, values: Sequence[bytes]) -> StoredRows:
         return family.codec.decode(values)
     except WrongLength as error:
         table = family.table
-        mend = "serve it under a new version" if family.codec.versioned else "take another database"
+        remedy = (
+            "serve it under a new version" if family.codec.versioned else "take another database"
+        )
         raise TierError(
             NAME,
             f"table {table.id}: a stored row has {error.actual} bytes, expected {error.expected} "
             f"(dim {table.dim} of {table.dtype}); it was written with another dim, dtype or "
-            f"layout: {mend}",
+            f"layout: {remedy}",
         ) from None

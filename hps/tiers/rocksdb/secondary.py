@@ -1,4 +1,4 @@
-"""How a reader beside a primary sees what the primary writes."""
+"""A reader's view of the writes of a concurrent primary."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from hps.types import EmbeddingTable
 
 
 class SecondaryCatchUp:
-    """Of one open database; for a primary and for ``read_only`` there is nothing to follow. Any number of
-    threads."""
+    """Catch-up of one open database with its primary. Thread-safe.
+
+    Does nothing for a primary and for ``read_only``."""
 
     def __init__(self, database: RocksDbDatabase) -> None:
         self._database = database
         self._follows = database.settings.access == "secondary"
         self._owns = database.settings.access == "primary"
         self._caught_up = time.monotonic()
-        # Asked for, but made by the primary after this reader opened, if ever.
+        # Requested tables that the primary created after this reader opened, if ever.
         self._unknown: set[str] = set()
 
     def find(self, table: EmbeddingTable) -> TableFamily | None:
-        """The table's column family, None where a reader's database holds no such table (yet)."""
+        """Return the table's column family; None if a reader's database does not have it (yet)."""
         database = self._database
         if not self._owns and not database.known(table):
             self._unknown.add(family_name(table, database.layout))
@@ -31,7 +32,7 @@ class SecondaryCatchUp:
         return database.family(table)
 
     def keep_up(self) -> None:
-        """Catch up when the last time is long enough ago and nobody else is at it."""
+        """Catch up if it is due and no other thread is doing so."""
         if not self._follows:
             return
         if time.monotonic() - self._caught_up < self._database.settings.tuning.catch_up_s:
@@ -43,8 +44,10 @@ class SecondaryCatchUp:
                 self._database.lock.release()
 
     def catch_up(self) -> None:
-        """Read what the primary wrote until now. Opens anew when that cannot be followed: another
-        database lies there now, or a table was made that was asked for."""
+        """Read the primary's new writes.
+
+        Reopens if that is not enough: another database is at the path now, or a requested table was
+        created."""
         database = self._database
         if not self._follows:
             return

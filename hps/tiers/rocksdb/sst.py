@@ -1,7 +1,6 @@
 """HPS's ``.sst`` dumps of a table: files of RocksDB's ``SstFileWriter`` in the layout `hps`.
 
-RocksDB's binding has no reader for such files, so a temporary database takes the file in and is scanned.
-"""
+RocksDB's binding has no reader for such files, so a temporary database ingests the file and is scanned."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray
 
 
 class SstDump:
-    """An opened ``.sst`` file. ``rows`` is how many there are."""
+    """An opened ``.sst`` file with ``rows`` rows."""
 
     def __init__(self, path: Path, data: Rdict) -> None:
         self.path = path
@@ -34,8 +33,10 @@ class SstDump:
     def read(
         self, table: EmbeddingTable, progress: Callable[[int], None] = lambda _rows: None
     ) -> Iterator[tuple[KeyArray, VectorArray]]:
-        """Keys (n,) int64 and vectors (n, dim), some thousand at a time, in the file's order. 4-byte keys are
-        unsigned, as in HPS. Raises ModelError for a damaged file, and for rows that are not of ``table``."""
+        """Yield keys (n,) int64 and vectors (n, dim), some thousand at a time, in the file's order.
+
+        4-byte keys are unsigned, as in HPS. Raises ModelError for a damaged file, and for rows of
+        another shape than ``table``'s."""
         codec = RowCodec(table, "hps")
         try:
             for names, values in scan_entries(self._data):
@@ -46,7 +47,7 @@ class SstDump:
                 progress(len(names))
         except ModelError:
             raise
-        except Exception as error:  # RocksDB's binding has no class of its own
+        except Exception as error:  # RocksDB's binding has no error class
             raise _unreadable(self.path, error) from error
 
     def _check(self, table: EmbeddingTable, parts: list[bytes], what: str, expected: int) -> None:
@@ -60,10 +61,10 @@ class SstDump:
 
 @contextmanager
 def open_sst(path: Path) -> Iterator[SstDump]:
-    """Raises ModelError for a file that RocksDB cannot read. The file itself is left as it is."""
+    """Open the file, which stays unchanged. Raises ModelError if RocksDB cannot read it."""
     if not path.is_file():
         raise ModelError(f"cannot read {path}: No such file")
-    # Beside the file a hard link will do; elsewhere the file is copied.
+    # Next to the file a hard link is enough; on another file system the file is copied.
     folder = path.absolute().parent
     where = folder if os.access(folder, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix=".hps-sst-", dir=where) as scratch:

@@ -1,14 +1,13 @@
 """RocksDB: the store that holds every row of a node, in one column family per table.
 
-Reads are sorted by stored key before one batched get per table; values land in the caller's array by
-one join and one scatter. Writes go through the write-ahead log without fsync: acknowledged rows survive
-``kill -9`` of the process; a power loss may take the last writes the operating system had not yet
-written, but leaves a consistent earlier state. A start finds out when other acknowledged writes are missing
-(`hps.tiers.rocksdb.recovery`). ``sync()`` makes everything so far survive that too.
+Reads are sorted by stored key before one batched get per table; values are copied into the caller's
+array by one join and one scatter. Writes go through the write-ahead log without fsync: acknowledged
+rows survive ``kill -9`` of the process; a power loss may take the last writes that the operating system
+had not yet written, but leaves a consistent earlier state. A start detects other missing acknowledged
+writes (`hps.tiers.rocksdb.recovery`). ``sync()`` makes everything so far survive a power loss too.
 
-``fetch`` may be called from many threads beside a writer. The mutating verbs take a lock, so several
-callers do no harm, but they wait for each other.
-"""
+``fetch`` may be called from many threads in parallel with a writer. The mutating verbs are serialized
+by a lock."""
 
 from __future__ import annotations
 
@@ -38,25 +37,25 @@ from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
 
 _TUNING = RocksDbTuning()
-# What is read of so many rows is still in the processor's cache when it is copied out: 13 % of a fetch of
-# 100,000 keys. Each slice waits once for the interpreter lock: not much smaller. Of mapped files every row
-# lies on a page of its own, and so many are beyond the nearest cache: a sixth more CPU in slices of 4096.
+# The rows of one slice are still in the processor's cache when they are copied out: saves 13 % of a fetch
+# of 100,000 keys. Each slice waits once for the interpreter lock, so it is not much smaller. Of mapped
+# files every row is on a separate page, and so many exceed the nearest cache: a sixth more CPU in slices of
+# 4096.
 _READ_SLICE, _MAPPED_SLICE = 4096, 512
 
 
 class RocksDbTier:
-    """Implements `Tier` and `PositionedStore`. One instance, the primary, owns ``path``; a second one
-    gets a TierError.
+    """Implements `Tier` and `PositionedStore`.
 
-    Readers may stand beside it, in other processes: ``access="read_only"`` sees the rows as they were
-    when it was opened and never writes to the folder; ``"secondary"`` follows the primary (`catch_up`).
-    Their mutating verbs raise TierError.
+    One instance, the primary, owns ``path``; a second one gets a TierError. Readers may run in parallel
+    in other processes: ``access="read_only"`` sees the rows as they were when it was opened and never
+    writes to the folder; ``"secondary"`` follows the primary (`catch_up`). Their mutating verbs raise
+    TierError.
 
     ``layout="hps"`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
-    ``on_lost_writes``: whether a primary opens when acknowledged writes are missing from its write-ahead
-    log. ``repair``: open it although table files are damaged, for `repair` alone. ``clock`` gives Unix
-    seconds and drives the forgetting of tombstones.
-    """
+    ``on_lost_writes``: whether a primary opens if acknowledged writes are missing from its write-ahead
+    log. ``repair``: open it although table files are damaged, for `repair` only. ``clock`` returns Unix
+    seconds and drives the expiry of tombstones."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class RocksDbTier:
 
     @property
     def scratch(self) -> Path:
-        """A folder beside the database for temporary files of a load; emptied at every start."""
+        """A folder next to the database for temporary files of a load; emptied at every start."""
         return ingest_folder(self.path)
 
     @property
@@ -104,18 +103,20 @@ class RocksDbTier:
     # -- tables -----------------------------------------------------------------------------------
 
     def open_tables(self, tables: Sequence[EmbeddingTable]) -> None:
-        """Make ready for these tables. Missing column families are created; before the first use of
-        the tier all in one go, afterwards one by one, which is slow beside hundreds of tables: at a
-        start, name the tables of all models in one call."""
+        """Open these tables; missing column families are created.
+
+        Before the first use of the tier all are created together; later one by one, which is slow with
+        hundreds of tables: at a start, pass the tables of all models in one call."""
         self._database.open_tables(tables)
 
     def families(self) -> list[str]:
-        """The names of all column families there are, of tables that are asked for or not."""
+        """Names of all existing column families, also of tables that are not open."""
         return sorted(self._database.opened.families)
 
     def check(self, table: EmbeddingTable) -> None:
-        """Raises TierError when the rows there are plainly not of the table's dim and dtype. At a lookup
-        it would count as a fault of the whole tier."""
+        """Raise TierError if the stored rows do not have the table's dim and dtype.
+
+        Found at a lookup, it would count as a fault of the whole tier."""
         self._rows.check_first(self._database.family(table))
 
     def loaded(self, table: EmbeddingTable) -> LoadRecord | None:
@@ -124,12 +125,13 @@ class RocksDbTier:
         return record if record is not None and record.complete else None
 
     def streamed(self, table: EmbeddingTable) -> bool:
-        """Whether rows were written or deleted since the table was loaded (or ever, if it was not)."""
+        """Return whether rows were written or deleted since the table was loaded (or ever, if it was not)."""
         return self._database.family(table).streamed
 
     def rows(self, table: EmbeddingTable) -> int:
-        """Number of rows. Once a table was written to (see `rows_exact`) it is about so many: rows
-        that were added count when they are compacted, and deletions that are remembered do."""
+        """Number of rows; an estimate once the table was written to (see `rows_exact`).
+
+        Then added rows count from their compaction on, and unexpired tombstones count too."""
         with self._database.errors():
             record = self.loaded(table)
             if record is None:
@@ -139,29 +141,27 @@ class RocksDbTier:
             return max(record.rows, compacted_rows(self._database.family(table).data))
 
     def rows_exact(self, table: EmbeddingTable) -> bool:
-        """Whether `rows` is exact: those of the load, and nothing was written since."""
+        """Return whether `rows` is exact: the rows of the load, with no write since."""
         return (
             self._layout == "native" and not self.streamed(table) and self.loaded(table) is not None
         )
 
     def entries(self, table: EmbeddingTable) -> int:
-        """Upper bound of the number of rows: deletions that are remembered count, and overwritten rows
-        until they are compacted."""
+        """Upper bound of the number of rows, with tombstones and with overwritten rows not yet compacted."""
         with self._database.errors():
             return entries_in(self._database.family(table).data)
 
     def drop(self, *tables: EmbeddingTable) -> None:
-        """Forget tables: their rows, tombstones and load records. No other call on them may run."""
+        """Remove tables: their rows, tombstones and load records. No other call on them may run."""
         self._database.drop(tables)
         self._database.acknowledge()
 
     def forget(self, *tables: EmbeddingTable) -> None:
-        """Have nothing more in memory of tables nobody asks for. Their rows stay: asked for again, they are
-        opened again."""
+        """Free the memory of unused tables. Their rows stay; a later request opens them again."""
         self._database.forget(tables)
 
     def codes(self, table: EmbeddingTable, keys: KeyArray) -> CodeArray:
-        """(n,) keys -> (n,) uint64 that sort as the stored keys do; for `bulk_load`."""
+        """Convert (n,) keys to (n,) uint64 that sort as the stored keys do; for `bulk_load`."""
         return self._database.family(table).codec.codes(keys)
 
     def bulk_load(
@@ -171,15 +171,15 @@ class RocksDbTier:
         record: LoadRecord,
         progress: Callable[[int], None] = lambda _rows: None,
     ) -> LoadRecord:
-        """Replace the table's rows by ``chunks``, whose codes (see `codes`) ascend strictly within and
-        over the chunks. In the ``hps`` layout rows not among them stay, as in HPS.
+        """Replace the table's rows by ``chunks``, whose codes ascend strictly within and across chunks.
 
-        Crash-safe: the record is written first as incomplete, then the rows come a file at a time, and
-        last the record becomes complete; a table whose record is incomplete counts as not loaded. A load
-        that did not end is continued by the next one of an equal record with a ``stamp`` (``native``
-        layout). Returns the record with the number of rows. ``progress`` gets rows. Other tables may be
-        read and written meanwhile, this one must not.
-        """
+        For codes see `codes`. In the ``hps`` layout other rows stay, as in HPS.
+
+        Crash-safe: the record is written first as incomplete, then the rows are linked a file at a
+        time, and last the record becomes complete; a table with an incomplete record counts as not
+        loaded. A load that did not end is continued by the next one with an equal record and a
+        ``stamp`` (``native`` layout). Returns the record with the number of rows. ``progress`` receives
+        rows. Other tables may be read and written meanwhile, this one must not."""
         database = self._database
         with database.errors():
             database.writable(record.rows * database.family(table).codec.value_bytes)
@@ -208,12 +208,14 @@ class RocksDbTier:
             return done
 
     def flush(self) -> None:
-        """Write everything so far into table files. Not needed for safety; it spares the next start the
-        replay of the log, which after the load of many small tables takes longer."""
+        """Write everything so far into table files.
+
+        Not needed for safety; it saves the next start the replay of the log, which after the load of
+        many small tables takes longer."""
         self._database.flush()
 
     def adopt(self, table: EmbeddingTable, record: LoadRecord, rows: int) -> LoadRecord:
-        """Record a load that was done by `insert` because the table held rows already."""
+        """Record a load that `insert` did because the table held rows already."""
         database = self._database
         with database.lock, database.errors():
             database.writable()
@@ -225,13 +227,13 @@ class RocksDbTier:
     # -- reading ----------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """A secondary reads what the primary wrote until now; others have nothing to do. `fetch` does it
-        by itself every ``RocksDbTuning.catch_up_s`` seconds."""
+        """Read the primary's writes up to now; does nothing unless this is a secondary.
+
+        `fetch` calls it every ``RocksDbTuning.catch_up_s`` seconds."""
         self._follower.catch_up()
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        """See `Tier`. Rows in a damaged part of a table file are missing, and ``ctx.degraded`` names the
-        tier then."""
+        """See `Tier`. Unreadable rows of a damaged table file stay missing and degrade the answer."""
         self._follower.keep_up()
         for part in parts:
             check_part(part)
@@ -239,53 +241,54 @@ class RocksDbTier:
                 ctx.degraded.append(NAME)
 
     def scan(self, table: EmbeddingTable, *, start: int | None = None) -> Iterator[ScannedRows]:
-        """Every row of the table in the order of the stored keys, from key ``start`` on, as they are at
-        the first step: keys (n,), vectors (n, dim) and versions (n,) (0 in the ``hps`` layout).
-        Tombstones are left out. Other calls may run meanwhile. Raises TierError; it never ends early
-        without."""
+        """Yield every row in the order of the stored keys, from key ``start`` on, as of the first step.
+
+        Keys (n,), vectors (n, dim) and versions (n,) (0 in the ``hps`` layout); without tombstones.
+        Other calls may run meanwhile. Raises TierError; it never ends early without an error."""
         family = self._follower.find(table)
         return iter(()) if family is None else self._rows.scan(family, start)
 
     def tombstones(self, table: EmbeddingTable) -> Iterator[tuple[KeyArray, VersionArray]]:
-        """The deletions that are still remembered, as `scan` gives the rows: keys (n,), versions (n,)."""
+        """Yield the unexpired deletions like `scan`: keys (n,), versions (n,)."""
         family = self._follower.find(table)
         return iter(()) if family is None else self._rows.tombstones(family)
 
     @property
     def damage(self) -> DamagedFiles:
-        """The damaged table files that were found."""
+        """The damaged table files found so far."""
         return self._database.damage
 
     def gaps(self, table: EmbeddingTable) -> list[UnreadableRange]:
-        """The parts of a table that cannot be read. Reads all of it."""
+        """Return the unreadable ranges of a table. Reads all of it."""
         return unreadable_ranges(self._database, self._database.family(table))
 
     def keys_of(self, table: EmbeddingTable, gap: UnreadableRange) -> tuple[int, int]:
-        """The first and last key of a gap, in the order of the stored keys."""
+        """Return the first and last key of a gap, in the order of the stored keys."""
         codec = self._database.family(table).codec
         ends = (code.to_bytes(codec.key_bytes, "big") for code in (gap.first, gap.last))
         first, last = codec.keys(b"".join(ends)).tolist()
         return first, last
 
     def check_records(self) -> None:
-        """Raises TierError when the store's own records cannot be read."""
+        """Raise TierError if the store's own records cannot be read."""
         check_records(self._database)
 
     def repair(self, table: EmbeddingTable) -> TableRepair:
-        """The repair of a damaged table, which only a tier opened with ``repair`` can do."""
+        """Return the repair of a damaged table; only for a tier opened with ``repair``."""
         return TableRepair(self._database, table)
 
     def figures(self) -> StoreFigures:
-        """Space and compactions, for status and metrics; some microseconds a table."""
+        """Space and compactions, for status and metrics; some microseconds per table."""
         return self._database.figures()
 
     def checkpoint(self, folder: Path | str) -> None:
-        """Copy the database to ``folder``, which must be empty or not exist, while it is served. It is a
-        database itself; `restore` makes it one that is written to."""
+        """Copy the database to ``folder``, which must be empty or missing, while it is served.
+
+        The copy is a database itself; `restore` makes a writable one of it."""
         checkpoint(self._database, Path(folder))
 
     def _fetch_part(self, part: Part) -> bool:
-        """False when some rows could not be read, and are missing."""
+        """Fetch one part; return False if some rows could not be read, and stay missing."""
         family = self._follower.find(part.table)
         if family is None:
             return True
@@ -307,8 +310,9 @@ class RocksDbTier:
     def _fetch_slice(
         self, family: TableFamily, part: Part, code: CodeArray, order: IndexArray
     ) -> tuple[IndexArray, bool]:
-        """Ascending codes, which stand at ``order`` of what is missing; those of it that are answered, and
-        whether all could be read."""
+        """Fetch ascending codes, which are at ``order`` of the part's misses.
+
+        Returns the answered ones of ``order``, and whether all were readable."""
         stored, whole = self._rows.read(family, code)
         at = order[stored.at]
         found = part.missing[at]
@@ -339,7 +343,7 @@ class RocksDbTier:
         self._database.acknowledge()
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
-        """In the ``hps`` layout a deletion leaves no trace."""
+        """Delete; in the ``hps`` layout without a tombstone."""
         check_keys(table, keys, versions)
         if self._layout == "hps":
             self.evict(table, keys)
@@ -348,7 +352,7 @@ class RocksDbTier:
             self._database.acknowledge()
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Remove rows and tombstones without a trace. On a store that means losing them."""
+        """Remove rows and tombstones, leaving no tombstone. For a store this means losing them."""
         check_keys(table, keys)
         self._rows.remove(table, keys)
         self._database.acknowledge()
@@ -381,9 +385,9 @@ class RocksDbTier:
         return self._positions.positions(table)
 
     def sync(self) -> None:
-        """Make every acknowledged write survive a power loss as well."""
+        """Make every acknowledged write survive a power loss too."""
         self._database.sync()
 
     def close(self) -> None:
-        """Idempotent. Flushes for at most three seconds; what is left is replayed at the next start."""
+        """Close; idempotent. Flushes for at most three seconds; the next start replays the rest."""
         self._database.close()

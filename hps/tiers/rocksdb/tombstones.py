@@ -1,10 +1,9 @@
-"""Tombstones by age, so that those whose time is over can be found and removed.
+"""Index of tombstones by age, to find and remove the expired ones.
 
 RocksDB itself would drop them in a compaction filter, which its Python binding does not offer. So each
-has an entry in the column family ``default``, written in one batch with it: key ``dead:<column family>:``,
-then version and code, both big-endian; no value. An entry whose key was written again since is stale and
-removed in its turn.
-"""
+has an entry in the column family ``default``, written in one batch with it: key ``dead:<column
+family>:``, then version and code, both big-endian; no value. An entry whose key was written again is
+stale and removed when it expires."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _NONE = 2**64
 
 
 class TombstoneIndex:
-    """Those of one column family. Callers see to it that one thread at a time is in here."""
+    """The index of one column family. Not thread-safe."""
 
     def __init__(self, db: Callable[[], Rdict], family: str) -> None:
         self._db = db
@@ -33,7 +32,7 @@ class TombstoneIndex:
         self._oldest = 0
 
     def note(self, batch: WriteBatch, code: CodeArray, versions: VersionArray) -> None:
-        """Have ``batch``, which writes these tombstones, write their entries too."""
+        """Add to ``batch``, which writes these tombstones, their entries."""
         entries = np.empty(len(code), _ENTRY)
         entries["version"], entries["code"] = versions, code
         keys = map(self._prefix.__add__, entries.view(f"V{_ENTRY.itemsize}").tolist())
@@ -41,12 +40,13 @@ class TombstoneIndex:
         self._oldest = min(self._oldest, int(versions.min()))
 
     def expired(self, before: int, most: int) -> NDArray[np.void]:
-        """The entries of versions below ``before``, the oldest ``most`` of them, by version and code.
-        To be removed by the caller: the next search begins behind them."""
+        """Return the oldest ``most`` entries of versions below ``before``, by version and code.
+
+        The caller must remove them: the next search begins behind them."""
         found: list[bytes] = []
         if before > self._oldest:
             start = len(self._prefix)
-            # Not from the start: there lie the entries removed last, which RocksDB would wade through.
+            # Not from the start: RocksDB would scan the entries removed last.
             at = self._db().iter()
             at.seek(self._prefix + self._oldest.to_bytes(8, "big"))
             self._oldest = _NONE
@@ -61,7 +61,7 @@ class TombstoneIndex:
         return np.frombuffer(b"".join(found), _ENTRY)
 
     def remove(self, batch: WriteBatch, entries: NDArray[np.void]) -> None:
-        """Have ``batch`` remove these of the expired entries."""
+        """Add to ``batch`` the removal of these expired entries."""
         keys = map(self._prefix.__add__, entries.view(f"V{_ENTRY.itemsize}").tolist())
         deque(map(batch.delete, keys), 0)
 

@@ -1,10 +1,9 @@
-"""Room for writes: space on the disk, and compactions that keep up with what is written.
+"""Write throttle: disk space, and compactions that keep up with writes.
 
-A full disk stops writes, not reads; RocksDB itself takes writes again within five seconds of there being
+A full disk stops writes, not reads; RocksDB itself accepts writes again within five seconds of free
 space. RocksDB also stops writes while compactions are too far behind, and the binding would hold the
-interpreter lock, and so every thread of the node, for as long; so `write` has such a write refused and
-waits without the lock.
-"""
+interpreter lock, and so every thread of the node, for as long; so `write` asks RocksDB to reject such a
+write and waits without the lock."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from rocksdict import Rdict, WriteBatch, WriteOptions
 from hps.errors import TierError
 from hps.tiers.rocksdb.errors import NAME, full_disk, nearest_folder
 
-# Longest a batch waits for compactions.
+# The longest wait of a batch for compactions.
 STALL_SECONDS = 10.0
 _POLL_SECONDS = 0.005
 
@@ -35,10 +34,12 @@ _REFUSE, _SLOW = _options(no_slowdown=True), _options(no_slowdown=False)
 
 @dataclass(frozen=True, slots=True)
 class StoreFigures:
-    """How a database is doing. Bytes of its table files, of the free disk, and below how many it takes no
-    writes; bytes that compactions still have to rewrite; whether writes are stopped now, and bytes/s they are
-    slowed down to (0 = not); background jobs that failed since the start; seconds that writes have waited for
-    compactions; acknowledged writes that the start found missing: at most so many, 1 when that is unknown;
+    """State of a database.
+
+    Bytes of its table files, of the free disk, and the free bytes below which it rejects writes; bytes
+    that compactions still have to rewrite; whether writes are stopped now, and bytes/s they are slowed
+    down to (0 = not); background jobs that failed since the start; seconds that writes have waited for
+    compactions; an upper bound of the acknowledged writes that the start found missing, 1 if unknown;
     damaged table files found since the start."""
 
     table_bytes: int
@@ -55,7 +56,7 @@ class StoreFigures:
 
 
 class WriteThrottle:
-    """Of one database. `write` is called by one thread at a time; the rest by any."""
+    """The throttle of one database. `write` is called by one thread at a time; the rest is thread-safe."""
 
     def __init__(self, db: Callable[[], Rdict], path: Path, min_free_bytes: int) -> None:
         self._db = db
@@ -68,14 +69,15 @@ class WriteThrottle:
         return disk.f_bavail * disk.f_frsize
 
     def check(self, needed: int = 0) -> None:
-        """Raises TierError when writing ``needed`` bytes would leave less than ``min_free_bytes``."""
+        """Raise TierError if writing ``needed`` bytes would leave less than ``min_free_bytes``."""
         if self._min_free and self.free_bytes() < self._min_free + needed:
             why = f"tiers.rocksdb.min_free_bytes: {self._min_free:,} are kept free"
             raise full_disk(self._path, self._min_free + needed, why)
 
     def write(self, fill: Callable[[WriteBatch], None]) -> None:
-        """Write one batch; ``fill`` may be called twice. Raises TierError when compactions don't catch up
-        within ``STALL_SECONDS``."""
+        """Write one batch; ``fill`` may be called twice.
+
+        Raises TierError if compactions don't catch up within ``STALL_SECONDS``."""
         options = _REFUSE
         while True:
             batch = WriteBatch(raw_mode=True)
@@ -87,7 +89,7 @@ class WriteThrottle:
                 if options is _SLOW or "write stall" not in str(error).lower():
                     raise
             self._wait()
-            # What is left is a slow-down of some milliseconds, which lets compactions catch up.
+            # The rest is a slow-down of some milliseconds, which lets compactions catch up.
             options = _SLOW
 
     def _wait(self) -> None:
