@@ -85,7 +85,7 @@ def test_misses_are_left_alone(under_test):
     assert part.missing.dtype == np.int64
 
 
-def test_only_what_is_missing_is_asked_for(under_test):
+def test_only_missing_keys_are_fetched(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     tier.insert(table, keys_of(1, 2, 3), rows_of(table, 10, 20, 30), versions_of(1, 1, 1))
     part = blank(table, keys_of(1, 2, 3, 4))
@@ -156,7 +156,7 @@ def test_a_large_batch(under_test):
     assert (part.out[~found] == UNTOUCHED).all()
 
 
-def test_rows_come_back_bit_for_bit(under_test):
+def test_rows_round_trip_bit_for_bit(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     rows = np.array([[np.nan, -0.0, np.inf, -np.inf]], table.dtype)
     tier.insert(table, keys_of(1), rows, versions_of(1))
@@ -241,7 +241,7 @@ def test_update_touches_resident_rows_only(under_test):
     assert_missing(part, 2)
 
 
-def test_evicted_keys_are_forgotten(under_test):
+def test_evicted_keys_are_missing(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     tier.insert(table, keys_of(1, 2, 3), rows_of(table, 1, 2, 3), versions_of(9, 9, 9))
     tier.evict(table, keys_of(4, 1, 3, 1))
@@ -255,7 +255,7 @@ def test_evicted_keys_are_forgotten(under_test):
 # -- deletions -------------------------------------------------------------------------------------
 
 
-def test_deleted_rows_are_gone(under_test):
+def test_deleted_rows_are_missing(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     tier.insert(table, keys_of(1, 2), rows_of(table, 1, 2), versions_of(1, 1))
     tier.delete(table, keys_of(1, 9, 1), versions_of(2, 2, 2))
@@ -297,7 +297,7 @@ def test_a_write_that_is_not_older_revives_a_deleted_key(versioned, verb, sequen
     assert_row(versioned, fetch(tier, table, 1), 0, 10, sequence=sequence)
 
 
-def test_an_evicted_tombstone_is_forgotten(versioned):
+def test_evicted_tombstone_is_removed(versioned):
     tier, table = versioned.tier, versioned.tables[0]
     remove(tier, table, 1, 5)
     tier.evict(table, keys_of(1))
@@ -306,7 +306,7 @@ def test_an_evicted_tombstone_is_forgotten(versioned):
     assert_row(versioned, fetch(tier, table, 1), 0, 10, sequence=4)
 
 
-def test_a_tombstone_is_forgotten_after_its_time(versioned):
+def test_tombstone_expires_after_ttl(versioned):
     tier, table = versioned.tier, versioned.tables[0]
     ttl_ms = int(table.tombstone_ttl_s * 1000)
     old, older = (np.array([make_version(NOW_MS - ttl_ms - ms)], np.uint64) for ms in (5, 10))

@@ -202,7 +202,7 @@ def test_rows_are_counted_in_the_background(server, open_tier, table, monkeypatc
     tier.check(table)
     fill(other, table, 0, 100)
     assert tier.rows(table) == 0
-    tier._upkeep._last = -100.0
+    tier._maintenance._last = -100.0
     until(lambda: tier.rows(table) == 100)
 
 
@@ -291,7 +291,7 @@ def test_forgotten_tombstones_go(open_tier):
 def test_what_is_too_old_goes_by_itself(open_tier, table):
     tier = open_tier(ttl_s=40)
     fill(tier, table, 0, 1000, STARTED.ms - 61_000)
-    tier._upkeep._last = -100.0
+    tier._maintenance._last = -100.0
     until(lambda: tier.rows(table) == 0)
 
 
@@ -299,7 +299,7 @@ def test_small_partitions_are_looked_at_once_per_pass(server, open_tier, table, 
     """Not every ten seconds: thousands of tables would keep the server busy with it."""
     tier = open_tier()
     fill(tier, table, 0, 1000)
-    (opened,), upkeep, steps = tier._tables.opened(), tier._upkeep, []
+    (opened,), upkeep, steps = tier._tables.opened(), tier._maintenance, []
     step = type(upkeep)._step
     monkeypatch.setattr(upkeep, "_step", lambda *a: steps.append(a[1]) or step(upkeep, *a))
     for _ in range(2 * 360 + 10):  # of ten seconds, in passes of an hour

@@ -131,7 +131,7 @@ def test_a_server_that_was_restarted_empty(server, open_tier, table):
     assert len(part.missing) == N
     fill(tier, table)
     assert len(tier.get(table, keys).missing) == 0
-    tier._upkeep._last = -100.0
+    tier._maintenance._last = -100.0
     tier.rows(table)
     until(lambda: fill(tier, table) is not None and server.ask("EXISTS", "hps:{ctr/1/user}m"))
     assert server.ask("HGET", "hps:{ctr/1/user}m", "partitions") == b"8"

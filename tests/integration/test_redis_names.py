@@ -75,7 +75,7 @@ def test_a_look_up_that_hangs_has_a_deadline(names, server):
     before = threading.active_count()
     for _ in range(5):
         start = time.monotonic()
-        with pytest.raises(TierTimeout, match=f"the name '{NAME}' was not looked up in time"):
+        with pytest.raises(TierTimeout, match=f"the name '{NAME}' was not resolved in time"):
             tier.get(TABLE, KEYS)
         assert time.monotonic() - start < 10
     assert names.asked == 1

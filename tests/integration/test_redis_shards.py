@@ -205,7 +205,7 @@ def test_rows_that_a_shard_lost_are_noticed(cluster, shards, again, monkeypatch)
         mine = RedisTier(cluster.settings())
         assert mine.preload(shards.table, Rows(), version, mark="digest") == len(shards.dead)
         mine.close()
-        tier._upkeep._last = -100.0
+        tier._maintenance._last = -100.0
     until(shards.all_found)
     until(cluster.complete)
 

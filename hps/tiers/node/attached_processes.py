@@ -23,11 +23,11 @@ _OPEN_S, _SERVE_S = 120.0, 10.0
 # Time within which a killed process may be replaced.
 _REPLACED_S = 10.0
 # Interval of the checks whether to keep waiting.
-_LOOK_S = 0.05
+_CHECK_S = 0.05
 
 Report = Mapping[str, Any]
 """``process``: its number; ``holds``, ``serves``: tokens; ``failed``: by token, whether it was refused, and
-why it could not be opened; ``leaves``: whether it goes of its own accord."""
+why it could not be opened; ``leaves``: whether it ends voluntarily."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +67,18 @@ class AttachedProcesses:
 
     # -- their side --------------------------------------------------------------------------------
 
-    def report(self, who: Hashable, told: Report) -> dict[str, Any]:
+    def report(self, who: Hashable, report: Report) -> dict[str, Any]:
         """Record a process's report and return its orders."""
         with self._changed:
             wanted = [*self._served.values(), *([self._coming] if self._coming else [])]
             self._replaced |= bool(self._deaths) and who not in self._followers
             self._followers[who] = _AttachedProcess(
-                told["process"],
-                {*told["holds"], *(each.token for each in wanted)},
-                set(told["holds"]),
-                set(told["serves"]),
-                dict(told["failed"]),
-                told["leaves"],
+                report["process"],
+                {*report["holds"], *(each.token for each in wanted)},
+                set(report["holds"]),
+                set(report["serves"]),
+                dict(report["failed"]),
+                report["leaves"],
             )
             self._changed.notify_all()
             return {
@@ -118,7 +118,7 @@ class AttachedProcesses:
                 self._require(waiting, time.monotonic() > until)
                 if not waiting and not self._may_be_replaced():
                     return
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_CHECK_S)
 
     def withdraw(self) -> None:
         """Make the processes close the version that they opened. Idempotent."""
@@ -157,7 +157,7 @@ class AttachedProcesses:
                     numbers = ", ".join(str(each.process) for each in late)
                     log.warning("still on the models of before: process %s", numbers)
                     return
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_CHECK_S)
 
     def uses(self, loaded: LoadedVersion) -> bool:
         """Return whether one of the processes may be using a version."""
@@ -182,7 +182,7 @@ class AttachedProcesses:
             killed = " and ".join(str(each.process) for _, each in self._deaths)
             raise Unavailable(
                 f"processes {killed}, attached to this node, have ended before they had opened {what}, which "
-                "may be why; what was served is served on"
+                "may be why; the served version stays"
             )
         for each in waiting:
             if coming.token in each.failed:
@@ -193,7 +193,7 @@ class AttachedProcesses:
             if late:
                 raise Unavailable(
                     f"process {each.process}, attached to this node, has not opened {what} within "
-                    f"{_OPEN_S:g} s; end it or let it go on, then load again"
+                    f"{_OPEN_S:g} s; end it or let it continue, then load again"
                 )
 
 

@@ -121,15 +121,15 @@ class _NodeConnection:
             raise
 
     @staticmethod
-    def _check(hello: dict[str, Any], told: dict[str, Any]) -> None:
-        if told["protocol"] != hello["protocol"]:
+    def _check(hello: dict[str, Any], answer: dict[str, Any]) -> None:
+        if answer["protocol"] != hello["protocol"]:
             raise TierMisfit(
                 NAME,
-                f"the node speaks version {told['protocol']} of its protocol, this process version "
+                f"the node speaks version {answer['protocol']} of its protocol, this process version "
                 f"{hello['protocol']}; run both from one installation",
             )
-        if told["lacking"]:
-            names = ", ".join(hello["tables"][i][0] for i in told["lacking"][:3])
+        if answer["lacking"]:
+            names = ", ".join(hello["tables"][i][0] for i in answer["lacking"][:3])
             raise TierMisfit(
                 NAME, f"the node no longer serves {names} as this process does; start it again"
             )
@@ -141,8 +141,8 @@ class _NodeConnection:
         self._socket.settimeout(_left(until))
         frames.send(self._socket, kind, pieces)
         self._socket.settimeout(_left(until))
-        told, size = frames.receive_head(self._socket)
-        return told, frames.receive_payload(self._socket, size)
+        reply_kind, size = frames.receive_head(self._socket)
+        return reply_kind, frames.receive_payload(self._socket, size)
 
     @staticmethod
     def read(answer: tuple[int, bytearray]) -> bytearray:

@@ -13,8 +13,8 @@ FETCH     f64 seconds left (NaN: any), u32 parts, u32 0;  u32 rows by part (and 
                                                           key; u8 by key, 1: answered; names of the tiers
                                                           that were skipped, by commas
 PROMOTE   u32 table, u32 0; i64 keys                      nothing
-ASK       JSON: a name, and what goes with it             JSON
-FOLLOW    JSON: how the process stands with its models    JSON: the models it is to have
+ASK       JSON: a name, and its arguments             JSON
+FOLLOW    JSON: the state of the process's models    JSON: the models that it must open and serve
 ========  ==============================================  ==============================================
 
 Tables are identified by their number in HELLO. Rows are sent only for keys whose source is not 0. A key that
@@ -128,11 +128,11 @@ def most_keys(row_bytes: int) -> int:
 # -- fetch -----------------------------------------------------------------------------------------
 
 
-def fetch_request(asked: Sequence[tuple[int, KeyArray]], left_s: float | None) -> Pieces:
+def fetch_request(requests: Sequence[tuple[int, KeyArray]], left_s: float | None) -> Pieces:
     """Encode a fetch of the number of each part's table and its keys ``(n,)``."""
-    head = _FETCH.pack(math.nan if left_s is None else left_s, len(asked), 0)
-    sizes = np.array([(table, len(keys)) for table, keys in asked], np.uint32)
-    return [head, sizes, *(np.ascontiguousarray(keys) for _, keys in asked)]
+    head = _FETCH.pack(math.nan if left_s is None else left_s, len(requests), 0)
+    sizes = np.array([(table, len(keys)) for table, keys in requests], np.uint32)
+    return [head, sizes, *(np.ascontiguousarray(keys) for _, keys in requests)]
 
 
 def read_fetch(
@@ -183,23 +183,23 @@ def fetch_answer(parts: Sequence[Part], degraded: Sequence[str]) -> Pieces:
 
 
 def read_fetch_answer(
-    payload: bytearray, asked: Sequence[tuple[Part, Any]], degraded: list[str]
+    payload: bytearray, requests: Sequence[tuple[Part, Any]], degraded: list[str]
 ) -> list[Any]:
     """Copy the answer into each part at the requested positions (k,); return those still missing.
 
     Raises BadFrame."""
     reader = _PayloadReader(payload)
-    sizes = [len(positions) for _, positions in asked]
-    counts = reader.array(np.uint32, len(asked) + len(asked) % 2)[: len(asked)].tolist()
+    sizes = [len(positions) for _, positions in requests]
+    counts = reader.array(np.uint32, len(requests) + len(requests) % 2)[: len(requests)].tolist()
     versions = [reader.array(np.uint64, n) for n in sizes]
     rows = [
         reader.array(part.table.dtype, count * part.table.dim).reshape(count, part.table.dim)
-        for (part, _), count in zip(asked, counts, strict=True)
+        for (part, _), count in zip(requests, counts, strict=True)
     ]
     sources = [reader.array(np.uint8, n) for n in sizes]
     answered = [reader.array(np.bool_, n) for n in sizes]
     missing = []
-    for i, (part, positions) in enumerate(asked):
+    for i, (part, positions) in enumerate(requests):
         found = np.flatnonzero(sources[i])
         if len(found) != counts[i]:
             raise BadFrame("an answer with other rows than it says")

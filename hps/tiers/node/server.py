@@ -32,7 +32,7 @@ _ASK_AGAIN_S = 0.002
 _MOST_PATH = 107
 
 Answer = Callable[[Mapping[str, Any]], Any]
-"""Answers a question, given the asker's JSON object; what it returns must be ready for JSON."""
+"""Answers a question with a JSON object as argument; its result must be serializable as JSON."""
 
 
 class NodeServer:
@@ -160,29 +160,29 @@ class NodeServer:
             question = frames.read_json(payload)
             answer = self.answers.get(question["what"])
             if answer is None:
-                raise Unavailable(f"nobody answers {question['what']!r} here now")
+                raise Unavailable(f"no handler for {question['what']!r} is available now")
             return frames.as_json(answer(question))
         if kind == FrameKind.FOLLOW:
             return frames.as_json(self._followers.report(connection, frames.read_json(payload)))
         if kind == FrameKind.HELLO:
-            asked = frames.read_json(payload)
+            hello = frames.read_json(payload)
             tables = {(t.id, t.dim, t.dtype.str): t for t in self._tables()}
-            known[:] = [tables.get(tuple(each)) for each in asked["tables"]]
-            lacking = [i for i, table in enumerate(known) if table is None]
-            return frames.as_json({"protocol": frames.PROTOCOL, "lacking": lacking})
+            known[:] = [tables.get(tuple(each)) for each in hello["tables"]]
+            missing = [i for i, table in enumerate(known) if table is None]
+            return frames.as_json({"protocol": frames.PROTOCOL, "lacking": missing})
         raise frames.BadFrame(f"a frame of kind {kind}")
 
     def _fetch(self, parts: list[Part], left_s: float | None) -> Pieces:
         came = time.monotonic()
         ctx = FetchContext(None if left_s is None else came + left_s)
-        self._lane.submit(partial(self._ask, parts, ctx, came), ctx.deadline).result()
+        self._lane.submit(partial(self._fetch_misses, parts, ctx, came), ctx.deadline).result()
         for part in parts:
             # If defaults may be served instead, the client promotes the rows itself.
             if part.table.miss.kind == "wait" and len(found := part.source.nonzero()[0]):
                 self._promote(part.table, part.keys[found])
         return frames.fetch_answer(parts, ctx.degraded)
 
-    def _ask(self, parts: list[Part], ctx: FetchContext, came: float) -> None:
+    def _fetch_misses(self, parts: list[Part], ctx: FetchContext, came: float) -> None:
         if time.monotonic() - came > _ASK_AGAIN_S:
             self._caches.fetch(parts, ctx)
         if waiting := [part for part in parts if len(part.missing)]:
@@ -208,9 +208,9 @@ def private_folder(folder: Path) -> None:
         # A link of another user is as unsafe as a folder of another user.
         found, named = folder.stat(), folder.lstat()
     except OSError as error:
-        mend = "name a folder that can be, on a file system that is not read-only"
+        remedy = "name a folder that can be, on a file system that is not read-only"
         raise ConfigError(
-            f"server.runtime {folder} can't be made: {error.strerror}; {mend}"
+            f"server.runtime {folder} cannot be made: {error.strerror}; {remedy}"
         ) from None
     if {found.st_uid, named.st_uid} != {os.getuid()}:
         raise ConfigError(f"server.runtime {folder} belongs to another user; choose another folder")

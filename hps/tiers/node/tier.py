@@ -22,7 +22,7 @@ _INFO = TierInfo(NAME, Source.REMOTE, blocking=True)
 _ANSWER_BYTES = 8 << 20
 _PROMOTIONS_WAITING = 1_024
 _Way = tuple[NodeConnectionPool, int]
-"""Over which connections to ask for a table, and its number there."""
+"""The connections that serve a table, and its number there."""
 
 
 class NodeTier:
@@ -73,9 +73,9 @@ class NodeTier:
     ) -> None:
         numbers = {part.table: number for part, number in known}
         left: dict[int, list[IndexArray]] = {}
-        for asked in _portions([part for part, _ in known]):
-            answered = self._fetch(connections, numbers, asked, ctx)
-            for (part, _), missing in zip(asked, answered, strict=True):
+        for portion in _portions([part for part, _ in known]):
+            answered = self._fetch(connections, numbers, portion, ctx)
+            for (part, _), missing in zip(portion, answered, strict=True):
                 left.setdefault(id(part), []).append(missing)
         for part, _ in known:
             pieces = left[id(part)]
@@ -85,7 +85,7 @@ class NodeTier:
         self,
         connections: NodeConnectionPool,
         numbers: Mapping[EmbeddingTable, int],
-        asked: Sequence[tuple[Part, IndexArray]],
+        portion: Sequence[tuple[Part, IndexArray]],
         ctx: FetchContext,
     ) -> list[IndexArray]:
         left_s = None
@@ -93,11 +93,11 @@ class NodeTier:
             left_s = ctx.deadline - time.monotonic()
             if left_s <= 0:
                 raise TierTimeout(NAME, "the request's time is up")
-        keys = [(numbers[part.table], part.keys[positions]) for part, positions in asked]
+        keys = [(numbers[part.table], part.keys[positions]) for part, positions in portion]
         request = frames.fetch_request(keys, left_s)
         answer = connections.request(FrameKind.FETCH, request, ctx.deadline)
         try:
-            return frames.read_fetch_answer(answer, asked, ctx.degraded)
+            return frames.read_fetch_answer(answer, portion, ctx.degraded)
         except frames.BadFrame as error:
             raise TierError(NAME, str(error)) from None
 

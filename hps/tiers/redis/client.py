@@ -198,8 +198,8 @@ class RedisClient:
                 break
         failed = _failed(commands)
         if len(failed) == len(commands) and commands:
-            asked = {self._topology.known(command.slot) for command in failed}
-            if all(a in asked or self._nodes.problem(a) for a in self._topology.addresses()):
+            tried = {self._topology.known(command.slot) for command in failed}
+            if all(a in tried or self._nodes.problem(a) for a in self._topology.addresses()):
                 raise self.failure(failed[0])
 
     def _may_answer(self, command: RedisCommand, attempt: int) -> bool:

@@ -204,20 +204,20 @@ def translate_redis_error(error: Exception, address: Address) -> TierError:
     if isinstance(error, Late):
         return TierTimeout(NAME, f"{where}: no answer in time ({text})")
     if isinstance(error, AuthenticationError | AuthorizationError):
-        mend = "check tiers.redis.username, and password or password_file"
-        return TierError(NAME, f"{where} refuses this user ({text}); {mend}")
+        remedy = "check tiers.redis.username, and password or password_file"
+        return TierError(NAME, f"{where} refuses this user ({text}); {remedy}")
     if isinstance(error, NoPermissionError):
-        mend = "give it read and write commands, EVALSHA and SCRIPT on the keys hps*"
-        return TierError(NAME, f"{where}: this user may not do that ({text}); {mend}")
+        remedy = "give it read and write commands, EVALSHA and SCRIPT on the keys hps*"
+        return TierError(NAME, f"{where}: this user may not do that ({text}); {remedy}")
     if isinstance(error, OutOfMemoryError):
-        mend = "raise maxmemory, or set tiers.redis.overflow_margin"
-        return TierError(NAME, f"{where} is out of memory ({text}); {mend}")
+        remedy = "raise maxmemory, or set tiers.redis.overflow_margin"
+        return TierError(NAME, f"{where} is out of memory ({text}); {remedy}")
     if "CERTIFICATE" in text.upper():
-        mend = "renew the certificate, or set tiers.redis.tls.ca or server_name"
-        return TierError(NAME, f"{where}: its certificate is not trusted ({text}); {mend}")
+        remedy = "renew the certificate, or set tiers.redis.tls.ca or server_name"
+        return TierError(NAME, f"{where}: its certificate is not trusted ({text}); {remedy}")
     if isinstance(error, Lost):
-        mend = "see that it runs, or correct tiers.redis.addresses"
-        return TierError(NAME, f"{where} cannot be reached ({text}); {mend}")
+        remedy = "check that it runs, or correct tiers.redis.addresses"
+        return TierError(NAME, f"{where} cannot be reached ({text}); {remedy}")
     if isinstance(error, RedisError):
         code = getattr(error, "status_code", None)
         return TierError(NAME, f"{where}: {code} {text}" if code else f"{where}: {text}")

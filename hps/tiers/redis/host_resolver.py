@@ -37,7 +37,7 @@ class HostResolver:
     def __init__(self) -> None:
         self._workers = BoundedThreadPool(_AT_ONCE, _QUEUED, name="redis-names")
         self._found: dict[str, _ResolvedHost] = {}
-        self._asked: dict[str, Future[list[str]]] = {}
+        self._lookups: dict[str, Future[list[str]]] = {}
         self._lock = threading.Lock()
 
     def look_up(self, host: str, until: float) -> list[str]:
@@ -50,19 +50,19 @@ class HostResolver:
         found, now = self._found.get(host), time.monotonic()
         if found is not None and not found.doubted and now < found.at + _FRESH_S:
             return found.addresses
-        asked = self._ask(host)
+        lookup = self._look_up_async(host)
         if found is not None and not found.doubted:
             return found.addresses
         left = max(0.0, until - now) * (1.0 if found is None else _SHARE_FOR_NEW)
         try:
-            if asked is not None:
-                return asked.result(left)
+            if lookup is not None:
+                return lookup.result(left)
         except (TimeoutError, OSError) as error:
             if found is None and not isinstance(error, TimeoutError):
                 raise
         if found is not None:
             return found.addresses
-        raise Late(f"the name {host!r} was not looked up in time; see to the name server")
+        raise Late(f"the name {host!r} was not resolved in time; check the name server")
 
     def doubt(self, host: str) -> None:
         """Resolve again at the next use: these addresses did not answer, the name may have moved."""
@@ -74,17 +74,17 @@ class HostResolver:
         """Stop; does not wait for a lookup. Idempotent."""
         self._workers.close(0.0)
 
-    def _ask(self, host: str) -> Future[list[str]] | None:
+    def _look_up_async(self, host: str) -> Future[list[str]] | None:
         """Return the lookup in flight; None if too many are."""
         with self._lock:
-            asked = self._asked.get(host)
-            if asked is None:
+            lookup = self._lookups.get(host)
+            if lookup is None:
                 try:
-                    asked = self._workers.submit(lambda: self._resolve(host))
+                    lookup = self._workers.submit(lambda: self._resolve(host))
                 except Unavailable:
                     return None
-                self._asked[host] = asked
-        return asked
+                self._lookups[host] = lookup
+        return lookup
 
     def _resolve(self, host: str) -> list[str]:
         try:
@@ -94,7 +94,7 @@ class HostResolver:
             return addresses
         finally:
             with self._lock:
-                self._asked.pop(host, None)
+                self._lookups.pop(host, None)
 
 
 def _is_address(host: str) -> bool:

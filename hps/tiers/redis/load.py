@@ -65,6 +65,33 @@ class RedisLoadSource:
         return bool(self.mark) and iter(self.chunks) is not self.chunks
 
 
+class _PendingInserts:
+    """The inserts in flight of one load, oldest first. Not thread-safe.
+
+    ``store`` saves the progress (n,) of each partition, which is ``had`` at the start."""
+
+    def __init__(self, store: Callable[[Seen], None] | None, had: Seen) -> None:
+        self.inserted = 0
+        self._store = store
+        self._had = had
+        self._waiting: deque[tuple[Future[int], int, KeyArray]] = deque()
+
+    def add(self, future: Future[int], total: int, keys: KeyArray) -> None:
+        """``total``: rows up to the end of these, all chunks together."""
+        self._waiting.append((future, total, keys))
+
+    def keys(self) -> list[KeyArray]:
+        return [keys for _, _, keys in self._waiting]
+
+    def settle(self, most: int) -> None:
+        """Wait until at most ``most`` are in flight."""
+        while len(self._waiting) > most:
+            future, total, _ = self._waiting.popleft()
+            self.inserted += future.result()
+            if self._store is not None:
+                self._store(np.maximum(self._had, total))
+
+
 class RedisLoads:
     """Loads tables, and reloads rows that Redis lost. Thread-safe."""
 
@@ -89,39 +116,31 @@ class RedisLoads:
         # The next chunk is packed while the server processes the last one. Twice as many may wait: a new
         # thread has not taken its job yet.
         workers = BoundedThreadPool(_AT_ONCE, 2 * _AT_ONCE, name="redis-load")
-        waiting: deque[tuple[Future[int], int, KeyArray]] = deque()
-        inserted = total = 0
-        checked = False
-
-        def settle(most: int) -> None:
-            nonlocal inserted
-            while len(waiting) > most:
-                future, seen, _ = waiting.popleft()
-                inserted += future.result()
-                if source.name:
-                    _note(client, opened, source.name, np.maximum(had, seen))
+        store = partial(_note, client, opened, source.name) if source.name else None
+        pending = _PendingInserts(store, had)
+        total, checked = 0, False
 
         try:
             for total, keys, vectors in _pieces(source.chunks):
-                lacking = np.flatnonzero(had < total)
-                if len(lacking):
+                behind = np.flatnonzero(had < total)
+                if len(behind):
                     if not checked:
                         source.before()
                         checked = True
-                    if _repeat(keys, [sent for _, _, sent in waiting]):
-                        settle(0)  # an earlier row of a key must not overwrite a later one
-                    at = _chosen(opened, keys, source.share, lacking)
+                    if _repeat(keys, pending.keys()):
+                        pending.settle(0)  # an earlier row of a key must not overwrite a later one
+                    at = _chosen(opened, keys, source.share, behind)
                     rows = np.ascontiguousarray(vectors[at], table.dtype)
                     work = partial(self._insert, table, keys[at], rows, source.version)
-                    waiting.append((workers.submit(work), total, keys))
-                    settle(_AT_ONCE)
+                    pending.add(workers.submit(work), total, keys)
+                    pending.settle(_AT_ONCE)
                 progress(len(keys))
-            settle(0)
+            pending.settle(0)
         finally:
             workers.close()
         if source.name and source.share >= 1:
             self._done[opened] = source, total
-        return inserted
+        return pending.inserted
 
     def look(self) -> None:
         """Check whether completely loaded tables are still complete.
@@ -138,7 +157,7 @@ class RedisLoads:
                 with suppress(Unavailable):  # already in flight
                     self._again.submit(partial(self._repair, opened, source))
 
-    def may_lack(self, opened: RedisTable, *, sure: bool) -> bool:
+    def may_have_lost(self, opened: RedisTable, *, sure: bool) -> bool:
         """Return whether a missing row may be one that was loaded.
 
         ``sure``: nothing was lost since `look`."""

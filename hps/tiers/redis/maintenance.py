@@ -74,7 +74,7 @@ class RedisMaintenance:
         self._ttl_s = settings.ttl_s
         self._table_ttl_s = settings.table_ttl_s
         self._sweeps: dict[tuple[RedisTable, int], _Sweep] = {}
-        self._workers = BoundedThreadPool(1, 1, name=f"{NAME}-upkeep")
+        self._workers = BoundedThreadPool(1, 1, name=f"{NAME}-maintenance")
         self._also = also
         self._last = time.monotonic()
         self._losses = self._looked_after = 0
@@ -92,7 +92,7 @@ class RedisMaintenance:
 
     # -- too many ---------------------------------------------------------------------------------
 
-    def written(self, table: RedisTable, partition: int, rows: int, deadline: float) -> None:
+    def evict_overflow(self, table: RedisTable, partition: int, rows: int, deadline: float) -> None:
         """Evict the overflow after ``rows`` were written to a partition; a part of it, if it is large."""
         if self._margin is None:
             return
@@ -155,7 +155,7 @@ class RedisMaintenance:
 
     # -- too old ----------------------------------------------------------------------------------
 
-    def nudge(self) -> None:
+    def run_if_due(self) -> None:
         """Start the background work if it is due."""
         losses = self._client.losses
         every = _EVERY_S if losses == self._losses else _AFTER_LOSS_S
@@ -169,22 +169,22 @@ class RedisMaintenance:
             self._workers.submit(self._background)
 
     @property
-    def sure(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether no connection or server was lost since the last background work."""
         return self._client.losses == self._looked_after
 
     def _background(self) -> None:
         losses = self._client.losses
         try:
-            tables = [each for each in self._tables.opened() if each.looked_at]
-            self._tables.look_at(tables, self._client.deadline())
+            tables = [each for each in self._tables.opened() if each.checked_at]
+            self._tables.check_tables(tables, self._client.deadline())
             self._also()
             self._looked_after = losses
             for table in tables:
                 self.expire(table, _EVERY_S)
         except TierError as error:
             self._losses = -1  # run again as soon as it responds
-            log.debug("upkeep: %s", error)
+            log.debug("maintenance: %s", error)
 
     def expire(self, table: RedisTable, interval_s: float = math.inf) -> int:
         """Remove expired entries, and return their number.

@@ -31,7 +31,7 @@ class PartRead:
     oldest_row: int
     oldest_tombstone: int
     left: NDArray[np.bool_] = field(init=False)
-    """(n,) of the part's keys: which were asked for and not found."""
+    """(n,) of the part's keys: requested, and not found."""
     wrong_length: int = 0
     """The length of a value that is no row of this table; 0 when all were."""
 
@@ -86,8 +86,8 @@ def receive_rows(wire: RedisConnection, commands: Sequence[RedisCommand], deadli
     """Read the replies to HMGETs, whose ``about`` is `AskedKeys`, straight into their parts."""
     begin = end = 0
     for read, group in groupby(commands, lambda command: command.about.read):
-        asked = list(group)
-        replies = read.replies(asked)
+        requests = list(group)
+        replies = read.replies(requests)
         while True:
             try:
                 begin = replies.feed(wire.buffer, begin, end)
@@ -98,9 +98,9 @@ def receive_rows(wire: RedisConnection, commands: Sequence[RedisCommand], deadli
             begin, end = _room(wire, begin, end)
             wire.until(deadline)
             end += wire.receive(end)
-        _settle(wire, read, asked, replies)
+        _settle(wire, read, requests, replies)
     if begin != end:
-        raise Lost("Protocol error: more bytes than were asked for")
+        raise Lost("Protocol error: more bytes than expected")
 
 
 def _room(wire: RedisConnection, begin: int, end: int) -> tuple[int, int]:
@@ -114,10 +114,12 @@ def _room(wire: RedisConnection, begin: int, end: int) -> tuple[int, int]:
 
 
 def _settle(
-    wire: RedisConnection, read: PartRead, asked: Sequence[RedisCommand], replies: RowReplies
+    wire: RedisConnection, read: PartRead, requests: Sequence[RedisCommand], replies: RowReplies
 ) -> None:
-    owners = [c for command in asked for c in ([command, command] if command.asking else [command])]
-    for command in asked:
+    owners = [
+        c for command in requests for c in ([command, command] if command.asking else [command])
+    ]
+    for command in requests:
         command.reply = True
     for reply, message in replies.errors:
         owners[reply].reply = wire.parsed(message)

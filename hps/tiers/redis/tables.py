@@ -35,7 +35,7 @@ from hps.types import EmbeddingTable, KeyArray
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 5.0
-_LOOKED_AT = 8  # rows checked per partition, if there are no facts
+_SAMPLE_ROWS = 8  # rows checked per partition, if there are no facts
 _SCANNED = 1000
 _FIRST_FACT = "layout"
 _FLOORS = "floors"
@@ -50,7 +50,7 @@ class RedisTable:
     missing."""
 
     __slots__ = (
-        "entries", "facts_slot", "floors", "layout", "looked_at", "lost", "recorded", "refused", "slots",
+        "checked_at", "entries", "facts_slot", "floors", "layout", "lost", "recorded", "refused", "slots",
     )  # fmt: skip
 
     def __init__(self, layout: TableLayout, client: RedisClient) -> None:
@@ -63,7 +63,7 @@ class RedisTable:
         self.recorded = False
         self.floors = False
         self.lost = False
-        self.looked_at = 0.0
+        self.checked_at = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,27 +92,27 @@ class RedisTables:
     def ready(self, tables: Iterable[EmbeddingTable], deadline: float) -> list[RedisTable]:
         """Return the tables, checked before their first use.
 
-        Some may be refused, and some unchecked (``looked_at`` is 0) because the server with their facts
+        Some may be refused, and some unchecked (``checked_at`` is 0) because the server with their facts
         is unhealthy."""
         wanted = [self._table(table) for table in tables]
         now = time.monotonic()
         new = [
             each
             for each in dict.fromkeys(wanted)
-            if not each.looked_at or (each.refused and now > each.looked_at + _LOOK_AGAIN_S)
+            if not each.checked_at or (each.refused and now > each.checked_at + _LOOK_AGAIN_S)
         ]
         if new:
-            self.look_at(new, deadline)
+            self.check_tables(new, deadline)
         return wanted
 
     def usable(self, table: EmbeddingTable, deadline: float) -> RedisTable:
         """Return the table; raises TierMisfit if it is refused."""
         (found,) = self.ready([table], deadline)
-        if not found.looked_at:
+        if not found.checked_at:
             self._client.call(
                 found.layout.facts_key, "EXISTS", found.layout.facts_key
             )  # raises the reason
-            self.look_at([found], deadline)
+            self.check_tables([found], deadline)
         if found.refused:
             raise TierMisfit(NAME, found.refused)
         return found
@@ -129,11 +129,11 @@ class RedisTables:
                 found = self._open.setdefault(table, RedisTable(layout, self._client))
         return found
 
-    def look_at(self, tables: Sequence[RedisTable], deadline: float) -> None:
+    def check_tables(self, tables: Sequence[RedisTable], deadline: float) -> None:
         """Compare the tables' facts, or some of their rows if there are none; and count the entries.
 
         Tables on an unhealthy server of a cluster stay unchanged."""
-        unsure = [not t.looked_at or t.refused or not any(t.entries) for t in tables]
+        unsure = [not t.checked_at or t.refused or not any(t.entries) for t in tables]
         calls = [(t.layout.facts_key, ("HGETALL", t.layout.facts_key)) for t in tables]
         found = self._client.call_all(calls, deadline=deadline, partly=True)
         self.count(tables, deadline, partly=True)
@@ -147,7 +147,7 @@ class RedisTables:
                 _judge(table, _mismatch(table, facts))
             elif look:
                 _judge(table, self._refused_rows(table, deadline))
-            table.looked_at = time.monotonic()
+            table.checked_at = time.monotonic()
 
     def writable(self, table: EmbeddingTable, deadline: float) -> RedisTable:
         """Return the `usable` table after recording its facts; call it before writing rows."""
@@ -191,20 +191,20 @@ class RedisTables:
         """Return why some sampled rows do not fit the table; None if they do."""
         layout = table.layout
         calls: list[tuple[bytes, tuple[Any, ...]]] = [
-            (k, ("HSCAN", k, "0", "COUNT", _LOOKED_AT)) for k in layout.rows_keys
+            (k, ("HSCAN", k, "0", "COUNT", _SAMPLE_ROWS)) for k in layout.rows_keys
         ]
         beyond = TableLayout(layout.table, layout.layout, 2 * layout.partitions)
         calls += [(k, ("EXISTS", k)) for k in beyond.rows_keys[layout.partitions :]]
         replies = self._client.call_all(calls, deadline=deadline)
         keys, partitions, lengths = [], [], set()
         for partition, (_, fields) in enumerate(replies[: layout.partitions]):
-            some = fields[: 2 * _LOOKED_AT : 2]
+            some = fields[: 2 * _SAMPLE_ROWS : 2]
             if {len(name) for name in some} - {layout.key_bytes}:
                 found = next(len(name) for name in some if len(name) != layout.key_bytes)
                 return _refusal(table, "bytes per key", found, layout.key_bytes)
             keys += layout.keys(some).tolist()
             partitions += [partition] * len(some)
-            lengths |= {len(value) for value in fields[1 : 2 * _LOOKED_AT : 2]}
+            lengths |= {len(value) for value in fields[1 : 2 * _SAMPLE_ROWS : 2]}
         for at in np.flatnonzero(replies[layout.partitions :]).tolist():
             keys, partitions = [*keys, 0], [*partitions, layout.partitions + at]
         wrong = lengths - {layout.values.value_bytes} - ({9} if layout.values.versioned else set())
@@ -255,7 +255,7 @@ class RedisTables:
         for table in self.opened():
             known = table.layout.table
             if known.model == model and name in (None, known.name):
-                table.looked_at, table.refused = 0.0, None
+                table.checked_at, table.refused = 0.0, None
                 table.recorded = table.floors = False
                 table.entries = [0] * len(table.entries)
         return sum(unlinked)
@@ -297,12 +297,14 @@ def _mismatch(table: RedisTable, facts: dict[str, str]) -> str | None:
 
 def _refusal(table: RedisTable, what: str, found: Any, expected: Any) -> str:
     layout = table.layout
-    mend = "set tiers.redis.partitions to that" if what == "partitions" else "serve another version"
+    remedy = (
+        "set tiers.redis.partitions to that" if what == "partitions" else "serve another version"
+    )
     if layout.layout == "hps" and what != "partitions":
-        mend = "erase it there, or take another Redis"
+        remedy = "erase it there, or take another Redis"
     return (
         f"table {layout.table.id}: {what} in Redis: {found}, here: {expected} "
-        f"({layout.facts_key.decode()}); {mend}"
+        f"({layout.facts_key.decode()}); {remedy}"
     )
 
 

@@ -61,8 +61,8 @@ class RedisTier:
         self._client = RedisClient(settings, SCRIPTS)
         self._tables = RedisTables(self._client, settings)
         self._loads = RedisLoads(self, self._client)
-        self._upkeep = RedisMaintenance(self._client, self._tables, settings, self._loads.look)
-        self._writes = RedisWriter(self._client, self._tables, self._upkeep)
+        self._maintenance = RedisMaintenance(self._client, self._tables, settings, self._loads.look)
+        self._writes = RedisWriter(self._client, self._tables, self._maintenance)
         positions = RedisStreamPositions(self._client, self._tables)
         self.applied, self.identify = positions.applied, positions.identify
         self.restart, self.positions = positions.restart, positions.positions
@@ -80,26 +80,24 @@ class RedisTier:
     # -- reading ----------------------------------------------------------------------------------
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        """See `Tier`.
+        """See `Tier`. Keys of refused tables, or on an unhealthy server of a cluster, stay missing.
 
-        Refused tables stay missing, and so do keys on an unhealthy server of a cluster while another
-        one is healthy; ``ctx.degraded`` names the tier then, and also if rows are missing from a table
-        that lost some."""
+        ``ctx.degraded`` names the tier then, and also if a table that lost rows misses some."""
         for part in parts:
             check_part(part)
-        asked = [part for part in parts if len(part.missing)]
+        wanted = [part for part in parts if len(part.missing)]
         deadline = self._client.deadline()
         if ctx.deadline is not None:
             deadline = min(deadline, ctx.deadline)
-        opened = self._tables.ready((part.table for part in asked), deadline)
+        opened = self._tables.ready((part.table for part in wanted), deadline)
         reads: list[tuple[PartRead, RedisTable]] = []
         commands: list[RedisCommand] = []
         now = time.time()
-        for part, table in zip(asked, opened, strict=True):
-            if table.refused or not table.looked_at:
+        for part, table in zip(wanted, opened, strict=True):
+            if table.refused or not table.checked_at:
                 _degrade(ctx)
                 continue
-            oldest = self._upkeep.oldest_row(part.table), oldest_tombstone(part.table, now)
+            oldest = self._maintenance.oldest_row(part.table), oldest_tombstone(part.table, now)
             read = PartRead(part, table.layout, *oldest)
             reads.append((read, table))
             commands += _commands(read, table)
@@ -114,13 +112,15 @@ class RedisTier:
                 _degrade(ctx)
             positions = read.part.missing
             read.finish()
-            if len(read.part.missing) and self._loads.may_lack(table, sure=self._upkeep.sure):
+            if len(read.part.missing) and self._loads.may_have_lost(
+                table, sure=self._maintenance.is_current
+            ):
                 _degrade(ctx)
             self._note_use(table, read.part, positions)
-        self._upkeep.nudge()
+        self._maintenance.run_if_due()
 
     def _note_use(self, table: RedisTable, part: Part, positions: IndexArray) -> None:
-        mark = entry_stamp(self._upkeep.policy)
+        mark = entry_stamp(self._maintenance.policy)
         if not mark:
             return
         keys = part.keys[positions[part.source[positions] != 0]]
@@ -161,7 +161,7 @@ class RedisTier:
         In the ``hps`` layout only absent ones: a row written meanwhile may be newer, and has no version
         to tell."""
         check_rows(table, keys, vectors, versions)
-        at = np.flatnonzero(versions >= self._upkeep.oldest_row(table))
+        at = np.flatnonzero(versions >= self._maintenance.oldest_row(table))
         only: Only | None = "absent" if self.layout == "hps" else None
         self._writes.write(table, keys[at], vectors[at], versions[at], only=only, partly=True)
 
@@ -231,7 +231,7 @@ class RedisTier:
 
     def rows(self, table: EmbeddingTable) -> int:
         """Entries at the last count, with tombstones; refreshed in the background. Never waits."""
-        self._upkeep.nudge()
+        self._maintenance.run_if_due()
         return self._tables.entries(table)
 
     def usage(self, table: EmbeddingTable) -> RedisTableUsage:
@@ -254,7 +254,7 @@ class RedisTier:
         """Yield all rows, unordered, about ``count`` at a time: keys (n,), vectors (n, dim), versions (n,).
 
         Without tombstones. A row that exists all the time comes at least once, perhaps more often."""
-        oldest = self._upkeep.oldest_row(table)
+        oldest = self._maintenance.oldest_row(table)
         for keys, stored in self._entries(table, count):
             fresh = np.flatnonzero(stored.versions >= oldest)
             if len(fresh):
@@ -295,13 +295,13 @@ class RedisTier:
 
     def expire(self, table: EmbeddingTable) -> int:
         """Remove all expired rows and tombstones now, and return their number."""
-        return self._upkeep.expire(self._tables.usable(table, self._client.deadline()))
+        return self._maintenance.expire(self._tables.usable(table, self._client.deadline()))
 
     def close(self) -> None:
         """Idempotent."""
         self._touches.close(1.0)
         self._loads.close()
-        self._upkeep.close()
+        self._maintenance.close()
         self._client.close()
 
 

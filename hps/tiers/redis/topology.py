@@ -29,7 +29,7 @@ class RedisTopology(Protocol):
 
     fixed: bool
     away: Away
-    """Truthy for a server that is asked last, because it is known to be away."""
+    """Truthy for a server to be queried last, because it is known to be down."""
 
     def address(self, slot: int, deadline: float) -> Address:
         """Return the address of ``slot``; asks the servers if it is unknown."""
@@ -125,7 +125,7 @@ class _QueriedTopology:
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise Late("the topology is not known yet")
         try:
-            if epoch != self._epoch:  # another thread has just asked
+            if epoch != self._epoch:  # another thread has just queried
                 return
             failure: Exception = Lost("no server to ask")
             for address in self._candidates():
@@ -246,7 +246,7 @@ class RedisClusterTopology(_QueriedTopology):
         self._slots, self._nodes = slots, list(nodes)
 
 
-def _node(server: Sequence[Any], asked: Address) -> Address:
-    """Return a node's address; a node without a name is the one that was asked."""
+def _node(server: Sequence[Any], queried: Address) -> Address:
+    """Return a node's address; a node without a name is the one that was queried."""
     host = server[0].decode() if server[0] else ""
-    return (host if host and host != "?" else asked[0]), int(server[1])
+    return (host if host and host != "?" else queried[0]), int(server[1])

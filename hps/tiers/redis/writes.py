@@ -39,10 +39,12 @@ Slice = tuple[int, KeyArray, NDArray[np.void]]
 class RedisWriter:
     """Writes rows and positions. Thread-safe. Raises TierError; then some rows may have been written."""
 
-    def __init__(self, client: RedisClient, tables: RedisTables, upkeep: RedisMaintenance) -> None:
+    def __init__(
+        self, client: RedisClient, tables: RedisTables, maintenance: RedisMaintenance
+    ) -> None:
         self._client = client
         self._tables = tables
-        self._upkeep = upkeep
+        self._maintenance = maintenance
 
     def write(
         self,
@@ -66,7 +68,7 @@ class RedisWriter:
             some = at[start : start + _BLOCK]
             slices = _slices(opened.layout, keys[some], vectors, versions, some)
             self._run(opened, slices, only=only, partly=partly)
-        self._upkeep.nudge()
+        self._maintenance.run_if_due()
 
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Remove rows and tombstones, leaving no tombstone."""
@@ -91,8 +93,7 @@ class RedisWriter:
     ) -> None:
         """See `RedisTier.apply`.
 
-        Each partition stores the positions together with the last of its rows, and after all others
-        were acknowledged."""
+        Each partition stores the positions with the last of its rows, after all others are acknowledged."""
         opened = self._tables.writable(table, self._client.deadline())
         layout, rows_given = opened.layout, len(changes.keys)
         keys = np.concatenate([changes.keys, changes.deleted])
@@ -123,7 +124,7 @@ class RedisWriter:
             last[each[0]] = each
         self._run_in_blocks(opened, early)
         self._run(opened, last.values(), positions=positions)
-        self._upkeep.nudge()
+        self._maintenance.run_if_due()
 
     def _run_in_blocks(
         self, opened: RedisTable, slices: Sequence[Slice], only: Only | None = None
@@ -159,7 +160,7 @@ class RedisWriter:
             opened.entries[partition] = command.reply
             written[partition] = written.get(partition, 0) + rows
         for partition, rows in written.items():
-            self._upkeep.written(opened, partition, rows, deadline)
+            self._maintenance.evict_overflow(opened, partition, rows, deadline)
         if failed is not None:
             raise self._client.failure(failed)
 
@@ -173,7 +174,7 @@ class RedisWriter:
             for p in positions
         ]
         return WriteScriptArguments(
-            flags, oldest, entry_stamp(self._upkeep.policy), noted, opened.floors
+            flags, oldest, entry_stamp(self._maintenance.policy), noted, opened.floors
         )
 
 

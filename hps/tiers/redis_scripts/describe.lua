@@ -1,4 +1,4 @@
--- Records how a table is kept, unless that is recorded already; returns all that the hash holds.
+-- Records a table's facts unless they are recorded already; returns the whole hash.
 --
 -- KEYS: the table's hash of facts. ARGV: pairs of name and value.
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then redis.call('HSET', KEYS[1], unpack(ARGV)) end

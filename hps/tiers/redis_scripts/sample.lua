@@ -1,4 +1,4 @@
--- The stamps of some entries of one partition, drawn at random; '' where there is none.
+-- The stamps of some entries of one partition, drawn at random; '' if there is none.
 --
 -- KEYS: the hashes of rows, of stamps. ARGV: how many.
 local fields = redis.call('HRANDFIELD', KEYS[1], ARGV[1])

@@ -1,14 +1,14 @@
--- Removes entries of one partition, looking at a bounded number of them: those whose time is over, and
--- up to a number of those that were used least.
+-- Removes expired entries of one partition, and up to a number of the least used ones. Scans a bounded
+-- number of entries.
 --
 -- KEYS: the hashes of rows, of stamps; the floors, when they are kept.
--- ARGV: 1 the cursor, 2 how many entries to look at
+-- ARGV: 1 the cursor, 2 the number of entries to scan
 --       3 'v' when values begin with a version
---       4 the version below which a row, 5 below which a tombstone is too old, u64 little-endian
---       6 how many further entries may go
---       7 how stamps read: '' any entry goes, 'n' a count of uses, 't' seconds as i64 little-endian
---       8 the highest stamp that goes; an entry without a stamp has 0.
--- Counts of uses of what stays are halved, so that what was popular once does not stay for ever.
+--       4 the version below which a row, 5 below which a tombstone is expired, u64 little-endian
+--       6 the number of further entries to evict
+--       7 the format of stamps: '' evicts any entry, 'n' a count of uses, 't' seconds as i64 little-endian
+--       8 the highest stamp that is evicted; an entry without a stamp has 0.
+-- Use counts of the remaining entries are halved, so that once popular entries do not stay for ever.
 -- Returns the next cursor, the number removed and the number of entries left.
 local v, t = KEYS[1], KEYS[2]
 local versioned, row, tombstone = ARGV[3] == 'v', ARGV[4], ARGV[5]

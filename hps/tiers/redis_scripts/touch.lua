@@ -1,8 +1,8 @@
--- Notes that entries of one partition were used.
+-- Records the use of entries of one partition.
 --
 -- KEYS: the hashes of rows, of stamps.
 -- ARGV: 1 the stamp, 'n' to count uses, else the bytes to keep; then keys.
--- Returns how many of the entries were there.
+-- Returns the number of entries that exist.
 local v, t, stamp = KEYS[1], KEYS[2], ARGV[1]
 local n = 0
 for i = 2, #ARGV do

@@ -1,11 +1,11 @@
--- Begins the scripts that compare versions.
+-- Common head of the scripts that compare versions.
 --
--- Of entries that were evicted the versions are remembered, roughly: the floors of a partition are a string
--- that holds for each bucket of its keys the highest version evicted, then the highest of all, each a u64
--- little-endian, then one byte. What is written to a key that is not there, and is older than its floor, may
--- be older than the row that was: it is not taken. A floor counts as long as a tombstone of its version.
+-- The versions of evicted entries are kept approximately: the floors of a partition are a string that holds
+-- for each bucket of its keys the highest version evicted, then the highest of all, each a u64 little-endian,
+-- then one byte. A write to an absent key that is older than its floor may be older than the evicted row: it
+-- is dropped. A floor expires like a tombstone of its version.
 
--- Lua's numbers hold 53 bits and its strings are compared by locale: a version is two halves.
+-- Lua's numbers hold 53 bits and its strings are compared by locale: so a version is compared as two halves.
 local function is_older(a, b)
   local a_low, a_high = struct.unpack('<I4I4', a)
   local b_low, b_high = struct.unpack('<I4I4', b)

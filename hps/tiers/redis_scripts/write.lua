@@ -1,13 +1,13 @@
--- Writes rows into one partition of a table, under the version rule and all at once.
+-- Writes rows into one partition of a table, under the version rule, atomically.
 --
--- KEYS: the hash of rows; of stamps, when there is one; the floors, when they are kept; the hash of stream
--- positions, when there are any, and with versions, whose highest ever written lies there too: what is not
--- older than that is written without a look at what it replaces, which costs more than all the rest.
+-- KEYS: the hash of rows; of stamps, if there is one; the floors, if they are kept; the hash of stream
+-- positions, if there are any, and with versions: it also holds the highest version ever written. A row that
+-- is not older than that is written without reading the row that it replaces, which costs more than the rest.
 -- ARGV: 1 'v' when values begin with a version, 'r' when only resident rows are written, 'a' when only
 --       absent ones are, 'f' when floors are kept
---       2 the version below which a tombstone is forgotten, u64 little-endian
+--       2 the version below which a tombstone is expired, u64 little-endian
 --       3 the stamp of an entry that is used now: '' for none, 'n' to count uses, else the bytes to keep
---       4, 5 the lowest and the highest version of the values, u64 little-endian; '' where there are none
+--       4, 5 the lowest and the highest version of the values, u64 little-endian; '' if there are none
 --       6 how many stream positions follow, as field, offset and the offset that must have been reached
 --       then pairs of key and value.
 -- Returns the number of entries after it.
@@ -31,7 +31,7 @@ local function is_below_floor(key, value)
   return is_older(value, floor) and not is_older(floor, ARGV[2])
 end
 
--- Of rows that were there before it was kept, the highest is unknown: then nothing is newer.
+-- The highest version of rows from before it was kept is unknown: then no row counts as newer.
 local mark
 if versioned and highest ~= '' then
   mark = redis.call('HGET', o, 'highest')
@@ -45,10 +45,10 @@ end
 
 local put, from, m = {}, 1, 0
 if resident or absent or (mark and is_older(lowest, mark)) then
-  local look_at_all = resident or absent
+  local read_all = resident or absent
   local fields, at, n = {}, {}, 0
   for i = first, #ARGV, 2 do
-    if look_at_all or is_older(ARGV[i + 1], mark) then
+    if read_all or is_older(ARGV[i + 1], mark) then
       n = n + 1
       fields[n], at[n] = ARGV[i], i + 1
     else

@@ -31,7 +31,7 @@ from hps.tiers.rocksdb.errors import (
     translate_rocksdb_error,
 )
 
-_MEND = "Free some, or name a folder on another disk; the database itself is as it was"
+_REMEDY = "Free some, or name a folder on another disk; the database itself is as it was"
 _TABLE_FILES = {".sst", ".blob"}
 
 
@@ -50,7 +50,7 @@ def checkpoint(database: RocksDbDatabase, folder: Path) -> None:
         except Exception as error:
             shutil.rmtree(part, ignore_errors=True)
             if is_full(error):
-                raise full_disk(folder, 0, str(error), _MEND) from error
+                raise full_disk(folder, 0, str(error), _REMEDY) from error
             if isinstance(error, OSError):
                 raise translate_rocksdb_error(error, folder) from error
             raise
@@ -127,7 +127,7 @@ def _refuse_contents(folder: Path, what: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TierError(
             NAME,
-            f"{folder} is not an empty folder; {what} is never put over what is there: name another "
+            f"{folder} is not an empty folder; {what} never overwrites existing files: name another "
             "one, or move this one away",
         )
 

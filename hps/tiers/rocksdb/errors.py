@@ -74,7 +74,7 @@ def is_full(error: BaseException) -> bool:
 
 
 _REMEDY = (
-    "Free some, or move tiers.rocksdb.path to a larger disk; rows are still served, and writing goes on by "
+    "Free some, or move tiers.rocksdb.path to a larger disk; rows are still served, and writes resume by "
     "itself within seconds once there is space"
 )
 
@@ -109,9 +109,9 @@ def _lock_owner(path: Path) -> str:
         return "another process"
     try:
         layout = "hhqqi4x"
-        asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        request = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         _kind, _whence, _start, _len, pid = struct.unpack(
-            layout, fcntl.fcntl(fd, fcntl.F_GETLK, asked)
+            layout, fcntl.fcntl(fd, fcntl.F_GETLK, request)
         )
     except (OSError, struct.error):
         return "another process"

@@ -155,7 +155,7 @@ def loaded_until(found: LoadRecord | None, record: LoadRecord, family: Rdict) ->
     if not last.valid():
         last.status()
         return -1
-    log.info("a load of %d rows that was interrupted goes on", record.rows)
+    log.info("continuing an interrupted load of %d rows", record.rows)
     return int.from_bytes(last.key(), "big")
 
 

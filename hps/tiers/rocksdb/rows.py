@@ -101,7 +101,7 @@ class VersionedRows:
     def tombstones(self, family: TableFamily) -> Iterator[tuple[KeyArray, VersionArray]]:
         """Yield keys (n,) and versions (n,) of every unexpired tombstone."""
         for keys, stored in self._entries(family, None):
-            live = self.remembered(family.table, stored.tombstone_versions)
+            live = self.unexpired(family.table, stored.tombstone_versions)
             if live.any():
                 yield keys[stored.tombstone_at[live]], stored.tombstone_versions[live]
 
@@ -128,7 +128,7 @@ class VersionedRows:
             except Exception as error:
                 self._database.pass_over(error, family.table.id)
 
-    def remembered(self, table: EmbeddingTable, versions: VersionArray) -> NDArray[np.bool_]:
+    def unexpired(self, table: EmbeddingTable, versions: VersionArray) -> NDArray[np.bool_]:
         """Return which tombstones are not older than the table's ``tombstone_ttl_s``."""
         return versions >= np.uint64(oldest_tombstone(table, self._clock()))
 
@@ -189,21 +189,21 @@ class VersionedRows:
         mask = np.zeros(len(code), bool)
         if not resident_only:
             mask = family.marks.surpassed(code, versions)
-        asked = np.flatnonzero(~mask)
-        if len(asked):
+        unsure = np.flatnonzero(~mask)
+        if len(unsure):
             # An unreadable row must not block a new one.
-            stored, _ = self.read(family, code[asked])
-            live = self.remembered(family.table, stored.tombstone_versions)
+            stored, _ = self.read(family, code[unsure])
+            live = self.unexpired(family.table, stored.tombstone_versions)
             tombstone_at = stored.tombstone_at[live]
-            known = np.zeros(len(asked), np.uint64)
+            known = np.zeros(len(unsure), np.uint64)
             known[stored.at] = stored.versions
             known[tombstone_at] = stored.tombstone_versions[live]
-            mask[asked] = versions[asked] >= known
+            mask[unsure] = versions[unsure] >= known
             if resident_only:
-                resident = np.zeros(len(asked), bool)
+                resident = np.zeros(len(unsure), bool)
                 resident[stored.at] = True
                 resident[tombstone_at] = True
-                mask[asked] &= resident
+                mask[unsure] &= resident
         return mask
 
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:

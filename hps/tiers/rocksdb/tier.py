@@ -183,19 +183,15 @@ class RocksDbTier:
         database = self._database
         with database.errors():
             database.writable(record.rows * database.family(table).codec.value_bytes)
-            with database.lock:
-                family = database.family(table)
-                since = -1
-                if self._layout == "native" and not family.streamed:
-                    since = loaded_until(database.records.get(family.name), record, family.data)
-                database.records.put(family.name, record.started())
-                family.streamed = False
-                family.dirty = True
-                if self._layout == "native" and since < 0:
-                    database.clear(family)
+            family, loaded_code = self._begin_load(table, record)
             # Without the lock: other tables may be written to meanwhile.
             job = BulkLoad(
-                self.path, database.options, family.codec, record.version, database.lock, since
+                self.path,
+                database.options,
+                family.codec,
+                record.version,
+                database.lock,
+                loaded_code,
             )
             try:
                 rows = job.run(chunks, record.rows, family.data, family.handle, progress)
@@ -206,6 +202,22 @@ class RocksDbTier:
             family.marks.renew()
             database.acknowledge()
             return done
+
+    def _begin_load(self, table: EmbeddingTable, record: LoadRecord) -> tuple[TableFamily, int]:
+        """Record the load as incomplete; return the code up to which a killed load got, or -1."""
+        database = self._database
+        with database.lock:
+            family = database.family(table)
+            loaded_code = -1
+            if self._layout == "native" and not family.streamed:
+                known = database.records.get(family.name)
+                loaded_code = loaded_until(known, record, family.data)
+            database.records.put(family.name, record.started())
+            family.streamed = False
+            family.dirty = True
+            if self._layout == "native" and loaded_code < 0:
+                database.clear(family)
+        return family, loaded_code
 
     def flush(self) -> None:
         """Write everything so far into table files.
@@ -321,7 +333,7 @@ class RocksDbTier:
         part.source[found] = Source.ROCKSDB
         if not len(stored.tombstone_at):
             return at, whole
-        live = self._rows.remembered(part.table, stored.tombstone_versions)
+        live = self._rows.unexpired(part.table, stored.tombstone_versions)
         dead = order[stored.tombstone_at[live]]
         part.versions[part.missing[dead]] = stored.tombstone_versions[live]
         return np.concatenate([at, dead]), whole
@@ -370,13 +382,13 @@ class RocksDbTier:
         """See `hps.tiers.positions.PositionedStore`. Reads only keys whose high-water mark reaches
         ``at_least``."""
         versions = np.zeros(len(keys), np.uint64)
-        asked = np.arange(len(keys))
+        positions = np.arange(len(keys))
         if at_least and self.access == "primary":
-            asked = self._rows.reaching(table, keys, at_least)
-        if len(asked):
-            part = Part.make(table, keys[asked])
+            positions = self._rows.reaching(table, keys, at_least)
+        if len(positions):
+            part = Part.make(table, keys[positions])
             self.fetch([part], FetchContext())
-            versions[asked] = part.versions
+            versions[positions] = part.versions
         return versions
 
     def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:

@@ -69,7 +69,7 @@ def test_an_undecided_probe_makes_room_for_the_next(breaker, clock):
     assert breaker.admit() is None
 
 
-def test_outcomes_of_calls_from_before_a_change_do_not_count(breaker, clock):
+def test_outcomes_of_calls_before_a_state_change_are_ignored(breaker, clock):
     early = [breaker.admit() for _ in range(3)]
     fail(breaker, 3)
     breaker.succeeded(early[0])

@@ -32,7 +32,7 @@ def test_everything_fits_and_no_more():
     assert plan_capacity(ROWS, capacity_bytes=1 << 40) == ROWS
 
 
-def test_stated_rows_come_first():
+def test_stated_rows_take_precedence():
     plan = plan_capacity(ROWS, capacity_bytes=10 << 20, rows={LARGE: 50_000, SMALL: 0})
     assert plan[LARGE] == 50_000
     assert plan[SMALL] == 0
@@ -41,7 +41,7 @@ def test_stated_rows_come_first():
     assert plan_capacity(ROWS, capacity_bytes=1_000, rows={LARGE: 50_000})[HALF] == 0
 
 
-def test_an_empty_table_gets_room_for_rows_to_come():
+def test_empty_table_gets_capacity_for_later_rows():
     empty = {SMALL: 0}
     planned = EMPTY_TABLE_ROWS
     assert plan_capacity(empty, capacity_bytes=1 << 20) == {SMALL: planned}
@@ -90,7 +90,7 @@ def test_a_cache_planned_whole_holds_the_whole_table(rows):
     assert cache.stats(table).evictions == rows - cache.size(table)
 
 
-def test_slot_bytes_are_what_a_cache_takes():
+def test_slot_bytes_match_cache_size():
     for table in ROWS:
         for rows in (1, 7, 1600, 12_345):
             taken = CpuCache({table: rows}).stats(table).bytes

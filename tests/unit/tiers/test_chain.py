@@ -62,7 +62,7 @@ def insert(tier, table, *keys):
     tier.insert(table, np.array(keys), rows, versions.astype(np.uint64))
 
 
-def test_each_tier_is_asked_for_what_those_above_lack(tiers, log):
+def test_each_tier_gets_misses_of_those_above(tiers, log):
     insert(tiers[0], TABLE, 1, 2)
     insert(tiers[1], TABLE, 2, 3)
     insert(tiers[1], OTHER, 7)

@@ -86,7 +86,7 @@ def test_all_open_a_version_before_any_serves_it(node):
     assert [each[:2] for each in first.told["serve"]] == [("words", 2), ("clicks", 1)]
 
 
-def test_what_a_process_may_be_on_is_not_let_go_of(node):
+def test_version_that_a_process_may_use_is_kept(node):
     process = Process(node)  # it has been told of the version, and may be opening it now
     thread, _ = started(node)
     process.obey()
@@ -105,7 +105,7 @@ def test_what_a_process_may_be_on_is_not_let_go_of(node):
     assert not node.uses(other)
 
 
-def test_a_version_that_comes_back_is_another(node):
+def test_reloaded_version_gets_new_token(node):
     process = Process(node)
     process.obey()
     first = node._served["words"]

@@ -104,7 +104,7 @@ def test_arrays_that_do_not_fit_are_named(cache, table, keys, out):
         cache.gather([(table, keys, out)])
 
 
-def test_the_first_tier_of_a_chain_is_asked(cache, table):
+def test_fused_lookup_of_chain_is_that_of_first_tier(cache, table):
     store = MemoryTier()
     assert fused_lookup_of(cache) is cache
     assert fused_lookup_of(TierChain([cache, store])) is cache
@@ -120,7 +120,7 @@ def pooled(cache, table, keys, **options):
     return cache.gather([], [bags]), bags
 
 
-def test_bags_are_pooled_beside_rows(cache, table):
+def test_bags_and_rows_in_one_gather(cache, table):
     out = np.empty((1, 3), np.float32)
     bags = Bags(table, np.array([1, 2, 3, 4]), np.empty((2, 3), np.float32))
     assert cache.gather([(table, np.array([7]), out)], [bags])
@@ -129,7 +129,7 @@ def test_bags_are_pooled_beside_rows(cache, table):
     assert bags.missing is None
 
 
-def test_what_bags_lack_is_listed_and_completed(cache, table):
+def test_missing_keys_of_bags_are_listed_and_completed(cache, table):
     found, bags = pooled(cache, table, [1, -9, 3, 4], divisors=np.array([2, 2], np.float32))
     assert found
     assert bags.missing.tolist() == [1]

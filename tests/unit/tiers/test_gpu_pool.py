@@ -69,7 +69,7 @@ def test_sums_of_negative_zeros_keep_their_sign():
     assert np.signbit(ask.out.get()).all()
 
 
-def test_all_tables_at_once_keys_on_either_side():
+def test_fetch_of_all_tables_with_keys_on_host_or_device():
     cache = GpuCache({})
     rng, asks = np.random.default_rng(3), []
     for i, dim in enumerate(range(2, 42)):
@@ -85,7 +85,7 @@ def test_all_tables_at_once_keys_on_either_side():
         assert ask.out.get().tobytes() == expected.tobytes()
 
 
-def test_a_key_without_a_row_is_told():
+def test_key_without_row_is_reported():
     cache = GpuCache({})
     table = filled(cache, 8)
     for missing in (HELD + 7, 0):

@@ -132,7 +132,7 @@ def made(request):
 
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("staged", [False, True])
-def test_rows_come_to_their_places(made, tables, share, staged, monkeypatch):
+def test_rows_are_scattered_to_their_positions(made, tables, share, staged, monkeypatch):
     if staged:
         monkeypatch.setattr(staging, "IN_PLACE", 0)
     refilled, fetch, stream = made

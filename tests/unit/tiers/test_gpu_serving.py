@@ -120,7 +120,7 @@ class Once(MemoryTier):
         super().fetch(parts, ctx)
 
 
-def test_the_bridge_asks_once_for_a_key_that_repeats():
+def test_bridge_fetches_repeated_key_once():
     cp, rng = cupy(), np.random.default_rng(1)
     tables = [EmbeddingTable.make(f"t{i}", d) for i, d in enumerate((4, 3, 64))]
     below = Once(TierInfo("cpu", Source.CPU, cache=True))
@@ -173,7 +173,7 @@ def test_the_hosts_view_of_a_cache():
     replicas.close()
 
 
-def test_a_plan_takes_what_it_says():
+def test_plan_takes_stated_bytes():
     cp = cupy()
     pool_before = cp.get_default_memory_pool().used_bytes()
     tables = {EmbeddingTable.make(f"t{d}", d): GpuTableRequest(200_000) for d in (3, 32, 64)}

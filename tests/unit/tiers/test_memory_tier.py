@@ -20,7 +20,7 @@ def missing(tier):
     return part.missing.tolist()
 
 
-def test_tombstones_are_forgotten_by_the_clock():
+def test_tombstones_expire_by_clock():
     now = [5_000.0]
     tier = MemoryTier(clock=lambda: now[0])
     versions = np.full(2, make_version(5_000_000), np.uint64)
@@ -48,7 +48,7 @@ def test_oldest_tombstone(ttl_s, unix_s, oldest):
     assert oldest_tombstone(table, unix_s) == oldest
 
 
-def test_tables_are_told_apart_by_identity():
+def test_tables_are_distinguished_by_identity():
     tier, twin = MemoryTier(), EmbeddingTable.make("items", 2)
     tier.insert(TABLE, KEYS, ROWS, np.zeros(2, np.uint64))
     assert (tier.size(TABLE), tier.size(twin)) == (2, 0)
@@ -92,6 +92,6 @@ def test_arrays_that_fit_pass():
         (ROWS.tolist(), "got a list, not a NumPy array; convert it with np.asarray"),
     ],
 )
-def test_the_message_says_what_is_wrong_and_the_mend(vectors, message):
+def test_message_names_cause_and_remedy(vectors, message):
     with pytest.raises(BadRequest, match=message):
         check_rows(TABLE, KEYS, vectors, np.zeros(2, np.uint64))

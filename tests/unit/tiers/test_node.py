@@ -136,7 +136,7 @@ def test_what_did_not_wait_is_promoted_when_the_asker_says_so(ends):
     until(lambda: ends.promoted == [("quick", [4, 9])])
 
 
-def test_a_promotion_that_nobody_takes_is_counted(ends):
+def test_dropped_promotion_is_counted(ends):
     ends.server.close()
     ends.tier.promote(QUICK, np.array([4, 9]))
     until(lambda: ends.dropped == [2])
@@ -226,7 +226,7 @@ def test_a_node_that_serves_other_tables_now_says_so(ends):
         ends.fetch(ITEMS, [1])
 
 
-def test_behind_a_guard_a_node_that_is_gone_degrades(ends):
+def test_guarded_node_that_ended_degrades_answer(ends):
     guarded = GuardedTier(ends.tier, 5.0, 1, 60.0)
     ends.server.close()
     part, ctx = Part.make(ITEMS, np.array([1])), FetchContext()
@@ -250,7 +250,7 @@ class Slow(MemoryTier):
         super().fetch(parts, ctx)
 
 
-def test_what_the_node_skipped_is_told(folder):
+def test_tiers_skipped_by_node_are_reported(folder):
     slow = Slow()
     slow.go.set()
     ends, ctx = Ends(folder, slow), FetchContext()
@@ -301,7 +301,7 @@ def test_an_overloaded_node_refuses(folder):
 
 def test_questions_are_answered_by_name(ends):
     assert ends.connections.ask("sum", of=[1, 2]) == 3
-    with pytest.raises(Unavailable, match="nobody answers 'age'"):
+    with pytest.raises(Unavailable, match="no handler for 'age'"):
         ends.connections.ask("age")
 
 

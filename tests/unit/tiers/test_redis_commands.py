@@ -33,7 +33,7 @@ RAN = "ERR Error running script (call to f_c2ea): @user_script:87: @user_script:
         (RAN + "bad argument #1 to 'unpack'", ResponseError, "Error running script"),
     ],
 )  # fmt: skip
-def test_what_a_command_in_a_script_met_is_told_apart(message, kind, text):
+def test_errors_of_commands_in_scripts_are_distinguished(message, kind, text):
     """As Redis 6 and as Redis 7 word it."""
     command = RedisCommand(0, b"")
     read_replies(Refusing(message), [command], 0.0)

@@ -104,7 +104,7 @@ def test_reads_as_hps_packs_them():
     assert list(wide.reads(keys_of())) == []
 
 
-def test_reads_come_in_slices():
+def test_reads_are_sliced():
     layout = TableLayout(EmbeddingTable.make("t", 2), "native", 2)
     keys = np.arange(3 * READ_SLICE)
     reads = list(layout.reads(keys))
@@ -124,7 +124,7 @@ def test_the_native_layout_keeps_narrow_keys_in_8_bytes():
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("native", 64), ("hps", 64), ("hps", 32)])
-def test_fields_become_keys_again(kind, bits):
+def test_fields_decode_to_keys(kind, bits):
     layout = TableLayout(EmbeddingTable.make("t", 2, key_bits=bits), kind, 8)
     keys = keys_of(0, 1, 2**31, 2**32 - 1) if bits == 32 else keys_of(0, -1, -(2**63), 2**63 - 1)
     fields = [each.tobytes() for each in layout.stored_keys(keys)]

@@ -101,9 +101,9 @@ def test_an_error_is_its_commands_reply():
 
 
 @pytest.mark.parametrize("extra", [b"+OK\r\n", b"x"])
-def test_more_than_was_asked_for_ends_the_connection(extra):
+def test_excess_reply_bytes_close_connection(extra):
     _, commands = asked(2, (0,))
-    with pytest.raises(Lost, match="more bytes than were asked for"):
+    with pytest.raises(Lost, match="more bytes than expected"):
         receive_rows(Told(reply((5, [1, 2])) + extra), commands, 0.0)
 
 

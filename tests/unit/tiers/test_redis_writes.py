@@ -64,7 +64,7 @@ def apply(kind, upserts, deletions=0, recording=None):
     try:
         writes.apply(TABLE, changes, POSITIONS)
     finally:
-        writes._upkeep.close()
+        writes._maintenance.close()
     return recording.runs
 
 

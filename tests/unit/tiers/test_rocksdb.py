@@ -160,7 +160,7 @@ class TestRestart:
         assert fetch(tier, items, KEYS[1:2]).source.tolist() == [Source.DEFAULT]
         tier.close()
 
-    def test_a_tombstone_is_forgotten_after_its_time(self, tmp_path):
+    def test_tombstone_expires_after_ttl(self, tmp_path):
         clock = [1_000_000.0]
         tier = RocksDbTier(tmp_path, clock=lambda: clock[0])
         items = table(tombstone_ttl_s=60.0)
@@ -190,7 +190,7 @@ class TestRestart:
         assert [len(fetch(tier, t, KEYS[:1]).missing) for t in tables] == [1, 0, 0, 1]
         tier.close()
 
-    def test_a_table_that_was_dropped_by_another_object_is_gone(self, tmp_path):
+    def test_table_dropped_through_another_object_is_removed(self, tmp_path):
         tier, items = RocksDbTier(tmp_path), table("items")
         tier.insert(items, KEYS, VECTORS, VERSIONS)
         tier.drop(table("items"))
@@ -305,7 +305,7 @@ class TestTombstonesOnDisk:
         assert len(fetch(tier, items, np.array([1])).missing) == 0
         assert self.left(tmp_path, tier) == ([0, 1, 5, 6, 7], 1)
 
-    def test_a_deletion_that_comes_too_late_to_be_remembered(self, tmp_path, opened, clock):
+    def test_deletion_older_than_tombstone_ttl_leaves_no_tombstone(self, tmp_path, opened, clock):
         tier, items = opened(), self.items()
         self.insert(tier, items, [0, 1], -500)
         tier.delete(items, np.array([0]), self.at(-400))
@@ -340,7 +340,7 @@ class TestForgetting:
         tier.close()
         assert "ctr/7/items" not in Rdict.list_cf(str(tmp_path))
 
-    def test_what_is_forgotten_is_there_when_it_is_asked_for(self, tmp_path):
+    def test_released_table_is_reopened_on_request(self, tmp_path):
         tier, items = RocksDbTier(tmp_path), table()
         tier.insert(items, KEYS, VECTORS, VERSIONS)
         tier.forget(items, table("never opened"))
@@ -384,7 +384,7 @@ class TestBulkLoad:
         assert tier.loaded(table()) == done
         tier.close()
 
-    def test_replaces_what_was_there(self, tmp_path):
+    def test_insert_replaces_existing_row(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         items = table()
         first, last = -(2**63), 2**63 - 1

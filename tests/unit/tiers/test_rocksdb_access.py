@@ -58,7 +58,7 @@ def secondary(primary):
 
 
 class TestSecondary:
-    def test_sees_what_was_written_once_it_catches_up(self, primary, secondary):
+    def test_secondary_sees_writes_after_catch_up(self, primary, secondary):
         assert fetch(secondary, table(), [1, 2, 3]) == [1.0, 1.0, -1.0]
         put(primary, table(), [1, 3], 2.0)
         primary.delete(table(), np.array([2]), np.array([version_now()], np.uint64))

@@ -73,7 +73,7 @@ def test_rows_tombstones_and_records_travel(tier, tmp_path):
     again.close()
 
 
-def test_table_files_are_linked_and_nothing_is_left_beside(tier, tmp_path):
+def test_table_files_are_linked_and_no_temporary_file_is_left(tier, tmp_path):
     tier.checkpoint(tmp_path / "saved")
     restore(tmp_path / "saved", tmp_path / "back")
     assert all(file.stat().st_nlink == 3 for file in (tmp_path / "back").glob("*.sst"))
@@ -127,11 +127,11 @@ def test_a_target_with_contents_is_refused(tier, tmp_path):
     (tmp_path / "full" / "x").write_text("")
     (tmp_path / "empty").mkdir()
     for name in ("file", "full"):
-        with pytest.raises(TierError, match="not an empty folder; a checkpoint is never put over"):
+        with pytest.raises(TierError, match="not an empty folder; a checkpoint never overwrites"):
             tier.checkpoint(tmp_path / name)
     tier.checkpoint(tmp_path / "empty")
     for name in ("file", "full", "db"):
-        with pytest.raises(TierError, match="a restored database is never put over what is there"):
+        with pytest.raises(TierError, match="a restored database never overwrites existing"):
             restore(tmp_path / "empty", tmp_path / name)
     with pytest.raises(TierError, match="holds no checkpoint"):
         restore(tmp_path / "none", tmp_path / "back")

@@ -87,7 +87,7 @@ def test_an_older_deletion_is_not_taken(tier):
     assert stored(tier, [1]) == [5]
 
 
-def test_what_was_written_before_a_restart_is_not_forgotten(tier):
+def test_rows_written_before_restart_are_kept(tier):
     insert(tier, [1, 2], [10, 30])
     again = reopened(tier)
     insert(again, [1, 2], [20, 20])

@@ -161,7 +161,7 @@ def test_accepted_loss_is_counted_and_positions_stay_behind_the_rows(folder, how
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "deleted"])
-def test_positions_are_forgotten_when_later_rows_are_there_than_the_lost_ones(folder, how):
+def test_positions_are_reset_when_rows_after_the_lost_ones_exist(folder, how):
     path = folder("many logs")
     DAMAGE[how](logs(path)[OLDER])
     tier = RocksDbTier(path, on_lost_writes="accept")
@@ -188,7 +188,7 @@ def test_a_part_of_an_unacknowledged_write_is_no_loss(folder):
     tier.close()
 
 
-def test_log_files_that_are_not_needed_any_more_may_be_gone(folder):
+def test_unneeded_log_files_may_be_missing(folder):
     path = folder("flushed")
     assert set(acknowledged.read_acknowledged(path).logs) - {log.name for log in logs(path)}
     tier = RocksDbTier(path)
@@ -280,7 +280,7 @@ def test_a_reader_refuses_a_log_that_lost_its_end(folder, access, how, caplog):
 
 
 @pytest.mark.parametrize("access", ["read_only", "secondary"])
-def test_a_reader_opens_beside_a_primary_whatever_the_record_says(tmp_path, access):
+def test_reader_opens_beside_primary_regardless_of_record(tmp_path, access):
     primary = RocksDbTier(tmp_path / "db")
     record = tmp_path / "db/hps-acknowledged"
     assert is_locked(record)

@@ -15,7 +15,7 @@ def scanned(tier, of=ITEMS):
     return [np.concatenate([c[i] for c in chunks]) for i in range(3)]
 
 
-def test_every_row_once_without_the_deleted(tmp_path):
+def test_scan_yields_every_row_once_without_deleted(tmp_path):
     tier = RocksDbTier(tmp_path)
     keys = np.random.default_rng(2).integers(-(2**63), 2**63 - 1, 10_000)
     rows = np.random.default_rng(2).random((10_000, 4), np.float32)

@@ -35,7 +35,7 @@ def test_an_hps_value_is_the_bare_row(dtype):
     assert not len(stored.tombstone_at)
 
 
-def test_rows_tombstones_and_gaps_are_told_apart():
+def test_rows_tombstones_and_absent_keys_are_distinguished():
     values = RowValueCodec(EmbeddingTable.make("t", 2), "native")
     row, other = values.encode(ROWS, VERSIONS)
     (dead,) = values.encode_tombstones(np.array([9], np.uint64))

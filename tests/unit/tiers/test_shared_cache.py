@@ -93,7 +93,7 @@ def test_killed_writers_and_readers_leave_it_usable():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_the_owner_writes_others_read_and_what_they_use_stays(tmp_path):
+def test_reader_sees_owners_writes_and_its_uses_keep_rows(tmp_path):
     cache, reader = owned(tmp_path, rows=64), attached(tmp_path)
     insert(cache, range(10))
     assert held(reader, range(20)) == list(range(10))
@@ -115,7 +115,7 @@ def test_what_the_owner_writes_others_read_and_what_they_use_stays(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_others_hand_on_what_they_want_written(tmp_path):
+def test_attached_cache_passes_inserts_to_owner_and_rejects_other_writes(tmp_path):
     asked = []
     cache = owned(tmp_path)
     reader = attached(tmp_path, lambda table, keys: asked.append((table, keys.tolist())))
@@ -132,7 +132,7 @@ def test_others_hand_on_what_they_want_written(tmp_path):
     cache.close()
 
 
-def test_tables_and_owners_come_and_go(tmp_path, monkeypatch):
+def test_reader_follows_added_and_removed_tables_and_owners(tmp_path, monkeypatch):
     monkeypatch.setattr("hps.tiers.cpu.attached_cache.POLL_S", 0)
     reader = attached(tmp_path)
     assert held(reader, [1]) == []
@@ -159,7 +159,7 @@ def test_a_closed_reader_does_not_attach_again(tmp_path, monkeypatch):
     cache.close()
 
 
-def test_tables_may_go_while_others_come(tmp_path):
+def test_tables_may_be_dropped_while_others_are_added(tmp_path):
     """A version is let go of by a thread of its own, while the next one may be loaded."""
     cache = CpuCache({}, memory=CacheMemory(Segments("c", tmp_path)))
     stay, failed = set(), []
@@ -278,7 +278,7 @@ def test_a_table_of_another_capacity_is_not_taken_over(tmp_path):
     cache.close()
 
 
-def test_size_owner_and_readers_are_told(tmp_path):
+def test_facts_report_size_owner_and_readers(tmp_path):
     cache, reader = owned(tmp_path), attached(tmp_path)
     facts = cache.facts()["shared_memory"]
     assert facts["path"] == str(tmp_path / "hps.c")
@@ -291,7 +291,7 @@ def test_size_owner_and_readers_are_told(tmp_path):
     cache.close()
 
 
-def test_facts_are_told_while_tables_go_and_readers_come(tmp_path):
+def test_facts_are_available_while_tables_and_readers_change(tmp_path):
     cache, reader = owned(tmp_path), attached(tmp_path)
     before = cache.facts()
     # Removed between its being listed and looked at; and of a reader that is being written.
@@ -302,7 +302,7 @@ def test_facts_are_told_while_tables_go_and_readers_come(tmp_path):
     cache.close()
 
 
-def test_too_little_room_is_told_with_both_sizes_before_anything_is_there(tmp_path, monkeypatch):
+def test_too_little_space_is_rejected_with_both_sizes_before_any_file(tmp_path, monkeypatch):
     monkeypatch.setattr(
         cpu_segments.os, "statvfs", lambda _: type("Disk", (), {"f_bavail": 4, "f_frsize": 4096})
     )

@@ -113,7 +113,7 @@ def test_many_fetches_of_the_same_keys_ask_once(flights):
     assert_all_forgotten(flights.tier)
 
 
-def test_a_key_that_all_have_in_common_is_asked_for_once(flights):
+def test_key_common_to_all_fetches_is_read_once(flights):
     """However few of their keys that is."""
     first = flights.start(7, *range(1000, 1999))
     others = [flights.start(*range(n, n + 500), 7) for n in range(2000, 12000, 1000)]
@@ -156,7 +156,7 @@ def test_of_fetches_with_few_keys_in_common_the_oldest_is_followed(flights):
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_an_answer_is_there_while_it_is_copied(flights, monkeypatch, in_time):
+def test_answer_is_kept_while_it_is_copied(flights, monkeypatch, in_time):
     """For a while: not for ever, where there is always one who copies it."""
     copy, copying, go_on = SingleFlight._copy, threading.Event(), threading.Event()
 
@@ -198,7 +198,7 @@ def test_few_keys_do_not_wait_for_a_read_of_very_many(flights):
     first.result(30)
 
 
-def test_what_nobody_asks_for_is_asked_for_at_once(flights):
+def test_keys_not_in_flight_are_fetched_immediately(flights):
     first = flights.start(1, 2, 3)
     second = flights.start(9, 3, 4, 1)
     third = flights.start(4, 2, 500, 5)
@@ -335,7 +335,7 @@ def test_followers_of_a_fetch_that_raised_ask_themselves(flights, error):
     assert_all_forgotten(flights.tier)
 
 
-def test_an_error_of_its_own_is_raised_and_ends_the_fetch(flights):
+def test_own_error_is_raised_and_ends_fetch(flights):
     def fail_second(call, _parts, _ctx):
         if call == 1:
             raise TierError("store", "on fire")

@@ -177,7 +177,7 @@ def test_a_deadline_that_has_passed_skips_the_tier(store):
     assert guarded.state == "closed"
 
 
-def test_the_tier_is_told_the_nearer_deadline(store):
+def test_tier_gets_nearer_deadline(store):
     before = time.monotonic()
     fetch(guard(store, deadline_s=30.0))
     assert before + 30 <= store.deadline <= time.monotonic() + 30
@@ -321,7 +321,7 @@ def test_hanging_calls_do_not_pile_up():
 # -- why a tier was skipped, and by whom -----------------------------------------------------------
 
 
-def test_every_reason_is_told(store):
+def test_every_skip_reason_is_reported(store):
     reasons = []
     guarded = guard(store, failures=1, on_skip=reasons.append)
     fetch(guarded, FetchContext(time.monotonic() - 1))
@@ -370,7 +370,7 @@ def test_a_busy_tier_is_skipped_without_being_called_broken():
     assert store.calls == 3
 
 
-def test_a_thread_that_becomes_free_in_time_is_waited_for():
+def test_fetch_waits_for_thread_that_becomes_free_in_time():
     store = Store(blocking=True)
     store.fault = lambda part: time.sleep(0.05)
     guarded = guard(store, threads=1)

@@ -68,7 +68,7 @@ def test_a_table_without_capacity_is_kept_out():
         cache.insert(other, np.arange(2), np.zeros((1, 4), np.float32), np.zeros(2, np.uint64))
 
 
-def test_tables_come_and_go():
+def test_tables_are_added_and_dropped():
     cache = CpuCache({})
     cache.add_table(TABLE, 100)
     insert(cache, [1])
@@ -144,7 +144,7 @@ def test_one_insertion_larger_than_the_cache():
     assert held(cache, [5, 6, 7]) == [5, 6, 7]
 
 
-def test_the_clock_may_come_round():
+def test_clock_may_wrap_around():
     """A stamp has a byte; with 16 rows the clock ticks once per insertion."""
     cache = CpuCache({TABLE: 16})
     insert(cache, range(16))
@@ -162,7 +162,7 @@ def test_the_clock_may_come_round():
 # -- other policies --------------------------------------------------------------------------------
 
 
-def test_lfu_keeps_what_is_used_often_though_not_lately():
+def test_lfu_keeps_rows_used_often_but_not_lately():
     cache = CpuCache({TABLE: 64}, eviction="lfu")
     insert(cache, range(8))
     for _ in range(200):
@@ -262,7 +262,7 @@ def test_a_flood_of_deletions_drives_out_few_rows():
     assert cache.stats(TABLE).tombstones == 1600 - cache.size(TABLE)
 
 
-def test_a_tombstone_that_is_asked_for_stays():
+def test_fetched_tombstone_stays():
     cache = CpuCache({TABLE: 16})
     insert(cache, range(15))
     delete(cache, [50])
@@ -272,7 +272,7 @@ def test_a_tombstone_that_is_asked_for_stays():
     assert cache.stats(TABLE).tombstones == 1
 
 
-def test_tombstones_are_forgotten_by_the_clock():
+def test_tombstones_expire_by_clock():
     now = [1_000_000.0]
     cache = CpuCache({TABLE: 16}, clock=lambda: now[0])
     version = np.uint64(make_version(int(now[0] * 1000)))

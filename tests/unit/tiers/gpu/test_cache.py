@@ -314,7 +314,7 @@ def test_contains_row_numbers_and_export():
     check(cache.held(table))
 
 
-def test_export_can_leave_out_what_is_old():
+def test_export_can_omit_old_rows():
     table = EmbeddingTable.make("t", 4)
     cache = GpuCache({table: 1600})
     old, new = np.arange(300), np.arange(1000, 1300)
@@ -326,7 +326,7 @@ def test_export_can_leave_out_what_is_old():
     assert not np.isin(old, exported).any()
 
 
-def test_rows_are_worth_what_the_caller_says_to_the_last_of_64_bits():
+def test_callers_scores_count_to_the_last_of_64_bits():
     table, rng = EmbeddingTable.make("t", 4), np.random.default_rng(1)
     cache = GpuCache({})
     cache.add_table(table, 20_000, policy=EvictionPolicy.SCORE)
@@ -381,7 +381,7 @@ def test_an_epoch_is_found_again_by_its_scores():
 
 
 @pytest.mark.parametrize("policy", [EvictionPolicy.LRU, EvictionPolicy.LFU], ids=lambda p: p.name)
-def test_the_hottest_keys_come_first(policy, monkeypatch):
+def test_top_k_lists_hottest_keys_first(policy, monkeypatch):
     monkeypatch.setattr("hps.cuda.table._RANKED_AT_ONCE", 1 << 12)
     table, keys = EmbeddingTable.make("t", 4), np.arange(-8000, 8000)
     cache = GpuCache({})
@@ -405,7 +405,7 @@ def test_the_hottest_keys_come_first(policy, monkeypatch):
     assert len(cache.top_k(EmbeddingTable.make("other", 4), 9)[0]) == 0
 
 
-def test_find_or_insert_gives_what_is_there_and_keeps_what_is_not():
+def test_find_or_insert_returns_resident_rows_and_inserts_others():
     table = EmbeddingTable.make("t", 8)
     cache = GpuCache({table: 5000})
     held, asked = np.arange(0, 1000, 2), np.arange(1000)
@@ -506,7 +506,7 @@ def test_a_static_table_that_does_not_fit_is_refused_with_both_sizes():
         GpuCache({}).add_table(table, 100_000_000, static=True)
 
 
-def test_a_cache_larger_than_the_device_is_refused_with_what_would_fit():
+def test_cache_larger_than_device_is_rejected_with_fitting_size():
     table = EmbeddingTable.make("t", 1024)
     with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes .* at most [\d,]+ rows fit"):
         GpuCache({table: 200_000_000})

@@ -61,7 +61,7 @@ class Counting:
 
 @pytest.mark.parametrize("n", [7, 3000, 60_000])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_what_is_missing_comes_from_below_in_one_call(n, dtype):
+def test_misses_are_fetched_from_lower_tier_in_one_call(n, dtype):
     """Also when it is too much for kernels to read it where it is."""
     tables = [EmbeddingTable.make(f"t{d}", d, dtype=dtype) for d in (3, 16, 100)]
     below = Counting(store())
@@ -99,7 +99,7 @@ def test_many_tables_at_once():
         np.testing.assert_array_equal(part.out.get(), rows_of(part.table, keys))
 
 
-def test_nothing_is_asked_when_nothing_is_missing():
+def test_no_fetch_when_nothing_is_missing():
     table = EmbeddingTable.make("t", 4)
     below = Counting(store())
     part = part_of(table, np.arange(5))
@@ -188,7 +188,7 @@ def test_a_fetch_waits_for_a_workspace_no_longer_than_its_deadline():
         bridge.fetch([part_of(table, np.arange(3))], FetchContext(time.monotonic() + 0.05))
 
 
-def test_a_workspace_comes_back_from_a_fetch_that_fails():
+def test_failed_fetch_returns_its_workspace():
     class Broken(Counting):
         def fetch(self, parts, ctx):
             raise RuntimeError("broken")
