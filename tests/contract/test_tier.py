@@ -1,4 +1,4 @@
-"""What every tier keeps (hps/tiers/base.py): one body, run on all of them."""
+"""The contract of every tier (hps/tiers/base.py): the same tests for all of them."""
 
 import time
 
@@ -18,17 +18,17 @@ def keys_of(*keys):
 
 
 def versions_of(*sequence):
-    """Versions of this moment, told apart by their sequence."""
+    """Versions of this moment with distinct sequence numbers."""
     return np.array([make_version(NOW_MS, s) for s in sequence], np.uint64)
 
 
 def rows_of(table, *firsts):
-    """(n, dim) rows that begin with ``firsts`` and are told apart by it."""
+    """(n, dim) rows that begin with ``firsts`` and differ by it."""
     return (np.array(firsts)[:, None] + np.arange(table.dim)).astype(table.dtype)
 
 
 def blank(table, keys):
-    """A part in which every answer can be told from what was there before."""
+    """A part whose initial contents differ from every answer."""
     part = Part.make(table, keys, np.full((len(keys), table.dim), UNTOUCHED, table.dtype))
     part.versions[:] = UNTOUCHED
     return part

@@ -92,7 +92,7 @@ class NodeTier:
         if ctx.deadline is not None:
             left_s = ctx.deadline - time.monotonic()
             if left_s <= 0:
-                raise TierTimeout(NAME, "the request's time is up")
+                raise TierTimeout(NAME, "the request's deadline is exceeded")
         keys = [(numbers[part.table], part.keys[positions]) for part, positions in portion]
         request = frames.fetch_request(keys, left_s)
         answer = connections.request(FrameKind.FETCH, request, ctx.deadline)

@@ -188,7 +188,7 @@ class RedisServers:
             node.problem = problem
             start, self._watching = not self._watching, True
         log.warning(
-            "%s; its rows are done without until it answers",
+            "%s; skipping its rows until it responds",
             translate_redis_error(problem, node.address),
         )
         node.drop_idle()

@@ -159,7 +159,7 @@ class RedisTier:
         """Insert unexpired rows that a lower tier had.
 
         In the ``hps`` layout only absent ones: a row written meanwhile may be newer, and has no version
-        to tell."""
+        to compare."""
         check_rows(table, keys, vectors, versions)
         at = np.flatnonzero(versions >= self._maintenance.oldest_row(table))
         only: Only | None = "absent" if self.layout == "hps" else None

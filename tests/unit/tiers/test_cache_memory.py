@@ -1,4 +1,4 @@
-"""Where the CPU cache's memory lies: what the kernel says of its pages and their node."""
+"""Memory of the CPU cache: the kernel's report of its pages and their NUMA node."""
 
 import re
 import subprocess
@@ -44,7 +44,7 @@ def advised_kib():
 
 
 def bound_pages():
-    """How many pages of memory that is bound to node 0 lie there."""
+    """The number of pages on node 0 of memory bound to it."""
     maps = [
         line for line in Path("/proc/self/numa_maps").read_text().splitlines() if "bind:0" in line
     ]

@@ -49,10 +49,10 @@ class TestGolden:
 
     def test_is_written(self, tmp_path, bits, golden, keys):
         rows = [(np.array(keys[:1]), ROWS[:1]), (np.array(keys[1:]), ROWS[1:])]
-        told = []
-        assert write_dump(tmp_path / "t.bin", table(bits), rows, told.append) == 2
+        progress = []
+        assert write_dump(tmp_path / "t.bin", table(bits), rows, progress.append) == 2
         assert (tmp_path / "t.bin").read_bytes() == golden
-        assert told == [1, 1]
+        assert progress == [1, 1]
 
     def test_every_truncation_is_refused_with_its_numbers(self, tmp_path, bits, golden, keys):
         path = tmp_path / "t.bin"
@@ -124,11 +124,11 @@ def test_large_dumps_are_streamed(tmp_path):
     keys = np.random.default_rng(1).permutation(50_000)
     rows = np.repeat(keys[:, None], 64, 1).astype(np.float32)
     write_dump(tmp_path / "t.bin", of, [(keys, rows)])
-    sizes, told = [], []
-    for found, vectors in open_dump(tmp_path / "t.bin").read(of, told.append):
+    sizes, progress = [], []
+    for found, vectors in open_dump(tmp_path / "t.bin").read(of, progress.append):
         assert (vectors == found[:, None]).all()
         sizes.append(len(found))
-    assert sum(sizes) == sum(told) == 50_000
+    assert sum(sizes) == sum(progress) == 50_000
     assert max(sizes) * of.dim * 4 < 5 << 20
 
 

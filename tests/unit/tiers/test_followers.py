@@ -1,4 +1,4 @@
-"""What a node knows of attached processes and their models: whom it waits for, and what it may let go of."""
+"""Attached processes and their models: processes that a node waits for, and versions that it frees."""
 
 import threading
 
@@ -11,15 +11,15 @@ from tests.support.waiting import until
 
 
 class Process:
-    """One that is attached and does as it is told, a step at a time."""
+    """An attached process that follows its orders, a step at a time."""
 
     def __init__(self, node, number=1):
         self._node, self.number = node, number
         self.holds, self.serves, self.failed = [], [], {}
-        self.told = self.tell()
+        self.orders = self.report()
 
-    def tell(self, leaves=False):
-        self.told = self._node.report(
+    def report(self, leaves=False):
+        self.orders = self._node.report(
             self,
             {
                 "process": self.number,
@@ -29,13 +29,13 @@ class Process:
                 "leaves": leaves,
             },
         )
-        return self.told
+        return self.orders
 
     def obey(self):
-        """Open all it was told of, serve what it is to, let go of what it need not keep, and tell."""
-        serve, opened = ([token for _, _, token in self.told[what]] for what in ("serve", "open"))
+        """Open and serve the versions of the orders, close the others, and report."""
+        serve, opened = ([token for _, _, token in self.orders[what]] for what in ("serve", "open"))
         self.serves, self.holds = serve, [*serve, *opened]
-        return self.tell()
+        return self.report()
 
     def end(self):
         self._node.left(self)
@@ -47,7 +47,7 @@ def node():
 
 
 def started(node, version=2, model="words", check=lambda: None):
-    """A load that waits for the processes; what became of it."""
+    """Start a load that waits for the processes; return its result."""
     ended = []
 
     def load():
@@ -69,12 +69,12 @@ def test_all_open_a_version_before_any_serves_it(node):
     first.obey()
     second.obey()
     thread, ended = started(node)
-    first.tell()
-    assert [each[:2] for each in first.told["open"]] == [("words", 2)]
-    assert ("words", 1) in [each[:2] for each in first.told["serve"]]
+    first.report()
+    assert [each[:2] for each in first.orders["open"]] == [("words", 2)]
+    assert ("words", 1) in [each[:2] for each in first.orders["serve"]]
     first.obey()
     late = Process(node, 3)  # it must have the version too
-    second.tell()
+    second.report()
     second.obey()
     assert not ended
     late.obey()
@@ -82,12 +82,12 @@ def test_all_open_a_version_before_any_serves_it(node):
     assert ended == [None]
     former = node.switch()
     assert (former.model, former.version) == ("words", 1)
-    assert not first.tell()["open"]
-    assert [each[:2] for each in first.told["serve"]] == [("words", 2), ("clicks", 1)]
+    assert not first.report()["open"]
+    assert [each[:2] for each in first.orders["serve"]] == [("words", 2), ("clicks", 1)]
 
 
 def test_version_that_a_process_may_use_is_kept(node):
-    process = Process(node)  # it has been told of the version, and may be opening it now
+    process = Process(node)  # it has the order, and may be opening the version now
     thread, _ = started(node)
     process.obey()
     process.obey()
@@ -95,9 +95,9 @@ def test_version_that_a_process_may_use_is_kept(node):
     former = node.switch()
     other = node._served["words"]
     assert node.uses(former)
-    process.tell()  # of the other version; a request is on the former one still
-    process.serves = [token for _, _, token in process.told["serve"]]
-    process.tell()
+    process.report()  # of the other version; a request is on the former one still
+    process.serves = [token for _, _, token in process.orders["serve"]]
+    process.report()
     assert node.uses(former)
     process.obey()
     assert not node.uses(former)
@@ -111,12 +111,12 @@ def test_reloaded_version_gets_new_token(node):
     first = node._served["words"]
     for version in (2, 1):
         thread, _ = started(node, version)
-        process.tell()
+        process.report()
         process.obey()
         thread.join()
         node.switch()
     process.holds.append(first.token)  # a request has been on it all the while
-    process.tell()
+    process.report()
     assert node.uses(first)
     assert node._served["words"].token != first.token
 
@@ -126,15 +126,15 @@ def test_one_that_cannot_open_it_fails_the_load(node, refused, raised):
     process = Process(node, 77)
     process.obey()
     thread, ended = started(node)
-    ((_, _, token),) = process.tell()["open"]
+    ((_, _, token),) = process.report()["open"]
     process.failed = {token: (refused, "no memory")}
-    process.tell()
+    process.report()
     thread.join()
     assert type(ended[0]) is raised
     assert "process 77, attached to this node, can't open version 2" in str(ended[0])
     node.withdraw()
-    assert not process.tell()["open"]
-    assert process.told["serve"][0][:2] == ("words", 1)
+    assert not process.report()["open"]
+    assert process.orders["serve"][0][:2] == ("words", 1)
 
 
 def test_one_that_is_killed_is_waited_for_to_be_replaced(node):
@@ -160,9 +160,9 @@ def test_one_that_is_killed_may_have_no_successor(node, monkeypatch):
 def test_a_version_that_kills_fails_its_load_and_those_that_leave_do_not(node):
     stays, leaves, dies = Process(node), Process(node, 2), Process(node, 3)
     thread, ended = started(node)
-    leaves.tell(leaves=True)
+    leaves.report(leaves=True)
     leaves.end()
-    stays.tell()
+    stays.report()
     stays.obey()
     stays.end()  # it had opened it
     dies.end()
@@ -197,7 +197,7 @@ def test_a_change_is_waited_for_but_not_for_ever(node, monkeypatch, caplog):
     former = node.drop("clicks")
     settled = threading.Thread(target=node.settle, args=(lambda: None,))
     settled.start()
-    process.tell()
+    process.report()
     assert settled.is_alive()
     process.obey()
     settled.join()

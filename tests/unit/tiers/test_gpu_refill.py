@@ -1,4 +1,4 @@
-"""Rows for what a prepared fetch lacked: with NumPy in place of kernel and device, and on a device."""
+"""Host rows for the misses of a prepared fetch: with NumPy in place of kernel and device, and on a device."""
 
 import ctypes
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What lookups use of the device: poolings prepared ahead, bags of fetched rows, repeated keys over the
+"""The device's functions for lookups: poolings prepared ahead, bags of fetched rows, repeated keys over the
 bridge, parts in one block, several caches as one."""
 
 import time

@@ -1,4 +1,4 @@
-"""The node's socket, beyond what every tier keeps: who finds whom, what is promoted, what goes wrong."""
+"""The node's socket beyond the tiers' contract: reconnects, promotions, errors."""
 
 import os
 import socket
@@ -51,7 +51,7 @@ def store():
 
 
 class Ends:
-    """A node's server and one who asks it."""
+    """A node's server and its client."""
 
     def __init__(self, folder, store, tables=TABLES, caches=None, threads=2, queued=8):
         self.lane = BoundedThreadPool(threads, queued, name="lookup")
@@ -237,7 +237,7 @@ def test_guarded_node_that_ended_degrades_answer(ends):
 
 
 class Slow(MemoryTier):
-    """Answers when it is told to, and passes over a tier of its own."""
+    """Answers on request, and skips one of its tiers."""
 
     def __init__(self):
         super().__init__(TierInfo("memory", Source.ROCKSDB, blocking=True))
@@ -279,7 +279,7 @@ def test_the_deadline_holds_on_both_sides(folder, monkeypatch):
     until(lambda: len(deadlines) == 2 and time.monotonic() > deadlines[1])
     slow.go.set()
     waiting.join(60)
-    # The one that nobody waited for any more was not asked of the store.
+    # The abandoned request did not reach the store.
     ends.fetch(ITEMS, [3])
     assert slow.begun.acquire(timeout=60)
     assert not slow.begun.acquire(blocking=False)

@@ -1,4 +1,4 @@
-"""What comes back for a command."""
+"""Replies to commands."""
 
 import pytest
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError

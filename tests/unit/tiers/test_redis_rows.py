@@ -16,8 +16,8 @@ from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
 from hps.types import EmbeddingTable, Source
 
 
-class Told(RedisConnection):
-    """A connection that receives what it is told, a piece at a time."""
+class ScriptedConnection(RedisConnection):
+    """A connection that receives prepared bytes, a piece at a time."""
 
     def __init__(self, data, piece=10**9, room=64):
         super().__init__(names=HostResolver())
@@ -62,7 +62,7 @@ def reply(*rows):
 def test_rows_of_any_size_in_pieces_of_any_size(piece, dim):
     read, commands = asked(dim, (3, 0), (2,))
     row = np.arange(dim)
-    wire = Told(reply((5, row), None) + reply((6, row + 1)), piece)
+    wire = ScriptedConnection(reply((5, row), None) + reply((6, row + 1)), piece)
     receive_rows(wire, commands, 0.0)
     read.finish()
     assert read.part.missing.tolist() == [0]
@@ -74,12 +74,12 @@ def test_rows_of_any_size_in_pieces_of_any_size(piece, dim):
 
 
 def test_what_a_broken_attempt_found_does_not_count():
-    """The row was deleted before it was asked for again."""
+    """The row was deleted before the retry."""
     read, commands = asked(2, (0, 1))
     with pytest.raises(Lost):
-        receive_rows(Told(reply((5, [1, 2]), (5, [3, 4]))[:-10]), commands, 0.0)
+        receive_rows(ScriptedConnection(reply((5, [1, 2]), (5, [3, 4]))[:-10]), commands, 0.0)
     assert read.part.source[0] == Source.REDIS
-    receive_rows(Told(reply(None, (6, [5, 6]))), commands, 0.0)
+    receive_rows(ScriptedConnection(reply(None, (6, [5, 6]))), commands, 0.0)
     read.finish()
     assert read.part.source.tolist()[:2] == [0, Source.REDIS]
     assert read.part.missing.tolist() == [0]
@@ -88,13 +88,13 @@ def test_what_a_broken_attempt_found_does_not_count():
 
 def test_an_error_is_its_commands_reply():
     read, commands = asked(2, (0,), (1,))
-    wire = Told(b"-MOVED 7 10.0.0.1:7001\r\n" + reply((5, [1, 2])))
+    wire = ScriptedConnection(b"-MOVED 7 10.0.0.1:7001\r\n" + reply((5, [1, 2])))
     receive_rows(wire, commands, 0.0)
     assert isinstance(commands[0].reply, MovedError)
     assert (commands[0].reply.host, commands[0].reply.port) == ("10.0.0.1", 7001)
     assert commands[1].reply is True
     commands[0].asking = ("10.0.0.1", 7001)
-    receive_rows(Told(b"+OK\r\n" + reply((4, [3, 4]))), commands[:1], 0.0)
+    receive_rows(ScriptedConnection(b"+OK\r\n" + reply((4, [3, 4]))), commands[:1], 0.0)
     read.finish()
     assert read.part.out[:2].tolist() == [[3, 4], [1, 2]]
     assert not len(read.part.missing)
@@ -104,13 +104,13 @@ def test_an_error_is_its_commands_reply():
 def test_excess_reply_bytes_close_connection(extra):
     _, commands = asked(2, (0,))
     with pytest.raises(Lost, match="more bytes than expected"):
-        receive_rows(Told(reply((5, [1, 2])) + extra), commands, 0.0)
+        receive_rows(ScriptedConnection(reply((5, [1, 2])) + extra), commands, 0.0)
 
 
 def test_another_answer_ends_the_connection():
     _, commands = asked(2, (0, 1))
     with pytest.raises(Lost, match="not the answer"):
-        receive_rows(Told(reply((5, [1, 2]))), commands, 0.0)
+        receive_rows(ScriptedConnection(reply((5, [1, 2]))), commands, 0.0)
 
 
 def test_what_a_broken_attempt_missed_counts_once():
@@ -118,8 +118,10 @@ def test_what_a_broken_attempt_missed_counts_once():
     one, (first,) = asked(2, (0, 1))
     two, (second,) = asked(2, (0,))
     with pytest.raises(Lost):
-        receive_rows(Told(reply(None, None)), [first, second], 0.0)
-    receive_rows(Told(reply((5, [1, 2]), None) + reply((5, [3, 4]))), [first, second], 0.0)
+        receive_rows(ScriptedConnection(reply(None, None)), [first, second], 0.0)
+    receive_rows(
+        ScriptedConnection(reply((5, [1, 2]), None) + reply((5, [3, 4]))), [first, second], 0.0
+    )
     one.finish()
     assert one.part.missing.tolist() == [1]
     two.finish()

@@ -1,4 +1,4 @@
-"""In which order a batch of a stream is written: no position before its rows."""
+"""Write order of a stream batch: no position before its rows."""
 
 import re
 

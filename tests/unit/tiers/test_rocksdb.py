@@ -236,7 +236,7 @@ def test_rows_in_memory_are_bounded_over_all_tables(tmp_path, monkeypatch):
 
 
 class TestTombstonesOnDisk:
-    """What was deleted long ago takes no room for ever."""
+    """Old deletions do not occupy space for ever."""
 
     TTL = 60.0
     START = 1_000_000.0
@@ -728,7 +728,7 @@ def test_rows_are_nothing_for_other_users_of_the_machine(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made():
-    """Which is no damage."""
+    """The error does not report damage."""
     path = Path("/proc/self/none/db")
     with pytest.raises(
         TierError, match=r"none/db cannot be made \(No such file or directory: "

@@ -1,4 +1,4 @@
-"""Readers beside the process that writes: what they see, when, and that they never write."""
+"""Readers in parallel with the writing process: the rows that they see and when; they never write."""
 
 import struct
 import subprocess

@@ -1,4 +1,4 @@
-"""Checkpoints while serving, the way back, and what a kill in the middle leaves."""
+"""Checkpoints while serving, their restore, and the files left by a kill."""
 
 import os
 import signal
@@ -179,7 +179,7 @@ tier.close()
 def test_a_kill_leaves_whole_folders_or_none(tier, tmp_path: Path):
     tier.close()
     killed = 0
-    # At once, too: a quick machine is done before the shortest of the other delays.
+    # Also without a delay: a fast machine is done before the shortest of the other delays.
     for moment in [0.0, *np.random.default_rng(3).uniform(0, 0.08, 12).tolist()]:
         saved, back = tmp_path / "saved", tmp_path / "back"
         command = [sys.executable, "-c", CODE, tmp_path / "db", saved, back]

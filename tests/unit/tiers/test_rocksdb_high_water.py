@@ -1,4 +1,4 @@
-"""High-water marks spare reads and change nothing else: what is older than what is stored is never taken."""
+"""High-water marks save reads and change nothing else: an older version is never written."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def tier(tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How many keys each look at what is stored was for."""
+    """The number of keys of each read of stored versions."""
     asked: list[int] = []
     read = VersionedRows.read
 

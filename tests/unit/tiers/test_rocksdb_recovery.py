@@ -31,7 +31,7 @@ def apply(tier: RocksDbTier, of: EmbeddingTable, key: int, offset: int) -> None:
 
 
 def write_and_die(path: str, kind: str) -> None:
-    """In a process of its own: rows 0 to 999 in turns into two tables, then ``kill -9``."""
+    """In a separate process: rows 0 to 999 in turns into two tables, then ``kill -9``."""
     acknowledged._LIST_EVERY_S = 0.0  # as if it took seconds
     tier = RocksDbTier(path)
     tier.open_tables([A, B])

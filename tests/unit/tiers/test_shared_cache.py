@@ -1,4 +1,4 @@
-"""The CPU cache in shared memory: who owns it, who reads it, and what is left when either is killed."""
+"""The CPU cache in shared memory: owner, readers, and the files left when either is killed."""
 
 import functools
 import json
@@ -160,7 +160,7 @@ def test_a_closed_reader_does_not_attach_again(tmp_path, monkeypatch):
 
 
 def test_tables_may_be_dropped_while_others_are_added(tmp_path):
-    """A version is let go of by a thread of its own, while the next one may be loaded."""
+    """A separate thread frees a version while the next one may be loaded."""
     cache = CpuCache({}, memory=CacheMemory(Segments("c", tmp_path)))
     stay, failed = set(), []
 
@@ -294,7 +294,7 @@ def test_facts_report_size_owner_and_readers(tmp_path):
 def test_facts_are_available_while_tables_and_readers_change(tmp_path):
     cache, reader = owned(tmp_path), attached(tmp_path)
     before = cache.facts()
-    # Removed between its being listed and looked at; and of a reader that is being written.
+    # Removed between listing and checking; and the file of a reader that is being written.
     (tmp_path / "hps.c" / "gone.table").symlink_to("removed")
     (tmp_path / "hps.c" / "readers" / f".1-2-3.{os.getpid()}").touch()
     assert cache.facts() == before

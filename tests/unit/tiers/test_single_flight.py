@@ -1,4 +1,4 @@
-"""SingleFlight: what several fetches lack at a time is asked for once, and nobody is worse off for it."""
+"""SingleFlight: keys that several fetches miss at the same time are read once, and no fetch suffers."""
 
 import threading
 import time
@@ -114,7 +114,7 @@ def test_many_fetches_of_the_same_keys_ask_once(flights):
 
 
 def test_key_common_to_all_fetches_is_read_once(flights):
-    """However few of their keys that is."""
+    """Even if it is a small share of their keys."""
     first = flights.start(7, *range(1000, 1999))
     others = [flights.start(*range(n, n + 500), 7) for n in range(2000, 12000, 1000)]
     flights.land()
@@ -370,7 +370,7 @@ def test_writes_pass_and_keys_left_to_others_are_counted(store, pool):
 
 
 def test_many_threads_with_overlapping_keys_get_their_rows(store, pool):
-    """Every answer is right, whoever asked for it."""
+    """Every answer is right."""
     store.gate.set()
     store.fault = lambda *_: time.sleep(0.0005)
     store.evict(OTHER, np.arange(100))

@@ -1,4 +1,4 @@
-"""What is the CPU cache's own: eviction, recency, tombstones as entries, accounting, large batches."""
+"""The CPU cache beyond the contract: eviction, recency, tombstones as entries, accounting, large batches."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -110,7 +110,7 @@ def test_the_least_recently_used_row_goes_first():
     cache, order = CpuCache({TABLE: 8}), [3, 0, 5, 1, 2, 6, 4]
     insert(cache, sorted(order))
     for key in order:
-        insert(cache, [100])  # the eighth row: time goes on
+        insert(cache, [100])  # the eighth row: the clock ticks
         fetch(cache, [key])
         cache.evict(TABLE, np.array([100]))
     insert(cache, [200])
@@ -153,7 +153,7 @@ def test_clock_may_wrap_around():
         insert(cache, [n])
         assert held_keys(cache) == [3, *range(max(100, n - 14), n + 1)] or n < 115
     fetch(cache, [990])
-    for n in range(2000, 2600):  # far beyond a round: nobody is used but the newest and 990
+    for n in range(2000, 2600):  # far beyond a round: only the newest and 990 are used
         insert(cache, [n])
         fetch(cache, [990, n])
     assert held(cache, [3, 990]) == [990]

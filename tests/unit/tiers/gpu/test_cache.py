@@ -23,7 +23,7 @@ NOW = make_version(time.time_ns() // 1_000_000)
 
 
 def rows_of(table, keys, salt=0):
-    """(n, dim) rows told apart by key and salt, exact in float16."""
+    """(n, dim) rows that differ by key and salt, exact in float16."""
     return ((keys[:, None] * 7 + np.arange(table.dim) + salt) % 2039).astype(table.dtype)
 
 
@@ -68,7 +68,7 @@ def scores_of(policy, rng):
 
 
 def check(held):
-    """Every row has one owner; every key stands once, in a half of its own; nothing stays claimed."""
+    """Every row has one owner; every key occurs once, in its half; no slot stays claimed."""
     slots = slots_of(held)
     owned = np.concatenate([(slots["word"] & np.uint32(ROW_MASK)).reshape(-1), held.spare.get()])
     np.testing.assert_array_equal(np.sort(owned), np.arange(held.shape.rows))
@@ -657,7 +657,7 @@ def race(cache, table, seconds, defines=(), read=read, of=KEYS):
     ]
     for reader in readers:
         reader.start()
-    for _ in range(3 * len(readers)):  # compiled and under way
+    for _ in range(3 * len(readers)):  # compiled and running
         assert started.acquire(timeout=60)
     rounds = write(cache, table, of, time.monotonic() + seconds)
     stop.set()

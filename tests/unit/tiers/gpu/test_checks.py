@@ -1,4 +1,4 @@
-"""What the GPU cache says of arrays that won't do; no GPU is needed for that."""
+"""Errors of the GPU cache for unsuitable arrays; needs no GPU."""
 
 from types import SimpleNamespace
 

@@ -45,7 +45,7 @@ def part_of(table, keys, *, on_device=False):
 
 
 class Counting:
-    """Counts what the tier below is asked for."""
+    """Counts the keys fetched from the lower tier."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -62,7 +62,7 @@ class Counting:
 @pytest.mark.parametrize("n", [7, 3000, 60_000])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_misses_are_fetched_from_lower_tier_in_one_call(n, dtype):
-    """Also when it is too much for kernels to read it where it is."""
+    """Also when it is too much for kernels to read in place."""
     tables = [EmbeddingTable.make(f"t{d}", d, dtype=dtype) for d in (3, 16, 100)]
     below = Counting(store())
     bridge = HostBridge(below)

@@ -1,4 +1,4 @@
-"""How the GPU cache's memory is shared out; no GPU is needed for that."""
+"""Capacity plans of the GPU cache; needs no GPU."""
 
 import numpy as np
 import pytest
