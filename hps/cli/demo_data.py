@@ -47,18 +47,18 @@ class DemoData:
 
 
 def load_demo(folder: Path = FOLDER) -> DemoData:
-    """Raises ConfigError saying what is missing."""
+    """Read the demo's model and requests. Raises ConfigError if they are missing."""
     path = folder / REQUESTS
     try:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
-        lacking = (
+        missing = (
             "the demo's model is missing in this installation"
             if folder == FOLDER
             else "no demo's model"
         )
         raise ConfigError(
-            f"{lacking}: there is no {path}; in a checkout of hps, examples/README.md says how to "
+            f"{missing}: there is no {path}; in a checkout of hps, examples/README.md says how to "
             "train and export it"
         ) from None
     except ValueError as error:

@@ -28,7 +28,7 @@ def parent_exited() -> bool:
 
 def serve(config: Path) -> None:
     """Serve ``config`` until a signal; remove its folder if the demo cannot."""
-    # Until the server handles it, too, SIGTERM lets what stands below `finally` run.
+    # Until the server handles it, too, SIGTERM runs the `finally` blocks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from hps.cli.main import app
 

@@ -148,7 +148,7 @@ def check_wiring(spec: ModelSpec, dense: Path | None) -> None:
 
 
 def _check_alone(dense: Path) -> None:
-    """A version keeps one file; exporters may put the weights into another one beside it."""
+    """A version keeps one file; exporters may put the weights into a second one."""
     from hps.dense.onnx import OnnxModel
 
     with TemporaryDirectory() as folder:

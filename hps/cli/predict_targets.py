@@ -37,7 +37,7 @@ class PredictTarget(Protocol):
     def predict(self, model: str, request: PredictRequest) -> PredictResult: ...
 
     def submitting(self, threads: int) -> AbstractContextManager[Submit]:
-        """Answers requests beside each other, up to ``threads`` at a time, as futures."""
+        """Answers requests in parallel, up to ``threads`` at a time, as futures."""
         ...
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:

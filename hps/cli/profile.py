@@ -55,7 +55,7 @@ _MEANING = {
     "node": "the way to a lookup node and back, and its work",
     "decode": "bytes to arrays",
     "memory": "the cache in one pass: no dedup, bags pooled as rows are read",
-    "dedup": "keys by table, or those that memory lacked, each once",
+    "dedup": "keys by table, or those that memory missed, each once",
     "wait": "for a thread that may wait",
     "return": "until who asked went on",
     "merge": "rows of all tiers, defaults, every key's row",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 REST = "rest"
-"""What of a part's time none of its own parts has."""
+"""Time of a part outside all of its parts."""
 Path = tuple[str, ...]
 
 

@@ -24,7 +24,7 @@ DenseInputs = dict[str, NDArray[Any]]
 
 
 def parse_json(text: str, signature: ModelSignature) -> tuple[Features, DenseInputs]:
-    """A request written as JSON; ``BadRequest`` says what is wrong with it."""
+    """Parse a request in JSON. Raises BadRequest."""
     import orjson
 
     try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.command_options import expand_options
 from hps.cli.options import SetOption
 from hps.cli.tables import flatten
 from hps.cli.tables import show as show_tables
@@ -22,7 +24,7 @@ app = typer.Typer(add_completion=False)
 
 
 class Role(StrEnum):
-    """As `server.role`."""
+    """Values of `server.role` that `hps serve` accepts."""
 
     all = "all"
     frontend = "frontend"
@@ -42,9 +44,10 @@ Examples:
 """
 
 
-@app.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})
-def serve(
-    ctx: typer.Context,
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options of ``hps serve``."""
+
     config: Annotated[
         Path | None,
         typer.Option(
@@ -54,11 +57,11 @@ def serve(
             metavar="FILE",
             help="Our YAML file, or HPS's ps.json.",
         ),
-    ] = None,
+    ] = None
     workers: Annotated[
         int | None,
         typer.Option("--workers", "-w", min=0, help="Processes that answer beside the node's own."),
-    ] = None,
+    ] = None
     role: Annotated[
         Role | None,
         typer.Option(
@@ -66,10 +69,14 @@ def serve(
             help="all: one process does everything; lookup: rows, for front ends; frontend: requests, with "
             "rows from lookup nodes.",
         ),
-    ] = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+    ] = None
+    overrides: SetOption = None
+    output: Output = OutputFormat.table
+
+
+@app.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})
+@expand_options
+def serve(ctx: typer.Context, options: ServeOptions) -> None:
     """Serve models until SIGTERM or Ctrl-C; prints what is served and where once it is ready.
 
     Without --workers (server.workers: 0) one process does everything, which is enough for one core and
@@ -92,9 +99,9 @@ def serve(
     started = time.monotonic()
     if ctx.args:
         raise ConfigError(f"the configuration file is an option: hps serve --config {ctx.args[0]}")
-    more = [] if workers is None else [f"server.workers={workers}"]
-    more += [] if role is None else [f"server.role={role.value}"]
-    run(load_config(config, [*(overrides or ()), *more]), output, started)
+    more = [] if options.workers is None else [f"server.workers={options.workers}"]
+    more += [] if options.role is None else [f"server.role={options.role.value}"]
+    run(load_config(options.config, [*(options.overrides or ()), *more]), options.output, started)
 
 
 def run(configuration: Configuration, output: OutputFormat, started: float) -> None:

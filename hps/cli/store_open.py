@@ -1,6 +1,6 @@
-"""The stores of a configuration, opened by themselves: no caches, no network, no server.
+"""The stores of a configuration alone: no caches, no network, no server.
 
-Reading opens RocksDB beside the process that owns it; writing needs it to itself.
+Reading works while another process owns RocksDB; writing needs exclusive access.
 """
 
 from __future__ import annotations

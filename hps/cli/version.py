@@ -1,4 +1,4 @@
-"""``hps version``: what is installed, to paste into a bug report."""
+"""``hps version``: installed versions, to paste into a bug report."""
 
 from __future__ import annotations
 

@@ -184,12 +184,12 @@ class ClientOperations:
             reply = yield from self._ask("ready", "", RetryDeadline(self._timeout_s, 0))
         except ServerUnreachable:
             raise
-        except Unavailable:  # it is there, and says so
+        except Unavailable:  # it responds: not ready
             return False
         return bool(reply["ready"])
 
     def _about(self, model: str, patience: RetryDeadline) -> Flow[_ModelTensors]:
-        """What the server tells of the model now."""
+        """The server's current metadata of the model."""
         reply = yield from self._ask("metadata", model, patience)
         found = self._known[model] = _ModelTensors(
             {t["name"]: numpy_type(t["datatype"]) for t in reply["inputs"]},
@@ -243,7 +243,7 @@ class RetryDeadline:
         self._pause_s = _FIRST_PAUSE_S
 
     def pause_s(self, error: HpsError) -> float:
-        """How long to wait before the next attempt; raises ``error`` when there is none: only a server that
+        """Seconds until the next attempt; raises ``error`` if there is none. Only a server that
         was not available is asked again, and not before it says."""
         pause = max(self._pause_s * random.uniform(0.5, 1.5), retry_after_s(error))
         over = pause >= self.until - time.monotonic()

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def _opened(at: ServerAddress, api_key: str | None, *, aio: bool) -> tuple[Any, Any]:
-    """How calls are written and answers read, and what sends them: a ``HttpCodec`` and a
+    """Codec and transport of a client: a ``HttpCodec`` and a
     ``HttpConnectionPool``, or what is like them. What is not used is not imported."""
     if at.is_grpc:
         from hps.client.grpc import AsyncGrpcChannel, GrpcChannel, GrpcCodec
@@ -36,7 +36,7 @@ def _opened(at: ServerAddress, api_key: str | None, *, aio: bool) -> tuple[Any, 
 
 
 class _ClientBase:
-    """What both clients are made of."""
+    """Base of both clients."""
 
     _aio = False
 

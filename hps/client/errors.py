@@ -42,7 +42,7 @@ _BY_STATUS: dict[int | str, type[HpsError]] = {
     "UNAVAILABLE": Unavailable,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
 }
-# How gRPC itself says that nobody was there; a server says it in other words.
+# gRPC's own texts for an unreachable server; servers send other ones.
 _NEVER_ARRIVED = ("failed to connect", "Socket closed", "Connection reset", "recvmsg")
 _LATE = "did not answer in time; is it overloaded or stopped?"
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
@@ -53,7 +53,7 @@ class ServerUnreachable(Unavailable):
 
 
 class RetryLater(Unavailable):
-    """The server says when it wants to be asked again: in ``after_s`` seconds."""
+    """The server asks for a retry after ``after_s`` seconds."""
 
     def __init__(self, message: str, after_s: float) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class RetryLater(Unavailable):
 
 
 def retry_after_s(error: HpsError) -> float:
-    """How long the server wants not to be asked; 0 when it said nothing."""
+    """Seconds until the server accepts a retry; 0 if unknown."""
     return error.after_s if isinstance(error, RetryLater) else 0.0
 
 

@@ -96,7 +96,7 @@ class LookupBackend:
         for parameter, (only, reason) in _WITHOUT_EFFECT.items():
             if parameters.get(parameter, only).lower() != only:
                 raise ConfigError(f"parameter {parameter} of {name}: {reason}; leave it out")
-        # Those of Triton's python backend itself are in capitals.
+        # Parameters of Triton's python backend itself are in capitals.
         for parameter in parameters.keys() - _KNOWN:
             if not parameter.isupper():
                 hint = hint_for(parameter, sorted(_KNOWN))
@@ -262,8 +262,8 @@ class BackendModel:
         return BackendResponse([(n, self._batched(call, n, a)) for n, a in outputs], parameters)
 
     def _hps_own(self, keys: int) -> dict[str, int]:
-        """What HPS says of a request of so many keys: the samples they make, where it is known how many a
-        sample has at most, and the device."""
+        """HPS's response parameters for a request of ``keys`` keys: samples, if the most keys per sample are
+        known, and the device."""
         features = self._served.engine.features.values()
         most = [feature.max_hotness or feature.hotness for feature in features]
         known = sum(m for m in most if m) if all(most) else 0

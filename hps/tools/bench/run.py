@@ -26,7 +26,7 @@ from hps.tools.bench.senders import Sender
 
 SLICES = 20
 """Parts of what is measured, of the same time or, where so many requests were asked for, of the same number,
-each with a histogram: how much these differ tells what a difference between two runs is worth."""
+each with a histogram: their variation shows how significant a difference between two runs is."""
 _WARMING_UP = -1
 _KINDS_KEPT = 50
 

@@ -75,7 +75,7 @@ def health_service(target: CheckedServer) -> None:
 
 @SUITE.check
 def health_watch(target: CheckedServer) -> None:
-    """grpc.health.v1.Health/Watch says at once how the server is, and stays open."""
+    """grpc.health.v1.Health/Watch reports the state immediately, and stays open."""
     with GrpcProbe(target) as ask:
         stub = health_pb2_grpc.HealthStub(ask.channel)
         watch = stub.Watch(
@@ -114,7 +114,7 @@ def reflection(target: CheckedServer) -> None:
 
 @SUITE.check
 def metadata_and_configuration(target: CheckedServer) -> None:
-    """ServerMetadata, ModelMetadata and ModelConfig tell what a request's tensors are."""
+    """ServerMetadata, ModelMetadata and ModelConfig describe a request's tensors."""
     with GrpcProbe(target) as ask:
         extensions = ask.extensions()
         for sample in target.samples:
@@ -134,8 +134,8 @@ def metadata_and_configuration(target: CheckedServer) -> None:
 
 @SUITE.check
 def forms_agree(target: CheckedServer) -> None:
-    """Raw contents and protobuf's types get the same answer to the bit, always raw from a server that tells
-    of binary_tensor_data; an id comes back."""
+    """Raw contents and protobuf's types get the same answer to the bit, always raw from a server that
+    names binary_tensor_data; an id comes back."""
     with GrpcProbe(target) as ask:
         raw = "binary_tensor_data" in ask.extensions()
         for sample in target.samples:
@@ -242,7 +242,7 @@ def wrong_tensors(target: CheckedServer) -> None:
 
 @SUITE.check
 def streams(target: CheckedServer) -> None:
-    """ModelStreamInfer answers each request in its turn; an error is a message, and the stream goes on."""
+    """ModelStreamInfer answers each request in its turn; an error is a message, and the stream continues."""
     sample = target.sample
     with GrpcProbe(target) as ask:
         wrong = request(replace(sample, model="none"), id="b")

@@ -50,7 +50,7 @@ def health(target: CheckedServer) -> None:
 
 @SUITE.check
 def server_metadata(target: CheckedServer) -> None:
-    """/v2 tells name, version and extensions."""
+    """/v2 reports name, version and extensions."""
     with HttpProbe(target) as http:
         about = http.ask("GET", "/v2").json()
     require(isinstance(about["name"], str) and isinstance(about["version"], str), f"{about}")
@@ -125,7 +125,7 @@ def forms_agree(target: CheckedServer) -> None:
 
 @SUITE.check
 def outputs_asked_for(target: CheckedServer) -> None:
-    """Outputs come as the request names them, in its order; a form of its own for one of them goes before
+    """Outputs come as the request names them, in its order; a form for one of them takes precedence over
     that for all."""
     with HttpProbe(target) as http:
         sample = next((s for s in target.samples if len(s.outputs) > 1), None)

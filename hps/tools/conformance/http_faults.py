@@ -1,4 +1,4 @@
-"""The protocol over HTTP: what a server must refuse, how, and that it goes on."""
+"""The protocol over HTTP: what a server must refuse, how, and that it continues."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def unknown_names(target: CheckedServer) -> None:
 
 @SUITE.check
 def missing_inputs(target: CheckedServer) -> None:
-    """A request that lacks an input that is not optional, or has no `inputs` at all, is 400."""
+    """A request without a required input, or has no `inputs` at all, is 400."""
     sample = target.sample
     with HttpProbe(target) as http:
         required = list(sample.inputs)

@@ -24,7 +24,7 @@ _NO_NAME = {
 }
 TRITON: Known = {
     "http: outputs asked for": {
-        r"outputs \[.*\] for \[": "an ensemble answers in an order of its own; models that are none, in the "
+        r"outputs \[.*\] for \[": "an ensemble answers in another order; models that are none, in the "
         "request's",
         "are JSON, asked for": "it forgets binary_data_output where outputs are named; the extension's text "
         "says that binary_data goes before it for one output, not that it ends it",

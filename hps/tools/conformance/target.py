@@ -98,8 +98,8 @@ class ConformanceCheck:
             self.run(target)
         except Deviation as deviation:
             return "differs", deviation.found
-        except NotOffered as lacks:
-            return "not offered", (str(lacks),)
+        except NotOffered as error:
+            return "not offered", (str(error),)
         except Exception as error:
             return "differs", (f"{type(error).__name__}: {error}",)
         return "as it should", ()

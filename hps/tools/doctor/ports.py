@@ -46,7 +46,9 @@ def exposure(settings: Settings) -> DoctorCheck:
     check_exposure(settings)
     mode = settings.auth.mode
     if mode == "off":  # set explicitly
-        return DoctorCheck("access", "OK", "auth.mode off: whoever reaches the ports may ask")
+        return DoctorCheck(
+            "access", "OK", "auth.mode off: any client that reaches the ports has access"
+        )
     return DoctorCheck("access", "OK", f"auth.mode {mode or 'off, loopback only'}")
 
 

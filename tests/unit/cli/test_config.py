@@ -185,7 +185,7 @@ def test_validate_knows_the_kinds_of_files(
     )
 
 
-def test_validate_a_key_file_that_is_elsewhere(tmp_path: Path) -> None:
+def test_validate_warns_of_an_absent_key_file(tmp_path: Path) -> None:
     path = tmp_path / "hps.yaml"
     path.write_text("auth: {mode: api_key, keys_file: keys.yaml}\n")
     result = run("validate", path)
@@ -234,7 +234,7 @@ def test_convert_writes_what_serves_the_same(ps_json: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", [("config", "validate"), ("serve", "--config")])
-def test_a_wrong_configuration_ends_at_once(bad: Path, command: tuple[str, ...]) -> None:
+def test_wrong_configuration_ends_immediately(bad: Path, command: tuple[str, ...]) -> None:
     """Before a server's worth of packages is loaded, which takes the most of the 3 s there are."""
     done = program(*command, bad)
     assert done.returncode == 2

@@ -107,7 +107,7 @@ def test_a_description_without_a_version_is_in_order(tmp_path: Path) -> None:
     assert "model.yaml: tables: is missing" in result.stderr
 
 
-def test_the_rest_is_the_doctor_s(config: Path, models: Path) -> None:
+def test_validate_points_to_doctor(config: Path, models: Path) -> None:
     """A port that is taken and a Redis that is not there are no mistake of the file."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -20,7 +20,7 @@ def files(folder: Path) -> dict[Path, bytes]:
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_the_model_is_there_whole_and_a_request_is_printed(tmp_path: Path) -> None:
+def test_model_is_written_and_a_request_is_printed(tmp_path: Path) -> None:
     done = write(tmp_path / "models", "--port", "9000")
     assert done.exit_code == 0
     assert files(tmp_path / "models/ctr") == files(FOLDER / "ctr")
@@ -31,7 +31,7 @@ def test_the_model_is_there_whole_and_a_request_is_printed(tmp_path: Path) -> No
     assert float(told[1]) == round(float(load_demo().scores["click"][0]), 6)
 
 
-def test_again_it_changes_nothing(tmp_path: Path) -> None:
+def test_second_write_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path)
     spec = tmp_path / "ctr/model.yaml"
     spec.write_text(spec.read_text() + "# of mine\n")
@@ -47,7 +47,7 @@ def test_a_repository_with_other_models_is_left_alone(tmp_path: Path) -> None:
     assert "the demo's stays out: mine" in done.stdout
 
 
-def test_where_it_cannot_be_written_one_line_says_so(tmp_path: Path) -> None:
+def test_unwritable_repository_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = write(tmp_path / "file")
     assert done.exit_code == 2

@@ -36,7 +36,7 @@ from hps.tools.doctor.check import DoctorCheck, catch_errors, failed
 from hps.updates.kafka.overview import GroupView
 
 
-def test_every_check_of_this_machine_has_a_mend_unless_it_is_well() -> None:
+def test_checks_have_a_remedy_unless_ok() -> None:
     found = list(machine.machine())
     assert len({check.name for check in found}) == len(found) >= 6
     for check in found:
@@ -122,7 +122,7 @@ def test_an_error_is_shown_in_full() -> None:
     assert (check.found, check.remedy) == (text, "hps model verify m")
 
 
-def test_the_processes_are_told_and_what_workers_lack(
+def test_processes_are_listed_with_missing_requirements_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(workers: int, **cache: object) -> DoctorCheck:
@@ -159,7 +159,7 @@ def test_the_processes_are_told_and_what_workers_lack(
         (90.0, 0.5, "FAIL"),
     ],
 )
-def test_clocks_are_compared_as_far_as_one_can_tell(
+def test_clock_skew_is_compared_with_its_uncertainty(
     ahead_s: float, unsure_s: float, verdict: str
 ) -> None:
     check = clocks.clock("x", clocks.ClockSkew(ahead_s, unsure_s))
@@ -175,7 +175,7 @@ def test_a_clock_that_is_cut_to_seconds_is_the_same_clock() -> None:
     assert found.unsure_s >= 0.5
 
 
-def test_a_time_that_had_passed_when_it_was_told_is_no_skew(
+def test_delayed_time_is_no_skew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A busy server renews what it says late; one whose clock is wrong says so each time."""
@@ -188,7 +188,7 @@ def test_a_time_that_had_passed_when_it_was_told_is_no_skew(
     assert clocks.clock("x", wrong).verdict == "WARN"
 
 
-def test_memory_is_beside_what_the_caches_may_take() -> None:
+def test_memory_check_compares_caches_with_the_limit() -> None:
     settings = configuration_from(
         {"tiers": {"cpu_cache": {"capacity_bytes": 1 << 30}}}, environ={}
     ).settings
@@ -200,7 +200,9 @@ def test_memory_is_beside_what_the_caches_may_take() -> None:
     assert memory.limit() > 0
 
 
-def test_a_container_has_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limit_of_a_container_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for text, limit in (("1000\n", 1000), ("max\n", memory._of_machine())):
         (tmp_path / "memory.max").write_text(text)
         monkeypatch.setattr(memory, "_CGROUPS", (tmp_path / "none", tmp_path / "memory.max"))
@@ -217,7 +219,7 @@ def test_pinned_memory_needs_to_be_locked() -> None:
     assert memory.pinned_bytes(settings) == 100
 
 
-def test_too_little_room_for_writes_is_told(
+def test_full_disk_of_database_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def verdict(free: int) -> str:
@@ -237,7 +239,7 @@ def test_a_folder_of_updates_must_be_there_and_writable(tmp_path: Path) -> None:
     assert (lacks.verdict, "updates.directory.path" in lacks.remedy) == ("FAIL", True)
 
 
-def test_one_part_that_says_nonsense_does_not_hide_the_others() -> None:
+def test_unexpected_error_of_one_part_keeps_other_checks() -> None:
     def odd() -> Iterator[DoctorCheck]:
         yield DoctorCheck("a", "OK", "fine")
         raise KeyError("version")
@@ -256,7 +258,7 @@ def test_a_certificate_that_ends_soon_is_warned_of() -> None:
     assert "renew" in soon.remedy
 
 
-def test_servers_of_several_versions_are_told() -> None:
+def test_servers_of_several_versions_are_a_warning() -> None:
     def found(url: str, version: str, models: dict[str, int] | None) -> servers.ServerFindings:
         return servers.ServerFindings(url, version=version, models=models)
 
@@ -271,7 +273,7 @@ def test_servers_of_several_versions_are_told() -> None:
     assert models.found == "do not serve the same: m: a 1, b 2; n: a not, b 1"
 
 
-def test_a_disk_that_is_nearly_full_is_told_of_a_server_that_is_far_away() -> None:
+def test_nearly_full_disk_of_a_remote_server_is_a_warning() -> None:
     def told(free: int, taken: int, least: int) -> str:
         bytes_ = {"free_bytes": free, "table_bytes": taken, "min_free_bytes": least}
         (check,) = states._tier("server", {"name": "rocksdb", **bytes_})
@@ -285,7 +287,7 @@ def test_a_disk_that_is_nearly_full_is_told_of_a_server_that_is_far_away() -> No
     assert told(1 << 20, 0, 0) == "OK"
 
 
-def test_messages_that_were_deleted_before_they_were_read_are_told() -> None:
+def test_messages_deleted_before_they_were_read_are_a_warning() -> None:
     def sample(topic: str, value: float) -> MetricSample:
         return MetricSample(m.UPDATE_LOST, {"group": "hps.node.a", "topic": topic}, value)
 
@@ -309,7 +311,7 @@ def test_lookup_nodes_of_a_front_end_that_serve_different_versions() -> None:
     assert (check.verdict, check.found) == ("OK", "2 nodes ready")
 
 
-def test_lag_counts_what_is_kept_and_what_was_lost_is_told() -> None:
+def test_lag_counts_kept_messages_and_reports_lost_ones() -> None:
     place = ("t", 0)
 
     def lag(committed: dict[tuple[str, int], int], begin: int) -> DoctorCheck:
@@ -350,10 +352,10 @@ def test_gpus_that_are_required_and_not_there_fail(monkeypatch: pytest.MonkeyPat
     assert found[1][1] == "device 1 of 1 (from 0 on)"
 
 
-def test_who_may_ask_is_told_as_it_is() -> None:
+def test_access_check_reports_the_authentication_mode() -> None:
     def access(**given: object) -> str:
         return ports.exposure(configuration_from(given, environ={}).settings).found
 
     everywhere = {"http": {"host": "0.0.0.0"}}
     assert access() == "auth.mode off, loopback only"
-    assert "whoever reaches" in access(server=everywhere, auth={"mode": "off"})
+    assert "any client that reaches" in access(server=everywhere, auth={"mode": "off"})

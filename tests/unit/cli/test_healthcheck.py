@@ -67,26 +67,26 @@ def check(tmp_path: Path) -> Check:
     return run
 
 
-def test_a_ready_server_is_healthy_and_nothing_is_said(check: Check) -> None:
+def test_healthcheck_of_ready_server_succeeds_silently(check: Check) -> None:
     with answering(ready=200) as port:
         done = check(port)
     assert (done.exit_code, done.output) == (0, "")
 
 
-def test_one_that_loads_is_not_but_lives(check: Check) -> None:
+def test_loading_server_is_live_but_not_ready(check: Check) -> None:
     with answering(ready=503) as port:
         done = check(port)
         assert (done.exit_code, done.output) == (1, "error: loading ctr: 3 of 8 tables\n")
         assert check(port, "--live").exit_code == 0
 
 
-def test_one_that_listens_on_every_address_is_asked_on_this_machine(check: Check) -> None:
+def test_wildcard_host_is_asked_on_loopback(check: Check) -> None:
     with answering(ready=200) as port:
         listening = check(port, "--set", "auth.mode=off", host="0.0.0.0")
     assert listening.exit_code == 0
 
 
-def test_where_nobody_listens_the_address_and_its_setting_are_named(check: Check) -> None:
+def test_closed_port_names_address_and_setting(check: Check) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -96,7 +96,7 @@ def test_where_nobody_listens_the_address_and_its_setting_are_named(check: Check
     assert "refused" in done.output
 
 
-def test_one_that_accepts_and_says_nothing_is_given_up(check: Check) -> None:
+def test_unresponsive_server_times_out(check: Check) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -107,7 +107,7 @@ def test_one_that_accepts_and_says_nothing_is_given_up(check: Check) -> None:
     assert "timed out" in done.output
 
 
-def test_a_wrong_configuration_is_no_health_either(check: Check, tmp_path: Path) -> None:
+def test_wrong_configuration_is_unhealthy(check: Check, tmp_path: Path) -> None:
     done = check(70_000)
     assert done.exit_code == 1
     assert "server.admin.port" in done.output
@@ -117,7 +117,7 @@ def test_a_wrong_configuration_is_no_health_either(check: Check, tmp_path: Path)
     assert "none.yaml" in missing.output
 
 
-def test_certificates_are_not_checked_and_shown_where_asked_for(
+def test_client_certificate_is_sent_if_required(
     check: Check, tmp_path: Path, program: Callable[[str], str]
 ) -> None:
     program("openssl")

@@ -42,11 +42,11 @@ def test_equal_highest_scores_are_explained(path):
     assert CliRunner().invoke(app, ["hotkeys", "--snapshot", str(path), "-o", "json"]).stderr == ""
 
 
-def test_what_is_not_there_is_named(path, tmp_path):
+def test_missing_tables_are_named(path, tmp_path):
     with pytest.raises(NotFound, match="m/1/a, n/2/b"):
         from_snapshot(path, "m", "b", 1)
     with pytest.raises(NotFound, match="can't be read"):
         from_snapshot(tmp_path / "none", None, None, 1)
     path.write_bytes(b"other")
-    with pytest.raises(BadRequest, match="no snapshot"):
+    with pytest.raises(BadRequest, match="not a hot key snapshot"):
         from_snapshot(path, None, None, 1)

@@ -24,7 +24,7 @@ def histogram(
     return [*rows, (f"{REQUESTS}_count", labels, max(counts.values()))]
 
 
-def test_rates_are_what_came_between_by_code() -> None:
+def test_rates_count_the_interval_by_code() -> None:
     before = reading(10.0, *histogram("200", {"+Inf": 100}))
     after = reading(12.0, *histogram("200", {"+Inf": 140}), *histogram("503", {"+Inf": 6}))
     told = account(before, after)

@@ -67,7 +67,7 @@ class TestImport:
         found = [(f.name, f.key_offset, f.pooling) for f in Repository(models).spec("ctr").features]
         assert found == [("user", 0, "sum"), ("item", 10, "mean")]
 
-    def test_stacked_tables_tell_the_offsets(self, npz, models):
+    def test_stacked_tables_report_offsets(self, npz, models):
         done = printed(
             run("import", npz, "-r", models, "-n", "ctr", "-t", "all=[ui].weight", "-o", "json")
         )
@@ -261,7 +261,7 @@ class TestInspect:
         assert (told["version"], told["tables"][0]["rows"]) == (1, 10)
         assert told["manifest"]["tables"]["w"]["rows"] == 10
 
-    def test_what_may_come_once_for_all_candidates(self, tmp_path, npz, models):
+    def test_context_features_are_marked(self, tmp_path, npz, models):
         spec = tmp_path / "spec.yaml"
         spec.write_text(
             "name: ctr\ntables: [{name: users, dim: 4}]\n"

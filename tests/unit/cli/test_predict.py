@@ -73,7 +73,7 @@ def test_scores_come_in_the_order_of_the_rows(count: int) -> None:
     assert score.degraded == ({"redis"} if count else set())
 
 
-def test_a_request_that_fails_ends_it_behind_the_scores_before_it() -> None:
+def test_failed_request_ends_after_earlier_scores() -> None:
     server, score = Server(), _ScoreStream("ctr", MODEL)
     columns = [
         ({"user": pa.array([key]), "price": pa.array([0.0])}, 1) for key in (1, 2, -3, 4, 5, 6, 7)
@@ -84,7 +84,7 @@ def test_a_request_that_fails_ends_it_behind_the_scores_before_it() -> None:
         next(scores)
 
 
-def test_a_bad_cell_is_told_with_its_row_in_the_file() -> None:
+def test_bad_cell_names_its_row_in_the_file() -> None:
     columns = [
         ({"user": pa.array(["1", "2"]), "price": pa.array(["1", "2"])}, 2),
         ({"user": pa.array(["3", "x"]), "price": pa.array(["1", "2"])}, 2),

@@ -39,7 +39,7 @@ def test_means_of_parts_add_up_to_the_whole() -> None:
     assert (rows["lookup", "cpu"]["requests"], rows["parse",]["requests"]) == (1, 2)
 
 
-def test_a_part_that_has_not_ended_takes_nothing() -> None:
+def test_unfinished_part_counts_zero() -> None:
     found = account([told("r", 10.0, told("lookup", None))])
     assert [(part["path"], part["mean_us"]) for part in found["parts"]] == [
         (["lookup"], 0.0),

@@ -103,7 +103,7 @@ def test_flags() -> None:
         ),
     ],
 )
-def test_a_request_at_fault_is_told_why(text: str, says: str) -> None:
+def test_bad_request_names_the_reason(text: str, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
         parse_json(text, MODEL)
 

@@ -79,7 +79,7 @@ def test_every_format_gives_the_same_samples(tmp_path: Path, suffix: str, size: 
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
-def test_a_missing_column_is_named_beside_those_there_are(tmp_path: Path, suffix: str) -> None:
+def test_missing_column_is_named_with_present_ones(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"samples{suffix}"
     write_samples(path)
     with pytest.raises(BadRequest, match=r"has no column ad; it has other, user, tags, depth"):
@@ -94,7 +94,7 @@ def test_a_line_that_is_no_object(tmp_path: Path, line: str) -> None:
         list(read(open_reader(path, ("user",)), path, 10))
 
 
-def test_a_column_that_stands_twice(tmp_path: Path) -> None:
+def test_duplicate_column_is_refused(tmp_path: Path) -> None:
     for name in ("s.csv", "s.parquet"):
         path = tmp_path / name
         path.write_text("user,user,ad\n1,2,3\n")
@@ -188,7 +188,7 @@ def test_no_rows_still_make_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "s.jsonl").read_text() == ""
 
 
-def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+def test_unwritable_output_is_refused_before_scoring(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name the output one of"):
         SampleWriter(tmp_path / "s.xlsx")
     with pytest.raises(ConfigError, match="there is no folder"):

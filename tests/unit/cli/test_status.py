@@ -127,7 +127,7 @@ def test_a_redis_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str
     assert "redis does not answer: redis: refused" in shown.out + shown.err
 
 
-def test_a_loading_server_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_loading_server_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
     task = {"title": "loading rows", "done": 250, "total": 1000, "unit": "rows"}
     _show({"phase": "starting", "uptime_s": 3.2, "loading": [task]})
     shown = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_a_loading_server_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]
     assert "loading rows: 250 of 1,000 rows, 25.0 %" in shown
 
 
-def test_tables_of_a_loading_server_are_told_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_a_loading_server_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     loading = {"phase": "loading", "ready": False, "uptime_s": 1.0, "loading": []}
     monkeypatch.setattr(Admin, "status", lambda _self: loading)
     result = CliRunner().invoke(app, ["tables"])

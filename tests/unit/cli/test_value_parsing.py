@@ -45,7 +45,7 @@ def test_keys(text: str, key: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "0x", "ff", "1e3", "0x1ffffffffffffffff", "1.0"])
-def test_what_is_no_key(text: str) -> None:
+def test_invalid_keys_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="key"):
         parse_key(text)
 
@@ -71,7 +71,7 @@ def test_vectors(text: str) -> None:
         ("1,2,1e39", "no finite float32"),
     ],
 )
-def test_what_is_no_vector(text: str, message: str) -> None:
+def test_invalid_vectors_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_vector(text, TABLE)
 

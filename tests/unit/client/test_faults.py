@@ -142,7 +142,7 @@ def pauses(monkeypatch):
 @pytest.mark.parametrize(
     "first", [DROP, OK[:60], OK[:-3]], ids=["at once", "in the head", "in the body"]
 )
-def test_a_server_that_dies_in_its_answer_is_asked_again(script, lookup, pauses, first):
+def test_request_is_retried_when_server_dies_while_answering(script, lookup, pauses, first):
     script.answers = [first, OK]
     assert lookup(script.url, retries=1) == 7
     assert len(script.seen) == 2
@@ -152,7 +152,7 @@ def test_a_server_that_dies_in_its_answer_is_asked_again(script, lookup, pauses,
         lookup(script.url, retries=0)
 
 
-def test_a_server_that_is_busy_is_asked_again_when_it_says(script, lookup, pauses):
+def test_request_is_retried_after_retry_after(script, lookup, pauses):
     script.answers = [BUSY % (503, b""), BUSY % (429, b"Retry-After: 3\r\n"), OK]
     assert lookup(script.url) == 7
     assert pauses[0] < 0.1
@@ -166,14 +166,14 @@ def test_a_server_that_is_busy_is_asked_again_when_it_says(script, lookup, pause
         lookup(script.url)
 
 
-def test_a_slow_server_is_left_in_time(script, lookup):
+def test_slow_server_times_out(script, lookup):
     script.answers = [HANG]
     with pytest.raises(DeadlineExceeded, match="did not answer in time"):
         lookup(script.url, timeout_s=0.1)
     assert b'"timeout": 100000' in script.seen[0][1]  # microseconds, for the server
 
 
-def test_a_server_that_drips_is_left_in_time():
+def test_dripping_server_times_out():
     """Every piece comes soon; the answer never does."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -197,7 +197,7 @@ def test_a_server_that_drips_is_left_in_time():
     listener.close()
 
 
-def test_connections_are_kept_and_one_that_was_closed_is_not_used(script):
+def test_connections_are_reused_unless_closed(script):
     script.answers = [OK, OK, b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"]
     with Client(script.url, retries=0) as client:
         for _ in range(2):
@@ -222,7 +222,7 @@ def test_a_request_id_is_a_header(script, lookup):
     assert b"r-7" not in body  # the body is the same again for the next request
 
 
-def test_only_a_server_that_was_not_available_is_asked_again():
+def test_only_unavailable_servers_are_retried():
     patience = RetryDeadline(60, 3)
     assert 0 < patience.pause_s(Unavailable("")) < 0.1
     assert 0.05 <= patience.pause_s(Unavailable("")) < 0.2
@@ -235,7 +235,7 @@ def test_only_a_server_that_was_not_available_is_asked_again():
         RetryDeadline(0.001, 2).pause_s(Unavailable(""))
 
 
-def test_what_a_server_says_of_another_attempt():
+def test_retry_headers_are_parsed():
     assert http_error(503, b"", "5", "h").after_s == 5
     assert type(http_error(503, b"", "Fri, 31 Dec 1999 23:59:59 GMT", "h")) is Unavailable
     assert grpc_error("g", "UNAVAILABLE", "busy", "250").after_s == 0.25
@@ -291,7 +291,7 @@ def servicer():
     server.stop(0).wait(30)
 
 
-def test_grpc_is_asked_again_when_it_says(servicer, lookup, pauses):
+def test_grpc_is_retried_after_pushback(servicer, lookup, pauses):
     unavailable = grpc.StatusCode.UNAVAILABLE
     servicer.codes = [unavailable, grpc.StatusCode.RESOURCE_EXHAUSTED]
     assert lookup(servicer.url, request_id="r-7", api_key="k") == 7
@@ -305,7 +305,7 @@ def test_grpc_is_asked_again_when_it_says(servicer, lookup, pauses):
         lookup(servicer.url)
 
 
-def test_a_slow_grpc_server_is_left_in_time(servicer, lookup):
+def test_slow_grpc_server_times_out(servicer, lookup):
     servicer.codes = [HANG]
     with pytest.raises(DeadlineExceeded, match="did not answer in time"):
         lookup(servicer.url, timeout_s=0.1)
@@ -314,7 +314,7 @@ def test_a_slow_grpc_server_is_left_in_time(servicer, lookup):
 # -- addresses and certificates --------------------------------------------------------------------
 
 
-def test_addresses_say_how_a_server_is_spoken_to():
+def test_address_scheme_selects_protocol_and_tls():
     with pytest.raises(ConfigError, match=r"must look like http://host:port or grpc://host:port"):
         Client("ftp://x")
     with pytest.raises(ConfigError, match=r"is not secured; write https://"):

@@ -92,7 +92,7 @@ def predict(client, **more):
     return list(client.predict("m", features, dense, want_source=True, **more).outputs)
 
 
-def test_what_is_known_is_asked_once(client, model):
+def test_metadata_is_requested_once(client, model):
     for _ in range(3):
         assert predict(client) == ["score"]
     assert (len(model.remaining), model.calls) == (1, 3)
@@ -122,7 +122,7 @@ def test_a_request_at_fault_is_not_repeated_for_the_same_model(client, model):
     assert (len(model.remaining), model.calls) == (2, 2)
 
 
-def test_what_is_asked_first_is_in_the_calls_time(client, model):
+def test_metadata_request_counts_against_the_timeout(client, model):
     predict(client, timeout_s=5)
     assert 0 < model.remaining[0] < 6  # gRPC rounds up; without a time of its own it would be 30
 

@@ -178,7 +178,7 @@ def test_the_servers_error_becomes_ours(stub: Stub, status: int, kind: type[HpsE
             assert type(error.value) is kind
 
 
-def test_nobody_there_says_what_to_do() -> None:
+def test_unreachable_server_error_names_a_remedy() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -195,7 +195,7 @@ def test_ready_by_the_status_alone(stub: Stub) -> None:
     assert [each["path"] for each in seen] == ["/v2/health/ready"]
 
 
-def test_a_server_that_hangs_is_left() -> None:
+def test_hanging_server_times_out() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -206,7 +206,7 @@ def test_a_server_that_hangs_is_left() -> None:
                     call()
 
 
-def test_answers_of_other_servers_are_told_apart(stub: Stub) -> None:
+def test_answers_of_other_servers_are_recognised(stub: Stub) -> None:
     url, _ = stub({"/v1/status": (200, b"<html>"), "/v2": (200, b'{"name": "triton"}')})
     with Client(url) as client, Admin(url) as admin:
         with pytest.raises(HpsError, match="did not answer with JSON"):
@@ -239,7 +239,7 @@ def test_metrics_are_parsed(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", ""])
-def test_a_wrong_address_is_told_at_once(url: str) -> None:
+def test_wrong_address_is_refused_before_connecting(url: str) -> None:
     with pytest.raises(ConfigError, match="must look like http://host:port"):
         Client(url)
 
@@ -266,7 +266,7 @@ def test_tls_where_there_is_none(stub: Stub) -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "grpc://127.0.0.1:1"])
 @pytest.mark.parametrize("key", ["a b", "planted\r\nX-More: 1", "planted-\u00fc"])
-def test_what_is_no_api_key(url: str, key: str) -> None:
+def test_invalid_api_keys_are_refused(url: str, key: str) -> None:
     with pytest.raises(ConfigError, match="the API key has characters that no key has") as caught:
         Client(url, api_key=key)
     assert key not in str(caught.value)
@@ -274,7 +274,7 @@ def test_what_is_no_api_key(url: str, key: str) -> None:
         Admin("http://127.0.0.1:1", api_key=key)
 
 
-def test_an_id_is_no_header_of_its_own(stub: Stub) -> None:
+def test_request_id_cannot_inject_a_header(stub: Stub) -> None:
     url, seen = stub({})
     with Client(url) as client, pytest.raises(BadRequest, match="printable ASCII"):
         client.infer("m", {"f": np.zeros((1, 1), np.int64)}, request_id="x\r\nX-More: 1")

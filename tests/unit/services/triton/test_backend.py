@@ -83,7 +83,7 @@ def test_requests_of_one_call(backend, lookups):
 
 
 @pytest.mark.parametrize("form", ["by table", "by feature"])
-def test_what_is_too_much_for_one_lookup_is_several(backend, form, monkeypatch):
+def test_oversized_lookup_is_split(backend, form, monkeypatch):
     engine = backend._served.engine
     bounds = {"max_table_keys": {"left": 4}} if form == "by table" else {"max_batch_size": 4}
     monkeypatch.setattr(engine, "model", replace(engine.model, **bounds))
@@ -100,7 +100,7 @@ def test_what_is_too_much_for_one_lookup_is_several(backend, form, monkeypatch):
     assert isinstance(too_large, BadRequest)
 
 
-def test_a_request_whose_time_is_up_has_no_part_in_the_lookup(backend, lookups):
+def test_expired_request_is_left_out_of_the_lookup(backend, lookups):
     late = replace(by_table(1), timeout_us=1)
     alone = replace(BackendRequest({"left": np.array([[9]])}, ("left",)), timeout_us=1)
     patient = replace(by_table(2, 3), timeout_us=60_000_000)
@@ -111,7 +111,7 @@ def test_a_request_whose_time_is_up_has_no_part_in_the_lookup(backend, lookups):
     assert lookups == [3]
 
 
-def test_what_is_found_for_another_after_a_requests_time_is_its_answer(backend, monkeypatch):
+def test_request_that_expires_during_a_shared_lookup_is_answered(backend, monkeypatch):
     """The lookup that they share may last as long as the last one's time."""
     now, limits = 1000.0, []
     monkeypatch.setattr("services.triton.backend.time.monotonic", lambda: now)
@@ -141,7 +141,7 @@ def test_outputs_that_are_float32_whatever_the_rows_are(small):
         assert answer.outputs[0][1].dtype == dtype
 
 
-def test_what_hps_says_of_a_request(backend, monkeypatch):
+def test_hps_response_parameters(backend, monkeypatch):
     """To requests in its own form; of samples where it is known how many keys they have at most."""
     by_feature = BackendRequest({"left": np.array([[3], [4]])}, ("left",))
     answers = backend.answer([by_table(*range(7)), by_feature])
@@ -157,7 +157,7 @@ def test_what_hps_says_of_a_request(backend, monkeypatch):
     assert [each.parameters.get("NumSample") for each in answers] == [2, None]
 
 
-def test_a_failure_of_the_lookup_is_that_of_its_requests(backend, monkeypatch):
+def test_lookup_failure_fails_its_requests(backend, monkeypatch):
     def fail(request):
         raise RuntimeError("broken")
 

@@ -69,7 +69,7 @@ def test_a_slower_run_is_slower_at_every_quantile_and_a_quicker_one_faster() -> 
     assert {faster[name] for name in times} == {"faster"}
 
 
-def test_a_longer_tail_is_told_where_it_is() -> None:
+def test_longer_tail_is_reported_at_its_quantile() -> None:
     found = verdicts(a_run(1), a_run(2, tail=1.5))
     assert (found["p50"], found["p99"]) == ("none", "slower")
 
@@ -115,7 +115,7 @@ def test_a_run_that_was_interrupted_late_is_compared() -> None:
     assert set(verdicts(a_run(1), a_run(2, reached=15)).values()) == {"none"}
 
 
-def test_what_was_asked_otherwise_is_told() -> None:
+def test_different_settings_are_reported() -> None:
     assert unlike(a_run(1), a_run(2, batch=64)) == ["batch was 1, is 64"]
 
 
@@ -147,7 +147,7 @@ def test_the_command_prints_a_line_for_each_quantile(saved: Callable[[str, Any],
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": "hps-bench-9"}'])
-def test_a_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+def test_invalid_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     files = [str(tmp_path / "a.json")] * 2
     result = CliRunner().invoke(app, ["bench", "--compare", *files])

@@ -41,7 +41,7 @@ def test_a_feature_asks_for_its_tables_keys_less_its_offset() -> None:
     ("error", "why"),
     [(NotFound("Not Found"), "has no hot keys"), (Unavailable("it is away"), "it is away")],
 )
-def test_why_there_are_none_is_said(error: HpsError, why: str) -> None:
+def test_missing_hot_keys_have_a_reason(error: HpsError, why: str) -> None:
     def fails(_model: str) -> Sequence[Mapping[str, Any]]:
         raise error
 

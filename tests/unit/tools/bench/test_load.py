@@ -87,7 +87,9 @@ def test_samples_of_a_json_are_put_together(tmp_path: Path) -> None:
         ("r.txt", "", "expected the .npz or .json"),
     ],
 )
-def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, content: str, says: str) -> None:
+def test_invalid_request_file_is_refused(
+    tmp_path: Path, name: str, content: str, says: str
+) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=r"--requests .*") as raised:
         from_file(tmp_path / name, METADATA, 2)

@@ -147,13 +147,13 @@ def test_a_refusing_server_is_an_outcome_and_not_an_exception() -> None:
     assert len(outcome.slices) == SLICES
 
 
-def test_quantiles_that_so_few_do_not_tell_are_none() -> None:
+def test_quantiles_with_too_few_durations_are_none() -> None:
     few = LatencyHistogram({5: 150})
     assert quantiles(few)["p99"] is not None
     assert quantiles(few)["p99.9"] is None
 
 
-def test_what_comes_late_is_no_throughput() -> None:
+def test_late_answers_do_not_count_as_throughput() -> None:
     """Ten answers at a time, each after 0.4 s: of those sent at 0.4 s, none has come by 0.5 s."""
 
     class Slow(Served):
@@ -194,7 +194,7 @@ def test_slices_that_an_interrupted_run_did_not_reach_have_lasted_no_time() -> N
     assert outcome.spans[-1] == 0
 
 
-def test_requests_that_find_no_place_are_counted() -> None:
+def test_requests_beyond_concurrency_are_counted() -> None:
     plan = BenchPlan(0.5, 0.0, 4, rate=400.0, arrivals="constant")
     assert outcome_of(Served(stalls_at=10, stall_s=0.25), plan).full >= 60
     assert outcome_of(Served(), BenchPlan(0.1, 0.0, 1000, rate=100.0)).full == 0

@@ -103,12 +103,12 @@ def test_a_server_that_breaks_off_or_says_no_length_fails_that_request(reply: by
     assert (found[1], connections) == (None, 2)
 
 
-def test_no_answer_in_time_is_told_and_its_connection_given_up() -> None:
+def test_timeout_closes_the_connection() -> None:
     slow, connections, _ = sent([OK], 1, timeout_s=0.05, pause_s=0.5)
     assert (kinds(slow), connections) == ([DeadlineExceeded], 1)
 
 
-def test_nobody_there_is_told() -> None:
+def test_unreachable_server_is_reported() -> None:
     async def ask() -> None:
         sender = open_sender("http://127.0.0.1:9", None, None)
         await sender.send(sender.message(CALL), time.monotonic() + 5)
@@ -117,7 +117,7 @@ def test_nobody_there_is_told() -> None:
         asyncio.run(ask())
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+def test_invalid_address_is_refused() -> None:
     with pytest.raises(ConfigError):
         open_sender("ftp://x", None, None)
 

@@ -96,7 +96,7 @@ def test_models_that_are_named_need_no_index(odd):
     assert all("404" in why for why in left_out.values())
 
 
-def test_versions_are_several_named_or_not_told(odd):
+def test_versions_may_be_several_named_or_unknown(odd):
     samples, _ = samples_of(CheckedServer(odd, "", ()), ["good", "bare"])
     for sample in samples:
         HEALTH.run(CheckedServer(odd, "", (sample,)))
@@ -124,7 +124,7 @@ def test_a_server_of_the_protocol_without_extensions_is_not_accused_of_lacking_t
     }, "422 is as good as 400"
 
 
-def test_who_tells_of_binary_tensors_and_refuses_them_differs(odd, monkeypatch):
+def test_refusing_named_binary_tensors_is_a_deviation(odd, monkeypatch):
     told = {"name": "odd", "version": "1", "extensions": ["binary_tensor_data"]}
     monkeypatch.setitem(ABOUT, "/v2", told)
     metadata = next(check for check in SUITE.checks if check.name == "http: server metadata")
@@ -143,7 +143,7 @@ def test_grpc_outputs_may_have_protobufs_types():
         tensors_of(answer)
 
 
-def test_models_left_out_are_told_of(odd):
+def test_models_left_out_are_reported(odd):
     done = CliRunner().invoke(app, [odd, odd, "--model", "bad", "--model", "none"])
     told = " ".join(done.stderr.split())
     assert "bad is left out" in told
@@ -177,7 +177,7 @@ def test_http_alone_is_checked_alone(odd: str, monkeypatch: pytest.MonkeyPatch) 
     assert {"as it should", "differs"} <= {row["verdict"] for row in rows}
 
 
-def test_what_is_known_of_a_server_is_told_with_its_reason() -> None:
+def test_known_deviation_is_shown_with_its_reason() -> None:
     known = known_of("triton")
     known_one, other = "500 instead of 400: b'failed to parse x'", "200 instead of 400: b''"
     assert reasons(known, "http: no json", [known_one, other])[1] == ""

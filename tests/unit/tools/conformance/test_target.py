@@ -23,7 +23,7 @@ def check(body):
     return suite.checks[0]
 
 
-def test_a_check_goes_on_after_what_is_noted_and_ends_at_what_is_required():
+def test_check_continues_after_note_and_ends_at_require():
     def all_kinds(target):
         """What the server
         must do."""
@@ -47,7 +47,7 @@ def test_counts_that_never_stand_still_are_not_waited_for(monkeypatch):
     assert steady(lambda: 3) == 3
 
 
-def test_what_is_not_offered_is_no_deviation():
+def test_not_offered_is_no_deviation():
     def lacks(target):
         raise NotOffered("trace")
 

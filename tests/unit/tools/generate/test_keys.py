@@ -39,7 +39,7 @@ def test_hot_rows():
     assert (drawn("hot:1,0.5") >= 0).all()
 
 
-def test_hot_rows_do_not_lie_side_by_side():
+def test_hot_rows_are_not_neighbours():
     hot = np.argsort(np.bincount(drawn("hot:0.1,0.9"), minlength=1000))[-100:]
     assert np.diff(np.sort(hot)).max() > 5
 
@@ -62,7 +62,7 @@ def test_a_trace_is_followed_and_begins_again(tmp_path):
     "text",
     ["", "normal", "zipf:x", "zipf:0", "hot:0.2", "hot:2,1", "trace:", "trace:/none", "uniform:1"],
 )
-def test_wrong_ones(text):
+def test_invalid_distributions_are_refused(text):
     with pytest.raises(ConfigError, match="distribution of keys"):
         distribution(text, 10)
 

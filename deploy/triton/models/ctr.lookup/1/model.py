@@ -12,7 +12,7 @@ from services.triton.tensors import TensorPlacement
 class TritonPythonModel:
     def initialize(self, args):
         # Answers have parameters in newer Tritons.
-        self.tells = "parameters" in (pb.InferenceResponse.__init__.__doc__ or "")
+        self.has_parameters = "parameters" in (pb.InferenceResponse.__init__.__doc__ or "")
         config = json.loads(args["model_config"])
         device = args["model_instance_device_id"]
         self.place = TensorPlacement(pb.Tensor, args["model_instance_kind"], device)
@@ -41,6 +41,6 @@ class TritonPythonModel:
             status = getattr(pb.TritonError, triton_error_code(answer))
             return pb.InferenceResponse([], pb.TritonError(str(answer), status))
         tensors = self.place.tensors(answer.outputs)
-        if not self.tells:
+        if not self.has_parameters:
             return pb.InferenceResponse(tensors)
         return pb.InferenceResponse(tensors, parameters=json.dumps(answer.parameters))
