@@ -191,7 +191,7 @@ def test_a_repository_without_the_nodes_model_is_an_error(node, settings, tmp_pa
 
 
 @pytest.mark.parametrize("on_stale", ["flag", "refuse"])
-def test_rows_whose_updates_wait_are_told_here_too(settings, tmp_path, on_stale):
+def test_attached_process_reports_stale_rows(settings, tmp_path, on_stale):
     folder = tmp_path / "updates"
     folder.mkdir()
     settings["updates"] = {

@@ -361,7 +361,7 @@ def test_a_volume_that_is_mounted_for_reading(write: Any, tmp_path: Path) -> Non
     )
 
 
-def test_what_is_noticed_last_is_told_in_three_seconds(write: Any) -> None:
+def test_latest_check_fails_within_three_seconds(write: Any) -> None:
     """Start-up is compared with the import time of a server's packages in processor time.
 
     They take 0.6 s on a fast machine; the machine may be slow or busy."""

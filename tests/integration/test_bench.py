@@ -89,7 +89,7 @@ def test_lookups_are_asked_for_keys_of_the_model_and_nothing_else(
     assert "have no row" not in done.stderr
 
 
-def test_keys_that_no_row_has_are_warned_of(small_server: Hps) -> None:
+def test_bench_warns_about_keys_without_rows(small_server: Hps) -> None:
     """Items are -50 … 49 and users 0 … 99."""
     url = f"grpc://{small_server.grpc}"
     done = bench(
@@ -141,7 +141,7 @@ def test_a_server_with_several_models_wants_one_named(small_server: Hps, scheme:
     assert "name the model: hps bench MODEL; the server has clicks" in done.stderr
 
 
-def test_a_model_that_refuses_the_requests_is_told_of_once(small_server: Hps) -> None:
+def test_bench_reports_a_rejecting_model_once(small_server: Hps) -> None:
     done = bench("clicks", "--server", f"http://{small_server.address}", "--batch", "65", *SHORT)
     assert done.exit_code == 1
     assert "the first request is refused, so none is sent" in done.stderr

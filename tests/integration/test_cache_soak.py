@@ -17,13 +17,13 @@ def soak(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=90)
 
 
-def test_no_wrong_row_and_no_lost_count_whoever_is_killed():
+def test_no_wrong_row_and_no_lost_count_after_kills():
     done = soak("8")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "evicted" in done.stdout
 
 
-def test_a_wrong_row_would_be_noticed():
+def test_soak_detects_a_wrong_row():
     done = soak("8", "spoil")
     assert done.returncode != 0
     assert "a torn row" in done.stderr

@@ -288,7 +288,7 @@ def test_a_bad_cell_ends_it_with_its_place_and_no_output(
         (["predict", "clicks", "--json", "{"], 1, "not JSON"),
     ],
 )
-def test_mistakes_are_told_in_one_line(
+def test_user_errors_are_one_line(
     words: list[str], code: int, says: str, urls: tuple[str, str], hps_command: Command
 ) -> None:
     done = hps_command(*words, "--server", urls[0])
@@ -382,7 +382,7 @@ def test_status_counts_what_was_answered(urls: tuple[str, str], hps_command: Com
         assert word in shown
 
 
-def test_the_wrong_port_is_told(urls: tuple[str, str], hps_command: Command) -> None:
+def test_wrong_port_is_reported(urls: tuple[str, str], hps_command: Command) -> None:
     done = hps_command("status", "--server", urls[0])
     assert done.code == 2
     assert "is it the admin address?" in done.err
@@ -399,7 +399,7 @@ def test_doctor_is_content_with_a_sound_setup(
     assert "server" in hps_command("doctor", "--server", urls[0]).out
 
 
-def test_doctor_names_each_fault_and_its_mend(
+def test_doctor_reports_each_fault_with_its_remedy(
     small_repository: Path, small_server: Hps, tmp_path: Path, hps_command: Command
 ) -> None:
     blocked = tmp_path / "file"
@@ -465,7 +465,7 @@ def test_a_broken_configuration_ends_serve(name: str, tmp_path: Path, hps_comman
     assert "Traceback" not in done.err
 
 
-def test_a_file_given_to_serve_without_its_option_is_told_how(hps_command: Command) -> None:
+def test_serve_explains_the_option_for_a_bare_file(hps_command: Command) -> None:
     done = hps_command("serve", "my.yaml")
     assert done.code == 2
     assert done.err == "error: the configuration file is an option: hps serve --config my.yaml\n"
@@ -514,7 +514,7 @@ def test_a_signal_ends_serve_with_exit_code_0(
         assert "Traceback" not in process.stderr.read()
 
 
-def test_serve_tells_people_what_it_serves(small_repository: Path, tmp_path: Path) -> None:
+def test_serve_prints_what_it_serves(small_repository: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, small_repository)
     with subprocess.Popen(
         [*COMMAND, "serve", "--config", str(config)],

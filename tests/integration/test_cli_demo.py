@@ -157,7 +157,7 @@ def test_a_key_without_a_row_fails_it(small_demo: Path, tmp_path: Path) -> None:
     assert "FAIL every key was found in a table" in done.stdout
 
 
-def test_a_server_that_does_not_start_is_told(small_demo: Path, tmp_path: Path) -> None:
+def test_demo_reports_a_server_that_does_not_start(small_demo: Path, tmp_path: Path) -> None:
     model = changed(small_demo, tmp_path / "m", lambda _data: None)
     (model / "clicks" / "1" / "dense.onnx").write_bytes(b"nonsense")
     done = demo("--once", "--model", model)
@@ -166,7 +166,7 @@ def test_a_server_that_does_not_start_is_told(small_demo: Path, tmp_path: Path) 
     assert "dense.onnx" in done.stderr
 
 
-def test_a_missing_model_is_told(tmp_path: Path) -> None:
+def test_demo_reports_a_missing_model(tmp_path: Path) -> None:
     done = demo("--once", "--model", tmp_path)
     assert done.returncode == 2
     assert f"no demo's model: there is no {tmp_path / REQUESTS};" in done.stderr
@@ -175,7 +175,7 @@ def test_a_missing_model_is_told(tmp_path: Path) -> None:
         load_demo(tmp_path)
 
 
-def test_a_taken_port_is_told(small_demo: Path) -> None:
+def test_demo_reports_a_taken_port(small_demo: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -205,7 +205,7 @@ def test_the_port_in_place_of_a_taken_one_is_named(
         assert re.search(rf"^{step}.*: done, [\d.]+ s$", shown, re.MULTILINE)
 
 
-def test_a_port_taken_at_the_last_moment_is_no_hindrance(
+def test_demo_tolerates_a_port_taken_at_the_last_moment(
     small_demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hps.cli import demo_process as module
@@ -223,7 +223,7 @@ def test_a_port_taken_at_the_last_moment_is_no_hindrance(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_it_serves_until_it_is_told_to_stop(
+def test_demo_serves_until_it_is_stopped(
     number: signal.Signals, small_demo: Path, temporary: Path, program: Callable[[str], str]
 ) -> None:
     program("curl")

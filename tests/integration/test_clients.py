@@ -94,7 +94,7 @@ def test_failures_are_ours(ours):
         ours.lookup("clicks", FEATURES, timeout_s=1e-7)
 
 
-def test_nobody_there(kind, scheme):
+def test_missing_server_raises_unavailable(kind, scheme):
     with kind(f"{scheme}://127.0.0.1:1", timeout_s=5, retries=1) as client:
         for ask in (client.ready, lambda: client.lookup("m", {"f": [1]})):
             with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):

@@ -45,7 +45,7 @@ def settings(small_repository: Path, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_no_deadline_knows_of_it(settings: dict[str, Any], set_clock: SetClock) -> None:
+def test_deadlines_ignore_clock_changes(settings: dict[str, Any], set_clock: SetClock) -> None:
     """Every reading of the clock is an hour off the last: code that waits by it gives up, or hangs."""
     jumps = cycle([HOUR, -HOUR])
     set_clock(lambda: next(jumps))

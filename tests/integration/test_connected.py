@@ -101,7 +101,7 @@ def test_the_way_to_a_node_and_its_work_are_parts_of_a_profile(connected):
     assert 0 < sum(there.values()) < on_node["us"] < lookup["us"]
 
 
-def test_it_says_who_answers(connected, ports):
+def test_status_lists_the_lookup_nodes(connected, ports):
     assert repr(connected) == "<hps.Connected: clicks/1, words/1; >"
     told = connected.status()["lookup_nodes"]
     assert [each["address"] for each in told] == ports
@@ -111,7 +111,7 @@ def test_it_says_who_answers(connected, ports):
     assert connected.problem == ""
 
 
-def test_numbers_of_a_node_go_with_it(connected, ports):
+def test_metrics_of_a_removed_node_end(connected, ports):
     """Nodes of a cluster come and go with ever new addresses."""
     by_node = m.LOOKUP_NODE_UP, m.LOOKUP_NODE_RUNNING, m.LOOKUP_NODE_REQUESTS, m.LOOKUP_NODE_RETRIES
     until(

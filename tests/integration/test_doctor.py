@@ -206,7 +206,7 @@ def test_rights_that_are_missing_are_named_one_after_the_other(tmp_path: Path) -
         kafka.broker.kill()
 
 
-def test_brokers_that_do_not_tell_rights_are_taken_at_their_word() -> None:
+def test_doctor_accepts_brokers_that_report_no_rights() -> None:
     lacking = {"a": TopicView(1), "b": TopicView(1, leaderless=1)}
     found = by_name(streams._topics(dict(lacking)))
     assert verdicts(found) == {"topic a": "OK", "topic b": "FAIL"}
@@ -249,7 +249,7 @@ def test_each_lookup_node_is_asked(
     }
 
 
-def test_a_name_that_stands_for_no_lookup_node_is_told(
+def test_doctor_reports_a_name_without_lookup_nodes(
     small_repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nowhere(host: str) -> list[str]:
@@ -298,7 +298,7 @@ def test_a_triton_that_is_away_fails_unless_networks_run_here_meanwhile() -> Non
         assert "dense.triton.url" in found.remedy
 
 
-def test_a_server_is_told_by_its_admin_address(small_server: Hps, tmp_path: Path) -> None:
+def test_doctor_recognizes_a_server_by_its_admin_address(small_server: Hps, tmp_path: Path) -> None:
     with Client(f"http://{small_server.address}") as client:
         client.lookup("words", {"word": [1]})
     found = by_name(servers.server(f"http://{small_server.admin}", None, None).checks)
@@ -391,7 +391,7 @@ def test_what_is_no_server_of_ours_is_a_line_and_no_traceback(text: bytes) -> No
     assert any(check["verdict"] == "FAIL" and check["remedy"] for check in told), told
 
 
-def test_servers_that_hang_are_waited_for_beside_each_other(
+def test_hanging_servers_are_awaited_in_parallel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One after the other, the first would time out before the second is asked."""
@@ -465,7 +465,7 @@ def test_a_server_with_another_version_is_told_with_what_a_start_would_serve(
 UNKNOWN = ports.RunningServer(None, "its admin port does not report it")
 
 
-def test_a_port_that_cannot_be_had_is_told_with_what_to_do() -> None:
+def test_doctor_reports_a_port_that_cannot_be_bound_with_a_remedy() -> None:
     (port,) = free_ports(1)
     elsewhere = ports.port("http port", HttpSettings(host="203.0.113.7", port=port), UNKNOWN)
     assert (elsewhere.verdict, "server.http.host" in elsewhere.remedy) == ("FAIL", True)
@@ -475,7 +475,7 @@ def test_a_port_that_cannot_be_had_is_told_with_what_to_do() -> None:
     assert (found.verdict, "stop what listens there" in found.remedy) == ("FAIL", True)
 
 
-def test_a_port_of_a_server_that_is_silent_may_be_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_of_an_unresponsive_server_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "_PATIENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         taken = HttpSettings(host="127.0.0.1", port=silent.getsockname()[1])

@@ -207,7 +207,7 @@ def nothing() -> TableChanges:
 
 
 @pytest.mark.parametrize("layout", ["native", "hps"])
-def test_redis_tells_all_its_positions(tmp_path, layout):
+def test_redis_returns_all_its_positions(tmp_path, layout):
     fleet = Fleet(tmp_path, layout)
     with redis_of(fleet, tmp_path) as store:
         assert store.positions(fleet.table) == {}

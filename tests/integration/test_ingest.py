@@ -169,7 +169,7 @@ def test_two_share_the_partitions_and_one_is_killed(fleet, processes):
     assert partitions(two) == PARTITIONS
 
 
-def test_sigterm_ends_in_order_under_load_and_another_goes_on(fleet, processes):
+def test_sigterm_stops_one_process_under_load_and_another_continues(fleet, processes):
     first = processes()
     until(lambda: partitions(first) == PARTITIONS)
     with fleet.sending(8.0):
@@ -427,9 +427,7 @@ def test_streamed_rows_keep_to_the_share_that_is_loaded(fleet, layout):
         ("read_only", {"cache_missed_embeddings": False, "initial_cache_rate": 0.5}),
     ],
 )
-def test_where_nodes_fill_gaps_or_write_no_other_store_every_streamed_row_goes_there(
-    fleet, access, given
-):
+def test_redis_gets_every_streamed_row_when_nodes_promote_or_only_read(fleet, access, given):
     """A node that does not have an update yet could otherwise put the older row there, to stay."""
     with ExitStack() as resources:
         opened, table = stores(fleet, resources, "native", access, **given)

@@ -237,9 +237,7 @@ def read(broker, topic: str, count: int) -> list:
     return found
 
 
-def test_after_a_restart_it_goes_on_where_the_store_is_not_where_the_group_is(
-    broker, model, tmp_path
-):
+def test_restart_continues_at_the_stores_position_not_the_groups(broker, model, tmp_path):
     topic = native_topic(model)
     make_topic(broker, topic, 2)
     with sending(broker) as producer:
@@ -311,7 +309,7 @@ def test_two_readers_of_a_group_share_and_one_takes_over(broker, model, tmp_path
         until(lambda: second.rows(range(100, 140)) == [1.0] * 40)
 
 
-def test_member_that_ends_leaves_the_group_at_once(broker, model, tmp_path):
+def test_closed_member_leaves_the_group_immediately(broker, model, tmp_path):
     make_topic(broker, native_topic(model))
     admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
 
@@ -415,7 +413,7 @@ def test_seek_beyond_the_end_is_refused(broker, model, tmp_path):
 
 
 @pytest.mark.parametrize("why", ["paused", "store away"])
-def test_kept_waiting_for_long_it_stays_in_the_group_and_loses_nothing(
+def test_waiting_member_stays_in_the_group_and_loses_nothing(
     broker, model, tmp_path, why, monkeypatch, caplog
 ):
     topic = native_topic(model)
@@ -485,7 +483,7 @@ def test_no_more_is_fetched_ahead_of_a_slow_store_than_allowed(
     assert max(polled) * len(message) < 6 << 20, polled
 
 
-def test_it_waits_for_a_store_that_cannot_say_where_it_is(broker, model, tmp_path):
+def test_reader_waits_for_a_store_without_a_readable_position(broker, model, tmp_path):
     topic = native_topic(model)
     left = [3]
 
@@ -502,7 +500,7 @@ def test_it_waits_for_a_store_that_cannot_say_where_it_is(broker, model, tmp_pat
     assert left == [0]
 
 
-def test_messages_that_kafka_dropped_are_missed(broker, model, tmp_path, caplog):
+def test_messages_that_kafka_deleted_are_counted_as_lost(broker, model, tmp_path, caplog):
     topic = native_topic(model)
     make_topic(broker, topic)
     with sending(broker) as producer:
@@ -518,7 +516,9 @@ def test_messages_that_kafka_dropped_are_missed(broker, model, tmp_path, caplog)
     assert "keeps messages from 3 on, but 1 to 2 were not applied yet and are gone" in caplog.text
 
 
-def test_a_step_that_fails_after_a_gap_is_noted_all_the_same(broker, model, tmp_path, monkeypatch):
+def test_position_after_a_gap_is_recorded_despite_a_failed_step(
+    broker, model, tmp_path, monkeypatch
+):
     """The gap may be Kafka's or an operator's."""
     topic = native_topic(model)
     make_topic(broker, topic)
@@ -575,7 +575,7 @@ def test_nothing_waits_where_kafka_dropped_everything(broker, model, tmp_path):
         until(lambda: reader.applied(topic) == 2)
 
 
-def test_stores_that_hps_filled_go_on_where_hps_was(broker, model, tmp_path):
+def test_reading_starts_at_the_offset_of_hps(broker, model, tmp_path):
     topic = hps_topic(model, "items")
     make_topic(broker, topic, 2)
 
@@ -608,7 +608,7 @@ def test_groups_in_whose_place_ours_are(ours, theirs):
     assert hps_group(ours) == theirs
 
 
-def test_who_has_no_store_to_ask_begins_at_a_time(broker, model, tmp_path):
+def test_reader_without_a_position_starts_at_a_time(broker, model, tmp_path):
     topic = native_topic(model)
     make_topic(broker, topic, 2)
     with sending(broker) as producer:
@@ -625,7 +625,7 @@ def test_who_has_no_store_to_ask_begins_at_a_time(broker, model, tmp_path):
         assert reader.rows([1]) == [None]
 
 
-def test_the_lag_is_not_known_before_the_broker_told(model):
+def test_lag_is_unknown_before_the_broker_answers(model):
     (port,) = free_ports(1)
     settings = KafkaSettings(brokers=f"127.0.0.1:{port}")
     topics = TopicTables([EmbeddingTable.make("items", 2, model=model)], settings.takes)
@@ -653,7 +653,7 @@ def test_the_lag_is_what_is_there_and_not_polled(broker, model, tmp_path):
         until(lambda: reader.source.lag() == {(topic, 0): 0})
 
 
-def test_what_a_transaction_leaves_in_the_stream_is_not_waited_for(broker, model, tmp_path):
+def test_transaction_markers_do_not_count_as_lag(broker, model, tmp_path):
     """Its marker takes an offset that has no message; aborted rows are not delivered."""
     topic = native_topic(model)
     make_topic(broker, topic)

@@ -76,7 +76,7 @@ def is_kept(letters: DeadLetterTopic, dead: Sequence[DeadLetter]) -> bool:
     return True
 
 
-def test_it_is_read_again_by_who_reads_and_who_writes(users: Users) -> None:
+def test_changed_password_is_read_by_consumer_and_producer(users: Users) -> None:
     model = unique("m")
     topic = native_topic(model)
     make_topic(users.broker, topic)

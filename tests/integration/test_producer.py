@@ -105,7 +105,7 @@ def test_hps_messages_go_to_hpss_topics_byte_for_byte(broker, model):
     assert not any(message.key() for message in read(broker, hps_topic(model, "items")))
 
 
-def test_a_message_the_topic_does_not_take_is_told_at_the_next_call_and_at_flush(broker, model):
+def test_rejected_message_is_raised_at_the_next_send_and_at_flush(broker, model):
     make_topic(broker, native_topic(model), 1, max_message_bytes="2000")
     producer = Producer(broker.address, model=model, compression="none")
     producer.send("items", [1], rows([1]))
@@ -124,7 +124,7 @@ def test_a_message_the_topic_does_not_take_is_told_at_the_next_call_and_at_flush
         producer.send("items", [3], rows([3]))
 
 
-def test_large_rows_go_where_they_are_let(broker, model):
+def test_large_rows_need_a_topic_that_allows_them(broker, model):
     wide = np.zeros((1, 100_000), np.float32)
     small = Producer(broker.address, model=model)
     with pytest.raises(BadRequest, match=r"one row has 400\d{3} bytes.*raise message_bytes"):
@@ -171,7 +171,7 @@ def test_the_watermark_is_what_was_sent_so_far(broker, model):
     assert len(found) == 2
 
 
-def test_what_was_sent_is_polled_at_once(broker, model):
+def test_sent_message_is_polled_immediately(broker, model):
     """A poll ends with the first message; it does not wait for a full batch."""
     make_topic(broker, native_topic(model))
     settings = KafkaSettings(brokers=broker.address)
@@ -189,7 +189,7 @@ def test_what_was_sent_is_polled_at_once(broker, model):
     source.close()
 
 
-def test_no_broker_is_told_at_once():
+def test_missing_broker_raises_immediately():
     began = time.monotonic()
     with pytest.raises(
         Unavailable, match=r"no Kafka broker at 127.0.0.1:1 .*refused.*start it, or correct"

@@ -28,7 +28,7 @@ def paths(found: Any) -> set[tuple[str, ...]]:
     return {tuple(part["path"]) for part in found["parts"]}
 
 
-def test_each_part_of_a_prediction_is_told(small_server: Hps) -> None:
+def test_profile_shows_each_part_of_a_prediction(small_server: Hps) -> None:
     url = f"http://{small_server.admin}"
     found = profiled("clicks", "--server", url, "--batch", 4, "--rows", 50)
     assert paths(found) >= {
@@ -72,7 +72,7 @@ def test_a_request_over_grpc_is_read_and_written_as_such(small_server: Hps) -> N
             assert refused.value.code == 400
 
 
-def test_keys_that_memory_lacks_are_asked_of_the_stores(small_server: Hps) -> None:
+def test_profile_shows_store_lookups_for_misses(small_server: Hps) -> None:
     """The stores do not have them either, so they stay missing."""
     where = (
         "words",
@@ -120,7 +120,7 @@ def test_the_servers_hottest_keys_are_asked_for(small_server: Hps, protocol: str
     assert found["about"]["defaulted"] == 0
 
 
-def test_keys_without_a_row_are_told_of(small_server: Hps) -> None:
+def test_profile_reports_keys_without_a_row(small_server: Hps) -> None:
     words = ["profile", "clicks", "--server", f"http://{small_server.admin}", "--rows", "10000"]
     done = CliRunner().invoke(app, [*words, "--keys", "uniform", *FEW])
     assert done.exit_code == 0, done.output
@@ -128,7 +128,7 @@ def test_keys_without_a_row_are_told_of(small_server: Hps) -> None:
     assert "have no row, so this measures defaults" in done.stderr
 
 
-def test_what_cannot_be_profiled_is_one_line(small_server: Hps) -> None:
+def test_profile_errors_are_one_line(small_server: Hps) -> None:
     admin = f"http://{small_server.admin}"
     for words, code, says in (
         (["clicks", "-s", f"http://{small_server.address}"], 2, "is it the admin address?"),
@@ -143,7 +143,7 @@ def test_what_cannot_be_profiled_is_one_line(small_server: Hps) -> None:
         assert (done.exit_code, says in done.stderr) == (code, True), (words, done.output)
 
 
-def test_other_requests_are_not_looked_at(small_server: Hps) -> None:
+def test_profile_ignores_other_requests(small_server: Hps) -> None:
     """A profiled request is not counted among those of clients, either."""
 
     def answered() -> float:

@@ -105,7 +105,9 @@ def test_a_cold_start(configure: Any, document: dict[str, Any]) -> None:
         assert by_table(node, "user", [0])[1] == [Source.ROCKSDB]
 
 
-def test_the_default_threshold_answers_at_once(configure: Any, document: dict[str, Any]) -> None:
+def test_default_threshold_answers_without_waiting(
+    configure: Any, document: dict[str, Any]
+) -> None:
     """When 9 of 10 keys are cached, the tenth gets the default; with fewer, the batch waits."""
     document["models"][0] |= {"init_ec": False, "gpucacheper": 1.0}
     del document["models"][0]["hit_rate_threshold"]  # HPS's default is 0.9
@@ -155,7 +157,7 @@ def test_a_database_of_its_own(configure: Any, document: dict[str, Any], tmp_pat
             assert np.array_equal(by_table(node, "user", keys_of(0)[:20])[0], rows_of(0, 4)[:20])
 
 
-def test_what_is_ignored_is_said_at_start(configure: Any, document: dict[str, Any]) -> None:
+def test_ignored_settings_are_logged_at_start(configure: Any, document: dict[str, Any]) -> None:
     document["models"][0]["refresh_interval"] = 5
     with hps.open(configure(document)) as node:
         assert "models[0].refresh_interval" in "\n".join(node.warnings)

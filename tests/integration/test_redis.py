@@ -89,7 +89,7 @@ def test_how_a_table_is_kept_is_recorded(server, open_tier, table):
     }  # fmt: skip
 
 
-def test_to_look_at_an_empty_table_leaves_no_trace(server, open_tier, table):
+def test_read_of_an_empty_table_writes_nothing(server, open_tier, table):
     """So a reader with wrong settings does not decide how the table is kept."""
     wrong = open_tier(partitions=4)
     wrong.check(table)
@@ -141,7 +141,7 @@ def test_what_was_refused_is_looked_at_again(server, open_tier, table, monkeypat
     assert len(held(tier, table, np.arange(100))) == 100
 
 
-def test_two_nodes_that_start_at_once_agree(open_tier, table):
+def test_two_nodes_that_start_together_agree(open_tier, table):
     """If their settings differ, one is rejected, whichever was first."""
     tiers = [open_tier(partitions=n) for n in (4, 8) * 4]
     outcomes = []
@@ -295,7 +295,7 @@ def test_what_is_too_old_goes_by_itself(open_tier, table):
     until(lambda: tier.rows(table) == 0)
 
 
-def test_small_partitions_are_looked_at_once_per_pass(server, open_tier, table, monkeypatch):
+def test_small_partitions_are_checked_once_per_pass(server, open_tier, table, monkeypatch):
     """Not every ten seconds: thousands of tables would keep the server busy with it."""
     tier = open_tier()
     fill(tier, table, 0, 1000)
@@ -637,7 +637,7 @@ def test_a_share_of_the_rows_is_loaded(open_tier, table):
     assert tier.usage(table).entries == loaded  # the same ones
 
 
-def test_a_load_goes_on_where_it_was_killed(open_tier, table, monkeypatch):
+def test_killed_load_continues(open_tier, table, monkeypatch):
     monkeypatch.setattr("hps.tiers.redis.load._CHUNK", 1000)
     tier, version = open_tier(), version_now()
 
@@ -673,7 +673,7 @@ def test_what_redis_lost_of_a_load_is_loaded_again(server, open_tier, table, kin
         assert len(held(tier, table, keys)) == 4000
 
 
-def test_only_what_may_be_older_is_looked_at(server, open_tier, table):
+def test_only_partitions_that_may_have_older_rows_are_read(server, open_tier, table):
     """Versions are compared by one kept for each partition; where none is kept, with each row's own."""
     tier, keys = open_tier(), np.arange(1000)
     fill(tier, table, 0, 1000)

@@ -169,7 +169,7 @@ def test_a_reply_that_came_too_late_is_never_taken_for_another(server, proxy, op
     assert asking.counts["found"] >= 8 * N
 
 
-def test_bytes_nobody_asked_for_close_a_connection(server, open_tier, table):
+def test_unsolicited_bytes_close_a_connection(server, open_tier, table):
     """As if a reply had been left in the socket after all."""
     tier = open_tier(server, connections=1)
     keys = fill(tier, table)

@@ -114,7 +114,7 @@ def filled(tier):
     return True
 
 
-def test_a_name_that_nobody_knows_is_said_at_once(names, tier):
+def test_unknown_name_fails_immediately(names, tier):
     names.at = None
     with pytest.raises(
         TierError, match=rf"{NAME}:\d+ cannot be reached .*Name or service not known"

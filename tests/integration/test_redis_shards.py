@@ -179,7 +179,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_rows_that_a_shard_lost_are_noticed(cluster, shards, again, monkeypatch):
+def test_rows_lost_by_a_shard_are_detected(cluster, shards, again, monkeypatch):
     """It comes back empty, while the others say that all was loaded."""
     loading, repair = threading.Event(), RedisLoads._repair
     monkeypatch.setattr(RedisLoads, "_repair", lambda *a: loading.wait(60) and repair(*a))

@@ -207,7 +207,7 @@ def test_a_chunked_body_that_is_no_chunked_body(small_server):
     assert json.loads(answer)["error"]
 
 
-def test_what_is_no_http_gets_an_answer_too(small_server):
+def test_bytes_that_are_not_http_get_an_answer(small_server):
     status, answer = exchange(small_server.address, b"nonsense\r\n\r\n")
     assert status == 400
     assert json.loads(answer)["error"]

@@ -206,7 +206,9 @@ def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(
         assert "shut down before it could answer" in answers[0][1]["error"]
 
 
-def test_what_comes_in_the_delay_of_a_stop_is_answered_and_told_to_go(small_repository, tmp_path):
+def test_requests_during_the_drain_delay_are_answered_and_connections_closed(
+    small_repository, tmp_path
+):
     chosen = configuration(small_repository, tmp_path, drain_delay_s=60)
     ends = []
     answered = [threading.Semaphore(0) for _ in range(6)]
@@ -296,7 +298,7 @@ def test_a_port_open_to_everybody_needs_a_stated_mode(small_repository, tmp_path
         )
 
 
-def test_connections_that_do_not_go_on_are_closed(small_repository, tmp_path, monkeypatch):
+def test_stalled_connections_are_closed(small_repository, tmp_path, monkeypatch):
     """A partial head or body, or a connection without data; not an idle one."""
     monkeypatch.setattr(http_server, "SWEEP_S", 0.3)
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()

@@ -190,7 +190,7 @@ def write_faster_than_it_compacts(tier, enough=lambda: True) -> None:
             return
 
 
-def test_writes_wait_for_compactions_while_everybody_else_goes_on(tmp_path):
+def test_only_writes_wait_for_compactions(tmp_path):
     tier = RocksDbTier(tmp_path)
     longest, stop = [0.0], threading.Event()
 
@@ -329,7 +329,7 @@ def open_and_fetch(path: Path, access) -> None:
 @pytest.mark.parametrize("file", ["CURRENT", "MANIFEST-*", "*.sst"])
 @pytest.mark.parametrize("how", ["missing", "truncated", "empty", "garbage"])
 @pytest.mark.parametrize("access", ["primary", "read_only", "secondary"])
-def test_a_broken_folder_is_named_with_its_mend_and_left_as_it_is(tmp_path, file, how, access):
+def test_broken_folder_is_reported_with_a_remedy_and_unchanged(tmp_path, file, how, access):
     tier = RocksDbTier(tmp_path)
     load(tier, ITEMS, np.arange(5000))
     insert(tier, OTHER, range(10))

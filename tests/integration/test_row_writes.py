@@ -158,7 +158,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_and_changes_nothing(folder, case):
+def test_invalid_write_is_rejected_and_changes_nothing(folder, case):
     body, message = WRONG[case]
     with opened(folder) as node:
         reply = post(node, body)

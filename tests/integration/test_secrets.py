@@ -108,7 +108,7 @@ def asked(url: str, key: str | None = None, body: Any = None, bearer: bool = Fal
             return f"{error.code} {error.headers}{error.read().decode()}"
 
 
-def test_a_server_tells_none(server: Hps) -> None:
+def test_server_output_contains_no_secret(server: Hps) -> None:
     data, admin = f"http://{server.address}", f"http://{server.admin}"
     lookup = {"inputs": [{"name": "word", "shape": [1, 1], "datatype": "INT64", "data": [5]}]}
     said = [
@@ -135,7 +135,7 @@ def test_a_server_tells_none(server: Hps) -> None:
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
-def test_what_is_in_force_is_shown_without(server: Hps, run: Commands, form: str) -> None:
+def test_shown_configuration_contains_no_secret(server: Hps, run: Commands, form: str) -> None:
     shown = run.run("config", "show", "--config", more(server), "--output", form)
     assert shown.code == 0, shown.output
     assert MARK not in shown.output
@@ -148,7 +148,7 @@ def more(server: Hps) -> Path:
     return path.with_name("more.yaml")
 
 
-def test_doctor_and_others_tell_none(server: Hps, run: Commands) -> None:
+def test_output_of_doctor_and_other_commands_contains_no_secret(server: Hps, run: Commands) -> None:
     config = more(server)
     for words in (
         ("doctor", "--config", config),
@@ -181,7 +181,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_errors_tell_none(name: str, run: Commands, small_repository: Path, tmp_path: Path) -> None:
+def test_errors_contain_no_secret(
+    name: str, run: Commands, small_repository: Path, tmp_path: Path
+) -> None:
     config = tmp_path / "hps.yaml"
     base = {
         "models": {"repository": str(small_repository)},

@@ -171,7 +171,7 @@ def test_a_broker_that_is_gone_makes_rows_stale_without_any_message(tmp_path, mo
         broker.kill()
 
 
-def test_a_table_whose_topic_nobody_has_made_yet_is_not_stale(tmp_path, model):
+def test_table_without_a_topic_is_not_stale(tmp_path, model):
     settings = settings_of(tmp_path, model, shared_broker(), "refuse", topic=False)
     with hps.open(settings) as node:
         opened = time.monotonic()

@@ -115,7 +115,7 @@ def test_tables_before_and_after_a_load(config: Path) -> None:
     assert run("ls", "nobody", "--config", config, "--tier", "rocksdb").exit_code == 2
 
 
-def test_get_shows_the_store_that_has_the_table_when_the_other_lacks_it(config: Path) -> None:
+def test_get_shows_the_store_that_has_the_table(config: Path) -> None:
     printed("load", "words", "--config", config)  # so that there is a database
     printed("load", "clicks", "users", "--config", config, "--tier", "redis")
     shown = run("get", "clicks", "users", 5, "--config", config, "--output", "json")
@@ -233,7 +233,7 @@ def test_a_put_and_a_delete_reach_both_stores(loaded: Any) -> None:
     assert [entry["tier"] for entry in only] == ["redis"]
 
 
-def test_a_newer_row_is_kept_and_told(loaded: Any) -> None:
+def test_newer_row_is_kept_and_reported(loaded: Any) -> None:
     printed("put", "clicks", "users", 5, "--vector", V4, *loaded)
     late = run(
         "put", "clicks", "users", 5, "--vector", "0,0,0,0", "--version", "2001-01-01", *loaded

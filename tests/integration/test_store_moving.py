@@ -366,7 +366,7 @@ def test_what_cannot_be_converted(folder: Path, words: list[str], message: str) 
     assert message in result.stderr
 
 
-def test_a_wrong_number_of_partitions_is_told_with_the_right_one(folder: Path) -> None:
+def test_wrong_number_of_partitions_is_reported_with_the_right_one(folder: Path) -> None:
     run("model", "import", "ps.json")
     wrong = ["--set", "tiers.redis.partitions=5", "--tier", "redis", "--config", "hps.yaml"]
     (entry, _) = printed("store", "ls", *wrong)

@@ -27,7 +27,7 @@ from hps.tools import output
 NOBODY = "http://127.0.0.1:9"
 
 
-def test_one_look_tells_of_those_that_are_there_and_of_those_that_are_not(
+def test_top_shows_reachable_and_unreachable_servers(
     small_server: Hps,
 ) -> None:
     url = f"http://{small_server.admin}"

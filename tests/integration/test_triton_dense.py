@@ -287,7 +287,7 @@ class TritonPythonModel:
 """
 
 
-def test_triton_drops_runs_whose_time_is_up(exported, triton_ready, tmp_path, monkeypatch):
+def test_triton_drops_runs_past_their_deadline(exported, triton_ready, tmp_path, monkeypatch):
     """If its configuration says so, by every protocol; its answer is then a deadline error."""
     folder = tmp_path / f"{MODEL}.dense"
     shutil.copytree(exported / folder.name, folder)

@@ -117,7 +117,7 @@ def metric(node, name, **labels):
 # -- rows that go to Redis -------------------------------------------------------------------------
 
 
-def test_rows_that_only_rocksdb_held_go_into_redis_and_defaults_do_not(server, open_node):
+def test_rows_found_in_rocksdb_are_promoted_to_redis_and_defaults_are_not(server, open_node):
     node = open_node({"addresses": [server.address]})
     keys = [5, 1, 3, KEYS + 7]
     assert sources(node, keys) == [Source.ROCKSDB] * 3 + [Source.DEFAULT]
@@ -148,7 +148,7 @@ def test_without_versions_what_came_meanwhile_stays(server, open_node, monkeypat
     np.testing.assert_array_equal(found.vectors["user"], np.concatenate([newer, rows_of([6])]))
 
 
-def test_nothing_goes_there_when_that_is_not_wanted(server, open_node):
+def test_no_row_is_promoted_to_redis_when_disabled(server, open_node):
     node = open_node({"addresses": [server.address], "cache_missed_embeddings": False})
     for _ in range(2):
         assert sources(node, [5, 1]) == [Source.ROCKSDB] * 2
@@ -257,7 +257,7 @@ def test_a_ps_json_is_served_from_its_redis_cluster(folder, tmp_path):
         tier.close()
 
 
-def test_status_tells_about_redis(server, open_node):
+def test_status_describes_redis(server, open_node):
     redis = {"addresses": [server.address], "initial_cache_rate": 1.0}
     node = open_node(redis)
     found = tier(node, "redis")
@@ -275,7 +275,7 @@ def test_status_tells_about_redis(server, open_node):
     assert metric(node, "hps_table_rows", tier="redis") == KEYS
 
 
-def test_the_doctor_looks_at_every_table(server, folder, open_node, tmp_path):
+def test_doctor_checks_every_table(server, folder, open_node, tmp_path):
     redis = {"addresses": [server.address], "initial_cache_rate": 1.0}
     open_node(redis)
     file = tmp_path / "hps.yaml"
@@ -306,7 +306,7 @@ def test_the_doctor_looks_at_every_table(server, folder, open_node, tmp_path):
 # -- shapes that differ ----------------------------------------------------------------------------
 
 
-def test_a_table_that_does_not_fit_is_passed_over_and_named(server, open_node):
+def test_table_of_another_shape_is_skipped_and_reported(server, open_node):
     open_node({"addresses": [server.address], "partitions": 4, "initial_cache_rate": 1.0})
     node = open_node({"addresses": [server.address], "partitions": 8})
     (warning,) = node.status()["warnings"]

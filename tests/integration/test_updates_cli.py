@@ -158,7 +158,7 @@ def test_a_difference_makes_one_version_the_other(broker, model, models, tmp_pat
     store.close()
 
 
-def test_a_version_of_the_past_is_refused_unless_told(broker, model, models):
+def test_publish_rejects_an_older_version_by_default(broker, model, models):
     to = ("--repository", models, "--brokers", broker.address)
     refused = run("publish", model, "--base", 2, "--new", 1, *to)
     assert refused.exit_code == 2
@@ -227,7 +227,7 @@ def test_the_rate_is_kept(broker, model, tmp_path):
 
 
 @pytest.mark.parametrize("command", [("publish", "m", "--new", 1), ("dlq",)])
-def test_no_broker_is_told_in_seconds(command, models):
+def test_publish_reports_a_missing_broker_within_seconds(command, models):
     name = next(models.iterdir()).name
     command = tuple(name if each == "m" else each for each in command)
     where = ("--repository", models) if "publish" in command else ()

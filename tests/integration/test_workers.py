@@ -100,7 +100,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hps.Node]:
         yield node
 
 
-def test_a_log_level_is_told_to_all(server):
+def test_log_level_reaches_all_workers(server):
     def levels():
         told = set()
         for _ in range(12):  # connections are spread over the workers
@@ -118,7 +118,7 @@ def test_a_log_level_is_told_to_all(server):
         assert levels() == {0}
 
 
-def test_who_there_is(server):
+def test_status_lists_the_workers(server):
     found = status(server)
     assert found["processes"][0] == {
         "role": "node",
@@ -185,7 +185,7 @@ def test_perf_analyzer_reads_the_statistics_of_all(server, perf_analyzer_ready, 
     assert row["Server Compute Infer"] > 0
 
 
-def test_every_worker_tells_the_sums_of_all(server):
+def test_every_worker_reports_the_sums_of_all(server):
     """Connections until both workers have answered: the kernel spreads them."""
 
     def total(connection: Connection) -> int:
@@ -320,7 +320,7 @@ def test_workers_that_are_stuck_are_not_ready_killed_and_replaced(tmp_path, monk
         assert log.count("in stuck_for_ever") == 2
 
 
-def test_a_worker_that_is_stuck_for_a_while_is_covered_for_and_goes_on(tmp_path):
+def test_briefly_stuck_worker_is_replaced_in_service_and_continues(tmp_path):
     with two_workers(tmp_path, 600) as server:
         before = workers(server)
         os.kill(before[0]["pid"], signal.SIGSTOP)

@@ -59,7 +59,7 @@ def sample():
     return {"user": keys(0, 100, 1), "item": keys(-50, 50, 1), "history": keys(-50, 50, 3)}
 
 
-def test_a_wrong_answer_would_be_noticed(small_server, client):
+def test_driver_detects_a_wrong_answer(small_server, client):
     inputs = {**sample(), "dense": np.zeros(3, np.float32)}
     _, outputs = for_one(answered(client, "clicks", inputs, SCORES))
     outputs["logit"] = np.nextafter(outputs["logit"], np.float32(np.inf))

@@ -131,7 +131,7 @@ class TestReuse:
         assert (report.how, report.rows) == ("loaded", 1)
         assert len(fetch(store, tables["users"], [0, 1, 50]).missing) == 2
 
-    def test_but_not_over_rows_streamed_in(self, make_version, load):
+    def test_replaced_files_are_rejected_after_streamed_rows(self, make_version, load):
         make_version(spec=USERS, n=10)
         store, tables, _ = load()
         now = np.array([version_now()], np.uint64)

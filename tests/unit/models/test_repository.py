@@ -28,7 +28,7 @@ def test_opens_the_highest_version(repository, make_version):
     assert repository.open("ctr", override=ModelOverride(version=1)).version == 1
 
 
-def test_what_is_not_a_version_is_no_version(repository, make_version):
+def test_folders_with_other_names_are_no_versions(repository, make_version):
     folder = make_version().parent
     for name in ("01", "0", "latest", ".import-2-abcd", "2.tmp"):
         (folder / name).mkdir()

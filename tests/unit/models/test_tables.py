@@ -101,7 +101,7 @@ class TestFused:
             parts.append(open_table(part, "fused_embedding0", 2, None))
         return open_fused("fused_embedding0", parts), parts
 
-    def test_rows_are_those_of_the_parts_one_behind_the_other(self, tmp_path):
+    def test_rows_are_those_of_the_parts_in_order(self, tmp_path):
         files, parts = self.open(tmp_path, [5, 3], [], [9, -1, 7], [8])
         keys = np.concatenate([part.keys() for part in parts])
         vectors = np.concatenate([part.vectors() for part in parts])

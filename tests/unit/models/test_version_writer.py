@@ -90,7 +90,7 @@ def test_the_tables_must_be_those_described(tmp_path, make_spec, tables):
 
 
 class TestExisting:
-    def test_a_version_is_replaced_only_when_told(self, tmp_path, make_version):
+    def test_version_is_replaced_only_with_replace(self, tmp_path, make_version):
         make_version(1, n=10)
         with pytest.raises(ModelError, match=r"ctr/1 exists; .*--replace"):
             make_version(1, n=20)
@@ -98,9 +98,7 @@ class TestExisting:
         assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
         assert sorted(p.name for p in (tmp_path / "models/ctr").iterdir()) == ["1", "model.yaml"]
 
-    def test_a_version_is_there_at_every_moment_of_its_replacement(
-        self, tmp_path, make_version, monkeypatch
-    ):
+    def test_replaced_version_exists_at_every_moment(self, tmp_path, make_version, monkeypatch):
         """A writer killed between two renames would leave none."""
         make_version(1, n=10)
         rename, moved = Path.rename, []
@@ -118,7 +116,9 @@ class TestExisting:
         assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
         assert sorted(p.name for p in (tmp_path / "models/ctr").iterdir()) == ["1", "model.yaml"]
 
-    def test_the_description_is_replaced_only_when_told(self, tmp_path, make_version, make_spec):
+    def test_description_is_replaced_only_with_replace_spec(
+        self, tmp_path, make_version, make_spec
+    ):
         make_version(1)
         other = make_spec(users=4, items=16)
         with pytest.raises(ModelError, match=r"model.yaml differs .*--replace-spec"):
@@ -134,7 +134,7 @@ class TestExisting:
         make_version(1, n=20)
         assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
 
-    def test_of_two_writers_at_once_the_second_gives_up(self, tmp_path, make_version, make_spec):
+    def test_second_of_two_concurrent_writers_fails(self, tmp_path, make_version, make_spec):
         make_version(1)
 
         def slow():

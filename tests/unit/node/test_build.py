@@ -122,7 +122,7 @@ def test_a_second_start_serves_the_same_without_loading(folder):
             assert node.lookup("clicks", {"user": [3]}).defaulted == 0
 
 
-def test_nothing_is_left_behind(folder):
+def test_closed_node_leaves_no_threads_or_files(folder):
     before = set(threading.enumerate())
     node = hps.open(settings(folder))
     node.lookup("clicks", {"user": [30_000]})
@@ -232,7 +232,7 @@ def test_a_slow_store_holds_up_no_network(one_thread):
     assert unknown.result(60).defaulted == 1
 
 
-def test_what_was_accepted_is_answered_by_a_node_that_closes(one_thread):
+def test_closing_node_answers_accepted_requests(one_thread):
     node, gate = one_thread
     accepted = predicting(node, 30_000)
     threading.Timer(0.1, gate.set).start()
@@ -520,7 +520,7 @@ def test_dlpack_in_and_out(opened):
         (Tensor(np.zeros((1, 8), np.float32)[:, ::2]), "not C-contiguous"),
     ],
 )
-def test_what_cannot_be_written(opened, out, message):
+def test_invalid_out_arrays_are_rejected(opened, out, message):
     with pytest.raises(BadRequest, match=message):
         opened.lookup("clicks", {"user": [3]}, out={"user": out})
 

@@ -186,7 +186,7 @@ def test_rows_on_the_gpu_give_the_scores_of_rows_on_the_host(pair, batch):
     assert len(cache.fetched) == fetched  # one launch each, nothing else
 
 
-def test_a_profile_tells_what_the_device_did(both):
+def test_profile_shows_the_work_of_the_device(both):
     node, _ = both
     features, dense = request_of(np.arange(200), 7)
     profile = Profile()
@@ -199,7 +199,7 @@ def test_a_profile_tells_what_the_device_did(both):
 
 
 @pytest.mark.parametrize("first", [0, HELD - 100])
-def test_rows_that_the_gpu_lacks_come_from_the_host(pair, first):
+def test_rows_missing_on_the_gpu_come_from_the_host(pair, first):
     node, plain, (cache,) = pair
     asked = request_of(np.arange(first, HELD + 100), 40)
     same(node.predict("m", *asked), plain.predict("m", *asked))
@@ -319,7 +319,7 @@ def test_sources_are_reported(pair):
     assert result.sources["user"].tolist() == [Source.GPU, Source.CPU]
 
 
-def test_misses_make_the_quick_way_rarer(pair):
+def test_misses_make_the_fast_path_rarer(pair):
     node, _, (cache,) = pair
     node.writer.close()  # no more promotions
     asked = request_of(np.array([999, 5000]), 2)
@@ -389,7 +389,7 @@ def test_many_threads(both):
 # -- promotion -------------------------------------------------------------------------------------
 
 
-def test_what_the_cpu_cache_held_is_lifted(pair):
+def test_rows_of_the_cpu_cache_are_promoted_to_the_gpu(pair):
     node, _, (cache,) = pair
     users = table_of(node, "users")
     assert cache.keys_of(users) == list(range(500))
@@ -638,7 +638,7 @@ def test_a_cache_that_does_not_fit(open_node, monkeypatch):
         open_node(gpu={"share": 1.0})
 
 
-def test_the_status_tells_of_it(open_node):
+def test_status_shows_the_gpu_cache(open_node):
     node, _ = open_node(gpu={"share": 0.5, "host_bytes": 1 << 14})
     gpu = node.status()["tiers"][1]
     assert (gpu["name"], gpu["kind"], gpu["devices"]) == ("gpu", "cache", [0])
@@ -659,7 +659,7 @@ def test_a_network_on_the_cpu_gets_its_vectors_there(open_node, monkeypatch):
     assert cache.pooled == 0
 
 
-def test_the_memory_of_each_gpu_is_told_and_that_of_one_that_fails_no_more(open_node, monkeypatch):
+def test_memory_of_each_working_gpu_is_reported(open_node, monkeypatch):
     monkeypatch.setattr(gpu_memory, "_REFRESH_S", 0.0)
     node, _ = open_node(gpus=2, gpu={"devices": [0, 1], "share": 0.5})
 

@@ -98,7 +98,7 @@ def test_a_version_takes_the_place_of_another_and_goes_back(node, repository):
     assert node.status()["models"][0]["version"] == 3
 
 
-def test_what_was_hot_is_in_the_cache_from_the_start(node, repository):
+def test_hot_keys_of_the_served_version_are_cached_at_a_load(node, repository):
     node.lookup("words", {"left": list(range(250, 500)), "right": [1] * 250})
     node.writer.flush()
     hot, _ = node.hot_keys("words", "left", 250)[0]["keys"], None
@@ -233,7 +233,7 @@ def test_a_version_whose_files_were_copied_there_again_is_the_same(node, reposit
     assert node.models["words"] is served
 
 
-def test_what_cannot_be_loaded_leaves_all_as_it_was(node, repository):
+def test_failed_load_changes_nothing(node, repository):
     with pytest.raises(NotFound, match="has no version 9"):
         node.load("words", 9)
     with pytest.raises(NotFound, match="no model 'none'"):
@@ -339,9 +339,7 @@ def test_the_memory_of_the_cpu_cache_is_not_exceeded(settings, repository):
         assert node.control.warnings.keys() == {"most"}
 
 
-def test_rows_of_versions_that_the_repository_has_no_more_are_told_of_at_a_start(
-    settings, repository
-):
+def test_start_warns_about_rows_of_deleted_versions(settings, repository):
     for version in (2, 3):
         write(repository, version)
     settings["models"]["serve"] = {"words": {"version": 1}}
@@ -358,7 +356,7 @@ def test_rows_of_versions_that_the_repository_has_no_more_are_told_of_at_a_start
         assert "words/1/left" in families(node)
 
 
-def test_a_redis_that_was_not_there_at_a_load_is_not_waited_for_after_the_end(settings, repository):
+def test_close_does_not_wait_for_a_redis_missing_at_a_load(settings, repository):
     (port,) = free_ports(1)
     settings["models"]["serve"] = {"words": {}}
     settings["tiers"]["redis"] = {"addresses": [f"127.0.0.1:{port}"], "initial_cache_rate": 1.0}

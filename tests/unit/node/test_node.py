@@ -70,7 +70,7 @@ def repository(folder: Path) -> Path:
     return folder / "models"
 
 
-def test_it_shows_its_models_and_tiers(tmp_path: Path) -> None:
+def test_repr_shows_models_and_tiers(tmp_path: Path) -> None:
     settings = {
         "models": {"repository": repository(tmp_path)},
         "tiers": {"rocksdb": {"path": tmp_path / "rocksdb"}},
@@ -79,7 +79,7 @@ def test_it_shows_its_models_and_tiers(tmp_path: Path) -> None:
         assert repr(node) == "<hps.Node: m/1; cpu > rocksdb>"
 
 
-def test_a_fork_is_told_instead_of_hanging_and_leaves_the_node_alone(tmp_path: Path) -> None:
+def test_fork_gets_an_error_and_leaves_the_node_open(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKED, repository(tmp_path)],
         capture_output=True,

@@ -89,7 +89,7 @@ def test_no_more_fetches_at_a_time_than_the_guard_lets_in(open_node, monkeypatch
         (16, 8, False, 8),
     ],
 )
-def test_how_many_may_ask_redis_at_a_time(threads, connections, rocksdb, expected):
+def test_concurrency_limit_of_redis(threads, connections, rocksdb, expected):
     assert calls_at_a_time(threads, connections, alone=not rocksdb) == expected
 
 

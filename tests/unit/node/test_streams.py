@@ -60,7 +60,7 @@ def held():
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def test_a_switch_leaves_nothing_of_the_former_readers(resources, tmp_path):
+def test_restart_frees_the_resources_of_the_previous_readers(resources, tmp_path):
     streams = UpdateStreams([USERS], Metrics(), resources)
     (port,) = free_ports(1)
     streams.read_kafka(KafkaSettings(brokers=f"127.0.0.1:{port}", group="here"), [], Caches())
@@ -74,7 +74,7 @@ def test_a_switch_leaves_nothing_of_the_former_readers(resources, tmp_path):
     assert [each["source"] for each in streams.status()] == ["kafka", "directory"]
 
 
-def test_a_paused_reader_stays_so_over_a_switch(resources, tmp_path):
+def test_paused_reader_stays_paused_over_a_restart(resources, tmp_path):
     caches = Caches()
     streams = UpdateStreams([USERS], Metrics(), resources)
     streams.read_folder(DirectorySettings(path=tmp_path), [], caches)
@@ -89,7 +89,7 @@ def test_a_paused_reader_stays_so_over_a_switch(resources, tmp_path):
     until(lambda: caches.rows == 5)
 
 
-def test_rows_that_are_followed_no_more_age(resources, tmp_path):
+def test_rows_of_unfollowed_tables_age(resources, tmp_path):
     streams = UpdateStreams([USERS], Metrics(), resources)
     streams.read_folder(DirectorySettings(path=tmp_path), [], Caches())
     assert streams.age_s(USERS) == 0
@@ -109,7 +109,7 @@ def cut_off(resources, tables):
     return streams
 
 
-def test_rows_age_from_the_start_while_nobody_knows_what_they_lack(resources):
+def test_rows_age_from_the_start_while_positions_are_unknown(resources):
     streams = cut_off(resources, [USERS])
     until(lambda: streams.age_s(USERS) > 0.2)
     assert streams.age_s(EmbeddingTable.make("other", 2, model="news")) == 0, "of no stream"
@@ -123,7 +123,7 @@ def test_rows_age_from_the_start_while_nobody_knows_what_they_lack(resources):
     assert streams.age_s(USERS) >= before, "the other version was not loaded after all"
 
 
-def test_rows_written_by_hand_tell_nothing_of_the_stream(resources):
+def test_direct_writes_do_not_change_the_age(resources):
     streams = cut_off(resources, [USERS])
     streams.write_directly([FedStore("store", Takes())], Caches())
     until(lambda: streams.age_s(USERS) > 0.2)

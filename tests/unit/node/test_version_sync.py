@@ -176,7 +176,7 @@ def test_models_come_and_go(node, attached, repository):
     assert {table.model for table in attached.tiers[0].tier._tables} == {"words"}
 
 
-def test_one_that_cannot_open_a_version_keeps_all_on_the_former(node, attached, settings):
+def test_failed_open_in_one_process_keeps_all_on_the_served_version(node, attached, settings):
     def refuse(served):
         if served.version == 2:
             raise Unsupported("the ensemble is of version 1")
@@ -194,7 +194,7 @@ def test_one_that_cannot_open_a_version_keeps_all_on_the_former(node, attached, 
     assert values(attached) == 2000
 
 
-def test_one_that_is_killed_while_it_opens_a_version(node, attached, settings, monkeypatch):
+def test_load_waits_for_the_successor_of_a_killed_process(node, attached, settings, monkeypatch):
     """The load waits for its successor."""
     entered, gate, opened = threading.Event(), threading.Event(), attaching.open_model
 
@@ -229,7 +229,7 @@ def test_a_node_that_comes_back_with_another_version_is_followed(settings):
             assert values(attached) == 2000
 
 
-def test_one_that_was_attached_too_long_ago_says_so_at_the_start(node, settings, repository):
+def test_attach_raises_when_a_version_cannot_be_opened(node, settings, repository):
     """A version that can't be opened then is an error immediately."""
     (repository / "words" / "1" / "tables" / "left" / "emb_vector").write_bytes(b"short")
     with pytest.raises(hps.HpsError):
@@ -237,7 +237,7 @@ def test_one_that_was_attached_too_long_ago_says_so_at_the_start(node, settings,
     assert not any(follower.holds for follower in node.socket._followers._followers.values())
 
 
-def test_without_a_node_there_is_nothing_to_follow(node, attached):
+def test_attach_raises_without_a_node(node, attached):
     node.close()
     attached._following.sync()  # says nothing
     with pytest.raises(TierError):

@@ -86,7 +86,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.npz", "t.parquet"])
-def test_a_full_disk_is_told(tmp_path: Path, name: str) -> None:
+def test_full_disk_is_reported(tmp_path: Path, name: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:

@@ -75,7 +75,7 @@ def test_each_key_is_new_once(parts: list[list[int]]) -> None:
         known |= set(part)
 
 
-def test_no_room_for_sorting_is_told(write: Any, monkeypatch: Any) -> None:
+def test_full_disk_during_a_sort_is_reported(write: Any, monkeypatch: Any) -> None:
     def full(*_: object) -> Any:
         raise OSError(28, "No space left on device")
 

@@ -54,7 +54,7 @@ class Repeating:
             yield np.array(keys), np.ones(len(keys), np.uint64)
 
 
-def test_what_redis_names_twice_is_there_once() -> None:
+def test_keys_that_redis_repeats_are_returned_once() -> None:
     store = RedisRows(cast(RedisTier, Repeating()), RedisSettings())
     table = EmbeddingTable.make("t", 2)
     assert [k for rows in store.scan(table) for k in rows.keys.tolist()] == [1, 2, 3, 4, 5]

@@ -17,7 +17,7 @@ from hps.updates.kafka.end_offsets import PendingMessages
 PLACE = ("topic", 0)
 
 
-def test_what_was_there_before_the_first_look_is_of_unknown_age():
+def test_age_is_unknown_for_messages_before_the_first_poll():
     arrivals = ArrivalTimes()
     assert arrivals.age_s(PLACE, 0, 0.0) is None
     arrivals.record_ends({PLACE: 10}, 1.0)
@@ -45,7 +45,7 @@ def test_a_reader_that_keeps_pace_is_fresh_although_something_always_waits():
         assert second == 0 or age_s == 1.5
 
 
-def test_when_nothing_is_heard_any_more_the_age_grows():
+def test_age_grows_when_polls_fail():
     arrivals = ArrivalTimes()
     arrivals.record_ends({PLACE: 10}, 1.0)
     assert arrivals.age_s(PLACE, 10, 1.0 + 2 * POLL_EVERY_S) == 0.0
@@ -63,7 +63,7 @@ def test_partition_that_was_created_again_is_not_behind_its_former_end():
     assert arrivals.age_s(PLACE, 5, 3.0) == 0.0
 
 
-def test_a_long_wait_is_kept_in_bounded_memory_and_never_seems_shorter():
+def test_long_wait_takes_bounded_memory_and_never_seems_shorter():
     arrivals = ArrivalTimes()
     arrivals.record_ends({PLACE: 0}, 0.0)
     assert arrivals.age_s(PLACE, 0, 0.0) == 0.0
@@ -78,7 +78,7 @@ def test_a_long_wait_is_kept_in_bounded_memory_and_never_seems_shorter():
         assert true_s <= found <= 1.125 * true_s + 1
 
 
-def test_each_partition_has_its_own():
+def test_each_partition_has_its_own_age():
     arrivals = ArrivalTimes()
     arrivals.record_ends({("t", 0): 5, ("t", 1): 5}, 1.0)
     assert arrivals.age_s(("t", 0), 5, 1.5) == 0.0
@@ -123,7 +123,7 @@ class Reader:
         pass
 
 
-def test_what_a_reader_had_counts_while_it_is_told_its_partitions_anew():
+def test_former_offsets_count_while_partitions_are_reassigned():
     reader = Reader()
     waits = PendingMessages(KafkaCluster(KafkaSettings(brokers="127.0.0.1:9")), reader, [PLACE[0]])
     assert waits.ages_s() == {PLACE: None}, "nobody knows what there is"

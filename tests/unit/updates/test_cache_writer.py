@@ -219,7 +219,7 @@ def test_of_rows_without_versions_the_own_stores_row_is_promoted(make, own_first
     assert held(cache, 1, 2) == [2.0 if own_first else 1.0, 1.0]
 
 
-def test_a_cache_that_refuses_a_slice_is_not_asked_for_the_rest(make):
+def test_rest_of_a_queue_is_skipped_after_a_cache_rejects_a_slice(make):
     """Each refusal may take as long as a network's timeout."""
     store, refused = Store(), []
     put(store, range(5000), 1.0)
@@ -276,7 +276,7 @@ def test_the_queue_is_bounded_and_promote_never_blocks(make):
     assert writer.waiting_keys == 0
 
 
-def test_keys_at_hand_are_waiting_until_they_are_done(make):
+def test_running_keys_count_as_queued(make):
     store = Store()
     put(store, range(SLICE_KEYS + 10), 1.0)
     store.leave.clear()
@@ -304,7 +304,7 @@ def test_keys_queued_twice_are_read_once_and_in_slices(make):
     assert max(store.reads) <= SLICE_KEYS
 
 
-def test_one_thread_changes_the_caches_whoever_asks(make):
+def test_only_the_writer_thread_changes_the_caches(make):
     changed = set()
 
     class Cache(MemoryTier):
@@ -384,7 +384,7 @@ def test_changes_are_done_in_order_and_report_their_errors(make):
     assert writer.flush(60)
 
 
-def test_close_drops_what_waits(make):
+def test_close_drops_queued_work(make):
     store = Store()
     store.leave.clear()
     writer, _cache, counts = make([store])
@@ -442,7 +442,7 @@ def test_keys_from_outside_are_narrowed(make):
     assert first(cache) == [3.0, 3.0]
 
 
-def test_it_tells_what_the_upper_store_lacked(make):
+def test_keys_that_the_upper_store_misses_are_reported(make):
     upper, lower, told = Store(), Store(), []
 
     def missing_above(table, keys):
@@ -462,7 +462,7 @@ def test_it_tells_what_the_upper_store_lacked(make):
     assert len(told) == 1
 
 
-def test_the_thread_outlives_whatever_goes_wrong():
+def test_writer_thread_survives_any_error():
     """Otherwise callers that wait for it would hang."""
     counted = []
 
@@ -486,7 +486,7 @@ def test_the_thread_outlives_whatever_goes_wrong():
         writer.close()
 
 
-def test_a_writer_without_its_thread_says_so():
+def test_writer_without_its_thread_cancels_changes():
     """As in a process that was forked from the one that made it."""
     writer = CacheWriter(CpuCache({}), [], 100)
     alive = writer._thread

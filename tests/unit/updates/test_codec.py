@@ -120,7 +120,7 @@ def test_timestamps_that_a_version_cannot_hold_are_rejected_as_ahead(unit):
     assert record_versions(np.array([2**44 - 1]), np.array([0])).tolist() == [(2**44 - 1) << 20]
 
 
-def test_what_hps_ignores_is_ignored_and_no_fault():
+def test_messages_that_hps_ignores_are_no_faults():
     row = hps_message((7, 1, 2))
     found = decode(BEACON, None, row, row, keys=[None, None, b"key", b""])
     reasons = [Reason(each) for each in found.messages["reason"]]
@@ -284,7 +284,7 @@ def test_a_native_fault_costs_its_message_only(payload, reason, at):
     assert found.updates[0].changes.keys.tolist() == [-1, 0, 1, -1, 0, 1]
 
 
-def test_every_cut_and_every_changed_byte_is_noticed():
+def test_truncated_and_changed_messages_are_detected():
     for at in range(len(GOOD)):
         (fault,) = decode_native([GOOD[:at]]).faults()
         assert fault[1] == Reason.TRUNCATED

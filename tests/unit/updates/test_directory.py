@@ -163,7 +163,7 @@ def test_a_crash_in_the_middle_repeats_the_file(house):
     assert house.rows([1, 2]) == [1.0, 1.0]
 
 
-def test_what_is_not_committed_comes_again(house):
+def test_uncommitted_batches_are_polled_again(house):
     house.put("1.hpsu", message([(1, 1.0, 1)]))
     first = house.source.poll(0.0)
     end = house.source.poll(0.0)
@@ -187,7 +187,7 @@ def test_applied_files_may_be_removed(house):
     assert house.rows([1]) == [1.0]
 
 
-def test_a_name_that_comes_again_does_not_replace_the_old_file(house):
+def test_file_with_a_used_name_does_not_replace_the_old_one(house):
     for data in (message([(1, 1.0, 1)]), message([(1, 2.0, 2)]), b"bad", b"worse"):
         house.put("x.hpsu", data)
         house.run()
@@ -217,7 +217,7 @@ AHEAD = message([(2, 1.0, 1)], made_ms=NOW_MS + 7_200_000)
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # of messages, the bytes are random
 )  # fmt: skip
-def test_bad_files_are_rejected_and_the_stream_goes_on(house, name, data, reason, says, applied):
+def test_bad_files_are_rejected_and_later_ones_applied(house, name, data, reason, says, applied):
     house.put(name, data)
     house.put("z.hpsu", message([(50, 1.0, 1)]))
     house.run()
@@ -269,7 +269,7 @@ def test_a_reader_that_fails_in_a_new_way_rejects_the_file(house, monkeypatch):
     assert "ZeroDivisionError" in (house.folder / "rejected" / "m.items.1.npz.reason").read_text()
 
 
-def test_a_file_with_thousands_of_faults_is_told_in_short(house):
+def test_report_of_a_file_with_thousands_of_faults_is_short(house):
     house.put("a.hpsu", DAMAGED * 1200)
     house.run()
     lines = (house.folder / "rejected" / "a.hpsu.reason").read_text().splitlines()
@@ -290,7 +290,7 @@ def test_a_file_that_is_taken_away(house):
     assert house.names("rejected") == house.names("applied") == []
 
 
-def test_a_folder_that_goes_away_is_waited_for(house, caplog):
+def test_missing_folder_is_polled_until_it_is_back(house, caplog):
     house.folder.rename(house.folder.with_name("elsewhere"))
     began = time.monotonic()
     assert house.source.poll(0.1) is None
@@ -303,7 +303,7 @@ def test_a_folder_that_goes_away_is_waited_for(house, caplog):
     assert house.source.problem is None
 
 
-def test_a_file_that_cannot_be_moved_is_told_and_tried_again(house):
+def test_file_that_cannot_be_moved_raises_and_is_retried(house):
     house.put("1.hpsu", GOOD)
     house.source.commit(house.source.poll(0.0))
     end = house.source.poll(0.0)
@@ -323,7 +323,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         DirectorySource(DirectorySettings(path=tmp_path / "file" / "x"), TABLES)
 
 
-def test_how_many_files_wait(house):
+def test_lag_counts_waiting_files(house):
     for name in ("1.hpsu", "2.hpsu", "3.hpsu"):
         house.put(name, GOOD)
     assert house.source.lag() is None  # not listed yet

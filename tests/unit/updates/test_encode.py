@@ -26,7 +26,7 @@ def changes(n=3, gone=2, dim=2):
         (np.zeros(1, int), np.zeros((1, 2), "f4"), {"full": 23}, "24 bytes, but at most 23"),
     ],
 )
-def test_what_hps_messages_cannot_hold_is_refused(keys, vectors, options, says):
+def test_encode_hps_rejects_what_the_format_cannot_hold(keys, vectors, options, says):
     with pytest.raises(ValueError, match=says):
         encode_hps(keys, vectors, **options)
 
@@ -38,7 +38,7 @@ def test_a_table_must_have_a_plain_name(table):
 
 
 @pytest.mark.parametrize("field", ["ttl_s", "step", "dense_version", "event_ms"])
-def test_numbers_out_of_range_are_refused(field):
+def test_encode_native_rejects_numbers_out_of_range(field):
     with pytest.raises(ValueError, match="out of range"):
         encode_native("m/t", changes(), **{"event_ms": NOW, field: 2**64})
     with pytest.raises(ValueError, match="out of range"):

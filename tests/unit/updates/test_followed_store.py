@@ -292,7 +292,7 @@ def test_a_store_without_a_position_is_read_from_the_topics_beginning(make):
     assert node.places.start_offset(node.stream.topic, 0) is None
 
 
-def test_a_reader_that_begins_again_continues_where_the_caches_are(make):
+def test_restarted_reader_continues_at_the_caches_position(make):
     """Not at the store's position, which is ahead."""
     node, feeder = make([(1, False)] * 6)
     feeder.feed(6)
@@ -362,7 +362,7 @@ def test_another_writer_without_positions_is_followed_as_well(make):
     assert node.rows(node.cache)[1] == 1.0
 
 
-def test_where_no_writer_has_a_position_nothing_is_waited_for(make):
+def test_updates_do_not_wait_when_no_writer_has_a_position(make):
     node, _feeder = make([(1, False)], other_writer=lambda _place: None)
     node.promote(1)
     node.finish()

@@ -49,7 +49,7 @@ def test_requests_are_refused_with_the_reason():
     assert freshness.refusal is None
 
 
-def test_without_a_limit_nothing_is_stale():
+def test_no_answer_is_stale_without_a_limit():
     FRESH.judge({USERS: 1e9})
     FRESH.require()
     assert FRESH.mark(LookupResult({})).stale_s == 0

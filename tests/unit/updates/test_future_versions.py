@@ -32,7 +32,7 @@ def updated(*messages):
     return update
 
 
-def test_what_is_of_now_is_handed_on_as_it_is():
+def test_update_without_future_versions_is_unchanged():
     update = updated(message([1, 2], [3], NOW_MS), message([4], [], NOW_MS + 3_000_000))
     assert drop_future_versions(update, HOUR_S) == (update, [])
 
@@ -41,7 +41,7 @@ def test_what_is_of_now_is_handed_on_as_it_is():
     ("late", "keys", "deleted"),
     [(0, [3, 4], [20, 30, 40]), (1, [1, 2, 4], [10, 30, 40]), (2, [1, 2, 3, 4], [10, 20])],
 )
-def test_a_message_of_the_future_goes_with_all_its_rows(late, keys, deleted):
+def test_message_with_a_future_version_is_dropped_whole(late, keys, deleted):
     holds = [([1, 2], [10]), ([3], [20]), ([], [30, 40])]
     messages = [
         message(*each, LATE_MS if number == late else NOW_MS) for number, each in enumerate(holds)

@@ -65,7 +65,7 @@ def test_a_row_that_changed_meanwhile_is_not_overtaken(world):
     assert above._resident(TABLE, 60).version == 9
 
 
-def test_more_than_may_wait_is_dropped(world):
+def test_keys_beyond_the_queue_are_dropped(world):
     _, _, writer, promotion, counted = world
     free = threading.Event()
     blocked = writer.run(free.wait)
@@ -76,14 +76,14 @@ def test_more_than_may_wait_is_dropped(world):
     blocked.result()
 
 
-def test_now_puts_the_first_keys_last(world, monkeypatch):
+def test_promote_now_copies_the_first_keys_last(world, monkeypatch):
     _, above, _, promotion, _ = world
     monkeypatch.setattr(lifting_module, "_CHUNK_ROWS", 2)
     promotion.promote_now(TABLE, np.array([90, 91, 92, 93, 94]))
     assert above.writes == [[93, 94], [91, 92], [90]]
 
 
-def test_a_closed_writer_ends_it(world):
+def test_closed_writer_ends_the_promotion_thread(world):
     _, above, writer, promotion, _ = world
     writer.close()
     promotion.promote(TABLE, np.array([50]))

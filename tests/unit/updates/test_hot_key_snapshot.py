@@ -42,7 +42,7 @@ def test_what_is_written_is_read(tmp_path):
     assert path.stat().st_mode & 0o007 == 0  # keys may identify people
 
 
-def test_every_damage_is_noticed_and_survived(tmp_path, caplog):
+def test_damaged_snapshot_is_detected_and_ignored(tmp_path, caplog):
     path = tmp_path / "hot"
     write_hot_keys(path, HOT)
     good = path.read_bytes()
@@ -59,7 +59,7 @@ def test_every_damage_is_noticed_and_survived(tmp_path, caplog):
     assert hot_keys_at_start(tmp_path / "none") == {}
 
 
-def test_the_old_file_stays_when_writing_fails(tmp_path):
+def test_old_snapshot_stays_when_a_write_fails(tmp_path):
     path = tmp_path / "hot"
     write_hot_keys(path, HOT)
     before = path.read_bytes()
@@ -80,7 +80,7 @@ def test_the_rate_is_kept(tmp_path):
     assert sum(waits) == pytest.approx(size / 1000)
 
 
-def test_it_is_written_now_and_then_and_at_the_end(tmp_path):
+def test_snapshot_is_written_periodically_and_at_close(tmp_path):
     path, cache = tmp_path / "new" / "hot", CpuCache({TABLE: 100})
     snapshots = HotKeySnapshots(cache, [TABLE], path, interval_s=0.01, most=2)
     time.sleep(0.1)
@@ -96,7 +96,7 @@ def test_it_is_written_now_and_then_and_at_the_end(tmp_path):
     assert sorted(read_hot_keys(path)[TABLE.id][0].tolist()) == [1, 2, 3]
 
 
-def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path, caplog):
+def test_unwritable_folder_only_logs_a_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     cache = CpuCache({TABLE: 100})
     insert(cache, [1])

@@ -178,7 +178,7 @@ def test_of_one_key_in_a_batch_the_highest_version_counts_a_deletion_on_a_tie(ho
         assert house.rows(tier, [1, 2, 3]) == {1: 1.0, 2: None, 3: 6.0}
 
 
-def test_the_cache_hears_of_it_after_the_store_and_before_the_commit(house):
+def test_cache_is_refreshed_after_the_store_and_before_the_commit(house):
     order = []
 
     class Caches:
@@ -245,7 +245,7 @@ def test_while_a_store_fails_the_cache_keeps_what_the_store_has(house):
     assert "commit" not in house.source.log
 
 
-def test_rows_that_are_not_finite_are_left_out_and_counted(house):
+def test_non_finite_rows_are_dropped_and_counted(house):
     resident(house, 1, 2)
     house.source.batches = [batch(1, items=changes([(1, np.nan, 1), (2, 4.0, 1), (3, np.inf, 1)]))]
     house.ingestor.step()
@@ -262,7 +262,7 @@ def test_rows_that_are_too_large_for_the_tables_dtype_are_not_finite(house):
     assert (house.counted("not_finite", USERS), house.counted("upserted", USERS)) == (1, 2)
 
 
-def test_rows_whose_time_is_over_are_left_out_and_counted(house):
+def test_expired_rows_are_dropped_and_counted(house):
     resident(house, 1)
     past = NOW_MS - 60_000
     house.source.batches = [
@@ -317,7 +317,7 @@ def test_a_batch_is_not_committed_while_its_dead_letters_cannot_be_kept(house, m
     assert house.source.log == ["alive", "alive", "commit"]
 
 
-def test_a_table_that_is_not_touched_gets_the_position_later(house, monkeypatch):
+def test_position_of_an_untouched_table_is_recorded_later(house, monkeypatch):
     house.source.batches = [batch(5, items=changes([(1, 1.0, 1)]))]
     house.ingestor.step()
     assert house.store.applied(USERS, "t", 0) is None
@@ -339,7 +339,7 @@ def test_a_positions_that_waits_goes_with_the_tables_next_rows(house):
     assert house.store.applied(ITEMS, "u", 1) is None
 
 
-def test_polling_begins_where_the_store_that_lacks_most_is(house, tmp_path):
+def test_polling_starts_at_the_lowest_position_of_all_stores(house, tmp_path):
     second = RocksDbTier(tmp_path / "second")
     second.open_tables([ITEMS, USERS])
     both = [FedStore("rocksdb", house.store), FedStore("other", second)]
@@ -387,7 +387,7 @@ def test_where_a_store_keeps_no_versions_the_caches_get_none_either(tmp_path, so
 # -- the thread ----------------------------------------------------------------------------------------
 
 
-def test_the_thread_applies_until_it_is_closed_and_then_notes_positions(house):
+def test_thread_applies_until_closed_and_then_records_positions(house):
     house.source.batches = [batch(i, items=changes([(i, 1.0, 1)])) for i in range(1, 6)]
     thread = IngestThread(house.ingestor, house.source, "ingest")
     thread.start()
@@ -398,7 +398,7 @@ def test_the_thread_applies_until_it_is_closed_and_then_notes_positions(house):
     assert house.store.applied(USERS, "t", 0) == 5
 
 
-def test_paused_it_applies_nothing_and_stays_connected(house):
+def test_paused_thread_applies_nothing_and_keeps_the_source_alive(house):
     thread = IngestThread(house.ingestor, house.source, "ingest")
     thread.start()
     thread.pause().result(60)
@@ -423,7 +423,7 @@ def test_what_is_called_runs_on_the_thread_and_its_errors_come_back(house):
     assert thread.call(lambda: None).cancelled()
 
 
-def test_a_mistake_of_ours_does_not_end_the_stream(house, monkeypatch, caplog):
+def test_unexpected_exception_does_not_end_the_stream(house, monkeypatch, caplog):
     monkeypatch.setattr("hps.updates.ingest_thread.FIRST_PAUSE_S", 0.001)
     apply, left = house.ingestor.apply, [2]
 
@@ -472,7 +472,7 @@ class Rewound(Stream):
         self.batches = self.all[len(self.committed) :]
 
 
-def test_a_batch_that_was_given_up_comes_again(house):
+def test_abandoned_batch_is_polled_again(house):
     source = Rewound([batch(i, items=changes([(i, 1.0, 1)])) for i in (1, 2, 3)], refused=1)
     house.source = source
     ingestor = house.make([FedStore("rocksdb", Failing(house.store, 1))], None)
@@ -494,7 +494,7 @@ def test_a_source_that_fails_while_paused_does_not_end_the_stream(house):
     thread.close()
 
 
-def test_what_it_waits_for_before_anything_is_polled_is_told(house, monkeypatch):
+def test_problem_before_the_first_poll_is_reported(house, monkeypatch):
     poll = house.source.poll
 
     def away(timeout_s):
@@ -510,7 +510,7 @@ def test_what_it_waits_for_before_anything_is_polled_is_told(house, monkeypatch)
     thread.close()
 
 
-def test_a_position_is_noted_with_the_last_rows_of_its_table(house):
+def test_position_is_recorded_with_the_last_rows_of_its_table(house):
     """A batch may have rows of a table in two formats: the first must not claim its position."""
     noted = []
 
@@ -546,7 +546,7 @@ class Forgetful:
 
 
 @pytest.mark.parametrize("more", [False, True], ids=["nothing more comes", "more comes"])
-def test_a_store_that_lost_what_it_had_is_filled_again(house, monkeypatch, more):
+def test_store_that_lost_rows_is_filled_again(house, monkeypatch, more):
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     store = Forgetful()
     ingestor = house.make([FedStore("redis", store)], None)

@@ -87,7 +87,7 @@ def test_arrays_that_do_not_fit_are_refused(given_, says):
 
 
 @pytest.mark.parametrize("time", [NOW, -1.0, 1e300, float("nan")])
-def test_an_event_time_that_is_no_unix_time(time):
+def test_event_time_out_of_range_is_rejected(time):
     with pytest.raises(BadRequest, match="Unix seconds"):
         unix_ms(time)
 
@@ -128,7 +128,7 @@ def test_each_key_goes_to_its_partition_in_order(keys, deleted, groups, partitio
         )
 
 
-def test_native_messages_say_everything():
+def test_native_messages_hold_all_attributes():
     said = MessageAttributes(NOW, 60, 1234, 3)
     (message,) = encode("native", "m/t", made(deleted=[9]), said)
     decoded = decode_native([message])
@@ -172,7 +172,7 @@ def test_hps_messages_are_hpss(bits):
         (made(keys=[-1, 2, 3]), MessageAttributes(NOW), {"key_bits": 32}, "keys of 32 bits"),
     ],
 )
-def test_what_hps_messages_cannot_say(changes, said, options, says):
+def test_encode_rejects_attributes_that_hps_messages_do_not_have(changes, said, options, says):
     with pytest.raises(BadRequest, match=says):
         encode("hps", "t", changes, said, **options)
 

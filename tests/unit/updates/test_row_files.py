@@ -100,7 +100,7 @@ def test_an_empty_file(tmp_path):
         ({"key": np.array(3), "vector": ROWS}, "array of numbers"),
     ],
 )
-def test_arrays_that_are_no_rows(tmp_path, arrays, says):
+def test_arrays_of_wrong_shape_are_rejected(tmp_path, arrays, says):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(BadRequest, match=says) as caught:
         told(tmp_path / "a.npz")
@@ -117,7 +117,7 @@ def test_arrays_that_are_no_rows(tmp_path, arrays, says):
         ("vector", pa.array([[1.0], [None], [3.0]], pa.list_(pa.float32())), "values that are null"),
     ],
 )  # fmt: skip
-def test_columns_that_are_no_rows(tmp_path, column, values, says):
+def test_columns_of_wrong_type_are_rejected(tmp_path, column, values, says):
     good = {"key": pa.array([1, 2, 3]), "vector": pa.array([[1.0]] * 3, pa.list_(pa.float32(), 1))}
     parquet.write_table(pa.table(good | {column: values}), tmp_path / "a.parquet")
     with pytest.raises(BadRequest, match=says):
@@ -125,7 +125,7 @@ def test_columns_that_are_no_rows(tmp_path, column, values, says):
 
 
 @pytest.mark.parametrize("name", ["a.npz", "a.parquet", "a.csv"])
-def test_what_is_no_such_file(tmp_path, name):
+def test_file_of_another_format_is_rejected(tmp_path, name):
     (tmp_path / name).write_bytes(b"something else" * 10)
     says = (
         "not an npz"

@@ -33,7 +33,7 @@ def note(store, places, table, position):
         store.apply(table, _no_changes(table), [each])
 
 
-def test_all_tables_begin_anew_when_one_was_fed_by_another_topic(store):
+def test_all_tables_restart_when_one_was_fed_by_another_topic(store):
     places = places_of(store)
     for table, offset in ((ITEMS, 9), (USERS, 7)):
         note(store, places, table, StreamPosition("t", 0, offset))
@@ -44,7 +44,7 @@ def test_all_tables_begin_anew_when_one_was_fed_by_another_topic(store):
     assert (places.start_offset("t", 0), places.furthest("t", 0)) == (0, 0)
 
 
-def test_what_files_contain_of_a_former_topic_does_not_count(store):
+def test_watermark_of_a_deleted_topic_is_ignored(store):
     places = places_of(store, lambda *_: 500)
     assert (places.start_offset("t", 0), places.furthest("t", 0)) == (500, 500)
     places.restart("t", 0)
@@ -59,21 +59,21 @@ def test_what_files_contain_of_a_former_topic_does_not_count(store):
     assert again.start_offset("t", 0) == 0, "nor after a restart of the process"
 
 
-def test_positions_of_a_former_topic_are_not_noted_any_more(store):
+def test_positions_of_a_deleted_topic_are_not_recorded(store):
     places = places_of(store)
     places.mark_applied([StreamPosition("t", 0, 9), StreamPosition("u", 0, 2)], {ITEMS})
     places.restart("t", 0)
     assert [each.topic for _, positions in places.unrecorded() for each in positions] == ["u"]
 
 
-def test_restarted_partition_is_not_taken_for_lost_rows(store):
+def test_restarted_partition_is_not_reported_as_a_loss(store):
     places = places_of(store)
     places.mark_applied([StreamPosition("t", 0, 9)], {ITEMS, USERS})
     places.restart("t", 0)
     assert places.loss() == ""
 
 
-def test_without_a_store_nothing_is_known():
+def test_positions_are_unknown_without_a_store():
     places = StoreStreamPositions([], lambda _topic: [ITEMS])
     assert not places.identify("t", 0, "id")
     places.restart("t", 0)

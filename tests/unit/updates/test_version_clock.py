@@ -13,7 +13,7 @@ from hps.updates.version_clock import OFFSETS, VersionClock
 NOW = int(time.time() * 1000)
 
 
-def test_versions_never_go_back_when_the_clock_does():
+def test_versions_grow_when_the_clock_goes_back():
     clock = VersionClock(0)
     before = clock.take(NOW, 3)
     after = clock.take(NOW - 60_000, 3)
@@ -28,7 +28,7 @@ def test_more_rows_in_a_millisecond_than_sequences():
     assert int(many[-1]) - int(many[0]) == len(many) - 1
 
 
-def test_threads_get_versions_of_their_own():
+def test_threads_get_distinct_versions():
     clock, taken = VersionClock(), []
 
     def take() -> None:

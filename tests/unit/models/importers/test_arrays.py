@@ -205,7 +205,7 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("vectors", "keys"), [("u.vectors", "u.keys"), ("u_vectors", "u_keys")]
     )
-    def test_pairs_are_told_by_their_names(self, tmp_path, vectors, keys):
+    def test_pairs_are_found_by_their_names(self, tmp_path, vectors, keys):
         file = memory_file(tmp_path, **{vectors: ROWS, keys: np.arange(10) + 5, "other": ROWS})
         (table,) = tables_from_arrays(file, [])
         assert (table.name, read(table)[0][0]) == ("u", 5)

@@ -339,7 +339,7 @@ class TestDescription:
         ):
             import_model(tmp_path / "models", "m", missing)
 
-    def test_nan_is_imported_when_told(self, tmp_path):
+    def test_allow_nan_imports_nan(self, tmp_path):
         np.savez(tmp_path / "t.npz", w=np.array([[1, np.inf], [np.nan, 2]], np.float32))
         plan = plan_import(tmp_path / "t.npz")
         with pytest.raises(ModelError, match=r"row 0 \(key 0\).*--allow-nan"):

@@ -213,7 +213,7 @@ class TestNothingIsExecuted:
 
 
 class TestDamage:
-    def test_not_there(self, tmp_path):
+    def test_missing_file_is_reported(self, tmp_path):
         with pytest.raises(ModelError, match=r"net.pt is missing"):
             open_torch(tmp_path / "net.pt")
 
