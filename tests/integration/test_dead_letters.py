@@ -180,7 +180,7 @@ def test_reader_that_may_not_know_its_group_reads_unknown_tables_again(
         producer.produce(topic, encode_hps(np.array([1]), np.ones((1, 2), np.float32))[0])
     with reading(broker, tmp_path, model) as reader:
         until(lambda: reader.metrics.counter(m.UPDATE_DEAD, "unknown_table").value == 1)
-    assert "dead letters of unknown tables are kept again: Kafka: what the group" in caplog.text
+    assert "dead letters of unknown tables are kept again: Kafka: failed" in caplog.text
 
 
 def test_letters_of_one_message_are_listed_as_the_newest(model, kafka):
