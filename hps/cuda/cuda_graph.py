@@ -1,4 +1,4 @@
-"""What a stream is asked to do, recorded once and asked for again in one launch (a CUDA graph)."""
+"""CUDA graphs: work on a stream, recorded once and launched again as one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _FROM, _TO = 4, 15
 
 
 class CudaGraph:
-    """May be launched on any stream of its device, by one thread at a time."""
+    """A recorded graph. May be launched on any stream of its device, by one thread at a time."""
 
     def __init__(self, graph: int) -> None:
         self._runtime = cupy().cuda.runtime
         self._executable = self._runtime.graphInstantiate(graph)
 
     def launch(self, stream: Any) -> None:
-        """Ask ``stream`` for all of it, without waiting."""
+        """Launch the graph on ``stream``; does not wait."""
         self._runtime.graphLaunch(self._executable, stream.ptr)
 
     def __del__(self) -> None:
@@ -36,11 +36,13 @@ class CudaGraph:
 
 
 def record(stream: Any, work: Callable[[], None]) -> CudaGraph | None:
-    """What ``work`` asks of ``stream``, which does not do it yet; None when that can't be recorded or is not
-    to be repeated. Other threads may use the device meanwhile. ``work`` must use no memory of the device
-    that will be given to others."""
+    """Record what ``work`` launches on ``stream``, without running it.
+
+    None if it cannot be recorded or must not be repeated. Other threads may use the device meanwhile.
+    ``work`` must not use device memory that is freed later.
+    """
     runtime = cupy().cuda.runtime
-    # Relaxed: no call of another thread is refused because of this, nor makes this fail.
+    # Relaxed mode: calls of other threads neither fail because of the recording nor make it fail.
     runtime.streamBeginCapture(stream.ptr, runtime.streamCaptureModeRelaxed)
     failed = False
     try:
@@ -60,7 +62,7 @@ def record(stream: Any, work: Callable[[], None]) -> CudaGraph | None:
 
 
 def _is_repeatable(graph: int) -> bool:
-    """Whether the nodes of ``graph`` are known to do the same again, whatever the host did meanwhile."""
+    """True if all nodes of ``graph`` are of kinds that do the same again, whatever the host did meanwhile."""
     driver = ctypes.CDLL("libcuda.so.1")
     count, kind = ctypes.c_size_t(), ctypes.c_int()
     at = ctypes.c_void_p(graph)

@@ -29,7 +29,7 @@ from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.staging import StagingBuffer, padded_bytes, staging_bytes
 from hps.cuda.table import GpuTable
 
-# FETCH_PART, packed in one go: setting the fields one by one takes longer than the fetch.
+# FETCH_PART, packed in one call: setting the fields one by one takes longer than the fetch.
 _PLANS_KEPT = 64
 PART = struct.Struct("<10Q10I")
 PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plain dtype
@@ -37,8 +37,11 @@ PARTS_AT = FETCH_ARGS.fields["part"][1]  # type: ignore[index] # None for a plai
 
 @dataclass(slots=True)
 class FetchArguments:
-    """One table's share of a fetch. ``keys`` and ``positions`` (or None for all) on host or device; ``out``,
-    ``versions`` and ``source`` on the device; ``n`` keys are asked for."""
+    """One table's arguments of a fetch of ``n`` keys.
+
+    ``keys`` and ``positions`` (None: all) on host or device; ``out``, ``versions`` and ``source`` on
+    the device.
+    """
 
     table: GpuTable
     keys: Any
@@ -51,7 +54,7 @@ class FetchArguments:
 
 
 class FetchWorkspace:
-    """Buffers and counters of one fetch (or pooling) at a time on the current device."""
+    """Buffers and counters on the current device, for one fetch (or pooling) at a time."""
 
     def __init__(self) -> None:
         cp = cupy()
@@ -71,8 +74,11 @@ class FetchWorkspace:
     def fetch(
         self, readers: ReaderEvents, stream: Any, asks: Sequence[FetchArguments], code: int
     ) -> NDArray[np.uint32]:
-        """Run ``asks`` (1 … PARTS of them, none empty) on ``stream``. Returns, ascending, the misses as
-        positions in the batch: ask after ask, each key asked for counted. Waits for the stream."""
+        """Run ``asks`` (1 … PARTS of them, none empty) on ``stream`` and wait for it.
+
+        Returns the misses, ascending, as positions in the batch: all keys of the asks, one ask after
+        the other.
+        """
         staging = self.staging
         needed, total = 0, 0
         for ask in asks:
@@ -95,7 +101,7 @@ class FetchWorkspace:
     def _fill(
         self, asks: Sequence[FetchArguments], code: int, plan: _Plan
     ) -> tuple[int, FetchKernels]:
-        """The arguments and the staging buffer; the blocks to launch, and the kernels."""
+        """Fill the arguments and the staging buffer; return the blocks to launch and the kernels."""
         base, blocks, addresses = 0, 0, plan.row_bytes
         data, at, put = self._args.array.data, PARTS_AT, self.staging.put
         for ask in asks:
@@ -126,7 +132,7 @@ class FetchWorkspace:
         return blocks, plan.kernels(unit_of(addresses))
 
     def _plan(self, tables: tuple[GpuTable, ...]) -> _Plan:
-        """How to launch for ``tables``; kept, because requests of a model look alike."""
+        """Return the launch plan for ``tables``; cached, since a model's requests repeat."""
         plan = self._plans.get(tables)
         if plan is None:
             if len(self._plans) >= _PLANS_KEPT:
@@ -136,7 +142,8 @@ class FetchWorkspace:
 
 
 class FetchKernels:
-    """One way to fetch, compiled when needed: in one launch, or window by window of pinned memory."""
+    """The kernels of one fetch variant, compiled on first use: one launch, or one per window of pinned
+    memory."""
 
     def __init__(
         self,
@@ -157,8 +164,8 @@ class FetchKernels:
     def launch(
         self, blocks: int, args: KernelStruct, stream: Any, windows: int, later: Any
     ) -> None:
-        """Fetch on ``stream``. ``later`` is for as many row numbers as keys, on the device, where there is
-        more than one window."""
+        """Fetch on ``stream``. ``later`` is device memory for as many row numbers as keys, if there is more
+        than one window."""
         if windows == 1:
             self._one = self._one or kernel(self._whole, self._defines)
             self._one.launch(blocks, args, stream.ptr)
@@ -172,8 +179,7 @@ class FetchKernels:
 
 
 class _Plan:
-    """What a launch over some tables has in common with the next one. ``row_bytes``: all their sizes in
-    one, for what divides them."""
+    """The fixed part of launches over some tables. ``row_bytes``: their sizes combined by bitwise or."""
 
     def __init__(self, tables: Sequence[GpuTable]) -> None:
         sizes = {table.table.row_bytes for table in tables}
@@ -194,8 +200,10 @@ class _Plan:
 
 
 class DirectFetch:
-    """Fetches from one table without host work: device keys in, rows or row numbers out, misses left on
-    the device. For callers that keep everything there, and for measuring the kernel alone."""
+    """Fetches from one table without host work, for device arrays and for measuring the kernel.
+
+    Device keys in, rows or row numbers out; misses stay on the device.
+    """
 
     def __init__(self, readers: ReaderEvents) -> None:
         self._readers = readers
@@ -213,9 +221,11 @@ class DirectFetch:
         stamp: bool = True,
         defines: tuple[str, ...] = (),
     ) -> None:
-        """``keys (n,)``, n > 0; ``out (n, dim)`` or, for ``launch.NUMBERS``, ``(n,) uint32``. ``misses
-        (4 + n,) uint32``: [0] must be zero and counts them, from [4] on stand their positions, in no
-        order."""
+        """Fetch ``keys (n,)``, n > 0, to ``out (n, dim)`` or, for ``launch.NUMBERS``, ``(n,) uint32``.
+
+        ``misses (4 + n,) uint32``: [0] must be zero and counts the misses; their positions follow from [4]
+        on, unordered.
+        """
         numbers = form == launch.NUMBERS
         tile = tile or tile_of(4 if numbers else table.table.row_bytes, len(keys))
         args = KernelStruct(FETCH_ARGS)

@@ -1,4 +1,4 @@
-"""The kernels' argument structs, their choice of tile and the copies' unit."""
+"""Argument structs of the kernels, tile sizes and copy units."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ SCATTER_ARGS = np.dtype(
     align=True,
 )
 UNANSWERED = 255
-"""Among the sources given to scatter: neither row nor version is there."""
+"""A source code for scatter: the key has neither row nor version."""
 
 GPU_CODE = 1
 """What fetch writes as the source of a row: `Source.GPU`."""
@@ -125,21 +125,23 @@ MANY_KEYS = 1 << 17
 
 
 def unit_of(sizes: int) -> int:
-    """The bytes that one thread moves at a time: 16, 4 or 2, whatever divides ``sizes``, which are all sizes
-    and addresses in one (by or)."""
+    """Return the bytes that a thread moves at a time: 16, 4 or 2, the largest that divides ``sizes``.
+
+    ``sizes``: all sizes and addresses, combined by bitwise or."""
     return 4 if sizes & 15 and not sizes & 3 else 2 if sizes & 3 else 16
 
 
 def tile_of(row_bytes: int, keys: int) -> int:
-    """Threads per key, as measured to be fastest; see README.md."""
+    """Return the threads per key, as measured to be fastest; see README.md."""
     if row_bytes <= 32 and keys >= MANY_KEYS:
         return 2
     return 4 if row_bytes <= 256 else 8
 
 
 def moves_of(row_bytes: int, tile: int, unit: int) -> int:
-    """How many moves of ``unit`` bytes each thread of a tile makes for a row; 0 when not all make the same,
-    or too many for registers."""
+    """Return the moves of ``unit`` bytes that each thread of a tile makes for a row.
+
+    0 if threads make different numbers of moves, or too many for registers."""
     moves, rest = divmod(row_bytes, tile * unit)
     fits = rest == 0 and moves in (1, 2, 4) and unit == 16 and row_bytes % SECTOR == 0
     return moves if fits else 0
@@ -160,11 +162,11 @@ def write_name(unit: int, *, update: bool, scored: bool) -> str:
 
 
 def windows_of(host_bytes: int, keys: int) -> int:
-    """The windows in which ``keys`` keys' rows are read from as much pinned memory."""
+    """Return the number of windows in which ``keys`` rows are read from ``host_bytes`` of pinned memory."""
     windows = -(-host_bytes // (1 << layout.WINDOW_SHIFT))
     return windows if windows > 1 and keys >= windows * layout.KEYS_A_WINDOW else 1
 
 
 def blocks_of(n: int, threads_a_key: int = 1) -> int:
-    """Blocks for ``n`` keys."""
+    """Return the blocks for ``n`` keys."""
     return -(-n // (BLOCK // threads_a_key))

@@ -1,12 +1,12 @@
-"""How a table lies in device memory: constants that hash_table.cuh repeats, and sizes.
+"""Layout of a table in device memory: sizes, and the constants of hash_table.cuh.
 
-*Slot*: 16 bytes that are read and written as one: a key, a word, a score. *Word*: a row's number in
-its low 29 bits and the slot's state in the high three. *Bucket*: one 128-byte line of 8 slots in two
-halves. A key has a home half and a second bucket; it may live in any slot of both buckets. *Rows* and
-their versions lie in arrays of their own, by row number: a writer fills a row nobody sees and shows it
-by storing one slot. Every slot owns a row, also while it is empty; the rows beyond those are spare. (In
-a static table, which nobody reads while it is filled, all rows are spare and slots get theirs once.)
-README.md beside this file says why readers need no lock.
+*Slot*: 16 bytes that are read and written as one: a key, a word, a score. *Word*: a row's number in its low
+29 bits and the slot's state in the high three. *Bucket*: one 128-byte line of 8 slots in two halves. A key
+has a home half and a second bucket; it may be in any slot of both buckets. *Rows* and their versions are in
+separate arrays, by row number: a writer fills a row that no reader can see, and publishes it by storing one
+slot. Every slot owns a row, also while it is empty; the remaining rows are spare. (In a static table, which
+has no readers while it is filled, all rows are spare and slots get theirs once.) README.md in this folder
+says why readers need no lock.
 
 No key value is reserved: a slot's word says whether it is empty.
 """
@@ -34,17 +34,17 @@ CLAIMED = 1 << 29
 runs, and by the writer only: another key of the same batch is about to take the slot."""
 ROW_MASK = CLAIMED - 1
 NO_ROW = 2**32 - 1
-"""Reported for a key that is not there, where row numbers are asked for."""
+"""The row number of a missing key."""
 
 TICKS_A_TURN = 64
 """Ticks of the clock while the table admits as many rows as it has slots."""
 AGES_A_TURN = 8
-"""Ticks are told apart where one row is to make room. By fewer than a turn's eighth, an *age*, a hit
-leaves its row's score as it is, and a slot elsewhere goes no sooner than one of the home half."""
+"""Eviction compares ticks. Within an eighth of a turn, an *age*, a hit leaves its row's score unchanged, and a
+slot outside the home half is not evicted before one inside it."""
 POLICY_BITS = 8
-"""Low bits of what fetch is told of the policy; above them stands the age, where there is one."""
+"""Low bits of the policy argument of fetch; above them is the age, if there is one."""
 STATIC_LOAD = 0.45
-"""Rows per slot of a static table: few enough that each finds a slot without another's leaving."""
+"""Rows per slot of a static table: few enough that each finds a slot without an eviction."""
 COUNT_BITS = 20
 """Low bits of a score that count uses, or the ticks of an epoch; the epoch stands above them."""
 SCORE_MASK = 2**32 - 1
@@ -65,13 +65,13 @@ SLOT = np.dtype([("key", np.int64), ("word", np.uint32), ("score", np.uint32)])
 
 
 class EvictionPolicy(IntEnum):
-    """What a slot's score means. The lowest score goes first, tombstones before all rows.
+    """The meaning of a slot's score. The lowest score is evicted first, tombstones before all rows.
 
-    ``NONE``: nothing, no row makes room for another (static tables). ``LRU``: the clock's tick at the
-    last use. ``LFU``: how often the row was used in the epoch of its last use (`GpuTable.epoch`, 0 unless
-    the caller advances it; older epochs go first). ``SCORE``: what the caller gave with the row, 64 bits in
-    an array beside the slots; a row with a lower score than all it could replace is not admitted.
-    ``EPOCH_LRU``: the epoch of the last use and, in the bits below, the tick within it.
+    ``NONE``: no eviction (static tables). ``LRU``: the clock's tick at the last use. ``LFU``: the number of
+    uses in the epoch of the last use (`GpuTable.epoch`, 0 unless the caller advances it; older epochs are
+    evicted first). ``SCORE``: the caller's score, 64 bits in an array parallel to the slots; a row with a
+    lower score than all that it could replace is not admitted. ``EPOCH_LRU``: the epoch of the last use
+    and, in the bits below, the tick within it.
     """
 
     NONE = 0
@@ -82,15 +82,18 @@ class EvictionPolicy(IntEnum):
 
     @property
     def rule(self) -> EvictionPolicy:
-        """The policy by which kernels go: what `EPOCH_LRU` adds is the host's affair."""
+        """The policy that kernels use: the host does what `EPOCH_LRU` adds."""
         return EvictionPolicy.LRU if self is EvictionPolicy.EPOCH_LRU else self
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTableShape:
-    """Sizes of one table. ``buckets`` of 8 slots; ``rows`` that lie ``stride`` bytes apart, the last
-    ``host_rows`` of them in pinned host memory; ``spare`` of them belong to no slot at first. ``scored``:
-    there are scores of 64 bits beside the slots."""
+    """Sizes of one table.
+
+    ``buckets`` of 8 slots; ``rows`` that lie ``stride`` bytes apart, the last ``host_rows`` of them in
+    pinned host memory; ``spare`` of them belong to no slot at first. ``scored``: there is a parallel array
+    of 64-bit scores.
+    """
 
     buckets: int
     rows: int
@@ -105,13 +108,16 @@ class GpuTableShape:
 
     @property
     def capacity(self) -> int:
-        """The most rows that can be found."""
+        """The most rows that can be resident."""
         return min(self.slots, self.rows)
 
     @property
     def batch(self) -> int:
-        """The most keys that one launch of a write takes. A static table is filled in small ones: keys that
-        choose their slots at the same time don't see each other, and none may be left over."""
+        """The most keys of one write launch.
+
+        A static table is filled in small batches: keys that choose their slots at the same time do not see
+        each other, and every key must get a slot.
+        """
         if self.spare == self.rows:
             return min(MAX_SPARE, max(MIN_SPARE, self.rows // 32))
         return min(self.spare, MAX_SPARE)
@@ -122,13 +128,13 @@ class GpuTableShape:
 
     @property
     def bytes(self) -> int:
-        """Device memory: lines, rows, versions, spare list, scores beside the slots."""
+        """Bytes of device memory: lines, rows, versions, spare list, parallel scores."""
         slots = self.buckets * BUCKET_BYTES + self.slots * 8 * self.scored
         return slots + self.device_rows * self.stride + self.rows * 8 + self.spare * 4
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory."""
+        """Bytes of pinned host memory."""
         return self.host_rows * self.stride
 
 
@@ -140,10 +146,10 @@ def plan_table_shape(
     static: bool = False,
     scored: bool = False,
 ) -> GpuTableShape:
-    """Room for ``capacity`` (> 0) rows of ``table``, rounded up to whole buckets, ``host_rows`` of them
-    in pinned host memory. Of a ``static`` table all ``capacity`` rows find a slot; it is never ``scored``.
+    """Plan space for ``capacity`` (> 0) rows of ``table``, rounded up to whole buckets.
 
-    Raises ConfigError when the rows can't be numbered in 29 bits.
+    ``host_rows`` of them are in pinned host memory. In a ``static`` table all ``capacity`` rows find a
+    slot; it is never ``scored``. Raises ConfigError if the rows cannot be numbered in 29 bits.
     """
     slots = int(capacity / STATIC_LOAD) if static else capacity
     buckets = max(MIN_BUCKETS, -(-slots // WAYS))
@@ -163,7 +169,7 @@ def plan_table_shape(
 def fitting_capacity(
     table: EmbeddingTable, free_bytes: int, *, static: bool = False, scored: bool = False
 ) -> int:
-    """The largest capacity in rows whose arrays fit into ``free_bytes``; 0 when none does."""
+    """Return the largest capacity in rows whose arrays fit into ``free_bytes``; 0 if none does."""
     low, high = 0, MAX_ROWS
     while low < high:
         middle = (low + high + 1) // 2
@@ -175,13 +181,16 @@ def fitting_capacity(
 
 
 def eviction_ranks(scores: Any, now: int) -> Any:
-    """How late rows with ``scores`` of 32 bits, an array or a number, make room: the lowest first. Scores
-    wrap, as ticks and epochs go on, and are told apart over half of their range on either side of ``now``."""
+    """Return the eviction ranks of 32-bit ``scores``, an array or a number: the lowest goes first.
+
+    Scores wrap, as ticks and epochs do; they are ordered over half of their range on either side of
+    ``now``.
+    """
     return (scores - now + (1 << 31)) & SCORE_MASK
 
 
 def mix(keys: KeyArray) -> NDArray[np.uint64]:
-    """(n,) the hash of each key: the finaliser of MurmurHash3, a bijection."""
+    """Return the hash of each key, ``(n,)``: the finaliser of MurmurHash3, a bijection."""
     h = keys.view(np.uint64).copy()
     h ^= h >> np.uint64(33)
     h *= np.uint64(0xFF51AFD7ED558CCD)
@@ -192,8 +201,11 @@ def mix(keys: KeyArray) -> NDArray[np.uint64]:
 
 
 def half_buckets(keys: KeyArray, buckets: int) -> IndexArray:
-    """(n, 4): the halves each of ``keys (n,)`` may live in, half h of bucket b being 2 * b + h: its home
-    half, the other half of that bucket, the two of its second bucket."""
+    """Return the ``(n, 4)`` half buckets that each of ``keys (n,)`` may be in; half h of bucket b is 2 * b
+    + h.
+
+    They are its home half, the other half of that bucket, and the two of its second bucket.
+    """
     h = mix(keys)
     count = np.uint64(buckets)
     first = (h >> np.uint64(32)) * count >> np.uint64(32)

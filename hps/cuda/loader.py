@@ -1,7 +1,7 @@
-"""Compiles the .cu files beside this module, kernel by kernel, when they are first asked for.
+"""Compiles the .cu files in this folder, kernel by kernel, on first use.
 
-CuPy keeps compiled code on disk under a key that leaves out included headers, so a digest of all
-sources goes into the options: a changed header is never answered with yesterday's code.
+CuPy caches compiled code on disk under a key that leaves out included headers, so a digest of all sources
+is part of the options: a changed header never gets outdated code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BLOCK = 256
 
 @cache
 def cupy() -> Any:
-    """The module `cupy`, with a device to use. Raises Unsupported naming what is missing."""
+    """Return the module `cupy` if a device is usable. Raises Unsupported naming what is missing."""
     try:
         import cupy as module
     except ImportError as error:
@@ -58,7 +58,7 @@ def cupy() -> Any:
 
 @contextmanager
 def keep_device() -> Iterator[None]:
-    """Leaves the thread the device it had, whatever a library makes its current one meanwhile."""
+    """Restore the thread's current device, which a library may change."""
     runtime = cupy().cuda.runtime
     device = runtime.getDevice()
     try:
@@ -69,7 +69,7 @@ def keep_device() -> Iterator[None]:
 
 
 def missing_requirement() -> str | None:
-    """Why the GPU cache can't be used in this process, or None when it can."""
+    """Return the reason why the GPU cache cannot be used in this process; None if it can."""
     try:
         cupy()
     except Unsupported as error:
@@ -79,7 +79,7 @@ def missing_requirement() -> str | None:
 
 @cache
 def digest() -> str:
-    """Of all CUDA sources, sixteen hexadecimal digits."""
+    """Return the digest of all CUDA sources, sixteen hexadecimal digits."""
     total = hashlib.sha256()
     for file in sorted(FOLDER.glob("*.cu*")):
         total.update(f"{file.name}\0".encode())
@@ -88,12 +88,12 @@ def digest() -> str:
 
 
 def options() -> list[str]:
-    """What NVRTC is given, but for the architecture."""
+    """Return NVRTC's options except the architecture."""
     return ["-std=c++17", f"-I{FOLDER}", f"-DHPS_SOURCES=0x{digest()}"]
 
 
 class KernelStruct:
-    """A kernel's argument struct, all zero at first; fields are set by name."""
+    """A kernel's argument struct, zero-initialised; fields are set by name."""
 
     __slots__ = ("_pointers", "array", "at")
 
@@ -123,8 +123,10 @@ class CudaKernel:
 
 
 def kernel(expression: str, defines: tuple[str, ...] = ()) -> CudaKernel:
-    """The kernel named, ``gather_kernel<8, 16>`` say, for the current device; ``defines``
-    (``NAME=VALUE``) make special builds for tests."""
+    """Return a kernel by name, for example ``gather_kernel<8, 16>``, for the current device.
+
+    ``defines`` (``NAME=VALUE``) make special builds for tests.
+    """
     return _kernel(cupy().cuda.runtime.getDevice(), expression, defines)
 
 

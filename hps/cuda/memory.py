@@ -1,4 +1,4 @@
-"""What can be had of the device's memory and of the host's, and what is said when it can't."""
+"""Available memory of devices and host, allocation, and its error messages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hps.types import EmbeddingTable
 _MEMINFO = Path("/proc/meminfo")
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _KEEP_FREE = 0.05
-"""Of what is free or was asked for in vain: no capacity is offered that would leave less."""
+"""The share of free memory, or of a failed allocation, that a suggested capacity leaves."""
 
 
 def free_bytes() -> int:
-    """What can be had on the current device, CuPy's own unused memory included."""
+    """Return the free bytes of the current device, CuPy's unused memory included."""
     cp = cupy()
     free, _total = cp.cuda.runtime.memGetInfo()
     return int(free + cp.get_default_memory_pool().free_bytes())
 
 
 def device_memory(device: int) -> tuple[str, int, int]:
-    """Its UUID as NVIDIA's tools show it; bytes of its memory: taken by whatever process, and all."""
+    """Return a device's UUID as NVIDIA's tools show it, and its used and total bytes of memory."""
     cp = cupy()
     with cp.cuda.Device(device):
         free, total = cp.cuda.runtime.memGetInfo()
@@ -37,7 +37,7 @@ def device_memory(device: int) -> tuple[str, int, int]:
 
 
 def _uuid_of(device: int) -> UUID:
-    """From the driver: CuPy's `getDeviceProperties` gives the bytes up to the first zero only."""
+    """Read the UUID from the driver: CuPy's `getDeviceProperties` cuts it at the first zero byte."""
     driver = ctypes.CDLL("libcuda.so.1")
     handle, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     failed = driver.cuDeviceGet(ctypes.byref(handle), device)
@@ -47,13 +47,14 @@ def _uuid_of(device: int) -> UUID:
 
 
 def free_host_bytes() -> int:
-    """What can be had of the host's memory without another process losing any."""
+    """Return the bytes of host memory that can be allocated without taking any from other processes."""
     return int(_MEMINFO.read_text().split("MemAvailable:")[1].split()[0]) * 1024
 
 
 def pinned(table: EmbeddingTable, shape: GpuTableShape) -> Any:
-    """Pinned host memory for the rows of ``shape`` that lie there, which kernels can read and write; None
-    for none. Raises ConfigError when it can't be had."""
+    """Allocate pinned host memory for the host rows of ``shape``, which kernels can read and write.
+
+    None if there are none. Raises ConfigError if the allocation fails."""
     cp, size = cupy(), shape.host_bytes
     if not size:
         return None
@@ -66,7 +67,7 @@ def pinned(table: EmbeddingTable, shape: GpuTableShape) -> Any:
 
 
 def out_of_memory_error(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError:
-    """That the arrays of ``shape`` on the device can't be had."""
+    """Make the error for arrays of ``shape`` that do not fit on the device."""
     free, static = free_bytes(), shape.spare == shape.rows
     fitting = layout.fitting_capacity(
         table, _offered(free, shape.bytes), static=static, scored=shape.scored
@@ -90,8 +91,7 @@ def _too_much_pinned(table: EmbeddingTable, shape: GpuTableShape) -> ConfigError
 
 @contextmanager
 def allocate_buffers(what: str) -> Iterator[None]:
-    """Allocations of ``what`` on the current device and in pinned host memory; one that fails is a
-    ConfigError."""
+    """Convert failed allocations of ``what``, on the device or in pinned host memory, to ConfigError."""
     cp = cupy()
     try:
         yield
@@ -105,5 +105,5 @@ def allocate_buffers(what: str) -> Iterator[None]:
 
 
 def _offered(free: int, asked: int) -> int:
-    """The bytes to offer where ``asked`` were not to be had."""
+    """Return the bytes to suggest after an allocation of ``asked`` bytes has failed."""
     return int(min(free, asked) * (1 - _KEEP_FREE))

@@ -1,4 +1,4 @@
-"""Rows from the host for what a prepared fetch lacked: all tables in one launch."""
+"""Miss fill: rows from the host for the misses of a prepared fetch, all tables in one launch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from hps.types import EmbeddingTable
 
 
 class PreparedMissFill:
-    """Completes ``fetch``, whose keys are of ``tables``, with rows of the source ``code``. The caller asks
-    for `room`, fills that, and calls `launch`; what was launched before must have ended. Versions are not
-    brought: the rows' are 0 afterwards. One thread at a time; on the current device."""
+    """Completes ``fetch``, whose keys are of ``tables``, with rows of the source ``code``.
+
+    The caller fills the arrays of `room` and calls `launch`; the previous launch must have ended. Versions
+    are not copied: the rows' are 0 afterwards. One thread at a time, on the current device.
+    """
 
     def __init__(self, fetch: PreparedFetch, tables: Sequence[EmbeddingTable], code: int) -> None:
         cp = cupy()
         self._tables = tuple(tables)
         self._staging = StagingBuffer()
         most = max(len(rows) for rows in fetch.rows)
-        # The same for all rows, so they need not come over the bus.
+        # The same for all rows, so they need not be copied over the bus.
         self._same = cp.full(most, code, np.uint8), cp.zeros(most, np.uint64)
         self._launches = [
             _MissFillLaunch(fetch, self._same, self._tables, start)
@@ -35,7 +37,7 @@ class PreparedMissFill:
         cp.cuda.get_current_stream().synchronize()
 
     def room(self, misses: Sequence[NDArray[np.int64]]) -> list[NDArray[Any]]:
-        """Per table ``(m, dim)`` in pinned memory, for the rows at the positions ``misses (m,)``."""
+        """Return, per table, ``(m, dim)`` of pinned memory for the rows at the positions ``misses (m,)``."""
         staging, sizes = self._staging, [len(left) for left in misses]
         each = [padded_bytes(n * t.row_bytes) for n, t in zip(sizes, self._tables, strict=True)]
         staging.begin(sum(each) + padded_bytes(8 * sum(sizes)))
@@ -56,14 +58,14 @@ class PreparedMissFill:
         ]
 
     def launch(self, stream: Any) -> None:
-        """Write what is in the room to the fetch's rows and sources on ``stream``, without waiting."""
+        """Write the filled rows and their sources to the fetch's arrays on ``stream``; does not wait."""
         self._staging.send(stream)
         for each in self._launches:
             each.run(stream)
 
 
 class _MissFillLaunch:
-    """The tables from ``start`` on, as many as one launch takes."""
+    """One launch: the tables from ``start`` on, as many as fit."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class _MissFillLaunch:
     ) -> None:
         self._mine = slice(start, start + PARTS)
         tables, outs = tables[self._mine], fetch.rows[self._mine]
-        self._fetch = fetch  # whose memory the kernel writes to
+        self._fetch = fetch  # keeps the memory that the kernel writes to
         self._args, self._blocks = KernelStruct(SCATTER_ARGS), 0
         self._args["parts"] = len(tables)
         self._part = part = self._args["part"][: len(tables)]

@@ -1,4 +1,4 @@
-"""Pooling on the device, of rows of the cache or of rows that were fetched: one launch over all tables."""
+"""Pooling on the device, of cached or fetched rows: one launch over all tables."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ _WIDEST = 32
 
 @dataclass(slots=True)
 class KernelBags:
-    """One table's share of a pooling. ``keys (n,) int64``, ``offsets (bags + 1,) int64`` or None for
-    ``hotness`` keys a bag, ``weights (n,) float32`` or None: each on host or device. ``out (bags, dim)``
-    on the device."""
+    """One table's arguments of a pooling.
+
+    ``keys (n,) int64``, ``offsets (bags + 1,) int64`` or None for ``hotness`` keys per bag, ``weights (n,)
+    float32`` or None: each on host or device. ``out (bags, dim)`` on the device.
+    """
 
     table: GpuTable
     keys: Any
@@ -42,8 +44,10 @@ class KernelBags:
 def pool(
     space: FetchWorkspace, readers: ReaderEvents, stream: Any, asks: Sequence[KernelBags]
 ) -> int:
-    """Pool ``asks`` (none without bags) on ``stream``; returns how many keys have no row, and then the
-    outs have no meaning. Waits for the stream."""
+    """Pool ``asks`` (none without bags) on ``stream`` and wait for it.
+
+    Returns the number of keys without a row; unless it is 0, the outs are undefined.
+    """
     missing = 0
     for start in range(0, len(asks), PARTS):
         missing += _pool_some(space, readers, stream, asks[start : start + PARTS])
@@ -84,7 +88,7 @@ def _pool_some(
 
 
 def tile_and_unit(dims: Sequence[int]) -> tuple[int, int]:
-    """Threads per bag, and the values that one reads at a time."""
+    """Return the threads per bag, and the values that each reads at a time."""
     unit = 4 if all(dim % 4 == 0 for dim in dims) else 1
     widest = max(dims) // unit
     return min(_WIDEST, max(4, 1 << (widest - 1).bit_length())), unit
@@ -92,8 +96,11 @@ def tile_and_unit(dims: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class RowBags:
-    """Bags of rows that were fetched: ``rows (n, dim)`` and ``source (n,) uint8`` on the device, one per key;
-    ``fallback (dim,)``, on the host, for source 0. The other fields as in `KernelBags`."""
+    """Bags of fetched rows. Other fields as in `KernelBags`.
+
+    ``rows (n, dim)`` and ``source (n,) uint8`` on the device, one per key; ``fallback (dim,)``, on the
+    host, for source 0.
+    """
 
     rows: Any
     source: Any
@@ -106,7 +113,7 @@ class RowBags:
 
 
 def pool_rows(staging: StagingBuffer, stream: Any, asks: Sequence[RowBags]) -> None:
-    """Pool ``asks`` (none without bags) on ``stream``. Waits for it."""
+    """Pool ``asks`` (none without bags) on ``stream`` and wait for it."""
     for start in range(0, len(asks), PARTS):
         _pool_some_rows(staging, stream, asks[start : start + PARTS])
         stream.synchronize()

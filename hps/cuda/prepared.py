@@ -1,7 +1,6 @@
-"""Launches whose arguments were made once, for requests that differ in their keys alone.
+"""Prepared launches: arguments made once, for requests that differ only in their keys.
 
-To fill in the arguments of 26 tables anew takes the host ten times as long as the device takes for the
-keys.
+Filling in the arguments of 26 tables takes the host ten times as long as the keys take the device.
 """
 
 from __future__ import annotations
@@ -40,8 +39,10 @@ _ALIGN = 256
 
 @dataclass(frozen=True, slots=True)
 class FixedBags:
-    """One table's share of poolings that differ in their keys alone: ``n`` of them, ``hotness`` a bag, and
-    ``out (n / hotness, dim)`` on the device."""
+    """One table's arguments of a prepared pooling.
+
+    ``n`` keys, ``hotness`` per bag, and ``out (n / hotness, dim)`` on the device.
+    """
 
     table: GpuTable
     n: int
@@ -51,9 +52,11 @@ class FixedBags:
 
 
 class PreparedPooling:
-    """A pooling whose arguments were made once. The caller fills in ``keys``, each ``(n,) int64`` and in
-    pinned memory, calls `launch`, and asks for `missing` when the stream has come that far. One thread at a
-    time; on the current device; the tables must stay."""
+    """A pooling whose arguments were made once. One thread at a time, on the current device.
+
+    The caller fills ``keys``, each ``(n,) int64`` in pinned memory, calls `launch`, and reads `missing`
+    once the stream is done. The tables must not be freed.
+    """
 
     def __init__(self, readers: ReaderEvents, asks: Sequence[FixedBags]) -> None:
         self._readers = readers
@@ -73,7 +76,8 @@ class PreparedPooling:
             self._readers.run(stream, partial(each.run, stream))
 
     def missing(self) -> int:
-        """How many keys had no row, once the stream has come this far; then the outs have no meaning."""
+        """Return the number of keys without a row, once the stream is done; unless 0, the outs are
+        undefined."""
         return sum(int(each.result[0]) for each in self._launches)
 
 
@@ -98,7 +102,7 @@ class _PoolingLaunch:
                 *(ask.mean, table.table.dtype == np.float16, 0),
             )
             self._blocks += blocks_of(bags, tile)
-        self._outs = [ask.out for ask, _ in parts]  # whose memory the kernel writes to
+        self._outs = [ask.out for ask, _ in parts]  # keeps the memory that the kernel writes to
         self._counts = cp.zeros(2, np.uint32)
         self._pinned = cp.cuda.alloc_pinned_memory(4)
         self.result: NDArray[np.uint32] = np.frombuffer(self._pinned, np.uint32, 1)
@@ -116,8 +120,10 @@ class _PoolingLaunch:
 
 @dataclass(frozen=True, slots=True)
 class FixedRows:
-    """One feature's bags of fetched rows, ``rows (n, dim)`` and ``source (n,)`` on the device; ``fallback
-    (dim,)``, there too, for source 0."""
+    """One feature's bags of fetched rows: ``rows (n, dim)`` and ``source (n,)`` on the device.
+
+    ``fallback (dim,)``, also on the device, is for source 0.
+    """
 
     rows: Any
     source: Any
@@ -128,10 +134,10 @@ class FixedRows:
 
 
 class PreparedRowPooling:
-    """Poolings of fetched rows, to be launched again and again."""
+    """Poolings of fetched rows with prepared launches."""
 
     def __init__(self, asks: Sequence[FixedRows]) -> None:
-        self._asks = list(asks)  # whose memory the kernels use
+        self._asks = list(asks)  # keeps the memory that the kernels use
         self._launches = [
             self._prepare(self._asks[start : start + PARTS]) for start in range(0, len(asks), PARTS)
         ]
@@ -159,10 +165,12 @@ class PreparedRowPooling:
 
 
 class PreparedFetch:
-    """A fetch of ``n`` keys of each table. The caller fills in ``keys``, each ``(n,) int64`` and in pinned
-    memory, calls `launch`, and asks for `misses` when the stream has come that far. ``rows``, ``versions``
-    and ``sources`` are the answers' arrays on the device; ``sources_block`` is the memory of all of the
-    latter. One thread at a time; on the current device; the tables must stay."""
+    """A prepared fetch of ``n`` keys of each table. One thread at a time, on the current device.
+
+    The caller fills ``keys``, each ``(n,) int64`` in pinned memory, calls `launch`, and reads `misses` once
+    the stream is done. ``rows``, ``versions`` and ``sources`` are the result's arrays on the device;
+    ``sources_block`` is the memory of all sources. The tables must not be freed.
+    """
 
     def __init__(self, readers: ReaderEvents, asks: Sequence[tuple[GpuTable, int]]) -> None:
         cp = cupy()
@@ -195,7 +203,7 @@ class PreparedFetch:
         cp.cuda.get_current_stream().synchronize()
 
     def launch(self, stream: Any, oldest_tombstones: Sequence[int]) -> None:
-        """Fetch on ``stream``, without waiting; tombstones older than the table's are none. A use of the
+        """Fetch on ``stream``, without waiting; older tombstones count as absent. Counts as a use of the
         keys."""
         self._staging.send(stream)
         self.sources_block.data.memset_async(0, self.sources_block.nbytes, stream)
@@ -206,7 +214,7 @@ class PreparedFetch:
             start += PARTS
 
     def misses(self) -> list[NDArray[np.int64]]:
-        """The positions, ascending, of each table's missing keys, once the stream has come this far."""
+        """Return the ascending positions of each table's missing keys, once the stream is done."""
         return [positions for each in self._launches for positions in each.misses()]
 
 

@@ -1,4 +1,4 @@
-"""Who reads the tables at this moment: what a writer waits for before it takes its next step."""
+"""CUDA events of running readers, for which a writer waits before its next step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from hps.cuda.loader import cupy
 
 
 class ReaderEvents:
-    """Remembers, per CUDA stream, the end of the last reading kernel launched on it.
+    """Records, per CUDA stream, the end of the last reading kernel launched on it.
 
-    `run` may be called from many threads; `hold_back` by the one writer.
-    """
+    `run` may be called from many threads; `hold_back` by the one writer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ends: dict[int, Any] = {}
 
     def run(self, stream: Any, launch: Callable[[], None]) -> None:
-        """Call ``launch``, which starts reading kernels on ``stream``, and note when they end."""
+        """Call ``launch``, which starts reading kernels on ``stream``, and record their end."""
         with self._lock:
             launch()
             end = self._ends.get(stream.ptr)
@@ -29,12 +28,11 @@ class ReaderEvents:
             end.record(stream)
 
     def hold_back(self, stream: Any) -> None:
-        """Make what follows on the writer's ``stream`` wait until every reader has ended that might have
-        seen the tables as they were before the writer's last step.
+        """Make later work on the writer's ``stream`` wait for every reader that may have seen the tables as
+        they were before the writer's last step.
 
         That step must be complete, and the host must know it: readers launched from then on see its
-        result, so only those launched before need to be waited for, and the device does that.
-        """
+        result, so only those launched before must be waited for, and the device does that."""
         with self._lock:
             for end in self._ends.values():
                 stream.wait_event(end)

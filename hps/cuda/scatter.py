@@ -1,4 +1,4 @@
-"""One launch of scatter over all tables of a batch."""
+"""Scatter: one launch over all tables of a batch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ _PARTS_AT = SCATTER_ARGS.fields["part"][1]  # type: ignore[index] # None for a p
 
 @dataclass(slots=True)
 class ScatterInputs:
-    """Arrays in a staging buffer for ``n`` distinct keys of one table, rows (n, dim), versions (n,) and
-    sources (n,), and for ``m`` places where they are wanted: positions (m,) and, unless each key is wanted
-    once and in order, picks (m,) of the keys. ``at``: their addresses for kernels."""
+    """Arrays in a staging buffer: rows of one table and the positions that they are copied to.
+
+    For ``n`` distinct keys rows (n, dim), versions (n,) and sources (n,); for ``m`` destinations positions
+    (m,) and, unless each key has one destination, in order, picks (m,) of the keys. ``at``: their addresses
+    for kernels.
+    """
 
     table: EmbeddingTable
     rows: NDArray[Any]
@@ -36,7 +39,7 @@ class ScatterInputs:
 
     @staticmethod
     def bytes(table: EmbeddingTable, n: int, m: int) -> int:
-        """What `make` takes of a staging buffer at most."""
+        """Return the most bytes that `make` takes of a staging buffer."""
         return (
             padded_bytes(n * table.row_bytes)
             + padded_bytes(8 * n)
@@ -52,7 +55,7 @@ class ScatterInputs:
         places: NDArray[np.int64],
         picks: NDArray[np.int64] | None,
     ) -> ScatterInputs:
-        """Room for the answers; where they are wanted is filled in."""
+        """Allocate the arrays; positions and picks are filled in."""
         rows, rows_at = staging.room(n * table.dim, table.dtype)
         versions, versions_at = staging.room(n, np.uint64)
         sources, sources_at = staging.room(n, np.uint8)
@@ -69,15 +72,15 @@ def scatter(
     targets: Sequence[tuple[Any, Any, Any]],
 ) -> None:
     """Write ``answers`` to ``targets``, each the device arrays out, versions and source of its table, on
-    ``stream``. Keys whose source is `UNANSWERED` are left out. ``args`` of `SCATTER_ARGS` are used up."""
+    ``stream``. Keys whose source is `UNANSWERED` are skipped. Overwrites ``args``, of `SCATTER_ARGS`."""
     for start in range(0, len(answers), PARTS):
         some = slice(start, start + PARTS)
         _scatter_some(args, stream, answers[some], targets[some])
 
 
 def tile_and_unit(tables: Sequence[EmbeddingTable], outs: Sequence[Any]) -> tuple[int, int]:
-    """Threads a row and bytes a move, for rows of ``tables`` in staging buffers, which are aligned, on their
-    way to ``outs``."""
+    """Return the threads per row and bytes per move, for rows of ``tables`` in aligned staging buffers
+    that are copied to ``outs``."""
     sizes = [table.row_bytes for table in tables]
     unit = unit_of(reduce(or_, (out.data.ptr for out in outs), reduce(or_, sizes)))
     widest = max(sizes)

@@ -1,4 +1,4 @@
-"""Pinned host memory by which arrays get to a kernel and its results back."""
+"""Pinned host memory for arguments and results of kernels."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _ALIGN = 16
 
 
 class StagingBuffer:
-    """One buffer of the current device, filled anew for each launch. One thread at a time."""
+    """One buffer of the current device, refilled for each launch. One thread at a time."""
 
     def __init__(self) -> None:
         self._size = 0
         self._grow(1 << 16)
 
     def begin(self, needed: int) -> None:
-        """Start over with room for ``needed`` bytes, `padded_bytes` array by array. What was launched on the
-        buffer must have ended."""
+        """Start over with space for ``needed`` bytes, each array rounded up by `padded_bytes`.
+
+        The last launch that used the buffer must have ended."""
         if needed > self._size:
             self._grow(1 << (needed - 1).bit_length())
         self.in_place = needed <= IN_PLACE
@@ -32,14 +33,14 @@ class StagingBuffer:
         self.used = 0
 
     def room(self, count: int, dtype: Any) -> tuple[NDArray[Any], int]:
-        """The next ``count`` values of the buffer, and their address for kernels."""
+        """Allocate ``count`` values; return the array and its address for kernels."""
         start = self.used
         array: NDArray[Any] = np.frombuffer(self.host, dtype, count, start)
         self.used = start + padded_bytes(array.nbytes)
         return array, self.base + start
 
     def put(self, array: Any) -> int:
-        """The address for kernels of ``array``, which is copied into the buffer if it is on the host; 0 for
+        """Return the address of ``array`` for kernels, after copying a host array into the buffer; 0 for
         None."""
         if array is None:
             return 0
@@ -50,14 +51,14 @@ class StagingBuffer:
         return address
 
     def send(self, stream: Any) -> None:
-        """Copy to the device what was filled so far, unless kernels read it in place."""
+        """Copy the filled part to the device, unless kernels read it in place."""
         if not self.in_place:
             copy = cupy().cuda.runtime.memcpyAsync
             copy(self.base, self._pinned.ptr, self.used, 1, stream.ptr)
 
     def bring(self, start: int, nbytes: int, stream: Any) -> NDArray[np.uint8]:
-        """What kernels wrote at ``start`` of the buffer, once ``stream`` has come this far; waits for that
-        when the bytes must be copied."""
+        """Return what kernels wrote at ``start``, once ``stream`` is done; waits for it if a copy is
+        needed."""
         if nbytes and not self.in_place:
             copy = cupy().cuda.runtime.memcpyAsync
             copy(self._pinned.ptr + start, self.base + start, nbytes, 2, stream.ptr)
@@ -73,10 +74,10 @@ class StagingBuffer:
 
 
 def padded_bytes(nbytes: int) -> int:
-    """What ``nbytes`` take of a buffer."""
+    """Return the bytes of a buffer that ``nbytes`` take."""
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def staging_bytes(*arrays: Any) -> int:
-    """What those of ``arrays`` that are on the host take of a buffer."""
+    """Return the bytes of a buffer that the host arrays among ``arrays`` take."""
     return sum(padded_bytes(array.nbytes) for array in arrays if isinstance(array, np.ndarray))

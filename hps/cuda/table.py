@@ -1,4 +1,4 @@
-"""One table in device memory: its arrays, and the launches of every kernel but fetch's and the writes'."""
+"""One table in device memory: its arrays, and the launches of all kernels except fetch and write."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from hps.cuda.memory import free_bytes, out_of_memory_error, pinned
 from hps.types import EmbeddingTable, KeyArray
 
 _RANKED_AT_ONCE = 1 << 20
-"""Slots that `GpuTable.ranks` looks at in one go."""
+"""Slots that `GpuTable.ranks` reads per launch."""
 
 
 class GpuTable:
-    """Arrays of ``table`` on the current device, with room for ``capacity`` (> 0) rows; empty at first.
-    ``host_rows`` of them lie in pinned host memory, where the kernels reach them over the bus. The clock
-    ticks ``ticks`` times while the table admits as many rows as it has room for; epochs last ``epoch_s``
-    seconds, or until the caller says so.
+    """Arrays of ``table`` on the current device for ``capacity`` (> 0) rows; empty at first.
 
-    A ``static`` table is filled before anyone reads it, with unique keys, and then sealed.
+    ``host_rows`` of them are in pinned host memory, which the kernels access over the bus. The clock ticks
+    ``ticks`` times while the table admits as many rows as its capacity; epochs last ``epoch_s`` seconds, or
+    until the caller advances them.
 
-    Raises ConfigError, with the capacity that would fit, when there is no memory for it. Attributes
+    A ``static`` table is filled before it has readers, with unique keys, and then sealed.
+
+    Raises ConfigError, with the capacity that would fit, if there is not enough memory. Attributes
     may be read from any thread; the methods are the writer's.
     """
 
@@ -89,13 +90,13 @@ class GpuTable:
         )
         self.slot_scores_at = self.slot_scores.data.ptr if scored else 0
         self.sizes = (shape.buckets, shape.stride, table.row_bytes, shape.device_rows)
-        # What fetch is told of the policy: 0 when hits leave no trace.
+        # The policy as fetch gets it: 0 if hits do not change scores.
         self.stamping = 0 if scored else int(self.policy.rule)
         self.age = 0
         if self.policy.rule is EvictionPolicy.LRU:
             self.age = max(1, ticks // AGES_A_TURN)
             self.stamping |= self.age << POLICY_BITS
-        self.filled = 0  # of a static table: rows written, which no later write takes
+        self.filled = 0  # rows written of a static table; no later write takes them
         self.sealed = False
         self.clock = 1
         self.epoch = 0
@@ -118,13 +119,13 @@ class GpuTable:
             self.slot_scores = cp.zeros(shape.slots, np.uint64)
 
     def _forget(self) -> None:
-        """Let go of the arrays: what is said to be free counts them then."""
+        """Release the arrays, so that the free memory that is reported includes them."""
         self.lines = self.rows = self.versions = self.spare = self.slot_scores = None
 
     @property
     def now(self) -> int:
-        """What a hit brings a score up to, 32 bits: the clock or, above `COUNT_BITS`, the epoch, with the
-        ticks since it began where its rows are told apart by them."""
+        """The 32-bit score after a hit: the clock or, above `COUNT_BITS`, the epoch, with the ticks since
+        it began if the policy uses them."""
         if not self._has_epochs:
             return self.clock & SCORE_MASK
         if self._epoch_s is not None:
@@ -133,18 +134,18 @@ class GpuTable:
         if self.policy is EvictionPolicy.EPOCH_LRU:
             if self._began[0] != self.epoch:
                 self._began = self.epoch, self.clock
-            # An age is left before the next epoch, whose first hits stamp therefore.
+            # One `age` is left free before the next epoch, so that its first hits do stamp.
             ticks = min(self.clock - self._began[1], (1 << COUNT_BITS) - 1 - self.age)
         return (self.epoch << COUNT_BITS | ticks) & SCORE_MASK
 
     @property
     def first_score(self) -> int:
-        """The score of a row when it comes, unless the caller gives one."""
+        """The score of a new row, unless the caller gives one."""
         by_time = self.policy.rule is EvictionPolicy.LRU
         return self.now if by_time else self.now + 1 if self.policy is EvictionPolicy.LFU else 0
 
     def scan_args(self, **fields: int) -> KernelStruct:
-        """Arguments of scan.cu's kernels for this table."""
+        """Make the arguments of scan.cu's kernels for this table."""
         args = KernelStruct(SCAN_ARGS)
         args["lines"], args["rows"], args["host_rows"], args["row_versions"] = self.pointers
         args["buckets"], args["stride"], args["row_bytes"], args["on_device"] = self.sizes
@@ -154,7 +155,7 @@ class GpuTable:
         return args
 
     def account(self, admitted: int, evicted: int, dropped: int) -> None:
-        """Count what a write did; the clock ticks as more rows are admitted."""
+        """Count the result of a write; the clock ticks as rows are admitted."""
         self.evicted += evicted
         self.dropped += dropped
         self._admitted += admitted
@@ -170,14 +171,16 @@ class GpuTable:
         kernel("clear_kernel").launch(blocks_of(self.shape.slots), args, stream.ptr)
 
     def count(self, stream: Any) -> tuple[int, int]:
-        """Rows and tombstones held. Waits for ``stream``."""
+        """Return the numbers of rows and tombstones. Waits for ``stream``."""
         counts = self._scan(stream)
         return int(counts[0]), int(counts[1])
 
     def ranks(self, stream: Any) -> tuple[KeyArray, NDArray[np.uint64]]:
-        """Host arrays of the resident rows' keys (n,) and ranks (n,), in no order, the lowest rank of the row
-        to go first; what a writer beside it changes may be told before or after, or twice. Waits for
-        ``stream``. From any thread; takes little memory of the device."""
+        """Return host arrays of the resident rows' keys (n,) and eviction ranks (n,), unordered.
+
+        The lowest rank is evicted first. Rows that a concurrent writer changes may be reported in their old
+        or new state, or twice. Waits for ``stream``. Thread-safe; takes little device memory.
+        """
         cp, pieces = cupy(), []
         room = min(self.shape.slots, _RANKED_AT_ONCE)
         with stream:
@@ -200,8 +203,10 @@ class GpuTable:
     def export(
         self, stream: Any, least: int = 0, *, with_versions: bool = True
     ) -> tuple[Any, Any, Any, Any]:
-        """Device arrays of the resident rows whose score is at least ``least``: keys (n,), vectors (n, dim),
-        versions (n,) or None, scores (n,) uint64. In no order. Waits for ``stream``."""
+        """Return device arrays of the resident rows whose score is at least ``least``, unordered.
+
+        Keys (n,), vectors (n, dim), versions (n,) or None, scores (n,) uint64. Waits for ``stream``.
+        """
         cp, least = cupy(), least and self._ranks(least)
         with stream:
             room = int(self._scan(stream, least=least)[0])
@@ -218,7 +223,7 @@ class GpuTable:
         return keys, vectors, versions, scores
 
     def gather(self, stream: Any, numbers: Any, out: Any, versions: Any = None) -> None:
-        """Rows by number, ``numbers (n,) uint32``, into ``out (n, dim)`` on ``stream``."""
+        """Copy rows by number, ``numbers (n,) uint32``, into ``out (n, dim)`` on ``stream``."""
         unit = unit_of(self.table.row_bytes | out.data.ptr)
         threads = 4 if self.table.row_bytes <= 64 else 8
         if self.table.row_bytes <= 32 and unit == 16:

@@ -1,4 +1,4 @@
-"""What insert, update, delete and evict launch, and what lies between two of them; README.md says why."""
+"""Launches of insert, update, delete and evict, with the steps between two writes; see README.md."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hps.cuda.loader import KernelStruct, cupy, kernel
 from hps.cuda.reader_events import ReaderEvents
 from hps.cuda.table import GpuTable
 
-ARGS = struct.Struct("<15Q10I")  # WRITE_ARGS, packed in one go as fetch's are
+ARGS = struct.Struct("<15Q10I")  # WRITE_ARGS, packed in one call like fetch's
 
 
 class GpuTableWriter:
-    """Changes tables on the current device, on a stream of its own. One thread at a time."""
+    """Changes tables on the current device, on a separate stream. One thread at a time."""
 
     def __init__(self, readers: ReaderEvents) -> None:
         cp = cupy()
@@ -33,7 +33,7 @@ class GpuTableWriter:
         cp.cuda.get_current_stream().synchronize()
 
     def after(self, stream: Any) -> None:
-        """Make what follows wait for what ``stream`` was given so far."""
+        """Make later writes wait for the work that is on ``stream`` now."""
         self._given.record(stream)
         self.stream.wait_event(self._given)
 
@@ -49,9 +49,12 @@ class GpuTableWriter:
         update: bool = False,
         unique: bool = False,
     ) -> None:
-        """Insert or update ``keys (n,)`` with ``vectors (n, dim)``; delete them where it is None. Device
-        arrays, C-contiguous; ``scores (n,) uint64`` where the caller gives them (`Policy.SCORE`);
-        ``unique`` says that no key stands twice. Every fetch launched after the return sees the result."""
+        """Insert or update ``keys (n,)`` with ``vectors (n, dim)``; delete them if it is None.
+
+        Device arrays, C-contiguous; ``scores (n,) uint64`` if the caller gives them
+        (`EvictionPolicy.SCORE`); ``unique``: no key is repeated. Every fetch launched after the return sees
+        the result.
+        """
         row_bytes = table.table.row_bytes
         for start in range(0, len(keys), table.shape.batch):
             n = min(table.shape.batch, len(keys) - start)
@@ -71,7 +74,7 @@ class GpuTableWriter:
             self._write_some(table, unit_of(row_bytes | rows), n, update=update)
 
     def evict(self, table: GpuTable, keys: Any) -> None:
-        """Drop ``keys (n,)``, a device array."""
+        """Evict ``keys (n,)``, a device array."""
         self._pack(table, len(keys), keys.data.ptr)
         self._launch("evict_kernel", len(keys), WRITE_TILE)
         self.finish()
@@ -81,12 +84,12 @@ class GpuTableWriter:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for what was launched. The steps are short: sleeping would cost more than they take."""
+        """Wait for all launches by spinning: the steps are shorter than a sleep."""
         self.stream.synchronize()
 
     def _write_some(self, table: GpuTable, unit: int, n: int, *, update: bool) -> None:
-        """At most as many keys as there are spare rows. Everything launched before is complete."""
-        self._readers.hold_back(self.stream)  # the spare rows were shown until the last write
+        """Write at most as many keys as there are spare rows. All earlier launches must be complete."""
+        self._readers.hold_back(self.stream)  # readers saw the spare rows until the last write
         self._launch(write_name(unit, update=update, scored=table.shape.scored), n, WRITE_TILE)
         self.finish()
         table.account(*self._counted.tolist())
@@ -107,7 +110,7 @@ class GpuTableWriter:
         position: int = 0,
         oldest_tombstone: int = 0,
     ) -> None:
-        """The arguments of what is launched next; arrays by their addresses, 0 for none."""
+        """Pack the arguments of the next launch; arrays by their addresses, 0 for none."""
         ARGS.pack_into(
             self._args.array.data,
             0,

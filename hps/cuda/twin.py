@@ -1,7 +1,7 @@
-"""The NumPy twin of a table on the device: where keys are placed, what is dropped for them.
+"""NumPy twin of a table on the device: placement of keys and eviction.
 
-One key after the other, as the kernels do when keys don't compete for a slot; where they do, the kernels
-may settle on another order, never on another result for the keys themselves. Written to be obvious.
+It works key by key, as the kernels do when keys do not compete for a slot; when they do, the kernels may
+use another order, but never give another result for the keys themselves. Written to be obvious.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Place = tuple[int, int]
 
 
 class TwinTable:
-    """Rows of ``dim`` values in host arrays shaped as the device's. One thread at a time."""
+    """Rows of ``dim`` values in host arrays shaped like the device's. One thread at a time."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class TwinTable:
 
     @property
     def now(self) -> int:
-        """What a hit brings a score up to: the clock, or the epoch above uses or ticks."""
+        """The score after a hit: the clock, or the epoch above uses or ticks."""
         if self.policy is EvictionPolicy.LRU:
             return self.clock & SCORE_MASK
         ticks = 0
@@ -69,7 +69,7 @@ class TwinTable:
         return (self.epoch << COUNT_BITS | ticks) & SCORE_MASK
 
     def find(self, key: int) -> Place | None:
-        """Where the row or tombstone of ``key`` is."""
+        """Return the slot of the row or tombstone of ``key``."""
         for half in self._halves(key):
             at = np.flatnonzero((self.keys[half] == key) & (self.words[half] < EMPTY))
             if len(at):
@@ -79,7 +79,7 @@ class TwinTable:
     def fetch(
         self, keys: KeyArray, oldest_tombstone: int = 0
     ) -> tuple[VectorArray, NDArray[np.uint32], VersionArray]:
-        """``vectors (n, dim)``, ``words (n,)`` (`EMPTY` for a miss) and ``versions (n,)``; stamps hits."""
+        """``vectors (n, dim)``, ``words (n,)`` (`EMPTY` for a miss), ``versions (n,)``. Stamps hits."""
         vectors = np.zeros((len(keys), self.rows.shape[1]), self.rows.dtype)
         words = np.full(len(keys), EMPTY, np.uint32)
         versions = np.zeros(len(keys), np.uint64)
@@ -107,7 +107,7 @@ class TwinTable:
         scores: NDArray[np.uint64] | None = None,
         update: bool = False,
     ) -> None:
-        """Insert or update unique ``keys``; deletions where ``vectors`` is None. At most `spare` keys."""
+        """Insert or update unique ``keys``, at most `spare`; delete them if ``vectors`` is None."""
         admitted = 0
         first = (
             0
@@ -144,7 +144,7 @@ class TwinTable:
                 self.words[place] = int(self.words[place]) & ROW_MASK | EMPTY
 
     def resident(self, least: int = 0) -> KeyArray:
-        """The keys that have a row with a score of at least ``least``, ascending."""
+        """Return the keys that have a row with a score of at least ``least``, ascending."""
         ranks: NDArray[Any] = self.scores
         if self.policy is not EvictionPolicy.SCORE:
             ranks = eviction_ranks(ranks.astype(np.int64), self.now)
@@ -175,7 +175,7 @@ class TwinTable:
         return forgotten or version < held if update else not forgotten and version < held
 
     def _fill(self, i: int, place: Place, row: VectorArray | None, version: Any) -> None:
-        """Row and version into the i-th spare row, which takes the place of the slot's own."""
+        """Write row and version into the i-th spare row, and swap it with the slot's row."""
         number = int(self.spare[i])
         self.spare[i] = int(self.words[place]) & ROW_MASK
         self.versions[number] = version
@@ -184,9 +184,12 @@ class TwinTable:
         self.words[place] = number | (TOMBSTONE if row is None else 0)
 
     def _choose(self, key: int, score: int) -> Place | None:
-        """An empty slot, of the home half (unless it is the bucket's last and half of the second bucket
-        is empty, or 2 slots where none makes room), else of the emptier bucket; without any the lowest
-        score, of the home half before others by an `AGE`. None when ``score`` is lower than all."""
+        """Choose a slot for ``key``; None if ``score`` is lower than all.
+
+        An empty slot of the home half (unless it is the bucket's last and half of the second bucket is
+        empty, or 2 slots if there is no eviction), else of the emptier bucket, else the lowest score, where
+        slots outside the home half must be lower by an `AGE`.
+        """
         halves = self._halves(key)
         vacant = [np.flatnonzero(self.words[half] & EMPTY) for half in halves]
         here, there = len(vacant[0]) + len(vacant[1]), len(vacant[2]) + len(vacant[3])
@@ -201,7 +204,7 @@ class TwinTable:
         if self.policy is EvictionPolicy.NONE:
             return None
         if self.policy is EvictionPolicy.SCORE:
-            ranks = self.scores[halves].astype(object)  # 64 bits, and below them the tombstones
+            ranks = self.scores[halves].astype(object)  # 64 bits; tombstones are lower still
         else:
             ranks = eviction_ranks(self.scores[halves].astype(np.int64), self.now)
         if self.policy.rule is EvictionPolicy.LRU:

@@ -325,6 +325,6 @@ class _QueuedItem:
         if self.deadline is None or now <= self.deadline:
             return True
         self.future.set_exception(
-            DeadlineExceeded("the deadline passed while the request waited for its batch")
+            DeadlineExceeded("deadline exceeded while the request was queued for a batch")
         )
         return False

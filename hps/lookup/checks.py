@@ -170,9 +170,7 @@ def check_out(
     elif out.dtype != dtype:
         wrong = f"is {out.dtype}, the table is {dtype}"
     elif not out.flags.c_contiguous:
-        wrong = (
-            "is not C-contiguous; pass an array of its own, as np.empty makes it, and copy from it"
-        )
+        wrong = "is not C-contiguous; pass an array made by np.empty, and copy from it"
     elif not out.flags.writeable:
         wrong = "is read-only"
     if wrong:

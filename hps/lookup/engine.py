@@ -153,7 +153,7 @@ class LookupEngine:
         table_keys, keys = call_timed(request.origin, "dedup", self._table_keys, request)
         job = FullLookupJob(request, table_keys)
         if _is_past(request.deadline):
-            raise DeadlineExceeded("the request's deadline had passed when it came")
+            raise DeadlineExceeded("deadline exceeded before the lookup started")
         if keys > INLINE_KEYS:
             asked = self._pools.memory.submit(partial(self._fetch_caches, job), request.deadline)
             return chain_future(asked, partial(self._after_caches, job))
@@ -214,7 +214,7 @@ class LookupEngine:
             self._stores.fetch(missed, job.context)
             if job.context.degraded and _is_past(job.request.deadline):
                 # The store was skipped because the request had no time left, not because the store failed.
-                raise DeadlineExceeded("the deadline passed while the stores were asked")
+                raise DeadlineExceeded("deadline exceeded while reading from the stores")
             self._promote_found(missed, asked)
         answered = call_timed(job.request.origin, "merge", job.answer)
         if answered is None:

@@ -1,8 +1,8 @@
-"""The C++ core, or its NumPy twins where it could not be built.
+"""The C++ core, or its NumPy twins if it was not built.
 
-``HPS_NATIVE=on`` fails when the compiled module is missing, ``off`` forces the twins, ``auto`` (the
-default) takes what is there; ``COMPILED`` tells which one is in use. A module of other sources than those
-beside this file is refused (ConfigError): it would have to be built again.
+``HPS_NATIVE=on`` fails if the compiled module is missing, ``off`` forces the twins, ``auto`` (the default)
+takes the module if it is present; ``COMPILED`` says which one is used. A module built from other sources
+than those in this folder is rejected (ConfigError): it must be rebuilt.
 """
 
 from __future__ import annotations

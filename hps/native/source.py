@@ -1,7 +1,7 @@
-"""Of which C++ sources the compiled core is: it carries their digest, which CMake gets by running this file.
+"""Check that the compiled core was built from the present C++ sources.
 
-After an update of the checkout the core of before may lack what Python expects of it, or do something else
-under the same name.
+The core contains their digest, which CMake gets by running this file. After an update of the checkout an
+old core may miss what Python expects of it, or do something else under the same name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 
 def digest(folder: Path = FOLDER) -> str:
-    """Of what the core is built from; empty where the sources are not installed."""
+    """Return the digest of the sources of the core; empty if they are not installed."""
     total = sha256()
     found = [p for p in folder.rglob("*.?pp") if p.parent.name != "stress"]
     for path in sorted([*found, *folder.glob("CMakeLists.txt")]):
@@ -25,7 +25,7 @@ def digest(folder: Path = FOLDER) -> str:
 
 
 def check(core: Any, folder: Path = FOLDER) -> None:
-    """Raises ConfigError unless ``core`` was built from the sources in ``folder``."""
+    """Raise ConfigError unless ``core`` was built from the sources in ``folder``."""
     from hps.errors import ConfigError
 
     expected = digest(folder)

@@ -1,4 +1,4 @@
-"""NumPy twins of the compiled kernels: slow, obvious, and what the compiled ones are tested against."""
+"""NumPy twins of the compiled kernels: slow, obvious, and the reference for their tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def _check(keys: KeyArray) -> None:
 
 
 def partition_hash(keys: KeyArray) -> NDArray[np.uint64]:
-    """HPS's hash ``(n,)`` of ``keys (n,)``, by which rows are parted (Pelle Evensen's rrxmrrxmsx_0)."""
+    """Return HPS's hash ``(n,)`` of ``keys (n,)``, which chooses their partition.
+
+    The mixer is Pelle Evensen's rrxmrrxmsx_0."""
     _check(keys)
     x = keys.view(np.uint64).copy()
     x ^= _rotate_right(x, 25) ^ _rotate_right(x, 50)
@@ -29,7 +31,7 @@ def partition_hash(keys: KeyArray) -> NDArray[np.uint64]:
 
 
 def dedup(keys: KeyArray) -> tuple[KeyArray, IndexArray]:
-    """Each key once, in the order in which they came first, and for each of ``keys (n,)`` its place there."""
+    """Return the distinct keys in order of first appearance, and each key's position among them."""
     _check(keys)
     unique, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")

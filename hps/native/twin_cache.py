@@ -1,5 +1,6 @@
-"""NumPy twin of the CPU cache's table (include/hps/cache_table.hpp): the executable reference of what it
-holds, where it puts it and what makes room. Reads go over the batch at once, writes key by key.
+"""NumPy twin of the CPU cache's table (include/hps/cache_table.hpp): the executable reference.
+
+It defines contents, placement and eviction. Reads process the whole batch, writes go key by key.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _HALF = np.uint64(32)
 
 
 def homes(keys: KeyArray, buckets: int) -> IndexArray:
-    """(n,) the home bucket of each of ``keys (n,)``, of 0 < ``buckets`` < 2^32."""
+    """Return the home bucket of each of ``keys (n,)``, for 0 < ``buckets`` < 2^32."""
     x = keys.view(np.uint64).copy()
     for _ in range(2):
         x ^= x >> _HALF
@@ -33,7 +34,7 @@ def homes(keys: KeyArray, buckets: int) -> IndexArray:
 
 
 def cache_bytes(capacity: int, row_bytes: int) -> int:
-    """What a table of ``capacity`` rows of ``row_bytes`` takes."""
+    """Return the bytes of a table of ``capacity`` rows of ``row_bytes``."""
     beside = 256 + _buckets(capacity) * 64 + capacity * 8
     return beside + -beside % 64 + capacity * row_bytes
 
@@ -43,11 +44,11 @@ def _buckets(capacity: int) -> int:
 
 
 class CacheTable:
-    """At most ``capacity`` rows and tombstones. ``like (0, dim)`` gives the rows' dim and dtype, ``code``
-    is the source code reported for a row.
+    """At most ``capacity`` rows and tombstones.
 
-    `fetch` and `gather` may be called from any thread; the methods that write take turns. The
-    compiled twin raises TypeError or ValueError for arrays that do not fit; this one trusts them.
+    ``like (0, dim)`` gives the rows' dim and dtype; ``code`` is the source code reported for a row. `fetch`
+    and `gather` are thread-safe; the methods that write are serialized. The compiled twin raises TypeError
+    or ValueError for arrays that do not fit; this one does not check them.
     """
 
     def __init__(self, capacity: int, like: NDArray[Any], eviction: str, code: int) -> None:
@@ -62,7 +63,7 @@ class CacheTable:
         self._keys, self._numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         self._occupied, self._is_row = np.zeros(shape, bool), np.zeros(shape, bool)
         self._scores = np.zeros(shape, np.uint8)
-        self._reach = np.zeros(self._buckets, np.uint32)  # a bit per step; 0 is never set
+        self._reach = np.zeros(self._buckets, np.uint32)  # a bit per step; bit 0 is never set
         self._versions = np.zeros(capacity, np.uint64)
         self._rows = np.zeros((capacity, like.shape[1]), like.dtype)
         self._free: list[int] = []
@@ -83,10 +84,10 @@ class CacheTable:
         versions: VersionArray,
         source: SourceArray,
     ) -> IndexArray | None:
-        """Answer ``keys[missing]`` into ``out (n, dim)``, ``versions (n,)`` and ``source (n,)``; see
-        `Part`. Returns the positions still missing, None when there are none.
+        """Fetch ``keys[missing]`` into ``out (n, dim)``, ``versions (n,)`` and ``source (n,)``; see `Part`.
 
-        Counts as a use; tombstones older than ``oldest_tombstone`` count as not there.
+        Returns the positions still missing, None if there are none. Counts as a use; tombstones older than
+        ``oldest_tombstone`` count as absent.
         """
         with self._lock:
             bucket, slot = self._find(keys[missing])
@@ -101,8 +102,10 @@ class CacheTable:
         return None if hit.all() else missing[~hit]
 
     def gather(self, keys: KeyArray, out: VectorArray) -> bool:
-        """Write the row of each of ``keys (n,)``, which may repeat, to ``out (n, dim)``; counts as a use.
-        Stops with False at the first that has no row; what is in ``out`` has no meaning then."""
+        """Copy the row of each of ``keys (n,)``, which may repeat, to ``out (n, dim)``; counts as a use.
+
+        Stops with False at the first key without a row; ``out`` is undefined then.
+        """
         with self._lock:
             bucket, slot = self._find(keys)
             lacking = (bucket < 0) | ~self._is_row[bucket, slot]
@@ -114,7 +117,7 @@ class CacheTable:
         return True
 
     def _find(self, keys: KeyArray) -> tuple[IndexArray, IndexArray]:
-        """Bucket and slot of each key; -1 and 0 where it has none."""
+        """Return bucket and slot of each key; -1 and 0 if it has none."""
         home = homes(keys, self._buckets)
         bucket, slot = np.full(len(keys), -1), np.zeros(len(keys), np.int64)
         reach = self._reach[home] | 1
@@ -145,8 +148,11 @@ class CacheTable:
         oldest_tombstone: int,
         resident_only: bool,
     ) -> None:
-        """Write ``rows (n, dim)``, or tombstones where it is None, one after the other, where the version
-        is not below the one held; with ``resident_only`` only over keys that are there."""
+        """Write ``rows (n, dim)``, or tombstones if it is None, key by key.
+
+        A key is skipped if its version is below the one held, and, with ``resident_only``, if it is not
+        resident.
+        """
         with self._turn:
             for i, (key, version) in enumerate(zip(keys.tolist(), versions.tolist(), strict=True)):
                 row = None if rows is None else rows[i]
@@ -154,7 +160,7 @@ class CacheTable:
                     self._write_one(key, row, version, oldest_tombstone, resident_only)
 
     def evict(self, keys: KeyArray) -> None:
-        """Drop the rows and tombstones of ``keys``."""
+        """Evict the rows and tombstones of ``keys``."""
         with self._turn:
             for key in keys.tolist():
                 with self._lock:
@@ -162,11 +168,12 @@ class CacheTable:
                         self._free.append(self._drop(*at))
 
     def mend(self) -> bool:
-        """Nobody else's work to make good: this table is no other process's."""
+        """Do nothing: no other process writes this table."""
         return False
 
     def top_k(self, n: int) -> tuple[KeyArray, NDArray[np.uint8]]:
-        """The keys (k,) of the ``n`` hottest rows, hottest first, and their scores (k,), 255 the highest."""
+        """Return the keys (k,) of the ``n`` hottest rows, hottest first, and their scores (k,), 255 the
+        highest."""
         with self._lock:
             keys, scores = self._keys[self._is_row], self._scores[self._is_row].astype(np.int64)
             if self._eviction != "lfu":
@@ -232,13 +239,13 @@ class CacheTable:
         else:
             self.tombstones += change
 
-    # -- places -----------------------------------------------------------------------------------
+    # -- buckets and slots ------------------------------------------------------------------------
 
     def _home(self, key: int) -> int:
         return int(homes(np.array([key], np.int64), self._buckets)[0])
 
     def _bucket_at(self, home: Any, step: int) -> Any:
-        """The bucket at a step of the sequence that begins at ``home``."""
+        """Return the bucket at a step of the probe sequence that starts at ``home``."""
         return (home + (step if self._buckets <= STEPS else step * (step + 1) // 2)) % self._buckets
 
     def _sequence(self, home: int) -> Iterator[int]:
@@ -250,7 +257,7 @@ class CacheTable:
         return (int(bucket[0]), int(slot[0])) if bucket[0] >= 0 else None
 
     def _room(self, home: int) -> tuple[int, tuple[int, int]] | None:
-        """The first free slot of the sequence that begins at ``home``, and its step."""
+        """Return the first free slot of the probe sequence from ``home``, and its step."""
         for step, bucket in enumerate(self._sequence(home)):
             free = np.flatnonzero(~self._occupied[bucket])
             if len(free):
@@ -274,7 +281,7 @@ class CacheTable:
         return self._expel(coldest)
 
     def _coldest(self, buckets: Iterable[int]) -> tuple[int, int] | None:
-        """The first of the coldest."""
+        """Return the first of the coldest slots."""
         worst, coldest = -1, None
         for bucket in buckets:
             for slot in np.flatnonzero(self._occupied[bucket]).tolist():
@@ -299,7 +306,7 @@ class CacheTable:
         return self._drop(*at)
 
     def _drop(self, bucket: int, slot: int) -> int:
-        """Take a slot out of use; its row's number."""
+        """Free a slot; return its row's number."""
         at, home = (bucket, slot), self._home(int(self._keys[bucket, slot]))
         self._count(at, -1)
         self._occupied[at] = self._is_row[at] = False
@@ -309,7 +316,7 @@ class CacheTable:
             self._reach[home] &= ~np.uint32(1 << step)
         return int(self._numbers[at])
 
-    # -- time -------------------------------------------------------------------------------------
+    # -- clock ------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         self._admitted += 1

@@ -1,5 +1,6 @@
-"""The NumPy twin of the update message decoders (hps/native/src/codec.cpp), and what both share. The formats
-are described byte by byte in docs/wire-format.md."""
+"""NumPy twin of the update message decoders (hps/native/src/codec.cpp), and what both share.
+
+docs/wire-format.md describes the formats byte by byte."""
 
 from __future__ import annotations
 
@@ -18,30 +19,31 @@ Payloads = Sequence[bytes | None]
 
 
 class Reason(IntEnum):
-    """What became of a message. Below ``TRUNCATED`` nothing is wrong with it; the others are faults."""
+    """The result of decoding a message. Below ``TRUNCATED`` it is valid; the others are faults."""
 
     OK = 0
-    BEACON = 1  # HPS's greeting: a header without rows
+    BEACON = 1  # HPS's beacon: a header without rows
     NULL = 2  # no payload: Kafka's tombstone
-    KEYED = 3  # HPS's messages have no key; one with a key is none of them
-    TRUNCATED = 16  # shorter than it says, or not a whole number of rows
+    KEYED = 3  # the message has a key, as HPS's never have
+    TRUNCATED = 16  # shorter than its header says, or not a whole number of rows
     BAD_MAGIC = 17  # of another format
-    UNKNOWN_VERSION = 18  # of a newer, incompatible one
+    UNKNOWN_VERSION = 18  # a newer, incompatible version of the format
     CHECKSUM = 19
     ROW_SIZE = 20  # rows of another size than the table's
     OVERSIZE = 21
-    MALFORMED = 22  # undamaged, but contradicts itself
-    # Found out by readers, who know the tables and the time, not by a decoder:
+    MALFORMED = 22  # undamaged, but inconsistent
+    # Detected by readers, who know the tables and the time, not by a decoder:
     UNKNOWN_TABLE = 23
-    AHEAD = 24  # of a version too far in the future
+    AHEAD = 24  # a version too far in the future
 
     @property
     def fault(self) -> bool:
         return self >= Reason.TRUNCATED
 
 
-# What a message is and says of itself; `Message` in hps/native/include/hps/codec.hpp. ``group`` is the
-# number of the rows it belongs to, or -1; ``at`` the byte of the payload that gave the reason.
+# The fields of a message; `Message` in hps/native/include/hps/codec.hpp. ``group`` is the number of its
+# group
+# of rows, or -1; ``at`` the byte of the payload that gave the reason.
 MESSAGE = np.dtype(
     {
         "names": [
@@ -66,17 +68,17 @@ MAGIC, MAJOR, MINOR = b"HPSU", 1, 0
 # magic, major, minor, header bytes | checksum, message bytes, upserts, deletes | dim, dtype, flags, table
 # bytes | event time, TTL, unused | step, dense version
 HEADER = struct.Struct("<4sBBHIIIIIBBHqIIQQ")
-CHECKSUM = slice(8, 12)  # of everything but itself
+CHECKSUM = slice(8, 12)  # of all other bytes
 DTYPES = (np.dtype("<f4"), np.dtype("<f2"))
 LARGEST_DIM = 1 << 20
-LATEST_MS = 1 << 44  # a version has no room for more
+LATEST_MS = 1 << 44  # the largest time that fits into a version
 
 Fault = tuple[Reason, int]
 _OK: Fault = (Reason.OK, 0)
 
 
 def crc32(data: NDArray[np.uint8], crc: int = 0) -> int:
-    """zlib's CRC-32 of ``data (n,)``, continuing ``crc``."""
+    """Return zlib's CRC-32 of ``data (n,)``, continuing ``crc``."""
     return zlib.crc32(data.data, crc)
 
 
@@ -115,9 +117,10 @@ def decode_hps(
     row_bytes: int,
     longest: int,
 ) -> tuple[NDArray[np.uint8], KeyArray, VersionArray, NDArray[np.uint8]]:
-    """HPS's messages (m,) of one table: ``keyed (m,)`` marks those with a key, ``stamps (m,)`` are the
-    versions their rows get. Returns MESSAGEs (m * 48,) and rows (n * row_bytes,) as bytes, and keys (n,) and
-    versions (n,) between them."""
+    """Decode HPS's messages (m,) of one table.
+
+    ``keyed (m,)`` marks those with a key; ``stamps (m,)`` are the versions of their rows. Returns MESSAGEs
+    (m * 48,) as bytes, keys (n,), versions (n,) and rows (n * row_bytes,) as bytes."""
     _check_hps(key_bytes, row_bytes)
     _check_longest(longest)
     _check_payloads(messages)
@@ -166,7 +169,7 @@ def encode_hps(
     row_bytes: int,
     rows_per_message: int,
 ) -> list[bytes]:
-    """HPS's messages of ``keys (n,)`` and ``vectors (n * row_bytes,)``, as many rows in each as given."""
+    """Encode ``keys (n,)`` and ``vectors (n * row_bytes,)`` as messages of ``rows_per_message`` rows."""
     _check_hps(key_bytes, row_bytes)
     if len(vectors) != len(keys) * row_bytes:
         raise ValueError("vectors must have row_bytes bytes per key")
@@ -188,8 +191,10 @@ Group = tuple[
 
 
 def decode_native(messages: Payloads, longest: int) -> tuple[NDArray[np.uint8], list[Group]]:
-    """Native messages (m,). Returns MESSAGEs (m * 48,) as bytes, and the rows and deletions of each table
-    and row format, in the messages' order."""
+    """Decode native messages (m,).
+
+    Returns MESSAGEs (m * 48,) as bytes, and the rows and deletions of each table and row format, in the
+    messages' order."""
     _check_longest(longest)
     _check_payloads(messages)
     found = np.zeros(len(messages), MESSAGE)
@@ -216,7 +221,7 @@ def decode_native(messages: Payloads, longest: int) -> tuple[NDArray[np.uint8], 
 def _read_native(
     payload: bytes | None, longest: int
 ) -> tuple[Fault, dict[str, Any], list[NDArray[Any]]]:
-    """The fault, the fields of MESSAGE and the columns (keys, versions, rows, deletions) of a message."""
+    """Return the fault, the fields of MESSAGE and the columns (keys, versions, rows, deletions)."""
     fault = _start(payload, MAGIC, longest)
     if fault != _OK or payload is None:
         return fault, {}, []

@@ -1,5 +1,4 @@
-"""The twin of single flight's table (include/hps/in_flight.hpp): which keys are being read at the moment, and
-by which fetch. Dictionaries, key by key."""
+"""NumPy twin of single flight's table (include/hps/in_flight.hpp): the keys that fetches are reading."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class _TwinFlight:
 
 @dataclass(slots=True)
 class _Read:
-    """Who reads a key, at which position of its ask, to be kept at which place (-1: nobody wants it)."""
+    """The fetch that reads a key, the key's position in its ask, and its place in the result (-1: unused)."""
 
     flight: _TwinFlight
     ask: int
@@ -37,16 +36,15 @@ class _Read:
 
 
 class InFlight:
-    """Keys that fetches under way are reading, so that others leave them to those.
+    """Keys that fetches in flight are reading, so that other fetches wait for those. Thread-safe.
 
-    Of several fetches with few keys in common, fewer than 32 and than an eighth of what it lacks, a
-    fetch follows the oldest alone; and none that reads more than 1,000 keys and eight times what it
-    lacks itself. Safe from any thread.
+    Of several fetches with few keys in common, fewer than 32 and than an eighth of its own misses, a fetch
+    follows only the oldest; and none that reads more than 1,000 keys and eight times its own misses.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._flights: dict[int, _TwinFlight] = {}  # the oldest first
+        self._flights: dict[int, _TwinFlight] = {}  # oldest first
         self._reads: dict[tuple[int, int], _Read] = {}
 
     def claim(
@@ -57,21 +55,25 @@ class InFlight:
         missing: Sequence[IndexArray],
         now: float,
     ) -> tuple[list[IndexArray], list[Share]]:
-        """Begin fetch ``number``, which lacks ``keys[i][missing[i]]`` of ``tables[i]``, an unsigned 64-bit
-        number. Returns what is left for it to read, an array of positions for each ask; and what it
-        leaves to earlier fetches, which are reading it or hold it at the time ``now``.
+        """Start fetch ``number``, which misses ``keys[i][missing[i]]`` of ``tables[i]``, an unsigned
+        64-bit number.
 
-        That is a list of ``(number, ask, of, positions (m,), places (m,))``: the rows of these positions in
-        its own ask will be the ``places`` of what that fetch keeps of its ask ``of``. Each of these fetches
-        must be left in the end. Raises ValueError when the number is taken.
+        Returns the positions, per ask, that it must read; and the keys that it leaves to earlier fetches,
+        which are reading them or hold them at the time ``now``.
+
+        The latter is a list of ``(number, ask, of, positions (m,), places (m,))``: the rows of these
+        positions in its own ask will be the ``places`` of what that fetch keeps of its ask ``of``. Each of
+        these fetches must be left in the end. Raises ValueError if the number is taken.
         """
         with self._lock:
             return self._claim(number, tables, keys, missing, now)
 
     def land(self, number: int, until: float) -> list[IndexArray]:
-        """The fetch has ended. For each ask the positions that others wait for, in the order of their places;
-        until the time ``until`` further ones may join them, as long as anybody copies. An empty list when
-        nobody waits: then it is forgotten. Raises ValueError when there is no such fetch."""
+        """End the fetch; return, per ask, the positions that others wait for, in the order of their places.
+
+        Until the time ``until`` further fetches may join, as long as one is copying. An empty list if no
+        fetch waits: then it is removed. Raises ValueError if there is no such fetch.
+        """
         with self._lock:
             if number not in self._flights:
                 raise ValueError("no such fetch is under way")
@@ -84,8 +86,11 @@ class InFlight:
             return [np.array(each, np.int64) for each in flight.wanted]
 
     def leave(self, number: int) -> bool:
-        """One who left keys to the fetch does not need its answer any more. True for the last one after its
-        end: then it is forgotten. Raises ValueError when nobody follows such a fetch."""
+        """Release a fetch that this one followed. True for the last follower after its end, which removes
+        it.
+
+        Raises ValueError if no fetch follows it.
+        """
         with self._lock:
             flight = self._flights.get(number)
             if flight is None or not flight.followers:
@@ -97,7 +102,7 @@ class InFlight:
             return last
 
     def __len__(self) -> int:
-        """How many keys can be found at the moment."""
+        """The number of keys that can be found now."""
         return len(self._reads)
 
     def _claim(

@@ -1,4 +1,4 @@
-"""NumPy twins of the lookups that skip the reports per key (bindings_gather.cpp)."""
+"""NumPy twins of the lookups without reports per key (bindings_gather.cpp)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def gather_all(
     asks: Sequence[tuple[Any, KeyArray, VectorArray]],
     threads: int = 1,
 ) -> bool:
-    """`CacheTable.gather` for every ``(name of a table, keys, out)``; False when a key has no row, or
-    ``tables`` has no such table. What is in the outs has no meaning then."""
+    """`CacheTable.gather` for every ``(name of a table, keys, out)``; False if a key has no row, or
+    ``tables`` has no such table. The outs are undefined then."""
     held = [tables.get(name) for name, _, _ in asks]
     return all(
         table is not None and table.gather(keys, out)
@@ -38,14 +38,15 @@ def pool_bags(
     given: IndexArray | None = None,
     rows: VectorArray | None = None,
 ) -> IndexArray | None:
-    """Sum the rows of ``keys (n,)``, each times its entry of ``weights (n,)``, by bags to ``out (bags,
-    dim)``, in order and in float32, and divide each bag by its entry of ``divisors (bags,)``; zeros
-    for an empty bag and where that is 0.
+    """Pool the rows of ``keys (n,)``, each times its entry of ``weights (n,)``, to ``out (bags, dim)``.
 
-    Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]``, of ``offsets (bags + 1,)``; without, all have as
-    many. ``rows (g, dim)`` are taken for the keys at the ascending positions ``given (g,)``; then the
-    bags that have none of these are left as they are. Returns the positions of keys that have no
-    row, None when there are none; what their bags have has no meaning. Counts as a use of the keys.
+    Sums are taken in order and in float32; each bag is divided by its entry of ``divisors (bags,)``; zeros
+    for an empty bag and if the divisor is 0.
+
+    Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]``, of ``offsets (bags + 1,)``; without, all have
+    equally many. ``rows (g, dim)`` are used for the keys at the ascending positions ``given (g,)``; then
+    bags without any of these are left unchanged. Returns the positions of keys without a row, None if there
+    are none; their bags are undefined. Counts as a use of the keys.
     """
     bags, n = len(out), len(keys)
     offsets = _offsets(offsets, bags, n)
@@ -72,8 +73,8 @@ def pool_rows(
     divisors: Floats | None,
     out: VectorArray,
 ) -> None:
-    """As `pool_bags`, of rows that are at hand: key ``i`` has ``rows[numbers[i]]``, or ``rows[i]`` without
-    ``numbers (n,)``. Here rows of float64 are summed in float64."""
+    """Pool like `pool_bags`, from an array: key ``i`` has ``rows[numbers[i]]``, or ``rows[i]`` without
+    ``numbers (n,)``. Rows of float64 are summed in float64."""
     vectors = rows if numbers is None else rows.take(numbers, axis=0)
     with np.errstate(all="ignore"):
         out[...] = _pooled(vectors, _offsets(offsets, len(out), len(vectors)), weights, divisors)
@@ -96,7 +97,7 @@ def _pooled(
 def _sum_in_order(
     vectors: VectorArray, offsets: IndexArray, weights: Floats | None
 ) -> NDArray[Any]:
-    """(bags, dim): the first rows of all bags, then their second ones, and so on."""
+    """Return the sums (bags, dim): adds the first rows of all bags, then their second ones, and so on."""
     rows = vectors.astype(np.result_type(vectors.dtype, np.float32))
     if weights is not None:
         rows *= weights[:, None]

@@ -1,5 +1,7 @@
-"""The NumPy twin of the reply decoder (hps/native/src/resp.cpp): Redis' answer to several HMGETs, decoded
-as it comes in, straight into the caller's arrays."""
+"""NumPy twin of the reply decoder (hps/native/src/resp.cpp).
+
+It decodes Redis' reply to several HMGETs as it arrives, straight into the caller's arrays.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,18 @@ _LONGEST_LINE = 65_536
 
 
 class ProtocolError(ValueError):
-    """The bytes are no answer to what was asked: the connection is of no use any more."""
+    """The bytes are no reply to the request: the connection must be closed."""
 
 
 class RowReplies:
-    """``counts (r,)``: the elements of each reply, or -1 for a status line that is skipped; ``positions``:
-    the elements' rows in ``out (n, dim)``, ``versions (n,)`` and ``source (n,)``, reply by reply.
+    """Decoder of rows in Redis replies.
 
-    A value is a row, when ``versioned`` behind u64 little-endian version and u8 flags; a versioned value
-    of 9 bytes is a tombstone. Those older than ``oldest_row`` or ``oldest_tombstone`` count as not there.
-    Of a row it writes all three, of a tombstone the version; what is neither stands in ``left``.
+    ``counts (r,)``: the elements of each reply, or -1 for a status line that is skipped; ``positions``: the
+    elements' rows in ``out (n, dim)``, ``versions (n,)`` and ``source (n,)``, reply by reply.
+
+    A value is a row, if ``versioned`` after u64 little-endian version and u8 flags; a versioned value of 9
+    bytes is a tombstone. Those older than ``oldest_row`` or ``oldest_tombstone`` count as absent. A row
+    sets all three arrays, a tombstone only the version; the positions of other values are in ``left``.
     """
 
     def __init__(
@@ -67,12 +71,14 @@ class RowReplies:
 
     @property
     def left(self) -> IndexArray:
-        """The positions without row or tombstone, in no order."""
+        """The positions without row or tombstone, unordered."""
         return np.array(self._left, np.int64)
 
     def feed(self, buffer: NDArray[np.uint8], begin: int, end: int) -> int:
-        """Decode what is complete of ``buffer[begin:end]``; returns where the rest begins, which is to be
-        handed in again with what follows it. Raises ProtocolError."""
+        """Decode the complete part of ``buffer[begin:end]``; return where the rest begins.
+
+        The caller passes the rest again with the bytes that follow it. Raises ProtocolError.
+        """
         if not 0 <= begin <= end <= len(buffer):
             raise ValueError("begin and end must lie in the buffer")
         data = buffer[begin:end].tobytes()

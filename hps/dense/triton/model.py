@@ -116,7 +116,9 @@ class TritonModel:
 
     def _get_to_know(self, until: float) -> None:
         if not self._lock.acquire(timeout=_left(until)):
-            raise DeadlineExceeded("the deadline passed while Triton was asked what it serves")
+            raise DeadlineExceeded(
+                "deadline exceeded while reading the model's description from Triton"
+            )
         try:
             if self._known:
                 return
@@ -164,5 +166,5 @@ class TritonModel:
 def _left(until: float) -> float:
     left = until - time.monotonic()
     if left <= 0:
-        raise DeadlineExceeded("the deadline passed before Triton had answered")
+        raise DeadlineExceeded("deadline exceeded before Triton responded")
     return left

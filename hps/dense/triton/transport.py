@@ -157,7 +157,7 @@ def output_arrays_of(
             continue
         array = result.as_numpy(name)
         if array is None:
-            raise DenseModelError(f"Triton's answer lacks the output {name!r}")
+            raise DenseModelError(f"Triton's response misses the output {name!r}")
         found[name] = np.ascontiguousarray(array)
     return found
 

@@ -153,7 +153,7 @@ class DeviceLookup(LookupEngine):
             for _, features in groups
         ]
         if _is_past(request.deadline):
-            raise DeadlineExceeded("the request's deadline had passed when it came")
+            raise DeadlineExceeded("deadline exceeded before the lookup started")
         stream = self._device.space.take_stream()
         asked = [
             (table, _flat(features, keys))

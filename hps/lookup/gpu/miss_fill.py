@@ -149,7 +149,7 @@ class FilledFetch:
         return True
 
     def finish(self) -> int:
-        """Report the sources of the rows; return the number of keys with a default, deleted ones included."""
+        """Report the sources of the rows; return the number of keys with a default: the deleted ones."""
         # Most came from the device: counting only the others takes a third of the time.
         others = np.flatnonzero(self._codes != _GPU)
         counts = np.bincount(

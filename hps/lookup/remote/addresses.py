@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 _MANY = "dns:///"
 
 Resolve = Callable[[str], Sequence[str]]
-"""The addresses that a host's name stands for. Raises OSError."""
+"""Resolves a host name to addresses. Raises OSError."""
 
 
 class NodeAddress(NamedTuple):
@@ -29,7 +29,7 @@ class NodeResolver:
         self._resolve = resolve or resolve_addresses
         self._known: dict[str, list[NodeAddress]] = {}
         self.problems: dict[str, str] = {}
-        """Why a name could not be looked up, by node."""
+        """Errors of names that could not be resolved, by node."""
 
     @property
     def change(self) -> bool:
@@ -49,7 +49,7 @@ class NodeResolver:
         try:
             hosts = self._resolve(host.strip("[]"))
         except OSError as error:
-            self.problems[node] = f"{host} can't be looked up: {error.strerror or error}"
+            self.problems[node] = f"cannot resolve {host}: {error.strerror or error}"
         else:
             self.problems.pop(node, None)
             self._known[node] = [

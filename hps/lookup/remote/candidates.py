@@ -32,7 +32,7 @@ class Candidates:
         self._same: frozenset[int] = frozenset()
         self._different: dict[int, str] = {}
         self.ready: tuple[LookupNode, ...] = ()
-        """Those to choose among."""
+        """The nodes to choose among."""
         self.others: tuple[LookupNode, ...] = ()
         """Those to be asked when there is none of these, in this order: about to end, or without an answer of
         late, which may be this process's fault."""
@@ -78,9 +78,7 @@ class Candidates:
             return "it serves " + (
                 reported_versions(target, self.model.name) or "nothing of the model"
             )
-        return self._different.get(
-            served.digest, "its model.yaml is being compared with the one here"
-        )
+        return self._different.get(served.digest, "comparing its model.yaml with the local one")
 
     def _is_known(self, digest: int) -> bool:
         return digest in self._same or digest in self._different
@@ -92,7 +90,7 @@ class Candidates:
         except grpc.RpcError:
             self.nodes.look(tell=True)  # to try again
         except ModelError as error:
-            log.warning("lookup node %s is not asked: %s", target.address, error)
+            log.warning("lookup node %s excluded: %s", target.address, error)
             self._different = {**self._different, told.digest: str(error)}
         else:
             self._same |= {told.digest}

@@ -149,7 +149,7 @@ class RemoteLookup:
         if deadline is None:
             deadline = now + self._timeout_s
         if deadline <= now:
-            raise DeadlineExceeded("the request's deadline had passed when it came")
+            raise DeadlineExceeded("deadline exceeded before the lookup started")
         headers = profile = None
         if origin is not None:
             headers = origin.headers()
@@ -159,7 +159,7 @@ class RemoteLookup:
         with self._lock:
             if self._under_way >= self._most:
                 raise Unavailable(
-                    f"overloaded: {self._most} lookups are under way at other nodes already "
+                    f"overloaded: {self._most} lookups are already in flight "
                     "(lookup.in_flight); retry later"
                 )
             self._under_way += 1
@@ -237,7 +237,7 @@ class RemoteLookup:
             if self._candidates.means_the_same(response.digest):
                 self._finish(call, attempt, response)
                 return
-            details, elsewhere = "serves something else under the same version by now", True
+            details, elsewhere = "now serves another model under the same version", True
         call.failure = f"{target.address}: {details}"
         if code in (_Code.OK, _Code.NOT_FOUND):
             self._candidates.lacks(target)
