@@ -39,7 +39,7 @@ NO_ROW = 2**32 - 1
 TICKS_A_TURN = 64
 """Ticks of the clock while the table admits as many rows as it has slots."""
 AGES_A_TURN = 8
-"""Eviction compares ticks. Within an eighth of a turn, an *age*, a hit leaves its row's score unchanged, and a
+"""Eviction compares ticks. Within an eighth of a turn, an *age*, a hit keeps its row's score, and a
 slot outside the home half is not evicted before one inside it."""
 POLICY_BITS = 8
 """Low bits of the policy argument of fetch; above them is the age, if there is one."""

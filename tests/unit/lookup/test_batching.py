@@ -222,7 +222,7 @@ def test_deadlines_and_cancellation_while_waiting():
     assert gone.cancel()
     works.end()
     assert works.runs[1:] == [[stays]]
-    with pytest.raises(DeadlineExceeded, match="while the request waited"):
+    with pytest.raises(DeadlineExceeded, match="while the request was queued"):
         late.result(0)
 
 

@@ -35,7 +35,7 @@ def test_a_name_that_is_not_known_for_now():
     addresses = NodeResolver(["dns:///name:8001"], resolve)
     assert addresses.now() == []
     assert addresses.problems == {
-        "dns:///name:8001": "name cannot resolve: Name or service not known"
+        "dns:///name:8001": "cannot resolve name: Name or service not known"
     }
     away = False
     assert addresses.now() == [NodeAddress("10.0.0.1:8001", "name")]

@@ -245,7 +245,7 @@ def test_the_deadline_goes_along(remote, small):
     request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)}, time.monotonic() + 0.05)
     with pytest.raises(DeadlineExceeded):
         remote.lookup(request)
-    with pytest.raises(DeadlineExceeded, match="had passed when it came"):
+    with pytest.raises(DeadlineExceeded, match="deadline exceeded before the lookup started"):
         remote.submit(replace(request, deadline=time.monotonic() - 1))
 
 
@@ -261,7 +261,7 @@ def test_too_many_under_way(serve, connect, small):
     small.store.gate.clear()
     request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)})
     waiting = [remote.submit(request) for _ in range(2)]
-    with pytest.raises(Unavailable, match=r"2 lookups are under way .*lookup\.in_flight"):
+    with pytest.raises(Unavailable, match=r"2 lookups are already in flight .*lookup\.in_flight"):
         remote.submit(request)
     small.store.gate.set()
     assert [len(each.result().vectors["item"]) for each in waiting] == [1, 1]
@@ -332,7 +332,7 @@ def test_a_node_that_starts_again_with_another_model_yaml(small, connect, monkey
                 assert alone.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
             except Unavailable as error:
                 refused.append(str(error))
-            return any("something else under the same version" in text for text in refused)
+            return any("another model under the same version" in text for text in refused)
 
         with running(other, grpc={"port": int(url.rsplit(":", 1)[1])}):
             until(is_refused)
@@ -351,11 +351,11 @@ class Faulty(LeastBusy):
     def pick(self, among):
         return among[0] if self.place != "pick" else {}["pick"]
 
-    def answered(self, target, code, seconds):
-        assert self.place != "answered", "answered"
+    def record(self, target, code, seconds):
+        assert self.place != "record", "record"
 
 
-@pytest.mark.parametrize("place", ["pick", "answered"])
+@pytest.mark.parametrize("place", ["pick", "record"])
 def test_a_picker_that_fails(serve, connect, place):
     remote = connect(serve().server.url, model="words", in_flight=1, picker=Faulty(place))
     for _ in range(3):  # nothing is under way any more
