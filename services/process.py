@@ -34,7 +34,7 @@ from services.frontend.path_redaction import hide_paths
 from services.server_state import Node, ServerState
 
 Urls = Mapping[str, str]
-"""Where a running server listens: base URLs by the port's name."""
+"""Addresses of a running server: base URLs by the port's name."""
 OnUrls = Callable[[Urls], None]
 
 

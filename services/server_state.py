@@ -21,7 +21,7 @@ from services.process_numbers import publish_process
 Phase = Literal["starting", "ready", "empty", "stopping"]
 
 _REASONS: dict[Phase, str] = {
-    "starting": "the server is loading its models; /v1/status on the admin port tells how far it is",
+    "starting": "the server is loading its models; /v1/status on the admin port shows the progress",
     "empty": "the server has no model to serve; add one to the model repository and load it",
     "stopping": "the server is shutting down; ask another replica",
 }
@@ -51,11 +51,11 @@ class ServerState(Generic[Node]):
         """``role``: the role of this process in the deployment."""
         self._settings = settings or Settings()
         self.hindrance: Callable[[], str] = str
-        """Why the server is not ready although it has opened all; empty when it is."""
+        """Reason why the server is not ready although its backend is open; empty if it is ready."""
         self.processes: Callable[[], list[dict[str, Any]]] = list
-        """The other processes, ready for JSON."""
+        """Status of the other processes, as JSON."""
         self.spread_level: Callable[[Any], None] | None = lambda _level: None
-        """Has other processes take over a log level; None: somebody else is to be asked for that."""
+        """Sets the log level of the other processes; None: the node's process does that."""
         self.role = role
         self._phase: Phase = "starting"
         self._phase_watchers: list[Callable[[], None]] = []

@@ -8,55 +8,61 @@ from hps.observability import metric_names as m
 from hps.observability.metric_spec import AGE_BUCKETS, BATCH_BUCKETS, SCORE_BUCKETS, MetricSpec
 
 _PROCESSES = (
-    MetricSpec(m.BUILD_INFO, "gauge", ("version", "native"), "Always 1; what is running."),
+    MetricSpec(
+        m.BUILD_INFO,
+        "gauge",
+        ("version", "native"),
+        "Always 1; labels describe the running process.",
+    ),
     MetricSpec(
         m.READY,
         "gauge",
         ("role",),
-        "Whether this process takes requests, or feeds stores: 1 when /v2/health/ready says so; role=node, "
-        "frontend, lookup or ingest; role=worker: how many workers do.",
+        "Readiness: 1 if this process is ready (/v2/health/ready), else 0; role=node, frontend, lookup "
+        "or ingest; "
+        "role=worker: number of ready workers.",
     ),
     MetricSpec(m.UPTIME, "gauge", (), "Seconds since the node was opened."),
     MetricSpec(
         m.PROCESS_CPU,
         "counter",
         ("process",),
-        "CPU time that processes took, in seconds; process=worker: all workers together.",
+        "CPU time of processes in seconds; process=worker: all workers together.",
     ),
     MetricSpec(
         m.PROCESS_MEMORY,
         "gauge",
         ("process", "kind"),
-        "Memory that is resident; kind=anonymous (a process's own), file, or shared, which counts for each "
+        "Resident memory; kind=anonymous (private to a process), file, or shared, which counts for each "
         "process that has touched it.",
     ),
     MetricSpec(
         m.MEMORY_USED,
         "gauge",
         (),
-        "Memory that is taken in the container, by all of its processes, and that cannot be had back: caches "
-        "of files are left out. Without a container's limit, of the machine.",
+        "Memory in use by all processes of the container, without reclaimable file caches. Without a "
+        "container's limit, of the machine.",
     ),
     MetricSpec(
         m.MEMORY_LIMIT,
         "gauge",
         (),
-        "How much may be taken before a process is killed: the container's limit, else the machine's memory.",
+        "Memory limit beyond which a process is killed: the container's limit, else the machine's memory.",
     ),
     MetricSpec(
         m.CERTIFICATE_EXPIRY,
         "gauge",
         ("setting",),
-        "Until when the certificates of the file that the setting names are valid, in seconds since 1970: "
-        "the first that ends, of roots the last.",
+        "Expiry of the certificates in the setting's file, in seconds since 1970: the earliest one, of "
+        "roots the latest.",
     ),
-    MetricSpec(m.WORKERS, "gauge", (), "Worker processes that answer requests at the moment."),
+    MetricSpec(m.WORKERS, "gauge", (), "Worker processes that answer requests."),
     MetricSpec(
         m.WORKER_RESTARTS,
         "counter",
         (),
-        "Worker processes that ended by themselves, or were killed because they did not answer, and were "
-        "replaced.",
+        "Worker processes that were replaced after they ended unexpectedly or were killed for not "
+        "answering.",
     ),
     MetricSpec(
         m.WORKER_TIMEOUTS,
@@ -72,105 +78,103 @@ _REQUESTS = (
         "histogram",
         ("protocol", "method", "model", "version", "code"),
         "Time from a request's last byte to its answer's first, by protocol status; model and version are "
-        "empty where the request named none that is served.",
+        "empty if the request names none that is served.",
     ),
     MetricSpec(
         m.REQUESTS_REFUSED,
         "counter",
         ("reason",),
-        "Requests refused before they were looked at; of an overloaded server reason=queue_full, queue_wait "
-        "or queue_bytes, of a client that asks too much client_running or client_rate, of a caller without "
-        "the right key unauthenticated or forbidden; else too_large or unavailable.",
+        "Requests rejected before they were decoded; reason=queue_full, queue_wait or queue_bytes "
+        "(overloaded server), client_running or client_rate (a client's limits), unauthenticated or "
+        "forbidden (API key), too_large or unavailable.",
     ),
     MetricSpec(
         m.RUNNING_REQUESTS,
         "gauge",
         ("model",),
-        "Inference requests that are worked at, without those that memory answers at once.",
+        "Running inference requests, without those answered from memory immediately.",
     ),
     MetricSpec(
         m.RUNNING_LIMIT,
         "gauge",
         ("model",),
-        "How many inference requests may be worked at at a time; others wait.",
+        "Limit on running inference requests; others are queued.",
     ),
-    MetricSpec(
-        m.QUEUE_REQUESTS, "gauge", ("model",), "Inference requests that wait for their turn."
-    ),
+    MetricSpec(m.QUEUE_REQUESTS, "gauge", ("model",), "Queued inference requests."),
     MetricSpec(
         m.QUEUE_BYTES,
         "gauge",
         (),
-        "Bytes of inference requests that wait, and of those whose bodies are still coming.",
+        "Bytes of queued inference requests, and of those being received.",
     ),
     MetricSpec(
         m.QUEUE_SECONDS,
         "histogram",
         ("model",),
-        "Time that inference requests waited for their turn, those that need not wait left out.",
+        "Time that inference requests were queued, without those that did not wait.",
     ),
     MetricSpec(
         m.BATCH_REQUESTS,
         "histogram",
         ("model",),
-        "Requests answered together (server.batching); those that found nothing under way left out.",
+        "Requests per batch (server.batching), without those that started immediately because no batch "
+        "was running.",
         BATCH_BUCKETS,
     ),
     MetricSpec(
         m.STALE_ANSWERS,
         "counter",
         ("model", "result"),
-        "Requests while updates had been waiting for longer than updates.max_staleness_s; result=flagged or "
-        "refused.",
+        "Requests while rows were stale, by updates.max_staleness_s; result=flagged or refused.",
     ),
 )
 
 _MODELS = (
-    MetricSpec(m.MODEL_VERSION, "gauge", ("model",), "Version of the model that is being served."),
+    MetricSpec(m.MODEL_VERSION, "gauge", ("model",), "Served version of the model."),
     MetricSpec(
         m.MODEL_LOADS,
         "counter",
         ("model", "result"),
-        "Versions that a serving node was told to load; result=served or failed, when the former one is "
-        "served on.",
+        "Versions loaded by a running node on request; result=served, or failed: the former one stays "
+        "served.",
     ),
     MetricSpec(
         m.FEATURE_KEYS,
         "counter",
         ("model", "version", "feature", "result"),
-        "Keys of each feature, or of the table where a request names tables; result=found, or defaulted: no "
+        "Keys of each feature, or of the table if a request names tables; result=found, or defaulted: no "
         "tier had a row. Their ratio is the share of unknown keys.",
     ),
     MetricSpec(
-        m.DENSE_SECONDS, "histogram", ("model", "version"), "Time of one run of the dense model."
+        m.DENSE_SECONDS, "histogram", ("model", "version"), "Time of one run of the network."
     ),
-    MetricSpec(m.DENSE_WAITING, "gauge", (), "Runs of dense models waiting for a thread."),
+    MetricSpec(m.DENSE_WAITING, "gauge", (), "Runs of networks waiting for a thread."),
     MetricSpec(
         m.DENSE_FALLBACKS,
         "counter",
         ("model",),
-        "Runs of the dense model in this process because Triton, which was to run them, was not available.",
+        "Runs of the network in this process because Triton was unavailable.",
     ),
     MetricSpec(
         m.SCORES,
         "histogram",
         ("model", "version", "output"),
-        "Values of the dense model's outputs that have one number per sample. Values below 0 make their sum "
-        "fall, so for a mean there is hps_scores_absolute_total.",
+        "Values of the network's outputs that have one number per sample. Values below 0 decrease the "
+        "sum; use hps_scores_absolute_total for a mean.",
         SCORE_BUCKETS,
     ),
     MetricSpec(
         m.SCORES_ABSOLUTE,
         "counter",
         ("model", "version", "output", "sign"),
-        "Sum of the values that hps_scores has, each without its sign; sign=positive or negative. The rate "
-        "of the one less that of the other, by that of hps_scores_count, is the mean.",
+        "Sum of the absolute values in hps_scores; sign=positive or negative. The rate of positive minus "
+        "that of negative, divided by that of hps_scores_count, is the mean.",
     ),
     MetricSpec(
         m.SCORES_NOT_FINITE,
         "counter",
         ("model", "version", "output"),
-        "Output values of the dense model that were NaN or infinite; they are served as they are.",
+        "Output values of the network that were NaN or infinite; they are returned unchanged.",
     ),
 )
 
@@ -179,8 +183,8 @@ _LOOKUPS = (
         m.LOOKUP_KEYS,
         "counter",
         ("model", "version", "table", "tier"),
-        "Keys answered, by the tier that had the row; tier=default: no tier had it, tier=remote: a lookup "
-        "node was asked, which tells the rest.",
+        "Keys answered, by the tier that had the row; tier=default: none had it, tier=remote: a lookup "
+        "node answered, whose metrics have the tier.",
     ),
     MetricSpec(
         m.LOOKUP_SECONDS, "histogram", ("model", "version"), "Time of one lookup of all its tables."
@@ -189,45 +193,46 @@ _LOOKUPS = (
         m.LOOKUP_DEGRADED,
         "counter",
         ("model", "tier"),
-        "Lookups that were answered without this tier because it was broken, late or full.",
+        "Lookups that skipped this tier because it failed, was late or full.",
     ),
-    MetricSpec(m.LOOKUP_WAITING, "gauge", (), "Lookups waiting for a thread to ask a store."),
+    MetricSpec(m.LOOKUP_WAITING, "gauge", (), "Lookups waiting for a thread to read a store."),
     MetricSpec(
         m.LOOKUP_SHARED,
         "counter",
         (),
-        "Keys that a lookup did not ask the stores for because another one was doing so.",
+        "Keys that a lookup did not read from the stores because another lookup was reading them (single "
+        "flight).",
     ),
     MetricSpec(
         m.LOOKUP_NODE_UP,
         "gauge",
         ("address",),
-        "Whether this front end sends lookups to the lookup node: 0 while it does not answer, is not ready, "
-        "or is left out because lookups fail there.",
+        "State of the lookup node: 1 if this front end uses it; 0 while it does not answer, is not "
+        "ready, or is ejected.",
     ),
     MetricSpec(
         m.LOOKUP_NODE_RUNNING,
         "gauge",
         ("address",),
-        "Lookups of this front end that are under way at the lookup node.",
+        "Lookups of this front end in flight at the lookup node.",
     ),
     MetricSpec(
         m.LOOKUP_NODE_REQUESTS,
         "counter",
         ("address", "code"),
-        "Lookups that this front end sent to the lookup node, by gRPC's status; retries count, too.",
+        "Lookups that this front end sent to the lookup node, by gRPC status, including retries.",
     ),
     MetricSpec(
         m.LOOKUP_NODE_RETRIES,
         "counter",
         ("address",),
-        "Lookups that another lookup node was asked for because this one was not available.",
+        "Lookups retried at another lookup node because this one was unavailable.",
     ),
     MetricSpec(
         m.LOOKUP_NODE_EJECTIONS,
         "counter",
         ("address",),
-        "How often the lookup node was left out for a while because lookups failed there.",
+        "Ejections of the lookup node because lookups failed there.",
     ),
 )
 
@@ -236,9 +241,8 @@ _TIERS = (
         m.TIER_KEYS,
         "counter",
         ("tier", "model", "version", "table", "result"),
-        "Keys a tier was asked for; result=found or missed, their ratio is the hit rate, or skipped: the "
-        "tier was passed over. Repeated keys of a request count once, but where memory answered all of "
-        "it they all count.",
+        "Keys requested from a tier; result=found or missed, whose ratio is the hit rate, or skipped. "
+        "Repeated keys of a request count once, but all of them on the fast path.",
     ),
     MetricSpec(
         m.TIER_SECONDS,
@@ -250,59 +254,59 @@ _TIERS = (
         m.TIER_SKIPPED,
         "counter",
         ("tier", "reason"),
-        "Fetches that passed over a tier; reason=open (its circuit), failed, late, full (all of its "
-        "threads were busy), no_time (the request's deadline had passed), refused (some rows: tables that do "
-        "not fit, damaged files).",
+        "Fetches that skipped a tier; reason=open (circuit breaker), failed, late, full (all of its "
+        "threads were busy), no_time (the deadline had passed), refused (some rows: tables that do not "
+        "fit, damaged files).",
     ),
     MetricSpec(
         m.TIER_AVAILABLE,
         "gauge",
         ("tier",),
-        "Whether lookups ask the tier: 0 while its circuit is open or being tried again.",
+        "State of the tier: 1 if lookups use it; 0 while its circuit breaker is open or half-open.",
     ),
     MetricSpec(
         m.TIER_FACT,
         "gauge",
         ("tier", "fact"),
-        "What a tier states of itself. Of redis: reachable (1 or 0). Of rocksdb: table_bytes, free_bytes "
-        "(of its disk), min_free_bytes (below which it takes no writes), pending_compaction_bytes, "
-        "running_compactions, writes_stopped (1: writes wait for compactions), delayed_write_rate (bytes/s; "
-        "0: not slowed down), background_errors, stalled_seconds (that writes have waited), lost_writes "
-        "(acknowledged ones that the start found missing, at most so many), damaged_files (found since). "
-        "Of gpu: bytes (of its caches, on each device), pinned_host_bytes, static_tables.",
+        "State of a tier. redis: reachable (1 or 0). rocksdb: table_bytes, free_bytes (of its disk), "
+        "min_free_bytes (below which it rejects writes), pending_compaction_bytes, running_compactions, "
+        "writes_stopped (1: writes wait for compactions), delayed_write_rate (bytes/s; 0: not delayed), "
+        "background_errors, stalled_seconds (of writes), lost_writes (upper bound of acknowledged writes "
+        "missing at the start), damaged_files (found since the start). gpu: bytes (of its caches, on each "
+        "device), pinned_host_bytes, static_tables.",
     ),
     MetricSpec(
         m.TABLE_ROWS,
         "gauge",
         ("tier", "model", "version", "table"),
-        "Rows a tier holds of a table. Of rocksdb exact until the table is written to, then about: added "
-        "rows count once they are compacted. Kept deletions count, in redis, too.",
+        "Rows of a table in a tier. rocksdb: exact until the table is written to, then approximate: added "
+        "rows count once they are compacted. Tombstones count, also in redis.",
     ),
     MetricSpec(
         m.TABLE_CAPACITY,
         "gauge",
         ("tier", "model", "version", "table"),
-        "Rows a tier can hold of a table, where it is bounded.",
+        "Capacity of a tier for a table in rows, if it is bounded.",
     ),
     MetricSpec(
         m.TABLE_BYTES,
         "gauge",
         ("tier", "model", "version", "table"),
-        "Bytes a tier holds of a table, where it knows that.",
+        "Bytes of a table in a tier, if known.",
     ),
     MetricSpec(
         m.PROMOTIONS,
         "counter",
         ("tier", "result"),
-        "Keys to be copied into a tier: inserted, gone (no store has them any more), degraded (a "
-        "store could not be asked), dropped (the queue was full), failed.",
+        "Promotions of keys into a tier; result=inserted, gone (no store has them any more), degraded (a "
+        "store was unavailable), dropped (the queue was full), failed.",
     ),
     MetricSpec(m.PROMOTE_QUEUE, "gauge", ("tier",), "Keys waiting to be copied into a tier."),
     MetricSpec(
         m.GPU_MEMORY_USED,
         "gauge",
         ("gpu", "uuid"),
-        "Memory of a GPU that is taken, by whatever process.",
+        "Memory of a GPU in use, by all processes.",
     ),
     MetricSpec(m.GPU_MEMORY_TOTAL, "gauge", ("gpu", "uuid"), "Memory of a GPU."),
 )
@@ -312,67 +316,68 @@ _UPDATES = (
         m.UPDATE_ROWS,
         "counter",
         ("model", "table", "result"),
-        "Rows that update streams brought: upserted, deleted, expired (their time to live was over), "
-        "not_finite (NaN or infinite; the row that was there stays).",
+        "Rows of update streams; result=upserted, deleted, expired (time to live), not_finite (NaN or "
+        "infinite; the former row stays).",
     ),
     MetricSpec(
         m.UPDATE_BATCH,
         "histogram",
         (),
-        "Time that one batch of updates took to be in all stores and caches, waits for a store included.",
+        "Time until one batch of updates was in all stores and caches, including waits for a store.",
     ),
     MetricSpec(
         m.UPDATE_DEAD,
         "counter",
         ("reason",),
-        "Update messages that could not be taken, each counted once, however often it is read; see the dead "
-        "letters.",
+        "Dead letters: update messages that cannot be applied, each counted once, however often it is "
+        "read.",
     ),
     MetricSpec(
         m.UPDATE_LOST,
         "counter",
         ("group", "topic"),
-        "Update messages that Kafka had dropped, by the topic's retention, before a group's reader here "
-        "applied them; stores lack their rows.",
+        "Update messages that Kafka dropped, by the topic's retention, before this group's reader applied "
+        "them; their rows are missing in the stores.",
     ),
     MetricSpec(
         m.UPDATE_RESTARTED,
         "counter",
         ("group", "topic"),
-        "Partitions that a group's reader here read from their beginning again, as the stores were ahead of "
-        "them: the topic was deleted and created again, or Kafka lost messages.",
+        "Partitions that this group's reader read from their beginning again, because the stores were "
+        "ahead of them: the topic was deleted and created again, or Kafka lost messages.",
     ),
     MetricSpec(
         m.UPDATE_VISIBLE,
         "histogram",
         ("model", "table", "tier"),
-        "Age of updates, since they were made, when a tier had them; one observation per message.",
+        "Age of updates, since they were made, when they were in a tier; one observation per message.",
         AGE_BUCKETS,
     ),
     MetricSpec(
         m.UPDATE_AGE,
         "gauge",
         ("model", "table"),
-        "How old rows of a table may be: 0 when all updates are applied, else the time since the first came "
-        "that is not; of those that waited at the start, since the newest applied one was made.",
+        "Possible age of a table's rows: 0 if all updates are applied, else the time since the first "
+        "unapplied one arrived; if it arrived before the start, since the newest applied one was made.",
     ),
     MetricSpec(
         m.UPDATE_LAG,
         "gauge",
         ("group", "topic", "partition"),
-        "Update messages that are there and that a group's reader here has not polled yet.",
+        "Update messages in Kafka that this group's reader has not polled yet.",
     ),
     MetricSpec(
         m.UPDATE_PAUSED,
         "gauge",
         ("group",),
-        "Whether a group's reader was paused (`hps updates pause`).",
+        "Pause of this group's reader: 1 if it is paused (`hps updates pause`).",
     ),
     MetricSpec(
         m.UPDATE_PROBLEM,
         "gauge",
         ("group",),
-        "Whether something keeps a group's reader from applying updates; `hps updates status` says what.",
+        "Problem of this group's reader: 1 if it cannot apply updates; `hps updates status` shows "
+        "the reason.",
     ),
 )
 

@@ -95,11 +95,11 @@ def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
     Browsers state the site of the page in a header. Only that header decides, since proxies may change the
     host; browsers without it are old."""
     origin = headers[b"origin"]
-    told = headers.get(b"sec-fetch-site")
-    if told is None:
+    site = headers.get(b"sec-fetch-site")
+    if site is None:
         is_ours = origin.rpartition(b"//")[2].lower() == headers.get(b"host", b"").lower()
     else:
-        is_ours = told in (b"same-origin", b"none")
+        is_ours = site in (b"same-origin", b"none")
     if not is_ours:
         raise Forbidden(
             f"a page of {origin[:80].decode('latin-1')} asks, which is another site than this server; "

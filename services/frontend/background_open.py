@@ -58,7 +58,7 @@ class LoadProgress:
 
     def _check(self) -> None:
         if self._cancelled.is_set():
-            raise Unavailable("loading was given up: the server is shutting down")
+            raise Unavailable("loading was cancelled: the server is shutting down")
 
 
 async def open_in_background(

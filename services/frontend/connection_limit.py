@@ -53,7 +53,7 @@ class ConnectionLimit:
         if tell:
             about = fields(client=client, open=self._open, of_client=self._of[client])
             log.warning(
-                "connections are refused: there are too many for the limit of open files (ulimit -n) %s",
+                "refused connections: too many for the limit of open files (ulimit -n) %s",
                 about,
             )
         return False

@@ -30,7 +30,7 @@ class Endpoint(Protocol):
     raw_input: str | None
     """The only input, for raw requests; None when there are several."""
     is_long: bool
-    """Whether no request is answered while it is submitted."""
+    """True if no request is answered within `submit`."""
 
     @property
     def rules(self) -> Mapping[str, InputRule]:

@@ -58,9 +58,7 @@ class FeatureInputs:
             elif name.endswith((".offsets", ".weights")) and name in self.rules:
                 owner = name.rpartition(".")[0]
                 if owner not in call.inputs:
-                    raise BadRequest(
-                        f"input '{name}' came without '{owner}', the keys it belongs to"
-                    )
+                    raise BadRequest(f"input '{name}' is given without '{owner}', its keys")
         call.batch = batch
         return found
 

@@ -27,7 +27,7 @@ def change_log_settings(given: Mapping[str, Any], state: ServerState[Any]) -> di
 
     Raises ``BadRequest`` or ``Unsupported``."""
     if state.spread_level is None:
-        raise Unsupported("this is one of several processes; ask the admin port, which tells all")
+        raise Unsupported("this is one of several processes; use the admin port, which changes all")
     settings = log_settings()
     for name, value in given.items():
         _check(name, value, settings)
@@ -36,18 +36,20 @@ def change_log_settings(given: Mapping[str, Any], state: ServerState[Any]) -> di
     if wanted != level():
         set_level(wanted)
         state.spread_level(wanted)
-        log.warning("log level %s now", wanted)
+        log.warning("changed the log level to %s", wanted)
     return log_settings()
 
 
 def _check(name: str, value: Any, settings: Mapping[str, Any]) -> None:
     if name not in settings:
         raise BadRequest(
-            f"there is no log setting {short_value(name)}; there are {', '.join(settings)}"
+            f"unknown log setting {short_value(name)}; the settings are {', '.join(settings)}"
         )
     if name in _FIXED:
         if value != settings[name]:
-            raise Unsupported(f"'{name}' cannot be changed: lines go to standard error as they are")
+            raise Unsupported(
+                f"'{name}' cannot be changed: lines go to standard error in a fixed format"
+            )
     elif name in _SWITCHES:
         if not isinstance(value, bool):
             raise BadRequest(f"'{name}' must be true or false, got {short_value(value)}")

@@ -100,7 +100,7 @@ class FrontendServer(ServerProcess[OpenModels]):
                 with suppress(OSError):
                     self._own_runtime.rmdir()
         if self._workers is not None and self._workers.broken:
-            raise ConfigError("a worker process could not be started; its log line says why")
+            raise ConfigError("a worker process failed to start; see its log line")
 
     def _ports(self) -> Mapping[str, Listener]:
         if self._settings.workers or self._settings.role == "lookup":

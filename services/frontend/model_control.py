@@ -56,9 +56,7 @@ def _change(state: FrontendState) -> Iterator[None]:
 
     Each change takes a thread of those that also answer health requests, so only a few may wait."""
     if not state.changes.acquire(blocking=False):
-        raise Unavailable(
-            "a load is under way, and another waits for it; ask again when it has ended"
-        )
+        raise Unavailable("a load is running and another is queued; retry when it has ended")
     try:
         yield
     finally:
@@ -79,7 +77,7 @@ def _control(state: FrontendState) -> ModelController:
     state.require_node()
     control = _control_of(state)
     if control is None:
-        raise Unsupported("this process has its models from a node; ask that node's admin port")
+        raise Unsupported("this process gets its models from a node; use that node's admin port")
     return control
 
 

@@ -32,7 +32,7 @@ class PeriodicSweeper:
                 self._runs.release()
                 if not self._failed:
                     self._failed = True
-                    log.error("%s does not run: %s", self._name, error)
+                    log.error("failed to start thread %s: %s", self._name, error)
 
     def _run(self) -> None:
         self._failed = False

@@ -71,7 +71,7 @@ class RequestProfiler:
         call = wire.read(body, size)
         if call.form.elsewhere is not None:
             raise BadRequest(
-                "a profile is of tensors that are sent, not of shared memory; send them"
+                "a profile needs tensors in the request, not in shared memory; send them"
             )
         profile.stage("parse", started, perf_counter_ns())
         call.origin = profile
@@ -102,7 +102,7 @@ class RequestProfiler:
             if make is None:
                 known = ", ".join(self._wires)
                 raise BadRequest(
-                    f"requests of {protocol} are not profiled here, those of {known} are"
+                    f"requests of {protocol} cannot be profiled here, only those of {known}"
                 )
             served = self._state.entries.values()
             self._known = {of: value for of, value in self._known.items() if of[1] in served}

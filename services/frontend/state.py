@@ -45,14 +45,14 @@ class ServedEndpoint:
     ) -> None:
         self.served = served
         self.lookup = lookup
-        """The model's, batched where the settings say so."""
+        """The model's lookup, with dynamic batching if it is enabled."""
         self.endpoint = endpoint
         self.info = info
         self.freshness = served.freshness
         self.name = endpoint.name
         self.version = endpoint.version
         self.known_as = f"{self.name}/{self.version}"
-        """What its statistics are called between processes."""
+        """Key of its statistics between processes."""
         self.statistics = Statistics()
 
 
@@ -70,14 +70,14 @@ class FrontendState(ServerState[OpenModels]):
             on=server.shared_memory, most_bytes=server.max_body_bytes
         )
         self.control_everywhere = settings.models.control == "all"
-        """Whether every port may load and unload models, and not those of administration alone."""
+        """True if every port may load and unload models, not only those of administration."""
         self.linger_s = settings.models.linger_s
         self.changes = threading.BoundedSemaphore(_CHANGES)
-        """Held by whoever loads or unloads a model."""
+        """Held while a model is loaded or unloaded."""
         self.observer = RequestObserver(settings.server.access_log)
         self._watchers: list[Callable[[], None]] = []
         self.loop: asyncio.AbstractEventLoop | None = None
-        """Which alone changes what is served, while there is one."""
+        """The event loop, which alone changes the entries while it runs."""
 
     def serve(self, node: OpenModels) -> None:
         """Answer for the node's current models from now on; the server is never ready without one.

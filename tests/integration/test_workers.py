@@ -109,7 +109,7 @@ def test_log_level_reaches_all_workers(server):
         return told
 
     with Admin(f"http://{server.admin}") as admin, Admin(f"http://{server.address}") as data:
-        with pytest.raises(Unsupported, match="ask the admin port"):
+        with pytest.raises(Unsupported, match="use the admin port"):
             data.ask("/v2/logging", {"log_verbose_level": 1})
         assert levels() == {0}
         assert admin.ask("/v2/logging", {"log_verbose_level": 1})["log_verbose_level"] == 1
@@ -445,7 +445,7 @@ def test_a_worker_that_cannot_be_started_ends_the_server(small_repository, tmp_p
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert "a worker process could not be started" in done.stderr
+    assert "a worker process failed to start" in done.stderr
     assert "no.key" in done.stderr
     assert "Traceback" not in done.stderr
     assert "hps.frontend stopped" in done.stderr  # in order: nothing is left in shared memory

@@ -39,7 +39,7 @@ class ByteBudget:
         """The error that `require` would raise, or None."""
         if self.held > own and self.held + size > self.most:
             return Overloaded(
-                f"overloaded: waiting requests hold {self.held} bytes (server.admission.queue_bytes); "
+                f"overloaded: queued requests hold {self.held} bytes (server.admission.queue_bytes); "
                 "retry later, or ask another replica",
                 "queue_bytes",
             )
@@ -131,4 +131,4 @@ def _expire(late: ExpiringItem) -> None:
     try:
         late.expire()
     except Exception:  # the other items must still expire
-        log.exception("a request that waited too long could not be refused")
+        log.exception("failed to reject a request that waited too long")

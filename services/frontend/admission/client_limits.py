@@ -44,7 +44,7 @@ class ClientLimits:
                 client = self._known[name] = _ClientState(self._burst, now)
             if client.running >= self._most:
                 raise TooManyRequests(
-                    f"{client.running} requests of yours are under way, which is all a client may have "
+                    f"{client.running} requests of yours are in flight, the limit per client "
                     "(server.admission.client.running); wait for an answer",
                     "client_running",
                 )
@@ -52,8 +52,8 @@ class ClientLimits:
             client.since = now
             if client.allowed < 1:
                 raise TooManyRequests(
-                    f"you may send {self._rate:g} requests a second "
-                    "(server.admission.client.per_second); send them more slowly",
+                    f"too many requests: the limit per client is {self._rate:g} per second "
+                    "(server.admission.client.per_second); send more slowly",
                     "client_rate",
                 )
             client.allowed -= 1

@@ -125,7 +125,7 @@ class AdmissionQueue:
         waiting = ahead - max(0, self.most_running - self.running)
         if waiting >= self._most_waiting and self.is_busy:
             return Overloaded(
-                f"overloaded: Exceeds maximum queue size ({waiting} requests to '{self.name}' wait already, "
+                f"overloaded: Exceeds maximum queue size ({waiting} requests to '{self.name}' are queued, "
                 "server.admission.queue); retry later, or ask another replica",
                 "queue_full",
             )
@@ -277,7 +277,7 @@ class AdmissionQueue:
         try:
             if time.monotonic() > waiting.deadline:
                 self._bound.shrink(waiting.queued_ns * 1e-9)
-                raise DeadlineExceeded("the deadline passed while the request waited for its turn")
+                raise DeadlineExceeded("the deadline passed while the request was queued")
             waiting.work = work = waiting.start()
             return work
         except BaseException as error:  # any error must reach the caller

@@ -30,7 +30,7 @@ class WaitEstimate:
         self.work_s = 0.0
         """Duration of one request."""
         self.turn_s = 0.0
-        """The same with those that are done when they begin, as queued ones may be."""
+        """The same including those that complete when they begin, as queued ones may."""
 
     def begin(self) -> None:
         self.begun.append(time.monotonic())

@@ -94,7 +94,7 @@ class ControlChannelWorker:
         except OSError:
             pass  # the node's process has ended
         except Exception:
-            log.exception("the node's process can't be answered any more")
+            log.exception("failed to answer the node's process")
         finally:
             self._alone()
 

@@ -94,11 +94,11 @@ class Heartbeat:
 
     def __init__(self, pid: int, ways: Sequence[HeartbeatTransport]) -> None:
         self.silent: Sequence[str] = ()
-        """The ways on which it has not answered; empty: it has."""
+        """The protocols over which it has not answered; empty: it has answered."""
         self.silent_s = 0.0
         """Seconds since it last answered on all."""
         self.stuck_s = 0.0
-        """Seconds of them in which it could have worked: see `_RunnableTime`."""
+        """Seconds of them in which it could have run: see `_RunnableTime`."""
         self._ways = ways
         self._opportunity = _RunnableTime(pid)
         self._checked = time.monotonic()

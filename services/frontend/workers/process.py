@@ -41,7 +41,7 @@ from services.frontend.workers.server import WorkerServer
 from services.process import PortServer, ServerProcess
 
 BROKEN = 2
-"""Exit code: the configuration or a model is wrong, so that another start would end alike."""
+"""Exit code: the configuration or a model is wrong, so that a restart would fail, too."""
 # The node may load for any time; when it ends, its workers notice.
 _PATIENCE_S = 1e9
 
@@ -92,7 +92,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
 
     def alone(self) -> None:
         """Drain and end: the control channel has closed, mostly because the node's process has ended."""
-        log.info("the node's process asks no more")
+        log.info("the control channel to the node's process has closed")
         if self._grpc_heartbeat is not None:
             with suppress(OSError):  # other workers' sockets still exist
                 self._grpc_heartbeat.unlink(missing_ok=True)

@@ -140,10 +140,13 @@ LOOKUP_FAULTS = {
     "three dimensions": ([("item", K, [[[1]]])], r"shape for input 'item': expected \[-1,1\]"),
     "no dimension": ([("item", K, 1)], "shape for input 'item'"),
     "wrong hotness": ([("item", K, [[1, 2]])], "takes 1 key per sample, got 2 keys"),
-    "offsets alone": ([("history.offsets", K, [0])], "'history.offsets' came without 'history'"),
+    "offsets alone": (
+        [("history.offsets", K, [0])],
+        "'history.offsets' is given without 'history'",
+    ),
     "weights alone": (
         [("user", K, [[1]]), ("item.weights", "FP32", [1])],
-        "'item.weights' came without 'item'",
+        "'item.weights' is given without 'item'",
     ),
     "offsets and two dimensions": (
         [("history", K, [[1, 2]]), ("history.offsets", K, [0, 2])],

@@ -88,7 +88,7 @@ def test_the_level_is_changed_while_the_server_runs(levels):
         with pytest.raises(kind):
             log_settings.change_log_settings(dict([wrong]), state)
     state.spread_level = None
-    with pytest.raises(Unsupported, match="ask the admin port"):
+    with pytest.raises(Unsupported, match="use the admin port"):
         log_settings.change_log_settings({"log_info": True}, state)
 
 

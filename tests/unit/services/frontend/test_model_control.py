@@ -113,7 +113,7 @@ def test_loads_that_wait_stop_nothing_else(small, control):
         loads = [pool.submit(model_control.load, small.state, "other") for _ in range(2)]
         assert all(entered.acquire(timeout=60) for _ in loads)
         for change in (model_control.load, model_control.unload):
-            with pytest.raises(Unavailable, match="a load is under way"):
+            with pytest.raises(Unavailable, match="a load is running"):
                 change(small.state, "other")
         gate.set()
         assert [each.result(60)[0] for each in loads] == [7, 7]

@@ -80,7 +80,7 @@ def test_without_a_thread_what_is_added_next_tries_again(left, monkeypatch, capl
         left.append(1)
         looks.begin()
         looks.begin()
-    assert caplog.text.count("fourth does not run: can't start new thread") == 1
+    assert caplog.text.count("failed to start thread fourth: can't start new thread") == 1
     assert left
     looks.begin()
     until(lambda: not left)

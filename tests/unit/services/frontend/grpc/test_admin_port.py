@@ -279,7 +279,7 @@ class FakeControl:
 def test_models_are_loaded_and_unloaded(serve, small):
     admin = Stub(serve(), "Admin")
     code, text = refused(admin.LoadModel, pb.LoadModelRequest(model="ctr"))
-    assert (code, "has its models from a node" in text) == ("UNIMPLEMENTED", True)
+    assert (code, "gets its models from a node" in text) == ("UNIMPLEMENTED", True)
     small.node.control = control = FakeControl()
     loaded = admin.LoadModel(pb.LoadModelRequest(model="other"))
     assert (loaded.version, loaded.warning) == (7, "the CPU cache is full")

@@ -73,7 +73,7 @@ def test_log_settings(client, monkeypatch):
     assert set_to == ["debug"]
     status, message = refused(client.update_log_settings, {"log_x": True})
     assert status == "StatusCode.INVALID_ARGUMENT"
-    assert "there is no log setting" in message
+    assert "unknown log setting" in message
 
 
 def test_hps_own_form_and_sources(client):

@@ -66,7 +66,7 @@ def test_log_settings(data, call, error, monkeypatch):
     assert set_to == ["debug"]
     reply = call(data, "POST", "/v2/logging", json={"log_inof": True})
     assert reply.status_code == 400
-    assert "there is no log setting" in error(reply)
+    assert "unknown log setting" in error(reply)
 
 
 def test_names(data, call):
