@@ -243,8 +243,9 @@ class RetryDeadline:
         self._pause_s = _FIRST_PAUSE_S
 
     def pause_s(self, error: HpsError) -> float:
-        """Seconds until the next attempt; raises ``error`` if there is none. Only a server that
-        was not available is asked again, and not before it says."""
+        """Seconds until the next attempt; raises ``error`` if there is none.
+
+        Only unavailable servers are retried, and not before the time that they set."""
         pause = max(self._pause_s * random.uniform(0.5, 1.5), retry_after_s(error))
         over = pause >= self.until - time.monotonic()
         if not isinstance(error, Unavailable) or not self._retries or over:

@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 
 def _opened(at: ServerAddress, api_key: str | None, *, aio: bool) -> tuple[Any, Any]:
-    """Codec and transport of a client: a ``HttpCodec`` and a
-    ``HttpConnectionPool``, or what is like them. What is not used is not imported."""
+    """Codec and transport of a client, such as a ``HttpCodec`` and a ``HttpConnectionPool``.
+
+    Imports only the ones that it returns."""
     if at.is_grpc:
         from hps.client.grpc import AsyncGrpcChannel, GrpcChannel, GrpcCodec
 
@@ -70,9 +71,10 @@ def _blocking(
 
 
 class Client(_ClientBase):
-    """Asks one server. Any number of threads may use it. Every failure is an ``HpsError``: ``Unavailable``
-    when nobody answers, ``DeadlineExceeded`` when nobody did in time, else the class that fits the server's
-    reply."""
+    """Client of one server. Thread-safe.
+
+    Every failure is an ``HpsError``: ``Unavailable`` if the server does not answer, ``DeadlineExceeded``
+    if it does not answer in time, else the class that fits its reply."""
 
     predict = _blocking(ClientOperations.predict)
     lookup = _blocking(ClientOperations.lookup)

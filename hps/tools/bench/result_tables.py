@@ -27,6 +27,20 @@ _MANY_DEFAULTED = 0.1
 
 def show(report: Mapping[str, Any]) -> None:
     """Print a report."""
+    _show_load(report)
+    print_line()
+    _show_throughput(report)
+    print_line()
+    _show_latency(report)
+    for kind, error in sorted(report["errors"].items(), key=lambda each: -each[1]["count"]):
+        print_problem(f"{error['count']:,} {kind}; the first one: {error['first']}")
+    if report["interrupted"]:
+        warn("interrupted: this is what there was until then")
+    _show_limits(report)
+    warn_of_defaults((report["keys_from"] or {}).get("default", 0.0))
+
+
+def _show_load(report: Mapping[str, Any]) -> None:
     way = f"{report['rate']:g} due per s, {report['arrivals']}" if report["rate"] else "closed loop"
     print_line(
         f"{report['model']} at {report['url']} ({report['server']}), batch {report['batch']}, "
@@ -41,7 +55,9 @@ def show(report: Mapping[str, Any]) -> None:
     )
     if report["keys_from"] is not None:
         print_line(f"keys answered from {in_words(report['keys_from'])}")
-    print_line()
+
+
+def _show_throughput(report: Mapping[str, Any]) -> None:
     failed, done = errors_of(report), report["requests"]
     print_table(
         ("requests", "requests/s", "samples/s", "errors"),
@@ -56,19 +72,15 @@ def show(report: Mapping[str, Any]) -> None:
             )
         ],
     )
-    print_line()
+
+
+def _show_latency(report: Mapping[str, Any]) -> None:
     columns = [name for name, value in report["latency_s"].items() if value is not None]
     rows = [("latency", *(_ms(report["latency_s"][name]) for name in columns))]
     if report["rate"]:
         rows.append(("sent late by", *(_ms(report["late_s"].get(name)) for name in columns)))
     if columns:
         print_table(("ms", *columns), rows)
-    for kind, error in sorted(report["errors"].items(), key=lambda each: -each[1]["count"]):
-        print_problem(f"{error['count']:,} {kind}; the first one: {error['first']}")
-    if report["interrupted"]:
-        warn("interrupted: this is what there was until then")
-    _show_limits(report)
-    warn_of_defaults((report["keys_from"] or {}).get("default", 0.0))
 
 
 def in_words(keys_from: Mapping[str, float]) -> str:
