@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.bounded_memo import memoize
 from hps.cuda import launch, layout
 from hps.cuda.launch import (
     FETCH_ARGS,
@@ -135,9 +136,7 @@ class FetchWorkspace:
         """Return the launch plan for ``tables``; cached, since a model's requests repeat."""
         plan = self._plans.get(tables)
         if plan is None:
-            if len(self._plans) >= _PLANS_KEPT:
-                self._plans.clear()
-            plan = self._plans[tables] = _Plan(tables)
+            plan = memoize(self._plans, tables, _Plan(tables), _PLANS_KEPT)
         return plan
 
 

@@ -16,6 +16,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.bounded_memo import memoize
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.feature_groups import Group
@@ -262,9 +263,7 @@ class FastPath:
             return self._check(request)
         key = tuple(signature)
         if key not in self._prepared_lookups:
-            if len(self._prepared_lookups) >= _MAX_PREPARED:
-                self._prepared_lookups.clear()
-            self._prepared_lookups[key] = self._check(request)
+            memoize(self._prepared_lookups, key, self._check(request), _MAX_PREPARED)
         return self._prepared_lookups[key]
 
     def _check(self, request: LookupRequest) -> PreparedLookup | None:

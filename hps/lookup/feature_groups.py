@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hps.bounded_memo import memoize
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import unknown_name_error
@@ -41,7 +42,5 @@ class FeatureGroupCache:
             groups.setdefault(feature.table, []).append(feature)
         group_plan = tuple((table, tuple(features)) for table, features in groups.items())
         if not by_table:
-            if len(self._groups) >= _KEPT:
-                self._groups.clear()
-            self._groups[names] = group_plan
+            memoize(self._groups, names, group_plan, _KEPT)
         return group_plan

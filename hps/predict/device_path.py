@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.bounded_memo import memoize
 from hps.dense.lanes import DeviceLanes, LaneBinding, NetworkLane
 from hps.lookup.backoff import Backoff
 from hps.lookup.base import Feature
@@ -203,9 +204,7 @@ class DevicePath:
             self._observe.prepare(counts),
             self._meter.finished_alike(codes),
         )
-        if len(lane.kept) >= _KEPT:
-            lane.kept.clear()
-        lane.kept[key] = alike
+        memoize(lane.kept, key, alike, _KEPT)
         return alike
 
     def _outs(

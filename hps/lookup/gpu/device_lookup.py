@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hps.bounded_memo import memoize
 from hps.cuda.pool import RowBags
 from hps.errors import BadRequest, DeadlineExceeded
 from hps.lookup.base import Feature
@@ -123,10 +124,7 @@ class DeviceLookup(LookupEngine):
         key = request.by_table, signature
         asked = self._checked.get(key)
         if asked is None:
-            asked = self._check(request)
-            if len(self._checked) >= _CHECKED_KEPT:
-                self._checked.clear()
-            self._checked[key] = asked
+            asked = memoize(self._checked, key, self._check(request), _CHECKED_KEPT)
         if not asked:
             return None
         keys = [request.features[feature.name] for feature in asked]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hps.bounded_memo import memoize
 from hps.lookup.backoff import Backoff
 from hps.lookup.base import Feature
 from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, LowerTiers, prepared_pooling
@@ -80,9 +81,7 @@ class PreparedDeviceLookups:
         space = self._device.space
         forms = self._forms.get(key)
         if forms is None:
-            if len(self._forms) >= _FORMS_KEPT:
-                self._forms.clear()
-            forms = self._forms[key] = queue.SimpleQueue()
+            forms = memoize(self._forms, key, queue.SimpleQueue(), _FORMS_KEPT)
         stream = space.take_stream()
         result = None
         with space.device:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hps.bounded_memo import memoize
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
 from hps.lookup.checks import (
@@ -44,9 +45,7 @@ class RemoteRequestChecks:
         asked = self._kept.get(key)
         if asked is None:
             asked, _ = self._new(request)
-            if len(self._kept) >= _KEPT:
-                self._kept.clear()
-            self._kept[key] = asked
+            memoize(self._kept, key, asked, _KEPT)
         return asked, request.features
 
     def _new(self, request: LookupRequest) -> tuple[LookupRequestTemplate, dict[str, JaggedKeys]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import confluent_kafka as ck
 
+from hps.bounded_memo import memoize
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError, Unavailable
 from hps.tiers.positions import StreamPosition
@@ -250,9 +251,7 @@ class _LogRateLimit(logging.Filter):
         now = time.monotonic()
         if now - self._logged.get(text, float("-inf")) < _REPEAT_S:
             return False
-        if len(self._logged) > _MAX_REMEMBERED:
-            self._logged.clear()
-        self._logged[text] = now
+        memoize(self._logged, text, now, _MAX_REMEMBERED)
         return True
 
 

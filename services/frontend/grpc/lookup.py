@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from hps.bounded_memo import memoize
 from hps.config.auth import Role
 from hps.config.server_settings import ServerSettings
 from hps.lookup.base import LookupModel
@@ -244,9 +245,7 @@ def _keep_in_mind(
 ) -> None:
     if len(asked) <= _KEPT_BYTES:
         question.prepare()
-        if len(kept) >= _KEPT:
-            kept.clear()
-        kept[asked] = question
+        memoize(kept, asked, question, _KEPT)
 
 
 def _profiled(profile: Profile, started: int, parsed: int, inferred: int, done: int) -> bytes:

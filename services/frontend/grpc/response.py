@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tritonclient.grpc import service_pb2 as pb
 
+from hps.bounded_memo import memoize
 from services.frontend.datatypes import DATATYPE_OF
 from services.frontend.endpoints import Output
 from services.frontend.grpc.protobuf_wire import field, varint
@@ -46,9 +47,7 @@ class GrpcResponseEncoder:
         head = heads.get(key)
         if head is None:
             head = self._describe(call.form, defaulted, degraded, stale_s, outputs)
-            if len(heads) >= _HEADS_KEPT:
-                heads.clear()
-            heads[key] = head
+            memoize(heads, key, head, _HEADS_KEPT)
         pieces: list[Any] = [head]
         if call.id:
             pieces.append(field(_ID, call.id.encode()))

@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from hps.bounded_memo import memoize
 from hps.errors import BadRequest
 from services.frontend import request_errors as faults
 from services.frontend.datatypes import InputRule, numbers
@@ -101,10 +102,8 @@ class HttpRequestParser:
             if form is None:
                 form = self._read(text)
                 if not form.given and header_size <= _HEADER_KEPT:
-                    if len(self._forms) >= _FORMS_KEPT:
-                        self._forms.clear()
                     form.kept = True
-                    self._forms[text] = form
+                    memoize(self._forms, text, form, _FORMS_KEPT)
             # One copy aligns every tensor whose offset is a multiple of its element's size.
             return _call(form, body[header_size:])
         except _FAULTS as error:

@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from hps.bounded_memo import memoize
 from hps.errors import BadRequest
 from services.frontend.datatypes import BINARY_ONLY, DATATYPE_OF
 from services.frontend.endpoints import Output
@@ -82,9 +83,7 @@ class HttpResponseEncoder:
         headers.append((b"content-length", b"%d" % size))
         reply = HttpReply.make(headers, [text, *arrays], size)
         if outputs and len(binary) == len(outputs):
-            if len(form.heads) >= _HEADS_KEPT:
-                form.heads.clear()
-            form.heads[key] = headers, reply.lines, text, size
+            memoize(form.heads, key, (headers, reply.lines, text, size), _HEADS_KEPT)
         return reply
 
     def _describe(
