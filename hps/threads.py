@@ -5,7 +5,6 @@ disk or network call would keep the process from exiting. These threads are daem
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -15,10 +14,8 @@ from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from hps.errors import DeadlineExceeded, TierError, Unavailable
+from hps.errors import DeadlineExceeded, Unavailable
 
-log = logging.getLogger(__name__)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # of `RetryThread`
 T = TypeVar("T")
 U = TypeVar("U")
 _STATE_DONE = "FINISHED"  # the state in concurrent.futures, which asyncio and wait() read
@@ -243,67 +240,6 @@ class LookupPools(NamedTuple):
     @property
     def waiting(self) -> int:
         return self.memory.waiting + self.stores.waiting
-
-
-class RetryThread:
-    """Thread that repeats ``work`` with growing pauses until it raises no TierError.
-
-    It catches up on a step of the start that failed because a server was down."""
-
-    def __init__(self, work: Callable[[], None], name: str) -> None:
-        self._work = work
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        pause = _FIRST_PAUSE_S
-        while not self._closed.wait(pause):
-            try:
-                self._work()
-            except TierError as error:
-                log.warning("%s; retrying in %.0f s", error, pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            except Exception:
-                log.exception("%s failed; not retrying", self._thread.name)
-                return
-            else:
-                return
-
-    def close(self) -> None:
-        """Stop retrying. A running attempt ends by itself."""
-        self._closed.set()
-        self._thread.join(1.0)
-
-
-class PeriodicThread:
-    """Thread that runs ``work`` immediately and then every ``every_s`` seconds.
-
-    Errors do not end it; they are logged, once for each type of error."""
-
-    def __init__(self, work: Callable[[], None], every_s: float, name: str) -> None:
-        self._work = work
-        self._every_s = every_s
-        self._closed = threading.Event()
-        self._logged: set[type[Exception]] = set()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self._work()
-            except Exception as error:
-                level = logging.DEBUG if type(error) in self._logged else logging.ERROR
-                log.log(level, "%s failed; retrying", self._thread.name, exc_info=True)
-                self._logged.add(type(error))
-            if self._closed.wait(self._every_s):
-                return
-
-    def close(self) -> None:
-        """Stop the thread. A running ``work`` ends by itself."""
-        self._closed.set()
-        self._thread.join(1.0)
 
 
 class _PoolTask(Generic[T]):

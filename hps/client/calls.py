@@ -5,7 +5,6 @@ the result."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -15,12 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hps.backoff import Backoff
 from hps.client.errors import ServerUnreachable, retry_after_s
 from hps.client.wire import Answer, Keys, numpy_type, tensors_of
 from hps.errors import BadRequest, HpsError, Unavailable
 from hps.types import LookupResult, PredictResult
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_BACKOFF = Backoff(0.05, 2.0)
 T = TypeVar("T")
 
 
@@ -240,16 +240,16 @@ class RetryDeadline:
     def __init__(self, timeout_s: float, retries: int) -> None:
         self.until = time.monotonic() + timeout_s
         self._retries = retries
-        self._pause_s = _FIRST_PAUSE_S
+        self._failures = 0
 
     def pause_s(self, error: HpsError) -> float:
         """Seconds until the next attempt; raises ``error`` if there is none.
 
         Only unavailable servers are retried, and not before the time that they set."""
-        pause = max(self._pause_s * random.uniform(0.5, 1.5), retry_after_s(error))
+        self._failures += 1
+        pause = max(_BACKOFF.pause_s(self._failures), retry_after_s(error))
         over = pause >= self.until - time.monotonic()
         if not isinstance(error, Unavailable) or not self._retries or over:
             raise error
         self._retries -= 1
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return pause

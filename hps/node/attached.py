@@ -33,7 +33,7 @@ from hps.node.version_sync import SYNC_EVERY_S, OpenedVersion, SyncedModels, Ver
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
 from hps.observability.metrics import Metrics
-from hps.threads import PeriodicThread
+from hps.periodic import PeriodicThread
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.attached_cache import AttachedCache
@@ -158,7 +158,9 @@ class _AttachBuilder:
             workers=self._serving.lookups,
         )
         self._watch_ages(attached)
-        self._resources.callback(PeriodicThread(following.sync, SYNC_EVERY_S, "hps-follow").close)
+        follow = PeriodicThread(following.sync, SYNC_EVERY_S, "hps-follow")
+        self._resources.callback(follow.close)
+        follow.start(0)
         return attached
 
     def _open(self, name: str, number: int) -> OpenedVersion:
@@ -236,6 +238,7 @@ class _AttachBuilder:
 
         look()
         watch = PeriodicThread(look, min(POLL_EVERY_S, limit_s / 4), "hps-update-age")
+        watch.start()
         self._resources.callback(watch.close)
 
     def _facts(self) -> dict[str, Any]:

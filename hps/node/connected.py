@@ -40,8 +40,8 @@ from hps.node.version_sync import SYNC_EVERY_S, OpenedVersion, SyncedModels, Ver
 from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter
 from hps.observability.metrics import Metrics
+from hps.periodic import PeriodicThread
 from hps.predict.pipeline import InferencePipeline
-from hps.threads import PeriodicThread
 from hps.types import NoProgress, Progress
 
 _RETRY_S = 0.05
@@ -185,6 +185,7 @@ class _ConnectBuilder:
         )
         self._publish(connected)
         look = PeriodicThread(self._following.sync, SYNC_EVERY_S, "hps-follow")
+        look.start(0)
         self._resources.callback(look.close)
         return connected
 

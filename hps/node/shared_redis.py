@@ -8,8 +8,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
+from hps.backoff import Backoff
 from hps.config.schema import Settings
 from hps.config.store_settings import GuardSettings, RedisSettings
 from hps.errors import ConfigError, TierError, TierMisfit
@@ -18,7 +20,7 @@ from hps.node.model_opening import OpenedTables
 from hps.node.tier_status import TierStatus
 from hps.observability.meters import count_promotion
 from hps.observability.metrics import Metrics
-from hps.threads import RetryThread
+from hps.periodic import PeriodicThread
 from hps.tiers.background_refresh import BackgroundValue
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.positions import StreamPosition, TableChanges
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # Largest age of what is reported of Redis.
 _RETRY_S = 10.0
+_LOAD_BACKOFF = Backoff(1.0, 30.0)
 _NO_CLUSTER = "cluster support disabled"
 
 Guard = Callable[[Tier, GuardSettings, int], GuardedTier]
@@ -118,8 +121,23 @@ class SharedRedis:
             message = f"{error}; serving without it until it responds"
             log.warning("%s", message)
             self._warn(message)
-            again = RetryThread(partial(load, NoProgress()), "hps-redis-load")
-            self._loads.callback(again.close)
+            self._load_later(partial(load, NoProgress()))
+
+    def _load_later(self, load: Callable[[], None]) -> None:
+        """Retry ``load`` on a thread until it does not raise TierError."""
+        pauses_s = map(_LOAD_BACKOFF.pause_s, count(1))
+
+        def retry() -> bool:
+            try:
+                load()
+            except TierError as error:
+                log.warning("%s; retrying", error)
+                return True
+            return False
+
+        thread = PeriodicThread(retry, partial(next, pauses_s), "hps-redis-load", idle_rounds=1)
+        self._loads.callback(thread.close)
+        thread.start()
 
     def promoting(self, below: Tier) -> Tier:
         """Wrap ``below`` for lookups: rows that it has and Redis misses are copied into Redis."""

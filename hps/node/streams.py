@@ -20,7 +20,7 @@ from hps.node.stream_readers import StreamReaders, UpdateReader, Watermarks
 from hps.observability import metric_names as m
 from hps.observability.meters import UpdateMeter
 from hps.observability.metrics import Metrics
-from hps.threads import PeriodicThread
+from hps.periodic import PeriodicThread
 from hps.tiers.positions import Place
 from hps.types import EmbeddingTable, KeyArray, VectorArray
 from hps.updates.arrival_times import POLL_EVERY_S
@@ -143,6 +143,7 @@ class UpdateStreams:
                     freshness.judge(ages_s)
 
         watch = PeriodicThread(look, every_s, "hps-update-age")
+        watch.start(0)
         self._resources.callback(watch.close)
 
     def write_directly(

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.backoff import CallBackoff
 from hps.bounded_memo import memoize
 from hps.dense.lanes import DeviceLanes, LaneBinding, NetworkLane
-from hps.lookup.backoff import Backoff
 from hps.lookup.base import Feature
 from hps.lookup.checks import check_keys, check_sizes
 from hps.lookup.gpu.device_lookup import DeviceLookup, DeviceLookupResult
@@ -66,7 +66,7 @@ class DevicePath:
         self._meter = meter
         self._held = all(cache.capacity(feature.table) for feature, _ in feeds)
         # Pooling straight from the cache is wasted if a row is missing.
-        self._backoff = Backoff()
+        self._backoff = CallBackoff()
 
     def quick(
         self, request: PredictRequest, inputs: Arrays, batch: int, names: tuple[str, ...]

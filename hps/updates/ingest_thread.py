@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from hps.errors import HpsError
-from hps.updates.ingestor import FIRST_PAUSE_S, LONGEST_PAUSE_S, POLL_S, Ingestor
+from hps.updates.ingestor import BACKOFF, POLL_S, Ingestor
 from hps.updates.source import UpdateSource
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class IngestThread:
             self._thread.join()
 
     def _run(self) -> None:
-        pause, broken = FIRST_PAUSE_S, False
+        failures, broken = 0, False
         try:
             while not self._closed.is_set():
                 self._do_calls()
@@ -82,19 +82,20 @@ class IngestThread:
                     self._ingestor.step()
                     if not self._ingestor.is_waiting:
                         self._ingestor.problem = None
-                    pause = FIRST_PAUSE_S
+                    failures = 0
                 except HpsError as error:
                     # The start position is unknown yet, or a batch was given up: it is polled again.
                     broken = True
                     self._waits(str(error))
-                    self._closed.wait(FIRST_PAUSE_S)
+                    self._closed.wait(BACKOFF.first_s)
                 except Exception as error:
                     # Not even a bug may end the stream: the current batch is polled again.
                     broken = True
                     self._ingestor.problem = f"{type(error).__name__}: {error}"
-                    log.exception("updates failed; trying again in %.1f s", pause)
-                    self._closed.wait(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                    failures += 1
+                    pause_s = BACKOFF.pause_s(failures)
+                    log.exception("updates failed; trying again in %.1f s", pause_s)
+                    self._closed.wait(pause_s)
         finally:
             with suppress(HpsError):
                 self._ingestor.record_positions()

@@ -19,11 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.backoff import Backoff
 from hps.errors import HpsError, Unavailable
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tracing import recorder
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 CACHES = "caches"
 POLL_S = 0.2
 RECORD_EVERY_S = 5.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+BACKOFF = Backoff(0.1, 5.0)
 _LOG_EVERY_S = 5.0
 # A held batch is checked again after a quarter of the time that it has been held, but not earlier than
 # this.
@@ -257,8 +259,8 @@ class Ingestor:
 
     def _until_done(self, target: str, work: Callable[[], None]) -> None:
         """Retry ``work`` until it succeeds; the stream waits meanwhile. Raises Unavailable once closed."""
-        pause, logged_at = FIRST_PAUSE_S, float("-inf")
-        while True:
+        logged_at = float("-inf")
+        for failures in count(1):
             try:
                 work()
             except HpsError as error:
@@ -271,12 +273,11 @@ class Ingestor:
                     log.info("updates resume: %s accepted them", target)
                     self.problem = None
                 return
-            if self._stop.wait(pause):
+            if self._stop.wait(BACKOFF.pause_s(failures)):
                 raise Unavailable(
                     f"closed while updates waited for {target}; they will be read again"
                 )
             self._source.keep_alive()
-            pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 def _batch_span(batch: UpdateBatch) -> AbstractContextManager[object]:

@@ -7,9 +7,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 
 import pytest
 
-from hps import threads as workers_module
-from hps.errors import DeadlineExceeded, TierError, Unavailable
-from hps.threads import BoundedThreadPool, CompletedFuture, RetryThread, chain_future
+from hps.errors import DeadlineExceeded, Unavailable
+from hps.threads import BoundedThreadPool, CompletedFuture, chain_future
 
 
 @pytest.fixture
@@ -256,47 +255,3 @@ def test_then_answers_when_a_second_stage_that_runs_is_cancelled(workers):
     gate.set()
     assert answer.result(60) == 2
     assert not answer.cancel()
-
-
-# -- Again -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(workers_module, "_FIRST_PAUSE_S", 0.001)
-
-
-def test_again_tries_until_it_is_done(quick, caplog):
-    tries, done = [], threading.Event()
-
-    def work():
-        tries.append(1)
-        if len(tries) < 4:
-            raise TierError("redis", "is not there")
-        done.set()
-
-    again = RetryThread(work, "test")
-    assert done.wait(60)
-    again.close()
-    time.sleep(0.05)
-    assert len(tries) == 4
-    assert "redis: is not there; retrying in" in caplog.text
-
-
-def test_again_gives_up_on_a_fault_of_the_program(quick, caplog):
-    tries = []
-
-    def work():
-        tries.append(1)
-        raise KeyError("a bug")
-
-    again = RetryThread(work, "test")
-    again._thread.join(60)
-    assert tries == [1]
-    assert "a bug" in caplog.text
-
-
-def test_again_ends_when_closed():
-    again = RetryThread(lambda: None, "test")
-    again.close()
-    assert not again._thread.is_alive()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.backoff import Backoff
 from hps.dense.base import DenseModel, NetworkTensor
 from hps.dense.triton.shared_regions import ThreadRegions
 from hps.dense.triton.transport import TritonTransport, TritonUnavailable
@@ -20,7 +20,7 @@ from hps.errors import DeadlineExceeded, ModelError, NotFound, Unavailable
 from hps.tracing import current_context
 
 log = logging.getLogger(__name__)
-_FIRST_PAUSE_S = 0.02
+_BACKOFF = Backoff(0.02, 30.0, factor=4)
 _DESCRIBE_S = 2.0
 
 
@@ -80,7 +80,6 @@ class TritonModel:
         if deadline is not None:
             until = min(until, deadline)
         names = tuple(tensor.name for tensor in self.outputs) if outputs is None else outputs
-        pause = _FIRST_PAUSE_S
         for attempt in range(self._retries + 1):
             try:
                 if not self._known:
@@ -92,14 +91,13 @@ class TritonModel:
                 # run.
                 raise Unavailable(f"{error}; ask again") from None
             except TritonUnavailable as error:
-                wait = pause * random.uniform(0.5, 1.5)
+                wait = _BACKOFF.pause_s(attempt + 1)
                 if attempt == self._retries or time.monotonic() + wait >= until:
                     raise Unavailable(
                         f"Triton at {self._url}, which runs the dense model {self._name!r}, is not "
                         f"available: {error}; ask again"
                     ) from None
                 time.sleep(wait)
-                pause *= 4
         raise AssertionError("the last attempt answers or raises")
 
     def runs_inline(self, batch: int) -> bool:

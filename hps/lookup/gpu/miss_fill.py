@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hps.backoff import CallBackoff
 from hps.cuda.prepared import FixedRows
-from hps.lookup.backoff import Backoff
 from hps.lookup.base import Feature
 from hps.observability.meters import LookupMeter
 from hps.tiers.bags import Ask
@@ -45,7 +45,7 @@ class LowerTiers:
         self.memory = memory
         self.bridge = bridge
         self._lift = lift
-        self._backoff = Backoff()
+        self._backoff = CallBackoff()
 
     def is_due(self) -> bool:
         """True if a `gather` is worth trying; False for a while after memory missed a row."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from hps.backoff import CallBackoff
 from hps.bounded_memo import memoize
-from hps.lookup.backoff import Backoff
 from hps.lookup.base import Feature
 from hps.lookup.gpu.miss_fill import DeviceBags, FilledFetch, LowerTiers, prepared_pooling
 from hps.observability.meters import LookupMeter
@@ -62,8 +62,8 @@ class PreparedDeviceLookups:
         self._observe = observe
         self._meter = meter
         self._forms: dict[Any, queue.SimpleQueue[_DeviceTemplate]] = {}
-        self._backoff = Backoff()
-        self._backoff_below = Backoff()
+        self._backoff = CallBackoff()
+        self._backoff_below = CallBackoff()
 
     def lookup(
         self,

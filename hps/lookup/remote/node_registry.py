@@ -17,7 +17,7 @@ import grpc
 from hps.config.secrets import Secret
 from hps.lookup.remote.addresses import NodeAddress, NodeResolver, Resolve
 from hps.lookup.remote.lookup_node import LATE_S, ClientTls, LookupNode
-from hps.threads import PeriodicThread
+from hps.periodic import PeriodicThread
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class NodeRegistry:
         self._resolving = None
         if self._addresses.change:
             self._resolving = PeriodicThread(self._find, resolve_s, "hps-lookup-names")
+            self._resolving.start()
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call ``changed``, on the registry's thread, whenever a node has changed."""

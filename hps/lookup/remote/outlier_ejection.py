@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from hps.backoff import Backoff
 from hps.lookup.remote.balancing import LeastBusy, NodePicker
 from hps.lookup.remote.lookup_node import LookupNode
 
@@ -40,7 +41,7 @@ class _NodeRecord:
         self.until = 0.0
         """When it is asked again."""
         self.longer = 0
-        """How often its time out was doubled."""
+        """How often it was ejected in a row."""
         self.ejections = 0
 
     @property
@@ -69,7 +70,8 @@ class OutlierEjection:
         ``base_s`` at first and ``most_s`` at most."""
         self._nodes = nodes
         self._inner = inner or LeastBusy()
-        self._failures, self._base_s, self._most_s = failures, base_s, most_s
+        self._failures = failures
+        self._backoff = Backoff(base_s, most_s, jitter=0)
         self._clock = clock
         self._records: dict[LookupNode, _NodeRecord] = {}
         self._lock = threading.Lock()
@@ -115,11 +117,11 @@ class OutlierEjection:
                 return
             if not self._does_better(record, nodes):
                 return
-            if now > record.until + self._most_s:
+            if now > record.until + self._backoff.max_s:
                 record.longer = 0  # it did well for a long time
-            out_s = min(self._base_s * 2**record.longer, self._most_s)
-            record.until = now + out_s
             record.longer += 1
+            out_s = self._backoff.pause_s(record.longer)
+            record.until = now + out_s
             record.ejections += 1
             record.last.clear()
             self._out = (*self._out, target)

@@ -13,7 +13,6 @@ topology under a lock that every call waits for."""
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +31,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as Late
 
+from hps.backoff import Backoff
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, TierTimeout
 from hps.tiers.redis.commands import Receive, RedisCommand, read_replies
@@ -48,7 +48,7 @@ from hps.tiers.redis.topology import RedisTopology, topology
 
 # For a server without a replacement.
 _ATTEMPTS = 3
-_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+_BACKOFF = Backoff(0.002, 0.1)
 # The rest of the time is for returning the answers.
 _SHARE_OF_PARTLY = 0.85
 _PASSING = (AskError, TryAgainError, ClusterDownError, ReadOnlyError, NoScriptError)
@@ -172,7 +172,7 @@ class RedisClient:
             for command in waiting:
                 if not _may_pass(command.reply):
                     raise self.failure(command)
-            pause = _pause(attempt)
+            pause = _BACKOFF.pause_s(attempt)
             hopeless = attempt == _ATTEMPTS and self._topology.fixed
             if hopeless or time.monotonic() + pause >= deadline:
                 raise self.failure(waiting[0])
@@ -188,7 +188,7 @@ class RedisClient:
         for attempt in count(1):
             self._once(waiting, receive, until, partly=True)
             waiting = [each for each in _failed(waiting) if self._may_answer(each, attempt)]
-            pause = _pause(attempt)
+            pause = _BACKOFF.pause_s(attempt)
             if not waiting or time.monotonic() + pause >= until:
                 break
             time.sleep(pause)
@@ -332,10 +332,6 @@ def _failed(commands: Sequence[RedisCommand]) -> list[RedisCommand]:
 
 def _may_pass(error: Exception) -> bool:
     return isinstance(error, _PASSING) or is_retryable(error)
-
-
-def _pause(attempt: int) -> float:
-    return random.uniform(0, min(_LONGEST_PAUSE_S, _PAUSE_S * 2**attempt))
 
 
 def _until(until: float, others: bool) -> float:

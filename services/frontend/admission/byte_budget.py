@@ -8,9 +8,9 @@ from collections import deque
 from typing import Protocol
 from weakref import ReferenceType, ref
 
+from hps.periodic import SWEEP_IDLE_ROUNDS, PeriodicThread
 from services.frontend.errors import Overloaded
 from services.frontend.logs import log
-from services.frontend.periodic_sweeper import PeriodicSweeper
 
 # Shortest interval between sweeps.
 _LEAST_S = 0.001
@@ -95,12 +95,14 @@ class QueueTimeout:
         self._line: deque[ReferenceType[ExpiringItem]] = deque()
         # An item that is added while the thread sleeps is not due before it wakes, so `add` need not wake
         # it.
-        self._looking = PeriodicSweeper(self._end_late, self._next_s, "hps-expiry")
+        self._looking = PeriodicThread(
+            self._end_late, self._next_s, "hps-expiry", idle_rounds=SWEEP_IDLE_ROUNDS
+        )
 
     def add(self, waiting: ExpiringItem) -> None:
         """Start the timeout of ``waiting``."""
         self._line.append(ref(waiting))
-        self._looking.begin()
+        self._looking.start()
 
     def _next_s(self) -> float:
         """Seconds until the first item is due."""

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from hps.errors import DeadlineExceeded, HpsError
+from hps.periodic import SWEEP_IDLE_ROUNDS, PeriodicThread
 from services.frontend.errors import RequestCancelled
 from services.frontend.grpc.responders import CallContext, UnaryResponder
-from services.frontend.periodic_sweeper import PeriodicSweeper
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ class PendingAnswers:
 
     def __init__(self) -> None:
         self._waiting: dict[Future[Any], tuple[float, End]] = {}
-        self._looking = PeriodicSweeper(self._end_late, lambda: _LOOK_S, "grpc-late")
+        self._looking = PeriodicThread(
+            self._end_late, _LOOK_S, "grpc-late", idle_rounds=SWEEP_IDLE_ROUNDS
+        )
 
     def add(self, future: Future[Any], deadline: float, reply: UnaryResponder, end: End) -> None:
         """Call ``end`` once: with ``future`` when it is done, as it may be already, else at its deadline with
@@ -43,7 +45,7 @@ class PendingAnswers:
             end(future)
             return
         self._waiting[future] = (deadline, end)
-        self._looking.begin()
+        self._looking.start()
         reply.waits_for(future)
         future.add_done_callback(self._done)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from services.frontend.periodic_sweeper import PeriodicSweeper
+from hps.periodic import SWEEP_IDLE_ROUNDS, PeriodicThread
 
 # Smaller answers are not looked at: as many as there can be calls take 64 MiB.
 NOTED = 16_384
@@ -23,7 +23,9 @@ class SlowReaderLimit:
 
     def __init__(self) -> None:
         self._answers: dict[Any, tuple[float, int]] = {}  # when each began, and its bytes, by call
-        self._looking = PeriodicSweeper(self._end_late, lambda: _LOOK_S, "grpc-unsent")
+        self._looking = PeriodicThread(
+            self._end_late, _LOOK_S, "grpc-unsent", idle_rounds=SWEEP_IDLE_ROUNDS
+        )
 
     def noted(self, call: Any, size: int, sent: Event) -> Event:
         """``sent``, to be called when grpc has sent the ``size`` bytes that answer ``call``; it is cancelled
@@ -34,7 +36,7 @@ class SlowReaderLimit:
             return sent(event)
 
         self._answers[call] = time.monotonic(), size
-        self._looking.begin()
+        self._looking.start()
         return no_more
 
     def _end_late(self) -> bool:

@@ -8,8 +8,8 @@ import time
 from collections import Counter
 from typing import Any
 
+from hps.periodic import SWEEP_IDLE_ROUNDS, PeriodicThread
 from services.frontend.errors import TooManyRequests
-from services.frontend.periodic_sweeper import PeriodicSweeper
 
 # Streams at a time.
 STREAMS = 128
@@ -42,7 +42,9 @@ class StreamLimit:
         self._open: set[OpenStream] = set()
         self._of: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._looking = PeriodicSweeper(self._end_silent, lambda: _LOOK_S, "grpc-silent")
+        self._looking = PeriodicThread(
+            self._end_silent, _LOOK_S, "grpc-silent", idle_rounds=SWEEP_IDLE_ROUNDS
+        )
 
     def enter(self, client: str, context: Any) -> OpenStream:
         """One more stream; ``TooManyRequests`` when there are too many. It is cancelled when its client is
@@ -57,7 +59,7 @@ class StreamLimit:
                 )
             self._open.add(stream)
             self._of[client] += 1
-        self._looking.begin()
+        self._looking.start()
         return stream
 
     def leave(self, stream: OpenStream) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hps.backoff import Backoff
 from hps.config import Configuration
 from hps.observability.metrics import MetricValues, names_of
 from services.frontend.logs import Level, fields, log
@@ -28,7 +29,7 @@ from services.frontend.workers.heartbeat import (
 from services.frontend.workers.process import BROKEN
 from services.frontend.workers.worker_watch import WorkerWatch
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_BACKOFF = Backoff(0.1, 5.0)
 # A worker that lasted this long did not fail because of its start.
 _LASTED_S = 60.0
 # Timeout for the metrics of one worker; after it, the last ones are used.
@@ -188,7 +189,7 @@ class SupervisedWorker:
     # -- the thread --------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        failures = 0
         while not self._stopping.is_set():
             began = time.monotonic()
             try:
@@ -202,12 +203,13 @@ class SupervisedWorker:
                 self._broke()
                 return
             if time.monotonic() - began > _LASTED_S:
-                pause_s = _FIRST_PAUSE_S
+                failures = 0
+            failures += 1
             self.restarts += 1
-            told = fields(worker=self.number, **end, restart_in_s=pause_s)
+            pause_s = _BACKOFF.pause_s(failures)
+            told = fields(worker=self.number, **end, restart_in_s=round(pause_s, 3))
             log.error("worker ended %s", told)
             self._stopping.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _one_life(self) -> int:
         """Run a worker; return its exit code. Raises OSError if the system has no process or file left."""

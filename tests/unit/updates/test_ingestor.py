@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from hps.backoff import Backoff
 from hps.errors import TierError, Unavailable
 from hps.observability.meters import UpdateMeter
 from hps.observability.metric_names import UPDATE_DEAD, UPDATE_ROWS, UPDATE_VISIBLE
@@ -213,7 +214,7 @@ class Failing:
 
 
 def test_a_store_that_fails_is_tried_again_and_nothing_is_lost(house, monkeypatch):
-    monkeypatch.setattr("hps.updates.ingestor.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("hps.updates.ingestor.BACKOFF", Backoff(0.001, 5))
     resident(house, 1)
     house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
     ingestor = house.make([FedStore("rocksdb", Failing(house.store, 3))], house.writer)
@@ -301,7 +302,7 @@ def test_dead_letters_are_reported_with_the_notes(house, monkeypatch):
 
 
 def test_a_batch_is_not_committed_while_its_dead_letters_cannot_be_kept(house, monkeypatch):
-    monkeypatch.setattr("hps.updates.ingestor.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("hps.updates.ingestor.BACKOFF", Backoff(0.001, 5))
     left = [2]
 
     def keep(letters):
@@ -424,7 +425,7 @@ def test_what_is_called_runs_on_the_thread_and_its_errors_come_back(house):
 
 
 def test_unexpected_exception_does_not_end_the_stream(house, monkeypatch, caplog):
-    monkeypatch.setattr("hps.updates.ingest_thread.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("hps.updates.ingest_thread.BACKOFF", Backoff(0.001, 5))
     apply, left = house.ingestor.apply, [2]
 
     def broken(given):

@@ -23,12 +23,12 @@ from grpc import _server
 from grpc._cython import cygrpc
 
 from hps.config.auth import Role
+from hps.periodic import SWEEP_IDLE_ROUNDS, PeriodicThread
 from services.frontend.grpc.core import internals as inside
 from services.frontend.grpc.core.unary_call import NOTHING, Told, UnaryCall
 from services.frontend.grpc.method_handlers import UnaryHandler
 from services.frontend.grpc.responders import CallContext
 from services.frontend.grpc.slow_readers import SlowReaderLimit
-from services.frontend.periodic_sweeper import PeriodicSweeper
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,9 @@ class CallAcceptor:
         self.requests, self.beside = _CallLimit(most), _CallLimit(beside)
         self._most_expected = most + beside
         self._expected: dict[UnaryCall, float] = {}  # calls without a request, and since when
-        self._looking = PeriodicSweeper(self._end_late, lambda: _LOOK_S, "grpc-expected")
+        self._looking = PeriodicThread(
+            self._end_late, _LOOK_S, "grpc-expected", idle_rounds=SWEEP_IDLE_ROUNDS
+        )
         self._threads = ThreadPoolExecutor(_LARGE_AT_ONCE, "grpc-large")
         self.unsent = SlowReaderLimit()
 
@@ -118,7 +120,7 @@ class CallAcceptor:
             )
             return
         self._expected[call] = time.monotonic()
-        self._looking.begin()
+        self._looking.start()
         call.receive()
 
     def has_come(self, call: UnaryCall) -> bool:

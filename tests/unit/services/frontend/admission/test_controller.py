@@ -476,7 +476,7 @@ class Stays:
 
 def test_who_is_due_is_not_missed_for_one_that_is_gone():
     expiry = QueueTimeout(1000.0)
-    expiry._looking = SimpleNamespace(begin=lambda: None)
+    expiry._looking = SimpleNamespace(start=lambda: None)
     assert expiry._next_s() == 1000.0
     now = time.monotonic()
     gone, late, early = Stays(now - 900), Stays(now - 2000), Stays(now)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 
+from hps.backoff import Backoff
 from hps.config import as_configuration
 from hps.observability import metric_names as m
 from services.frontend.statistics import Statistics
@@ -66,7 +67,7 @@ class Run:
             return life.begin(socket.socket(fileno=os.dup(pass_fds[0])))
 
         monkeypatch.setattr(supervised.subprocess, "Popen", popen)
-        monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
+        monkeypatch.setattr(supervised, "_BACKOFF", Backoff(0, 0))
         self.broke = threading.Event()
         self.worker = SupervisedWorker(
             1, as_configuration({}), [], None, self.broke.set, self._changed
