@@ -91,8 +91,8 @@ def attach(
         )
     with ExitStack() as resources:
         path = folder / SOCKET
-        told = _find_node(path, wait_s, progress or NoProgress())
-        attached = _AttachBuilder(configuration, path, told, resources).attached()
+        description = _find_node(path, wait_s, progress or NoProgress())
+        attached = _AttachBuilder(configuration, path, description, resources).attached()
         attached._resources.push(resources.pop_all())
         return attached
     raise AssertionError  # unreachable: an ExitStack swallows nothing; for the type checker
@@ -104,8 +104,8 @@ def _find_node(path: Path, wait_s: float, progress: Progress) -> dict[str, Any]:
     with progress.task("waiting for the node", 1, "node") as step:
         while True:
             try:
-                told: dict[str, Any] = connections.ask("node")
-                return told
+                description: dict[str, Any] = connections.ask("node")
+                return description
             except TierMisfit:
                 raise  # another version: waiting does not help
             except TierError:
@@ -122,10 +122,14 @@ class _AttachBuilder:
     """Builds an attached process; ``resources`` closes its parts in reverse."""
 
     def __init__(
-        self, configuration: Configuration, path: Path, told: dict[str, Any], resources: ExitStack
+        self,
+        configuration: Configuration,
+        path: Path,
+        description: dict[str, Any],
+        resources: ExitStack,
     ) -> None:
         self._configuration, self._settings = configuration, configuration.settings
-        self._path, self._told, self._resources = path, told, resources
+        self._path, self._description, self._resources = path, description, resources
         self._metrics = metrics = Metrics()
         self._following = VersionSync(NodeConnectionPool(path), self._open)
         resources.callback(self._following.close)  # after the last lookup has finished
@@ -195,7 +199,7 @@ class _AttachBuilder:
             )
 
     def _open_cache(self, node: NodeTier) -> AttachedCache | None:
-        shared = self._told["cache"]
+        shared = self._description["cache"]
         if shared is None:
             return None
         cache = AttachedCache(
@@ -232,9 +236,9 @@ class _AttachBuilder:
         ages = _NodeAges(attached)
 
         def look() -> None:
-            told = ages.now()
+            age_s = ages.now()
             for model in attached.models.values():
-                model.freshness.judge({table: told(table) for table in model.tables.values()})
+                model.freshness.judge({table: age_s(table) for table in model.tables.values()})
 
         look()
         watch = PeriodicThread(look, min(POLL_EVERY_S, limit_s / 4), "hps-update-age")
@@ -242,7 +246,7 @@ class _AttachBuilder:
         self._resources.callback(watch.close)
 
     def _facts(self) -> dict[str, Any]:
-        return {"socket": str(self._path), "process": self._told["process"]}
+        return {"socket": str(self._path), "process": self._description["process"]}
 
 
 class _NodeAges:
@@ -250,13 +254,13 @@ class _NodeAges:
 
     def __init__(self, attached: Attached) -> None:
         self._attached = attached
-        self._told: dict[str, float] = {}
+        self._ages: dict[str, float] = {}
         self._at = time.monotonic()
 
     def now(self) -> Any:
         """A function from a table to the age of its rows in seconds."""
         try:
-            self._told = self._attached.ask_node("ages", POLL_EVERY_S)
+            self._ages = self._attached.ask_node("ages", POLL_EVERY_S)
             self._at = time.monotonic()
         except TierError:
             pass
@@ -265,7 +269,7 @@ class _NodeAges:
         return partial(self._age, gone)
 
     def _age(self, gone: float, table: EmbeddingTable) -> float:
-        return self._told.get(table.id, 0.0) + gone
+        return self._ages.get(table.id, 0.0) + gone
 
 
 def _unknown(_table: EmbeddingTable) -> NoReturn:

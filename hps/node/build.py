@@ -57,7 +57,7 @@ def open_node(configuration: Configuration, progress: Progress | None = None) ->
     settings = with_shared_cache(configuration.settings)
     if settings.server.role == "frontend":
         raise ConfigError(
-            "server.role is frontend: a front end has no rows of its own; open it with hps.connect"
+            "server.role is frontend: a front end holds no rows; open it with hps.connect"
         )
     if settings.server.role == "ingest":
         raise ConfigError(

@@ -83,7 +83,7 @@ class Connected(SyncedModels):
         return {**OpenModels.status(self), "lookup_nodes": nodes}
 
     def _node_status(self, target: LookupNode) -> dict[str, Any]:
-        current = {name: n for (name, n), told in target.models.items() if not told.former}
+        current = {name: n for (name, n), served in target.models.items() if not served.former}
         return {
             "address": target.address,
             "name": target.name,

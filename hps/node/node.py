@@ -180,7 +180,7 @@ class Node(OpenModels):
         return {"cpu": self.writer.waiting_keys, **self.promotions_into_stores()}
 
     def status(self) -> dict[str, Any]:
-        """What the node serves and holds, ready for JSON."""
+        """Status of the node, its models and tiers, ready for JSON."""
         return {
             **OpenModels.status(self),  # a dataclass with slots has no super()
             "warnings": [

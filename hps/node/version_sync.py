@@ -1,8 +1,7 @@
 """Version sync: keep a process's models equal to those of its node or its lookup nodes.
 
-When another version is to be served, the process opens it in parallel to the served one; when it is told to
-switch, it does, rows and network together. Requests in flight finish on the version on which they
-started. It
+When another version is to be served, the process opens it in parallel to the served one; when the node says
+so, it switches, rows and network together. Requests in flight finish on the version on which they started. It
 is freed when nothing refers to its lookups any more, and the node is notified."""
 
 from __future__ import annotations

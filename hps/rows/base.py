@@ -75,7 +75,7 @@ class RowSource(Protocol):
     def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys: ...
 
     def missing_keys(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
-        """Those of the unique ``keys`` that it has no row of."""
+        """Unique ``keys`` without a row here."""
         ...
 
     def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:

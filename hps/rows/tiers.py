@@ -52,10 +52,10 @@ class TierRows:
 
     def _absent(self, table: EmbeddingTable, where: str) -> NotFound:
         layout, other = self._tier.layout, self.other_layout(table)
-        mend = "`hps store ls` lists what is there, `hps store load` loads a model's files"
+        remedy = "`hps store ls` lists what is there, `hps store load` loads a model's files"
         if other:
-            mend = f"it is there in the {other} layout: set tiers.{self.name}.layout to that"
-        return NotFound(f"{where} holds no table {table.id} in the {layout} layout; {mend}")
+            remedy = f"it exists in the {other} layout: set tiers.{self.name}.layout to that"
+        return NotFound(f"{where} holds no table {table.id} in the {layout} layout; {remedy}")
 
     def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
         return fetch(self._tier, table, keys)

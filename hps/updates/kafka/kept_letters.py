@@ -19,7 +19,7 @@ V = TypeVar("V")
 class Identity(NamedTuple):
     """Identity of a dead letter: its message's place in Kafka, timestamp and number of sends.
 
-    The timestamp (Unix ms) differs where a topic was created again. ``attempt`` tells repetitions apart:
+    The timestamp (Unix ms) differs where a topic was created again. ``attempt`` distinguishes repetitions:
     `hps updates dlq --requeue` keeps the timestamp."""
 
     topic: str
@@ -53,7 +53,7 @@ class KeptLetters:
         self._kept: Newest[tuple[Identity, Reason], None] = Newest()
 
     def missing(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
-        """Those of ``letters`` that are not known as kept."""
+        """The ``letters`` that are not known as kept."""
         return [each for each in letters if (identity(each), each.reason) not in self._kept]
 
     def add(self, letters: Sequence[DeadLetter]) -> None:

@@ -313,7 +313,7 @@ class KafkaSource:
     def _reconnect(self, error: Any) -> None:
         """Continue with a new consumer that is not a static member."""
         log.error(
-            "Kafka refused %s in the group %s: %s; give each reader an updates.kafka.group of its own. It "
+            "Kafka refused %s in the group %s: %s; set another updates.kafka.group for each reader. It "
             "continues, but waits for its partitions after a crash",
             self._options.pop(_STATIC_ID, "this reader"), self._group, error.str(),
         )  # fmt: skip
