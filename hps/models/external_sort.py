@@ -1,16 +1,13 @@
 """External sort: a table's files as rows in the order of a store's keys, in bounded memory.
 
 ``codes`` are uint64 that sort as the store's keys do (`RocksDbTier.codes`). Of rows with the same key
-the last
-one in the files wins.
+the last one in the files wins.
 
 There are two ways. If the codes fit ``SORT_ROWS`` and the vectors fit the operating system's cache, all
-codes
-are sorted and the vectors gathered, from memory or from a mapped copy of their file: no other process can
-shorten an unnamed copy, while a mapped file that is shortened ends the process. Otherwise the rows are
-first
-spread over temporary files by ranges of codes, each of which fits ``BUCKET_BYTES``: everything is then read
-and written in sequence, and a table may be larger than memory."""
+codes are sorted and the vectors gathered, from memory or from a mapped copy of their file: no other
+process can shorten an unnamed copy, while a mapped file that is shortened ends the process. Otherwise
+the rows are first spread over temporary files by ranges of codes, each of which fits ``BUCKET_BYTES``:
+everything is then read and written in sequence, and a table may be larger than memory."""
 
 from __future__ import annotations
 

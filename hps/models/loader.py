@@ -63,10 +63,9 @@ def load_tables(
 ) -> list[LoadReport]:
     """Make ``store`` hold every table of ``version``, see the module; one report per table.
 
-    ``rebuild`` loads again what could be reused, or would be rejected because of rows streamed in. Raises
-    ModelError for files that do not match their manifest, TierError when writing fails. Takes at most
-    512 MB in
-    addition to what the store's settings allow, whatever a table's size."""
+    ``rebuild`` loads again what could be reused, or would be rejected because of rows streamed in.
+    Raises ModelError for files that do not match their manifest, TierError when writing fails. Takes at
+    most 512 MB in addition to what the store's settings allow, whatever a table's size."""
     chosen = list(tables.values() if isinstance(tables, Mapping) else tables)
     store.open_tables(chosen)
     if store.layout == "hps":  # it has no version to keep rows of another shape apart

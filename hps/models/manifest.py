@@ -1,10 +1,8 @@
 """``manifest.json``: the contents of a model version; the last file that is written.
 
 Checksums are SHA-256 (1.3 GB/s on one core with SHA extensions; ``sha256sum`` checks them as well).
-They are
-compared by `hps model verify` and when a table is loaded into a store for the first time; a start that
-reuses
-loaded tables compares file sizes only."""
+They are compared by `hps model verify` and when a table is loaded into a store for the first time; a
+start that reuses loaded tables compares file sizes only."""
 
 from __future__ import annotations
 

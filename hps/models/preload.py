@@ -28,10 +28,8 @@ def preload_tables(
     """Put a ``share`` of every table of ``version`` into ``redis``; returns the rows written.
 
     Rows that are there already, and newer ones, stay (in the ``hps`` layout no row is newer than
-    another). Raises
-    ModelError, before a row is written, for files that do not match their manifest. Raises TierError
-    when Redis
-    rejects a table or is unavailable; another call continues from there."""
+    another). Raises ModelError, before a row is written, for files that do not match their manifest.
+    Raises TierError when Redis rejects a table or is unavailable; another call continues from there."""
     rows = 0
     for name, table in tables.items():
         files = version.tables[name]

@@ -49,8 +49,7 @@ class ModelVersion:
     """One version, whose files match ``spec`` (overrides applied).
 
     ``digest`` names its contents; ``warnings`` are for the log; ``dense_stamp``: of the network's file
-    when it was
-    opened."""
+    when it was opened."""
 
     name: str
     version: int

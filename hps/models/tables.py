@@ -29,8 +29,7 @@ class TableFiles:
     """One table's files, whose sizes match. ``digest`` names their contents; ``stamps``: of both.
 
     They are read, not mapped: a mapped file that is shortened ends the process (SIGBUS). Reads raise
-    ModelError
-    then."""
+    ModelError then."""
 
     name: str
     folder: Path

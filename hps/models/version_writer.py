@@ -53,10 +53,8 @@ def write_version(
     """Write one version and return its folder.
 
     ``tables``: per table of ``spec`` either ``(keys (n,), vectors (n, dim))`` or an iterable of such
-    chunks, which
-    is streamed. ``replace`` allows replacing an existing version, ``replace_spec`` a ``model.yaml``
-    with other
-    contents. ``progress`` gets each step's rows. Raises ModelError."""
+    chunks, which is streamed. ``replace`` allows replacing an existing version, ``replace_spec`` a
+    ``model.yaml`` with other contents. ``progress`` gets each step's rows. Raises ModelError."""
     model = Path(root) / spec.name
     _check_request(model, spec, version, tables, dense, replace=replace, replace_spec=replace_spec)
     # A version without a description was left by a writer that was killed at its last step.

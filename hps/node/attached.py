@@ -53,9 +53,9 @@ class Attached(SyncedModels):
     """Result of ``hps.attach``. Any number of threads may call it until ``close``.
 
     While the node is unavailable it continues from the shared cache, and it reconnects by itself.
-    Answers with
-    missing rows then name the node in ``degraded``; answers that are complete in the cache do not, and
-    ``updates.max_staleness_s`` bounds the age of their rows. ``models`` changes when the node's models do."""
+    Answers with missing rows then name the node in ``degraded``; answers that are complete in the cache
+    do not, and ``updates.max_staleness_s`` bounds the age of their rows. ``models`` changes when the
+    node's models do."""
 
     __slots__ = ("_connections",)
 
@@ -81,8 +81,7 @@ def attach(
     """Attach to the node on this machine that was opened with the same configuration.
 
     It names the folder of the node's socket, ``server.runtime``. Waits up to ``wait_s`` for a node that
-    is still
-    loading. Raises ConfigError, ModelError, or TierError when no node responds."""
+    is still loading. Raises ConfigError, ModelError, or TierError when no node responds."""
     configuration = as_configuration(config)
     folder = configuration.settings.server.runtime
     if folder is None:

@@ -32,8 +32,7 @@ def plan_rows_for_new_model(
     """As `plan_rows`, for the ``new`` tables next to others with a capacity of ``held`` rows.
 
     The new tables get at most the memory that the others leave. Also returns a warning if that is less
-    than a
-    start would give, else "". A configured share of a table's rows is granted whatever it costs."""
+    than a start would give, else "". A configured share of a table's rows is granted whatever it costs."""
     whole = plan_rows(settings, table_rows)
     plan = {table: whole[table] for table in new}
     chosen = settings.tiers.cpu_cache

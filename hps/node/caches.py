@@ -37,8 +37,7 @@ class NodeCaches:
     """Caches of a node: call `open`, then `fill`; ``resources`` closes them.
 
     ``statuses`` lists them fastest first; ``in_memory`` is the CPU cache, or None. The owner of
-    ``tables`` keeps
-    it up to date."""
+    ``tables`` keeps it up to date."""
 
     def __init__(
         self,

@@ -107,10 +107,8 @@ def connect(
     """Connect to the nodes of ``lookup.nodes``: lookups are sent to them, networks run here.
 
     Waits up to ``wait_s`` for one node to report its versions; None: does not wait, and models appear
-    when nodes
-    do. ``picker`` chooses among the healthy nodes. Raises ConfigError, ModelError (model.yaml differs
-    between
-    here and the nodes), or TierError when no node responds."""
+    when nodes do. ``picker`` chooses among the healthy nodes. Raises ConfigError, ModelError
+    (model.yaml differs between here and the nodes), or TierError when no node responds."""
     configuration = as_configuration(config)
     settings = configuration.settings
     if not settings.lookup.nodes:

@@ -1,8 +1,8 @@
 """GPU caches of a node: one per device, their bridges to host memory, and lookups that stay there.
 
 For lookups with vectors on the host, the GPU caches are one tier below the CPU cache: its rows are
-nearer. On
-a device the order is the reverse: the GPU cache, then over the bridge the CPU cache and the stores."""
+nearer. On a device the order is the reverse: the GPU cache, then over the bridge the CPU cache and the
+stores."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ It feeds the stores that all nodes share, serves no lookups and keeps no state; 
 share the partitions.
 
 The models are opened for their tables alone. The share of their rows that Redis gets is loaded as nodes
-load
-it: the first process does it, and streamed rows are written over it."""
+load it: the first process does it, and streamed rows are written over it."""
 
 from __future__ import annotations
 

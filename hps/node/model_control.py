@@ -1,14 +1,13 @@
 """Load, replace and unload models while a node serves; rows and network change together.
 
 A new version is made ready in parallel to the served one, in this order, so that no request sees a part
-of it
-and a failure changes nothing: check its files and open its network; load its rows into the stores; add its
-tables to the CPU cache, filled with the keys that are hot in the served version; let the update streams
-follow its tables, from where its files end; once those have caught up, have attached processes open it;
-when
-all have, send requests to it, in all processes. Requests in flight finish on the version on which they
-started: when nothing refers to its lookups any more, in any process, its caches and network are freed. Its
-rows stay in RocksDB, so that going back needs no load, until the next version replaces it."""
+of it and a failure changes nothing: check its files and open its network; load its rows into the
+stores; add its tables to the CPU cache, filled with the keys that are hot in the served version; let
+the update streams follow its tables, from where its files end; once those have caught up, have attached
+processes open it; when all have, send requests to it, in all processes. Requests in flight finish on
+the version on which they started: when nothing refers to its lookups any more, in any process, its
+caches and network are freed. Its rows stay in RocksDB, so that going back needs no load, until the next
+version replaces it."""
 
 from __future__ import annotations
 
@@ -98,12 +97,10 @@ class ModelControl:
         """Serve ``version`` of a model, by default the configured one, else the highest; returns it.
 
         Does nothing if that version is served already, from the same files. Raises ``NotFound``,
-        ``ModelError`` for
-        files that are damaged or were changed after they were loaded, ``ConfigError``, ``TierError``,
-        ``Unsupported``
-        where models cannot change, or ``Unavailable`` when the update streams do not catch up, here or
-        in a Redis that
-        other processes feed; nothing has changed then."""
+        ``ModelError`` for files that are damaged or were changed after they were loaded,
+        ``ConfigError``, ``TierError``, ``Unsupported`` where models cannot change, or ``Unavailable``
+        when the update streams do not catch up, here or in a Redis that other processes feed; nothing
+        has changed then."""
         with self._change(), self._count_failures(name):
             found = self._open_version(name, version)
             self._require_possible(name)

@@ -100,10 +100,8 @@ class Node(OpenModels):
         """Upsert ``vectors (n, dim)`` for ``keys (n,)`` and delete ``deleted (m,)``; return their version.
 
         Keys are the table's. Returns after every store and then the caches have the rows. The version
-        is Unix ms <<
-        20 | sequence, above those in the stores; the highest one if versions differ. For a few rows per
-        call; send
-        many through a stream (`hps.updates.Producer`).
+        is Unix ms << 20 | sequence, above those in the stores; the highest one if versions differ. For
+        a few rows per call; send many through a stream (`hps.updates.Producer`).
 
         Raises ``BadRequest``, ``NotFound``, ``TierError`` or ``Unavailable``; calling again is harmless."""
         found = self.table(model, table)
@@ -120,8 +118,7 @@ class Node(OpenModels):
         """Serve ``version`` of a model of the repository in place of the served one, if any; returns it.
 
         The version is made ready first; then all requests switch to it, rows and network together.
-        None: the version
-        of the settings, else the highest. Raises as `ModelControl.load`."""
+        None: the version of the settings, else the highest. Raises as `ModelControl.load`."""
         return self._controlled().load(model, version)
 
     def unload(self, model: str) -> None:
@@ -132,10 +129,8 @@ class Node(OpenModels):
         """Copy the RocksDB while it is served; returns the folder.
 
         The copy has all tables at one moment, in a folder named by the time in
-        `tiers.rocksdb.checkpoints`. All but
-        the newest ``keep`` there are then removed. Raises ``BadRequest``, ``Unsupported``,
-        ``Unavailable`` or
-        ``TierError``."""
+        `tiers.rocksdb.checkpoints`. All but the newest ``keep`` there are then removed. Raises
+        ``BadRequest``, ``Unsupported``, ``Unavailable`` or ``TierError``."""
         if keep < 1:
             raise BadRequest(f"keep is {keep}; it must be 1 or more")
         if self.checkpoints is None:
@@ -159,8 +154,7 @@ class Node(OpenModels):
         """The hottest keys of each table (of ``model``; its ``table``) in each cache, ready for JSON.
 
         With their scores from 255 down, and the features that use the table, with their key offsets.
-        Scans whole
-        caches. Raises ``NotFound``."""
+        Scans whole caches. Raises ``NotFound``."""
         chosen = list(self.models.values()) if model is None else [self.model(model)]
         if table is not None and not any(table in served.tables for served in chosen):
             who = "no model has a" if model is None else f"model '{model}' has no"

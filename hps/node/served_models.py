@@ -102,8 +102,7 @@ class OpenModels:
         """The vectors of ``features``: any of the model's features, or tables with ``by_table``.
 
         ``out``: arrays that are written in place: NumPy arrays, or writable tensors on the host with
-        ``__dlpack__``,
-        C-contiguous, of the table's dtype and the result's shape."""
+        ``__dlpack__``, C-contiguous, of the table's dtype and the result's shape."""
         into = None if out is None else output_arrays(out)
         served = self.model(model)
         request = LookupRequest(

@@ -108,8 +108,7 @@ def dense_concurrency(dense: DenseSettings) -> int:
     """Number of concurrent runs of networks.
 
     More runs than cores take turns, which costs: of predictions by 0.5 M parameters, a core did 168 per
-    second
-    four at a time, 183 one by one."""
+    second four at a time, 183 one by one."""
     if dense.runs is not None:
         return dense.runs
     return _RUNS if dense.triton is not None else min(_RUNS, available_cores())

@@ -174,10 +174,8 @@ class SharedRedis:
         """Share of streamed rows that Redis gets.
 
         All, where nodes copy rows from RocksDB into it: a node that does not have a skipped row yet
-        could otherwise
-        put its older row there, which would stay. All, too, where nodes only read their RocksDB: no
-        other store gets
-        the rows."""
+        could otherwise put its older row there, which would stay. All, too, where nodes only read their
+        RocksDB: no other store gets the rows."""
         alone = self._settings.tiers.rocksdb.access != "primary"
         return 1.0 if alone or self._chosen.cache_missed_embeddings else self._share
 

@@ -44,8 +44,7 @@ class PromotionSources:
     """The ``tiers`` that promotions into the caches read, fastest first.
 
     ``own``: the one that has every update before the caches receive it, if any; ``own_first``: of rows
-    with equal
-    versions its row is taken."""
+    with equal versions its row is taken."""
 
     tiers: Sequence[Tier]
     own: Tier | None
@@ -85,8 +84,7 @@ class NodeStores:
         """Open the stores and load the models' rows.
 
         ``shared_only``: without the node's own RocksDB, for a process that is no node. Raises
-        ConfigError, ModelError
-        or TierError; never because Redis is unavailable."""
+        ConfigError, ModelError or TierError; never because Redis is unavailable."""
         tiers = self._settings.tiers
         if tiers.rocksdb.enabled and not shared_only:
             self.statuses.append(self._open_rocksdb(tiers.rocksdb, progress))
@@ -118,8 +116,7 @@ class NodeStores:
         """Remove a model's tables, which no lookup uses. Their rows stay.
 
         ``drop``: delete the rows in the node's own RocksDB; other nodes may need those in Redis. Raises
-        TierError if
-        that fails."""
+        TierError if that fails."""
         tables = list(model.tables.values())
         with self._changing:
             self._opened = [each for each in self._opened if each is not model]

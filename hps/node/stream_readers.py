@@ -30,8 +30,7 @@ from hps.updates.stream_positions import FedStore, Readers, StoreStreamPositions
 from hps.updates.topics import TopicTables
 
 # Overlap where HPS feeds the store and keeps no positions in it: updates that it may not have written yet
-# when
-# the caches were filled.
+# when the caches were filled.
 _OVERLAP_S = 600.0
 
 Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
@@ -43,8 +42,7 @@ class UpdateReader:
     """One reader: its ``group``, source, ingestor and their thread.
 
     ``waits``: its unapplied updates; ``readers``: tables that a topic may change; ``began_s``: start of
-    reading
-    (Unix seconds)."""
+    reading (Unix seconds)."""
 
     group: str
     kind: str
@@ -85,8 +83,7 @@ class StreamReaders:
     """The readers of one node, which ``resources`` closes.
 
     They are pushed there with the first reader, for they end before what they write to. One thread at a
-    time
-    starts readers or calls `follow`; any may read ``streams`` and ``tables``."""
+    time starts readers or calls `follow`; any may read ``streams`` and ``tables``."""
 
     def __init__(
         self,
@@ -119,8 +116,7 @@ class StreamReaders:
         """Start a reader of all partitions or, as ``member`` of the ``group``, of a share of them.
 
         Without ``stores`` the caches are refreshed once ``followed`` has the updates. Raises
-        ConfigError; never because
-        Kafka is unavailable."""
+        ConfigError; never because Kafka is unavailable."""
         self._add(partial(self._read_kafka, settings, group, stores, caches, followed, member))
 
     def read_folder(

@@ -55,8 +55,7 @@ class UpdateStreams:
         self._readers = StreamReaders(tables, watermarks or {}, metrics, resources)
         self._direct: DirectWriter | None = None
         # When the readers last restarted: the instant up to which each table had all updates. Some tables
-        # are no longer
-        # followed, but served until others are ready.
+        # are no longer followed, but served until others are ready.
         self._current_s: dict[EmbeddingTable, float] = {}
         for reason in Reason:
             if reason.fault:  # from the start: an alert would miss the first increment otherwise
@@ -214,10 +213,8 @@ class UpdateStreams:
         waits.
 
         0 when everything known is applied. While a reader does not know which messages it misses: the
-        age of the
-        newest row that it applied, or the time since it started. Of a table that is no longer followed:
-        the time since
-        it had all updates."""
+        age of the newest row that it applied, or the time since it started. Of a table that is no
+        longer followed: the time since it had all updates."""
         now, current_s = time.time(), self._current_s.get(table, 0.0)
         if current_s and table not in self._readers.tables:
             return max(0.0, now - current_s)

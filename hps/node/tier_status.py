@@ -22,10 +22,8 @@ class TierStatus:
     """A tier and functions that describe it; none of them waits.
 
     ``rows`` of a table, and whether that number is ``exact``; ``capacity`` of a table in rows, None if
-    unbounded;
-    ``state`` of its circuit breaker; ``size`` of a table in bytes, None if unknown; other ``facts``,
-    ready for
-    JSON."""
+    unbounded; ``state`` of its circuit breaker; ``size`` of a table in bytes, None if unknown; other
+    ``facts``, ready for JSON."""
 
     tier: Tier
     rows: Callable[[EmbeddingTable], int]

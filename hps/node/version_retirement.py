@@ -45,8 +45,7 @@ class VersionRetirement:
     """Retirement of one node's versions.
 
     Callers of `retire` must hold ``turn``, under which no version is loaded or unloaded; ``served``
-    returns the
-    served version of a model, or None. ``closed`` ends all waiting."""
+    returns the served version of a model, or None. ``closed`` ends all waiting."""
 
     def __init__(
         self,

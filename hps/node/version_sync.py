@@ -46,8 +46,7 @@ class VersionSource(Protocol):
         """Report this process's versions (`hps.tiers.node.Followers`); returns what to serve.
 
         The answer has ``(model, version, token)``: ``serve`` these, and have those of ``open`` ready.
-        Raises TierError
-        or Unavailable."""
+        Raises TierError or Unavailable."""
         ...
 
     def close(self) -> None: ...
@@ -57,8 +56,7 @@ class VersionSync:
     """Keeps one process's models in sync. One thread must call `sync` periodically.
 
     ``open_version`` opens a version of a model, and may raise anything; ``connections`` are used for
-    this alone:
-    when they end, the node knows that the process has ended."""
+    this alone: when they end, the node knows that the process has ended."""
 
     def __init__(
         self, connections: VersionSource, open_version: Callable[[str, int], OpenedVersion]

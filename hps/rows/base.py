@@ -36,8 +36,7 @@ class StoredKeys:
     """A store's state of some keys.
 
     ``found (n,)``: keys that it holds; ``deleted (n,)``: keys that it has as tombstones; ``vectors (n,
-    dim)`` and
-    ``versions (n,)`` are valid only for those."""
+    dim)`` and ``versions (n,)`` are valid only for those."""
 
     found: NDArray[np.bool_]
     deleted: NDArray[np.bool_]

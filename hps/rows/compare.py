@@ -25,8 +25,7 @@ class TableDifference:
     """Differences in one table.
 
     ``compared``: rows of the other source; ``equal`` of them; then the number of rows per kind of
-    difference, with
-    the first keys of each. ``sampled``: not all rows were compared."""
+    difference, with the first keys of each. ``sampled``: not all rows were compared."""
 
     table: str
     sampled: bool = False
@@ -58,10 +57,8 @@ def compare(
     """Compare ``store`` with ``against``, in which the table may be another object (``other``).
 
     ``sample (n,)``: keys of the table; only these are compared, and about as many rows of ``store``
-    looked up in
-    ``against``. Without ``extra``, rows that only ``store`` has are not searched for. Takes a few
-    hundred MB at
-    most. Rows that are written meanwhile may be reported or not."""
+    looked up in ``against``. Without ``extra``, rows that only ``store`` has are not searched for.
+    Takes a few hundred MB at most. Rows that are written meanwhile may be reported or not."""
     other = other or table
     found = TableDifference(table.name, sampled=sample is not None)
     theirs = against.scan(other) if sample is None else against.sample(other, sample)

@@ -4,10 +4,8 @@ The rows get the version of the model's files: nothing that is streamed later is
 was streamed before may be streamed again. The source is only read.
 
 A row is written if the target misses it, or has other bits without a newer version. So a conversion
-that was
-killed continues, a repeated one copies what HPS has written meanwhile, and neither overwrites what the
-new node
-has streamed."""
+that was killed continues, a repeated one copies what HPS has written meanwhile, and neither overwrites
+what the new node has streamed."""
 
 from __future__ import annotations
 

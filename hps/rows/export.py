@@ -1,8 +1,7 @@
 """Export of a table's rows as a Parquet or npz file, in bounded memory.
 
 Columns: ``key`` int64, ``version`` uint64, ``deleted`` bool, ``vector`` (dim values of the table's
-dtype; null,
-in npz zeros, for a deleted row)."""
+dtype; null, in npz zeros, for a deleted row)."""
 
 from __future__ import annotations
 

@@ -19,10 +19,9 @@ def repair_table(
     """Repair a table of ``tier``, which is opened for that; None if it is not damaged.
 
     ``version`` has its files; None: there are none, and unreadable rows are lost. Afterwards the table
-    has every
-    row that can be read, and the files' rows in place of unreadable ones. Its stream positions are
-    gone, so that
-    streams are read again. Raises TierError or ModelError; run again, it continues."""
+    has every row that can be read, and the files' rows in place of unreadable ones. Its stream
+    positions are gone, so that streams are read again. Raises TierError or ModelError; run again, it
+    continues."""
     repair = tier.repair(table)
     with progress.task(f"reading {table.name}", 1, "table") as step:
         if not (repair.begun or tier.gaps(table)):

@@ -39,8 +39,7 @@ def diff_versions(
     """Changes that turn ``base`` into ``new``, by ascending keys, each with ``version``.
 
     Rows of ``new`` that ``base`` misses or has with other bits, and deletions of keys that only
-    ``base`` has. The
-    tables have one shape. A step may be empty."""
+    ``base`` has. The tables have one shape. A step may be empty."""
     for rows, gone in diff_scans(_told(base.scan(base_table), step), _told(new.scan(table), step)):
         yield _changes(rows, gone, version)
 

@@ -1,8 +1,7 @@
 """Arrival times of stream messages, from which the age of served rows follows.
 
 They are read from the stream's end, not from its reader: a reader that is paused, stuck at a store or
-cut off
-from its broker does not know which messages it misses."""
+cut off from its broker does not know which messages it misses."""
 
 from __future__ import annotations
 

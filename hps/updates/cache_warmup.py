@@ -35,8 +35,7 @@ class CacheWarmup:
         """Put ``keys (n,)`` into the caches, the first ones first.
 
         ``version``: that of all rows, if the stores still hold the files' ``vectors`` unchanged; None
-        if unknown:
-        the rows are then read from the stores."""
+        if unknown: the rows are then read from the stores."""
         if not len(keys):
             return
         keys = table.narrow(keys)
@@ -67,8 +66,7 @@ def insert_rows(
     """Insert ``keys (n,)`` with their ``vectors``, all of ``version``.
 
     Only for files whose rows the stores still hold unchanged, with no key twice. The first rows are
-    inserted
-    last, so that a full cache keeps those."""
+    inserted last, so that a full cache keeps those."""
     for part in _backwards(len(keys)):
         rows = np.ascontiguousarray(vectors(part.start, part.stop)[::-1], table.dtype)
         versions = np.full(len(rows), version, np.uint64)

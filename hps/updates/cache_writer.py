@@ -1,18 +1,17 @@
 """CacheWriter: the one thread of a node that changes its caches.
 
 Two rules keep a cache from going stale (invariant 5). After a store has changed, its writer calls
-``update``
-or ``delete`` here. And a promotion is queued as keys, not rows: the writer reads the rows from every
-store at
-the moment it inserts them. In either order the newest row stays. So changes may overtake queued promotions,
-of which there can be many seconds' worth after a cold start, and lookups see them immediately.
+``update`` or ``delete`` here. And a promotion is queued as keys, not rows: the writer reads the rows
+from every store at the moment it inserts them. In either order the newest row stays. So changes may
+overtake queued promotions, of which there can be many seconds' worth after a cold start, and lookups
+see them immediately.
 
-A store that is skipped for a key may hold a newer row of it, or its deletion; the key is then not promoted.
-The exception is a key that the node's own store answers: that store has every update before the caches
-receive it, so its rows are no older than those of lookups that skip the other stores. Otherwise an
-unavailable Redis would keep the CPU cache cold for as long. Where rows have no versions, the own
-store's row
-counts as the newest: another store may miss an update that the caches have already received."""
+A store that is skipped for a key may hold a newer row of it, or its deletion; the key is then not
+promoted. The exception is a key that the node's own store answers: that store has every update before
+the caches receive it, so its rows are no older than those of lookups that skip the other stores.
+Otherwise an unavailable Redis would keep the CPU cache cold for as long. Where rows have no versions,
+the own store's row counts as the newest: another store may miss an update that the caches have already
+received."""
 
 from __future__ import annotations
 
@@ -63,9 +62,8 @@ class CacheWriter:
     """Writes ``caches``; promotes rows from ``stores``, the single stores below, fastest first.
 
     A promotion asks each store. ``own``: the store that has every update before `update` or `delete` is
-    called;
-    ``own_first``: of rows with equal versions, its row is taken. At most ``queue_keys`` keys are queued for
-    promotion; more are dropped and counted. ``on_missing_above`` must not block.
+    called; ``own_first``: of rows with equal versions, its row is taken. At most ``queue_keys`` keys
+    are queued for promotion; more are dropped and counted. ``on_missing_above`` must not block.
 
     Keys of tables with 32-bit keys are narrowed here. Any thread may call any method."""
 
@@ -143,8 +141,7 @@ class CacheWriter:
         """Wait until everything queued before this call is done.
 
         False after ``timeout`` seconds, when the writer is closed, and in a forked process, which has
-        no writer
-        thread."""
+        no writer thread."""
         barrier = self._queue(self._promotions, lambda: None)
         try:
             barrier.result(timeout)

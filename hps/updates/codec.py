@@ -94,8 +94,7 @@ def decode_hps(
     """Decode messages of the topic of ``table``.
 
     ``timestamps_ms (m,)``, ``offsets (m,)`` and ``keys`` are Kafka's. ``dim`` is the table's: float32
-    rows of
-    another one are ROW_SIZE."""
+    rows of another one are ROW_SIZE."""
     keyed = np.zeros(len(payloads), np.uint8)
     if keys is not None:
         keyed = np.fromiter(map(bool, keys), np.uint8, len(payloads))
@@ -141,8 +140,7 @@ def encode_hps(
 
     Messages of one key must go to one partition, in order: the caller splits the keys by
     `hps.native.partition_hash` first. Raises ValueError for keys that do not fit 32 bits, and for
-    arrays whose
-    shapes do not match."""
+    arrays whose shapes do not match."""
     _check_rows(keys, vectors, (np.dtype("<f4"),))
     if key_bits == 32 and len(keys) and not (keys.min() >= 0 and keys.max() < 2**32):
         raise ValueError("keys of 32 bits must lie between 0 and 2^32 - 1")
@@ -164,12 +162,10 @@ def encode_native(
 ) -> list[bytes]:
     """Encode ``changes`` as native messages of at most ``full`` bytes; rows first, then deletions.
 
-    ``vectors (n, dim)`` are float32 or float16; ``event_ms``: creation time of the rows; ``ttl_s``: their
-    lifetime from then on, 0 for ever; ``step``, ``dense_version``: training step and dense network that
-    they
-    belong to, 0 for none. Raises ValueError for a name that is not printable ASCII without spaces, and
-    for arrays
-    whose shapes do not match. Partitions: see `encode_hps`."""
+    ``vectors (n, dim)`` are float32 or float16; ``event_ms``: creation time of the rows; ``ttl_s``:
+    their lifetime from then on, 0 for ever; ``step``, ``dense_version``: training step and dense
+    network that they belong to, 0 for none. Raises ValueError for a name that is not printable ASCII
+    without spaces, and for arrays whose shapes do not match. Partitions: see `encode_hps`."""
     _check_changes(table, changes)
     if not 0 <= event_ms < LATEST_MS:
         raise ValueError(f"event_ms is out of range: {event_ms} is not Unix time in ms")

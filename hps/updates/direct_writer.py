@@ -1,10 +1,9 @@
 """Direct writes: rows from a call instead of a stream, into every store, then the caches.
 
 A call returns when all of them have the rows. Rows get the current time as version, and later calls a
-higher
-one, whatever the clock does; so a direct write replaces rows that the stream sent before. Where a store
-has a
-version ahead of this machine's clock, the row gets a version above that: else it would be ignored."""
+higher one, whatever the clock does; so a direct write replaces rows that the stream sent before. Where
+a store has a version ahead of this machine's clock, the row gets a version above that: else it would be
+ignored."""
 
 from __future__ import annotations
 
@@ -58,11 +57,9 @@ class DirectWriter:
         """Upsert ``vectors (n, dim)`` for ``keys (n,)``, delete ``deleted (m,)``; return their version.
 
         The highest one if versions differ. Raises BadRequest for arrays of wrong shapes, values that
-        are not finite,
-        a key in both ``keys`` and ``deleted``, and a key stored with the highest possible version.
-        Raises TierError
-        or Unavailable when a store failed: some stores may have the rows then, and a second call is
-        harmless."""
+        are not finite, a key in both ``keys`` and ``deleted``, and a key stored with the highest
+        possible version. Raises TierError or Unavailable when a store failed: some stores may have the
+        rows then, and a second call is harmless."""
         self._check(table, keys, vectors, deleted)
         if not self._stores:
             raise Unsupported("this node writes no store: its database is read only")

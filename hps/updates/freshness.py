@@ -18,8 +18,7 @@ class Freshness:
     """Staleness of one model. Without ``limit_s`` it is never stale.
 
     One thread calls `judge`. Requests read the two attributes, without a lock, and call a method only
-    when one
-    is set."""
+    when one is set."""
 
     __slots__ = ("_flagged", "_limit_s", "_on_stale", "_refused", "refusal", "stale_s")
 

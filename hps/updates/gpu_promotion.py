@@ -26,14 +26,11 @@ class GpuPromotion:
     """Copies rows of ``source`` into ``target``, both caches of ``writer``, on the writer's thread.
 
     No store is asked: every change reaches ``source`` and then ``target`` on that thread, so a row read
-    there is
-    as new as ``target`` may have it.
+    there is as new as ``target`` may have it.
 
     At most ``queue_keys`` keys are queued; more are dropped and reported to ``count``. Keys are
-    collected and
-    then copied table by table, so that one cache write pays for many keys; the pause between two copies
-    is four
-    times as long as a copy took. Any thread may call any method."""
+    collected and then copied table by table, so that one cache write pays for many keys; the pause
+    between two copies is four times as long as a copy took. Any thread may call any method."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Hot key snapshot: a file of a cache's hot keys, from which a restarted node warms it.
 
-It has keys, not rows: the rows in the stores may have changed meanwhile. The file is ``HPSHOT1\n``, the
-length of a JSON header (u32, little endian), the header, which lists the tables, each table's keys (int64)
-and scores (u8), hottest first, and the CRC-32 of all that."""
+It has keys, not rows: the rows in the stores may have changed meanwhile. The file is ``HPSHOT1 ``, the
+length of a JSON header (u32, little endian), the header, which lists the tables, each table's keys
+(int64) and scores (u8), hottest first, and the CRC-32 of all that."""
 
 from __future__ import annotations
 
@@ -93,8 +93,7 @@ class HotKeySnapshots:
     """Writes ``cache``'s hot keys of ``tables`` to ``path`` every ``interval_s`` and at `close`.
 
     A thread does it; neither readers nor the writer of the cache wait for it. ``most``: keys per table,
-    None for
-    all. ``tables`` may change meanwhile."""
+    None for all. ``tables`` may change meanwhile."""
 
     def __init__(
         self,

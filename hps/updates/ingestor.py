@@ -81,8 +81,7 @@ class Ingestor:
     """Applies the batches of ``source`` to the stores of ``places``, then to ``caches``.
 
     ``tables`` by their name in messages, `model/table`; ``places``: the stores to write, empty where
-    others fill
-    them, with their positions. ``caches``: None for a process without caches.
+    others fill them, with their positions. ``caches``: None for a process without caches.
 
     `step` is called by one thread (`IngestThread`); `close` by any."""
 

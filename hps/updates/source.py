@@ -23,16 +23,12 @@ class TableUpdate:
     """Changes of several messages to one table, in one row format.
 
     ``table``: its name in the messages; ``changes`` with ``vectors (n, dim)`` float32 or float16;
-    ``messages
-    (k,)`` of dtype `MESSAGE`, in the stream's order: event time (Unix ms), TTL, training step and dense
-    version,
-    each with its number of rows.
+    ``messages (k,)`` of dtype `MESSAGE`, in the stream's order: event time (Unix ms), TTL, training
+    step and dense version, each with its number of rows.
 
     ``numbers (k,)``: indexes of these among the polled messages, from which the caller makes dead
-    letters if the
-    table is unknown or has another dim. ``ends``: for each of their partitions the offset after the
-    last message;
-    empty where the source has none."""
+    letters if the table is unknown or has another dim. ``ends``: for each of their partitions the
+    offset after the last message; empty where the source has none."""
 
     table: str
     changes: TableChanges
@@ -46,8 +42,7 @@ class DeadLetter:
     """A message that cannot be applied.
 
     ``at``: the offending byte of ``payload``; ``timestamp_ms``: Kafka's (Unix ms), -1 without one.
-    ``attempt``:
-    1, and one more each time that the dead letter was sent again."""
+    ``attempt``: 1, and one more each time that the dead letter was sent again."""
 
     reason: Reason
     at: int
@@ -63,10 +58,8 @@ class UpdateBatch:
     """Result of one poll.
 
     ``positions``: for each partition of its messages the offset after the last one, dead letters and
-    ignored
-    messages included; empty where the source cannot seek. ``traceparents``: the traces that messages
-    belong to,
-    if tracing is on."""
+    ignored messages included; empty where the source cannot seek. ``traceparents``: the traces that
+    messages belong to, if tracing is on."""
 
     updates: Sequence[TableUpdate]
     positions: Sequence[StreamPosition] = ()

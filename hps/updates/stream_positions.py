@@ -87,8 +87,7 @@ class StreamPositions(Protocol):
         """Reason why the source must restart; empty if it need not.
 
         It must when a store has less of a partition than before, as one that came back without its
-        rows. Each call
-        checks one partition, in turn."""
+        rows. Each call checks one partition, in turn."""
         ...
 
 

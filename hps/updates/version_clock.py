@@ -19,11 +19,9 @@ class VersionClock:
     """Versions that only grow: Unix ms << 20, plus the clock's ``offset``, plus one for each row.
 
     The offset, random by default, keeps two processes that write a key in the same millisecond from
-    giving it
-    equal versions: each store would then keep the row that reached it last. When the system's clock
-    stands still,
-    is set back, or gives fewer versions than there are rows, versions continue after the last one.
-    Thread-safe."""
+    giving it equal versions: each store would then keep the row that reached it last. When the system's
+    clock stands still, is set back, or gives fewer versions than there are rows, versions continue
+    after the last one. Thread-safe."""
 
     def __init__(self, offset: int | None = None) -> None:
         self._lock = threading.Lock()

@@ -64,8 +64,7 @@ def replay(trace, chain, cache):
     """Look the trace up in batches as the engine does, each key once, and promote the cache's misses.
 
     Returns the share of accesses that needed no row of the store. A batch's second access to a key
-    counts as a
-    hit, as it would if the accesses came one by one."""
+    counts as a hit, as it would if the accesses came one by one."""
     fetched_below = 0
     for start in range(0, len(trace), BATCH):
         batch = trace[start : start + BATCH]

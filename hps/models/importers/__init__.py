@@ -1,8 +1,7 @@
 """Import of other formats as versions of the model repository, in bounded memory.
 
 ``arrays``: the common form of files that hold named arrays (npz, safetensors, PyTorch); ``plan``: which
-array
-becomes which table; ``import_model``: writes the version."""
+array becomes which table; ``import_model``: writes the version."""
 
 from hps.models.importers.import_model import import_model
 from hps.models.importers.plan import ImportPlan, ImportTable, TableChoice

@@ -41,8 +41,7 @@ class StoredArray:
     """One array of a file.
 
     ``blocks(rows)`` yields it in order, ``rows`` of the first dimension at a time; bfloat16 as the
-    uint16 of its
-    bits."""
+    uint16 of its bits."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,8 +92,7 @@ def read_blocks(
     """Function that yields blocks of an array in ``path`` at byte ``offset``.
 
     Its elements are contiguous, or ``strides`` elements apart for a vector or matrix. They are read,
-    not mapped: a
-    mapped file that is shortened ends the process (SIGBUS). Raises ModelError then."""
+    not mapped: a mapped file that is shortened ends the process (SIGBUS). Raises ModelError then."""
     rows_apart, columns_apart = (*(strides or (0, 0)), 0)[:2]
 
     def blocks(rows: int) -> Iterator[NDArray[Any]]:

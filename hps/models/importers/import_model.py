@@ -36,8 +36,7 @@ def import_model(
     """Write the plan's tables as a version of model ``name``, by default the next; returns its folder.
 
     ``spec``: see `describe`. NaN and infinite values are rejected unless ``allow_nan``. Takes a few
-    blocks of 4 MB
-    of memory in addition to what the decoder of the source's format needs."""
+    blocks of 4 MB of memory in addition to what the decoder of the source's format needs."""
     spec = describe(root, name, plan) if spec is None else spec
     _check_tables(spec, plan)
     if version is None:
@@ -77,10 +76,8 @@ def describe(
     """The model's description.
 
     The repository's ``model.yaml`` if it exists and no features, network or defaults are given; else
-    the source's;
-    else a new one with a feature per table, or per stacked part with its key offset. ``defaults``:
-    default vectors
-    by table. Raises ModelError or ConfigError."""
+    the source's; else a new one with a feature per table, or per stacked part with its key offset.
+    ``defaults``: default vectors by table. Raises ModelError or ConfigError."""
     path = root / name / SPEC_FILE
     if path.is_file() and not features and not defaults and dense is None:
         return load_model_spec(path)

@@ -25,8 +25,7 @@ def plan_parquet(path: Path, choices: Sequence[TableChoice]) -> ImportPlan:
     """Plan from a Parquet file, or from a folder whose Parquet files are a table each.
 
     Columns: the keys (the only integer column, or the chosen one) and the vectors (the only list
-    column, or all
-    float columns in order, or the chosen ones)."""
+    column, or all float columns in order, or the chosen ones)."""
     if not choices:
         files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
         if not files:

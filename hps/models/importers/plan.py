@@ -31,10 +31,8 @@ class TableChoice:
     """A table to import.
 
     ``sources``: arrays, files or folders; several are stacked. ``keys``: an array or column; None: the
-    array paired
-    with the vectors, else row numbers; in Parquet the only integer column. ``vectors``: the column or
-    columns (a
-    pattern) of a Parquet file. An empty ``name`` is derived from the source."""
+    array paired with the vectors, else row numbers; in Parquet the only integer column. ``vectors``:
+    the column or columns (a pattern) of a Parquet file. An empty ``name`` is derived from the source."""
 
     name: str = ""
     sources: tuple[str, ...] = ()
@@ -86,8 +84,7 @@ def tables_from_arrays(file: ArrayFile, choices: Sequence[TableChoice]) -> tuple
     """The chosen tables of a file of arrays; by default those that are unambiguous.
 
     These are pairs ``T.keys``/``T.vectors`` (or ``T_keys``/``T_vectors``), or the only matrix. A chosen
-    array of
-    such a pair also gets the pair's keys, unless the choice names others."""
+    array of such a pair also gets the pair's keys, unless the choice names others."""
     expanded = [c for choice in choices for c in _expand(file, choice)] or _plain(file)
     names = [c.name for c in expanded]
     for name in names:

@@ -45,9 +45,8 @@ def plan_import(
     """Plan an import without reading rows. Raises ModelError.
 
     ``format`` is one of SOURCES, by default inferred from the name; ``model`` chooses one of a
-    ``ps.json``. A
-    choice may name an array of another file, ``FILE:ARRAY``, or a Parquet file in addition to a file of
-    arrays."""
+    ``ps.json``. A choice may name an array of another file, ``FILE:ARRAY``, or a Parquet file in
+    addition to a file of arrays."""
     kind = _kind(path, format)
     if kind == "ps.json":
         if choices:

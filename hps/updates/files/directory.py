@@ -4,11 +4,10 @@
     updates/ctr.user.20260131-1200.npz      rows of table user of model ctr; Parquet likewise
     updates/applied/, updates/rejected/     destinations; next to a rejected file, the reason
 
-A file appears complete: written under a name that begins with a dot, then renamed. Files are applied in the
-order of their names and moved once the stores have them, so a crash repeats a file and loses none; the
-rows'
-versions make that harmless. Rows without a version get the file's modification time. An applied file is not
-read again: another version of a model has none of its rows."""
+A file appears complete: written under a name that begins with a dot, then renamed. Files are applied in
+the order of their names and moved once the stores have them, so a crash repeats a file and loses none;
+the rows' versions make that harmless. Rows without a version get the file's modification time. An
+applied file is not read again: another version of a model has none of its rows."""
 
 from __future__ import annotations
 

@@ -41,8 +41,7 @@ class RowFile:
         """The file's changes in order, at most ``block`` rows at a time.
 
         Rows of files without versions get ``versions``, and one more for each row before them. Raises
-        BadRequest for
-        a damaged file."""
+        BadRequest for a damaged file."""
         first = versions
         for columns in _blocks(self.path, block):
             yield _changes(self.path, columns, first)

@@ -55,8 +55,7 @@ class GroupMember:
     """Membership of a consumer group whose members share the partitions.
 
     A static member, one with a `group.instance.id`, gets its partitions back immediately when it
-    restarts after
-    a crash."""
+    restarts after a crash."""
 
     def __init__(self, consumer: ck.Consumer, on_revoke: Callable[[], None]) -> None:
         """``on_revoke``: called when the group revokes all partitions, before other members get them."""

@@ -86,8 +86,7 @@ class DeadLetterTopic:
     """Topic of messages that cannot be applied, as they arrived; headers hold the reason and origin.
 
     Of a message larger than the topic allows, only the headers are kept, with its size. Letters in
-    ``kept`` are
-    not kept again."""
+    ``kept`` are not kept again."""
 
     def __init__(self, settings: KafkaSettings, kept: KeptLetters) -> None:
         self._topic = settings.dead_letters

@@ -47,8 +47,7 @@ class KafkaCluster:
         """Topics with a ``wanted`` name. Raises Unavailable.
 
         The ``consumer`` that will read them should ask, if given: otherwise it looks for topics that it
-        does not know
-        once a second."""
+        does not know once a second."""
         admin = self._client()
         try:
             # A request for one topic by name might create it.

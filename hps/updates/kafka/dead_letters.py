@@ -31,11 +31,9 @@ class StoredDeadLetter:
     """A letter in the topic of dead letters: its place there, its origin and the reason.
 
     ``unix_ms``: when it was kept; ``at``: the offending byte; ``topic``, ``from_partition``,
-    ``from_offset``,
-    ``timestamp_ms`` (Unix ms, -1: unknown): of the original message; ``size``: its bytes; ``table``:
-    `model/table`, None if unknown. ``whole``: False for a message that was too large for the topic, of
-    which only
-    these fields are kept. ``attempt``: see `DeadLetter`."""
+    ``from_offset``, ``timestamp_ms`` (Unix ms, -1: unknown): of the original message; ``size``: its
+    bytes; ``table``: `model/table`, None if unknown. ``whole``: False for a message that was too large
+    for the topic, of which only these fields are kept. ``attempt``: see `DeadLetter`."""
 
     partition: int
     offset: int
@@ -108,8 +106,7 @@ class DeadLetterReader:
         """Send letters to their original topics and partitions, oldest first in each.
 
         Returns those that Kafka rejected, and why. They keep their timestamps, so rows in HPS's format
-        get their
-        original versions except for the offset; native ones contain their versions."""
+        get their original versions except for the offset; native ones contain their versions."""
         chosen = {each.place: each for each in letters}
         bounds = {
             partition: (min(offsets), max(offsets) + 1)

@@ -43,8 +43,7 @@ class KeptLetters:
     """The newest letters that this process's readers have kept, across restarts of these.
 
     A reader reads a stream again when another version of a model is loaded. A message that is kept for
-    one reason
-    and then has another is kept again.
+    one reason and then has another is kept again.
 
     Hold ``lock`` from `missing` to `add`: readers of one stream then do not keep a letter twice."""
 

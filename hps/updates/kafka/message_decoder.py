@@ -24,8 +24,7 @@ class MessageDecoder:
     """Decoder for messages of ``topics``.
 
     ``longest``: bytes of the largest message that is read; ``ahead_s``: how far versions may be ahead
-    of the
-    clock."""
+    of the clock."""
 
     def __init__(self, topics: TopicTables, longest: int, ahead_s: float) -> None:
         self._topics = topics

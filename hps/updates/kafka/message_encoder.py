@@ -1,8 +1,7 @@
 """Encodes a producer's rows as messages for the partitions of a topic; needs no Kafka client.
 
 All rows of a key go to one partition, so they stay in order: the partition hash gives a key group, the
-group
-the partition, as HPS's producers choose them."""
+group the partition, as HPS's producers choose them."""
 
 from __future__ import annotations
 

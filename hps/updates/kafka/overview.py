@@ -36,8 +36,7 @@ class GroupView:
     """State of a consumer group.
 
     ``members``: current number; ``committed``: the first message of each partition that is not applied
-    yet, as
-    far as the group has committed it."""
+    yet, as far as the group has committed it."""
 
     members: int = 0
     problem: str = ""

@@ -5,8 +5,7 @@
         producer.send("user", [], rows[:0], deleted=gone)
 
 Rows are in Kafka when `flush` returns. After an error, send again what may be missing: readers keep the
-newest
-version of each key, so that repeating is harmless."""
+newest version of each key, so that repeating is harmless."""
 
 from __future__ import annotations
 
@@ -49,19 +48,15 @@ class Producer:
     """Sends rows of the tables of ``model``. Any thread may call any method.
 
     If several threads send one key, the call that took its versions last wins, in any order of arrival;
-    in HPS's
-    format, which has no versions, the message that arrives last.
+    in HPS's format, which has no versions, the message that arrives last.
 
     ``brokers``: `host:port`, several separated by commas. ``format``: ``native`` messages go to one
-    topic per
-    model, ``hps`` ones to HPS's topic of each table, without versions and deletions. ``partitions``:
-    number of
-    key groups, and of partitions of a topic that is created; all producers of a topic must use the same.
-    ``message_bytes``: the largest message that is made. ``buffer_bytes``: memory for messages that
-    Kafka has not
-    acknowledged; `send` waits up to ``wait_s`` for space in it. ``key_bits``: 32 for tables of `key_dtype:
-    uint32`. ``delivery_s``: how long delivery is tried before a message counts as failed. ``options``: more
-    settings of librdkafka, as `security.protocol`.
+    topic per model, ``hps`` ones to HPS's topic of each table, without versions and deletions.
+    ``partitions``: number of key groups, and of partitions of a topic that is created; all producers of
+    a topic must use the same. ``message_bytes``: the largest message that is made. ``buffer_bytes``:
+    memory for messages that Kafka has not acknowledged; `send` waits up to ``wait_s`` for space in it.
+    ``key_bits``: 32 for tables of `key_dtype: uint32`. ``delivery_s``: how long delivery is tried
+    before a message counts as failed. ``options``: more settings of librdkafka, as `security.protocol`.
 
     Raises Unavailable within ``connect_s`` when no broker responds, ConfigError for wrong options."""
 
@@ -127,26 +122,19 @@ class Producer:
         """Send ``rows (n, dim)`` of ``keys (n,)`` and deletions of ``deleted (m,)``; returns n + m.
 
         Rows are float32 or float16; arrays are NumPy's or anything on the host with ``__dlpack__``. For
-        deletions
-        alone, ``rows`` is (0, dim) of the table.
+        deletions alone, ``rows`` is (0, dim) of the table.
 
         ``versions (n + m,)`` uint64, Unix ms << 20 | sequence, of the rows and then of the deletions.
-        By default they
-        come from ``event_time`` (Unix seconds when the rows were made; now), and never decrease within
-        this producer,
-        even when the clock does: what is sent later wins. To send old rows that must not replace newer
-        ones, pass
-        their versions. ``ttl_s``: a node drops rows that arrive more than so many seconds after the
-        event time, 0:
-        never; stored rows stay. ``step``, ``dense_version``: training step and dense network that the
-        rows belong
-        to, 0 for none.
+        By default they come from ``event_time`` (Unix seconds when the rows were made; now), and never
+        decrease within this producer, even when the clock does: what is sent later wins. To send old
+        rows that must not replace newer ones, pass their versions. ``ttl_s``: a node drops rows that
+        arrive more than so many seconds after the event time, 0: never; stored rows stay. ``step``,
+        ``dense_version``: training step and dense network that the rows belong to, 0 for none.
 
         Returns when the messages are in memory. Raises BadRequest for arrays that do not match, and
-        Unavailable when
-        earlier messages failed, or there was no space for ``wait_s``: some rows of this call may have
-        been sent then.
-        After Unavailable call `flush`, and send again what was sent since the last flush that returned."""
+        Unavailable when earlier messages failed, or there was no space for ``wait_s``: some rows of
+        this call may have been sent then. After Unavailable call `flush`, and send again what was sent
+        since the last flush that returned."""
         self._check(table)
         said = MessageAttributes(unix_ms(event_time), ttl_s, step, dense_version)
         if self._format == "hps" and versions is not None:
@@ -171,8 +159,7 @@ class Producer:
         """Wait until Kafka has acknowledged everything sent so far.
 
         Raises Unavailable when it has not within ``timeout_s`` (delivery continues: flush again), or
-        when messages
-        failed since the last flush."""
+        when messages failed since the last flush."""
         waiting = self._producer.flush(timeout_s)
         with self._lock:
             failed, why = self._failed, self._failure
@@ -189,8 +176,7 @@ class Producer:
         """End offsets of the model's topics, `{topic: {partition: offset}}`. Raises Unavailable.
 
         They belong in the manifest of a version whose tables contain everything sent so far: nodes that
-        load it
-        continue there. Creates the topic of native messages if it does not exist."""
+        load it continue there. Creates the topic of native messages if it does not exist."""
         if self._format == "native":
             self._count(native_topic(self._model))
         topics = {

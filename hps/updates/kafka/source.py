@@ -1,8 +1,7 @@
 """KafkaSource: update messages from Kafka, native and HPS's.
 
 Reading of a partition starts at the stores' positions (`hps.updates.kafka.start_positions`), which they
-keep
-with the rows. The group's committed offsets are for Kafka's tools alone."""
+keep with the rows. The group's committed offsets are for Kafka's tools alone."""
 
 from __future__ import annotations
 
@@ -44,10 +43,9 @@ _STATIC_ID = "group.instance.id"
 class KafkaSource:
     """An `UpdateSource` on Kafka.
 
-    ``member``: the static name of a member of ``group``, whose members share the partitions; None reads all
-    partitions, and ``group`` only has the committed offsets. ``since_s``, ``hps``: see
-    `StartPositions`; ``hps``
-    defaults to `hps_group`."""
+    ``member``: the static name of a member of ``group``, whose members share the partitions; None reads
+    all partitions, and ``group`` only has the committed offsets. ``since_s``, ``hps``: see
+    `StartPositions`; ``hps`` defaults to `hps_group`."""
 
     def __init__(
         self,

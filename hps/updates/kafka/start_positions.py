@@ -52,10 +52,8 @@ class PartitionProgress:
     """A reader's offsets in one partition.
 
     ``next``: to be polled next; ``applied``: up to where the stores have it; ``low``: the first that
-    Kafka kept
-    when reading started; ``end``: after the last message; ``jumped``: `next` was set by an operator or
-    from HPS's
-    position, and everything before it counts as applied."""
+    Kafka kept when reading started; ``end``: after the last message; ``jumped``: `next` was set by an
+    operator or from HPS's position, and everything before it counts as applied."""
 
     topic_id: str
     next: int
@@ -84,11 +82,10 @@ class StartPositions:
     """Finds the start offsets of one reader; called by its thread.
 
     Where no store has a position, reading starts with the messages of ``since_s`` (Unix seconds), if
-    given, else
-    at the offset of the group ``hps`` (`KafkaSettings.hps_offsets`), or at the first message. A topic that
-    changes none of the ``tables`` has dead letters only, and no store keeps a position in it: there the
-    offsets
-    that the reader's ``group`` has committed say which of them were kept."""
+    given, else at the offset of the group ``hps`` (`KafkaSettings.hps_offsets`), or at the first
+    message. A topic that changes none of the ``tables`` has dead letters only, and no store keeps a
+    position in it: there the offsets that the reader's ``group`` has committed say which of them were
+    kept."""
 
     def __init__(
         self,
