@@ -29,6 +29,6 @@ class PromotingTier(TierWrapper):
         if self._above in ctx.degraded:
             return
         for part, positions in zip(parts, requested, strict=True):
-            found = positions[part.source[positions] != 0]
-            if len(found):
-                self._promote(part.table, part.keys[found])
+            hits = positions[part.source[positions] != 0]
+            if len(hits):
+                self._promote(part.table, part.keys[hits])

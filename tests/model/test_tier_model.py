@@ -108,7 +108,7 @@ class TierMachine(RuleBasedStateMachine):
             assert self.tier.size(self.tables[n]) == self.model.size(self.tables[n])
 
 
-def test_every_tier_does_what_memory_tier_does(open_tier):
+def test_every_tier_behaves_like_memory_tier(open_tier):
     run_state_machine_as_test(
         lambda: TierMachine(open_tier),
         settings=settings(max_examples=20, stateful_step_count=30, deadline=None),

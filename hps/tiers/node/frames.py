@@ -161,9 +161,9 @@ def read_fetch(
 
 
 def fetch_answer(parts: Sequence[Part], degraded: Sequence[str]) -> Pieces:
-    found = [np.flatnonzero(part.source) for part in parts]
+    hits = [np.flatnonzero(part.source) for part in parts]
     counts = np.zeros(len(parts) + len(parts) % 2, np.uint32)
-    counts[: len(parts)] = [len(positions) for positions in found]
+    counts[: len(parts)] = [len(positions) for positions in hits]
     answered = []
     for part in parts:
         done = np.ones(len(part.keys), np.uint8)
@@ -174,7 +174,7 @@ def fetch_answer(parts: Sequence[Part], degraded: Sequence[str]) -> Pieces:
         *(part.versions for part in parts),
         *(
             part.out if len(positions) == len(part.keys) else part.out[positions]
-            for part, positions in zip(parts, found, strict=True)
+            for part, positions in zip(parts, hits, strict=True)
         ),
         *(part.source for part in parts),
         *answered,
@@ -200,15 +200,15 @@ def read_fetch_answer(
     answered = [reader.array(np.bool_, n) for n in sizes]
     missing = []
     for i, (part, positions) in enumerate(requests):
-        found = np.flatnonzero(sources[i])
-        if len(found) != counts[i]:
+        hits = np.flatnonzero(sources[i])
+        if len(hits) != counts[i]:
             raise BadFrame("an answer with other rows than it says")
-        if len(found) == len(positions):
+        if len(hits) == len(positions):
             part.out[positions] = rows[i]
             part.versions[positions] = versions[i]
             part.source[positions] = sources[i]
         else:
-            part.out[positions[found]] = rows[i]
+            part.out[positions[hits]] = rows[i]
             known = positions[answered[i]]
             part.versions[known] = versions[i][answered[i]]
             part.source[known] = sources[i][answered[i]]
@@ -227,11 +227,11 @@ class _PayloadReader:
 
     def array(self, dtype: Any, count: int) -> Any:
         try:
-            found = np.frombuffer(self._payload, dtype, count, self._at)
+            values = np.frombuffer(self._payload, dtype, count, self._at)
         except ValueError as error:
             raise BadFrame(f"a damaged answer: {error}") from None
-        self._at += found.nbytes
-        return found
+        self._at += values.nbytes
+        return values
 
     def rest(self) -> bytes:
         return bytes(self._payload[self._at :])

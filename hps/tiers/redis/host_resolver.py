@@ -47,28 +47,28 @@ class HostResolver:
         are none."""
         if _is_address(host):
             return [host]
-        found, now = self._found.get(host), time.monotonic()
-        if found is not None and not found.doubted and now < found.at + _FRESH_S:
-            return found.addresses
+        resolved, now = self._found.get(host), time.monotonic()
+        if resolved is not None and not resolved.doubted and now < resolved.at + _FRESH_S:
+            return resolved.addresses
         lookup = self._look_up_async(host)
-        if found is not None and not found.doubted:
-            return found.addresses
-        left = max(0.0, until - now) * (1.0 if found is None else _SHARE_FOR_NEW)
+        if resolved is not None and not resolved.doubted:
+            return resolved.addresses
+        left = max(0.0, until - now) * (1.0 if resolved is None else _SHARE_FOR_NEW)
         try:
             if lookup is not None:
                 return lookup.result(left)
         except (TimeoutError, OSError) as error:
-            if found is None and not isinstance(error, TimeoutError):
+            if resolved is None and not isinstance(error, TimeoutError):
                 raise
-        if found is not None:
-            return found.addresses
+        if resolved is not None:
+            return resolved.addresses
         raise Late(f"the name {host!r} was not resolved in time; check the name server")
 
     def doubt(self, host: str) -> None:
         """Resolve again at the next use: these addresses did not answer, the name may have moved."""
-        found = self._found.get(host)
-        if found is not None:
-            found.doubted = True
+        resolved = self._found.get(host)
+        if resolved is not None:
+            resolved.doubted = True
 
     def close(self) -> None:
         """Stop; does not wait for a lookup. Idempotent."""
@@ -88,8 +88,8 @@ class HostResolver:
 
     def _resolve(self, host: str) -> list[str]:
         try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
+            resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            addresses = list(dict.fromkeys(str(each[4][0]) for each in resolved))
             self._found[host] = _ResolvedHost(addresses, time.monotonic())
             return addresses
         finally:

@@ -270,13 +270,13 @@ def parse_key(layout: Layout, key: bytes) -> KeyName | None:
     """Parse a Redis key; None if it is not a table's."""
     text = key.decode("ascii", "replace")
     if layout == "native":
-        if not (found := _NATIVE.fullmatch(text)):
+        if not (match := _NATIVE.fullmatch(text)):
             return None
-        model, version, name, partition, kind = found.groups()
+        model, version, name, partition, kind = match.groups()
     else:
-        if not (found := _HPS.fullmatch(text)):
+        if not (match := _HPS.fullmatch(text)):
             return None
-        model, name, partition, kind = found.groups()
+        model, name, partition, kind = match.groups()
         version = "0"
     at = None if partition is None else int(partition)
     return KeyName(TableName(model, int(version), name), at, kind)

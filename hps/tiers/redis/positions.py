@@ -24,19 +24,19 @@ class RedisStreamPositions:
 
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         """Return the lowest of all partitions of the table; None if one of them has none."""
-        found = self._each(table, "HGET", position_field(topic, partition))
-        return None if None in found else min(map(int, found))
+        stored = self._each(table, "HGET", position_field(topic, partition))
+        return None if None in stored else min(map(int, stored))
 
     def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
         """Return the lowest of each stream, for streams that all of the table's partitions have."""
-        found = [
+        stored = [
             dict(zip(each[::2], each[1::2], strict=True)) for each in self._each(table, "HGETALL")
         ]
         common: dict[Place, Applied] = {}
-        for field in set.intersection(*(set(each) for each in found)):
+        for field in set.intersection(*(set(each) for each in stored)):
             split = split_position_name(field.decode())
             if split is not None and not split[1]:
-                lowest = min(found, key=lambda each: int(each[field]))
+                lowest = min(stored, key=lambda each: int(each[field]))
                 topic_id = lowest.get(field + b"/id", b"").decode()
                 common[split[0]] = Applied(int(lowest[field]), topic_id)
         return common

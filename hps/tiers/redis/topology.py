@@ -188,13 +188,13 @@ class SentinelTopology(_QueriedTopology):
 
     def _learn(self, wire: RedisConnection, address: Address) -> None:
         wire.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
-        found = wire.read_response()
-        if not found:
+        reply = wire.read_response()
+        if not reply:
             raise ResponseError(
                 f"the sentinel {address[0]}:{address[1]} knows no service {self._service!r}; "
                 "check tiers.redis.sentinel_service"
             )
-        self._primary = (found[0].decode(), int(found[1]))
+        self._primary = (reply[0].decode(), int(reply[1]))
 
 
 class RedisClusterTopology(_QueriedTopology):

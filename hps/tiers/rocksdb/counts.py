@@ -37,5 +37,5 @@ def compacted_rows(data: Rdict) -> int:
 
 def _entries(data: Rdict, name: str) -> tuple[int, int]:
     """Entries and, among them, deletions of some table files."""
-    found = _FILE_ENTRIES.search(data.property_value(f"rocksdb.{name}") or "")
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = _FILE_ENTRIES.search(data.property_value(f"rocksdb.{name}") or "")
+    return (int(match[1]), int(match[2])) if match else (0, 0)

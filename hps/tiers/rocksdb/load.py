@@ -113,7 +113,7 @@ class LoadRecords:
     def distrust(self, families: Iterable[str], *, versioned: bool) -> None:
         """Invalidate the records of ``families``, which may be older or newer than the rows.
 
-        ``families`` must be all there are. Streams are read again, each write reads the stored version,
+        ``families`` must be all that exist. Streams are read again, each write reads the stored version,
         and small tables, whose load went through the log, are loaded again (``versioned``: that keeps
         newer rows)."""
         batch = WriteBatch(raw_mode=True)
@@ -246,10 +246,10 @@ class BulkLoad:
         rows = 0
         with ThreadPoolExecutor(2, "hps-ingest") as pool:
             for code, vectors in chunks:
-                there = 0
+                first = 0
                 if len(code) and int(code[0]) <= self._since:
-                    there = int(np.searchsorted(code, np.uint64(self._since), "right"))
-                for start in range(there, len(code), _BLOCK_ROWS):
+                    first = int(np.searchsorted(code, np.uint64(self._since), "right"))
+                for start in range(first, len(code), _BLOCK_ROWS):
                     part = slice(start, start + _BLOCK_ROWS)
                     self._append(code[part], vectors[part], pool)
                     if self._in_file >= _FILE_BYTES:

@@ -141,12 +141,12 @@ class LogRecovery:
         fault."""
         if self._noted is None:
             return {}
-        there = log_files(self._settings.path)
-        gone = {n: size for n, size in self._noted.logs.items() if there.get(n, -1) < size}
+        files = log_files(self._settings.path)
+        gone = {n: size for n, size in self._noted.logs.items() if files.get(n, -1) < size}
         oldest = self._oldest_needed() if gone else 0
         return {
-            name: f"{name} has {there[name]:,} bytes, but had {size:,}"
-            if name in there
+            name: f"{name} has {files[name]:,} bytes, but had {size:,}"
+            if name in files
             else f"{name} of {size:,} bytes is missing"
             for name, size in gone.items()
             if int(Path(name).stem) >= oldest

@@ -114,9 +114,7 @@ class RocksDbTier:
         return sorted(self._database.opened.families)
 
     def check(self, table: EmbeddingTable) -> None:
-        """Raise TierError if the stored rows do not have the table's dim and dtype.
-
-        Found at a lookup, it would count as a fault of the whole tier."""
+        """Raise TierError if the rows do not fit the table; in a lookup that would be a fault of the tier."""
         self._rows.check_first(self._database.family(table))
 
     def loaded(self, table: EmbeddingTable) -> LoadRecord | None:
@@ -222,8 +220,7 @@ class RocksDbTier:
     def flush(self) -> None:
         """Write everything so far into table files.
 
-        Not needed for safety; it saves the next start the replay of the log, which after the load of
-        many small tables takes longer."""
+        It saves the next start the replay of the log, which is slow after a load of many small tables."""
         self._database.flush()
 
     def adopt(self, table: EmbeddingTable, record: LoadRecord, rows: int) -> LoadRecord:
@@ -239,9 +236,7 @@ class RocksDbTier:
     # -- reading ----------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """Read the primary's writes up to now; does nothing unless this is a secondary.
-
-        `fetch` calls it every ``RocksDbTuning.catch_up_s`` seconds."""
+        """Read the primary's new writes (a secondary only); `fetch` does so every ``catch_up_s`` seconds."""
         self._follower.catch_up()
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
@@ -294,9 +289,7 @@ class RocksDbTier:
         return self._database.figures()
 
     def checkpoint(self, folder: Path | str) -> None:
-        """Copy the database to ``folder``, which must be empty or missing, while it is served.
-
-        The copy is a database itself; `restore` makes a writable one of it."""
+        """Copy the served database to ``folder`` (empty or missing); `restore` makes a writable one of it."""
         checkpoint(self._database, Path(folder))
 
     def _fetch_part(self, part: Part) -> bool:

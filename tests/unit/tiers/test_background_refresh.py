@@ -42,7 +42,7 @@ def test_it_is_renewed_when_it_is_old_and_not_before(remember):
     until(lambda: (old.value or 0) > 3)
 
 
-def test_last_value_outlives_failure_which_is_reported(remember):
+def test_last_value_outlives_reported_failure(remember):
     answers = iter([5, TierError("redis", "gone"), 6])
 
     def look():

@@ -86,7 +86,7 @@ def test_reserved_huge_pages():
 
 
 @pytest.mark.parametrize("huge", ["never", "advise"])
-def test_huge_pages_of_files_are_as_their_file_system_says(tmp_path, huge):
+def test_huge_pages_of_files_follow_their_file_system(tmp_path, huge):
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_cache_memory import *\n"

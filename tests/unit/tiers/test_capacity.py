@@ -71,7 +71,7 @@ def test_a_share_of_the_rows():
         ({"rows": {EmbeddingTable.make("other", 1): 1}}, "model/1/other"),
     ],
 )
-def test_what_can_not_be_meant_is_refused(wrong, message):
+def test_contradictory_settings_are_rejected(wrong, message):
     with pytest.raises(ConfigError, match=message):
         plan_capacity(ROWS, capacity_bytes=1 << 20, **wrong)
 

@@ -123,7 +123,7 @@ def test_an_empty_chain_holds_nothing():
     chain.close()
 
 
-def test_what_a_chain_says_of_itself(log):
+def test_info_of_chain_combines_its_tiers(log):
     cache = Recorder("cpu", log, cache=True)
     store = Recorder("rocksdb", log, blocking=True, volatile=False)
     shared = Recorder("redis", log, blocking=True, shared=True)

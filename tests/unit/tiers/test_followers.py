@@ -157,7 +157,7 @@ def test_one_that_is_killed_may_have_no_successor(node, monkeypatch):
     assert ended == [None]
 
 
-def test_a_version_that_kills_fails_its_load_and_those_that_leave_do_not(node):
+def test_load_fails_when_version_kills_processes_but_not_when_they_leave(node):
     stays, leaves, dies = Process(node), Process(node, 2), Process(node, 3)
     thread, ended = started(node)
     leaves.report(leaves=True)

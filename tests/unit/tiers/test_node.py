@@ -123,12 +123,12 @@ def test_a_path_too_long_for_a_socket_says_so(folder, store):
         Ends(folder / ("x" * 100), store)
 
 
-def test_what_waited_for_is_promoted_by_the_node(ends):
+def test_waited_for_rows_are_promoted_by_node(ends):
     ends.fetch(ITEMS, [3, 1000, 5])
     assert ends.promoted == [("items", [3, 5])]
 
 
-def test_what_did_not_wait_is_promoted_when_the_asker_says_so(ends):
+def test_rows_with_default_policy_are_promoted_on_request(ends):
     ends.fetch(QUICK, [3])
     assert ends.promoted == []
     ends.tier.promote(ITEMS, np.array([1]))
@@ -163,7 +163,7 @@ def test_more_than_a_frame_may_hold_is_refused_before_it_is_read():
             frames.receive_head(theirs)
 
 
-def test_a_fetch_whose_answer_is_too_large_is_refused_before_there_is_memory_for_it(monkeypatch):
+def test_fetch_with_too_large_answer_is_rejected_before_allocation(monkeypatch):
     payload = bytearray().join(
         bytes(frames._flat(piece)) for piece in frames.fetch_request([(0, np.arange(1_000))], None)
     )

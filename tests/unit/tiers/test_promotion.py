@@ -43,14 +43,14 @@ def test_rows_found_further_up_are_not(tier, promoted):
     assert promoted == [(TABLE, [5])]
 
 
-def test_nothing_is_handed_to_a_tier_that_was_skipped(tier, promoted):
+def test_no_promotion_to_skipped_tier(tier, promoted):
     tier.fetch([Part.make(TABLE, np.array([9]))], FetchContext(degraded=["redis"]))
     assert promoted == []
     tier.fetch([Part.make(TABLE, np.array([9]))], FetchContext(degraded=["another"]))
     assert promoted == [(TABLE, [9])]
 
 
-def test_nothing_found_nothing_handed_on(tier, promoted):
+def test_no_promotion_without_hits(tier, promoted):
     tier.fetch([Part.make(TABLE, np.array([99]))], FetchContext())
     assert promoted == []
 

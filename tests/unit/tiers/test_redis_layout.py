@@ -82,7 +82,7 @@ def test_names_are_taken_apart_again(kind):
     assert parse_key(other, layout.rows_keys[0]) is None
 
 
-def test_what_scan_looks_for():
+def test_scan_pattern():
     assert scan_pattern("native") == "hps:{*/*}[vtomuf]"
     assert scan_pattern("native", "wdl") == "hps:{wdl/*}[vtomuf]"
     assert scan_pattern("hps", "wdl") == "hps_et{hps_et.wdl.*}[vtomuf]"

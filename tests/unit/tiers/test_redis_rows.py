@@ -73,7 +73,7 @@ def test_rows_of_any_size_in_pieces_of_any_size(piece, dim):
     assert [command.reply for command in commands] == [True, True]
 
 
-def test_what_a_broken_attempt_found_does_not_count():
+def test_hits_of_interrupted_attempt_are_ignored():
     """The row was deleted before the retry."""
     read, commands = asked(2, (0, 1))
     with pytest.raises(Lost):
@@ -113,7 +113,7 @@ def test_another_answer_ends_the_connection():
         receive_rows(ScriptedConnection(reply((5, [1, 2]))), commands, 0.0)
 
 
-def test_what_a_broken_attempt_missed_counts_once():
+def test_misses_of_interrupted_attempt_count_once():
     """The first of two tables was read to its end before the connection broke; then its row was written."""
     one, (first,) = asked(2, (0, 1))
     two, (second,) = asked(2, (0,))

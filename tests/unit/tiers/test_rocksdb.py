@@ -717,7 +717,7 @@ def test_open_files_are_bounded(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_rows_are_nothing_for_other_users_of_the_machine(tmp_path):
+def test_rows_are_private_to_this_user(tmp_path):
     path = tmp_path / "above" / "db"
     tier = RocksDbTier(path)
     tier.checkpoint(tmp_path / "saved" / "one")

@@ -154,7 +154,7 @@ class TestSecondary:
 
 
 class TestReadOnly:
-    def test_keeps_seeing_the_rows_as_they_were(self, primary):
+    def test_read_only_reader_keeps_its_snapshot(self, primary):
         reader = RocksDbTier(primary.path, access="read_only", tuning=AT_ONCE)
         assert fetch(reader, table(), [1, 3]) == [1.0, -1.0]
         put(primary, table(), [1, 3], 2.0)
@@ -208,7 +208,7 @@ def test_a_database_that_hps_has_open_is_read_in_place(tmp_path, access, bits, f
 
 
 @pytest.mark.parametrize("access", ["read_only", "secondary"])
-def test_writes_are_refused_and_leave_nothing_behind(primary, access):
+def test_rejected_writes_leave_no_change(primary, access):
     reader = RocksDbTier(primary.path, access=access)
     keys = np.array([1])
     rows, versions = np.ones((1, DIM), np.float32), np.array([version_now()], np.uint64)

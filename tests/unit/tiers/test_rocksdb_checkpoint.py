@@ -139,7 +139,7 @@ def test_a_target_with_contents_is_refused(tier, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "CURRENT"])
-def test_a_damaged_checkpoint_is_refused_and_makes_nothing(tier, tmp_path, damage):
+def test_damaged_checkpoint_is_rejected_without_files(tier, tmp_path, damage):
     tier.checkpoint(tmp_path / "saved")
     file = max((tmp_path / "saved").glob("*.sst"), key=lambda f: f.stat().st_size)
     if damage == "missing":
@@ -176,7 +176,7 @@ tier.close()
 """
 
 
-def test_a_kill_leaves_whole_folders_or_none(tier, tmp_path: Path):
+def test_kill_leaves_complete_folders_or_none(tier, tmp_path: Path):
     tier.close()
     killed = 0
     # Also without a delay: a fast machine is done before the shortest of the other delays.

@@ -61,7 +61,7 @@ def load(tier, version, keys=(1, 2)):
     tier.bulk_load(ITEMS, [chunk], LoadRecord("x", len(keys), version))
 
 
-def test_what_is_newer_than_all_before_is_written_without_a_look(tier, reads):
+def test_newest_versions_are_written_without_read(tier, reads):
     for version in range(1, 20):
         insert(tier, range(500), [version] * 500)
     tier.delete(ITEMS, np.arange(10), np.full(10, version_now(), np.uint64))
@@ -72,7 +72,7 @@ def test_what_is_newer_than_all_before_is_written_without_a_look(tier, reads):
     assert not part.source.any()
 
 
-def test_what_is_older_than_another_keys_row_costs_a_look_and_is_taken(tier, reads):
+def test_version_older_than_another_keys_costs_a_read_and_is_written(tier, reads):
     keys = list(range(5000))
     insert(tier, keys, [50] * 5000)
     insert(tier, [k + 5000 for k in keys], [7] * 5000)
@@ -105,7 +105,7 @@ def test_after_a_restart_a_stream_is_soon_written_without_looks(tier, reads):
     again.close()
 
 
-def test_of_a_table_without_a_mark_nothing_is_certain(tier):
+def test_marks_are_unknown_without_stored_bound(tier):
     insert(tier, [1], [10])
     tier._database.db.delete(f"highest:{ITEMS.id}".encode())
     again = reopened(tier)
@@ -138,7 +138,7 @@ def test_a_dropped_table_begins_anew(tier, reads):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_writes_ends_as_the_rule_says(tmp_path, seed):
+def test_writes_in_any_order_end_by_the_version_rule(tmp_path, seed):
     """Against a model, over restarts; a tombstone is a row of 0 here."""
     random = np.random.default_rng(seed)
     tier = RocksDbTier(tmp_path)

@@ -144,7 +144,7 @@ def test_readers_may_ask_but_not_apply(tier):
     reader.close()
 
 
-def test_a_follower_reads_positions_as_far_as_the_primary_is(tier):
+def test_secondary_reads_positions_of_primary(tier):
     tuning = RocksDbTuning(catch_up_s=0.0)
     reader = RocksDbTier(tier.path, access="secondary", layout=tier.layout, tuning=tuning)
     assert reader.positions(ITEMS) == {}

@@ -252,7 +252,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("take_over", [False, True])
-def test_what_a_dead_owner_left_is_removed_or_taken_over(tmp_path, take_over, monkeypatch):
+def test_files_of_dead_owner_are_removed_or_taken_over(tmp_path, take_over, monkeypatch):
     monkeypatch.setattr("hps.tiers.cpu.attached_cache.POLL_S", 0)
     dead, reader = owned(tmp_path), attached(tmp_path)
     insert(dead, [1])
@@ -311,7 +311,7 @@ def test_too_little_space_is_rejected_with_both_sizes_before_any_file(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_system_cannot_give_is_refused():
+def test_unavailable_memory_options_are_rejected():
     with pytest.raises(ConfigError, match="NUMA node 1000"):
         CpuCache({TABLE: 10}, memory=CacheMemory(numa_node=1000))
     reserved = int(re.search(r"HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text())[1])

@@ -124,7 +124,7 @@ def test_key_common_to_all_fetches_is_read_once(flights):
     assert sum(7 in asked["items"] for asked in flights.store.asked) == 1
 
 
-def test_what_was_read_is_handed_on_before_waiting_for_others(flights):
+def test_rows_are_published_before_waiting_for_others(flights):
     """The third waits for the second, which waits for the first: not for the first's end."""
     gates = [threading.Event() for _ in range(3)]
     flights.store.fault = lambda call, _parts, _ctx: gates[call].wait(30)

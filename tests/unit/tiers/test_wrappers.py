@@ -105,7 +105,7 @@ def test_a_tombstone_passes_without_a_row(store):
     assert (part.out[0] == 7).all()
 
 
-def test_a_failure_half_way_leaves_nothing_behind(store):
+def test_failure_half_way_leaves_no_files(store):
     store.fault = fail
     part, degraded = fetch(guard(store))
     assert_untouched(part)
@@ -210,7 +210,7 @@ def test_a_name_is_reported_once(store):
     assert degraded == ["store"]
 
 
-def test_what_is_degraded_below_is_passed_on(store):
+def test_degraded_lower_tiers_are_reported(store):
     broken = Store(blocking=False)
     broken.fault = fail
     _, degraded = fetch(guard(TierChain([guard(broken), store])))
@@ -273,7 +273,7 @@ def test_impatient_requests_do_not_open_the_circuit():
     assert guarded.state == "closed"
 
 
-def test_a_tier_that_hangs_is_found_out_by_impatient_requests_too():
+def test_circuit_opens_for_hanging_tier_with_short_deadlines():
     store, gate = Store(blocking=True), threading.Event()
     store.fault = hang_until(gate)
     guarded = guard(store, deadline_s=0.5, failures=1)
@@ -383,7 +383,7 @@ def test_fetch_waits_for_thread_that_becomes_free_in_time():
     assert [degraded for _, degraded in answers] == [[], []]
 
 
-def test_a_tier_in_which_every_call_hangs_is_broken():
+def test_circuit_opens_when_every_call_hangs():
     """Fewer threads than failures that open the circuit: it must open all the same."""
     store, gate, reasons = Store(blocking=True), threading.Event(), []
     store.fault = hang_until(gate)
@@ -502,7 +502,7 @@ def test_tombstones_count_as_found():
     assert seen[0][0] == [(TABLE, 4, 4)]
 
 
-def test_what_a_skipped_tier_did_not_look_for_is_no_miss(store):
+def test_keys_of_skipped_tier_are_not_counted_as_misses(store):
     seen = []
     store.fault = fail
     metered = MeteredTier(guard(store), lambda *what: seen.append(what))

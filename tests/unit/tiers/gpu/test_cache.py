@@ -84,7 +84,7 @@ POLICIES = [EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.SCORE, Evicti
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name)
-def test_one_key_at_a_time_it_is_its_twin(policy):
+def test_single_key_operations_match_twin(policy):
     table = EmbeddingTable.make("t", 4)
     cache = GpuCache({})
     cache.add_table(table, 80, policy=policy)
@@ -176,7 +176,7 @@ def test_duplicates_in_a_large_batch():
         check(cache.held(table))
 
 
-def test_keys_said_to_be_unique_are_written_like_others():
+def test_unique_keys_are_written_like_others():
     table = EmbeddingTable.make("t", 8)
     cache = GpuCache({table: 20_000})
     keys = np.random.default_rng(4).permutation(10_000)
@@ -205,7 +205,7 @@ def test_a_flood_fills_the_table_and_keeps_it_whole():
     np.testing.assert_array_equal(part.out.get()[found], rows_of(table, keys[found]))
 
 
-def test_what_is_used_stays():
+def test_used_rows_stay():
     table = EmbeddingTable.make("t", 4)
     cache = GpuCache({table: 10_000})
     hot = np.arange(3000)
@@ -356,7 +356,7 @@ def test_callers_scores_count_to_the_last_of_64_bits():
     check(held)
 
 
-def test_scores_are_taken_where_rows_are_worth_them():
+def test_scores_are_accepted_only_by_score_policy():
     table, keys = EmbeddingTable.make("t", 4), np.arange(3)
     rows, versions = rows_of(table, keys), versions_of(keys)
     cache = GpuCache({table: 100})
@@ -445,7 +445,7 @@ def test_find_or_insert_takes_a_key_as_often_as_it_stands_there(unique):
 @pytest.mark.parametrize("window_shift", [15, 18, 29])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("dim", [3, 32])
-def test_rows_in_pinned_host_memory_are_rows_like_others(share, dim, window_shift, monkeypatch):
+def test_rows_in_pinned_host_memory_behave_like_others(share, dim, window_shift, monkeypatch):
     monkeypatch.setattr(layout, "WINDOW_SHIFT", window_shift)
     monkeypatch.setattr(layout, "KEYS_A_WINDOW", 1)
     table = EmbeddingTable.make("t", dim)
@@ -517,7 +517,7 @@ def test_another_dtype_is_refused():
         GpuCache({EmbeddingTable.make("t", 4, dtype=np.float64): 100})
 
 
-def test_tensors_of_torch_are_read_and_filled_where_they_are():
+def test_torch_tensors_are_read_and_filled_in_place():
     torch = pytest.importorskip("torch")
     table, keys = EmbeddingTable.make("t", 8), np.arange(1000)
     cache, rows = GpuCache({table: 4000}), rows_of(table, keys)
@@ -702,7 +702,7 @@ def test_readers_beside_the_writer_see_the_versions_of_their_rows(defines, monke
     check(cache.held(table))
 
 
-def test_a_writer_that_does_not_wait_is_found_out(monkeypatch):
+def test_writer_that_does_not_wait_is_detected(monkeypatch):
     """The test above can fail: without the waiting, slow readers see rows that aren't theirs."""
 
     monkeypatch.setattr("hps.cuda.reader_events.ReaderEvents.hold_back", lambda *_: None)

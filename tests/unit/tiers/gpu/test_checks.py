@@ -68,7 +68,7 @@ def test_a_part_that_will_not_do(others, message):
         check_part(part(**others), 0)
 
 
-def test_what_another_library_holds_on_the_device_is_taken_as_it_is():
+def test_device_arrays_of_other_libraries_are_used_in_place():
     values = np.arange(3)
     theirs = SimpleNamespace(__cuda_array_interface__={}, values=values)
     assert check_array(TABLE, "keys", theirs, 3, 0).shape == (3,)

@@ -49,7 +49,7 @@ def test_pinned_memory_is_split_alike():
     assert [place.host_rows for place in plan.values()] == [100_000, 100_000]
 
 
-def test_static_tables_are_whole_and_in_one_place():
+def test_static_tables_are_complete_and_on_the_device():
     tables = {SMALL: GpuTableRequest(10_000, static=True), LARGE: GpuTableRequest(10_000)}
     plan = plan_gpu(tables, capacity_bytes=2 << 20, host_bytes=1 << 20)
     assert (plan[SMALL].rows, plan[SMALL].host_rows, plan[SMALL].static) == (10_000, 0, True)
@@ -64,7 +64,7 @@ def test_wishes_beyond_the_capacity_are_refused_with_both_sizes():
         plan_gpu({SMALL: GpuTableRequest(10_000, static=True)}, capacity_bytes=1000)
 
 
-def test_what_is_free_is_named():
+def test_error_names_free_bytes():
     plan = plan_gpu(
         {SMALL: GpuTableRequest(10**6, static=True), LARGE: GpuTableRequest(10)},
         capacity_bytes=1 << 30,
