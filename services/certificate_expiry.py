@@ -38,13 +38,13 @@ def publish_expiry(metrics: Metrics, settings: Settings) -> None:
     files = certificate_files(settings)
     at_start = {file: file.expiry() for file in files if not file.setting.startswith(_READ_AGAIN)}
 
-    def told() -> Iterator[tuple[tuple[str, ...], float]]:
+    def read_expiry() -> Iterator[tuple[tuple[str, ...], float]]:
         for file in files:
             end = at_start[file] if file in at_start else file.expiry()
             if end is not None:
                 yield (file.setting,), end
 
-    metrics.gauges(m.CERTIFICATE_EXPIRY, told)
+    metrics.gauges(m.CERTIFICATE_EXPIRY, read_expiry)
 
 
 def certificate_files(settings: Settings) -> list[CertificateFile]:

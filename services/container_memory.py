@@ -49,8 +49,8 @@ def _visible_memory() -> list[ContainerMemory]:
 def read_memory_limits(proc: Path = PROC, groups: Path = GROUPS) -> ContainerMemory:
     """Memory of this process's container, or of the group above it that has the least left; without limits,
     of the machine."""
-    told = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE))
-    total, free = (int(told[name]) * _KILOBYTE for name in ("MemTotal", "MemAvailable"))
+    meminfo = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE))
+    total, free = (int(meminfo[name]) * _KILOBYTE for name in ("MemTotal", "MemAvailable"))
     limited = [each for each in _limited(proc, groups) if each.limit < total]
     return max(
         limited,

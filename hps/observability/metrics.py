@@ -69,12 +69,12 @@ class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
                         del values[labels]
 
     @staticmethod
-    def from_json(told: dict[str, Any]) -> MetricValues:
+    def from_json(encoded: dict[str, Any]) -> MetricValues:
         """Decode `as_json` of another process; unknown metrics are dropped."""
         return MetricValues(
             {
                 name: {tuple(labels): value for labels, value in values}
-                for name, values in told.items()
+                for name, values in encoded.items()
                 if name in _BY_NAME
             }
         )

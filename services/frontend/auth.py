@@ -72,7 +72,7 @@ class ApiKeyAuthorizer:
             caller = self._keys.certified(names)
             if caller is None:
                 raise Unauthenticated(
-                    f"nobody is known by this certificate, which names {', '.join(sorted(names))}; add it to "
+                    f"unknown certificate, with the names {', '.join(sorted(names))}; add it to "
                     "auth.keys_file, or send an API key"
                 )
         if caller is None:

@@ -117,8 +117,8 @@ class FrontendServer(ServerProcess[OpenModels]):
             self.state.processes = lambda: [worker.describe() for worker in workers.workers]
             if self._settings.role == "lookup":
                 return {"grpc": workers, **self._grpc_admin()}
-            elsewhere = {"grpc": WorkerOwnedPort(workers.grpc_url)} if workers.grpc_url else {}
-            return {"http": workers, **elsewhere, **self._grpc_admin()}
+            by_workers = {"grpc": WorkerOwnedPort(workers.grpc_url)} if workers.grpc_url else {}
+            return {"http": workers, **by_workers, **self._grpc_admin()}
         if at is None:
             return {}
         server = GrpcServer(at, self.state, self._settings, self._guard)
@@ -156,7 +156,7 @@ class FrontendServer(ServerProcess[OpenModels]):
         def changed() -> None:
             self.state.tell()
             if workers is not None:
-                workers.hinder(node.not_ready_reason())
+                workers.set_not_ready(node.not_ready_reason())
 
         node.on_damage(changed)
         if node.not_ready_reason():  # while it was opened
@@ -203,11 +203,11 @@ class FrontendServer(ServerProcess[OpenModels]):
         """Statistics of the served names, of this process and its workers."""
         assert self._workers is not None
         sums: dict[str, dict[str, Any]] = {}
-        elsewhere = self._workers.statistics()
+        by_workers = self._workers.statistics()
         for known_as, own in self.state.own_statistics().items():
             total = Statistics()
-            for told in (own, *elsewhere.get(known_as, ())):
-                total.add(told)
+            for values in (own, *by_workers.get(known_as, ())):
+                total.add(values)
             sums[known_as] = total.numbers()
         return sums
 

@@ -112,7 +112,7 @@ class RequestObserver:
         status: int | str,
         **more: Any,
     ) -> None:
-        told = fields(
+        event = fields(
             request_id=origin.request_id,
             trace_id=origin.trace_id,
             span_id=origin.span_id,
@@ -123,7 +123,7 @@ class RequestObserver:
             dur_ms=round(ms, 3),
             **more,
         )
-        access.log(level, "request %s", told)
+        access.log(level, "request %s", event)
 
 
 def _keys(endpoint: Endpoint, name: str) -> bool:

@@ -25,8 +25,8 @@ class SharedMemoryRef(NamedTuple):
     @property
     def parameters(self) -> dict[str, str | int]:
         """The reference as a tensor's parameters."""
-        told: dict[str, str | int] = {_REGION: self.region, _SIZE: self.size}
-        return {**told, _OFFSET: self.offset} if self.offset else told
+        parameters_json: dict[str, str | int] = {_REGION: self.region, _SIZE: self.size}
+        return {**parameters_json, _OFFSET: self.offset} if self.offset else parameters_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Region:
 
     def as_json(self) -> dict[str, Any]:
         """The region as in the protocol."""
-        told = {"name": self.name, "key": self.key, "offset": self.offset}
-        return {**told, "byte_size": self.size}
+        parameters_json = {"name": self.name, "key": self.key, "offset": self.offset}
+        return {**parameters_json, "byte_size": self.size}
 
 
 class Target(NamedTuple):

@@ -164,14 +164,14 @@ class FrontendState(ServerState[OpenModels]):
     def statistics(self, entries: Iterable[ServedEndpoint]) -> list[dict[str, Any]]:
         """``model_stats`` of some entries, over all processes; may wait for these."""
         sums = self._sums() or {}
-        told = []
+        model_stats = []
         for entry in entries:
             counted = entry.statistics
             if entry.known_as in sums:
                 counted = Statistics()
                 counted.add(sums[entry.known_as])
-            told.append(counted.as_json(entry.name, entry.version))
-        return told
+            model_stats.append(counted.as_json(entry.name, entry.version))
+        return model_stats
 
     def entry(self, name: str, version: str | None = None) -> ServedEndpoint:
         """The entry of a name. Raises ``NotFound`` for a name or version that is not served."""

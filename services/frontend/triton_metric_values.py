@@ -47,19 +47,19 @@ def triton_numbers(
     statistics: Callable[[], Mapping[str, Mapping[str, Any]]],
 ) -> MetricValues:
     """Values for the ``served`` names and versions, by the keys of their `Statistics`; ``found`` are ours."""
-    told = MetricValues({spec.name: {} for spec in TRITON})
+    values = MetricValues({spec.name: {} for spec in TRITON})
     for known_as, numbers in statistics().items():
         if known_as in served:
             for metric, (what, unit) in _TOLD.items():
-                told[metric][served[known_as]] = numbers[what] // unit
+                values[metric][served[known_as]] = numbers[what] // unit
     waiting = found.get(m.QUEUE_REQUESTS, {})
     for name, version in served.values():
-        told["nv_inference_pending_request_count"][name, version] = waiting.get((name,), 0)
-    failures = told["nv_inference_request_failure"]
+        values["nv_inference_pending_request_count"][name, version] = waiting.get((name,), 0)
+    failures = values["nv_inference_request_failure"]
     for (_, _, name, version, code), (counts, _) in found.get(m.REQUEST_SECONDS, {}).items():
         if name and code not in _SUCCESSES:
             labels = name, version, _REASONS.get(code, "OTHER")
             failures[labels] = failures.get(labels, 0) + sum(counts)
     for theirs, ours in _GPU.items():
-        told[theirs] = {(uuid,): size for (_, uuid), size in found.get(ours, {}).items()}
-    return told
+        values[theirs] = {(uuid,): size for (_, uuid), size in found.get(ours, {}).items()}
+    return values

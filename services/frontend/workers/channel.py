@@ -30,7 +30,7 @@ class ControlChannelSupervisor:
         """Send the first message, before any query. Raises OSError."""
         frames.send(self._end, FrameKind.HELLO, [payload])
 
-    def told(self) -> Any:
+    def first_message(self) -> Any:
         """Wait for the worker's first message. Raises OSError if the worker has ended."""
         return self._received()[1]
 

@@ -80,7 +80,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
                 "numbers": self._numbers,
                 "log": logs.set_level,
                 "cover": self._cover,
-                "hinder": self._hinder,
+                "set_not_ready": self._set_not_ready,
             }
         )
         if self._replaces:
@@ -149,7 +149,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
         if self._http is not None and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._http.cover(numbers), self._loop)
 
-    def _hinder(self, hindrance: str) -> None:
+    def _set_not_ready(self, hindrance: str) -> None:
         """Set the reason for not being ready; empty: ready."""
         if self.state.hindrance() != hindrance:
             self.state.hindrance = lambda: hindrance

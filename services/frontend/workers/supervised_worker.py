@@ -123,7 +123,9 @@ class SupervisedWorker:
         """Values of `Statistics` by key, of the worker and its predecessors."""
         self._ask()
         with self._lock:
-            found = {name: [told] for name, told in self._counted.get("statistics", {}).items()}
+            found = {
+                name: [reported] for name, reported in self._counted.get("statistics", {}).items()
+            }
             for name, before in self._statistics_before.items():
                 found.setdefault(name, []).append(before.numbers())
         return found
@@ -131,10 +133,10 @@ class SupervisedWorker:
     def forget(self, model: str, version: int) -> None:
         """Drop a version that no process serves any more."""
         with self._lock:
-            told = MetricValues.from_json(self._counted.get("metrics", {}))
-            for numbers in (told, self._metrics_before):
+            reported = MetricValues.from_json(self._counted.get("metrics", {}))
+            for numbers in (reported, self._metrics_before):
                 numbers.drop(model, version)
-            self._counted = {**self._counted, "metrics": told.as_json()}
+            self._counted = {**self._counted, "metrics": reported.as_json()}
             for name in names_of(model):
                 self._counted.get("statistics", {}).pop(f"{name}/{version}", None)
                 self._statistics_before.pop(f"{name}/{version}", None)
@@ -157,25 +159,25 @@ class SupervisedWorker:
             with suppress(OSError):  # it has ended
                 channel.tell("cover", list(numbers))
 
-    def hinder(self, hindrance: str) -> None:
+    def set_not_ready(self, hindrance: str) -> None:
         """Set the worker's reason for not being ready; empty: ready."""
         channel = self._channel
         if self.ready and channel is not None:
             with suppress(OSError):  # it has ended
-                channel.tell("hinder", hindrance)
+                channel.tell("set_not_ready", hindrance)
 
     def _ask(self) -> None:
         """Fetch the worker's current metrics and statistics, if it answers."""
         channel = self._channel
         if self.ready and channel is not None:
             try:
-                told = channel.ask("numbers", _PATIENCE_S)
+                reported = channel.ask("numbers", _PATIENCE_S)
             except OSError:
                 pass  # it has ended, or is stuck
             else:
                 with self._lock:
                     if self._channel is channel:
-                        self._counted = told
+                        self._counted = reported
 
     def _remember(self) -> None:
         """Keep the last values of an ended worker: sums must not decrease."""
@@ -183,8 +185,8 @@ class SupervisedWorker:
             self._channel = None
             counted, self._counted = self._counted, {}
             self._metrics_before.add(MetricValues.from_json(counted.get("metrics", {})).grown())
-            for name, told in counted.get("statistics", {}).items():
-                self._statistics_before.setdefault(name, Statistics()).add(told)
+            for name, reported in counted.get("statistics", {}).items():
+                self._statistics_before.setdefault(name, Statistics()).add(reported)
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -207,8 +209,8 @@ class SupervisedWorker:
             failures += 1
             self.restarts += 1
             pause_s = _BACKOFF.pause_s(failures)
-            told = fields(worker=self.number, **end, restart_in_s=round(pause_s, 3))
-            log.error("worker ended %s", told)
+            event = fields(worker=self.number, **end, restart_in_s=round(pause_s, 3))
+            log.error("worker ended %s", event)
             self._stopping.wait(pause_s)
 
     def _one_life(self) -> int:
@@ -235,7 +237,7 @@ class SupervisedWorker:
             try:
                 given = self._configuration, self._grpc_heartbeat, self.restarts > 0
                 channel.send(pickle.dumps(given))
-                channel.told()
+                channel.first_message()
             except OSError:
                 code = process.wait()  # the exit code has the reason
             else:

@@ -56,12 +56,12 @@ class Supervisor:
         if listeners:
             self.url = url_of(listeners[0], secured=server.http.tls is not None)
         settings = configuration.settings.model_copy(update={"server": server})
-        told = replace(configuration, settings=settings, origins={})
+        worker_configuration = replace(configuration, settings=settings, origins={})
         self._folder = _beside(server.runtime) if server.grpc is not None else None
         self.workers = [
             SupervisedWorker(
                 number,
-                told,
+                worker_configuration,
                 listeners,
                 self._folder and self._folder / str(number),
                 self._broke,
@@ -70,7 +70,7 @@ class Supervisor:
             for number in range(1, server.workers + 1)
         ]
         self._spreading = threading.Lock()
-        self._hindrance = ""
+        self._not_ready_reason = ""
         self.started = False
         self._stopping = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -134,11 +134,11 @@ class Supervisor:
             away = [worker.number for worker in self.workers if not worker.ready]
             for worker in self.workers:
                 worker.cover(away)
-                worker.hinder(self._hindrance)
+                worker.set_not_ready(self._not_ready_reason)
 
-    def hinder(self, hindrance: str) -> None:
+    def set_not_ready(self, hindrance: str) -> None:
         """Set the reason why all workers, and future ones, are not ready; empty: ready."""
-        self._hindrance = hindrance
+        self._not_ready_reason = hindrance
         self._spread()
 
     def _broke(self) -> None:
@@ -186,8 +186,8 @@ class Supervisor:
         """Values of `Statistics` of all workers, by key."""
         found: dict[str, list[Any]] = {}
         for worker in self.workers:
-            for name, told in worker.statistics().items():
-                found.setdefault(name, []).extend(told)
+            for name, numbers in worker.statistics().items():
+                found.setdefault(name, []).extend(numbers)
         return found
 
 

@@ -46,7 +46,7 @@ class WorkerWatch:
             self.unresponsive = False
 
     def _judge(self, process: subprocess.Popen[bytes], heartbeat: Heartbeat) -> None:
-        told = fields(
+        event = fields(
             worker=self._number,
             pid=process.pid,
             silent_s=round(heartbeat.silent_s, 1),
@@ -55,7 +55,7 @@ class WorkerWatch:
         if heartbeat.stuck_s > self._timeout_s:
             self.timeouts += 1
             log.error(
-                "worker killed: it does not answer; the stacks of its threads follow %s", told
+                "worker killed: it does not answer; the stacks of its threads follow %s", event
             )
             process.send_signal(signal.SIGUSR1)
             with suppress(subprocess.TimeoutExpired):
@@ -65,7 +65,7 @@ class WorkerWatch:
         if unresponsive != self.unresponsive:
             self.unresponsive = unresponsive
             if unresponsive:
-                log.warning("worker does not answer %s", told)
+                log.warning("worker does not answer %s", event)
             else:
-                log.info("worker answers again %s", told)
+                log.info("worker answers again %s", event)
             self._ready(not unresponsive)

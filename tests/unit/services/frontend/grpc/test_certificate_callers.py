@@ -81,7 +81,7 @@ def test_messages_name_the_caller(admin, connect):
     told = refused(Stub(connect(admin, "front"), "Admin").Status, status)[1]
     assert told == "certificate of 'front' has role read; this needs role admin"
     told = refused(Stub(connect(admin, "liar"), "Admin").Status, status)[1]
-    assert "nobody is known by this certificate, which names CN=liar" in told
+    assert "unknown certificate, with the names CN=liar" in told
 
 
 def test_the_data_port(small, by_certificate, tls, connect):
@@ -97,7 +97,7 @@ def test_the_data_port(small, by_certificate, tls, connect):
             return call(request).version
 
         assert describe("front") == 1
-        with pytest.raises(grpc.RpcError, match="nobody is known"):
+        with pytest.raises(grpc.RpcError, match="unknown certificate"):
             describe("liar")
 
 

@@ -27,7 +27,7 @@ def test_questions_are_answered_until_one_side_ends(ends):
     given = []
     answering.start({"numbers": lambda: {"a": [1, 2]}, "take": given.append})
     answering.tell("ready")
-    assert asking.told() == "ready"
+    assert asking.first_message() == "ready"
     asking.tell("take", [3, 4])
     assert asking.ask("numbers", 60) == {"a": [1, 2]}
     assert given == [[3, 4]]
@@ -74,7 +74,7 @@ def test_what_is_no_frame_ends_the_channel_for_both():
         assert alone.wait(60)
         frames.send(theirs, frames.FrameKind.OK, [b"{,}"])
         with pytest.raises(OSError, match="no JSON"):
-            ControlChannelSupervisor(ours).told()
+            ControlChannelSupervisor(ours).first_message()
         theirs.settimeout(60)
         assert theirs.recv(1) == b""  # who answers there would be alone
 
