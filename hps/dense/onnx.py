@@ -77,9 +77,9 @@ class OnnxModel:
         self.path = path
         self._gpu = gpu or GpuOptions()
         self._threads = threads
-        self._asked = _choose(ort, provider)
+        self._provider = _choose(ort, provider)
         self._beside: Callable[[], AbstractContextManager[None]] = nullcontext
-        if self._asked:
+        if self._provider:
             _load_cuda(ort)
             if missing_requirement() is None:  # ONNX Runtime changes the thread's device
                 self._beside = keep_device
@@ -149,7 +149,7 @@ class OnnxModel:
 
     def _options_of(self, device: int, stream: int | None) -> list[Any]:
         """Return the configured providers with their options."""
-        if self._asked is None:
+        if self._provider is None:
             return []
         # TF32, ONNX Runtime's default, keeps 11 of float32's 24 bits: scores differ by 3e-3 from the
         # trainer's.
@@ -158,19 +158,19 @@ class OnnxModel:
             common["user_compute_stream"] = str(stream)
         cuda = {**common, "use_tf32": "01"[self._gpu.tf32]}
         providers: list[Any] = [("CUDAExecutionProvider", cuda)]
-        if self._asked == "TensorrtExecutionProvider":
+        if self._provider == "TensorrtExecutionProvider":
             narrow = "01"[self._gpu.precision == "float16"]
-            providers.insert(0, (self._asked, {**common, "trt_fp16_enable": narrow}))
+            providers.insert(0, (self._provider, {**common, "trt_fp16_enable": narrow}))
         return providers
 
     def _narrowed(self, provider: Provider) -> Any:
         """Return the network in float16 with unchanged inputs and outputs. TensorRT converts it itself."""
-        if self._asked is None:
+        if self._provider is None:
             raise ConfigError(
                 f"dense.precision is float16, but the network runs on the CPU (dense.provider: {provider}); "
                 "a CPU is slower in float16: set dense.precision: float32"
             )
-        if self._asked == "TensorrtExecutionProvider":
+        if self._provider == "TensorrtExecutionProvider":
             return str(self.path)
         return convert_to_float16(self.path)
 

@@ -108,8 +108,8 @@ class CacheTable:
         """
         with self._lock:
             bucket, slot = self._find(keys)
-            lacking = (bucket < 0) | ~self._is_row[bucket, slot]
-            found = int(lacking.argmax()) if lacking.any() else len(keys)
+            has_no_row = (bucket < 0) | ~self._is_row[bucket, slot]
+            found = int(has_no_row.argmax()) if has_no_row.any() else len(keys)
             self._touch(bucket[:found], slot[:found])
             if found < len(keys):
                 return False

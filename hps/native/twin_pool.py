@@ -53,15 +53,15 @@ def pool_bags(
     vectors = np.zeros((n, out.shape[1]), out.dtype)
     versions, source = np.zeros(n, np.uint64), np.zeros(n, np.uint8)
     table.fetch(keys, np.arange(n), 0, vectors, versions, source)
-    lacking, wanted = source == 0, np.ones(bags, bool)
+    has_no_row, wanted = source == 0, np.ones(bags, bool)
     if given is not None and rows is not None:
         wanted[:] = False
         wanted[np.searchsorted(offsets, given, side="right") - 1] = True
-        vectors[given], lacking[given] = rows, False
-        lacking &= np.repeat(wanted, np.diff(offsets))
+        vectors[given], has_no_row[given] = rows, False
+        has_no_row &= np.repeat(wanted, np.diff(offsets))
     with np.errstate(all="ignore"):
         out[wanted] = _pooled(vectors, offsets, weights, divisors)[wanted]
-    missing = np.flatnonzero(lacking)
+    missing = np.flatnonzero(has_no_row)
     return missing if len(missing) else None
 
 

@@ -105,8 +105,10 @@ class ThreadRegions:
                 raise
             except BaseException as error:
                 self._drop()
-                told = isinstance(error, DenseModelError) and "shared memory region" in str(error)
-                if not (first and told):
+                is_unknown_region = isinstance(
+                    error, DenseModelError
+                ) and "shared memory region" in str(error)
+                if not (first and is_unknown_region):
                     raise
         raise AssertionError("the second attempt answers or raises")
 

@@ -50,9 +50,9 @@ class Candidates:
         """True if an answer with this digest has the description that is expected here."""
         return digest in self._same
 
-    def lacks(self, target: LookupNode) -> None:
+    def mark_not_served(self, target: LookupNode) -> None:
         """Record that ``target`` does not serve the version, or another description of it."""
-        target.lacks(*self._of)
+        target.mark_not_served(*self._of)
         self._sort()
         self.nodes.look()
 
@@ -85,15 +85,15 @@ class Candidates:
 
     def _ask(self, target: LookupNode) -> None:
         try:
-            told = target.describe(*self._of, _DESCRIBE_S)
-            check_same_description(target.address, told, self.model)
+            described = target.describe(*self._of, _DESCRIBE_S)
+            check_same_description(target.address, described, self.model)
         except grpc.RpcError:
             self.nodes.look(tell=True)  # to try again
         except ModelError as error:
             log.warning("lookup node %s excluded: %s", target.address, error)
-            self._different = {**self._different, told.digest: str(error)}
+            self._different = {**self._different, described.digest: str(error)}
         else:
-            self._same |= {told.digest}
+            self._same |= {described.digest}
 
     def _sort(self) -> None:
         usable = []

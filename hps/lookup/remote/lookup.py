@@ -94,7 +94,7 @@ class RemoteLookup:
         self._most, self._under_way = in_flight, 0
         self._retries, self._timeout_s, self._attempt_s = retries, timeout_s, attempt_s
         self._budget = budget or RetryBudget(in_flight)
-        self._questions = RemoteRequestChecks(
+        self._checks = RemoteRequestChecks(
             model, meter or LookupMeter(Metrics(), model.name, model.version)
         )
         self._lock = threading.Lock()
@@ -113,7 +113,7 @@ class RemoteLookup:
 
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
-        asked, _ = self._questions.asked(request)
+        asked, _ = self._checks.prepare(request)
 
         def submit(
             keys: Sequence[KeyArray],
@@ -131,7 +131,7 @@ class RemoteLookup:
         return submit_in_span(self.model.name, request, self._submit)
 
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
-        asked, features = self._questions.asked(request)
+        asked, features = self._checks.prepare(request)
         keys = [each.keys for each in features.values()]
         more = b"" if asked.are_keys_all else offsets_and_weights(features)
         message = call_timed(request.origin, "encode", asked.message, keys, more)
@@ -196,9 +196,9 @@ class RemoteLookup:
                 left_s = min(left_s, self._attempt_s)
         call.tried.append(target)
         call.attempt = attempt = LookupAttempt(target, now, is_last)
-        told = partial(self._told, call, attempt)
+        on_done = partial(self._finish_attempt, call, attempt)
         try:
-            attempt.cancel = target.start(call.message, left_s, call.headers, told)
+            attempt.cancel = target.start(call.message, left_s, call.headers, on_done)
         except ValueError:  # the node was removed, or the process is ending
             call.failure = f"{target.address}: its connection has been closed"
             self._ask(call)
@@ -206,7 +206,7 @@ class RemoteLookup:
         if call.answer.cancelled():  # before this attempt could be cancelled
             attempt.cancel()
 
-    def _told(
+    def _finish_attempt(
         self,
         call: RemoteLookupCall,
         attempt: LookupAttempt,
@@ -240,11 +240,11 @@ class RemoteLookup:
             details, elsewhere = "now serves another model under the same version", True
         call.failure = f"{target.address}: {details}"
         if code in (_Code.OK, _Code.NOT_FOUND):
-            self._candidates.lacks(target)
+            self._candidates.mark_not_served(target)
         elif code is _Code.UNAVAILABLE:
             self._candidates.nodes.look()
         if elsewhere and not attempt.is_last and self._may_go_on(call):
-            target.passed_over()
+            target.count_retry()
             self._ask(call)
         elif code is _Code.INVALID_ARGUMENT:
             call.fail(BadRequest(details))

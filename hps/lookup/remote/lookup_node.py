@@ -12,7 +12,7 @@ import grpc
 
 from hps.lookup.remote.addresses import NodeAddress
 from hps.lookup.remote.connection import NodeChannel
-from hps.lookup.remote.unary_method import Cancel, Told
+from hps.lookup.remote.unary_method import Cancel, OnDone
 from hps.v1 import lookup_pb2 as pb
 
 Standing = Literal["ready", "not ready", "unreachable"]
@@ -80,11 +80,11 @@ class LookupNode:
         return former
 
     def start(
-        self, message: bytes, timeout_s: float, headers: Mapping[str, str] | None, told: Told
+        self, message: bytes, timeout_s: float, headers: Mapping[str, str] | None, on_done: OnDone
     ) -> Cancel:
         """Start a lookup with the trace ``headers``; return the function that cancels it.
 
-        ``told`` gets the outcome on a thread of gRPC: a ``LookupResponse`` on success. Raises ValueError
+        ``on_done`` gets the outcome on a thread of gRPC: a ``LookupResponse`` on success. Raises ValueError
         after ``close``.
         """
         metadata = self._metadata()
@@ -97,7 +97,7 @@ class LookupNode:
             with self._lock:
                 self.in_flight -= 1
                 self.answers[code.name] += 1
-            told(code, details, response)
+            on_done(code, details, response)
 
         try:
             return self._connection.lookup(message, timeout_s, metadata, ended)
@@ -106,7 +106,7 @@ class LookupNode:
                 self.in_flight -= 1
             raise
 
-    def passed_over(self) -> None:
+    def count_retry(self) -> None:
         """Count a lookup that was retried on another node because this one failed."""
         with self._lock:
             self.retries += 1
@@ -119,7 +119,7 @@ class LookupNode:
         )
 
     def look(self, timeout_s: float) -> Any:
-        """Start a poll of the node's state; returns gRPC's future, to be passed to `looked` when done.
+        """Start a poll of the node's state; returns gRPC's future, to be passed to `finish_poll` when done.
 
         Raises ValueError after ``close``.
         """
@@ -127,7 +127,7 @@ class LookupNode:
         serving = self._connection.serving
         return serving.future(pb.ServingRequest(), timeout=timeout_s, metadata=metadata)
 
-    def looked(self, asked: Any) -> bool:
+    def finish_poll(self, asked: Any) -> bool:
         """Store the result of a poll; return True if anything has changed."""
         before = self.standing, self.problem, self.models
         code = asked.code()
@@ -136,13 +136,13 @@ class LookupNode:
         elif self.standing == "ready":
             self._late_until = time.monotonic() + LATE_S
         if code is grpc.StatusCode.OK:
-            told = asked.result()
+            status = asked.result()
             self.models = {
                 (each.model, each.version): ServedVersion(each.digest, each.former)
-                for each in told.models
+                for each in status.models
             }
-            self.standing = "ready" if told.ready else "not ready"
-            self.problem = "" if told.ready else "it is starting or shutting down"
+            self.standing = "ready" if status.ready else "not ready"
+            self.problem = "" if status.ready else "it is starting or shutting down"
             self._connection.keep_thread()
         else:
             # The last known versions are kept: this process may be the slow one.
@@ -159,7 +159,7 @@ class LookupNode:
         """
         return self.standing == "ready" or time.monotonic() < self._late_until
 
-    def lacks(self, model: str, version: int) -> None:
+    def mark_not_served(self, model: str, version: int) -> None:
         """Record that the node no longer serves the version, until it reports it again."""
         self.models = {of: each for of, each in self.models.items() if of != (model, version)}
 

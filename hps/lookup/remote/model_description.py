@@ -17,7 +17,7 @@ _DATATYPE_OF = {dtype: name for name, dtype in _DATATYPES.items()}
 
 def describe_model(model: LookupModel) -> Any:
     """Make the ``DescribeResponse`` of ``model``."""
-    told = pb.DescribeResponse(
+    response = pb.DescribeResponse(
         model=model.name,
         version=model.version,
         tables=[
@@ -33,9 +33,9 @@ def describe_model(model: LookupModel) -> Any:
         max_batch_size=model.max_batch_size,
         max_keys=model.max_keys,
     )
-    content = told.SerializeToString(deterministic=True)
-    told.digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
-    return told
+    content = response.SerializeToString(deterministic=True)
+    response.digest = int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+    return response
 
 
 def _feature(feature: Feature) -> Any:
@@ -56,13 +56,13 @@ def check_same_description(address: str, there: Any, here: LookupModel) -> None:
         table = tables.get(name)
         theirs = (table.dim, _DATATYPES.get(table.datatype), table.key_bits) if table else None
         if theirs != (mine.dim, mine.dtype, mine.key_bits):
-            told = "has no such table"
+            difference = "has no such table"
             if table:
-                told = f"has dim {table.dim}, {table.datatype}, {table.key_bits}-bit keys"
+                difference = f"has dim {table.dim}, {table.datatype}, {table.key_bits}-bit keys"
             raise ModelError(
                 f"table '{name}' of model '{here.name}' version {here.version}: here dim {mine.dim}, "
-                f"{mine.dtype}, {mine.key_bits}-bit keys, but {address} {told}; both must be of the same "
-                "model.yaml"
+                f"{mine.dtype}, {mine.key_bits}-bit keys, but {address} {difference}; both must be of the "
+                "same model.yaml"
             )
     features = {feature.name: feature for feature in there.features}
     for name, feature in here.features.items():
@@ -73,5 +73,5 @@ def check_same_description(address: str, there: Any, here: LookupModel) -> None:
             raise ModelError(
                 f"feature '{name}' of model '{here.name}' version {here.version}: here "
                 f"{' '.join(str(wanted).split())}, but {address} has {shown}; both must be of the same "
-                "model.yaml"
+                "same model.yaml"
             )

@@ -145,7 +145,7 @@ class NodeRegistry:
         self._begin()
         if self._changed.is_set():
             self._changed.clear()
-            self._say()
+            self._log_changes()
             for changed in self._watchers:
                 changed()
         for target in [each for each in self._leaving if not each.in_flight]:
@@ -176,7 +176,7 @@ class NodeRegistry:
         for target in self.all:
             if target not in self._looks:
                 self._looks[target] = asked = target.look(_ANSWER_S)
-                asked.add_done_callback(lambda done, target=target: self._told(target, done))
+                asked.add_done_callback(lambda done, target=target: self._finish_poll(target, done))
 
     def _renew(self) -> None:
         """Reconnect after a renewal of certificates; calls in flight end on their channel."""
@@ -189,10 +189,10 @@ class NodeRegistry:
             if not self.later(_FAREWELL_S, connection.close):
                 connection.close()
 
-    def _told(self, target: LookupNode, asked: Any) -> None:
+    def _finish_poll(self, target: LookupNode, asked: Any) -> None:
         """Handle the end of a poll, on a thread of gRPC."""
         try:
-            if target.looked(asked) and not self._closed:
+            if target.finish_poll(asked) and not self._closed:
                 self._changed.set()
                 self._wake.set()
                 if target.standing == "unreachable" and target.may_serve:
@@ -209,19 +209,19 @@ class NodeRegistry:
         for ended in done:
             ended.result(2 * _ANSWER_S)
 
-    def _say(self) -> None:
+    def _log_changes(self) -> None:
         """Log what has changed."""
-        told = {target.address: (target.standing, target.problem) for target in self.all}
-        for address, (standing, problem) in told.items():
+        standings = {target.address: (target.standing, target.problem) for target in self.all}
+        for address, (standing, problem) in standings.items():
             if self._said.get(address) == standing:
                 continue  # only the wording may differ
             if standing == "ready":
                 log.info("lookup node %s is asked", address)
             else:
                 log.warning("lookup node %s is %s: %s", address, standing, problem)
-        for address in self._said.keys() - told.keys():
+        for address in self._said.keys() - standings.keys():
             log.info("lookup node %s is gone", address)
-        self._said = {address: standing for address, (standing, _) in told.items()}
+        self._said = {address: standing for address, (standing, _) in standings.items()}
         for name, problem in self._addresses.problems.items():
             if self._unknown.get(name) != problem:
                 log.warning("lookup nodes %s: %s; trying again", name, problem)

@@ -35,7 +35,7 @@ class RemoteRequestChecks:
         }
         self._kept: dict[tuple[object, ...], LookupRequestTemplate] = {}
 
-    def asked(
+    def prepare(
         self, request: LookupRequest
     ) -> tuple[LookupRequestTemplate, Mapping[str, JaggedKeys]]:
         """Return the codec of ``request`` and its checked keys. Raises BadRequest."""

@@ -20,7 +20,7 @@ from grpc._cython import cygrpc
 log = logging.getLogger(__name__)
 
 _Code = grpc.StatusCode
-Told = Callable[[grpc.StatusCode, str, Any], None]
+OnDone = Callable[[grpc.StatusCode, str, Any], None]
 """The status, what is said of it, and of an answer (OK) what it was parsed into."""
 Cancel = Callable[[], object]
 
@@ -58,18 +58,18 @@ KNOWN = _is_known()
 class UnaryMethod:
     """The calls of one method. Thread-safe.
 
-    ``told`` is called once per call, on a thread of gRPC. Raises ValueError if the channel is closed.
+    ``on_done`` is called once per call, on a thread of gRPC. Raises ValueError if the channel is closed.
     """
 
     def __init__(self, channel: grpc.Channel, method: str, parse: Callable[[bytes], Any]) -> None:
         self._method: Any = channel.unary_unary(method)
         self._parse = parse
-        self.start: Callable[[bytes, float, Sequence[tuple[str, str]], Told], Cancel]
+        self.start: Callable[[bytes, float, Sequence[tuple[str, str]], OnDone], Cancel]
         """Begin a call that may take so many seconds, with this metadata; what cancels it."""
         self.start = self._start if KNOWN else self._start_future
 
     def _start(
-        self, message: bytes, timeout_s: float, metadata: Sequence[tuple[str, str]], told: Told
+        self, message: bytes, timeout_s: float, metadata: Sequence[tuple[str, str]], on_done: OnDone
     ) -> Cancel:
         method = self._method
         received = cygrpc.ReceiveMessageOperation(0)
@@ -84,7 +84,9 @@ class UnaryMethod:
         )
 
         def ended(_event: Any) -> bool:
-            self._tell(told, _CODES.get(status.code(), _Code.UNKNOWN), status.details(), received)
+            self._report(
+                on_done, _CODES.get(status.code(), _Code.UNKNOWN), status.details(), received
+            )
             return True
 
         call = method._managed_call(
@@ -101,7 +103,7 @@ class UnaryMethod:
         )
         return partial(call.cancel, cygrpc.StatusCode.cancelled, "cancelled")
 
-    def _tell(self, told: Told, code: grpc.StatusCode, details: Any, received: Any) -> None:
+    def _report(self, on_done: OnDone, code: grpc.StatusCode, details: Any, received: Any) -> None:
         try:
             text = details if isinstance(details, str) else bytes(details or b"").decode()
             parsed = None
@@ -110,16 +112,16 @@ class UnaryMethod:
                     parsed = self._parse(received.message())
                 except Exception as error:  # the class of protobuf's error depends on its build
                     code, text = _Code.INTERNAL, f"an answer that is no message: {error}"
-            told(code, text, parsed)
+            on_done(code, text, parsed)
         except Exception:  # an error would end the thread of all calls
-            log.exception("what a call was answered could not be told")
+            log.exception("failed to report the result of a call")
 
     def _start_future(
-        self, message: bytes, timeout_s: float, metadata: Sequence[tuple[str, str]], told: Told
+        self, message: bytes, timeout_s: float, metadata: Sequence[tuple[str, str]], on_done: OnDone
     ) -> Cancel:
         asked = self._method.future(message, timeout=timeout_s, metadata=metadata)
         asked.add_done_callback(
-            lambda _: self._tell(told, asked.code(), asked.details(), _FutureEvent(asked))
+            lambda _: self._report(on_done, asked.code(), asked.details(), _FutureEvent(asked))
         )
         return asked.cancel  # type: ignore[no-any-return]  # grpc has no types
 

@@ -26,8 +26,8 @@ class VersionVote:
         serving = [target for target in self._nodes.all if target.may_serve]
         votes: dict[str, Counter[int]] = {}
         for target in serving:
-            for (model, version), told in target.models.items():
-                if not told.former:
+            for (model, version), node_version in target.models.items():
+                if not node_version.former:
                     votes.setdefault(model, Counter())[version] += 1
         serve: list[tuple[str, int, str]] = []
         others: list[tuple[str, int, str]] = []

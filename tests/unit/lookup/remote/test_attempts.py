@@ -29,7 +29,7 @@ class Node:
     def cancel(self):
         self.cancelled += 1
 
-    def passed_over(self):
+    def count_retry(self):
         pass
 
 

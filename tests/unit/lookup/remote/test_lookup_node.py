@@ -28,7 +28,7 @@ def target():
 
 
 def told(target, code, ready=True):
-    target.looked(
+    target.finish_poll(
         SimpleNamespace(
             code=lambda: code, details=lambda: "", result=lambda: pb.ServingResponse(ready=ready)
         )

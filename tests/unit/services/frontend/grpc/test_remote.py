@@ -555,8 +555,8 @@ def test_certificates_bear_the_name_that_was_looked_up(small, tmp_path):
 def test_lookups_that_come_alone_are_answered_on_one_thread(remote):
     (target,) = remote._candidates.nodes.all
     until(lambda: target._connection.keeps_thread)
-    threads, told = set(), remote._told
-    remote._told = lambda *given: (threads.add(threading.current_thread()), told(*given))
+    threads, told = set(), remote._finish_attempt
+    remote._finish_attempt = lambda *given: (threads.add(threading.current_thread()), told(*given))
     for key in range(5):
         remote.lookup(LookupRequest({"item": JaggedKeys(np.array([key]), 1)}))
         until(lambda: not target.in_flight)
