@@ -73,5 +73,5 @@ def check_same_description(address: str, there: Any, here: LookupModel) -> None:
             raise ModelError(
                 f"feature '{name}' of model '{here.name}' version {here.version}: here "
                 f"{' '.join(str(wanted).split())}, but {address} has {shown}; both must be of the same "
-                "same model.yaml"
+                "model.yaml"
             )
