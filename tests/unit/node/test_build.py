@@ -589,7 +589,7 @@ def test_a_broken_tier_takes_neither_status_nor_metrics_along(opened):
 
 
 def test_every_node_counts_for_itself(folder, tmp_path_factory, monkeypatch):
-    monkeypatch.setattr("hps.lookup.engine._ASK_AGAIN_S", 60.0)  # else it may be asked twice
+    monkeypatch.setattr("hps.lookup.engine._REFETCH_AFTER_S", 60.0)  # else it may be asked twice
     other = tmp_path_factory.mktemp("other")
     write(other)
     with hps.open(settings(folder)) as first, hps.open(settings(other)) as second:
