@@ -22,8 +22,7 @@ from services.frontend.connection_limit import most_connections
 from services.frontend.grpc.call_identity import check
 from services.frontend.grpc.call_limits import call_options
 from services.frontend.grpc.connection_age import age_options
-from services.frontend.grpc.core import internals as inside
-from services.frontend.grpc.core.call_acceptor import CallAcceptor
+from services.frontend.grpc.core import probe
 from services.frontend.grpc.credentials import credentials
 from services.frontend.grpc.health import GrpcHealth
 from services.frontend.grpc.method_handlers import (
@@ -31,6 +30,7 @@ from services.frontend.grpc.method_handlers import (
     PooledUnaryHandler,
     UnaryHandler,
 )
+from services.frontend.grpc.thread_calls import ThreadPoolCalls
 from services.server_state import ServerState
 
 # Threads for what is quick, and for what keeps a thread: reflection, a stream.
@@ -82,14 +82,14 @@ class GrpcPort:
         self._drain_s = settings.drain_s
         quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
         others = ThreadPoolExecutor(_OTHERS, "grpc-others")
-        known = partial(check, guard) if guard.enabled else None
-        self.arrivals = CallAcceptor(_REQUESTS, _BESIDE, known)
+        on_core = at.calls == "auto" and probe.is_supported()
+        self.arrivals = _call_acceptor(guard) if on_core else ThreadPoolCalls()
         self._quick = quick
         self._pools = [quick, others]
         self._server = grpc.server(
             others,
             # Of those that grpc itself takes.
-            maximum_concurrent_rpcs=_BESIDE if inside.KNOWN else _REQUESTS + _BESIDE,
+            maximum_concurrent_rpcs=_BESIDE if on_core else _REQUESTS + _BESIDE,
             options=[
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -206,3 +206,9 @@ class GrpcPort:
         self._stopping.set()
         if at_once:
             self._at_once.set()
+
+
+def _call_acceptor(guard: Authorizer) -> Any:
+    from services.frontend.grpc.core.call_acceptor import CallAcceptor  # needs grpc's private names
+
+    return CallAcceptor(_REQUESTS, _BESIDE, partial(check, guard) if guard.enabled else None)

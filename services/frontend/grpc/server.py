@@ -1,7 +1,7 @@
 """The data port over gRPC: the Open Inference Protocol, and lookups for other nodes.
 
 Inference is answered on the server's own thread where it can be, whatever else is quick on a few others
-(`arrivals.py`). Streams keep a thread each while they last.
+(`core/call_acceptor.py`). Streams keep a thread each while they last.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ three changes of hands (26 keys: 390 µs of CPU, 200 without them). What it does
 not need where the answer is there at once, is another sixth.
 
 So methods are asked of grpc's core for `CallAcceptor`, and grpc's server passes on what the core tells
-of their calls. That is not grpc's public interface: `inside.py` says whether it is as expected. Where it
-is not, calls run on threads as grpc has them.
+of their calls. That is not grpc's public interface: `probe.py` tries it. Where it does not work, calls run on
+threads (`services/frontend/grpc/thread_calls.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from grpc._cython import cygrpc
 
 from hps.config.auth import Role
 from hps.periodic import SWEEP_IDLE_ROUNDS, PeriodicThread
-from services.frontend.grpc.core import internals as inside
 from services.frontend.grpc.core.unary_call import NOTHING, Told, UnaryCall
 from services.frontend.grpc.method_handlers import UnaryHandler
 from services.frontend.grpc.responders import CallContext
@@ -84,16 +83,6 @@ class CallAcceptor:
 
     def start(self, server: grpc.Server, methods: Mapping[str, UnaryHandler]) -> None:
         """Start ``server``, which knows of ``methods``, here by their full names."""
-        if not inside.KNOWN:
-            log.warning(
-                "grpc %s is not as expected inside: calls run on its threads, which is slower",
-                grpc.__version__,
-            )
-            for behavior in methods.values():
-                if not behavior.beside:
-                    behavior.experimental_thread_pool = self._threads
-            server.start()
-            return
         state = server._state
         for name in methods:
             del state.registered_method_handlers[name]

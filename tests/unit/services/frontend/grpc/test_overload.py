@@ -24,7 +24,7 @@ from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc import infer
 from services.frontend.grpc import listener as port
 from services.frontend.grpc.call_identity import address_of
-from services.frontend.grpc.core import internals as inside
+from services.frontend.grpc.core import probe
 from services.frontend.grpc.core import unary_call as unary
 from services.frontend.http.app import data_app
 from services.frontend.state import FrontendState
@@ -243,7 +243,7 @@ def test_a_request_has_so_much_time_in_the_line(small, slow, stub):
     assert slow.runs == 2
 
 
-@pytest.mark.skipif(not inside.KNOWN, reason="calls run on grpc's threads")
+@pytest.mark.skipif(not probe.is_supported(), reason="calls run on grpc's threads")
 def test_requests_take_no_call_from_health_and_the_like(small, slow, stub, monkeypatch):
     monkeypatch.setattr(port, "_REQUESTS", 2)
     monkeypatch.setattr(port, "_BESIDE", 1)

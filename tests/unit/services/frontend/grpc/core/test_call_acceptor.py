@@ -17,29 +17,56 @@ from hps.errors import BadRequest
 from services.frontend.grpc import listener as port
 from services.frontend.grpc import slow_readers as unsent_module
 from services.frontend.grpc.core import call_acceptor as module
-from services.frontend.grpc.core import internals as inside
+from services.frontend.grpc.core import probe
 from services.frontend.grpc.core import unary_call as unary
 from services.frontend.grpc.service import SERVICE
+from services.frontend.grpc.thread_calls import ThreadPoolCalls
 from tests.support.http2_client import Http2Client
 from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.test_server import keys, row
 
 
-def test_grpc_is_as_expected():
-    assert inside.KNOWN
+@pytest.fixture
+def fresh_probe(monkeypatch):
+    """The probe without its cached result."""
+    monkeypatch.setattr(probe, "is_supported", probe.is_supported.__wrapped__)
+    monkeypatch.setattr(probe, "_TIMEOUT_S", 0.5)
+    return probe
+
+
+def test_probe_accepts_installed_grpc(fresh_probe, caplog):
+    assert fresh_probe.is_supported()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("_STATE", {"none"}), ("_TOLD", "event.tag.none(event)")]
+    ("owner", "name"),
+    [
+        (module._AcceptedMethod, "ask"),
+        (module.cygrpc, "SendMessageOperation"),
+        (unary.UnaryCall, "receive"),
+    ],
+    ids=["request", "answer", "message"],
 )
-def test_grpc_is_not_as_expected(monkeypatch, name, value):
-    monkeypatch.setattr(inside, name, value)
-    assert not inside._known()
+def test_probe_rejects_grpc_whose_internals_fail(fresh_probe, monkeypatch, caplog, owner, name):
+    def fail(*_):
+        raise AttributeError(name)
+
+    monkeypatch.setattr(owner, name, fail)
+    assert not fresh_probe.is_supported()
+    (record,) = [each for each in caplog.records if each.name == probe.__name__]
+    assert record.levelname == "WARNING"
+    assert "using one thread per call" in record.message
 
 
-def test_grpc_lacks_what_is_expected(monkeypatch):
-    monkeypatch.delattr(inside._server, "_process_event_and_continue")
-    assert not inside._known()
+def test_unsupported_grpc_answers_calls_on_threads(serve, monkeypatch):
+    monkeypatch.setattr(probe, "is_supported", lambda: False)
+    assert isinstance(serve().server.arrivals, ThreadPoolCalls)
+
+
+def test_setting_chooses_threads_without_a_probe(serve, monkeypatch):
+    monkeypatch.setattr(probe, "is_supported", lambda: 1 / 0)
+    assert isinstance(serve(grpc={"calls": "threads"}).server.arrivals, ThreadPoolCalls)
 
 
 def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, monkeypatch):
@@ -62,7 +89,7 @@ def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, mon
 
 
 def test_without_what_is_known_of_grpc_calls_run_on_threads(serve, monkeypatch):
-    monkeypatch.setattr(inside, "KNOWN", False)
+    monkeypatch.setattr(probe, "is_supported", lambda: False)
     with triton.InferenceServerClient(serve().server.url) as client:
         for key in (1, 12):  # in memory, in the store
             answer = client.infer("words.lookup", [keys("left", key)])
@@ -75,7 +102,7 @@ def test_without_what_is_known_of_grpc_calls_run_on_threads(serve, monkeypatch):
 
 
 def test_without_it_many_calls_without_a_request_leave_health_its_threads(serve, monkeypatch):
-    monkeypatch.setattr(inside, "KNOWN", False)
+    monkeypatch.setattr(probe, "is_supported", lambda: False)
     gate = threading.Event()
 
     def nothing():
@@ -136,7 +163,9 @@ def test_a_callers_key_is_looked_at_once(serve, key_guard, monkeypatch):
     with triton.InferenceServerClient(serve(key_guard).server.url) as client:
         client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
         assert len(asked) == 1
-    monkeypatch.setattr(inside, "KNOWN", False)  # on a thread, which has to look itself
+    monkeypatch.setattr(
+        probe, "is_supported", lambda: False
+    )  # on a thread, which has to look itself
     with triton.InferenceServerClient(serve(key_guard).server.url) as client:
         client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
         with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
