@@ -7,6 +7,7 @@ import pytest
 
 from hps.tiers.base import FetchContext, Part
 from hps.types import EmbeddingTable, make_version
+from tests.support.rows import rows_from
 
 NOW_MS = time.time_ns() // 1_000_000
 UNTOUCHED = 7
@@ -20,11 +21,6 @@ def keys_of(*keys):
 def versions_of(*sequence):
     """Versions of this moment with distinct sequence numbers."""
     return np.array([make_version(NOW_MS, s) for s in sequence], np.uint64)
-
-
-def rows_of(table, *firsts):
-    """(n, dim) rows that begin with ``firsts`` and differ by it."""
-    return (np.array(firsts)[:, None] + np.arange(table.dim)).astype(table.dtype)
 
 
 def blank(table, keys):
@@ -41,7 +37,7 @@ def fetch(tier, table, *keys):
 
 
 def put(tier, table, key, sequence, first, verb="insert"):
-    getattr(tier, verb)(table, keys_of(key), rows_of(table, first), versions_of(sequence))
+    getattr(tier, verb)(table, keys_of(key), rows_from(table, first), versions_of(sequence))
 
 
 def remove(tier, table, key, sequence):
@@ -49,7 +45,7 @@ def remove(tier, table, key, sequence):
 
 
 def assert_row(ut, part, at, first, sequence=None):
-    assert part.out[at].tolist() == rows_of(part.table, first)[0].tolist()
+    assert part.out[at].tolist() == rows_from(part.table, first)[0].tolist()
     assert part.source[at] in ut.case.sources
     assert at not in part.missing
     if sequence is not None:
@@ -87,7 +83,7 @@ def test_misses_are_left_alone(under_test):
 
 def test_only_missing_keys_are_fetched(under_test):
     tier, table = under_test.tier, under_test.tables[0]
-    tier.insert(table, keys_of(1, 2, 3), rows_of(table, 10, 20, 30), versions_of(1, 1, 1))
+    tier.insert(table, keys_of(1, 2, 3), rows_from(table, 10, 20, 30), versions_of(1, 1, 1))
     part = blank(table, keys_of(1, 2, 3, 4))
     part.missing = keys_of(1, 3)
     tier.fetch([part], FetchContext())
@@ -111,7 +107,7 @@ def test_negative_and_extreme_keys(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     held, firsts = EXTREME[::2], list(range(100, 100 + len(EXTREME[::2])))
     assert len(fetch(tier, table, *EXTREME).missing) == len(EXTREME)
-    tier.insert(table, keys_of(*held), rows_of(table, *firsts), versions_of(*[1] * len(held)))
+    tier.insert(table, keys_of(*held), rows_from(table, *firsts), versions_of(*[1] * len(held)))
     part = fetch(tier, table, *EXTREME)
     for at, key in enumerate(EXTREME):
         if key in held:
@@ -123,7 +119,7 @@ def test_negative_and_extreme_keys(under_test):
 def test_many_tables_in_one_fetch(under_test):
     tier, tables = under_test.tier, under_test.tables
     for n, table in enumerate(tables):
-        tier.insert(table, keys_of(1, 2 + n), rows_of(table, n, 10 + n), versions_of(1, 2))
+        tier.insert(table, keys_of(1, 2 + n), rows_from(table, n, 10 + n), versions_of(1, 2))
     parts = [blank(table, keys_of(1, 2, 3, 4)) for table in tables]
     tier.fetch(parts, FetchContext())
     for n, part in enumerate(parts):
@@ -165,7 +161,7 @@ def test_rows_round_trip_bit_for_bit(under_test):
 
 def test_rows_are_copied(under_test):
     tier, table = under_test.tier, under_test.tables[0]
-    keys, rows, versions = keys_of(1), rows_of(table, 10), versions_of(1)
+    keys, rows, versions = keys_of(1), rows_from(table, 10), versions_of(1)
     tier.insert(table, keys, rows, versions)
     keys[:], rows[:], versions[:] = 2, 99, 0
     part = fetch(tier, table, 1)
@@ -203,7 +199,7 @@ def test_the_last_of_equal_versions_wins(under_test):
     put(tier, table, 1, 5, 20)
     assert_row(under_test, fetch(tier, table, 1), 0, 20, sequence=5)
     keys, firsts = keys_of(2, 3, 2, 3, 2), (1, 2, 3, 4, 5)
-    tier.insert(table, keys, rows_of(table, *firsts), versions_of(*[6] * 5))
+    tier.insert(table, keys, rows_from(table, *firsts), versions_of(*[6] * 5))
     part = fetch(tier, table, 2, 3)
     assert_row(under_test, part, 0, 5, sequence=6)
     assert_row(under_test, part, 1, 4, sequence=6)
@@ -223,9 +219,11 @@ def test_an_older_version_never_overwrites(versioned):
 @pytest.mark.parametrize("verb", ["insert", "update"])
 def test_the_highest_version_of_a_batch_wins(versioned, verb):
     tier, table = versioned.tier, versioned.tables[0]
-    tier.insert(table, keys_of(1, 2), rows_of(table, 1, 2), versions_of(1, 1))
+    tier.insert(table, keys_of(1, 2), rows_from(table, 1, 2), versions_of(1, 1))
     write = getattr(tier, verb)
-    write(table, keys_of(1, 2, 1, 2, 1), rows_of(table, 3, 4, 5, 6, 7), versions_of(4, 9, 8, 3, 8))
+    write(
+        table, keys_of(1, 2, 1, 2, 1), rows_from(table, 3, 4, 5, 6, 7), versions_of(4, 9, 8, 3, 8)
+    )
     part = fetch(tier, table, 1, 2)
     assert_row(versioned, part, 0, 7, sequence=8)
     assert_row(versioned, part, 1, 4, sequence=9)
@@ -234,7 +232,7 @@ def test_the_highest_version_of_a_batch_wins(versioned, verb):
 def test_update_touches_resident_rows_only(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     put(tier, table, 1, 1, 10)
-    tier.update(table, keys_of(0, 1, 2), rows_of(table, 5, 6, 7), versions_of(2, 2, 2))
+    tier.update(table, keys_of(0, 1, 2), rows_from(table, 5, 6, 7), versions_of(2, 2, 2))
     part = fetch(tier, table, 0, 1, 2)
     assert_missing(part, 0)
     assert_row(under_test, part, 1, 6, sequence=2)
@@ -243,7 +241,7 @@ def test_update_touches_resident_rows_only(under_test):
 
 def test_evicted_keys_are_missing(under_test):
     tier, table = under_test.tier, under_test.tables[0]
-    tier.insert(table, keys_of(1, 2, 3), rows_of(table, 1, 2, 3), versions_of(9, 9, 9))
+    tier.insert(table, keys_of(1, 2, 3), rows_from(table, 1, 2, 3), versions_of(9, 9, 9))
     tier.evict(table, keys_of(4, 1, 3, 1))
     part = fetch(tier, table, 1, 2, 3)
     assert part.missing.tolist() == [0, 2]
@@ -257,7 +255,7 @@ def test_evicted_keys_are_missing(under_test):
 
 def test_deleted_rows_are_missing(under_test):
     tier, table = under_test.tier, under_test.tables[0]
-    tier.insert(table, keys_of(1, 2), rows_of(table, 1, 2), versions_of(1, 1))
+    tier.insert(table, keys_of(1, 2), rows_from(table, 1, 2), versions_of(1, 1))
     tier.delete(table, keys_of(1, 9, 1), versions_of(2, 2, 2))
     part = fetch(tier, table, 1, 2)
     assert part.source[0] == 0
@@ -311,17 +309,17 @@ def test_tombstone_expires_after_ttl(versioned):
     ttl_ms = int(table.tombstone_ttl_s * 1000)
     old, older = (np.array([make_version(NOW_MS - ttl_ms - ms)], np.uint64) for ms in (5, 10))
     young = np.array([make_version(NOW_MS - ttl_ms + 3_600_000)], np.uint64)
-    tier.insert(table, keys_of(1), rows_of(table, 1), older)
+    tier.insert(table, keys_of(1), rows_from(table, 1), older)
     tier.delete(table, keys_of(1), old)
     tier.delete(table, keys_of(2), young)
     part = fetch(tier, table, 1, 2)
     assert_missing(part, 0)
     assert part.missing.tolist() == [0]
-    tier.update(table, keys_of(1), rows_of(table, 2), older)
+    tier.update(table, keys_of(1), rows_from(table, 2), older)
     assert_missing(fetch(tier, table, 1), 0)
-    tier.insert(table, keys_of(1, 2), rows_of(table, 3, 3), np.repeat(older, 2))
+    tier.insert(table, keys_of(1, 2), rows_from(table, 3, 3), np.repeat(older, 2))
     part = fetch(tier, table, 1, 2)
-    assert part.out[0].tolist() == rows_of(table, 3)[0].tolist()
+    assert part.out[0].tolist() == rows_from(table, 3)[0].tolist()
     assert part.source.tolist()[1] == 0
 
 

@@ -6,16 +6,13 @@ import pytest
 from hps.errors import BadRequest
 from hps.tiers.base import FetchContext, Part
 from hps.types import version_now
-
-
-def rows_of(table, *firsts):
-    return (np.array(firsts)[:, None] + np.arange(table.dim)).astype(table.dtype)
+from tests.support.rows import rows_from
 
 
 def hold_two_rows(tier, table):
     """Keys 1 and 2, a day from being the newest."""
     versions = np.full(2, version_now() - (86_400_000 << 20), np.uint64)
-    tier.insert(table, np.array([1, 2]), rows_of(table, 1, 2), versions)
+    tier.insert(table, np.array([1, 2]), rows_from(table, 1, 2), versions)
 
 
 def part_of_two(table):
@@ -94,7 +91,7 @@ def test_rows_that_do_not_fit_are_refused(under_test, verb, name, spoil, named):
     hold_two_rows(tier, table)
     arrays = {
         "keys": np.array([1, 2]),
-        "vectors": rows_of(table, 8, 9),
+        "vectors": rows_from(table, 8, 9),
         "versions": np.full(2, version_now(), np.uint64),
     }
     arrays[name] = spoil(arrays[name])
@@ -104,5 +101,5 @@ def test_rows_that_do_not_fit_are_refused(under_test, verb, name, spoil, named):
     assert table.id in str(error.value)
     part = part_of_two(table)
     tier.fetch([part], FetchContext())
-    assert part.out.tolist() == rows_of(table, 1, 2).tolist()
+    assert part.out.tolist() == rows_from(table, 1, 2).tolist()
     assert len(part.missing) == 0

@@ -17,8 +17,8 @@ from hps.types import LookupRequest
 from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.state import FrontendState
+from tests.support.server_thread import Running
 from tests.support.waiting import until
-from tests.unit.services.frontend.grpc.conftest import Running
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,13 @@ from hps.updates.kafka.dead_letters import DeadLetterReader, StoredDeadLetter
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.source import DeadLetter, Reason
 from hps.updates.topics import native_topic
-from tests.integration.test_kafka import native, reading, sending
 from tests.support.kafka_brokers import (
     SEES_NEW_TOPICS_SOON,
     make_topic,
     shared_broker,
     unique,
 )
+from tests.support.kafka_updates import native, reading, sending
 from tests.support.redis_servers import shared_server
 from tests.support.waiting import until
 

@@ -21,8 +21,8 @@ from hps.types import EmbeddingTable, make_version
 from hps.updates.codec import encode_hps, hps_topic
 from hps.updates.kafka.client import client_log, client_options
 from hps.updates.topics import native_topic
-from tests.integration.test_kafka import native, sending
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, make_topic, shared_broker, unique
+from tests.support.kafka_updates import native, sending
 from tests.support.redis_servers import shared_server
 from tests.support.waiting import until
 

@@ -27,15 +27,12 @@ from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
 from tests.support.kafka_brokers import make_topic, shared_broker, unique
 from tests.support.redis_servers import shared_server
+from tests.support.rows import constant_rows
 from tests.support.waiting import until
 
 # name, dim, its keys
 TABLES = [("user", 4, range(10)), ("item", 2, range(100, 110)), ("shop", 4, range(200, 210))]
 FUSED = {"user": "fused_embedding1", "item": "fused_embedding0", "shop": "fused_embedding1"}
-
-
-def rows_of(keys, dim: int, add: float = 0.0) -> np.ndarray:
-    return np.repeat(np.asarray(keys, np.float32)[:, None] + np.float32(add), dim, axis=1)
 
 
 @pytest.fixture
@@ -49,7 +46,7 @@ def document(tmp_path, model):
         folder = tmp_path / name
         folder.mkdir()
         np.array(keys, "<i8").tofile(folder / "key")
-        rows_of(keys, dim).astype("<f4").tofile(folder / "emb_vector")
+        constant_rows(keys, dim).astype("<f4").tofile(folder / "emb_vector")
     described = {
         "model": model,
         "sparse_files": [name for name, _, _ in TABLES],

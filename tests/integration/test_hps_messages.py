@@ -16,13 +16,13 @@ from hps.updates import Producer
 from hps.updates.codec import encode_hps, hps_topic
 from hps.updates.source import DeadLetter, Reason, TableUpdate
 from hps.updates.topics import TopicTables, native_topic
-from tests.integration.test_kafka import native, source_of
 from tests.support.kafka_brokers import (
     SEES_NEW_TOPICS_SOON,
     make_topic,
     shared_broker,
     unique,
 )
+from tests.support.kafka_updates import native, source_of
 from tests.support.waiting import until
 
 DEFAULT_RECEIVE_BYTES = 262_144  # of HPS's consumer

@@ -30,10 +30,10 @@ from hps.tiers.positions import TableChanges
 from hps.tiers.redis import RedisTier
 from hps.types import EmbeddingTable, NoProgress, make_version
 from hps.updates.topics import native_topic
-from tests.integration.test_kafka import native, sending
 from tests.support.crash_run import judge_store
 from tests.support.ingest_process import IngestProcess
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, make_topic, shared_broker, unique
+from tests.support.kafka_updates import native, sending
 from tests.support.redis_servers import need
 from tests.support.update_stream import DEFAULT, DIM, UpdateStream
 from tests.support.waiting import until

@@ -21,8 +21,8 @@ from hps.updates.kafka.client import DeadLetterTopic
 from hps.updates.kafka.kept_letters import KeptLetters
 from hps.updates.source import DeadLetter
 from hps.updates.topics import TopicTables, native_topic
-from tests.integration.test_kafka import source_of
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, fresh_broker, make_topic, unique
+from tests.support.kafka_updates import source_of
 from tests.support.waiting import until
 
 WAIT_S = 120.0

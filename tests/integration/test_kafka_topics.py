@@ -15,8 +15,8 @@ from hps.observability import metric_names as m
 from hps.updates.codec import encode_hps, hps_topic
 from hps.updates.kafka import cluster
 from hps.updates.topics import native_topic
-from tests.integration.test_kafka import native, reading, sending
 from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique
+from tests.support.kafka_updates import native, reading, sending
 from tests.support.waiting import until
 
 

@@ -10,10 +10,10 @@ from hps.models.version_writer import write_version
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable
 from hps.updates.topics import native_topic
-from tests.integration.test_kafka import sending
 from tests.support.crash_run import judge_store
 from tests.support.fed_node import MODEL, TABLE, FedNode
 from tests.support.kafka_brokers import make_topic, shared_broker
+from tests.support.kafka_updates import sending
 from tests.support.update_stream import DEFAULT, DIM, UpdateStream
 from tests.support.waiting import until
 

@@ -15,8 +15,8 @@ from hps.updates import Producer
 from hps.updates.codec import decode_native, encode_hps, hps_topic
 from hps.updates.kafka.message_encoder import partition_of
 from hps.updates.topics import TopicTables, native_topic
-from tests.integration.test_kafka import source_of
 from tests.support.kafka_brokers import fresh_broker, make_topic, shared_broker, unique
+from tests.support.kafka_updates import source_of
 from tests.support.waiting import until
 
 

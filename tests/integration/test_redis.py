@@ -18,6 +18,7 @@ from hps.tiers.redis import RedisTier
 from hps.tiers.redis.layout import READ_SLICE, WRITE_SLICE
 from hps.types import EmbeddingTable, make_version, version_now
 from tests.support.redis_servers import settings, shared_server
+from tests.support.rows import rising_rows
 from tests.support.waiting import until
 
 DIM = 4
@@ -56,7 +57,7 @@ def _started():
 
 
 def rows_of(keys, dim=DIM):
-    return (np.asarray(keys)[:, None] % 977 + np.arange(dim)).astype(np.float32)
+    return rising_rows(keys, dim)
 
 
 def versions_of(n, ms=None):

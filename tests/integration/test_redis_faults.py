@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import psutil
@@ -18,6 +19,7 @@ from hps.tiers.redis import RedisTier
 from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, version_now
 from tests.support.redis_servers import Proxy, certificates, need, settings
+from tests.support.rows import rising_rows
 from tests.support.waiting import until
 
 DIM = 32
@@ -27,8 +29,7 @@ DEADLINE_S = 0.15  # where it is to pass
 SLACK_S = 5.0
 
 
-def rows_of(keys):
-    return (np.asarray(keys)[:, None] % 977 + np.arange(DIM)).astype(np.float32)
+rows_of = partial(rising_rows, dim=DIM)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import struct
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.redis import RedisTier
 from hps.types import EmbeddingTable, version_now
 from tests.support.redis_servers import settings, shared_server
+from tests.support.rows import rising_rows
 from tests.support.waiting import until
 from tests.unit.tiers.test_redis_layout import PARTITIONS
 
@@ -25,8 +27,7 @@ def field(key, bits):
     return struct.pack("<q" if bits == 64 else "<I", key)
 
 
-def rows_of(keys):
-    return (np.array(keys)[:, None] % 97 + np.arange(DIM)).astype(np.float32)
+rows_of = partial(rising_rows, dim=DIM, modulus=97)
 
 
 class Hps:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from copy import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, version_now
 from tests.integration.test_redis_faults import resources
 from tests.support.redis_servers import certificates, shared_cluster
+from tests.support.rows import rising_rows
 from tests.support.waiting import until
 
 DIM = 4
@@ -26,8 +28,7 @@ DEADLINE_S = 0.5
 SLACK_S = 5.0  # other processes may hold a thread up for as long
 
 
-def rows_of(keys):
-    return (np.asarray(keys)[:, None] % 977 + np.arange(DIM)).astype(np.float32)
+rows_of = partial(rising_rows, dim=DIM)
 
 
 def fill(tier, table, keys):

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,14 +15,14 @@ from hps.tiers.redis.layout import TableLayout
 from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, version_now
 from tests.support.redis_servers import Cluster, Watched, need, shared_cluster
+from tests.support.rows import rising_rows
 from tests.support.waiting import until
 
 DIM = 4
 N = 5000
 
 
-def rows_of(keys):
-    return (np.asarray(keys)[:, None] % 977 + np.arange(DIM)).astype(np.float32)
+rows_of = partial(rising_rows, dim=DIM)
 
 
 def fill(tier, table, n=N):

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,14 @@ from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning
 from hps.tiers.rocksdb import write_throttle as space
 from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, version_now
+from tests.support.rows import constant_rows
 from tests.support.waiting import until
 
 ITEMS = EmbeddingTable.make("items", 64)
 OTHER = EmbeddingTable.make("other", 64)
 
 
-def rows_of(keys: np.ndarray) -> np.ndarray:
-    return np.repeat(np.asarray(keys)[:, None], 64, 1).astype(np.float32)
+rows_of = partial(constant_rows, dim=64)
 
 
 def insert(tier, of, keys) -> None:

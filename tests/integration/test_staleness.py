@@ -20,7 +20,6 @@ from hps.updates.topics import native_topic
 from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
-from tests.integration.test_kafka import native, sending
 from tests.support.kafka_brokers import (
     SEES_NEW_TOPICS_SOON,
     fresh_broker,
@@ -28,6 +27,7 @@ from tests.support.kafka_brokers import (
     shared_broker,
     unique,
 )
+from tests.support.kafka_updates import native, sending
 from tests.support.waiting import until
 
 LIMIT_S = 1.0

@@ -20,8 +20,8 @@ from hps.updates.topics import native_topic
 from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
-from tests.integration.test_kafka import native, sending
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, shared_broker, unique
+from tests.support.kafka_updates import native, sending
 from tests.support.redis_servers import shared_server
 from tests.support.waiting import until
 

@@ -27,10 +27,10 @@ from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.state import FrontendState
 from tests.support.certificates import made
+from tests.support.server_thread import Running
 from tests.support.small_models import network
 from tests.support.tls_relay import tls_relay
 from tests.support.waiting import until
-from tests.unit.services.frontend.grpc.conftest import Running
 
 MODEL, TWO = "clicks", "two"
 RNG = np.random.default_rng(3)

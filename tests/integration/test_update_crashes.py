@@ -10,9 +10,9 @@ from benchmarks.peers.redis_server import RedisServer
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.models.version_writer import write_version
 from hps.updates.topics import native_topic
-from tests.integration.test_kafka import native, sending
 from tests.support.crash_run import CrashRun
 from tests.support.kafka_brokers import make_topic, need_kafka, shared_broker, unique
+from tests.support.kafka_updates import native, sending
 from tests.support.redis_servers import need
 from tests.support.update_stream import ABSENT, UpdateStream, rows_of
 from tests.support.waiting import until

@@ -1,6 +1,7 @@
 """Placement and eviction, on the NumPy twin of the device's table."""
 
 from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,13 +21,13 @@ from hps.cuda.layout import (
 from hps.cuda.twin import AGE, TwinTable
 from hps.tiers.base import newest_of_each
 from hps.types import EmbeddingTable
+from tests.support.rows import constant_rows
 
 DIM = 4
 SMALL = GpuTableShape(buckets=10, rows=80 + 1024, spare=1024, stride=32)
 
 
-def rows_of(keys):
-    return np.repeat(keys[:, None].astype(np.float32), DIM, axis=1)
+rows_of = partial(constant_rows, dim=DIM)
 
 
 def versions_of(keys, version=1):

@@ -17,20 +17,17 @@ from hps.tiers.gpu.plan import GpuTableRequest, check_fits, plan_gpu
 from hps.tiers.gpu.replicas import GpuReplicas
 from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, Source, make_version
+from tests.support.rows import distinct_rows
 
 pytestmark = pytest.mark.gpu
 NOW = make_version(time.time_ns() // 1_000_000)
-
-
-def rows_of(table, keys, salt=0):
-    return ((keys[:, None] * 7 + np.arange(table.dim) + salt) % 2039).astype(table.dtype)
 
 
 def filled(tables, held=5000):
     cache = GpuCache(dict.fromkeys(tables, 2 * held))
     for table in tables:
         keys = np.arange(held)
-        cache.insert(table, keys, rows_of(table, keys), np.full(held, NOW, np.uint64))
+        cache.insert(table, keys, distinct_rows(table, keys), np.full(held, NOW, np.uint64))
     return cache
 
 
@@ -60,7 +57,7 @@ def test_bags_of_fetched_rows_are_the_hosts_pooling(dim, dtype, hotness, mean):
         asks.append(
             RowBags(part.out, part.source, table.default, offsets, weights, out, hotness or 0, mean)
         )
-        rows = rows_of(table, keys.keys)
+        rows = distinct_rows(table, keys.keys)
         rows[~found] = 3
         expected.append(pool(rows, keys, "mean" if mean else "sum"))
     cp.cuda.get_current_stream().synchronize()
@@ -91,7 +88,7 @@ def test_a_prepared_pooling_is_a_pooling(count):
             continue
         for i, (table, keys) in enumerate(zip(tables, asked, strict=True)):
             bags = JaggedKeys(keys, batch)
-            expected = pool(rows_of(table, keys), bags, "mean" if i % 2 == 0 else "sum")
+            expected = pool(distinct_rows(table, keys), bags, "mean" if i % 2 == 0 else "sum")
             assert outs[i].get().tobytes() == expected.tobytes()
 
 
@@ -126,12 +123,15 @@ def test_bridge_fetches_repeated_key_once():
     below = Once(TierInfo("cpu", Source.CPU, cache=True))
     for table in tables:
         keys = np.arange(100)
-        below.insert(table, keys, rows_of(table, keys), np.full(100, NOW, np.uint64))
+        below.insert(table, keys, distinct_rows(table, keys), np.full(100, NOW, np.uint64))
         below.delete(table, keys[:5], np.full(5, NOW + 1, np.uint64))
     cache, bridge = GpuCache(dict.fromkeys(tables, 100)), HostBridge(below)
     for table in tables:
         cache.insert(
-            table, np.arange(50, 70), rows_of(table, np.arange(50, 70)), np.full(20, NOW, np.uint64)
+            table,
+            np.arange(50, 70),
+            distinct_rows(table, np.arange(50, 70)),
+            np.full(20, NOW, np.uint64),
         )
     stream = cache.space.take_stream()
     for n in (0, 1, 2, 400):
@@ -147,7 +147,7 @@ def test_bridge_fetches_repeated_key_once():
             there = (keys >= 5) & (keys < 100)
             gpu = (keys >= 50) & (keys < 70)
             np.testing.assert_array_equal(codes, np.where(gpu, Source.GPU, Source.CPU) * there)
-            np.testing.assert_array_equal(part.out.get()[there], rows_of(table, keys[there]))
+            np.testing.assert_array_equal(part.out.get()[there], distinct_rows(table, keys[there]))
             np.testing.assert_array_equal(np.sort(part.missing), np.flatnonzero(keys >= 100))
             np.testing.assert_array_equal(seen[keys < 5], np.full((keys < 5).sum(), NOW + 1))
     cp.cuda.get_current_stream().synchronize()
@@ -167,7 +167,7 @@ def test_the_hosts_view_of_a_cache():
         assert parts[0].missing.tolist() == [1]
         assert parts[0].source.tolist() == [Source.GPU, 0, 0, 0]
         assert parts[0].versions[2] == NOW + 1
-        np.testing.assert_array_equal(parts[0].out[0], rows_of(table, keys[:1])[0])
+        np.testing.assert_array_equal(parts[0].out[0], distinct_rows(table, keys[:1])[0])
         assert len(parts[1].missing) == 4
     assert (replicas.rows(table), replicas.capacity(other)) == (99, 0)
     replicas.close()

@@ -24,8 +24,9 @@ from services.frontend.http.app import data_app
 from services.frontend.http.server import HttpServer, listen
 from services.frontend.shared_memory import SharedMemoryRegistry
 from services.frontend.state import FrontendState
+from tests.support.server_thread import Running
 from tests.unit.services.conftest import row
-from tests.unit.services.frontend.grpc.conftest import Running, running
+from tests.unit.services.frontend.grpc.conftest import running
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from hps.native import COMPILED
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu.cache import CacheStats, CpuCache
 from hps.types import EmbeddingTable, make_version, version_now
+from tests.support.rows import rising_rows
 
 TABLE = EmbeddingTable.make("items", 4)
 NOW = np.uint64(version_now())
 
 
 def rows_of(keys, table=TABLE):
-    return (np.asarray(keys)[:, None] % 1000 + np.arange(table.dim)).astype(table.dtype)
+    return rising_rows(keys, table.dim, 1000, table.dtype)
 
 
 def insert(cache, keys, version=NOW, table=TABLE):

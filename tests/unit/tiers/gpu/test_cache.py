@@ -17,14 +17,10 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.gpu.cache import GpuCache
 from hps.tiers.gpu.checks import DevicePooling
 from hps.types import EmbeddingTable, JaggedKeys, Source, make_version
+from tests.support.rows import distinct_rows
 
 pytestmark = pytest.mark.gpu
 NOW = make_version(time.time_ns() // 1_000_000)
-
-
-def rows_of(table, keys, salt=0):
-    """(n, dim) rows that differ by key and salt, exact in float16."""
-    return ((keys[:, None] * 7 + np.arange(table.dim) + salt) % 2039).astype(table.dtype)
 
 
 def versions_of(keys, sequence=0):
@@ -111,11 +107,11 @@ def test_single_key_operations_match_twin(policy):
             twin.write(keys, None, versions)
             cache.delete(table, keys, versions)
         elif verb == "update":
-            rows, scores = rows_of(table, keys, step), scores_of(policy, rng)
+            rows, scores = distinct_rows(table, keys, step), scores_of(policy, rng)
             twin.write(keys, rows, versions, update=True, scores=scores)
             cache.update(table, keys, rows, versions, scores)
         else:
-            rows, scores = rows_of(table, keys, step), scores_of(policy, rng)
+            rows, scores = distinct_rows(table, keys, step), scores_of(policy, rng)
             twin.write(keys, rows, versions, scores=scores)
             cache.insert(table, keys, rows, versions, scores)
         if step % 500 == 499:
@@ -142,13 +138,13 @@ def test_rows_of_every_shape(dim, dtype, keys_on_device):
     rng = np.random.default_rng(dim)
     keys = np.unique(rng.integers(-(2**63), 2**63 - 1, 9000))
     held, absent = keys[::2].copy(), keys[1::2]
-    cache.insert(table, held, rows_of(table, held), versions_of(held))
+    cache.insert(table, held, distinct_rows(table, held), versions_of(held))
     assert cache.size(table) == len(held)
     part = part_of(table, cupy().asarray(keys) if keys_on_device else keys)
     cache.fetch([part], FetchContext())
     np.testing.assert_array_equal(part.missing, np.flatnonzero(np.isin(keys, absent)))
     out = part.out.get()
-    np.testing.assert_array_equal(out[::2], rows_of(table, held))
+    np.testing.assert_array_equal(out[::2], distinct_rows(table, held))
     assert (out[1::2] == -1).all()
     assert (part.source.get()[::2] == Source.GPU).all()
     assert (part.versions.get()[::2] == NOW).all()
@@ -165,7 +161,7 @@ def test_duplicates_in_a_large_batch():
         keys[:30_000] = np.arange(30_000)
         sequence = rng.integers(0, 5, len(keys)) + (10 if verb == "update" else 0)
         versions = (NOW + sequence).astype(np.uint64)
-        rows = rows_of(table, keys, np.arange(len(keys))[:, None])
+        rows = distinct_rows(table, keys, np.arange(len(keys))[:, None])
         getattr(cache, verb)(table, keys, rows, versions)
         order = np.lexsort((np.arange(len(keys)), versions, keys))
         last = order[np.append(np.flatnonzero(np.diff(keys[order])), len(keys) - 1)]
@@ -181,7 +177,7 @@ def test_unique_keys_are_written_like_others():
     cache = GpuCache({table: 20_000})
     keys = np.random.default_rng(4).permutation(10_000)
     for sequence, verb in enumerate((cache.insert, cache.update, cache.insert)):
-        rows = rows_of(table, keys, sequence)
+        rows = distinct_rows(table, keys, sequence)
         verb(table, keys, rows, versions_of(keys, sequence), unique=True)
         part = fetch(cache, table, keys)
         assert len(part.missing) < 20
@@ -194,7 +190,7 @@ def test_a_flood_fills_the_table_and_keeps_it_whole():
     table = EmbeddingTable.make("t", 16)
     cache = GpuCache({table: 50_000})
     keys = np.random.default_rng(3).permutation(400_000)
-    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
     held = cache.held(table)
     check(held)
     assert cache.size(table) > 0.98 * cache.capacity(table)
@@ -202,18 +198,18 @@ def test_a_flood_fills_the_table_and_keeps_it_whole():
     part = fetch(cache, table, keys)
     found = np.setdiff1d(np.arange(len(keys)), part.missing)
     assert len(found) == cache.size(table)
-    np.testing.assert_array_equal(part.out.get()[found], rows_of(table, keys[found]))
+    np.testing.assert_array_equal(part.out.get()[found], distinct_rows(table, keys[found]))
 
 
 def test_used_rows_stay():
     table = EmbeddingTable.make("t", 4)
     cache = GpuCache({table: 10_000})
     hot = np.arange(3000)
-    cache.insert(table, hot, rows_of(table, hot), versions_of(hot))
+    cache.insert(table, hot, distinct_rows(table, hot), versions_of(hot))
     for start in range(10_000, 60_000, 1000):
         fetch(cache, table, hot)
         keys = np.arange(start, start + 1000)
-        cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+        cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
     # Of 1,000 buckets, one or two are crowded with hot keys: 10 to 17 keys, by the order of the inserts.
     assert len(fetch(cache, table, hot).missing) < 0.01 * len(hot)
 
@@ -225,7 +221,9 @@ def test_threads_of_every_number_find_the_same(tile, form):
     table = EmbeddingTable.make("t", 8)
     cache, cp = GpuCache({table: 8000}), cupy()
     keys = np.random.default_rng(6).permutation(12_000)
-    cache.insert(table, keys[:6000].copy(), rows_of(table, keys[:6000]), versions_of(keys[:6000]))
+    cache.insert(
+        table, keys[:6000].copy(), distinct_rows(table, keys[:6000]), versions_of(keys[:6000])
+    )
     held, misses = cache.held(table), cp.zeros(4 + len(keys), np.uint32)
     out = cp.zeros(len(keys) if form else (len(keys), 8), np.uint32 if form else np.float32)
     cache.direct.fetch(held, cp.asarray(keys), out, misses, form=form, tile=tile)
@@ -235,13 +233,13 @@ def test_threads_of_every_number_find_the_same(tile, form):
         found = numbers != NO_ROW
         out = cp.zeros((int(found.sum()), 8), np.float32)
         held.gather(cp.cuda.get_current_stream(), cp.asarray(numbers[found]), out)
-        np.testing.assert_array_equal(out.get(), rows_of(table, keys[found]))
+        np.testing.assert_array_equal(out.get(), distinct_rows(table, keys[found]))
         assert len(keys) - found.sum() == missing
     else:
         misses = misses.get()
         assert misses[0] == missing
         found = np.setdiff1d(np.arange(len(keys)), misses[4 : 4 + missing])
-        np.testing.assert_array_equal(out.get()[found], rows_of(table, keys[found]))
+        np.testing.assert_array_equal(out.get()[found], distinct_rows(table, keys[found]))
 
 
 def test_many_tables_in_more_than_one_launch():
@@ -251,7 +249,7 @@ def test_many_tables_in_more_than_one_launch():
     for i, table in enumerate(tables):
         keys = np.arange(i % 7, 40 + i)
         held = keys[:: 1 + i % 3].copy()
-        cache.insert(table, held, rows_of(table, held), versions_of(held))
+        cache.insert(table, held, distinct_rows(table, held), versions_of(held))
         part = part_of(table, keys)
         part.missing = part.missing[i % 2 :: 1 + i % 2].copy()
         parts.append((part, part.missing, np.isin(keys, held)))
@@ -259,7 +257,9 @@ def test_many_tables_in_more_than_one_launch():
     for part, asked, is_held in parts:
         np.testing.assert_array_equal(part.missing, asked[~is_held[asked]])
         found = asked[is_held[asked]]
-        np.testing.assert_array_equal(part.out.get()[found], rows_of(part.table, part.keys[found]))
+        np.testing.assert_array_equal(
+            part.out.get()[found], distinct_rows(part.table, part.keys[found])
+        )
         others = np.setdiff1d(np.arange(len(part.keys)), found)
         assert (part.out.get()[others] == -1).all()
 
@@ -268,7 +268,9 @@ def test_all_tables_of_a_batch_take_one_launch_and_one_wait(monkeypatch):
     tables = [EmbeddingTable.make(f"t{i}", 8 + i % 3) for i in range(26)]
     cache, keys, launched, waited = GpuCache(dict.fromkeys(tables, 500)), np.arange(100), [], []
     for table in tables:
-        cache.insert(table, keys[::2].copy(), rows_of(table, keys[::2]), versions_of(keys[::2]))
+        cache.insert(
+            table, keys[::2].copy(), distinct_rows(table, keys[::2]), versions_of(keys[::2])
+        )
     parts = [part_of(table, keys) for table in tables]
     cupy().cuda.get_current_stream().synchronize()
     launch_it = loader.CudaKernel.launch
@@ -291,7 +293,7 @@ def test_contains_row_numbers_and_export():
     table = EmbeddingTable.make("t", 8)
     cache = GpuCache({table: 5000})
     keys = np.arange(-1000, 1000)
-    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
     cache.delete(table, keys[:100].copy(), versions_of(keys[:100], 1))
     asked = np.arange(-1500, 1500)
     there = np.isin(asked, keys[100:])
@@ -301,7 +303,7 @@ def test_contains_row_numbers_and_export():
     assert len(np.unique(numbers[there])) == there.sum()
     exported, vectors, versions, scores = (array.get() for array in cache.export(table))
     np.testing.assert_array_equal(np.sort(exported), keys[100:])
-    np.testing.assert_array_equal(vectors, rows_of(table, exported))
+    np.testing.assert_array_equal(vectors, distinct_rows(table, exported))
     assert (versions == NOW).all()
     assert scores.dtype == np.uint64
     assert (scores >= 1).all()
@@ -309,7 +311,7 @@ def test_contains_row_numbers_and_export():
     cache.clear(table)
     assert cache.size(table) == 0
     assert len(fetch(cache, table, keys).missing) == len(keys)
-    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
     assert len(fetch(cache, table, keys).missing) == 0
     check(cache.held(table))
 
@@ -319,7 +321,7 @@ def test_export_can_omit_old_rows():
     cache = GpuCache({table: 1600})
     old, new = np.arange(300), np.arange(1000, 1300)
     for keys in (old, np.arange(5000, 5300), new):
-        cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+        cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
     held = cache.held(table)
     exported = cache.export(table, least=held.clock - 2 * held.age)[0].get()
     assert np.isin(new, exported).all()
@@ -333,14 +335,16 @@ def test_callers_scores_count_to_the_last_of_64_bits():
     keys = rng.permutation(100_000)
     worth = (7 << 40) + rng.permutation(len(keys)).astype(np.uint64)
     for some in np.array_split(np.arange(len(keys)), 10):
-        cache.insert(table, keys[some], rows_of(table, keys[some]), versions_of(some), worth[some])
+        cache.insert(
+            table, keys[some], distinct_rows(table, keys[some]), versions_of(some), worth[some]
+        )
     held = cache.held(table)
     check(held)
     assert held.dropped > 30_000
     exported, vectors, _, scores = (array.get() for array in cache.export(table))
     order = np.argsort(keys)
     np.testing.assert_array_equal(scores, worth[order][exported])
-    np.testing.assert_array_equal(vectors, rows_of(table, exported))
+    np.testing.assert_array_equal(vectors, distinct_rows(table, exported))
     best = np.isin(exported, keys[np.argsort(worth)[-20_000:]])
     assert best.mean() > 0.8  # not all: each has 16 slots to be in
     least = int(np.sort(scores)[-100])
@@ -349,16 +353,18 @@ def test_callers_scores_count_to_the_last_of_64_bits():
     assert top.tolist() == exported[np.argsort(scores)[::-1][:100]].tolist()
     changed = top[:50].copy()
     versions = versions_of(changed, 1)
-    cache.update(table, changed, rows_of(table, changed, 1), versions)
+    cache.update(table, changed, distinct_rows(table, changed, 1), versions)
     assert cache.top_k(table, 100)[0].tolist() == top.tolist()
-    cache.update(table, changed, rows_of(table, changed, 2), versions, np.zeros(50, np.uint64))
+    cache.update(
+        table, changed, distinct_rows(table, changed, 2), versions, np.zeros(50, np.uint64)
+    )
     assert cache.top_k(table, 50)[0].tolist() == top[50:].tolist()
     check(held)
 
 
 def test_scores_are_accepted_only_by_score_policy():
     table, keys = EmbeddingTable.make("t", 4), np.arange(3)
-    rows, versions = rows_of(table, keys), versions_of(keys)
+    rows, versions = distinct_rows(table, keys), versions_of(keys)
     cache = GpuCache({table: 100})
     with pytest.raises(BadRequest, match="make room by LRU, so no scores are taken"):
         cache.insert(table, keys, rows, versions, np.ones(3, np.uint64))
@@ -372,7 +378,7 @@ def test_an_epoch_is_found_again_by_its_scores():
     for policy in (EvictionPolicy.EPOCH_LRU, EvictionPolicy.LFU):
         cache, keys = GpuCache({}), np.arange(2000)
         cache.add_table(table, 4000, policy=policy)
-        cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+        cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
         cache.held(table).epoch = 3
         fetch(cache, table, keys[500:700])
         found, _, _, scores = (a.get() for a in cache.export(table, 3 << layout.COUNT_BITS))
@@ -387,7 +393,7 @@ def test_top_k_lists_hottest_keys_first(policy, monkeypatch):
     cache = GpuCache({})
     cache.add_table(table, 24_000, policy=policy)
     held = cache.held(table)
-    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
+    cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
     cache.delete(table, keys[:10].copy(), versions_of(keys[:10], 1))
     present = keys[cache.contains(table, keys).get()]
     for n, step in ((3000, held.age or 1), (300, held.age or 1)):
@@ -409,26 +415,28 @@ def test_find_or_insert_returns_resident_rows_and_inserts_others():
     table = EmbeddingTable.make("t", 8)
     cache = GpuCache({table: 5000})
     held, asked = np.arange(0, 1000, 2), np.arange(1000)
-    cache.insert(table, held, rows_of(table, held, 1), versions_of(held))
-    vectors = cupy().asarray(rows_of(table, asked, 2))
+    cache.insert(table, held, distinct_rows(table, held, 1), versions_of(held))
+    vectors = cupy().asarray(distinct_rows(table, asked, 2))
     found = cache.find_or_insert(table, asked, vectors, versions_of(asked))
     assert found == len(held)
-    expected = np.where(asked[:, None] % 2 == 0, rows_of(table, asked, 1), rows_of(table, asked, 2))
+    expected = np.where(
+        asked[:, None] % 2 == 0, distinct_rows(table, asked, 1), distinct_rows(table, asked, 2)
+    )
     np.testing.assert_array_equal(vectors.get(), expected)
     np.testing.assert_array_equal(fetch(cache, table, asked).out.get(), expected)
     check(cache.held(table))
     with pytest.raises(BadRequest, match="vectors must be on device 0"):
-        cache.find_or_insert(table, asked, rows_of(table, asked), versions_of(asked))
+        cache.find_or_insert(table, asked, distinct_rows(table, asked), versions_of(asked))
 
 
 @pytest.mark.parametrize("unique", [False, True])
 def test_find_or_insert_takes_a_key_as_often_as_it_stands_there(unique):
     table, rng = EmbeddingTable.make("t", 8), np.random.default_rng(4)
     cache, held = GpuCache({table: 40_000}), np.arange(0, 10_000, 2)
-    cache.insert(table, held, rows_of(table, held, 1), versions_of(held))
+    cache.insert(table, held, distinct_rows(table, held, 1), versions_of(held))
     asked = rng.permutation(10_000) if unique else rng.integers(0, 10_000, 50_000)
     versions = (NOW + rng.integers(0, 3, len(asked))).astype(np.uint64)
-    given = rows_of(table, asked, np.arange(len(asked))[:, None])
+    given = distinct_rows(table, asked, np.arange(len(asked))[:, None])
     vectors = cupy().asarray(given)
     found = cache.find_or_insert(table, asked, vectors, versions, unique=unique)
     assert found == (asked % 2 == 0).sum()
@@ -436,7 +444,9 @@ def test_find_or_insert_takes_a_key_as_often_as_it_stands_there(unique):
     last = order[np.append(np.flatnonzero(np.diff(asked[order])), len(asked) - 1)]
     winner = np.zeros(10_000, np.int64)
     winner[asked[last]] = last
-    expected = np.where(asked[:, None] % 2 == 0, rows_of(table, asked, 1), given[winner[asked]])
+    expected = np.where(
+        asked[:, None] % 2 == 0, distinct_rows(table, asked, 1), given[winner[asked]]
+    )
     np.testing.assert_array_equal(vectors.get(), expected)
     np.testing.assert_array_equal(fetch(cache, table, asked).out.get(), expected)
     check(cache.held(table))
@@ -453,13 +463,15 @@ def test_rows_in_pinned_host_memory_behave_like_others(share, dim, window_shift,
     cache.add_table(table, 40_000, host_rows=int(40_000 * share))
     assert cache.held(table).shape.host_rows == int(40_000 * share)
     keys = np.arange(-6000, 6000)
-    cache.insert(table, keys, rows_of(table, keys), versions_of(keys))
-    cache.update(table, keys[::3].copy(), rows_of(table, keys[::3], 5), versions_of(keys[::3], 1))
+    cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
+    cache.update(
+        table, keys[::3].copy(), distinct_rows(table, keys[::3], 5), versions_of(keys[::3], 1)
+    )
     cache.delete(table, keys[:100].copy(), versions_of(keys[:100], 2))
     part = fetch(cache, table, keys)
     assert len(part.missing) == 0
-    expected = rows_of(table, keys)
-    expected[::3] = rows_of(table, keys[::3], 5)
+    expected = distinct_rows(table, keys)
+    expected[::3] = distinct_rows(table, keys[::3], 5)
     np.testing.assert_array_equal(part.out.get()[100:], expected[100:])
     assert (part.source.get()[:100] == 0).all()
     there, out, misses = cupy().asarray(keys), part.out, cupy().zeros(4 + len(keys), np.uint32)
@@ -480,17 +492,19 @@ def test_a_static_table_holds_every_row_and_nothing_else():
     keys = np.random.default_rng(7).integers(-(2**63), 2**63 - 1, 300_000)
     cache.add_table(table, len(keys), static=True)
     for some in np.array_split(keys, 3):
-        cache.insert(table, some, rows_of(table, some), versions_of(some))
+        cache.insert(table, some, distinct_rows(table, some), versions_of(some))
     assert cache.seal(table) == 0
     slots = slots_of(cache.held(table)).copy()
     asked = np.concatenate([keys, keys + 1])
     part = fetch(cache, table, asked)
     np.testing.assert_array_equal(part.missing, np.flatnonzero(~np.isin(asked, keys)))
-    np.testing.assert_array_equal(part.out.get()[: len(keys)], rows_of(table, keys))
+    np.testing.assert_array_equal(part.out.get()[: len(keys)], distinct_rows(table, keys))
     np.testing.assert_array_equal(slots_of(cache.held(table)), slots)  # no trace of the uses
     assert cache.size(table) == len(keys)
     for change in (
-        lambda: cache.insert(table, keys[:1], rows_of(table, keys[:1]), versions_of(keys[:1])),
+        lambda: cache.insert(
+            table, keys[:1], distinct_rows(table, keys[:1]), versions_of(keys[:1])
+        ),
         lambda: cache.evict(table, keys[:1]),
         lambda: cache.clear(table),
     ):
@@ -520,7 +534,7 @@ def test_another_dtype_is_refused():
 def test_torch_tensors_are_read_and_filled_in_place():
     torch = pytest.importorskip("torch")
     table, keys = EmbeddingTable.make("t", 8), np.arange(1000)
-    cache, rows = GpuCache({table: 4000}), rows_of(table, keys)
+    cache, rows = GpuCache({table: 4000}), distinct_rows(table, keys)
 
     def on_device(array):
         return torch.from_numpy(array).cuda()

@@ -14,6 +14,7 @@ from hps.tiers.gpu.cache import GpuCache
 from hps.tiers.gpu.host_bridge import HostBridge
 from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, Source, make_version
+from tests.support.rows import distinct_rows
 
 pytestmark = pytest.mark.gpu
 NOW = make_version(time.time_ns() // 1_000_000)
@@ -23,12 +24,8 @@ def store():
     return MemoryTier(TierInfo("memory", Source.ROCKSDB))
 
 
-def rows_of(table, keys):
-    return ((keys[:, None] * 7 + np.arange(table.dim)) % 2039).astype(table.dtype)
-
-
 def fill(tier, table, keys):
-    tier.insert(table, keys, rows_of(table, keys), np.full(len(keys), NOW, np.uint64))
+    tier.insert(table, keys, distinct_rows(table, keys), np.full(len(keys), NOW, np.uint64))
 
 
 def part_of(table, keys, *, on_device=False):
@@ -78,7 +75,7 @@ def test_misses_are_fetched_from_lower_tier_in_one_call(n, dtype):
     for i, part in enumerate(parts):
         out, source = part.out.get(), part.source.get()
         found = np.flatnonzero((keys % 2 == 0) & (keys >= i))
-        np.testing.assert_array_equal(out[found], rows_of(part.table, keys[found]))
+        np.testing.assert_array_equal(out[found], distinct_rows(part.table, keys[found]))
         np.testing.assert_array_equal(part.missing, np.flatnonzero((keys % 2 == 1) & (keys >= i)))
         assert (source[found] == Source.ROCKSDB).all()
         assert (part.versions.get()[found] == NOW).all()
@@ -96,7 +93,7 @@ def test_many_tables_at_once():
     parts = [part_of(table, keys) for table in tables]
     HostBridge(below).fetch(parts, FetchContext())
     for part in parts:
-        np.testing.assert_array_equal(part.out.get(), rows_of(part.table, keys))
+        np.testing.assert_array_equal(part.out.get(), distinct_rows(part.table, keys))
 
 
 def test_no_fetch_when_nothing_is_missing():
@@ -133,7 +130,7 @@ def test_the_cache_above_keeps_a_chain_on_the_device():
     part = part_of(table, keys)
     chain.fetch([part], FetchContext())
     assert below.calls == [[list(range(60, 100))]]
-    np.testing.assert_array_equal(part.out.get(), rows_of(table, keys))
+    np.testing.assert_array_equal(part.out.get(), distinct_rows(table, keys))
     np.testing.assert_array_equal(part.source.get(), [1] * 60 + [4] * 40)
 
 
@@ -170,7 +167,7 @@ def test_many_threads_share_few_workspaces():
                 part = part_of(table, some)
                 bridge.fetch([part], FetchContext())
                 stream.synchronize()
-                if not np.array_equal(part.out.get(stream=stream), rows_of(table, some)):
+                if not np.array_equal(part.out.get(stream=stream), distinct_rows(table, some)):
                     wrong.append(seed)
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -14,32 +12,7 @@ import tritonclient.grpc as triton
 from hps.config.server_settings import GrpcSettings
 from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.server import GrpcServer
-
-
-class Running:
-    """A server on an event loop of its own thread."""
-
-    def __init__(self, server: Any, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self.server = server
-        self._loop = loop or asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self.server.serve())
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def stop(self, *, at_once: bool = False) -> None:
-        """Begin the end, if that has not come."""
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(lambda: self.server.stop(at_once=at_once))
-
-    def join(self) -> None:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
+from tests.support.server_thread import Running
 
 
 @contextmanager

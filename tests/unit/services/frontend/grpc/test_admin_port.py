@@ -18,8 +18,8 @@ from hps.v1 import admin_pb2 as pb
 from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.admin_port import AdminPort
 from services.frontend.state import FrontendState
+from tests.support.server_thread import Running
 from tests.unit.services.conftest import row
-from tests.unit.services.frontend.grpc.conftest import Running
 
 
 class Stub:

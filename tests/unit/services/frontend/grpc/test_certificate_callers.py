@@ -11,9 +11,10 @@ from hps.config import auth as auth_module
 from hps.config.server_settings import GrpcAdminSettings
 from hps.v1 import admin_pb2, lookup_pb2
 from services.frontend.grpc.admin_port import AdminPort
+from tests.support.server_thread import Running
 from tests.support.waiting import until
 from tests.unit.services.frontend.conftest import CALLERS
-from tests.unit.services.frontend.grpc.conftest import Running, running
+from tests.unit.services.frontend.grpc.conftest import running
 from tests.unit.services.frontend.grpc.test_admin_port import Stub, refused
 
 KEY = [("x-api-key", "s" * 16)]

@@ -26,9 +26,9 @@ from services.frontend.certificates import server_context
 from services.frontend.http.app import admin_app
 from services.frontend.http.server import HttpServer, listen
 from tests.support.certificates import made
+from tests.support.server_thread import Running
 from tests.support.waiting import until
 from tests.unit.services.frontend.conftest import CALLERS
-from tests.unit.services.frontend.grpc.conftest import Running
 
 WRITE = "/v1/tables/none/none/rows"
 

@@ -27,8 +27,8 @@ from services.frontend.workers.heartbeat import (
 )
 from services.frontend.workers.server import WorkerServer
 from services.frontend.workers.worker_watch import WorkerWatch
+from tests.support.server_thread import Running
 from tests.support.waiting import until
-from tests.unit.services.frontend.grpc.conftest import Running
 
 
 @pytest.fixture

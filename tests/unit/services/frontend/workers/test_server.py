@@ -12,8 +12,8 @@ import uvloop
 
 from services.frontend.http.server import listen
 from services.frontend.workers.server import WorkerServer
+from tests.support.server_thread import Running
 from tests.support.waiting import until
-from tests.unit.services.frontend.grpc.conftest import Running
 
 
 class Worker:
