@@ -52,18 +52,18 @@ Examples:
 _MEANING = {
     "parse": "bytes to arrays",
     "encode": "arrays to bytes",
-    "node": "the way to a lookup node and back, and its work",
+    "node": "round trip to a lookup node, including its work",
     "decode": "bytes to arrays",
     "memory": "the cache in one pass: no dedup, bags pooled as rows are read",
     "dedup": "keys by table, or those that memory missed, each once",
-    "wait": "for a thread that may wait",
-    "return": "until who asked went on",
+    "wait": "for a thread that may block",
+    "return": "until the waiting thread resumes",
     "merge": "rows of all tiers, defaults, every key's row",
-    "feed": "vectors as the network takes them",
-    "triton_infer": "the call to Triton, the way there and back with it",
-    "device": "rows and network on the GPU, in one go",
-    "rows": "rows asked for there; the GPU may not have them yet",
-    "network": "the network there, and what of the rows was not done",
+    "feed": "vectors in the form that the network takes",
+    "triton_infer": "the call to Triton, including the round trip",
+    "device": "rows and network on the GPU, in one pass",
+    "rows": "rows requested there; the GPU may not have them yet",
+    "network": "the network there, and the unfinished part of the rows",
     "serialise": "arrays to bytes",
 }
 
@@ -251,9 +251,9 @@ def _part_row(part: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _show_round_trip(round_trip_us: float, profiled_us: float) -> None:
     outside = round_trip_us - profiled_us
-    difference = f"{outside:,.0f} µs more, for HTTP, the way, and this client"
+    difference = f"{outside:,.0f} µs more, for HTTP, the round trip, and this client"
     if outside < 0:
-        difference = "less, so other work came between"
+        difference = "less, so other work ran in between"
     print_line()
     print_line(
         f"Without a profile the same requests take {round_trip_us:,.0f} µs (p50) here, at "
@@ -263,5 +263,5 @@ def _show_round_trip(round_trip_us: float, profiled_us: float) -> None:
 
 def _meaning(path: Sequence[str]) -> str:
     if tuple(path[-2:]) == ("node", "rest"):
-        return "the way there and back, and what gRPC does at both ends"
+        return "round trip, and gRPC at both ends"
     return _MEANING.get(path[-1], "")
