@@ -28,7 +28,7 @@ def jagged_keys(features: Features) -> dict[str, JaggedKeys]:
             and keys.ndim
             and keys.flags.c_contiguous
         ):
-            keys = JaggedKeys(keys.reshape(-1), len(keys))  # the usual case
+            keys = JaggedKeys(keys.reshape(-1), len(keys))  # the common case
         elif not isinstance(keys, JaggedKeys):
             try:
                 nested = isinstance(keys, list | tuple)
@@ -40,7 +40,7 @@ def jagged_keys(features: Features) -> dict[str, JaggedKeys]:
 
 
 def tensor(name: str, array: Any) -> NDArray[Any]:
-    """Convert any array-like on the host to NumPy, by reference if it is an array. Raises ``BadRequest``."""
+    """Convert any array-like on the host to NumPy, without a copy of an array. Raises ``BadRequest``."""
     if isinstance(array, np.ndarray):
         return array
     try:
@@ -63,7 +63,7 @@ def flat_keys(name: str, keys: Any) -> KeyArray:
 
 
 def output_arrays(out: Any) -> dict[str, VectorArray] | None:
-    """Convert the arrays by name that receive vectors; None if empty. Raises ``BadRequest``."""
+    """Convert the caller's output arrays, by name; None if there are none. Raises ``BadRequest``."""
     if not isinstance(out, Mapping):
         kind = type(out).__name__
         raise BadRequest(f"out must be a mapping from names to arrays, got {kind}")
@@ -71,7 +71,7 @@ def output_arrays(out: Any) -> dict[str, VectorArray] | None:
 
 
 def _target(name: str, array: Any) -> VectorArray:
-    """Convert a caller's array to write into: the same memory, never a copy."""
+    """Convert an output array to NumPy: the same memory, never a copy."""
     if isinstance(array, np.ndarray):
         return array
     if not hasattr(array, "__dlpack__"):

@@ -13,9 +13,8 @@ _MAX_SKIPPED = 64
 class Backoff:
     """Pauses that grow by ``factor`` with each failure in a row, from ``first_s`` up to ``max_s``.
 
-    ``jitter`` is the share by which a pause may be shorter or longer, so that clients that failed
-    together do not retry together.
-    """
+    ``jitter`` is the share by which a pause is randomly shorter or longer, so that clients that failed
+    together do not retry together."""
 
     first_s: float
     max_s: float
@@ -42,7 +41,7 @@ class CallBackoff:
         self._remaining = self._skipped = 0
 
     def is_due(self) -> bool:
-        """Whether to attempt this call; counts it as skipped if not."""
+        """True if this call should make the attempt; otherwise counts it as skipped."""
         if self._remaining:
             self._remaining -= 1
             return False

@@ -1,4 +1,4 @@
-"""Dicts of computed values that cannot grow without bound."""
+"""Bounded dicts of computed values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ V = TypeVar("V")
 
 
 def memoize(memo: dict[K, V], key: K, value: V, limit: int) -> V:
-    """Store ``value`` and return it; a memo of ``limit`` entries is emptied before.
+    """Store ``value`` in ``memo`` and return it; a full memo (``limit`` entries) is emptied first.
 
-    Few clients ever fill a memo, and what was emptied is computed again; a least-recently-used order
-    would cost every hit. Not a subclass of dict: its ``get`` takes 5 ns longer. Threads may share a memo:
-    a race costs one value.
-    """
+    Clients rarely fill a memo, and dropped values are computed again; a least-recently-used order would
+    make every hit slower. Not a subclass of dict, whose ``get`` would take 5 ns longer. Threads may share a
+    memo: a race costs one value."""
     if len(memo) >= limit:
         memo.clear()
     memo[key] = value

@@ -15,8 +15,7 @@ def own_groups(controller: str, proc: Path = PROC, groups: Path = GROUPS) -> Ite
     """Folders of this process's control groups, from the innermost up.
 
     ``controller`` names a hierarchy of version 1; "" means version 2, which has one tree. A container
-    may hide
-    some of the folders. Raises OSError without /proc."""
+    may hide some of the folders. Raises OSError without /proc."""
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):

@@ -83,5 +83,5 @@ def disable_onnxruntime_telemetry() -> None:
 def disable_grpc_event_engine() -> None:
     """Make gRPC servers read their sockets without the event engine; call it before the import.
 
-    The event engine's threads pass each request on once more: 300 µs of CPU for 26 keys instead of 230."""
+    The event engine passes each request to one more thread: 300 µs of CPU for 26 keys instead of 230."""
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")

@@ -33,8 +33,8 @@ class PeriodicThread:
         self._interval_s = interval_s if callable(interval_s) else lambda: interval_s
         self._name = name
         self._idle_rounds = idle_rounds
-        self._requested = False  # since the last round began
-        self._runs = threading.Lock()  # held while there is a thread
+        self._requested = False  # `start` was called since the last round began
+        self._runs = threading.Lock()  # held while a thread exists
         self._closed = threading.Event()
         self._logged: set[type[Exception]] = set()
         self._thread: threading.Thread | None = None
@@ -42,8 +42,7 @@ class PeriodicThread:
     def start(self, after_s: float | None = None) -> None:
         """Run the first round after ``after_s`` (default: an interval), unless the thread runs already.
 
-        Any thread may call it, each time it has added something to sweep: that is cheap.
-        """
+        Cheap enough to call, from any thread, each time something to sweep was added."""
         self._requested = True
         if not self._runs.acquire(blocking=False):
             return
@@ -59,7 +58,7 @@ class PeriodicThread:
             self._thread = thread
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long, or until closed; returns whether it is closed."""
+        """Wait for ``seconds``, or until closed; return whether it is closed."""
         return self._closed.wait(seconds)
 
     def close(self, timeout_s: float | None = 1.0) -> None:
@@ -79,7 +78,7 @@ class PeriodicThread:
                 break
             pause_s = self._interval_s()
         self._runs.release()
-        if self._requested and not self._closed.is_set():  # while this thread was about to exit
+        if self._requested and not self._closed.is_set():  # while this thread was exiting
             self.start()
 
     def _round(self) -> bool:

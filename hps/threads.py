@@ -1,6 +1,6 @@
-"""Bounded thread pools that reject instead of blocking, periodic threads, and completed futures.
+"""Bounded thread pools that reject instead of blocking, and completed and chained futures.
 
-Not a ThreadPoolExecutor: its queue is unbounded, and Python joins its threads at exit, so that one hung
+Not a ThreadPoolExecutor: its queue is unbounded, and Python joins its threads at exit, so that one stuck
 disk or network call would keep the process from exiting. These threads are daemons."""
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class CompletedFuture(Future[T], Generic[T]):
     """A future that is created with its result.
 
     It costs a quarter of ``Future()`` plus ``set_result``, which take a condition variable and two lock
-    round
-    trips. Most lookups are answered from memory, so this counts."""
+    round trips. Most lookups are answered from memory, so this counts."""
 
     _state = _STATE_DONE
 
@@ -56,8 +55,7 @@ class CompletedFuture(Future[T], Generic[T]):
         fn(self)
 
     # concurrent.futures.wait() and as_completed() lock every future that they receive. Not by __getattr__:
-    # each
-    # check for an optional attribute would then cost an exception.
+    # each check for an optional attribute would then cost an exception.
     @cached_property
     def _condition(self) -> threading.Condition:  # type: ignore[override]
         return threading.Condition()
@@ -70,7 +68,7 @@ class CompletedFuture(Future[T], Generic[T]):
 def chain_future(first: Future[T], start_second: Callable[[T], Future[U]]) -> Future[U]:
     """Start a second stage with the result of ``first``; return the future of both.
 
-    ``start_second`` runs on the thread that completes ``first``. An error of any of them fails the future.
+    ``start_second`` runs on the thread that completes ``first``. An error of either stage fails the future.
     `_ChainedFuture.cancel` describes cancellation."""
     answer = _ChainedFuture[U](first)
 
@@ -102,17 +100,14 @@ class _ChainedFuture(Future[U], Generic[U]):
 
     def __init__(self, first: Future[Any]) -> None:
         super().__init__()
-        self.stage: Future[Any] | None = (
-            first  # cleared at the end, since stages refer to this future
-        )
+        self.stage: Future[Any] | None = first  # cleared at the end: stages refer to this future
         self.is_abandoned = False
 
     def cancel(self) -> bool:
         """Cancel the current stage, and start no other.
 
-        A running stage can't be cancelled, since it may write to the caller's arrays: this returns
-        False, and the
-        future is cancelled, or done, when that stage ends."""
+        A running stage can't be cancelled, since it may write to the caller's arrays: this returns False,
+        and the future is cancelled, or done, when that stage ends."""
         self.is_abandoned = True
         stage = self.stage
         return self.cancelled() if stage is None else stage.cancel()
@@ -158,10 +153,9 @@ class BoundedThreadPool:
         """Run ``work`` on a thread; a future that is cancelled while queued is skipped.
 
         The future fails with ``DeadlineExceeded`` if no thread was free before ``deadline``
-        (``time.monotonic()``).
-        Raises ``Unavailable`` when the queue is full or the pool is closed, and in a forked process,
-        which does
-        not inherit the threads."""
+        (``time.monotonic()``). Raises ``Unavailable`` when the queue is full or the pool is closed, and
+        in a
+        forked process, which does not inherit the threads."""
         if os.getpid() != self._process:
             raise Unavailable(
                 "this process was forked from the one that opened the node, and has none of its "
@@ -183,7 +177,7 @@ class BoundedThreadPool:
         return future
 
     def check_open(self) -> None:
-        """Raise ``Unavailable`` once `close` was called."""
+        """Raise ``Unavailable`` if `close` was called."""
         if self._closed:
             raise Unavailable("the server is shutting down; ask another replica")
 
@@ -231,8 +225,8 @@ class BoundedThreadPool:
 class LookupPools(NamedTuple):
     """Pools of the lookups that cannot be answered on the caller's thread.
 
-    ``memory`` runs large lookups; ``stores`` those that wait for a disk or a network, so that they do not
-    delay the others."""
+    ``memory`` runs large lookups from memory; ``stores`` runs lookups that wait for a disk or a network.
+    They are separate so that the latter do not delay the former."""
 
     memory: BoundedThreadPool
     stores: BoundedThreadPool

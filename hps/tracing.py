@@ -1,4 +1,4 @@
-"""Request context: a request's id, and its place in a trace.
+"""Request context: a request's id, and its position in a trace.
 
 A request without either has no context (None), which costs nothing. With OpenTelemetry
 (`hps.observability.otel`) spans are recorded. Without it, the trace is passed on to the services that the
@@ -24,7 +24,7 @@ _current: ContextVar[RequestContext | None] = ContextVar("hps_origin", default=N
 
 
 class RequestContext:
-    """Id and trace of a request, as passed to all code that works for it. Thread-safe."""
+    """Id and trace of a request, passed to all code that works for the request. Thread-safe."""
 
     __slots__ = ("request_id", "traceparent", "tracestate")
 
@@ -72,12 +72,12 @@ class RequestContext:
         """Add ``ns`` to the total time of ``name``, which occurs many times per request."""
 
     def reported(self, name: str, started: int, ended: int, report: bytes) -> None:
-        """Record a part that another process has done, between two instants.
+        """Record a part that another process executed, between two instants.
 
         ``report`` is that process's profile, encoded by `hps.observability.profile`, or empty."""
 
     def part(self, name: str) -> AbstractContextManager[RequestContext]:
-        """Child span of work on this thread; it is the `current_context` meanwhile."""
+        """Child span of work on this thread, whose `current_context` it is until it ends."""
         return self.begin(name).whole()
 
     @contextmanager
@@ -106,7 +106,7 @@ def call_timed(
 
 
 def timed_wait(origin: RequestContext | None, call: Callable[..., T]) -> Callable[..., T]:
-    """Wrap ``call``: the time until it is called is recorded as ``origin``'s wait if that is profiled."""
+    """Wrap ``call`` to record the time until it is called as ``origin``'s wait, if that is profiled."""
     if origin is None or not origin.is_profiled:
         return call
     since, context = perf_counter_ns(), origin
@@ -119,7 +119,7 @@ def timed_wait(origin: RequestContext | None, call: Callable[..., T]) -> Callabl
 
 
 def timed_total(call: Callable[..., T], name: str) -> Callable[..., T]:
-    """Wrap ``call``: its time is added to ``name`` of the `current_context`, which must be profiled."""
+    """Wrap ``call`` to add its time to ``name`` of the `current_context`, which must be profiled."""
 
     def run(*arguments: Any) -> T:
         started = perf_counter_ns()
@@ -133,7 +133,9 @@ def timed_total(call: Callable[..., T], name: str) -> Callable[..., T]:
 
 
 def traceparent_of(header: str) -> str:
-    """Validated header ``traceparent``, or ""; of a later version, the part that this version defines."""
+    """Validate the header ``traceparent``; return "" if it is invalid.
+
+    Of a later version, the part that this version defines is returned."""
     match = _TRACEPARENT.match(header)
     if match is None or (match.end() < len(header) and header[:3] == "00-"):
         return ""
@@ -172,8 +174,8 @@ def recorder() -> Recorder | None:
 def shared_span(name: str, origins: Iterable[RequestContext | None]) -> RequestContext | None:
     """Start a span ``name`` for work on several requests; the caller ends it by ``end``.
 
-    If one of ``origins`` is recorded, it is a new span linked to those recorded; else a child of the first.
-    """
+    If any of ``origins`` is recorded, it is a new span linked to the recorded ones; else a child of the
+    first."""
     known = [origin for origin in origins if origin is not None]
     recorded = [origin.traceparent for origin in known if origin.is_recorded]
     if recorded and _recorder is not None:

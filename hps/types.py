@@ -166,9 +166,10 @@ class JaggedKeys:
 
     @staticmethod
     def of(keys: Any) -> JaggedKeys:
-        """Build from keys in any form: ``JaggedKeys``, integers ``(batch,)`` or ``(batch, hotness)``, or a
-        list of
-        keys per sample. Raises ``TypeError`` or ``ValueError``."""
+        """Build from keys in any form.
+
+        That is ``JaggedKeys``, integers ``(batch,)`` or ``(batch, hotness)``, or a list of keys per sample.
+        Raises ``TypeError`` or ``ValueError``."""
         if isinstance(keys, JaggedKeys):
             return keys
         if _is_nested(keys):
@@ -247,14 +248,12 @@ class LookupRequest:
 
 @dataclass(slots=True)
 class LookupResult:
-    """Vectors of a lookup: ``vectors[f]`` is ``(batch, dim)`` if pooled, ``(n, dim)`` if pooling is
-    ``none``.
+    """Vectors of a lookup, by feature: ``(batch, dim)`` if pooled, ``(n, dim)`` if pooling is ``none``.
 
     ``sources[f] (n,) uint8`` and ``versions[f] (n,) uint64`` are filled with ``want_source``.
     ``defaulted`` counts keys (not unique keys) that were answered with the table's default;
-    ``degraded`` names the tiers that were skipped. ``stale_s`` is the possible age of the rows in
-    seconds if
-    it exceeds `updates.max_staleness_s`; else 0."""
+    ``degraded`` names the tiers that were skipped. ``stale_s`` is the possible age of the rows in seconds
+    if it exceeds `updates.max_staleness_s`; else 0."""
 
     vectors: dict[str, VectorArray]
     sources: dict[str, SourceArray] = field(default_factory=dict)
@@ -305,7 +304,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Progress that is not reported."""
+    """Ignores progress."""
 
     def task(
         self, title: str, total: int, unit: str = "rows"
@@ -335,5 +334,5 @@ def version_unix_ms(version: int) -> int:
 def oldest_tombstone(table: EmbeddingTable, unix_s: float) -> int:
     """The version below which a tombstone of ``table`` has expired at the instant ``unix_s``.
 
-    The deletion's version contains its time, so a replay and every tier decide alike."""
+    The version of a deletion contains its time, so all tiers, and a replay, decide in the same way."""
     return make_version(int(max(0.0, (unix_s - table.tombstone_ttl_s) * 1000.0)))

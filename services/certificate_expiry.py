@@ -1,4 +1,4 @@
-"""Metrics of the expiry of certificates in the settings."""
+"""Metrics for the expiry of the certificates in the settings."""
 
 from __future__ import annotations
 

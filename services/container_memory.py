@@ -12,8 +12,8 @@ from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 
 _KILOBYTE = 1024
-# The two versions of control groups: controller, a group's limit and use, and the part of it that is
-# file cache, which the kernel reclaims before it kills a process.
+# The two versions of control groups: controller, files with a group's limit and use, and the part of
+# the use that is file cache, which the kernel reclaims before it kills a process.
 _FORMS = (
     ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
     (
@@ -39,7 +39,7 @@ def publish_memory(metrics: Metrics) -> None:
 
 
 def _visible_memory() -> list[ContainerMemory]:
-    """The memory in a list; empty if the system hides it (systemd's ProcSubset=pid)."""
+    """The memory as a list of one; empty if the system hides it (systemd's ProcSubset=pid)."""
     try:
         return [read_memory_limits()]
     except (OSError, KeyError):
@@ -47,8 +47,9 @@ def _visible_memory() -> list[ContainerMemory]:
 
 
 def read_memory_limits(proc: Path = PROC, groups: Path = GROUPS) -> ContainerMemory:
-    """Memory of this process's container, or of the group above it that has the least left; without limits,
-    of the machine."""
+    """Memory of this process's container, or of a parent group if a larger share of that is used.
+
+    Without limits, that of the machine."""
     meminfo = dict(re.findall(r"^(\w+):\s+(\d+) kB$", (proc / "meminfo").read_text(), re.MULTILINE))
     total, free = (int(meminfo[name]) * _KILOBYTE for name in ("MemTotal", "MemAvailable"))
     limited = [each for each in _limited(proc, groups) if each.limit < total]

@@ -101,8 +101,9 @@ class ServerProcess(ABC, Generic[Node]):
         """Wait, after the node is open, until the server can be ready."""
 
     def _run(self, on_ready: OnUrls | None, on_listening: OnUrls | None) -> None:
-        """Serve until stopped. Both callbacks run on their own thread, so they may send requests to the
-        server."""
+        """Serve until stopped.
+
+        Each callback runs on a separate thread, so it may send requests to the server."""
         tracer = otel.tracer(self._state.role)
         if tracer is not None:
             set_recorder(tracer)
@@ -183,7 +184,7 @@ class ServerProcess(ABC, Generic[Node]):
 
     async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
         self._state.stop()
-        # The data ports first: probes on the admin port observe their end.
+        # The data ports close first: probes on the admin port observe their end.
         *data, last = zip(self._servers.values(), tasks, strict=True)
         for server, _ in data:
             server.stop()

@@ -78,7 +78,7 @@ class ServerState(Generic[Node]):
         self.tell()
 
     def tell(self) -> None:
-        """Call those who watch the readiness."""
+        """Notify the watchers of the readiness."""
         for changed in self._phase_watchers:
             changed()
 
@@ -97,7 +97,7 @@ class ServerState(Generic[Node]):
             publish_expiry(metrics, self._settings)
 
     def serve(self, node: Node) -> None:
-        """Answer for ``node`` from now on."""
+        """Serve ``node`` from now on."""
         if node.metrics is not self.metrics:
             self._publish(node.metrics)
         self.node = node

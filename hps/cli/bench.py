@@ -1,4 +1,4 @@
-"""``hps bench``: its options."""
+"""``hps bench``: measure a server's latency and throughput, and compare two runs."""
 
 from __future__ import annotations
 
@@ -140,12 +140,14 @@ class BenchOptions:
 @app.command(epilog=EXAMPLES)
 @expand_options
 def bench(options: BenchOptions) -> None:
-    """Send a server requests for a while, and report their latencies.
+    """Measure a server's latency and throughput; compare two runs.
 
-    Without --rate, callers send when they have their answer: how much can the server do? With --rate,
-    requests are due by the clock, and their time counts from then: how long does a user wait? Requests ask
-    for the server's hottest keys, where its admin address gives them. Exit 1 when requests failed, 130 when
-    interrupted; what was measured is printed all the same."""
+    Without --rate (closed loop), each of --concurrency callers sends its next request when its
+    answer arrives: this measures how much the server can do. With --rate (open loop), requests are
+    due by the clock, and their latency counts from then: this measures how long users wait.
+
+    Keys are the hottest ones of the server, if its admin address provides them. Exit code 1:
+    requests failed; 130: interrupted. The results are printed in both cases."""
     former, model = former_target(options.model, options.second)
     if options.compare is not None:
         from hps.tools.bench.result_tables import show_comparison
@@ -276,7 +278,7 @@ def _load_facts(tensors: Sequence[Tensors], keys: str, sources: Any) -> dict[str
 def _hot_keys(
     url: str, options: BenchOptions, server: str, model: str
 ) -> Sequence[Mapping[str, Any]]:
-    """See `hps.tools.bench.hot_key_pools.HotKeys`."""
+    """Get the hottest keys; see `hps.tools.bench.hot_key_pools.HotKeys`."""
     from hps.client import Admin
     from hps.tools.bench.hot_key_pools import MOST, guessed_admin, require_same
 
@@ -296,7 +298,7 @@ def _hot_keys(
 
 
 def _only(client: Client) -> str:
-    """The model, where there is one."""
+    """Return the server's only model. Raises ConfigError if it has none or several."""
     names = client.models()
     main = [name for name in names if not name.endswith(".lookup")] or names
     if len(main) != 1:

@@ -1,10 +1,9 @@
-"""Columns of a file as keys and dense tensors, to the last bit of every key.
+"""Convert columns of a file to keys and dense tensors, without losing a bit of a key.
 
-Text (CSV, JSONL) and typed columns (Parquet) are both taken. A 64-bit key never passes through a
-floating-point number, in which it would lose digits: a float column is refused. A list column, or
+Text (CSV, JSONL) and typed columns (Parquet) are both accepted. A 64-bit key never passes through a
+floating-point number, in which it would lose digits: a float column is rejected. A list column, or
 a text cell with several numbers (``1 2 3``, ``[1, 2, 3]``), is a multi-hot sample; an empty cell is
-a sample without keys.
-"""
+a sample without keys."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ def keys_of(
     missing: Callable[[str], KeyArray] | None = None,
     hotness: int | None = None,
 ) -> JaggedKeys:
-    """An Arrow array of ``n`` samples as keys; ``first_row`` is its place in the file, for errors.
+    """Convert an Arrow array of ``n`` samples to keys.
 
-    ``is_hex``: text is hexadecimal, with or without ``0x``. ``missing`` gives the keys that stand for an
-    empty cell of a feature; without it, that is a sample without keys. ``hotness``: keys per sample, where
-    the feature takes a fixed number."""
+    ``first_row`` is the array's position in the file, for errors. ``is_hex``: text is hexadecimal, with
+    or without ``0x``. ``missing`` returns the keys to use for an empty cell of a feature; without it, an
+    empty cell is a sample without keys. ``hotness``: keys per sample, if the feature has a fixed number."""
     values, lengths = _flat(name, column, first_row)
     where = _ValueLocation(name, first_row, lengths)
     if _is_text(values.type):
@@ -65,7 +64,7 @@ def keys_of(
 
 
 def _missing(column: Any, lengths: IndexArray) -> IndexArray:
-    """The positions of cells that are null, or empty text: not of lists without elements."""
+    """Positions of cells that are null or empty text; lists without elements do not count."""
     if _is_list(column.type):
         return np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))
     return np.flatnonzero(lengths == 0)
@@ -74,7 +73,7 @@ def _missing(column: Any, lengths: IndexArray) -> IndexArray:
 def _filled(
     keys: KeyArray, lengths: IndexArray, cells: IndexArray, filler: KeyArray
 ) -> tuple[KeyArray, IndexArray]:
-    """``keys`` with the keys ``filler`` in each of the empty ``cells``."""
+    """Insert the keys ``filler`` into each of the empty ``cells`` of ``keys``."""
     at = np.cumsum(lengths)[cells]
     keys = np.insert(keys, np.repeat(at, len(filler)), np.tile(filler, len(cells)))
     lengths = lengths.copy()
@@ -83,7 +82,9 @@ def _filled(
 
 
 def as_samples(keys: KeyArray, lengths: IndexArray) -> JaggedKeys:
-    """Flat keys and keys per sample; a rectangle when every sample has the same number (not 0)."""
+    """Build samples from flat keys and keys per sample.
+
+    The result has a fixed hotness if every sample has the same number of keys (not 0)."""
     n = len(lengths)
     if n and lengths[0] > 0 and (lengths == lengths[0]).all():
         return JaggedKeys(keys, n)
@@ -97,7 +98,7 @@ def as_samples(keys: KeyArray, lengths: IndexArray) -> JaggedKeys:
 def dense_of(
     name: str, column: Any, dtype: np.dtype[Any], shape: Sequence[int], first_row: int = 0
 ) -> NDArray[Any]:
-    """An Arrow array of ``n`` samples as a tensor ``(n, *shape[1:])`` of ``dtype``."""
+    """Convert an Arrow array of ``n`` samples to a tensor ``(n, *shape[1:])`` of ``dtype``."""
     values, lengths = _flat(name, column, first_row)
     where = _ValueLocation(name, first_row, lengths)
     is_fixed = all(size > 0 for size in shape[1:])
@@ -123,7 +124,7 @@ def dense_of(
 
 
 class _ValueLocation:
-    """Location of values in the file: finds the first one that cannot be read (errors only)."""
+    """Finds the first value of a column that cannot be read, for an error message."""
 
     def __init__(self, name: str, first_row: int, lengths: IndexArray) -> None:
         self.name = name
@@ -131,7 +132,7 @@ class _ValueLocation:
         self.lengths = lengths
 
     def refuse(self, values: Any, kind: Callable[[Any], Any], wanted: str) -> BadRequest:
-        """``kind(value)`` is the Arrow type that ``value`` should have been read as."""
+        """Build the error; ``kind(value)`` is the Arrow type that ``value`` should have been read as."""
         ends = np.cumsum(self.lengths)
         for i, value in enumerate(values.to_pylist()):
             try:
@@ -143,7 +144,7 @@ class _ValueLocation:
 
 
 def _flat(name: str, column: Any, first_row: int) -> tuple[Any, IndexArray]:
-    """Any column as flat values without nulls, and how many of them each sample has."""
+    """Convert any column to flat values without nulls, and the number of them per sample."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         column = column.dictionary_decode()
@@ -165,7 +166,7 @@ def _flat(name: str, column: Any, first_row: int) -> tuple[Any, IndexArray]:
 
 
 def _split(column: Any) -> tuple[Any, IndexArray]:
-    """Text cells as words; the usual cell is one number and is not taken apart."""
+    """Split text cells into words. Fast path: cells of one number are not split."""
     text = pc.fill_null(pc.utf8_trim_whitespace(column), "")
     if not pc.any(pc.match_substring_regex(text, _SEPARATORS)).as_py():
         filled = pc.not_equal(text, pa.scalar(""))
@@ -179,8 +180,9 @@ def _split(column: Any) -> tuple[Any, IndexArray]:
 
 
 def _parse_keys(text: Any, where: _ValueLocation, *, is_hex: bool = False) -> KeyArray:
-    """Whole numbers from -2^63 to 2^64-1, each to its own 64 bits. Hexadecimal ones begin with ``0x``; with
-    ``is_hex`` all are."""
+    """Parse whole numbers from -2^63 to 2^64-1, without losing a bit.
+
+    Hexadecimal ones begin with ``0x``; with ``is_hex`` all numbers are hexadecimal."""
     if is_hex:
         text = pc.replace_substring_regex(text, "^(0[xX])?", "0x", max_replacements=1)
     negative = pc.starts_with(text, "-")

@@ -1,7 +1,6 @@
 """Options of a command as frozen dataclasses: one command's, or a group that several commands share.
 
-Typer takes a command's options from the signature of a function, which has one parameter an option.
-"""
+Typer reads a command's options from the signature of a function, one parameter per option."""
 
 from __future__ import annotations
 
@@ -15,9 +14,8 @@ from typing import Any, get_type_hints
 def expand_options(function: Callable[..., None]) -> Callable[..., None]:
     """Replace parameters that are dataclasses by their fields, in the order of declaration.
 
-    A field is ``Annotated[..., typer.Option(...)]``, or a dataclass again. Field names must be unique in the
-    command: Typer makes option names and metavars of them. Raises ValueError otherwise.
-    """
+    A field is ``Annotated[..., typer.Option(...)]`` or another dataclass. Field names must be unique in the
+    command, since Typer derives option names and metavars from them; raises ValueError otherwise."""
     hints = get_type_hints(function, include_extras=True)
     given = inspect.signature(function).parameters
     parameters = [

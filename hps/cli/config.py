@@ -63,10 +63,9 @@ def show(
     set_: SetOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Print every setting in force and its origin.
+    """Print the effective value of every setting and its origin.
 
-    Secrets stay hidden.
-    """
+    Secrets are hidden."""
     from hps.config import load_config
     from hps.config.effective_settings import effective_settings, public_settings
 
@@ -104,12 +103,11 @@ def validate(
     set_: SetOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Check a file and the models it names; report every mistake.
+    """Check a configuration file and the models it names; report all errors.
 
-    Sizes of table files are checked, not their contents (`hps model verify` reads those), and neither ports,
-    other servers nor this machine (`hps doctor --config FILE` asks those). The exit code is 2 when something
-    is wrong.
-    """
+    Checks the sizes of table files, but not their contents (`hps model verify` does). Does not check
+    ports, other servers or this machine (`hps doctor --config FILE` does). Exit code 2: the file
+    has errors."""
     from hps.cli.config_checks import check_parts
     from hps.config.validation import validate_file
 
@@ -172,10 +170,9 @@ def convert(
         typer.Option("--into", metavar="FOLDER", help="Write the files there instead of printing."),
     ] = None,
 ) -> None:
-    """Print our hps.yaml and model.yaml for a ps.json.
+    """Convert an HPS ps.json to hps.yaml and a model.yaml per model.
 
-    `hps model import` brings the rows over.
-    """
+    Rows are not converted: `hps model import` imports them."""
     from hps.config.effective_settings import SETTINGS_FILE, convert_ps_json
     from hps.config.ps_json.converter import read_ps_json
     from hps.errors import ConfigError
@@ -192,7 +189,7 @@ def convert(
         raise ConfigError(f"{', '.join(present)} exists already; choose another folder for --into")
     for name, text in files.items():
         (into / name).parent.mkdir(parents=True, exist_ok=True)
-        # The settings may have a password.
+        # The settings may contain a password.
         (into / name).touch(0o600 if name == SETTINGS_FILE else 0o666)
         (into / name).write_text(text)
         print_line(str(into / name))

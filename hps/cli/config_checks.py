@@ -1,7 +1,6 @@
-"""Checks of ``hps config validate`` besides the settings: models, the ports' certificates, Kafka's options.
+"""Checks of ``hps config validate`` beyond the settings: models, certificates, Kafka's options.
 
-Everything here needs files and packages of the server, but no other process, no port and no GPU.
-"""
+They need files and the server's packages, but no other process, no port and no GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_parts(report: ValidationReport, path: Path) -> list[ModelVersion]:
-    """Add to ``report``, on the file at ``path``, what is wrong with its parts; returns the models opened."""
+    """Check the parts of the file at ``path``: add errors to ``report``, return the opened models."""
     if report.errors:
         return []
     if report.configuration is not None:
@@ -48,7 +47,9 @@ def _check_configuration(
 
 
 def _absent_models(configuration: Configuration) -> Path | None:
-    """The folder without which there is no model here: they are often mounted only where the server runs."""
+    """Return a missing folder of models if all are missing, else None.
+
+    Models are often mounted only where the server runs."""
     legacy = configuration.legacy
     folders = [each for model in legacy for some in model.directories.values() for each in some]
     folders = folders or [configuration.settings.models.repository]
@@ -69,7 +70,7 @@ def _check_models(report: ValidationReport, configuration: Configuration) -> lis
 
 
 def _check_description(report: ValidationReport, path: Path) -> ModelVersion | None:
-    """The newest version beside a ``model.yaml``. None where there is none. Raises ModelError."""
+    """Check the newest version beside a ``model.yaml``; None if there is none. Raises ModelError."""
     from hps.config import Settings
     from hps.models.repository import SPEC_FILE, Repository
     from hps.node.model_opening import check_model

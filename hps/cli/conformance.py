@@ -1,4 +1,4 @@
-"""``hps conformance``: the Open Inference Protocol's checks, run against any server."""
+"""``hps conformance``: run the checks of the Open Inference Protocol against any server."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ class ConformanceOptions:
 @app.command(epilog=EXAMPLES)
 @expand_options
 def conformance(options: ConformanceOptions) -> None:
-    """Check that a server, ours or any other, speaks the Open Inference Protocol with Triton's extensions.
+    """Check that a server conforms to the Open Inference Protocol and Triton's extensions.
 
-    Requests are generated from its models' metadata. Known deviations of a server, as of Triton, are
-    shown with
-    the reason and do not fail. Exit 0: the server conforms; 1: it deviates, or does not answer. A request
-    without an answer times out after 30 s."""
+    Works with hps and with other servers. Requests are generated from the models' metadata. Known
+    deviations of a server, for example of Triton, are shown with their reason and do not fail. Exit
+    code 0: the server conforms; 1: it deviates or does not answer. A request without an answer times
+    out after 30 s."""
     from hps.tools.conformance.checks import CHECKS
     from hps.tools.conformance.known_deviations import known_of
 
@@ -140,7 +140,7 @@ def _show(rows: Sequence[dict[str, Any]], target: CheckedServer, name: str) -> N
 
 
 def _judged(check: str, verdict: str, found: Sequence[str], known: Any) -> dict[str, Any]:
-    """A row. ``why``: for each text that was found, why it is known of this server, or ""."""
+    """Build a check's result row; ``why``: per finding, why it is known of this server, or ""."""
     from hps.tools.conformance.known_deviations import reasons
 
     why = reasons(known, check, found) if verdict == DIFFERS else []
@@ -160,7 +160,9 @@ def _findings(row: dict[str, Any], server: str) -> str:
 def _target(
     addresses: Sequence[str], models: Sequence[str], headers: dict[str, str], tls: Tls | None
 ) -> tuple[CheckedServer, str]:
-    """The server with requests that it answers, and how it calls itself. Raises ConfigError, Unavailable."""
+    """Return the server with sample requests that it answers, and the name that it reports.
+
+    Raises ConfigError, Unavailable."""
     import grpc
 
     from hps.tools.conformance import CheckedServer, Deviation
@@ -174,7 +176,7 @@ def _target(
     bare = CheckedServer(http, rpc, (), headers, http_tls, rpc_tls)
     try:
         samples, left_out = samples_of(bare, models)
-        if http and not samples:  # it may have tensors in JSON alone
+        if http and not samples:  # the server may accept tensors only as JSON
             bare = replace(bare, binary=False)
             samples, left_out = samples_of(bare, models)
         name = named(bare)
@@ -208,7 +210,7 @@ def _by_protocol(addresses: Sequence[str]) -> dict[str, str]:
 
 
 def _secured(value: str, tls: Tls | None) -> tuple[str, Tls | None]:
-    """``host:port``, and the certificates it is spoken to with."""
+    """Split ``value`` into ``host:port`` and its TLS settings; None: plain text."""
     from hps.client import Tls
 
     scheme, _, at = value.rpartition("://")

@@ -1,4 +1,4 @@
-"""``hps demo``: serve the model that comes with hps, ask it over HTTP and check every answer."""
+"""``hps demo``: serve the demo model, send requests over HTTP and check every answer."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def demo(
 ) -> None:
     """Serve the model that comes with hps, send it requests over HTTP and check every answer.
 
-    The model was trained on real ad impressions; its requests are keys of its own tables, and every
-    score is compared with the trainer's. Needs no GPU, no other service and no network."""
+    The model was trained on real ad impressions. The requests use keys of its tables, and every score
+    is compared with the trainer's. Needs no GPU, no other service and no network."""
     from hps.cli.demo_data import FOLDER, load_demo
 
     folder = model or FOLDER
@@ -104,7 +104,7 @@ def _run(data: DemoData, folder: Path, port: int | None, once: bool) -> bool:
 
 @contextmanager
 def _step(title: str) -> Iterator[None]:
-    """Announce a step, and how long it took."""
+    """Print a step's title, and at its end the time it took."""
     print_line(f"{title} …")
     begun = time.monotonic()
     yield
@@ -112,7 +112,9 @@ def _step(title: str) -> Iterator[None]:
 
 
 def _write(data: DemoData, folder: Path, repository: Path, http: str) -> None:
-    """Copy the model into ``repository``: under a name that no reader takes for a version, then renamed."""
+    """Copy the model into ``repository`` unless that has models; print an example request.
+
+    The copy gets its final name when it is complete: until then, readers ignore it."""
     from hps.cli.demo_run import json_request
     from hps.models.repository import Repository
 
@@ -244,7 +246,7 @@ def _try_next(
 
 
 def _plain(data: Any) -> Any:
-    """A single value without its lists; several stay as they are."""
+    """Unwrap a single value from its lists; return several values unchanged."""
     value = data
     while isinstance(value, list) and len(value) == 1:
         value = value[0]

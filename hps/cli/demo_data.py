@@ -1,10 +1,9 @@
-"""The model that comes with hps, and requests with the trainer's own scores for them.
+"""The demo's model, and requests with the trainer's scores for them.
 
 ``demo_model/`` is a model repository of one model, beside it ``requests.json``: ``{"model", "features":
 {name: keys per sample}, "dense": {name: values per sample}, "scores": {output: one per sample}}``.
-It lies inside the package, so that a checkout and an installed wheel find it at the same place. The
-trainer in ``examples/`` writes it.
-"""
+The folder is inside the package, so a checkout and an installed wheel have it at the same place. The
+trainer in ``examples/`` writes it."""
 
 from __future__ import annotations
 
@@ -25,7 +24,9 @@ REQUESTS = "requests.json"
 
 @dataclass(frozen=True, slots=True)
 class DemoData:
-    """``keys[f] (n, hotness) int64``, ``dense[name] (n, …) float32``, ``scores[output] (n,) float32``."""
+    """The demo's requests and scores, one entry per sample.
+
+    ``keys[f] (n, hotness) int64``, ``dense[name] (n, …) float32``, ``scores[output] (n,) float32``."""
 
     model: str
     keys: dict[str, NDArray[np.int64]]
@@ -37,7 +38,7 @@ class DemoData:
         return len(next(iter(self.scores.values())))
 
     def batches(self, size: int) -> Iterator[tuple[slice, dict[str, NDArray[Any]]]]:
-        """The samples in their order, as the tensors of one request each."""
+        """Split the samples into batches in order: their slice, and the tensors of one request."""
         for start in range(0, self.samples, size):
             part = slice(start, start + size)
             yield part, self.tensors(part)

@@ -1,4 +1,4 @@
-"""The demo's server: started with ports that are free, watched, and ended with the demo."""
+"""The demo's server process: started on free ports, watched, and ended with the demo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_S = 60.0
 
 
 class PortTaken(Unavailable):
-    """The server could not have its port."""
+    """Another process uses the server's port."""
 
 
 @contextmanager
@@ -48,7 +48,7 @@ Started = tuple[subprocess.Popen[str], dict[str, str]]
 
 
 def start(stack: ExitStack, repository: Path, scratch: Path, port: int | None) -> Started:
-    """The server's process and addresses; ``stack`` ends it."""
+    """Start the server; return its process and addresses. ``stack`` ends it."""
     config = scratch / "config.yaml"
     config.write_text(json.dumps(_settings(repository, scratch, _ports(port)), indent=2))
     try:

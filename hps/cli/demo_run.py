@@ -132,7 +132,7 @@ def _rank(client: Client, data: DemoData, found: DemoResults) -> bool:
 
 
 def _unknown_is_counted(client: Client, data: DemoData) -> bool:
-    """A key that no table has: the smallest int64."""
+    """Check that an unknown key, the smallest int64, gets the default and is counted."""
     tensors = dict(data.tensors(slice(0, 1)))
     name = next(iter(data.keys))
     tensors[name] = np.full_like(tensors[name], -(2**63))
@@ -140,11 +140,11 @@ def _unknown_is_counted(client: Client, data: DemoData) -> bool:
 
 
 def json_request(tensors: dict[str, NDArray[Any]]) -> dict[str, Any]:
-    """Tensors as the protocol's JSON."""
+    """Build a JSON request of the Open Inference Protocol."""
     inputs = []
     for name, array in tensors.items():
         datatype = "INT64" if array.dtype == np.int64 else "FP32"
-        # Through orjson, which writes a float32 with as few digits as name it.
+        # orjson writes a float32 with the fewest digits that identify it.
         text = orjson.dumps(np.ascontiguousarray(array), option=orjson.OPT_SERIALIZE_NUMPY)
         shape, data = list(array.shape), orjson.loads(text)
         inputs.append({"name": name, "shape": shape, "datatype": datatype, "data": data})

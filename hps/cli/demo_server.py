@@ -1,8 +1,7 @@
-"""The demo's server: ``hps serve`` that ends with the demo, however the demo ends.
+"""Entry point of the demo's server: ``hps serve``, which ends with the demo, however that ends.
 
-Standard input is a pipe that the demo alone holds open: it closes when the demo is killed, too, which
-no signal handler of the demo could notice.
-"""
+Standard input is a pipe that only the demo holds open. It also closes when the demo is killed, which
+no signal handler of the demo could report."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def parent_exited() -> bool:
 
 def serve(config: Path) -> None:
     """Serve ``config`` until a signal; remove its folder if the demo cannot."""
-    # Until the server handles it, too, SIGTERM runs the `finally` blocks.
+    # SIGTERM must run the `finally` blocks even before the server has installed its handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from hps.cli.main import app
 
@@ -36,7 +35,7 @@ def serve(config: Path) -> None:
         try:
             threading.Thread(target=end_with_the_demo, daemon=True).start()
             app(["serve", "--output", "json", "--config", str(config)])
-        finally:  # the demo's end may come while the server ends by itself
+        finally:  # the demo may end while the server shuts down
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     finally:
         if parent_exited():

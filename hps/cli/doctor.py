@@ -1,4 +1,4 @@
-"""``hps doctor``: check a machine and a deployment; report faults with their remedies."""
+"""``hps doctor``: check a machine and a deployment; report faults with remedies."""
 
 from __future__ import annotations
 
@@ -70,12 +70,13 @@ class DoctorOptions:
 @app.command(epilog=EXAMPLES)
 @expand_options
 def doctor(options: DoctorOptions) -> None:
-    """Check this machine, and with --config every part of a deployment: ports, certificates, models,
-    memory,
-    disks, RocksDB, Redis, Kafka with its topics, rights and lag, Triton, lookup nodes, clocks.
+    """Check this machine and, with --config, a deployment; report faults with remedies.
 
-    Exit 0 when nothing fails (warnings allowed), 1 when something does, 2 when the configuration is wrong,
-    so that what it names could not be checked."""
+    The parts of a deployment: ports, certificates, models, memory, disks, RocksDB, Redis, Kafka (its
+    topics, permissions and lag), Triton, lookup nodes, clocks.
+
+    Exit code 0: nothing failed, warnings are allowed; 1: a check failed; 2: the configuration is
+    invalid, so the parts it names were not checked."""
     logging.getLogger("hps").addHandler(logging.NullHandler())  # the checks report it
     checks = list(run(options))
     failed = [check for check in checks if check.verdict == "FAIL"]

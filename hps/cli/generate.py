@@ -1,4 +1,4 @@
-"""``hps generate``: models and requests for load tests."""
+"""``hps generate``: synthetic models and requests for load tests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GenerateModelOptions:
 @app.command(epilog=MODEL_EXAMPLES)
 @expand_options
 def model(options: GenerateModelOptions) -> None:
-    """Write a model of random rows, and a small network over them."""
+    """Generate a model: tables of random rows, and a small network."""
     from hps.cli.progress import ConsoleProgress
     from hps.errors import ConfigError
     from hps.tools.generate.model import model_spec, write_model
@@ -134,7 +134,7 @@ class GenerateRequestsOptions:
 @app.command(epilog=REQUEST_EXAMPLES)
 @expand_options
 def requests(options: GenerateRequestsOptions) -> None:
-    """Write requests to a model: for perf_analyzer, or as arrays."""
+    """Generate requests to a model: JSON for perf_analyzer, or arrays in an .npz file."""
     from hps.models.repository import Repository
     from hps.tools.generate.requests import GeneratedRequests, RequestRecipe, save
 

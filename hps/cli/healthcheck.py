@@ -1,4 +1,4 @@
-"""``hps healthcheck``: health of the server of a configuration on this machine, for container engines.
+"""``hps healthcheck``: readiness of the server on this machine, for container engines.
 
 One GET to the admin port, which every role has and which reports health without a key. It loads neither
 NumPy nor the client: engines run it every few seconds."""
@@ -61,12 +61,11 @@ def healthcheck(
     overrides: SetOption = None,
     tls: TlsOption = None,
 ) -> None:
-    """Ask this machine's server whether it is ready: exit code 0 when it is, else 1, within 2 s.
+    """Check whether the server on this machine is ready: exit code 0, else 1, within 2 s.
 
-    For `hps serve` in any role and `hps ingest`. The address is that of `server.admin`; give the --set
-    options
-    of the server here, too. Its certificate is not checked, since nothing secret is sent; a server that
-    requires a client certificate gets the one of --tls or HPS_TLS."""
+    For `hps serve` in any role and `hps ingest`. The address is server.admin of the configuration; give
+    the server's --set options here, too. The server's certificate is not verified, since no secret is
+    sent. If the server requires a client certificate, give one by --tls or HPS_TLS."""
     from hps.config import load_config
 
     try:
@@ -75,7 +74,7 @@ def healthcheck(
         if status != 200:
             raise Unavailable(reason or f"the server answered with status {status}")
     except HpsError as error:
-        # Not 2, as of other commands: container engines know 0 and 1 alone.
+        # Not 2, as other commands: container engines define only 0 and 1.
         from hps.cli.main import print_error
 
         print_error(error)
@@ -83,7 +82,9 @@ def healthcheck(
 
 
 def ask(at: Listener, what: str, tls: str | None = None) -> tuple[int, str]:
-    """Status, and the reason when it is not 200. Raises Unavailable, ConfigError."""
+    """Request the health; return the HTTP status, and the reason if it is not 200.
+
+    Raises Unavailable, ConfigError."""
     if at.port == 0:
         raise ConfigError("server.admin.port is 0, any free one: give it a number to be asked at")
     host = _SELF.get(at.host, at.host)
@@ -125,7 +126,7 @@ def _context(at: Listener, tls: str | None) -> ssl.SSLContext:
 
 
 def _reason(body: bytes) -> str:
-    """The ``error`` of an answer."""
+    """The field ``error`` of a response body, or ""."""
     try:
         answer: Any = json.loads(body)
         return str(answer["error"])

@@ -1,4 +1,4 @@
-"""``hps hotkeys``: which keys of the CPU cache are hot."""
+"""``hps hotkeys``: the hottest keys of the CPU cache."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class HotKeysOptions:
 @app.command(epilog=EXAMPLES)
 @expand_options
 def hotkeys(options: HotKeysOptions) -> None:
-    """List the hottest keys, hottest first, with their scores up to 255; equal ones in the order of the keys.
+    """List the hottest keys of the CPU cache with their scores, the highest first.
 
-    A score is what the cache evicts by. With eviction lru it falls with the time since the last use: by 64
-    while as many rows are admitted as the cache holds. With lfu it is a logarithmic count of uses, halved in
-    that time. Keys that are in use all the time share the highest score.
-    """
+    The cache evicts the rows with the lowest scores; the highest score is 255. With eviction lru, a
+    score falls by 64 in the time in which the cache admits as many rows as it holds. With lfu, it is a
+    logarithmic count of uses, halved in that time. Keys that are always in use all have the highest
+    score. Equal scores are sorted by key."""
     if options.snapshot is not None:
         found = from_snapshot(options.snapshot, options.model, options.table, options.limit)
     else:
@@ -76,7 +76,7 @@ def hotkeys(options: HotKeysOptions) -> None:
 def from_snapshot(
     path: Path, model: str | None, table: str | None, limit: int
 ) -> list[dict[str, Any]]:
-    """As ``Client.hot_keys``, from a file."""
+    """Read hot keys from a snapshot file, in the form of ``Admin.hot_keys``."""
     from hps.updates.hot_key_snapshot import read_hot_keys
 
     try:

@@ -45,18 +45,18 @@ def ingest(
 ) -> None:
     """Write streamed rows into Redis for all nodes, until SIGTERM or Ctrl-C.
 
-    It takes the configuration of the nodes: tiers.redis, updates.kafka with shared_writer: ingest,
-    and the model repository, for the tables' shapes. With shared_writer: nodes (the default) the
-    nodes write Redis themselves, and this process is not needed.
+    It uses the nodes' configuration: tiers.redis, updates.kafka with shared_writer: ingest, and the
+    model repository for the tables' shapes. With shared_writer: nodes (the default) the nodes write
+    Redis themselves, and this process is not needed.
 
-    It serves no lookups and has no RocksDB or cache. Only the admin port is opened: health, metrics,
-    /v1/status, /v1/updates. Start as many as you like, on any machine: they share the topics'
-    partitions, and when one ends, the others continue its share from the positions in Redis; no row is
-    lost or undone. Nodes keep refreshing their RocksDB and caches from the stream.
+    It serves no lookups and has no RocksDB or cache. It opens only the admin port: health, metrics,
+    /v1/status, /v1/updates. Start any number of these processes, on any machine: they share the topics'
+    partitions. When one ends, the others continue its partitions from the positions in Redis; no row is
+    lost or undone. Nodes still refresh their RocksDB and caches from the stream.
 
-    On SIGTERM it finishes the current batch and records positions; exit code 0. A broken
-    configuration or model ends it with exit code 2. With --output json one line of JSON is printed
-    when it is ready."""
+    On SIGTERM it finishes the current batch, records the positions and exits with code 0. Exit code 2:
+    the configuration or a model is broken. With --output json, one line of JSON is printed when it is
+    ready."""
     from hps.config import load_config
     from hps.errors import ConfigError
 
@@ -73,7 +73,7 @@ def run(configuration: Configuration, output: OutputFormat, started: float) -> N
     kafka = check_role(configuration.settings)
     check_early(configuration, "ingest")
 
-    # Imported late: common mistakes are reported before a server's packages are loaded.
+    # Imported late, so that common mistakes are reported before the server's packages are loaded.
     from hps.cli.progress import ConsoleProgress
     from services.frontend import logs
     from services.ingest.main import IngestServer
@@ -84,7 +84,7 @@ def run(configuration: Configuration, output: OutputFormat, started: float) -> N
     def ready(admin: str) -> None:
         report = summary(server.state.status(), admin, kafka)
         report["seconds"] = round(time.monotonic() - started, 3)
-        # A closed standard output is no reason to stop.
+        # A closed standard output must not stop the process.
         with suppress(OSError):
             print_json(report) if output is OutputFormat.json else show(report)
 

@@ -1,4 +1,4 @@
-"""``hps lookup``: rows of a table, and with ``--explain`` where they come from and how old they are."""
+"""``hps lookup``: show rows of a table; with ``--explain`` also their tier and age."""
 
 from __future__ import annotations
 
@@ -66,11 +66,10 @@ class LookupOptions:
 @app.command(epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})
 @expand_options
 def lookup(options: LookupOptions) -> None:
-    """Show rows of a table, looked up as a request would look them up.
+    """Show rows of a table, fetched as a request would fetch them.
 
     Keys are those of the table; a feature's key_offset is not added. A key that no tier has is
-    shown with the table's default, which is what a request would get.
-    """
+    shown with the table's default, which is what a request would get."""
     numbers = [parse_key(text) for text in options.keys]
     if options.config is not None:
         with open_here(options.config, options.overrides) as node:
@@ -92,7 +91,7 @@ def lookup(options: LookupOptions) -> None:
 
 
 def asked(admin: Admin, model: str, table: str, keys: list[int]) -> dict[str, Any]:
-    """The server's account of the rows, in calls that fit an address line."""
+    """Query a server for the rows, in several calls if the URL would be too long."""
     path = f"/v1/tables/{quote(model, safe='')}/{quote(table, safe='')}/rows?keys="
     report: dict[str, Any] = {}
     with admin as client:
@@ -104,7 +103,7 @@ def asked(admin: Admin, model: str, table: str, keys: list[int]) -> dict[str, An
 
 
 def here(node: Node, model: str, table: str, keys: list[int]) -> dict[str, Any]:
-    """The same account from a node in this process."""
+    """Look the rows up in a node of this process; the same report as of a server."""
     import numpy as np
 
     from hps.lookup.explain import explain_rows

@@ -1,8 +1,7 @@
-"""``hps``: the command line. One module a command; this one gathers them and prints what went wrong.
+"""``hps``: the command line. One module per command; this one lists them and prints errors.
 
-A command's module is imported when the command runs, so that ``hps --help`` stays quick whatever
-the commands need. Every module exposes ``app: typer.Typer``.
-"""
+A command's module is imported when the command runs, so that ``hps --help`` stays fast whatever
+the commands need. Every module exposes ``app: typer.Typer``."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ database or the command line is wrong."""
 
 
 class CommandEntry(NamedTuple):
-    """Panel and help of a command in the overview; ``group``: it has sub-commands."""
+    """Panel and help of a command in the overview; ``group``: it has subcommands."""
 
     panel: str
     help: str
@@ -88,7 +87,7 @@ def _load(name: str) -> Any:
 
 
 class LazyCommands(TyperGroup):
-    """Knows every command's name and help; imports a command's module when it is called."""
+    """Command group that knows every command's help and imports a command only when it runs."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -109,7 +108,7 @@ class LazyCommands(TyperGroup):
             return super().make_context(*given, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        """Every error that hps raises on purpose becomes lines on stderr and an exit code."""
+        """Run a command; convert an ``HpsError`` to lines on stderr and an exit code."""
         try:
             with _usage_in_one_line():
                 return super().invoke(ctx)
@@ -126,7 +125,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 @contextmanager
 def _usage_in_one_line() -> Iterator[None]:
-    """Print a wrong command line as one error line, without the page of usage."""
+    """Print a wrong command line as one error line, without click's usage text."""
     try:
         yield
     except _UsageError as error:
@@ -146,7 +145,7 @@ def _usage_in_one_line() -> Iterator[None]:
 
 
 def print_error(error: HpsError) -> None:
-    """One line on stderr; a line each for a configuration with several mistakes."""
+    """Print an error on stderr: one line, or one per mistake of a configuration."""
     from hps.tools.output import print_problem, problems
 
     hint = "; the command takes it from --api-key or HPS_API_KEY"
@@ -156,7 +155,9 @@ def print_error(error: HpsError) -> None:
 
 
 def exit_code(error: HpsError) -> int:
-    """Tiers fail a command only when they are opened: later they degrade the answer."""
+    """Exit code for an error: 2 if the work could not begin, else 1.
+
+    A TierError means that it could not begin: tiers that fail later only degrade answers."""
     begun = not isinstance(error, ConfigError | ModelError | NotFound | TierError)
     return FAILED if begun else USAGE
 
@@ -200,7 +201,7 @@ def main() -> None:
         from hps.tools.output import print_problem
 
         traceback.print_exc()
-        if not isinstance(error, HpsError):  # --debug lets those through
+        if not isinstance(error, HpsError):  # an HpsError gets here only with --debug
             kind = type(error).__name__
             print_problem(
                 f"{kind}: a mistake in hps; please report it with the above and `hps version`"

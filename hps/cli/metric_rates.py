@@ -18,7 +18,7 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class MetricsReading:
-    """``at``: an instant of ``time.monotonic``."""
+    """A server's metrics at the instant ``at`` of ``time.monotonic``."""
 
     at: float
     values: Mapping[Series, float]
@@ -31,8 +31,9 @@ class MetricsReading:
 
 
 class MetricsInterval:
-    """Rates and quantiles between two readings. A counter that fell was begun anew by a server that was
-    restarted: it counts from zero."""
+    """Rates and quantiles between two readings.
+
+    A counter that decreased was reset by a restart of the server: it counts from zero."""
 
     def __init__(self, before: MetricsReading, after: MetricsReading) -> None:
         self.seconds = max(after.at - before.at, 1e-9)
@@ -45,21 +46,21 @@ class MetricsInterval:
         self._now = after.values
 
     def rate(self, name: str, **labels: str | Callable[[str], bool]) -> float:
-        """Per second, of all series that have ``labels``, each a value or what judges one."""
+        """Rate per second of all series that match ``labels``: each a value, or a predicate."""
         return sum(v for _, v in _chosen(self._grown, name, labels)) / self.seconds
 
     def now(self, name: str, **labels: str) -> list[float]:
         return [v for _, v in _chosen(self._now, name, labels)]
 
     def labels(self, name: str, label: str) -> list[str]:
-        """The values of ``label`` in their order, each once."""
+        """The distinct values of ``label``, in order."""
         found = (dict(labels).get(label, "") for labels, _ in _chosen(self._now, name, {}))
         return list(dict.fromkeys(found))
 
     def quantile(self, name: str, share: float, **labels: str) -> float | None:
         """Quantile of a histogram, in its unit, interpolated within a bucket as Prometheus does.
 
-        None when nothing was observed; infinite beyond the last bucket."""
+        None without observations; infinite beyond the last bucket."""
         counts: dict[float, float] = {}
         for found, value in _chosen(self._grown, f"{name}_bucket", labels):
             bound = float(dict(found)["le"])
@@ -132,7 +133,7 @@ def _requests(it: MetricsInterval, **labels: str) -> dict[str, Any]:
 
 
 def _node(it: MetricsInterval, address: str) -> dict[str, Any]:
-    """One that a front end asks."""
+    """Summary of a lookup node, as its front end sees it."""
     requests = m.LOOKUP_NODE_REQUESTS
     return {
         "address": address,

@@ -50,7 +50,7 @@ def inspect(
     version: VersionOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Show what a repository, or one version of a model, holds."""
+    """Show the models of a repository, or the contents of one version."""
     models = _repository(repository)
     if name is None:
         listed = [(n, models.versions(n), models.spec(n)) for n in models.names()]

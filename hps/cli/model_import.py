@@ -1,4 +1,4 @@
-"""``hps model import``: other formats -> a version of the model repository."""
+"""``hps model import``: convert other formats to a version of the model repository."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ImportOptions:
 
 @expand_options
 def import_(options: ImportOptions) -> None:
-    """Write tables, and a network, as a version of the repository."""
+    """Import tables and a network as a new version in the model repository."""
     from hps.cli.model_options import choices
     from hps.models.check import repeated_by_table
     from hps.models.repository import Repository
@@ -181,7 +181,7 @@ def _import(plan: ImportPlan, options: ImportOptions) -> _ImportedVersion:
 
 
 def _spec(plan: ImportPlan, model: str, options: ImportOptions) -> ModelSpec:
-    """The description from --spec, from the repository's model.yaml, or from the options."""
+    """The model's description: from --spec, the repository's model.yaml, or the options."""
     from hps.cli.model_options import defaults, dense_spec, features, rename_spec
     from hps.config import load_model_spec
     from hps.models.importers.import_model import describe
@@ -198,7 +198,7 @@ def _spec(plan: ImportPlan, model: str, options: ImportOptions) -> ModelSpec:
 
 
 def _check_options(options: ImportOptions) -> None:
-    """Check before anything is read that the options parse and do not contradict each other."""
+    """Check, before anything is read, that the options parse and are consistent."""
     from hps.cli.model_options import defaults, features, pairs
 
     is_described = bool(features(options.feature) or defaults(options.default))

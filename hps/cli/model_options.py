@@ -21,7 +21,7 @@ FEATURE_OPTIONS = "sum, mean, none, context, hotness=N or max_hotness=N"
 
 
 def pairs(option: str, values: Sequence[str] | None, form: str) -> dict[str, str]:
-    """``["a=b"]`` -> ``{"a": "b"}``."""
+    """Parse ``NAME=VALUE`` options: ``["a=b"]`` -> ``{"a": "b"}``. Raises ConfigError."""
     found: dict[str, str] = {}
     for text in values or ():
         name, equals, value = text.partition("=")
@@ -53,7 +53,7 @@ def choices(
 
 
 def features(values: Sequence[str] | None) -> list[FeatureSpec]:
-    """``NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]``; see `FEATURE_OPTIONS`."""
+    """Parse --feature: ``NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]``; see `FEATURE_OPTIONS`."""
     found = []
     for name, text in pairs("--feature", values, FEATURE_FORM).items():
         tables, *options = text.split(":")
@@ -72,7 +72,7 @@ def features(values: Sequence[str] | None) -> list[FeatureSpec]:
 
 
 def _feature_option(name: str, text: str) -> dict[str, Any]:
-    """The field of a feature that an option sets."""
+    """Parse one OPTION of --feature: the field that it sets, and its value."""
     option, _, value = text.partition("=")
     if option in ("sum", "mean", "none") and not value:
         return {"pooling": option}
@@ -84,7 +84,7 @@ def _feature_option(name: str, text: str) -> dict[str, Any]:
 
 
 def defaults(values: Sequence[str] | None) -> dict[str, float | list[float]]:
-    """``TABLE=VALUE``, or ``TABLE=VALUE,VALUE...`` with as many as the table's dim."""
+    """Parse --default: ``TABLE=VALUE``, or ``TABLE=VALUE,VALUE...`` with a value per dimension."""
     found: dict[str, float | list[float]] = {}
     for table, text in pairs("--default", values, "TABLE=VALUE[,VALUE...]").items():
         try:
@@ -100,8 +100,9 @@ def _feature(data: dict[str, Any]) -> FeatureSpec:
 
 
 def dense_spec(plan: ImportPlan, given: Sequence[FeatureSpec], path: Path) -> DenseSpec:
-    """A `dense:` section made from the network: inputs with a feature's name take its pooled vectors, the
-    others come with the request."""
+    """Build the `dense:` section from the network.
+
+    Inputs with a feature's name receive its pooled vectors; the others come with the request."""
     from hps.dense.onnx import OnnxModel
 
     stacked = [part for table in plan.tables for part, _ in table.parts]
@@ -148,7 +149,9 @@ def check_wiring(spec: ModelSpec, dense: Path | None) -> None:
 
 
 def _check_alone(dense: Path) -> None:
-    """A version keeps one file; exporters may put the weights into a second one."""
+    """Check that the network is a single file: exporters may put the weights into another one.
+
+    A version holds one file. Raises ModelError."""
     from hps.dense.onnx import OnnxModel
 
     with TemporaryDirectory() as folder:
@@ -166,7 +169,7 @@ def _check_alone(dense: Path) -> None:
 
 
 def rename_spec(spec: ModelSpec, name: str) -> ModelSpec:
-    """``spec`` under the name it is imported as."""
+    """Return ``spec`` with the imported model's name."""
     if spec.name == name:
         return spec
     return validate(ModelSpec, spec.model_dump() | {"name": name}, lambda _key: "--name")

@@ -1,9 +1,8 @@
-"""Options that several commands share: the server to ask, its key and certificates, a configuration file.
+"""Options that several commands share: server address, API key, certificates, configuration.
 
-Every command that asks a server takes its address from ``--server``. Former spellings still work, hidden
-and with a warning: ``--admin URL``, and an address in place of an argument. This module imports no NumPy,
-so that commands start fast.
-"""
+Every command that asks a server gets its address from ``--server``. Deprecated forms still work, hidden
+and with a warning: ``--admin URL``, and an address as an argument. This module imports no NumPy, so
+that commands start fast."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 HTTP, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:8002"
 _FORMER = "hps.cli.options.former_admin"
-# No name of a model, of ours or of another server, looks like this.
+# Matches addresses and files, never the name of a model, ours or another server's.
 _TARGET = re.compile(r"://|:\d+$|\.(ya?ml|json)$")
 RowsOption = Annotated[
     int | None,
@@ -37,7 +36,7 @@ RowsOption = Annotated[
 
 
 def _server(context: typer.Context, value: str | None) -> str | None:
-    """The address of ``--server``, or the one that ``--admin`` gave."""
+    """The address from ``--server``, or from the deprecated ``--admin``."""
     return str(context.meta[_FORMER]) if _FORMER in context.meta else value
 
 
@@ -115,8 +114,9 @@ class AdminServer:
 
 
 def former_target(first: str | None, second: str | None) -> tuple[str | None, str | None]:
-    """Arguments of ``hps bench`` and ``hps profile`` as target and model: ``[MODEL]``, or formerly
-    ``URL|FILE [MODEL]``."""
+    """Split arguments of ``hps bench`` and ``hps profile`` into target and model.
+
+    They are ``[MODEL]``, or in the deprecated form ``URL|FILE [MODEL]``."""
     if first is None or not _TARGET.search(first):
         if second is not None:
             raise ConfigError(f"give one model; {second!r} is one too many")
@@ -126,7 +126,7 @@ def former_target(first: str | None, second: str | None) -> tuple[str | None, st
 
 
 def former_urls(servers: list[str] | None, urls: list[str] | None) -> list[str]:
-    """Addresses of ``--server``, and those that were formerly arguments."""
+    """Addresses from ``--server`` and from deprecated arguments."""
     if urls:
         _deprecated(f"the argument {urls[0]}")
     return [*(servers or ()), *(urls or ())]
@@ -142,7 +142,7 @@ def open_admin(url: str, credentials: Credentials, *, timeout_s: float = 30.0) -
 
 
 def tls_of(given: str | None) -> Tls | None:
-    """Settings from ``--tls``; each of its parts may be left out."""
+    """Parse ``--tls``; each of its parts may be left out. Raises ConfigError."""
     if not given:
         return None
     from hps.client import Tls
@@ -162,7 +162,7 @@ def reject_overrides(overrides: list[str] | None) -> None:
 
 @contextmanager
 def open_here(config: Path, overrides: list[str] | None) -> Iterator[Node]:
-    """The node of a configuration file, opened in this process and closed at the end."""
+    """Open the node of a configuration file in this process; close it at the end."""
     from hps.cli.progress import ConsoleProgress
     from hps.config import load_config
     from hps.node.build import open_node

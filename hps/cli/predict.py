@@ -37,7 +37,7 @@ app = typer.Typer(add_completion=False)
 
 
 class EmptyCells(StrEnum):
-    """Meaning of an empty cell of a feature."""
+    """Treatment of a feature's empty cells."""
 
     empty = "empty"
     default = "default"
@@ -53,9 +53,9 @@ Examples:
       --missing default
 """
 SHOWN_VALUES = 6
-# Random keys tried until one has no row.
+# Random keys to try, until one has no row.
 _ATTEMPTS = 20
-# Requests of a file that a server has at a time: it scores while the next ones are read and written.
+# Requests in flight for a file: the server scores some while others are read and written.
 IN_FLIGHT = 4
 
 
@@ -116,11 +116,10 @@ class PredictOptions:
 def predict(options: PredictOptions) -> None:
     """Score one request (--json or --input), or every row of a file.
 
-    A file's columns are named as the model's features and dense inputs; others are ignored. Keys
-    are whole numbers from -2^63 to 2^64-1, in text also hexadecimal (0x68fd1e64), and keep every bit.
-    A list, or several numbers in a cell, is a multi-hot sample; an empty cell is a sample without
-    keys unless --missing says otherwise. Scores are written in the order of the rows.
-    """
+    A file's columns have the names of the model's features and dense inputs; other columns are ignored.
+    Keys are whole numbers from -2^63 to 2^64-1, in text also hexadecimal (0x68fd1e64); no bit is lost.
+    A list, or several numbers in a cell, is a multi-hot sample. An empty cell is a sample without
+    keys unless --missing says otherwise. Scores are written in the order of the rows."""
     _check_options(options)
     from hps.cli.predict_targets import open_target
 
@@ -178,7 +177,9 @@ def _file(target: PredictTarget, options: PredictOptions, file: Path) -> None:
 def _unknown_keys(
     target: PredictTarget, model: str, signature: ModelSignature, feature: str
 ) -> KeyArray:
-    """Keys without a row in the feature's tables, as many as a sample has. Raises ``Unsupported``."""
+    """Find unknown keys, as many as a sample has, without a row in any of the feature's tables.
+
+    Raises ``Unsupported``."""
     import numpy as np
 
     from hps.types import JaggedKeys
@@ -198,7 +199,7 @@ def _unknown_keys(
 
 
 class _ScoreStream:
-    """Batches of a file in, their scores out, in the same order; counts what went by."""
+    """Scores batches of a file in order; counts rows, keys, unknown keys and skipped tiers."""
 
     def __init__(
         self,
@@ -218,8 +219,9 @@ class _ScoreStream:
     def in_order(
         self, batches: Iterable[tuple[Mapping[str, Any], int]], submit: Submit
     ) -> Iterator[tuple[PredictResult, int]]:
-        """Each batch's scores and progress. At most ``IN_FLIGHT`` batches are held at a time: the
-        next one is read when the oldest has been written."""
+        """Yield each batch's scores and progress.
+
+        At most ``IN_FLIGHT`` batches are held: the next one is read when the oldest has been written."""
         asked: deque[tuple[Future[PredictResult], int]] = deque()
         for columns, step in batches:
             asked.append((submit(self._model, self._request(columns)), step))
@@ -304,8 +306,9 @@ def _one(target: PredictTarget, options: PredictOptions) -> None:
 
 
 def _account(target: PredictTarget, model: str, features: Features) -> dict[str, Any]:
-    """For each feature, and each table that takes its keys: the keys, where each row came from, and the
-    vectors that the network takes."""
+    """Explain a request, per feature and table: keys, the source of each row, vectors.
+
+    The vectors are those that the network receives."""
     from hps.cli.predict_targets import source_names
 
     found = target.lookup(model, features)
@@ -353,7 +356,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _explained(feature: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """One row a sample; one a key where vectors are not pooled."""
+    """Table rows of a feature: one per sample, or one per key if vectors are not pooled."""
     found = zip(feature["keys"].tolist(), feature["sources"], strict=True)
     keys = [f"{key} ({source})" for key, source in found]
     vectors, ends = feature["vectors"], feature["offsets"]
@@ -367,7 +370,7 @@ def _explained(feature: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _values(value: Any) -> str:
-    """Numbers in full precision; long vectors cut (``--output json`` has them whole)."""
+    """Format numbers in full precision; truncate long vectors (not with ``--output json``)."""
     flat = value.reshape(-1).tolist()
     if len(flat) == 1:
         return f"{flat[0]:.7g}"

@@ -1,7 +1,7 @@
 """Targets of `hps predict`: a server by its address, or a node opened in this process.
 
-``--server URL`` asks a running server. ``--config FILE`` opens the node here, which needs the
-database to itself, so not while a server runs on the same configuration."""
+``--server URL`` asks a running server. ``--config FILE`` opens the node here, which needs exclusive
+access to the database: no server may run on the same configuration."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ class PredictTarget(Protocol):
     def predict(self, model: str, request: PredictRequest) -> PredictResult: ...
 
     def submitting(self, threads: int) -> AbstractContextManager[Submit]:
-        """Answers requests in parallel, up to ``threads`` at a time, as futures."""
+        """Open a function that starts requests, up to ``threads`` in parallel, and returns futures."""
         ...
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
-        """Pooled vectors with the source of every key."""
+        """Look up pooled vectors, with the source of every key."""
         ...
 
     def network_inputs(self, model: str) -> Mapping[str, str]:
-        """The network input of each feature's vectors, if known: servers do not report it, and a model may
-        have no network."""
+        """The network input of each feature's vectors, if known.
+
+        Servers do not report it, and a model may have no network."""
         ...
 
 
@@ -57,7 +58,7 @@ class ServerTarget:
     def signature(self, model: str) -> ModelSignature:
         metadata = self._client.metadata(model)
         if any(tensor["name"] == "NUMKEYS" for tensor in metadata["inputs"]):
-            # A model without a dense part describes itself in HPS's form; its features stand here.
+            # The metadata of a model without a network has HPS's format; `<m>.lookup` names the features.
             metadata = self._client.metadata(f"{model}.lookup") | {"name": model}
         config = self._client.config(model)
         return ModelSignature.of_metadata(metadata, config.get("max_batch_size") or MAX_BATCH)
@@ -69,7 +70,7 @@ class ServerTarget:
     def submitting(self, threads: int) -> Iterator[Submit]:
         workers = BoundedThreadPool(
             threads, threads, name="ask"
-        )  # a server that hangs keeps none waiting
+        )  # daemon threads: a stuck server must not delay the exit
         try:
             yield lambda model, request: workers.submit(partial(_ask, self._client, model, request))
         finally:
@@ -85,7 +86,7 @@ class ServerTarget:
 def _ask(client: Client, model: str, request: PredictRequest) -> PredictResult:
     from hps.client.wire import tensors_of
 
-    # The dense inputs have the model's types already, so there is nothing to ask the server first.
+    # The dense inputs already have the model's types, so the metadata is not needed.
     tensors = tensors_of(request.features) | dict(request.dense)
     parameters = {"top_k": request.top_k} if request.top_k else None
     answer = client.infer(model, tensors, parameters=parameters)
@@ -109,7 +110,7 @@ class NodeTarget:
 
     @contextmanager
     def submitting(self, threads: int) -> Iterator[Submit]:
-        """Answers synchronously: a node in this process already uses the machine's cores."""
+        """Run requests synchronously: a node in this process already uses the machine's cores."""
         yield lambda model, request: CompletedFuture(self.predict(model, request))
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
@@ -130,7 +131,7 @@ def open_target(
     overrides: list[str] | None,
     credentials: Credentials,
 ) -> Iterator[PredictTarget]:
-    """The node of ``config`` when it is given, else the server."""
+    """Open the node of ``config`` if given, else a client of the server."""
     if config is not None:
         with open_here(config, overrides) as node:
             yield NodeTarget(node)

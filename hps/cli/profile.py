@@ -1,4 +1,4 @@
-"""``hps profile``: where the time of a model's requests goes."""
+"""``hps profile``: time per part of a model's requests."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ class ProfileTarget(Protocol):
     def profile(self, model: str, request: Request) -> dict[str, Any]: ...
 
     def hot_keys(self, model: str) -> Sequence[Mapping[str, Any]]:
-        """See `hps.tools.bench.hot_key_pools.HotKeys`."""
+        """Get the hottest keys; see `hps.tools.bench.hot_key_pools.HotKeys`."""
         ...
 
     def plain(self, request: Request) -> float | None:
-        """Seconds that the same request takes its caller without a profile, where that differs."""
+        """Seconds of the same request at the client without a profile; None if not measurable."""
         ...
 
 
@@ -131,13 +131,11 @@ class ProfileOptions:
 @app.command(epilog=EXAMPLES)
 @expand_options
 def profile(options: ProfileOptions) -> None:
-    """Show where a request's time goes: parsing, dedup, each tier, merging, pooling, network, serialising.
+    """Show the time of each part of a request: parsing, tiers, pooling, network, serialising.
 
-    Requests are sent one at a time, to a server's admin address, while it answers others, or to the
-    node of a
-    configuration, opened in this process. They ask for its hottest keys, where it has any. No other
-    request is
-    profiled or slowed down."""
+    Sends requests one at a time to the admin address of a running server or, with --config, to a node
+    opened in this process. Keys are the hottest ones of its caches, if it has any. Other requests of
+    the server are neither profiled nor slowed down."""
     former, model = former_target(options.model, options.second)
     server, config = options.server, options.config
     if former is not None and "://" in former:

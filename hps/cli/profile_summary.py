@@ -1,4 +1,4 @@
-"""Profiles of requests, put together: what part of the time went where."""
+"""Summary of several requests' profiles: time per part."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Path = tuple[str, ...]
 
 
 def account(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Summarise ``profiles`` of one model's requests. Means add up: those of parts, with the rest, to that
-    of
-    the whole."""
+    """Summarise the profiles of one model's requests.
+
+    Mean times add up: those of the parts and ``rest`` give that of the whole."""
     times: dict[Path, list[float]] = {}
     for number, profile in enumerate(profiles):
         for path, us in _parts(profile, ()):
@@ -45,13 +45,14 @@ def account(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def keys_of(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Number of keys in the lookups, and the share that each tier answered, ``default`` for keys without a
-    row; none where a lookup is not timed by its tiers, as on a GPU."""
+    """Number of keys in the lookups, and the share that each tier answered.
+
+    ``default`` are keys without a row. Empty if a lookup is not timed by tier, as on a GPU."""
     counts: dict[str, int] = {}
     for lookup in (each for profile in profiles for each in _lookups(profile)):
         keys, found = lookup["about"]["keys"], {"default": lookup["about"].get("defaulted", 0)}
         tiers = [part for part in lookup["parts"] if "found" in part["about"]]
-        # Tiers are asked for each key once: their shares stand for all of the keys that had a row.
+        # Tiers count distinct keys; apply their shares to all keys that had a row.
         distinct = sum(part["about"]["found"] for part in tiers)
         with_row = keys - found["default"]
         for part in tiers:
@@ -66,7 +67,7 @@ def keys_of(profiles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _lookups(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The lookups in a profile that have keys, without those that only pass on what others look up."""
+    """The lookups in a profile that have keys; not those that only contain another lookup."""
     inner = [found for each in part["parts"] for found in _lookups(each)]
     if inner or part["name"] != "lookup" or "keys" not in part["about"]:
         return inner
@@ -85,7 +86,7 @@ def _parts(profile: Mapping[str, Any], path: Path) -> Iterable[tuple[Path, float
 
 
 def _in_order(times: Mapping[Path, list[float]]) -> list[tuple[Path, list[float]]]:
-    """Each part before its own parts; what there was first before what came later, the rest last."""
+    """Sort: a part before its own parts, siblings by first occurrence, ``rest`` last."""
     known = list(times)
 
     def rank(path: Path) -> tuple[tuple[bool, int], ...]:

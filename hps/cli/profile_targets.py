@@ -61,7 +61,7 @@ class ServerProfileTarget:
         return dict(reply.json(self._url))
 
     def plain(self, request: Request) -> float | None:
-        """The admin address takes none of gRPC."""
+        """See `ProfileTarget.plain`. None for gRPC: the admin port accepts only HTTP requests."""
         if is_grpc(request):
             return None
         started = time.perf_counter()
@@ -74,7 +74,7 @@ class ServerProfileTarget:
 
 
 class LocalProfileTarget:
-    """A node in this process: requests are read and answers written as its server would."""
+    """A node in this process; requests are decoded and answers encoded as in a server."""
 
     def __init__(self, node: Node) -> None:
         from hps.config import Settings
@@ -112,7 +112,7 @@ class LocalProfileTarget:
 
 
 def of_grpc(message: bytes) -> Request:
-    """A ``ModelInferRequest``, to be profiled."""
+    """Wrap the bytes of a ``ModelInferRequest`` in a request for a profile."""
     return Request("POST", "", {"Content-Type": _GRPC}, message)
 
 

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 
 class ConsoleProgress:
-    """``hps.types.Progress`` for people. Tasks may overlap and be advanced from any thread.
+    """Shows ``hps.types.Progress`` on stderr. Tasks may overlap and be advanced from any thread.
 
-    A task shows itself once it has run for ``delay_s``, even when its first step takes that long.
-    """
+    A task is shown once it has run for ``delay_s``, even if its first step takes that long."""
 
     def __init__(
         self, stream: TextIO | None = None, *, delay_s: float = 1.0, every_s: float = 5.0

@@ -1,9 +1,8 @@
-"""One request from JSON or flags: names to keys and tensors, every key exact.
+"""Parse one request from JSON or flags: names to keys and tensors, without losing a bit of a key.
 
 JSON is ``{"user": 17, "ad": [4, 8], "tags": [[1, 2], []], "depth": [[2.0]]}``: a number is one
 sample, a list is a batch, a list of lists is multi-hot (of any lengths). ``{"features": {…},
-"dense": {…}}`` and the Open Inference Protocol's ``{"inputs": […]}`` are understood too.
-"""
+"dense": {…}}`` and the Open Inference Protocol's ``{"inputs": […]}`` are accepted too."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def parse_json(text: str, signature: ModelSignature) -> tuple[Features, DenseInp
 
 
 def parse_flags(flags: list[str], signature: ModelSignature) -> tuple[Features, DenseInputs]:
-    """``name=1,2,3`` (a batch of three) or ``name=[[1,2],[3]]`` (JSON)."""
+    """Parse ``name=1,2,3`` (a batch of three) or ``name=[[1,2],[3]]`` (JSON). Raises BadRequest."""
     import orjson
 
     values: dict[str, Any] = {}
@@ -69,7 +68,7 @@ def parse_values(
 
 
 def keys_from(name: str, value: Any) -> JaggedKeys:
-    """A number, a list of them, or a list of lists as keys."""
+    """Convert a number, a list of numbers, or a list of lists to keys."""
     rows = value if isinstance(value, list) else [value]
     bags = [row if isinstance(row, list) else [row] for row in rows]
     flat = [key for bag in bags for key in bag]
@@ -83,7 +82,7 @@ def keys_from(name: str, value: Any) -> JaggedKeys:
 
 
 def dense_from(name: str, value: Any, wanted: DenseInput) -> NDArray[Any]:
-    """Numbers as a tensor ``(batch, *shape[1:])``; one sample may come without the outer list."""
+    """Convert numbers to a tensor ``(batch, *shape[1:])``; one sample needs no outer list."""
     try:
         array = np.asarray(value, wanted.dtype)
     except (ValueError, TypeError):

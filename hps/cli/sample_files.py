@@ -1,8 +1,7 @@
-"""Files in, scores out: Parquet, CSV, TSV and JSONL in batches, and npz as a further output.
+"""Read samples and write scores: Parquet, CSV, TSV and JSONL in batches; npz for scores only.
 
-Whatever a file's size, one batch at a time is held. The scores appear under their final name only
-when all of them are written.
-"""
+Only one batch is in memory at a time. The scores appear under their final name when all of them
+are written."""
 
 from __future__ import annotations
 
@@ -32,8 +31,10 @@ class SampleReader(Protocol):
 
 
 def open_reader(path: Path, names: tuple[str, ...], header: Sequence[str] = ()) -> SampleReader:
-    """``names``: the columns to read; a missing one is an error that lists what there is. ``header``: the
-    names of all columns of a CSV or TSV file without a header line."""
+    """Open a file of samples.
+
+    ``names``: the columns to read; a missing one is an error that lists the existing ones. ``header``:
+    the names of all columns of a CSV or TSV file without a header line."""
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     kinds: dict[str, Callable[[Path, tuple[str, ...]], SampleReader]] = {
@@ -54,7 +55,7 @@ def open_reader(path: Path, names: tuple[str, ...], header: Sequence[str] = ()) 
 
 
 def read(reader: SampleReader, path: Path, size: int) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """The reader's batches; a damaged file ends them with an error that names it."""
+    """Yield the reader's batches; a damaged file raises an error that names it."""
     try:
         yield from reader.batches(size)
     except (pa.ArrowInvalid, OSError) as error:
@@ -92,7 +93,7 @@ class ParquetReader:
 
 
 class CsvReader:
-    """Every column is read as text: guessing types would turn unsigned 64-bit keys into floats."""
+    """Reads CSV and TSV; all columns as text, since type guessing would turn uint64 keys into floats."""
 
     unit = "bytes"
 
@@ -131,7 +132,7 @@ class CsvReader:
 
 
 class JsonlReader:
-    """One JSON object a line. Numbers are kept as text until it is known what they are."""
+    """Reads JSONL, one object per line; numbers stay text until their type is known."""
 
     unit = "bytes"
 
@@ -178,7 +179,7 @@ class JsonlReader:
         return columns
 
     def _common(self, rows: list[Any]) -> list[str]:
-        """The names that every one of ``rows`` has."""
+        """The names that occur in every one of ``rows``."""
         return [name for name in rows[0] if all(name in row for row in rows)]
 
 
@@ -191,11 +192,10 @@ def _text_column(cells: list[Any]) -> Any:
 
 
 class SampleWriter:
-    """Collects the outputs of batches into ``path``; nothing is left under that name on failure.
+    """Writes the outputs of batches to ``path``; after a failure, no file has that name.
 
     Use as a context manager. An output ``(n,)`` or ``(n, 1)`` is a column of numbers, ``(n, k)`` one
-    of lists (in CSV: numbers separated by blanks).
-    """
+    of lists (in CSV: numbers separated by blanks)."""
 
     def __init__(self, path: Path) -> None:
         self._suffix = path.suffix.lower()

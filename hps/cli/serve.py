@@ -77,22 +77,21 @@ class ServeOptions:
 @app.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})
 @expand_options
 def serve(ctx: typer.Context, options: ServeOptions) -> None:
-    """Serve models until SIGTERM or Ctrl-C; prints what is served and where once it is ready.
+    """Serve models until SIGTERM or Ctrl-C; print the models and addresses once ready.
 
-    Without --workers (server.workers: 0) one process does everything, which is enough for one core and
-    simplest to run. With --workers N this process, the node, keeps the stores, the caches, the update
-    streams and the admin port, and N others answer requests: for more requests than one core answers,
-    and where updates stream in while requests must not wait for them (then already --workers 1). They
-    read the node's CPU cache in shared memory, so it must fit into /dev/shm; workers that exit are
-    replaced.
+    Without --workers, one process does everything: simplest to run, and enough for one core. With
+    --workers N, this process (the node) keeps the stores, the caches, the update streams and the admin
+    port, and N worker processes answer requests. Use workers if one core cannot answer all requests or,
+    already with --workers 1, if streamed updates must not delay requests. Workers read the node's CPU
+    cache in shared memory, so the cache must fit into /dev/shm. A worker that exits is replaced.
 
-    With --role (server.role) the work is split over machines, by one configuration for all: `lookup`
-    nodes keep the rows and follow the update streams; any number of `frontend` processes, which have
-    no rows, run the networks and ask the nodes that lookup.nodes names. A front end without a node
-    that answers is not ready, says why, and keeps trying (docs/split.md).
+    With --role, the work is split over machines, with one configuration for all. `lookup` nodes keep
+    the rows and read the update streams. `frontend` processes, any number, have no rows: they run the
+    networks and ask the nodes in lookup.nodes. A front end that reaches no node is not ready, reports
+    the reason and keeps trying (docs/split.md).
 
-    A broken configuration or model ends it with exit code 2. With --output json one line of JSON
-    is printed when it is ready."""
+    Exit code 2: the configuration or a model is broken. With --output json, one line of JSON is
+    printed when the server is ready."""
     from hps.config import load_config
     from hps.errors import ConfigError
 
@@ -112,7 +111,7 @@ def run(configuration: Configuration, output: OutputFormat, started: float) -> N
         raise ConfigError("server.role is ingest: `hps ingest` starts that, not `hps serve`")
     check_early(configuration, configuration.settings.server.role)
 
-    # Imported late: common mistakes are reported before a server's packages are loaded.
+    # Imported late, so that common mistakes are reported before the server's packages are loaded.
     from hps.cli.progress import ConsoleProgress
     from services.frontend import logs
     from services.frontend.main import FrontendServer, ServerUrls
@@ -125,7 +124,7 @@ def run(configuration: Configuration, output: OutputFormat, started: float) -> N
         endpoints = {name: url for name, url in found.items() if url is not None}
         report = summary(configuration, frontend.state.status(), endpoints)
         report["seconds"] = round(time.monotonic() - started, 3)
-        # A closed standard output is no reason to stop serving.
+        # A closed standard output must not stop the server.
         with suppress(OSError):
             print_json(report) if output is OutputFormat.json else show(report)
 
@@ -133,9 +132,9 @@ def run(configuration: Configuration, output: OutputFormat, started: float) -> N
 
 
 def check_early(configuration: Configuration, role: str) -> None:
-    """Checks that the process would make a second or two later, or only after it has loaded its tables.
+    """Check early what the process would check only seconds later, or after loading its tables.
 
-    ``role``: that of the settings, or ``ingest``."""
+    ``role``: that of the settings, or ``ingest``. Raises ConfigError or ModelError."""
     from hps.config.auth import check_exposure
     from hps.config.validation import check_files, check_folders
 
@@ -174,7 +173,7 @@ def summary(
 
 
 def processes(status: list[dict[str, Any]]) -> str:
-    """The processes in one line."""
+    """The server's processes as one line of text."""
     node, *workers = status
     shown = f"{node['role']} {node['pid']}"
     if not workers:

@@ -1,4 +1,4 @@
-"""``hps status``: what a server serves and how it is doing."""
+"""``hps status``: the state of a server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def status(
     admin: AdminServer,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Show what a server is doing: models, tiers, where its answers came from, how fast, its updates."""
+    """Show a server's state: models, tiers, sources of its answers, latencies, updates."""
     with admin.open() as client:
         report = client.status()
         samples = client.metrics()
@@ -61,7 +61,7 @@ def status(
 
 
 def keys_by_tier(samples: Iterable[MetricSample]) -> dict[str, int]:
-    """Keys answered since the start, by the tier that had the row; ``default``: none had it."""
+    """Keys answered since the start, by the tier that had the row; ``default``: no tier had it."""
     counted: dict[str, int] = {}
     for sample in samples:
         if sample.name == "hps_lookup_keys_total":
@@ -71,7 +71,7 @@ def keys_by_tier(samples: Iterable[MetricSample]) -> dict[str, int]:
 
 
 def dead_letters(samples: Iterable[MetricSample]) -> dict[str, int]:
-    """Update messages that could not be taken since the start, by reason."""
+    """Dead letters since the start, by reason."""
     return {
         sample.labels["reason"]: int(sample.value)
         for sample in samples
@@ -80,11 +80,10 @@ def dead_letters(samples: Iterable[MetricSample]) -> dict[str, int]:
 
 
 def requests(samples: Iterable[MetricSample]) -> list[dict[str, Any]]:
-    """Per model and method: how many requests, and the time that half of and 99 % of them took. The model
-    is empty where a request named none that is served.
+    """Requests per model and method: their number, and median and 99th percentile of the time.
 
-    Times come from a histogram and are upper bounds of its buckets, in seconds.
-    """
+    The model is empty for requests that name no served model. Times are upper bounds of histogram
+    buckets, in seconds."""
     buckets: dict[tuple[str, str], dict[float, float]] = {}
     for sample in samples:
         if sample.name == "hps_request_duration_seconds_bucket":
@@ -106,7 +105,7 @@ def requests(samples: Iterable[MetricSample]) -> list[dict[str, Any]]:
 
 
 def _quantile(counts: dict[float, float], part: float) -> float | None:
-    """The smallest bucket bound below which ``part`` of the observations lie; None: above them all."""
+    """Smallest bucket bound below which ``part`` of the observations are; None: above all bounds."""
     total = max(counts.values())
     for bound in sorted(counts):
         if counts[bound] >= part * total:
@@ -220,7 +219,7 @@ def _show_tiers(report: dict[str, Any]) -> None:
 
 
 def _show_updates(report: dict[str, Any]) -> None:
-    """The readers of update streams, what keeps them from applying, and dead letters."""
+    """Print the readers of update streams, their problems, and dead letters."""
     streams = report.get("updates", [])
     if streams:
         print_line()
@@ -247,7 +246,7 @@ def _show_updates(report: dict[str, Any]) -> None:
 
 
 def _show_loading(report: dict[str, Any]) -> None:
-    """A server that has no node yet."""
+    """Print the state of a server that is still loading."""
     print_line(
         f"Not ready ({report.get('phase', 'unknown')}), up for {age(report.get('uptime_s', 0))}"
     )

@@ -1,4 +1,4 @@
-"""``hps store``: what the stores hold, row by row; one module a kind of work."""
+"""``hps store``: inspect and maintain the rows in Redis and RocksDB; one module per kind of work."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Commands open the stores themselves. Reading works beside a running node; what w
 the database to itself: stop the node first.
 """
 app = typer.Typer(no_args_is_help=True, help=HELP)
-KEYS = {"ignore_unknown_options": True}  # negative keys are no options
+KEYS = {"ignore_unknown_options": True}  # a negative key is not an option
 
 LS_EXAMPLES = """\b
 Examples:
@@ -64,14 +64,14 @@ def ls(
     overrides: SetOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """List the tables each store holds: rows, bytes, dim, layout.
+    """List the tables in each store: rows, bytes, dim, layout.
 
-    Also those that are not configured (any more), which hps store erase removes, and other versions than the
-    one that a start serves: a running node may serve those. Exit code 1 when a store cannot be asked.
+    Includes tables that are not configured (any more), which hps store erase removes, and versions
+    other than the one that a start would serve: a running node may serve those. Exit code 1: a store
+    is unavailable.
 
-    ~ marks rows that are not counted exactly: of a table that was written to since its load, RocksDB counts
-    added rows once they are compacted. Remembered deletions count, in Redis, too.
-    """
+    ~ marks approximate numbers: once a table has been written to, RocksDB counts added rows only after
+    they are compacted. Tombstones count as rows, also in Redis."""
     configuration = read_config(config, overrides)
     try:
         models = open_models(configuration)
@@ -98,7 +98,7 @@ def ls(
 
 
 def _listed(store: RedisRows | RocksDbRows, models: ConfiguredModels) -> list[dict[str, Any]]:
-    """The tables that a store holds, and configured ones that are missing there."""
+    """Tables in a store, and configured tables that it does not have."""
     from hps.rows.tiers import placeholder_table, table_name_in
 
     configured = {table_name_in(table, store.tier.layout): table for table in models.all()}
@@ -135,7 +135,9 @@ def _listed(store: RedisRows | RocksDbRows, models: ConfiguredModels) -> list[di
 
 
 def _unconfigured(name: TableName, models: ConfiguredModels) -> str:
-    """Why no table is configured by that name; a node may serve a version that was loaded after its start."""
+    """Reason why no configured table has that name.
+
+    A node may serve another version, which was loaded after its start."""
     version = models.versions.get(name.model)
     if version is None or name.name not in version.tables:
         return "not configured"
@@ -143,7 +145,7 @@ def _unconfigured(name: TableName, models: ConfiguredModels) -> str:
 
 
 def _problem(store: RedisRows | RocksDbRows, table: EmbeddingTable) -> str:
-    """Why the table cannot be used as it is configured."""
+    """Reason why the stored table does not fit its configuration; empty if it fits."""
     try:
         store.check(table)
     except TierError as error:
@@ -197,10 +199,9 @@ class EraseOptions:
 
 @expand_options
 def erase(options: EraseOptions) -> None:
-    """Remove a model from the stores, or a version or table of it.
+    """Remove a model from the stores, or one version or table of it.
 
-    The model's files stay: what is configured is loaded again at the next start of a node.
-    """
+    The model's files are kept: a configured model is loaded again when a node starts."""
     configuration = read_config(options.config, options.overrides)
     with open_stores(configuration, options.tier, writing=True) as stores:
         chosen = {

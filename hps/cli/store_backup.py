@@ -1,4 +1,4 @@
-"""``hps store checkpoint|restore|dump|import-dump``: copies of a database, and HPS's dumps of a table."""
+"""``hps store checkpoint|restore|dump|import-dump``: copies of a database, and HPS's dumps of tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hps.tiers.dump import BinDump, Rows
     from hps.tiers.rocksdb.sst import SstDump
 
-_CHECKPOINT_S = 3600.0  # another disk may be slow
+_CHECKPOINT_S = 3600.0  # a copy to another disk may be slow
 
 CHECKPOINT_EXAMPLES = """\b
 Examples:
@@ -75,13 +75,12 @@ class CheckpointOptions:
 
 @expand_options
 def checkpoint(options: CheckpointOptions) -> None:
-    """Copy the RocksDB database, consistent.
+    """Make a consistent copy of the RocksDB database.
 
-    With --config to FOLDER, which may be there when it is empty; it needs the database to itself. With
-    --server the node there copies its own while it serves, to a folder named by the time below its
-    tiers.rocksdb.checkpoints. On the same file system table files are linked: it takes a moment and
-    hardly any space.
-    """
+    With --config: copies the database to FOLDER, which must be empty or not exist; the node must be
+    stopped. With --server: the running node copies its database into a new folder, named by the time,
+    in its tiers.rocksdb.checkpoints. On the same file system, table files are hard-linked: it takes a
+    moment and hardly any space."""
     if options.server is not None:
         if options.folder is not None or options.config is not None:
             raise ConfigError(
@@ -149,11 +148,10 @@ def restore(
     ] = False,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Make the database of the configuration from a checkpoint.
+    """Restore the configured RocksDB database from a checkpoint.
 
-    tiers.rocksdb.path must be empty or not exist: nothing is written over. A damaged checkpoint is
-    refused.
-    """
+    tiers.rocksdb.path must be empty or not exist: nothing is overwritten. A damaged checkpoint is
+    rejected."""
     from hps.tiers import rocksdb
 
     chosen = read_config(config, overrides).settings.tiers.rocksdb
@@ -200,8 +198,7 @@ class DumpOptions:
 def dump(options: DumpOptions) -> None:
     """Write a table's rows as HPS's .bin dump.
 
-    It knows no versions and no deletions.
-    """
+    The format has no versions and no deletions."""
     from hps.tiers.dump import write_dump
 
     configuration = read_config(options.config, options.overrides)
@@ -249,8 +246,7 @@ class ImportDumpOptions:
 def import_dump(options: ImportDumpOptions) -> None:
     """Write the rows of a .bin or .sst dump of HPS into a store.
 
-    Rows that are newer there stay. A table that the store does not hold yet is created.
-    """
+    Newer rows in the store are kept. A table that the store does not have yet is created."""
     import numpy as np
 
     from hps.rows.tiers import table_name_in
@@ -286,7 +282,7 @@ def import_dump(options: ImportDumpOptions) -> None:
 
 
 def _opened(file: Path) -> AbstractContextManager[BinDump | SstDump]:
-    """A dump by its file's extension, as in HPS."""
+    """Open a dump; the file's extension selects the format, as in HPS."""
     if file.suffix == ".sst":
         from hps.tiers.rocksdb import open_sst
 

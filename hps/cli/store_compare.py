@@ -1,4 +1,4 @@
-"""``hps store diff|verify``: stores against each other and against a model's files."""
+"""``hps store diff|verify``: compare stores with each other and with a model's files."""
 
 from __future__ import annotations
 
@@ -106,11 +106,10 @@ class DiffOptions:
 
 @expand_options
 def diff(options: DiffOptions) -> None:
-    """Compare a store with another one, or with model files.
+    """Compare a store with another one, or with the model's files.
 
-    Versions are compared where both sides keep them; of files only the values. Rows that are written
-    meanwhile may show up as different.
-    """
+    Compares versions if both sides have them; with files, only values. Rows that are written during the
+    comparison may be reported as different."""
     configuration = read_config(options.config, options.overrides)
     models = open_models(configuration)
     chosen = models.chosen(options.model, options.table)
@@ -143,7 +142,7 @@ def diff(options: DiffOptions) -> None:
 
 
 def _counterpart(models: ConfiguredModels, table: EmbeddingTable) -> EmbeddingTable:
-    """The same table of another configuration."""
+    """Find the same table in the other configuration. Raises ConfigError if its shape differs."""
     found = models.one(table.model, table.name)
     if found.dim != table.dim or found.dtype != table.dtype:
         raise ConfigError(
@@ -237,14 +236,14 @@ class VerifyOptions:
 
 @expand_options
 def verify(options: VerifyOptions) -> None:
-    """Check that a store holds every row of the files, bit for bit.
+    """Check that a store holds every row of the model's files, bit for bit.
 
-    The files are compared with their manifest's checksums first, and RocksDB's with theirs. Rows that
-    were updated or deleted since they were loaded are counted, and no fault.
+    First verifies the checksums of the model's files, and of RocksDB's. Rows that were updated or
+    deleted after they were loaded are counted, and are not errors.
 
-    --repair keeps what can be read of a damaged table, loads the model's files again where nothing can,
-    and has streams read again; of a damaged write-ahead log it keeps what can be read. It reports what
-    may be lost. If it is killed, run it again: it continues."""
+    --repair keeps the readable rows of a damaged table, loads the others from the model's files again,
+    and has the streams read again. It keeps the readable part of a damaged write-ahead log. It reports
+    what may be lost. If it is killed, run it again: it continues."""
     configuration = read_config(options.config, options.overrides)
     models = open_models(configuration)
     chosen = models.chosen(options.model, options.table)

@@ -1,4 +1,4 @@
-"""``hps store load|export|convert``: whole tables into a store, out of it, into another layout."""
+"""``hps store load|export|convert``: load, export and convert whole tables of a store."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class LoadOptions:
 def load(options: LoadOptions) -> None:
     """Load the models' files into a store.
 
-    Tables that are loaded already are left as they are. If it is killed, run it again: it continues. Newer
-    rows in the store stay. A node does the same when it starts."""
+    Skips tables that are already loaded, and keeps newer rows in the store. If it is killed, run it
+    again: it continues. A node does the same when it starts."""
     configuration = read_config(options.config, options.overrides)
     models = open_models(configuration)
     chosen = models.chosen(options.model, options.table)
@@ -157,8 +157,8 @@ class ExportOptions:
 def export(options: ExportOptions) -> None:
     """Write a table's rows to a Parquet or npz file.
 
-    Columns: key, version, deleted, vector. With --since deletions are among them: deleted is true, the
-    vector empty. The version for the next --since is printed. The file gets its name when it is
+    Columns: key, version, deleted, vector. --since also exports deletions: deleted is true, and the
+    vector is empty. Prints the version to give as the next --since. The file gets its name when it is
     complete."""
     from hps.rows.export import check_format
     from hps.rows.export import export as write
@@ -191,7 +191,7 @@ def export(options: ExportOptions) -> None:
 
 
 def _counted(rows: Iterable[TableRows], step: Callable[[int], None]) -> Iterator[TableRows]:
-    """``rows``, with their number reported to ``step``."""
+    """Yield ``rows`` unchanged; report their number to ``step``."""
     for some in rows:
         yield some
         step(len(some.keys))
@@ -227,10 +227,10 @@ class ConvertOptions:
 def convert(options: ConvertOptions) -> None:
     """Convert stores from HPS's layout to the native one.
 
-    The native one keeps versions and deletions. The source is only read, and may be written to
-    meanwhile: run it again to bring that over. If it is killed, run it again: it continues. Rows get the
-    version of the models' files, so that no update streamed later is refused. For RocksDB the models'
-    files are loaded first."""
+    The native layout keeps versions and deletions. The source is only read. It may be written to
+    meanwhile: run the command again to copy those changes. If it is killed, run it again: it continues.
+    Rows get the version of the models' files, so that no update streamed later is rejected. For
+    RocksDB, the models' files are loaded first."""
     source, target = read_config(options.config, options.overrides), read_config(options.into, None)
     old, new = open_models(source), open_models(target)
     tiers = _convertible(source, target, options.tier)
@@ -271,7 +271,7 @@ def _is_there(store: RedisRows | RocksDbRows, table: EmbeddingTable, *, named: b
 def _convertible(
     source: Configuration, target: Configuration, tier: TierName | None
 ) -> list[TierName]:
-    """The tiers to convert. Raises ConfigError where the layouts or places do not fit."""
+    """The tiers to convert. Raises ConfigError if their layouts or folders do not fit."""
     tiers = []
     for name in [tier] if tier is not None else list(TierName):
         one, other = _settings(source, name), _settings(target, name)

@@ -1,7 +1,6 @@
-"""The stores of a configuration alone: no caches, no network, no server.
+"""Open the stores of a configuration alone: no caches, no network, no server.
 
-Reading works while another process owns RocksDB; writing needs exclusive access.
-"""
+Reading works while another process owns RocksDB; writing needs exclusive access."""
 
 from __future__ import annotations
 
@@ -104,7 +103,9 @@ def open_models(configuration: Configuration) -> ConfiguredModels:
 
 
 def chosen_tiers(configuration: Configuration, tier: TierName | None) -> list[TierName]:
-    """The configured ones, or the one, fastest first. Raises ConfigError when it is not configured."""
+    """Tiers to open, fastest first: ``tier``, or all that are configured.
+
+    Raises ConfigError if ``tier`` is not configured, or no store is."""
     tiers = configuration.settings.tiers
     there = {TierName.redis: tiers.redis is not None, TierName.rocksdb: tiers.rocksdb.enabled}
     chosen = [name for name, enabled in there.items() if enabled and tier in (None, name)]
@@ -121,8 +122,10 @@ def open_stores(
     writing: bool = False,
     repair: bool = False,
 ) -> Iterator[list[RedisRows | RocksDbRows]]:
-    """The configured stores, or the one, fastest first; ``repair``: RocksDB although it is damaged. Raises
-    ConfigError for one that is not configured, TierError for a database that cannot be opened."""
+    """Open ``tier``, or all configured stores, fastest first.
+
+    ``repair``: open RocksDB although it is damaged. Raises ConfigError for a store that is not
+    configured, TierError for a database that cannot be opened."""
     chosen = chosen_tiers(configuration, tier)
     with ExitStack() as resources:
         yield [
@@ -141,7 +144,7 @@ def open_store(
     writing: bool = False,
     repair: bool = False,
 ) -> Iterator[RedisRows | RocksDbRows]:
-    """The named store, else the one that holds every row."""
+    """Open ``tier``, or by default the store that holds every row."""
     if tier is None and configuration.settings.tiers.rocksdb.enabled:
         tier = TierName.rocksdb
     with open_stores(configuration, tier, writing=writing, repair=repair) as stores:
@@ -198,7 +201,7 @@ def _open_rocksdb(
 
 @contextmanager
 def work() -> Iterator[None]:
-    """Make errors in the block exit with code 1 instead of 2: the work had begun."""
+    """Make errors in the block exit with code 1 instead of 2: the work has begun."""
     try:
         yield
     except TierError as error:

@@ -1,4 +1,4 @@
-"""``hps store verify``: whether RocksDB's files can be read, and ``--repair``."""
+"""Readability check of RocksDB's files in ``hps store verify``, and its ``--repair``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WRITE_AGAIN = "rows written by calls have to be written again"
 
 
 def files_of(store: RocksDbRows, table: EmbeddingTable) -> Finding:
-    """Check that all of a table can be read."""
+    """Check that all rows of a table can be read."""
     from hps.rows.repair import describe_gaps
 
     with work():
@@ -36,7 +36,7 @@ def files_of(store: RocksDbRows, table: EmbeddingTable) -> Finding:
 def repaired(
     configuration: Configuration, models: ConfiguredModels, tier: TierName | None
 ) -> list[Finding]:
-    """Repair every damaged table of the database. Raises what opening it raises."""
+    """Repair every damaged table of the database. Raises the errors of opening it."""
     from hps.rows.repair import repair_table
     from hps.rows.tiers import RocksDbRows, placeholder_table, table_name_in
 

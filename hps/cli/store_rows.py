@@ -84,10 +84,10 @@ class ScanOptions:
 
 @expand_options
 def scan(options: ScanOptions) -> None:
-    """Show the rows of a table, in the store's own order.
+    """Show the rows of a table, in the store's order.
 
-    RocksDB keeps rows by signed key (in HPS's layout by the key's little-endian bytes).
-    """
+    RocksDB orders rows by signed key (in HPS's layout by the key's little-endian bytes); Redis has no
+    order."""
     first = None if options.start is None else parse_key(options.start)
     configuration = read_config(options.config, options.overrides)
     chosen = open_models(configuration).one(options.model, options.table)
@@ -152,9 +152,8 @@ class GetOptions:
 def get(options: GetOptions) -> None:
     """Show rows by their keys, in each store, with versions.
 
-    A key of which a store remembers the deletion is shown as deleted. A store without the table is a warning;
-    exit code 1 when a store cannot be asked.
-    """
+    A key with a tombstone is shown as deleted. A store without the table causes a warning. Exit code 1:
+    a store is unavailable."""
     import numpy as np
 
     parsed = [parse_key(text) for text in options.keys]
@@ -183,8 +182,9 @@ def get(options: GetOptions) -> None:
 def _in_each_store(
     configuration: Configuration, tier: TierName | None, table: EmbeddingTable, keys: KeyArray
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The keys' rows in each store that has the table, and whether a store could not be asked. Warns of the
-    other stores; raises NotFound or TierError when no store has the table."""
+    """Fetch the keys' rows from each store that has the table; also whether a store failed.
+
+    Warns of the other stores; raises NotFound or TierError when no store has the table."""
     found: list[dict[str, Any]] = []
     problems: list[NotFound | TierError] = []
     for name in chosen_tiers(configuration, tier):
@@ -256,11 +256,10 @@ class PutOptions:
 
 @expand_options
 def put(options: PutOptions) -> None:
-    """Write one row, the lowest store first.
+    """Write one row, into the lowest store first.
 
-    A newer row is kept (exit code 1). A node that has the old row in its cache serves that until the
-    row leaves the cache.
-    """
+    A newer row is kept (exit code 1). A node that has cached the old row serves it until that is
+    evicted."""
     _write(options, [options.key], options.vector)
 
 
@@ -289,9 +288,8 @@ class DeleteOptions:
 def delete(options: DeleteOptions) -> None:
     """Delete rows, in the lowest store first.
 
-    Older updates do not bring them back. A newer row is kept (exit code 1). HPS's layout keeps no
-    trace of a deletion.
-    """
+    Older updates do not bring them back. A newer row is kept (exit code 1). HPS's layout has no
+    tombstones."""
     _write(options, options.keys)
 
 
@@ -313,7 +311,7 @@ def _write(options: PutOptions | DeleteOptions, keys: list[str], vector: str | N
     with open_stores(configuration, options.tier, writing=True) as stores:
         for store in stores:
             store.ready(table)
-        # A store must not get a row that the store below it refuses: write the lowest store first.
+        # The lowest store first: a store must not get a row that the store below it rejects.
         accepted = np.ones(len(change.keys), bool)
         for store in reversed(stores):
             held, newer = _apply(store, change, accepted)
@@ -324,7 +322,7 @@ def _write(options: PutOptions | DeleteOptions, keys: list[str], vector: str | N
 
 
 class _RowChange(NamedTuple):
-    """One row for every key, or no row: a deletion."""
+    """The change of all keys: a row to write, or None for a deletion."""
 
     table: EmbeddingTable
     keys: KeyArray
@@ -335,7 +333,7 @@ class _RowChange(NamedTuple):
 def _apply(
     store: RedisRows | RocksDbRows, change: _RowChange, accepted: NDArray[np.bool_]
 ) -> tuple[list[dict[str, Any]], list[bool]]:
-    """Write the ``accepted`` keys; return the rows that the store then has, and which are newer."""
+    """Write the ``accepted`` keys; return the stored rows, and which were kept as newer."""
     import numpy as np
 
     table, keys = change.table, change.keys[accepted]

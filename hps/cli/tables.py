@@ -1,4 +1,4 @@
-"""``hps tables``: the embedding tables, where their rows are and how much they take."""
+"""``hps tables``: the embedding tables, their size, and how much of them is cached."""
 
 from __future__ import annotations
 
@@ -61,9 +61,8 @@ class TablesOptions:
 def tables(options: TablesOptions) -> None:
     """List the tables of a server (or of --config): rows, bytes, and how much is cached.
 
-    ~ marks rows that are not counted exactly: of a table that was written to since its load, RocksDB counts
-    added rows once they are compacted. Remembered deletions count, in Redis, too.
-    """
+    ~ marks approximate numbers: once a table has been written to, RocksDB counts added rows only after
+    they are compacted. Tombstones count as rows, also in Redis."""
     if options.config is not None:
         with open_here(options.config, options.overrides) as node:
             status = node.status()
@@ -86,7 +85,7 @@ def tables(options: TablesOptions) -> None:
 
 
 def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry per table, from a node's status: rows and bytes in the store, rows in the node's caches.
+    """Convert a node's status to one entry per table: rows and bytes in the store, cached rows.
 
     ``shared``: rows and bytes in each shared tier."""
     shared = [tier["name"] for tier in status["tiers"] if tier.get("shared")]

@@ -1,4 +1,4 @@
-"""``hps top``: how servers do at the moment, again and again."""
+"""``hps top``: live metrics of servers."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class TopOptions:
 @app.command(epilog=EXAMPLES)
 @expand_options
 def top(options: TopOptions) -> None:
-    """Watch servers: requests, latency, queues, tiers, freshness; q leaves.
+    """Watch servers: requests, latency, queues, tiers, freshness; press q to quit.
 
-    All numbers are of the last interval, quantiles are interpolated in the buckets of the server's metrics. A
-    narrow terminal shows fewer columns. With --once, exit 1 when a server does not answer.
-    """
+    All numbers are for the last interval. Quantiles are interpolated within the buckets of the server's
+    histograms. A narrow terminal shows fewer columns. With --once, exit code 1: a server does not
+    answer."""
     with ExitStack() as resources:
         urls = former_urls(options.server, options.urls) or [ADMIN]
         watch = _ServerWatch(urls, options.interval, options.credentials, resources)
@@ -94,7 +94,7 @@ def top(options: TopOptions) -> None:
 
 
 class _ServerWatch:
-    """The servers, and the last reading of each."""
+    """Reads the metrics of several servers, and keeps the last reading of each."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _ServerWatch:
         self._threads: Executor = resources.enter_context(ThreadPoolExecutor(len(urls)))
 
     def look(self) -> list[dict[str, Any]]:
-        """A summary of each server since the last call, requested in parallel: none waits for another."""
+        """Summarise each server since the last call; the servers are read in parallel."""
         return list(self._threads.map(self._one, self._admins))
 
     def _one(self, admin: Admin) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class _ServerWatch:
 
 
 def _rolling(watch: _ServerWatch, interval: float) -> NoReturn:
-    """For a terminal that cannot be drawn over: a look below the other, until Ctrl-C."""
+    """Print one screen below the other until Ctrl-C, for terminals without cursor control."""
     while True:
         time.sleep(interval)
         console().print(screen(watch.look()))
@@ -147,7 +147,7 @@ def _live(watch: _ServerWatch, interval: float) -> None:
     from rich.live import Live
 
     with _keys() as pressed, Live(screen([]), console=console(), screen=True) as live:
-        due = time.monotonic() + min(interval, 1.0)  # soon, for the first time
+        due = time.monotonic() + min(interval, 1.0)  # the first screen early
         while True:
             while (left := due - time.monotonic()) > 0:
                 if pressed(left) in ("q", "Q"):
@@ -158,7 +158,7 @@ def _live(watch: _ServerWatch, interval: float) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Any]:
-    """Gives what waits so long for a key and returns it, "" when none was pressed."""
+    """Yield a function that waits some seconds for a key; it returns the key, or "" without one."""
     if not sys.stdin.isatty():
 
         def waited(seconds: float) -> str:
@@ -176,7 +176,7 @@ def _keys() -> Iterator[Any]:
             return ""
         with suppress(OSError):
             return os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") or "q"
-        return "q"  # the terminal is gone
+        return "q"  # the terminal was closed
 
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)

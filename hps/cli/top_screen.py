@@ -13,7 +13,7 @@ _SERVER = (
     *("server", "state", "up for", "req/s", "err/s", "refused/s", "p50 ms", "p99 ms", "running", "queued"),
     *("keys/s", "default", "degraded/s", "update age", "lag"),
 )  # fmt: skip
-# Columns that a narrow terminal leaves out, the first one first.
+# Columns to leave out on a narrow terminal, in this order.
 _LEFT_OUT = (
     *("degraded/s", "keys/s", "up for", "running", "lag", "skipped/s", "retries/s", "default"),
     *("refused/s", "p50 ms", "update age", "queued"),
@@ -21,9 +21,9 @@ _LEFT_OUT = (
 
 
 def screen(servers: Sequence[Mapping[str, Any]]) -> Any:
-    """Tables of ``servers`` (`hps.cli.metric_rates.account`, with each one's name and state), as wide as
-    the
-    terminal."""
+    """Build the screen from the summaries of ``servers``, as wide as the terminal.
+
+    A summary is that of `hps.cli.metric_rates.account`, with the server's address and state."""
     from rich.console import Group
     from rich.text import Text
 

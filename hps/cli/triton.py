@@ -1,4 +1,4 @@
-"""``hps triton``: model repositories for a Triton server."""
+"""``hps triton``: export models to a Triton model repository."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Triton's gRPC port is 8001 as well: give one of the two another.
 
 @app.callback()
 def triton() -> None:
-    """Make model repositories for a Triton server."""
+    """Export models to a Triton model repository."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,9 @@ class TritonExportOptions:
 @app.command(epilog=EXAMPLES)
 @expand_options
 def export(options: TritonExportOptions) -> None:
-    """Write a model as models of a Triton repository."""
+    """Export a model to a Triton model repository: its network, its lookups, and both as an ensemble.
+
+    Without --config, only the network is exported."""
     from hps.models.repository import Repository
     from hps.triton.export import MODEL_FILES, export_dense, export_ensemble, export_lookup
 

@@ -1,4 +1,4 @@
-"""``hps updates``: rows on their way to the nodes; one module a kind of work."""
+"""``hps updates``: publish rows, control update streams; one module per kind of work."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def status(
     admin: AdminServer,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Show how far a server is with its streams, and why they wait."""
+    """Show a server's update streams: state, lag and problems of each reader."""
     show(_ask("/v1/updates", admin.open()), output)
 
 
@@ -63,7 +63,7 @@ def pause(
     admin: AdminServer,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Have a server apply no more updates until `hps updates resume`. Nothing is lost: they wait in Kafka."""
+    """Pause a server's update streams until `hps updates resume`. Nothing is lost: updates stay in Kafka."""
     show(_ask("/v1/updates/pause", admin.open(), {"group": group}), output)
 
 
@@ -74,7 +74,7 @@ def resume(
     admin: AdminServer,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Have a paused server continue where it was."""
+    """Resume a server's paused update streams at their positions."""
     show(_ask("/v1/updates/resume", admin.open(), {"group": group}), output)
 
 
@@ -92,10 +92,9 @@ class SeekOptions:
 
 @expand_options
 def seek(options: SeekOptions) -> None:
-    """Have a server continue a partition at another offset.
+    """Make a server read a partition from another offset.
 
-    Applying messages again is harmless: rows that are newer stay, and HPS's layouts end with the last
-    write."""
+    Applying messages again is harmless: newer rows are kept; in HPS's layouts the last write wins."""
     body = {
         "topic": options.topic,
         "partition": options.partition,
@@ -111,7 +110,7 @@ def _ask(path: str, admin: Admin, body: dict[str, Any] | None = None) -> list[di
 
 
 def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
-    """Print the readers of a server."""
+    """Print the readers of update streams."""
     if output is OutputFormat.json:
         print_json(streams)
         return
@@ -148,7 +147,7 @@ def _show_readers(streams: list[dict[str, Any]]) -> None:
 
 
 def _show_partitions(streams: list[dict[str, Any]]) -> None:
-    """Partitions of Kafka, and the age of tables."""
+    """Print the lag of Kafka's partitions, and the age of tables."""
     rows = [
         (each["group"], part["topic"], FormattedNumber(str(part["partition"])), count(part["lag"]))
         for each in streams

@@ -1,4 +1,4 @@
-"""``hps updates dlq``: show dead letters with their reasons; send them again once the cause is fixed."""
+"""``hps updates dlq``: show dead letters with their reasons; send them again."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class DeadLetterOptions:
 def dlq(options: DeadLetterOptions) -> None:
     """Show dead letters: messages that could not be applied, and why.
 
-    Fix the cause first: serve the missing table, correct the producer. Then --requeue sends them again;
-    they
-    are not listed any more, unless they come back. They keep their timestamps, and so their versions."""
+    Fix the cause first: serve the missing table, correct the producer. Then --requeue sends them again.
+    They are no longer listed, unless they fail again. They keep their timestamps, and so their
+    versions."""
     from hps.updates.kafka.dead_letters import DeadLetterReader
 
     settings = kafka_settings(options.brokers, configuration_of(options.config, options.overrides))

@@ -1,4 +1,4 @@
-"""The Kafka cluster of ``hps updates`` commands."""
+"""Options of ``hps updates`` commands for the Kafka cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def configuration_of(config: Path | None, overrides: list[str] | None) -> Config
 
 
 def kafka_settings(brokers: str | None, configuration: Configuration | None) -> KafkaSettings:
-    """The configuration's settings, with ``brokers`` if given. Raises ConfigError if there is neither."""
+    """The configuration's settings, with ``brokers`` if given. Raises ConfigError without either."""
     from hps.config.update_settings import KafkaSettings
 
     # The command reports errors of Kafka's client itself.

@@ -1,4 +1,4 @@
-"""``hps updates publish``: rows of files and of model versions, and differences of these, into Kafka."""
+"""``hps updates publish``: send rows to Kafka, from files, versions or their difference."""
 
 from __future__ import annotations
 
@@ -123,9 +123,8 @@ class PublishOptions:
 def publish(options: PublishOptions) -> None:
     """Send rows to the nodes that serve a model, through Kafka.
 
-    Rows get the version of the files they come from, so that what was streamed later stays; --at says
-    another one. --file takes what `hps store export` writes. When it ends with 0, Kafka has all of it.
-    """
+    Rows get the version of the files they come from, so that rows streamed later are kept; --at sets
+    another version. --file reads files of `hps store export`. Exit code 0: Kafka has all rows."""
     if options.format is WireFormat.hps and (options.at is not None or options.ttl):
         raise ConfigError("--at and --ttl: HPS's format has no room for them; take --format native")
     if options.format is WireFormat.native and options.key_bits is not None:
@@ -242,7 +241,7 @@ def _send(part: PublishedRows, send: Send, options: PublishOptions) -> None:
 
 
 def _pieces(changes: TableChanges, size: int) -> Iterator[TableChanges]:
-    """The same changes, rows and then deletions, ``size`` at a time."""
+    """Split the changes, rows and then deletions, into pieces of ``size``."""
     from hps.tiers.positions import TableChanges
 
     for start in range(0, max(len(changes.keys), len(changes.deleted)), size):

@@ -1,4 +1,4 @@
-"""Keys, vectors, versions and times, as they are typed and shown."""
+"""Parse and format keys, vectors, versions and times."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from hps.types import EmbeddingTable, KeyArray, VectorArray
 
 SHOWN_VALUES = 8
-# Versions that are not times lie far in the past.
+# Versions that are not times would be dates before this one.
 DATED_SINCE_MS = 1_000_000_000_000
 
 
 def parse_key(text: str) -> int:
-    """A key, in decimal or hexadecimal (0x…), as the signed 64-bit number with the same bits; ConfigError
-    for anything else."""
+    """Parse a decimal or hexadecimal (0x…) key to the int64 with the same bits.
+
+    Raises ConfigError."""
     try:
         key = int(text, 16 if "x" in text.lower() else 10)
     except ValueError:
@@ -29,7 +30,7 @@ def parse_key(text: str) -> int:
 
 
 def parse_vector(text: str, table: EmbeddingTable) -> VectorArray:
-    """``0.1, -2`` or ``[0.1, -2]`` -> (1, dim); ConfigError for another number of values."""
+    """Parse ``0.1, -2`` or ``[0.1, -2]`` to (1, dim). Raises ConfigError."""
     try:
         values = [float(each) for each in text.strip().strip("[]").replace(",", " ").split()]
     except ValueError as error:
@@ -48,7 +49,7 @@ def parse_vector(text: str, table: EmbeddingTable) -> VectorArray:
 
 
 def parse_version(text: str) -> int:
-    """A version, or a time like ``2026-01-31`` or ``2026-01-31T12:00Z`` as the version of its start."""
+    """Parse a version: a number, or a time (``2026-01-31``, ``2026-01-31T12:00Z``) as its start."""
     try:
         version = int(text) if text.isdecimal() else _version_at(datetime.fromisoformat(text))
     except ValueError:
@@ -68,12 +69,12 @@ def _version_at(time: datetime) -> int:
 
 
 def as_typed(text: str) -> int:
-    """A key that `parse_key` took, as the number that was typed."""
+    """Parse the number that the user typed; `parse_key` has accepted it."""
     return int(text, 16 if "x" in text.lower() else 10)
 
 
 def key_array(table: EmbeddingTable, keys: list[int]) -> KeyArray:
-    """Distinct, in the order given, as the table knows them."""
+    """Distinct ``keys`` in the given order, reduced to the table's key bits."""
     import numpy as np
 
     return table.narrow(np.array(list(dict.fromkeys(keys)), np.int64))

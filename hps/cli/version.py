@@ -17,7 +17,7 @@ PACKAGES = ("numpy", "onnxruntime", "rocksdict", "tritonclient", "fastapi", "uvi
 
 @app.command(epilog="Example: hps version --output json")
 def version(output: Output = OutputFormat.table) -> None:
-    """Print the version of hps and of what it stands on, to paste into a bug report."""
+    """Print the versions of hps and of its dependencies, for a bug report."""
     from hps.native import COMPILED
 
     facts = {

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class SendStep(NamedTuple):
-    """A message whose reply is due at an instant of ``time.monotonic``."""
+    """A message to send; its reply is due at ``until``, an instant of ``time.monotonic``."""
 
     message: Any
     until: float
@@ -58,11 +58,11 @@ class _ModelTensors(NamedTuple):
     versions: tuple[str, ...] = ()
 
     def of_version(self, version: str) -> bool:
-        """Whether this may describe ``version``, which answered; an unknown version may."""
+        """Whether this may describe ``version``, which answered; True if a version is unknown."""
         return not version or not self.versions or version in self.versions
 
     def same(self, other: _ModelTensors) -> bool:
-        """Whether a request by ``other`` would be the same."""
+        """Whether a request built from ``other`` would be the same."""
         return (self.inputs, self.outputs) == (other.inputs, other.outputs)
 
 
@@ -87,9 +87,9 @@ class ClientOperations:
     ) -> Flow[PredictResult]:
         """Score a batch: keys per feature and the named dense tensors in, named outputs out.
 
-        ``top_k`` keeps the best and adds ``top_k_index``; context features may come with batch 1 then.
-        ``want_source`` adds the tier's code of every key. ``timeout_s``: for this call, also sent to
-        the server."""
+        ``top_k`` keeps the k best and adds ``top_k_index``; context features may then have batch 1.
+        ``want_source`` adds the tier's code of every key. ``timeout_s`` limits this call, and is also sent
+        to the server."""
         patience = self._patience(timeout_s)
         try:
             parameters = {"top_k": index(top_k)} if top_k else {}
@@ -132,7 +132,7 @@ class ClientOperations:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> Flow[LookupResult]:
-        """Pooled vectors per feature; ``want_source`` adds the tier's code of every key."""
+        """Look up pooled vectors per feature; ``want_source`` adds the tier's code of every key."""
         wanted = [*features, *(_sources(features) if want_source else ())]
         inputs = tensors_of(features)
         call = InferCall(f"{model}.lookup", inputs, wanted, {}, request_id, timeout_s)
@@ -149,7 +149,7 @@ class ClientOperations:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> Flow[Answer]:
-        """One request of the Open Inference Protocol with binary tensors, as they are."""
+        """Send one request of the Open Inference Protocol; tensors are binary and unchanged."""
         call = InferCall(model, inputs, outputs, parameters or {}, request_id, timeout_s)
         return (yield from self._infer(call, self._patience(timeout_s)))
 
@@ -162,16 +162,16 @@ class ClientOperations:
         return self._ask("config", model, self._patience())
 
     def about(self) -> Flow[dict[str, Any]]:
-        """The server's name, version and the extensions it claims, as the protocol describes them."""
+        """The server's name, version and extensions, as the protocol describes them."""
         return self._ask("server", "", self._patience())
 
     def is_hps(self) -> Flow[bool]:
-        """Whether the server is one of ours, by the name it gives itself."""
+        """Whether the server is an hps server, by the name it reports."""
         reply = yield from self.about()
         return str(reply.get("name", "")).startswith("hps")
 
     def models(self) -> Flow[list[str]]:
-        """The models that are ready, as the server's index of its repository lists them."""
+        """The models that are ready, from the server's repository index."""
         reply = yield from self._ask("models", "", self._patience())
         ready = (m for m in reply.get("models", ()) if m.get("state", "READY") == "READY")
         return list(dict.fromkeys(str(model["name"]) for model in ready))
@@ -184,7 +184,7 @@ class ClientOperations:
             reply = yield from self._ask("ready", "", RetryDeadline(self._timeout_s, 0))
         except ServerUnreachable:
             raise
-        except Unavailable:  # it responds: not ready
+        except Unavailable:  # it responds, and is not ready
             return False
         return bool(reply["ready"])
 
@@ -234,8 +234,7 @@ def _split(answer: Answer) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[n
 
 
 class RetryDeadline:
-    """The time that one call and its repetitions have. ``until``: when it is over, by
-    ``time.monotonic``."""
+    """Deadline of one call and its retries. ``until``: an instant of ``time.monotonic``."""
 
     def __init__(self, timeout_s: float, retries: int) -> None:
         self.until = time.monotonic() + timeout_s
@@ -245,7 +244,7 @@ class RetryDeadline:
     def pause_s(self, error: HpsError) -> float:
         """Seconds until the next attempt; raises ``error`` if there is none.
 
-        Only unavailable servers are retried, and not before the time that they set."""
+        Only unavailable servers are retried, and not before the time that they ask for."""
         self._failures += 1
         pause = max(_BACKOFF.pause_s(self._failures), retry_after_s(error))
         over = pause >= self.until - time.monotonic()

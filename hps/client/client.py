@@ -1,5 +1,4 @@
-"""The clients, for threads and for asyncio: each does in its own manner what `ClientOperations` wants
-done."""
+"""Clients for threads and for asyncio; both run the steps of `ClientOperations`."""
 
 from __future__ import annotations
 
@@ -50,10 +49,12 @@ class _ClientBase:
         retries: int = 2,
         tls: Tls | None = None,
     ) -> None:
-        """``url``: ``http://host:port`` or ``grpc://host:port`` as the server printed it when it started,
-        ``https`` and ``grpcs`` where it has certificates. ``timeout_s`` bounds a call with all its
-        repetitions; ``retries``: how often it is repeated when the server is not available, after pauses
-        that grow and are as long as the server asks for. Raises ``ConfigError``."""
+        """Parse the address; the first call connects. Raises ``ConfigError``.
+
+        ``url``: ``http://host:port`` or ``grpc://host:port`` as the server printed it at its start;
+        ``https`` or ``grpcs`` for a server with certificates. ``timeout_s`` limits a call with all its
+        retries. ``retries``: how often a call is retried while the server is unavailable. The pauses grow,
+        and are never shorter than the server asks for."""
         at = address(url, tls)
         self.url = at.base
         wire, self._line = _opened(at, api_key, aio=self._aio)
@@ -113,7 +114,7 @@ class Client(_ClientBase):
         self.close()
 
     def close(self) -> None:
-        """Close the connections, for good; idempotent."""
+        """Close the connections permanently; idempotent."""
         self._calls.closed = True
         self._line.close()
 
@@ -170,6 +171,6 @@ class AsyncClient(_ClientBase):
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections, for good; idempotent."""
+        """Close the connections permanently; idempotent."""
         self._calls.closed = True
         await self._line.close()

@@ -1,4 +1,4 @@
-"""Failures as ``HpsError``: of the connection, and of the server's replies."""
+"""Convert connection errors and servers' error replies to ``HpsError``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 
 
 class ServerUnreachable(Unavailable):
-    """Nobody answered at the address, or not to the end."""
+    """No server answered at the address, or the connection broke before the answer ended."""
 
 
 class RetryLater(Unavailable):
@@ -66,8 +66,9 @@ def retry_after_s(error: HpsError) -> float:
 
 
 def http_error(status: int, body: bytes, retry_after: str | None, base: str) -> HpsError:
-    """An HTTP reply of ``base`` that is no success; ``retry_after`` is its header, of which dates are not
-    read."""
+    """Convert an HTTP error reply of ``base``.
+
+    ``retry_after``: the header's value; dates are ignored."""
     try:
         message = str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):
@@ -76,21 +77,21 @@ def http_error(status: int, body: bytes, retry_after: str | None, base: str) -> 
 
 
 def grpc_error(base: str, code: str, message: str, pushback_ms: str | None = None) -> HpsError:
-    """A gRPC call's status; ``pushback_ms`` is its ``grpc-retry-pushback-ms``."""
+    """Convert a gRPC call's error status; ``pushback_ms`` is its ``grpc-retry-pushback-ms``."""
     if code == "RESOURCE_EXHAUSTED" and "larger than max" in message:
         return BadRequest(message)
-    if code == "DEADLINE_EXCEEDED" and "Deadline Exceeded" in message:  # gRPC's own word
+    if code == "DEADLINE_EXCEEDED" and "Deadline Exceeded" in message:  # gRPC's own text
         return DeadlineExceeded(f"{base} {_LATE}")
     if code == "UNAVAILABLE" and any(sign in message for sign in _NEVER_ARRIVED):
         return ServerUnreachable(f"{base} cannot be reached: {message}")
-    if code == "CANCELLED":  # the client cancels nothing: a server that stops does
+    if code == "CANCELLED":  # the client cancels no call: the server is stopping
         return ServerUnreachable(f"{base} went away before it had answered")
     if (
         pushback_ms is not None
         and not pushback_ms.isdigit()
         and _BY_STATUS.get(code) is Unavailable
     ):
-        return RetryLater(message, math.inf)  # gRFC A6: it is not to be repeated
+        return RetryLater(message, math.inf)  # gRFC A6: the client must not retry
     return _error(code, message, pushback_ms, 1e-3)
 
 
@@ -102,7 +103,7 @@ def _error(status: int | str, message: str, later: str | None, unit_s: float) ->
 
 
 def unreachable_error(base: str, error: Exception) -> HpsError:
-    """The reason why no server answered at ``base``, and the remedy."""
+    """Convert a connection error: why no server answered at ``base``, and the remedy."""
     if isinstance(error, ConnectionRefusedError):
         return ServerUnreachable(
             f"nothing listens at {base}; start a server (hps serve --config FILE) or give the "
@@ -127,7 +128,7 @@ def unreachable_error(base: str, error: Exception) -> HpsError:
 
 
 def left_s(until: float) -> float:
-    """The time until the instant ``until``; DeadlineExceeded when it has passed."""
+    """Seconds left until the instant ``until``. Raises DeadlineExceeded if it has passed."""
     left = until - time.monotonic()
     if left <= 0:
         raise DeadlineExceeded("no answer within the request's time")

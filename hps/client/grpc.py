@@ -1,4 +1,4 @@
-"""The protocol over gRPC, for threads and asyncio, with ``tritonclient``'s messages."""
+"""Transport over gRPC, for threads and asyncio, with ``tritonclient``'s messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Channel:
         self._channel: Any = None
 
     def _open(self, kind: Any) -> None:
-        """Open by ``grpc`` or ``grpc.aio``."""
+        """Open a channel of the module ``kind``: ``grpc`` or ``grpc.aio``."""
         if self._credentials is None:
             self._channel = kind.insecure_channel(self._at.target, self._options)
         else:
@@ -90,7 +90,7 @@ class GrpcChannel(_Channel):
 
 
 class AsyncGrpcChannel(_Channel):
-    """Used on the event loop of its first call: a channel belongs to the loop that is running then."""
+    """A connection to one server, for the event loop of its first call: grpc.aio binds it to that."""
 
     async def send(self, message: GrpcMessage, until: float) -> Any:
         """See ``GrpcChannel.send``."""
@@ -118,7 +118,7 @@ class GrpcCodec:
         return GrpcMessage(method, request(name=model) if model else request(), self._metadata)
 
     def decode(self, what: str, response: Any) -> dict[str, Any]:
-        """As over HTTP: protobuf's JSON form writes 64-bit numbers as text and leaves out false values."""
+        """Decode as over HTTP: protobuf's JSON form has 64-bit numbers as text and omits false values."""
         if what == "ready":
             return {"ready": response.ready}
         found: dict[str, Any] = MessageToDict(response, preserving_proto_field_name=True)
@@ -128,7 +128,7 @@ class GrpcCodec:
         return dict(found["config"]) if what == "config" else found
 
     def request(self, call: InferCall) -> GrpcMessage:
-        """A message with the call's deadline."""
+        """Build the message of a call, with its timeout."""
         request = pb.ModelInferRequest(model_name=call.model, id=call.request_id)
         for name, value in call.inputs.items():
             datatype, tensor = encode_array(value)
@@ -142,7 +142,7 @@ class GrpcCodec:
         return GrpcMessage("ModelInfer", request, (*self._metadata, *trace_headers().items()))
 
     def answer(self, response: Any) -> Answer:
-        """The arrays own their memory."""
+        """Decode an answer; its arrays own their memory."""
         if len(response.raw_output_contents) != len(response.outputs):
             raise HpsError("the server's outputs are not raw; is it an hps server?")
         arrays = {

@@ -30,13 +30,13 @@ class Reply(NamedTuple):
     body: bytes
 
     def checked(self, url: str) -> Reply:
-        """Raise the error of an answer that is no success."""
+        """Return the reply; raise its error if it is not a success."""
         if self.status == 200:
             return self
         raise http_error(self.status, self.body, self.headers.get("retry-after"), url)
 
     def json(self, url: str) -> Any:
-        """The JSON of a success."""
+        """Decode the JSON of a success; other replies raise their error."""
         self.checked(url)
         try:
             return json.loads(self.body) if self.body else {}
@@ -57,5 +57,5 @@ def checked_key(api_key: str) -> str:
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """Headers that authenticate the client. Raises as `checked_key`."""
+    """Headers that authenticate the client. Raises as `checked_key` does."""
     return {"Authorization": f"Bearer {checked_key(api_key)}"} if api_key else {}

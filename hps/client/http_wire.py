@@ -1,4 +1,4 @@
-"""The protocol over HTTP: calls as requests, replies as answers. Tensors are binary both ways."""
+"""The protocol over HTTP: encode calls as requests, decode replies. Tensors are binary both ways."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ _PATHS = {
 class HttpCodec:
     """Encodes one client's calls as requests, and decodes replies.
 
-    Calls that differ only in their elements send the same bytes apart from them, the request ID (a
-    header) and
-    the caller's trace: a server may recognise the head."""
+    Calls that differ only in their tensors' elements have the same request head, except for the request
+    ID and the caller's trace, so that a server can recognise it."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._url = url
@@ -44,7 +43,7 @@ class HttpCodec:
         return Request("GET", path, self._headers)
 
     def decode(self, what: str, reply: Reply) -> dict[str, Any]:
-        """The JSON of an answer. Triton reports readiness by its status alone."""
+        """Decode the JSON of a reply. Triton reports readiness only by the status."""
         found = reply.json(self._url)
         if what == "models":
             return {"models": found}
@@ -81,7 +80,7 @@ class HttpCodec:
         return Request("POST", path, sent, b"".join([text, *tensors]))
 
     def answer(self, reply: Reply) -> Answer:
-        """The arrays own their memory."""
+        """Decode an answer; its arrays own their memory."""
         reply.checked(self._url)
         try:
             size = int(reply.headers.get(_HEADER_SIZE.lower(), len(reply.body)))
@@ -98,7 +97,7 @@ class HttpCodec:
 
 
 def _array(out: dict[str, Any], body: bytes, start: int) -> tuple[Any, int]:
-    """An output, and the start of the next one."""
+    """Decode an output; return it, and the position of the next one."""
     size = (out.get("parameters") or {}).get("binary_data_size")
     if size is None:
         return np.array(out["data"], numpy_type(out["datatype"])).reshape(out["shape"]), start

@@ -1,4 +1,4 @@
-"""HTTP for threads, by the standard library: keep-alive connections, and a bound on every wait."""
+"""HTTP transport for threads, by the standard library: keep-alive, and a timeout on every wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _JOINED_BYTES = 256 << 10
 class HttpConnectionPool:
     """Connections to one server. Thread-safe.
 
-    Each call has a connection while it lasts; as many as were needed at a time are kept."""
+    Each call uses one connection; the pool keeps as many as were ever in use at the same time."""
 
     def __init__(self, at: ServerAddress) -> None:
         self._at = at
@@ -26,15 +26,19 @@ class HttpConnectionPool:
         self._idle: list[socket.socket] = []
 
     def send(self, request: Request, until: float) -> Reply:
-        """The reply, of any status. Raises Unreachable, and DeadlineExceeded at ``until``."""
+        """Send; return the reply of any status.
+
+        Raises ServerUnreachable, and DeadlineExceeded at ``until``."""
         try:
             return self.exchange(request, until)
         except (OSError, http.client.HTTPException) as error:
             raise unreachable_error(self._at.base, error) from None
 
     def exchange(self, request: Request, until: float) -> Reply:
-        """As `send` with the original errors: TimeoutError, DeadlineExceeded at ``until``, OSError, and
-        HTTPException for a reply that is not HTTP."""
+        """Like `send`, but with the original errors.
+
+        They are TimeoutError, DeadlineExceeded at ``until``, OSError, and HTTPException for a reply that is
+        not HTTP."""
         connection = self._connection(until)
         try:
             reply, lasts = _exchange(connection, self._pieces(request), request.verb, until)
@@ -67,7 +71,7 @@ class HttpConnectionPool:
         return self._context.wrap_socket(made, server_hostname=self._at.host)
 
     def _pieces(self, request: Request) -> list[bytes]:
-        """Head and body, joined if small: a server may answer one piece without waiting for another."""
+        """Head and body, joined if small: the server then need not wait for a second piece."""
         lines = [
             f"{request.verb} {self._at.path}{request.path} HTTP/1.1",
             f"Host: {self._at.target}",
@@ -82,7 +86,7 @@ class HttpConnectionPool:
 def _exchange(
     connection: socket.socket, pieces: list[bytes], verb: str, until: float
 ) -> tuple[Reply, bool]:
-    """The reply, and whether the connection may be used again."""
+    """Return the reply, and whether the connection can be used again."""
     for piece in pieces:
         connection.settimeout(left_s(until))
         connection.sendall(piece)
@@ -95,8 +99,7 @@ def _exchange(
 
 
 class _TimedResponse(io.RawIOBase):
-    """Reads a connection for http.client until an instant; a socket's timeout would restart with every
-    piece."""
+    """Reads a reply for http.client until an instant; a socket's timeout restarts with every read."""
 
     def __init__(self, connection: socket.socket, until: float) -> None:
         self._connection, self._until = connection, until

@@ -1,4 +1,4 @@
-"""HTTP for asyncio, by aiohttp."""
+"""HTTP transport for asyncio, by aiohttp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hps.client.http_messages import Reply, Request
 
 
 class AsyncHttpConnectionPool:
-    """Connections to one server. Used on the event loop of its first call."""
+    """Connections to one server, for the event loop of the first call."""
 
     def __init__(self, at: ServerAddress) -> None:
         self._base = at.base
@@ -18,7 +18,9 @@ class AsyncHttpConnectionPool:
         self._session: aiohttp.ClientSession | None = None
 
     async def send(self, request: Request, until: float) -> Reply:
-        """The reply, whatever its status. Raises Unreachable, and DeadlineExceeded at ``until``."""
+        """Send; return the reply of any status.
+
+        Raises ServerUnreachable, and DeadlineExceeded at ``until``."""
         if self._session is None:  # unbounded, so that no call waits for another's connection
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         try:
@@ -43,7 +45,7 @@ class AsyncHttpConnectionPool:
 
 
 def _plain(error: Exception) -> Exception:
-    """The standard library's error for an aiohttp error."""
+    """Convert an aiohttp error to the standard library's."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return error.certificate_error
     if isinstance(error, aiohttp.ClientConnectorError):

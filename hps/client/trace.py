@@ -1,4 +1,4 @@
-"""The caller's trace, by OpenTelemetry when the caller uses it."""
+"""The caller's trace, if the caller uses OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 
 def trace_headers() -> dict[str, str]:
-    """W3C ``traceparent`` and ``tracestate`` of the span that is current; empty without one."""
-    if "opentelemetry.trace" not in sys.modules:  # then there is no span
+    """W3C ``traceparent`` and ``tracestate`` of the current span; empty without one."""
+    if "opentelemetry.trace" not in sys.modules:  # not imported: there is no span
         return {}
     from opentelemetry import propagate
 

@@ -1,4 +1,4 @@
-"""Features as tensors, and decoded answers."""
+"""Convert features to tensors, and decode answers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Answer:
 
     @property
     def account(self) -> dict[str, Any]:
-        """``defaulted``, ``degraded`` and ``stale_s`` by name."""
+        """``defaulted``, ``degraded`` and ``stale_s`` as a dict."""
         return {name: getattr(self, name) for name in ("defaulted", "degraded", "stale_s")}
 
 
 def numpy_type(datatype: str) -> np.dtype[Any]:
-    """The protocol's name of a type as NumPy has it."""
+    """NumPy's type for a datatype of the protocol."""
     from tritonclient.utils import triton_to_np_dtype
 
     dtype: np.dtype[Any] = np.dtype(triton_to_np_dtype(datatype))
@@ -55,7 +55,7 @@ def numpy_type(datatype: str) -> np.dtype[Any]:
 
 
 def encode_array(array: NDArray[Any]) -> tuple[str, NDArray[Any]]:
-    """The protocol's name of an array's type, and its elements as they travel, C-contiguous."""
+    """Datatype of an array, and its elements in the wire's type, C-contiguous."""
     from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
     datatype = np_to_triton_dtype(array.dtype)
@@ -75,7 +75,7 @@ def decode_array(datatype: str, raw: bytes) -> NDArray[Any]:
 
 
 def tensors_of(features: Mapping[str, Keys]) -> dict[str, NDArray[Any]]:
-    """Features as tensors: ``f [batch, hotness]``; jagged: ``f [n]``, ``f.offsets``, ``f.weights``."""
+    """Convert features to tensors: ``f [batch, hotness]``, or ``f [n]``, ``f.offsets``, ``f.weights``."""
     tensors: dict[str, NDArray[Any]] = {}
     for name, keys in features.items():
         try:

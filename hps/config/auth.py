@@ -54,7 +54,9 @@ class ApiKeys(Protocol):
         ...
 
     def certified(self, names: Collection[str]) -> Identity | None:
-        """Return the caller whose certificate has one of ``names``, or None; of several, the highest role."""
+        """Return the caller whose certificate has one of ``names``; of several, the highest role.
+
+        None if there is none."""
         ...
 
     def allows(self, role: str, needed: Role) -> bool:
@@ -99,7 +101,7 @@ class ApiKeyRing(_Roles):
     enabled = True
 
     def __init__(self, keys: Sequence[ApiKey], file: Path | None) -> None:
-        """Raises ConfigError if the file is missing or invalid, or two keys are equal."""
+        """Read the keys. Raises ConfigError if the file is missing or invalid, or two keys are equal."""
         self._fixed = tuple(keys)
         self._file = file
         self._lock = threading.Lock()
@@ -129,7 +131,7 @@ class ApiKeyRing(_Roles):
         return owner
 
     def _read(self) -> tuple[list[tuple[bytes, Identity]], dict[str, Identity]]:
-        """Owners of keys, by digest, and of certificates, by certificate name."""
+        """Read all keys: owners by the key's digest, and by certificate name."""
         keys = [*self._fixed, *(read_keys_file(self._file) if self._file else ())]
         source = str(self._file) if self._file else ""
         for finding in duplicates([k.name for k in keys], "keys", "API keys"):
@@ -159,7 +161,7 @@ class ApiKeyRing(_Roles):
             self._check_file()
 
     def _check_file(self) -> None:
-        """Read the file again if it changed. One thread does so; the others continue."""
+        """Read the file again if it has changed. One thread reads; the others do not wait."""
         if self._file is None or not self._lock.acquire(blocking=False):
             return
         try:
@@ -198,7 +200,7 @@ def read_keys_file(path: Path) -> list[ApiKey]:
 
 
 def load_api_keys(settings: AuthSettings) -> ApiKeys:
-    """Build the callers of the server from ``auth``; a missing mode means ``off``.
+    """Build the callers of the server from ``auth``; without ``auth.mode``, it is ``off``.
 
     Raises ConfigError if the key file is missing or invalid. Logs the ``key_file_warnings``."""
     if settings.mode != "api_key":
@@ -209,7 +211,7 @@ def load_api_keys(settings: AuthSettings) -> ApiKeys:
 
 
 def key_file_warnings(settings: AuthSettings) -> list[str]:
-    """Warnings about who may read the key file."""
+    """Warn if other users of the machine can read the key file."""
     path = settings.keys_file
     if path is None or settings.mode != "api_key":
         return []

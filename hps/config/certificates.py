@@ -48,7 +48,7 @@ class ClientCertificates:
     def __init__(
         self, setting: str, ca: Path | None, certificate: Path | None, key: Path | None
     ) -> None:
-        """Raises ConfigError as `client_context`, and for a folder."""
+        """Read the files. Raises ConfigError as `client_context` does, and for a folder."""
         self._setting, self._files = setting, (ca, certificate, key)
         self._problem = ""
         self._contents = self._read()
@@ -95,7 +95,7 @@ def check_current(setting: str, certificate: Path) -> None:
 def expiry(certificates: Path, *, roots: bool = False) -> float | None:
     """Expiry of a file's certificates in Unix seconds; None if none can be read.
 
-    It is the earliest one; of ``roots``, where new ones are added before the old ones expire, the latest."""
+    It is the earliest one. For ``roots`` it is the latest: new ones are added before old ones expire."""
     try:
         bodies = _PEM.findall(certificates.read_bytes())
         ends = [valid_until(b64decode(body)).timestamp() for body in bodies]
@@ -125,7 +125,7 @@ def _why(error: Exception) -> str:
 
 
 def valid_until(der: bytes) -> datetime:
-    """End of an X.509 certificate's validity (RFC 5280, 4.1)."""
+    """Parse the end of an X.509 certificate's validity (RFC 5280, 4.1)."""
 
     def item(at: int) -> tuple[int, int, int]:
         """Tag, start and end of the contents of the DER element at ``at``."""

@@ -1,7 +1,7 @@
-"""Rules that span several settings. They take plain values, so that the schema can run them; those of
-``model.yaml`` are in ``model_checks.py``.
+"""Rules that span several settings.
 
-Each returns findings: a path below the checked object, and one sentence."""
+They take plain values, so that the schema can run them; those of ``model.yaml`` are in
+``model_checks.py``. Each returns findings: a path below the checked object, and one sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class ConfigFinding:
-    """``path`` below the checked object, the ``message`` for users; ``also``: the other paths involved."""
+    """A violated rule: ``path`` below the checked object, ``message`` for users.
+
+    ``also``: the other paths involved."""
 
     path: Path
     message: str
@@ -81,7 +83,7 @@ def ports(listeners: Mapping[str, tuple[str, int]]) -> list[ConfigFinding]:
 
 
 def auth(mode: str | None, sources: Sequence[str]) -> list[ConfigFinding]:
-    """API keys need an explicit ``auth.mode``: without it, their author expects protection that is off."""
+    """API keys need an explicit ``auth.mode``: without it, they would have no effect."""
     if mode is None and sources:
         message = f"must be set with auth.{sources[0]}: api_key or off"
         return [ConfigFinding(("mode",), message, ((sources[0],),))]
@@ -104,7 +106,7 @@ def caller(key: bool, certificate: bool) -> list[ConfigFinding]:
 
 
 def pair(name: str, value: object, other: str, other_value: object) -> list[ConfigFinding]:
-    """Two settings that need each other."""
+    """Two settings that must be set together."""
     for present, present_value, missing, missing_value in (
         (name, value, other, other_value),
         (other, other_value, name, value),
@@ -201,7 +203,7 @@ def workers(count: int, gpu: str, huge_pages: str) -> list[ConfigFinding]:
 
 
 def lookup_nodes(nodes: Sequence[str]) -> list[ConfigFinding]:
-    """Each node is an address, or a DNS name with several addresses."""
+    """Each node is ``host:port``, or a DNS name that stands for several nodes."""
     findings = []
     for i, node in enumerate(nodes):
         host, _, port = node.removeprefix("dns:///").rpartition(":")

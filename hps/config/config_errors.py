@@ -69,9 +69,8 @@ def validate(
         if faults:
             raise InvalidConfiguration(faults)
         return built
-    # Rules over several fields run only if each field is valid. Remove the invalid ones and validate again,
-    # so
-    # that one run reports every problem.
+    # Rules that span several fields run only if each field is valid. Remove the invalid ones and validate
+    # again, so that one run reports every problem.
     try:
         model.model_validate(_without(data, wrong))
     except ValidationError as error:

@@ -38,11 +38,10 @@ from hps.errors import ConfigError
 class Configuration:
     """All that a node needs to start.
 
-    ``legacy`` models are served in addition to those of the repository; ``settings.models.serve`` holds
-    their
-    overrides, too, by name. A ``ps.json`` alone serves only its own models (``serve`` then names no
-    other). ``warnings`` are logged at start. ``origins`` maps dotted keys to the locations of their values.
-    """
+    ``legacy`` models are those of a ``ps.json``, served in addition to those of the repository;
+    ``settings.models.serve`` has their overrides, too, by name. A ``ps.json`` alone serves only its own
+    models (``serve`` then names no other). ``warnings`` are logged at start. ``origins`` maps dotted keys
+    to the locations of their values."""
 
     settings: Settings = field(default_factory=Settings)
     legacy: tuple[LegacyModel, ...] = ()

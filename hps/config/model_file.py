@@ -30,7 +30,7 @@ def dump_model_spec(spec: ModelSpec) -> str:
 
 
 def place(file: str, lines: dict[KeyPath, int], key: KeyPath) -> str:
-    """``file:line`` of the value at ``key``, or of the nearest one around it."""
+    """Location ``file:line`` of the value at ``key``, or of the nearest one around it."""
     for length in range(len(key), 0, -1):
         if key[:length] in lines:
             return f"{file}:{lines[key[:length]]}"
@@ -38,10 +38,10 @@ def place(file: str, lines: dict[KeyPath, int], key: KeyPath) -> str:
 
 
 def apply_override(spec: ModelSpec, override: ModelOverride | None) -> ModelSpec:
-    """Apply the server's settings to the spec (except ``version`` and cache sizes, which are not part of
-    it).
+    """Apply the server's settings to the spec, except ``version`` and cache sizes.
 
-    Raises ConfigError if the result is inconsistent or names a table that the model does not have."""
+    Those are not part of the spec. Raises ConfigError if the result is inconsistent or names a table
+    that the model does not have."""
     if override is None:
         return spec
     base: KeyPath = ("models", "serve", spec.name)

@@ -49,7 +49,7 @@ class StrictModel(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plausible(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject two mistakes that pydantic accepts."""
+        """Reject two mistakes that pydantic accepts: booleans as numbers, and remote paths."""
         if isinstance(value, bool | str) and info.field_name is not None:
             allowed = cls.model_fields[info.field_name].annotation
             options = get_args(allowed) or (allowed,)

@@ -1,4 +1,4 @@
-"""Locations by which processes of one machine find a node: its socket's folder, its shared cache's name.
+"""Where processes of one machine find a node: folder of its socket, name of its shared cache.
 
 Both derive from something that only one node at a time can own. A node that restarts after a kill thus
 finds the leftovers, and reuses or removes them."""

@@ -40,7 +40,7 @@ class Secret:
     def __init__(
         self, value: str | None, path: Path | None, setting: str, *, api_key: bool = False
     ) -> None:
-        """``setting`` is the name of ``path``'s setting. Raises ConfigError as `read_secret`."""
+        """``setting`` is the name of ``path``'s setting. Raises ConfigError as `read_secret` does."""
         self._path, self._setting, self._api_key = path, setting, api_key
         self._value = value if path is None else read_secret(path, setting, api_key=api_key)
         self._problem = ""

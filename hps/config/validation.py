@@ -79,7 +79,9 @@ def validate_file(path: Path, overrides: Sequence[str] = ()) -> ValidationReport
 
 
 def _is_model(data: Mapping[str, Any]) -> bool:
-    """True if more of the keys are those of a ``model.yaml``; ``dense`` is a key of both."""
+    """True if the file looks like a ``model.yaml``: more of its keys are of that than of the settings.
+
+    ``dense`` is a key of both."""
     return len(data.keys() & ModelSpec.model_fields) > len(data.keys() & Settings.model_fields)
 
 
@@ -100,7 +102,7 @@ def _configuration(
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """A check of the ``files`` of a ``setting``; ``check`` raises ConfigError if one cannot be used."""
+    """A check of a ``setting``'s ``files``; ``check`` raises ConfigError if one cannot be used."""
 
     setting: str
     files: Sequence[Path]

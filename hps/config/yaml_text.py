@@ -84,7 +84,7 @@ class YamlDocument:
 
 
 def dump_yaml(data: Any) -> str:
-    """Block style, keys in their order."""
+    """Dump in block style; keys keep their order."""
     return yaml.dump(
         data,
         Dumper=_YamlDumper,
@@ -122,7 +122,7 @@ def read_yaml(path: Path, what: str = "configuration file") -> YamlDocument:
 
 
 def parse_leniently(text: str, name: str) -> YamlDocument:
-    """As ``parse_yaml``, but wrong keys become ``YamlDocument.faults``."""
+    """Like ``parse_yaml``, but invalid keys become ``YamlDocument.faults``."""
     loader = _StrictLoader(text)
     try:
         node = loader.get_single_node()
@@ -159,7 +159,7 @@ class _YamlBuilder:
         self._open: set[int] = set()
 
     def check_keys(self, root: yaml.Node) -> None:
-        """Record duplicate keys and keys that are not text; before merging, which repeats keys."""
+        """Record duplicate keys and keys that are not text. Run it before merging, which repeats keys."""
         todo, done = [root], set()
         while todo:
             node = todo.pop()

@@ -1,5 +1,6 @@
-"""Counters and histograms. Hot paths keep references to them: an update costs a few tenths of a
-microsecond."""
+"""Counters and histograms, for hot paths.
+
+Hot paths keep references to them: an update costs a few tenths of a microsecond."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from hps.observability.metric_spec import SECONDS_BUCKETS
 
-# Observations of a histogram that are not sorted yet: single ones, and arrays.
+# Observations that a histogram has not yet sorted into buckets: single ones, and arrays.
 _NOTES = 512
 _VALUES = 4096
 
@@ -128,9 +129,8 @@ class TallyRegistry:
 class MetricHistogram:
     """Observations in buckets up to each of ``bounds``, and one above. Thread-safe.
 
-    An observation is only appended to a list. They are sorted into buckets some hundreds at a time, and
-    when
-    the values are read, so that no request pays for the sorting and its lock."""
+    An observation is only appended to a list. Some hundreds at a time are sorted into buckets, and the
+    rest when the values are read, so that no request pays for the sorting and its lock."""
 
     __slots__ = ("_arrays", "_counts", "_lock", "_noted", "_notes", "_total", "bounds", "signed")
 
@@ -159,7 +159,7 @@ class MetricHistogram:
     def observe_array(self, values: NDArray[Any]) -> None:
         """Add ``values``, floats of any shape, all finite; they are copied."""
         self._arrays.append(values.flatten())
-        self._noted += values.size  # unlocked: several threads may make it too small
+        self._noted += values.size  # unlocked: a race may lose an addition
         if self._noted >= _VALUES:
             self.read()
 

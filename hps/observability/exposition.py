@@ -12,8 +12,10 @@ from hps.observability.metric_spec import MetricSpec
 def render_metric(
     spec: MetricSpec, found: Mapping[str, Mapping[tuple[str, ...], Any]]
 ) -> Iterator[str]:
-    """Render one metric. Without prometheus_client, which adds ``_total`` to the names of all counters;
-    Triton's have no such suffix."""
+    """Render one metric.
+
+    Not by prometheus_client, which adds ``_total`` to the names of all counters: Triton's have no such
+    suffix."""
     yield f"# HELP {spec.name} {spec.help}\n# TYPE {spec.name} {spec.kind}\n"
     for values, value in found.get(spec.name, {}).items():
         labels = sorted(zip(spec.labels, map(_escaped, values), strict=True))

@@ -62,7 +62,9 @@ class LookupMeter:
             self._metrics.counter(LOOKUP_DEGRADED, self._model, tier).add()
 
     def finished_alike(self, answers: Answers) -> Callable[[float], None]:
-        """Return a function that counts a lookup with these answers, by its seconds; it skipped no tier."""
+        """Return a function that counts a lookup with these answers, given its seconds.
+
+        The lookup skipped no tier."""
         return _alike(self._metrics.tally(self._amounts(answers)), self._seconds)
 
     def counted(
@@ -71,7 +73,7 @@ class LookupMeter:
         seconds: float,
         features: Sequence[str] = (),
     ) -> None:
-        """As `finished`, for a lookup that skipped no tier, with ``(table, source, keys)``.
+        """Count a lookup that skipped no tier, from ``(table, source, keys)`` instead of answers.
 
         ``features``: the feature of each entry's keys, if known."""
         amounts = [(self._counter(table, source), n) for table, source, n in answers]
@@ -183,7 +185,7 @@ class TierMeter:
             self._seconds.observe(seconds)
 
     def prepare(self, found: list[tuple[EmbeddingTable, int, int]]) -> Callable[[float], None]:
-        """Return a function that counts a fetch that found all of these, by its seconds."""
+        """Return a function that counts a fetch that found all of these keys, given its seconds."""
         amounts = [
             ((self._keys.get(table) or self._counters(table))[0], n) for table, _, n in found if n
         ]
@@ -194,7 +196,7 @@ class TierMeter:
         self._metrics.counter(TIER_SKIPPED, self._tier, reason).add()
 
     def _forget(self, model: str, version: int) -> None:
-        """Drop a version's tables, which would else be kept as long as the tier."""
+        """Drop a version's tables, which would otherwise be kept as long as the tier exists."""
         for table in list(self._keys):
             if (table.model, table.version) == (model, version):
                 del self._keys[table]
@@ -219,7 +221,7 @@ class UpdateMeter:
     def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
         """Count ``rows`` of ``table`` that were upserted, deleted, expired or not_finite."""
         labels = UPDATE_ROWS, table.model, table.name
-        # An alert notices the first one only if the counter existed before, with 0.
+        # An alert on increases notices the first one only if the counter already existed with 0.
         self._metrics.counter(*labels, "not_finite")
         if rows:
             self._metrics.counter(*labels, result).add(rows)

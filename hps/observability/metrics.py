@@ -51,7 +51,7 @@ class MetricValues(dict[str, dict[tuple[str, ...], Any]]):
                 mine[labels] = _sum(mine[labels], value) if labels in mine else value
 
     def grown(self) -> MetricValues:
-        """Only the monotonic ones: those that remain of a process that has ended."""
+        """Only the monotonic values: those that must remain after a process has ended."""
         return MetricValues(
             {n: values for n, values in self.items() if _BY_NAME[n].kind != "gauge"}
         )
@@ -147,7 +147,7 @@ class Metrics:
     def release(self, model: str, version: int) -> None:
         """Undo one `retain`; the last call removes the version's metrics.
 
-        The last version of a model also removes what is counted by the model's name."""
+        Releasing the last version of a model also removes metrics that have only the model's name."""
         with self._lock:
             key = model, str(version)
             self._held[key] = self._held.get(key, 1) - 1
@@ -169,7 +169,7 @@ class Metrics:
     def on_release(self, forget: Forget) -> None:
         """Call ``forget``, a method, with each version that is released.
 
-        Its object is held weakly, since models have their own meters. It must not wait."""
+        The method's object is held weakly, since each model has its meters. It must not wait."""
         with self._lock:
             self._forget = [each for each in self._forget if each() is not None]
             self._forget.append(weakref.WeakMethod(forget))

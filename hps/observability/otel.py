@@ -35,10 +35,10 @@ class Tracer:
     def request(
         self, name: str, started: int, request_id: str, traceparent: str, tracestate: str
     ) -> RequestContext:
-        """Start the span of a request that began at ``started`` (``time.perf_counter_ns``), in its
-        client's trace.
+        """Start a request's span in its client's trace.
 
-        Returns a plain `RequestContext` if the sampler drops it."""
+        The request began at ``started`` (``time.perf_counter_ns``). Returns a plain `RequestContext` if the
+        sampler drops it."""
         carrier = {"traceparent": traceparent, "tracestate": tracestate}
         context = self._read(carrier) if traceparent else None
         span = self.tracer.start_span(

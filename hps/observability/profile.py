@@ -1,7 +1,7 @@
 """Profile of one request: the timed parts of its work, as `hps.tracing` reports them.
 
-A profiled request is recorded like one of OpenTelemetry; the others are not, and pay nothing. A
-lookup node that works for it answers with its own profile."""
+A profiled request is recorded like one with OpenTelemetry; other requests cost nothing more. A lookup
+node that works for a profiled request returns its own profile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Profile(RequestContext):
     is_profiled = True
 
     def __init__(self, name: str = "request", began: int | None = None) -> None:
-        """``began``: an instant of ``time.perf_counter_ns``, now if None."""
+        """``began``: an instant of ``time.perf_counter_ns``; None: now."""
         super().__init__()
         self.name = name
         self.ns: int | None = None

@@ -1,1 +1,1 @@
-"""Operator's tools: load generator, conformance checks, diagnosis, synthetic models."""
+"""Operators' tools: load generator, conformance checks, diagnosis, synthetic models."""

@@ -1,4 +1,4 @@
-"""Generated tables of the pages in ``docs/``.
+"""Generator of the tables in the pages of ``docs/``.
 
 ``python -m hps.tools.docs_tables docs/*.md`` rewrites everything between ``<!-- begin NAME -->`` and
 ``<!-- end -->``; a test compares the files with it."""
@@ -32,12 +32,12 @@ _NAMES = {
 
 
 def render_page(text: str) -> str:
-    """The page with every block generated again from the code."""
+    """Return the page with every block generated again from the code."""
     return _BLOCK.sub(lambda m: f"{m[1]}\n{BLOCKS[m[2]]()}\n\n{m[3]}", text)
 
 
 def shown_key(key: str) -> str:
-    """``models.serve.*.version`` as ``models.serve.<model>.version``."""
+    """The key for readers: ``models.serve.*.version`` as ``models.serve.<model>.version``."""
     for pattern, name in _NAMES.items():
         key = key.replace(pattern, name)
     return key

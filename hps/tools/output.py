@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Wide enough that a piped table is never folded; rich takes only what the columns need.
+# Wide enough that a piped table is never wrapped; rich uses only what the columns need.
 PIPE_WIDTH = 4096
 
 
@@ -34,7 +34,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="The same as --output j
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on the present stdout or stderr (looked up now: tests replace them)."""
+    """A console on the current stdout or stderr; not cached, since tests replace them."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -48,7 +48,7 @@ def problems(error: Exception) -> list[str]:
 
 
 def print_problem(message: str) -> None:
-    """Print one line on stderr: error, cause and remedy. Several lines of a message are joined."""
+    """Print an error on stderr, with cause and remedy; the lines of a message are joined."""
     _note("error", "bold red", message)
 
 
@@ -68,10 +68,9 @@ VERDICT_STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 
 def print_json(data: Any) -> None:
-    """``data`` as JSON; NumPy arrays and scalars, paths and integers up to 2^64-1 included.
+    """Print ``data`` as JSON; NumPy arrays and scalars, paths and integers up to 2^64-1 included.
 
-    Indented on a terminal, one line in a pipe. NaN and infinities become null (JSON has none).
-    """
+    Indented on a terminal, one line in a pipe. NaN and infinities become null (JSON has none)."""
     import orjson
 
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
@@ -84,7 +83,7 @@ def print_json(data: Any) -> None:
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
-    if hasattr(value, "tolist"):  # NumPy scalars and arrays that orjson does not take itself
+    if hasattr(value, "tolist"):  # NumPy scalars and arrays that orjson does not convert
         return value.tolist()
     raise TypeError(f"cannot print {type(value).__name__} as JSON")
 
@@ -100,8 +99,7 @@ def print_table(
     """Print aligned columns; numbers to the right.
 
     ``styles``: cell text -> rich style (terminals only). ``optional``: columns that a narrow terminal
-    leaves
-    out, the first one first."""
+    leaves out, the first one first."""
     console().print(table_of(columns, rows, title=title, styles=styles, optional=optional))
 
 
@@ -155,7 +153,7 @@ def print_line(text: str = "", style: str = "") -> None:
 
 
 class FormattedNumber(str):
-    """A number made readable (1.2 MB, 3,000): printed to the right like a number."""
+    """A number formatted for people (1.2 MB, 3,000); tables align it to the right."""
 
 
 def count(value: int | None, *, about: bool = False) -> FormattedNumber:
@@ -163,12 +161,12 @@ def count(value: int | None, *, about: bool = False) -> FormattedNumber:
 
 
 def approximate(number: str, *, about: bool = True) -> FormattedNumber:
-    """``~3,000`` if ``about``."""
+    """Format as approximate: ``~3,000`` if ``about``."""
     return FormattedNumber(f"~{number}" if about and number != "-" else number)
 
 
 def plural(number: int, noun: str) -> str:
-    """``1 table``, ``2 tables``."""
+    """Number and noun: ``1 table``, ``2 tables``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
@@ -185,7 +183,7 @@ def size(value: int | None) -> FormattedNumber:
 
 
 def percentage(part: float, whole: float) -> FormattedNumber:
-    """``part`` of ``whole`` in per cent; a dash when there is nothing to divide."""
+    """``part`` of ``whole`` in per cent; a dash if ``whole`` is 0."""
     return FormattedNumber(f"{100 * part / whole:.1f} %" if whole else "-")
 
 

@@ -1,4 +1,4 @@
-"""Inputs of a model, from its metadata or its description."""
+"""A model's inputs, from the server's metadata or from its description."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMPY_TYPES: dict[str, str] = {
     "INT64": "int64", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
     "FP16": "float16", "FP32": "float32", "FP64": "float64",
 }  # fmt: skip
-# For servers without a bound.
+# Batch size for servers that do not state a limit.
 MAX_BATCH = 65_536
 
 
@@ -33,7 +33,7 @@ class DenseInput:
 
 @dataclass(frozen=True, slots=True)
 class ModelSignature:
-    """The names a request may carry: features (keys) and dense inputs."""
+    """The inputs that a request may have: features (keys) and dense inputs."""
 
     model: str
     features: tuple[str, ...]
@@ -47,7 +47,7 @@ class ModelSignature:
         return (*self.features, *self.dense)
 
     def check_known(self, names: Mapping[str, Any]) -> None:
-        """Refuse a name the model does not have, with the nearest one it has."""
+        """Reject names that the model does not have; the error names the nearest one it has."""
         for name in names:
             if name in self.features or name in self.dense:
                 continue
@@ -75,7 +75,7 @@ class ModelSignature:
 
     @staticmethod
     def of_metadata(metadata: Mapping[str, Any], max_batch: int = MAX_BATCH) -> ModelSignature:
-        """From the protocol's model metadata.
+        """Build from the protocol's model metadata.
 
         hps servers name the features; for other servers, 64-bit tensors are features."""
         sources = metadata.get("parameters", {}).get("source_outputs")

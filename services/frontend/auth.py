@@ -8,7 +8,7 @@ from typing import Protocol
 from hps.config.auth import ApiKeys, Role
 from hps.errors import Forbidden, Unauthenticated
 
-# Open to all: probes and scrapers have no keys, and the documentation contains no data.
+# Paths without authentication: probes and scrapers have no keys, and the documentation has no data.
 EXEMPT = ("/v2/health/", "/metrics", "/docs", "/openapi.json")
 
 
@@ -26,10 +26,9 @@ class Authorizer(Protocol):
         """Return the caller's name, or "" if callers are not identified.
 
         ``certificate`` returns the names in the client's certificate, if it has one. Raises
-        ``Unauthenticated``, or
-        ``Forbidden`` if the role is too low or the caller is a web page of another site: browsers let any
-        page send
-        requests to any server that the user can reach, with the user's certificate."""
+        ``Unauthenticated``, or ``Forbidden`` if the role is too low or the caller is a web page of another
+        site: browsers let any page send requests to any server that the user can reach, with the user's
+        certificate."""
         ...
 
 
@@ -92,8 +91,8 @@ def guard(keys: ApiKeys) -> Authorizer:
 def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
     """Raise ``Forbidden`` for requests of other sites' web pages.
 
-    Browsers state the site of the page in a header. Only that header decides, since proxies may change the
-    host; browsers without it are old."""
+    Browsers send the page's site in a header. Only that header decides, since proxies may change the host;
+    only old browsers do not send it."""
     origin = headers[b"origin"]
     site = headers.get(b"sec-fetch-site")
     if site is None:

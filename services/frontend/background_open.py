@@ -20,9 +20,9 @@ Closes = TypeVar("Closes", bound=_Closeable)
 
 
 class LoadProgress:
-    """Passes progress on to ``shown`` and keeps the open tasks in ``tasks``, for others to read.
+    """Passes progress on to ``shown``, and keeps the open tasks in ``tasks`` for other threads to read.
 
-    After ``cancel`` the next step raises ``Unavailable``: loading can be cut off between two steps
+    After ``cancel`` the next step raises ``Unavailable``: loading can be interrupted between two steps
     without harm, because a table counts as loaded only when it is complete."""
 
     def __init__(self, tasks: list[dict[str, Any]], shown: Progress) -> None:
@@ -64,7 +64,7 @@ class LoadProgress:
 async def open_in_background(
     open_node: Callable[[], Closes], stopping: asyncio.Event, patience_s: float
 ) -> Closes | None:
-    """Open the node on a daemon thread: one that cannot be stopped must not keep the process alive.
+    """Open the node on a daemon thread, which does not keep the process alive if it is stuck.
 
     Returns None once ``stopping`` is set; a node that still opens within ``patience_s`` is closed. Raises
     the errors of ``open_node``."""

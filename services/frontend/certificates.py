@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 class PortCertificates:
     """Certificates of the port with this ``setting``. Not thread-safe.
 
-    ``context`` has those in force, and so has ``contents``: the key, the certificate and, if clients need
-    one, the trusted roots, as PEM."""
+    ``context`` uses the current ones; ``contents`` are the same as PEM: the key, the certificate and, if
+    clients need one, the trusted roots."""
 
     def __init__(self, tls: TlsSettings, setting: str) -> None:
-        """Raises ``ConfigError`` with the files that cannot be used."""
+        """Load the files. Raises ``ConfigError`` with those that cannot be used."""
         self._tls, self._setting = tls, setting
         self._problem = ""
         self.contents = self._read()
@@ -57,7 +57,8 @@ class PortCertificates:
     def _made(self) -> ssl.SSLContext:
         tls = self._tls
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # Verify certificates per connection: no session is resumed that former roots allowed.
+        # Verify certificates on every connection: no session resumption, which former roots may have
+        # allowed.
         context.num_tickets = 0
         context.options |= ssl.OP_NO_TICKET
         setting, used = f"{self._setting}.tls", f"{tls.certificate_file} and {tls.key_file}"

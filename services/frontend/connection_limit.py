@@ -20,7 +20,7 @@ _TELL_EVERY_S = 60.0
 
 
 def most_connections() -> int:
-    """Limit per port. Raises the process's limit of open files first, as far as allowed."""
+    """Limit per port. First raises the process's limit of open files as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hps.dense.base import DATATYPES
 
-# By type number: on the way out of every request, an int is faster to look up than a dtype.
+# By type number: an int is faster to look up than a dtype, and every answer needs it.
 DATATYPE_OF: dict[int, str] = {dtype.num: name for name, dtype in DATATYPES.items()}
 DATATYPE_OF.setdefault(np.dtype(np.longlong).num, "INT64")
 DATATYPE_OF.setdefault(np.dtype(np.ulonglong).num, "UINT64")
@@ -30,7 +30,9 @@ _ELEMENTS: dict[str, set[type]] = {"i": {int}, "u": {int}, "f": {int, float}, "b
 
 @dataclass(frozen=True, slots=True)
 class InputRule:
-    """Rule of one input of a model: ``dtypes`` by datatype; ``is_keys``: its elements count as keys."""
+    """Rule of one input of a model.
+
+    ``dtypes``: accepted types by datatype. ``is_keys``: its elements count as keys."""
 
     dtypes: Mapping[str, np.dtype[Any]]
     is_keys: bool = False

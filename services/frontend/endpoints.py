@@ -47,7 +47,9 @@ class Endpoint(Protocol):
 
 
 def output_aliases(features: Mapping[str, Feature]) -> dict[str, list[str]]:
-    """Outputs that stand for several: for keys of several tables, all vectors, or all sources."""
+    """Output names that stand for several outputs.
+
+    For keys of several tables, one name selects the vectors of all tables, another all sources."""
     shared = {
         name: takers for name, takers in features_by_input(features).items() if len(takers) > 1
     }
@@ -74,7 +76,7 @@ def select_outputs(
         if name in values:
             found.append((name, values[name]))
         elif (feature := name.removesuffix(".source")) in sources:
-            shape = call.form.shapes[feature.partition(".")[0]]  # like its keys
+            shape = call.form.shapes[feature.partition(".")[0]]  # the shape of its keys
             found.append((name, sources[feature].reshape(shape)))
     return found
 

@@ -1,4 +1,4 @@
-"""Failed requests: the table of statuses, and the error for the client."""
+"""Errors of requests: their statuses in the protocols, and their form for the client."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _SHOWN = 80
 
 
 class RequestTooLarge(BadRequest):
-    """The body or the number of keys exceeds the server's limits. ``unread``: a part of the body has
-    not been received yet."""
+    """The body or the number of keys exceeds the server's limits.
+
+    ``unread``: a part of the body has not been received yet."""
 
     def __init__(self, message: str, *, unread: bool = False) -> None:
         super().__init__(message)
@@ -55,7 +56,9 @@ class Overloaded(Unavailable):
 
 
 class TooManyRequests(HpsError):
-    """The client exceeds its limit of concurrent requests or of requests per second. ``reason`` as above."""
+    """The client exceeds its limit of concurrent requests or of requests per second.
+
+    ``reason`` is the metric's label."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -73,7 +76,7 @@ class ErrorStatus(NamedTuple):
     grpc: str
 
 
-# Subclasses inherit.
+# Subclasses have the status of their base class.
 STATUS: dict[type[HpsError], ErrorStatus] = {
     BadRequest: ErrorStatus(400, "INVALID_ARGUMENT"),
     Unauthenticated: ErrorStatus(401, "UNAUTHENTICATED"),
@@ -115,7 +118,7 @@ def http_status(error: HpsError) -> int:
     return status_of(error).http
 
 
-# Retry-After: seconds until an overloaded server has probably worked off its queue, or has started.
+# Retry-After: seconds until an overloaded server has probably emptied its queue, or has started.
 RETRY_AFTER_S = 1
 # By HTTP status.
 RETRIED = (429, 503)
@@ -144,8 +147,8 @@ def rejection_reason(error: BaseException) -> str | None:
 def client_error(error: BaseException, request_id: str) -> HpsError:
     """Convert ``error`` for the client, without paths of the server.
 
-    A deliberate error is passed on. Of any other, the client gets only the id of the log entry; it is
-    logged."""
+    Errors that hps raises on purpose are passed on. Any other is logged, and the client gets only the id of
+    the log entry."""
     if isinstance(error, asyncio.CancelledError):  # the drain timed out
         return Unavailable("the server has shut down before it could answer; ask another replica")
     if isinstance(error, HpsError):
@@ -158,7 +161,7 @@ def client_error(error: BaseException, request_id: str) -> HpsError:
 
 
 def short_value(value: Any) -> str:
-    """A value of the request for a message: JSON, truncated."""
+    """A value of the request as JSON, truncated, for a message."""
     try:
         text = orjson.dumps(value).decode()
     except (TypeError, ValueError):

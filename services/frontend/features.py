@@ -1,4 +1,4 @@
-"""Features of a request: from named tensors to jagged keys."""
+"""Convert a request's named tensors to jagged keys per feature."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _KeyTensors(NamedTuple):
 
 
 class FeatureInputs:
-    """The features of a model as tensors.
+    """Converts the tensors of a model's features to keys.
 
     ``f [batch, hotness]``, or ``f [n]`` with ``f.offsets [batch + 1]``; either with ``f.weights``. Keys of
     several tables are sent once."""

@@ -16,9 +16,9 @@ KEYS_SOURCE = "KEYS.source"
 
 
 class HpsKeysFormat:
-    """Order of the names whose keys ``NUMKEYS`` counts, for one engine's model.
+    """Order in which ``NUMKEYS`` counts keys, for one engine's model.
 
-    They are its tables, or its features if HPS fused the tables."""
+    The names are the tables, or the features if HPS fused the tables."""
 
     def __init__(self, engine: Lookup) -> None:
         features = [(each.name, each.table.name) for each in engine.features.values()]
@@ -51,7 +51,7 @@ class HpsKeysFormat:
     def join(
         self, by_table: Mapping[str, NDArray[Any]], counts: NDArray[Any]
     ) -> list[NDArray[Any]]:
-        """Split `split`'s tables into arrays in the order of the names."""
+        """Undo `split`: collect the arrays of the names, in order."""
         if not self._fused:
             return list(by_table.values())
         ends = dict.fromkeys(by_table, 0)

@@ -1,4 +1,4 @@
-"""An inference request for an endpoint, in arrays, independent of the protocol."""
+"""An inference request as arrays, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from services.frontend.shared_memory_refs import SharedMemoryRefs, Target
 
 @dataclass(slots=True)
 class RequestTemplate:
-    """All of a request but its id and its tensors' elements. ``shapes`` has every input's; ``outputs`` are
-    the names that were asked for, None for all there are; ``timeout_us`` 0 is the server's default.
+    """A request without its id and its tensors' elements.
 
-    A form that is ``kept`` stands for requests that differ in their elements alone: ``prepared`` is then
-    how the endpoint begins them, and their batch.
-    """
+    ``shapes`` of all inputs. ``outputs``: requested names; None: all. ``timeout_us`` 0: the server's
+    default.
+    ``elsewhere``: tensors in shared memory.
+
+    A ``kept`` template is shared by requests that differ only in their elements. ``prepared`` is then the
+    endpoint's prepared form of them, and their batch size."""
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
     outputs: tuple[str, ...] | None = None
@@ -33,10 +35,12 @@ class RequestTemplate:
 
 @dataclass(slots=True)
 class InferenceRequest:
-    """A request. ``inputs`` are the elements of each, ``(n,)``, flat and aligned, and may be read-only; the
-    form has their shapes. ``id`` is the client's name for the request, or empty. ``batch`` is filled in by
-    the endpoint: samples, for statistics. ``origin`` is on whose behalf it is, where anybody cares.
-    ``targets``: the outputs that are wanted in shared memory, and where."""
+    """One request. ``inputs`` has each tensor's elements ``(n,)``; ``form`` has the shapes.
+
+    Inputs are flat and aligned, and may be read-only. ``id`` is the client's name for the request, or
+    empty. The endpoint sets ``batch``, the number of samples, for statistics. ``origin``: id and trace,
+    None
+    if neither is needed. ``targets``: outputs to write into shared memory, and their locations."""
 
     form: RequestTemplate
     inputs: dict[str, NDArray[Any]]

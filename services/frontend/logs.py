@@ -43,8 +43,9 @@ def _quoted(value: Any) -> str:
 
 
 class TextLogFormatter(logging.Formatter):
-    """UTC time with milliseconds, level, logger, message; the traceback as a field, and the fields
-    ``always``."""
+    """UTC time with milliseconds, level, logger, message, fields.
+
+    The fields are the event's, the traceback, and those of ``always``."""
 
     def __init__(self, always: LogFields | None = None) -> None:
         super().__init__()
@@ -117,5 +118,5 @@ def level() -> Level:
 def set_level(level: Level) -> None:
     """Log from ``level`` upwards from now on."""
     logging.getLogger().setLevel(level.upper())
-    # uvicorn warns of every malformed request; those get an answer and do not concern an operator.
+    # uvicorn warns of every malformed request; the client gets an answer, and an operator can do nothing.
     logging.getLogger("uvicorn").setLevel("DEBUG" if level == "debug" else "ERROR")

@@ -26,9 +26,9 @@ from services.frontend.inference_request import InferenceRequest
 
 
 class LookupEndpoint:
-    """Embedding lookup in two formats: a tensor per feature, or HPS's ``KEYS`` and ``NUMKEYS``, in the
-    order
-    of the model's tables (`HpsKeysFormat`), with one flat ``OUTPUT0``."""
+    """Embedding lookup in two formats: a tensor per feature, or HPS's ``KEYS`` and ``NUMKEYS``.
+
+    HPS's format has the order of the model's tables (`HpsKeysFormat`) and one flat ``OUTPUT0``."""
 
     is_long = False
 
@@ -53,7 +53,7 @@ class LookupEndpoint:
         self.raw_input = self._inputs.only
 
     def submit(self, call: InferenceRequest, deadline: float) -> Future[LookupResult]:
-        """Start the lookup; see ``Endpoint.submit``. The template of similar calls is checked once."""
+        """Start the lookup; see ``Endpoint.submit``. Calls with a known template are not checked again."""
         form = call.form
         if self._freshness.refusal is not None:
             self._freshness.require()
@@ -63,7 +63,7 @@ class LookupEndpoint:
         request = self.request(call, deadline)
         if not request.features:
             return CompletedFuture(LookupResult({}))
-        # By table, the numbers of keys are data; offsets and weights are too.
+        # In HPS's format, the numbers of keys are data, not shapes; so are offsets and weights.
         if form.kept and not request.by_table:
             self._prepare(call, request)
         return self._engine.submit(request)
@@ -158,7 +158,7 @@ def _spread(
     deadline: float | None,
     origin: RequestContext | None = None,
 ) -> Future[LookupResult]:
-    """Call ``prepared`` with the call's ``keys``, some for several tables, by ``order``."""
+    """Call ``prepared`` with the call's ``keys``; ``order`` repeats those that serve several tables."""
     return prepared([keys[i] for i in order], deadline, origin)
 
 

@@ -40,8 +40,9 @@ OpenNode = Callable[[Configuration, Progress], Node]
 
 @dataclass(frozen=True, slots=True)
 class ServerUrls:
-    """Addresses of a running server: base URLs of the data port and the admin port, and ``host:port`` of
-    gRPC's, None if it is off."""
+    """Addresses of a running server.
+
+    Base URLs of the data port and the admin port; ``host:port`` of gRPC's, None if it is off."""
 
     admin: str
     http: str | None = None
@@ -149,7 +150,7 @@ class FrontendServer(ServerProcess[OpenModels]):
         return node
 
     def _heed(self, node: Node) -> None:
-        """Be not ready while the node is not."""
+        """Make the server not ready whenever the node is not ready."""
         workers, of_workers = self._workers, self.state.hindrance
         self.state.hindrance = lambda: of_workers() or node.not_ready_reason()
 
@@ -159,14 +160,14 @@ class FrontendServer(ServerProcess[OpenModels]):
                 workers.set_not_ready(node.not_ready_reason())
 
         node.on_damage(changed)
-        if node.not_ready_reason():  # while it was opened
+        if node.not_ready_reason():  # it became not ready while it was opened
             changed()
 
     def _opened(self, node: OpenModels) -> None:
         super()._opened(node)
         self.state.loop = asyncio.get_running_loop()
         if self._settings.role == "frontend":
-            self._changed()  # changes since the first check
+            self._changed()  # for changes since the first check
         for entry in self.state.entries.values():
             log.info("serving %s", fields(model=entry.name, version=entry.version))
 

@@ -52,9 +52,9 @@ def unload(state: FrontendState, name: str) -> None:
 
 @contextmanager
 def _change(state: FrontendState) -> Iterator[None]:
-    """Change the models, then answer for those that the node serves, even after an error.
+    """Run a change of the models; afterwards serve those of the node, even if it failed.
 
-    Each change takes a thread of those that also answer health requests, so only a few may wait."""
+    Each change occupies a thread that also answers health requests, so only a few may wait."""
     if not state.changes.acquire(blocking=False):
         raise Unavailable("a load is running and another is queued; retry when it has ended")
     try:
@@ -69,7 +69,7 @@ def _told(name: str, version: str, state: str, reason: str = "") -> dict[str, st
 
 
 def _model_of(name: str) -> str:
-    """The model of ``name``: models' names have no dot."""
+    """The model that a served name belongs to: names of models have no dot."""
     return name.removesuffix(".lookup")
 
 

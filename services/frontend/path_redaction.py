@@ -1,4 +1,4 @@
-"""Replace paths of the server in clients' messages by the settings that have them."""
+"""Replace the server's paths in messages for clients by the names of their settings."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hps.errors import BadRequest, HpsError, NotFound, Unsupported
 
 _names: dict[str, str] = {}
 _pattern = re.compile(r"(?!)")
-# Their messages contain clients' names, which must not be compared with paths, and no paths.
+# Errors without paths, whose messages contain names that clients chose: do not search those.
 _ECHOES = (BadRequest, NotFound, Unsupported)
 
 
 def hide_paths(settings: Settings) -> None:
-    """Set the files and folders in ``settings`` as those that `without_paths` replaces."""
-    global _pattern  # per process, like its settings
+    """Make `without_paths` replace the files and folders in ``settings``."""
+    global _pattern  # one per process, as are its settings
     for path, setting in _paths(settings, ""):
         if (
             len(path.parts) > 1 and path.parts[1] != "dev"
-        ):  # neither the root nor folders that all systems have
+        ):  # not the root, nor folders that all systems have
             _names[str(path.absolute())] = setting
     longest_first = sorted(_names, key=len, reverse=True)
     _pattern = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w-])")

@@ -1,7 +1,7 @@
-"""Profile of one inference request: decoded, answered and encoded by the port's code, and timed.
+"""Profiler of single inference requests: decoded, answered and encoded as by a port, and timed.
 
-It takes the slow path: the fast path of similar requests does not report parts. Its connection is not
-part of the profile, and the request is not counted."""
+It uses the slow path, because the fast path of similar requests does not report parts. The connection is
+not part of the profile, and the request is not counted in the metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class ProfiledProtocol(Protocol):
     """Decoder of a protocol's requests to one name, and encoder of their answers."""
 
     def read(self, body: bytes, size: int | None) -> InferenceRequest:
-        """``size``: of the JSON at the start of ``body``, for HTTP; None: all of it. Raises BadRequest."""
+        """Decode a request. ``size``: length of the JSON at the start of ``body``, for HTTP; None: all of
+        it.
+
+        Raises BadRequest."""
         ...
 
     def write(self, call: InferenceRequest, result: Any, outputs: Sequence[Output]) -> object:
@@ -46,13 +49,13 @@ class RequestProfiler:
         self._timeout_s = settings.request_timeout_ms / 1e3
         self._wires = wires
         self._lock = threading.Lock()
-        # They cache similar requests, like those of a port.
+        # They keep templates of similar requests, like those of a port.
         self._known: dict[tuple[str, ServedEndpoint], ProfiledProtocol] = {}
 
     def measure(
         self, name: str, body: bytes, size: int | None, protocol: str = "http"
     ) -> dict[str, Any]:
-        """The parts of the request ``body``; see `Profile.as_dict`. Raises what is wrong with it."""
+        """Profile the request ``body``; see `Profile.as_dict`. Raises the request's error."""
         entry = self._state.entry(name)
         with self._lock:
             profile = self._measure(entry, self._of(protocol, entry), body, size)
@@ -81,7 +84,7 @@ class RequestProfiler:
             future.add_done_callback(lambda _: done.append(perf_counter_ns()))
         result: Any = future.result(self._timeout_s)
         inferred = perf_counter_ns()
-        if done:  # else it was answered on this thread
+        if done:  # otherwise it was answered on this thread
             profile.stage("return", min(done[0], inferred), inferred)
         wire.write(call, result, entry.endpoint.outputs(call, result))
         profile.stage("serialise", inferred, perf_counter_ns())

@@ -10,7 +10,7 @@ from hps.suggestions import hint_for
 from services.frontend.datatypes import INTEGERS, InputRule
 from services.frontend.errors import RequestTooLarge, short_value
 
-# Limit on the dimensions of a shape. The product has as many digits as all of them, and costs the square.
+# Limit on the dimensions of a shape: computing their product costs the square of the number of digits.
 MOST_DIMENSIONS = 32
 
 
@@ -66,7 +66,7 @@ def classification(name: str) -> BadRequest:
 
 
 def checked_timeout(value: Any) -> int:
-    """The request parameter ``timeout``; ``BadRequest`` unless it is microseconds."""
+    """Check the request parameter ``timeout``: whole microseconds. Raises ``BadRequest``."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise BadRequest(
             f"parameter 'timeout' must be whole microseconds, got {short_value(value)}"
@@ -75,7 +75,7 @@ def checked_timeout(value: Any) -> int:
 
 
 def checked_top_k(value: Any) -> int:
-    """The request parameter ``top_k``; ``BadRequest`` unless it is positive."""
+    """Check the request parameter ``top_k``: a positive integer. Raises ``BadRequest``."""
     if type(value) is not int or value < 1:
         raise BadRequest(f"parameter 'top_k' must be a positive integer, got {short_value(value)}")
     return value

@@ -18,7 +18,9 @@ access = logging.getLogger("hps.access")
 
 
 class RequestObserver:
-    """Reports single requests. Thread-safe. ``share`` of the requests are logged, at level debug all."""
+    """Logs and traces single requests. Thread-safe.
+
+    ``share`` of the requests are logged; at level debug, all are."""
 
     def __init__(self, share: float = 0.0, tracer: Tracer | None = None) -> None:
         self._share = share
@@ -127,6 +129,6 @@ class RequestObserver:
 
 
 def _keys(endpoint: Endpoint, name: str) -> bool:
-    """True if an input is keys; one without a rule is those of a table."""
+    """True if an input is keys: it has a rule that says so, or no rule (a table of the lookup service)."""
     rule = endpoint.rules.get(name)
     return rule is None or rule.is_keys

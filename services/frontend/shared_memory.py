@@ -1,11 +1,9 @@
 """Tensors in shared memory of a client on this machine: Triton's system shared memory extension.
 
-A region is a part of a file in ``/dev/shm``, created by a client and registered under a name. It is
-read and
-written by system calls instead of being mapped: 3.4 MB take 0.5 ms instead of 0.3, but a file that its
-client truncates is an error, where a mapping would end the server (SIGBUS). A file is opened for each
-use, so
-a region keeps none open, and memory that its client removes is freed immediately."""
+A region is a part of a file in ``/dev/shm``, created by a client and registered under a name. It is read
+and written by system calls instead of being mapped: 3.4 MB take 0.5 ms instead of 0.3. But a file that
+its client truncates is then an error, whereas a mapping would end the server (SIGBUS). A file is opened
+for each use, so a region keeps none open, and memory that its client removes is freed immediately."""
 
 from __future__ import annotations
 
@@ -35,8 +33,9 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class SharedMemoryRegistry:
-    """The registered regions. Thread-safe. ``caller`` is the client's address, which must be this
-    machine's."""
+    """The registered regions. Thread-safe.
+
+    ``caller`` is the client's address, which must be this machine's."""
 
     def __init__(self, *, on: bool, most_bytes: int, folder: Path = FOLDER) -> None:
         """``on``: enabled; ``most_bytes``: limit on one request's inputs."""
@@ -75,7 +74,7 @@ class SharedMemoryRegistry:
             self._regions[name] = region
 
     def unregister(self, name: str, caller: str) -> None:
-        """Remove a region, or all for the name "". After the return no answer is written there."""
+        """Remove a region, or all for the name "". No answer is written there after the return."""
         self.require(caller)
         with self._changing:
             names = [name] if name else list(self._regions)
@@ -110,8 +109,7 @@ class SharedMemoryRegistry:
         return inputs, targets
 
     def put(self, outputs: Sequence[Output], targets: Mapping[str, Target]) -> list[Output]:
-        """Write the outputs that have a target; return all outputs in order, those written without
-        elements.
+        """Write the outputs that have a target; return all outputs, the written ones without elements.
 
         Raises ``BadRequest``, or ``NotFound`` if a region was unregistered since `take`, even if its
         name is
@@ -171,9 +169,9 @@ class SharedMemoryRegistry:
                     left, at = left[written:], at + written
 
     def _look(self, key: str, offset: int, size: int) -> tuple[int, int]:
-        """Identity of the file of ``key``, which must have the bytes."""
+        """Check that the file of ``key`` has the bytes; return its identity. Raises ``BadRequest``."""
         plain = key.removeprefix("/")
-        # A plain name that is not a link leads to no file outside the folder.
+        # A plain name that is not a link cannot lead to a file outside the folder.
         if plain in ("", ".", "..") or len(plain.encode()) > _NAME or {"/", "\0"} & {*plain}:
             raise BadRequest(
                 f"the key of a shared memory region must be a plain name of up to {_NAME} bytes, as shm_open "

@@ -43,7 +43,7 @@ class Region:
     busy: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
     def as_json(self) -> dict[str, Any]:
-        """The region as in the protocol."""
+        """The region in the protocol's form."""
         parameters_json = {"name": self.name, "key": self.key, "offset": self.offset}
         return {**parameters_json, "byte_size": self.size}
 

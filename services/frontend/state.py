@@ -25,9 +25,9 @@ from services.frontend.statistics import Statistics
 from services.frontend.triton_metric_values import triton_numbers
 from services.server_state import ServerState
 
-# Concurrent requests with dynamic batching: those that wait for their batch count.
+# Limit on concurrent requests with dynamic batching; requests that wait for their batch count.
 _BATCHED = 64
-# Concurrent changes of models: one that runs, and one that waits.
+# Limit on concurrent changes of models: one that runs, and one that waits.
 _CHANGES = 2
 
 Sums = Callable[[], Mapping[str, dict[str, Any]] | None]
@@ -80,9 +80,9 @@ class FrontendState(ServerState[OpenModels]):
         """The event loop, which alone changes the entries while it runs."""
 
     def serve(self, node: OpenModels) -> None:
-        """Answer for the node's current models from now on; the server is never ready without one.
+        """Serve the node's current models from now on; the server is never ready without a model.
 
-        To be called again after a change: names with an unchanged model keep their entries."""
+        Call it again after a change: names of unchanged models keep their entries."""
         if node.metrics is not self.metrics:
             self._publish(node.metrics)
         self.entries = {
@@ -110,7 +110,7 @@ class FrontendState(ServerState[OpenModels]):
             )
 
     def renew(self) -> None:
-        """Answer for the node's current models. For any thread but the event loop's, which does the work."""
+        """Serve the node's current models. The event loop does the work: call it on another thread."""
         done: Future[None] = Future()
 
         def now() -> None:
@@ -158,11 +158,11 @@ class FrontendState(ServerState[OpenModels]):
         return {entry.known_as: entry.statistics.numbers() for entry in self.entries.values()}
 
     def sum_up(self, sums: Sums) -> None:
-        """Make `statistics` include all processes. ``sums`` may wait."""
+        """Make `statistics` cover all processes; ``sums`` returns their values and may wait."""
         self._sums = sums
 
     def statistics(self, entries: Iterable[ServedEndpoint]) -> list[dict[str, Any]]:
-        """``model_stats`` of some entries, over all processes; may wait for these."""
+        """``model_stats`` of ``entries``, over all processes; may wait for the other processes."""
         sums = self._sums() or {}
         model_stats = []
         for entry in entries:

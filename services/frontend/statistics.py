@@ -1,4 +1,4 @@
-"""Counts and times per model, as in the statistics extension.
+"""Counts and times per model, in the form of Triton's statistics extension.
 
 perf_analyzer reads every field here."""
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
-# Batch sizes with their own counts; further ones count only in the totals.
+# Limit on batch sizes that are counted separately; others count only in the totals.
 MAX_BATCH_SIZES = 64
 _TOTALS = (
     "success_count",
@@ -32,9 +32,9 @@ def queued_ns(answer: Future[Any]) -> int:
 
 
 def execution_samples(answer: Future[Any]) -> Iterator[int] | None:
-    """The batch that ``answer`` came from: yields the samples of the whole batch, to its first request.
+    """The shared execution of a batched request; None if the request was not batched.
 
-    None if the request was not batched."""
+    The iterator yields the number of samples of the whole batch, once, to its first request."""
     return getattr(answer, "execution", None)
 
 
@@ -48,7 +48,7 @@ class Statistics:
         self.fail_count = self.fail_ns = 0
         self.inferences = self.executions = 0
         self.queue_ns = self.input_ns = self.infer_ns = self.output_ns = 0
-        self.last_ns = 0  # perf_counter_ns
+        self.last_ns = 0  # end of the last request, by perf_counter_ns
         self._batches: dict[int, list[int]] = {}
         self._lock = threading.Lock()
 
@@ -62,12 +62,11 @@ class Statistics:
         queued: int = 0,
         execution: Iterator[int] | None = None,
     ) -> None:
-        """Count a request of ``batch`` samples, with the instants (ns) at which its stages ended; it was
-        ``queued`` for a part of the time between parsed and inferred.
+        """Count a request of ``batch`` samples, with the instants (ns) at which its stages ended.
 
-        Of the requests that share an ``execution_samples``, the first counts the execution, with the
-        samples that
-        it yields and its own times; a request without one was executed alone."""
+        It was ``queued`` for a part of the time between parsed and inferred. Of the requests that share an
+        ``execution_samples``, the first counts the execution, with the samples that it yields and its own
+        times; a request without one was executed alone."""
         inferring = inferred - parsed - queued
         with self._lock:
             self.queue_ns += queued
@@ -79,7 +78,8 @@ class Statistics:
             self.output_ns += done - inferred
             self.last_ns = done
             if execution is not None:
-                # One step of the interpreter: a batch may serve a model's two names, which share no lock.
+                # Atomic, one step of the interpreter: a batch may serve both names of a model, which share
+                # no lock.
                 batch = next(execution, -1)
                 if batch < 0:
                     return

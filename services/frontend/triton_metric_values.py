@@ -12,7 +12,7 @@ from hps.observability import metric_names as m
 from hps.observability.metric_triton import TRITON
 from hps.observability.metrics import MetricValues
 
-# All others are OTHER: the request was invalid, or late.
+# Every other status is OTHER: the request was invalid, or its deadline was exceeded.
 _REASONS = {
     "429": "REJECTED",
     "503": "REJECTED",
@@ -46,7 +46,9 @@ def triton_numbers(
     served: Mapping[str, tuple[str, str]],
     statistics: Callable[[], Mapping[str, Mapping[str, Any]]],
 ) -> MetricValues:
-    """Values for the ``served`` names and versions, by the keys of their `Statistics`; ``found`` are ours."""
+    """Compute Triton's metrics for the ``served`` names and versions.
+
+    ``served`` and ``statistics`` have the keys of `Statistics`; ``found`` are hps's metrics."""
     values = MetricValues({spec.name: {} for spec in TRITON})
     for known_as, numbers in statistics().items():
         if known_as in served:

@@ -33,7 +33,7 @@ class ByteBudget:
             if refusal is not None:
                 raise refusal
         finally:
-            del refusal  # it refers to this frame, and to those that hold the request
+            del refusal  # break the reference cycle: the error's traceback refers to this frame
 
     def refusal(self, size: int, own: int = 0) -> Overloaded | None:
         """The error that `require` would raise, or None."""
@@ -73,7 +73,7 @@ class ByteReservation:
 
 
 class ExpiringItem(Protocol):
-    """An item that times out. ``since``: when its wait began, by ``time.monotonic``."""
+    """An item that times out; its wait began at ``since``, by ``time.monotonic``."""
 
     since: float
 
@@ -88,12 +88,12 @@ class ExpiringItem(Protocol):
 class QueueTimeout:
     """Expires items that have waited for ``after_s``. Thread-safe.
 
-    Items are held weakly: an item that ends earlier, and what it refers to, is freed with its owner."""
+    Items are held weakly: an item that ends earlier is freed with its owner, and so is what it refers to."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
         self._line: deque[ReferenceType[ExpiringItem]] = deque()
-        # An item that is added while the thread sleeps is not due before it wakes, so `add` need not wake
+        # An item that is added while the thread sleeps is not due before it wakes, so `add` does not wake
         # it.
         self._looking = PeriodicThread(
             self._end_late, self._next_s, "hps-expiry", idle_rounds=SWEEP_IDLE_ROUNDS
@@ -113,7 +113,7 @@ class QueueTimeout:
         return max(_LEAST_S, left_s)
 
     def _end_late(self) -> bool:
-        # Two threads may sweep at the same time while one ends: each has the items that it took.
+        # While one thread ends, two may sweep at the same time: each has the items that it took.
         while self._line:
             try:
                 first = self._line.popleft()

@@ -16,7 +16,9 @@ _KEPT = 4096
 
 @dataclass(slots=True)
 class _ClientState:
-    """``allowed`` is a token bucket: the requests that it may begin now, as of ``since``."""
+    """State of one client.
+
+    ``allowed`` is a token bucket: the number of requests that it may begin now, as of ``since``."""
 
     allowed: float
     since: float

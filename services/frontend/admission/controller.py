@@ -32,7 +32,7 @@ class AdmissionController:
         self._published: Metrics | None = None
 
     def line(self, endpoint: Endpoint, running: int, metrics: Metrics) -> AdmissionQueue:
-        """``endpoint`` behind a queue; ``running`` is the default of the setting."""
+        """Put ``endpoint`` behind a queue; ``running`` is the default of the setting."""
         line = AdmissionQueue(
             endpoint,
             self._settings,

@@ -25,7 +25,7 @@ from services.frontend.endpoints import Endpoint, Output
 from services.frontend.errors import Overloaded
 from services.frontend.inference_request import InferenceRequest
 
-# Share of a request's remaining time for which it may wait: running requests may take longer than expected.
+# Share of a request's remaining time that it may spend queued: running it may take longer than expected.
 _OF_DEADLINE = 0.5
 
 
@@ -71,7 +71,7 @@ class AdmissionQueue:
 
     @property
     def is_busy(self) -> bool:
-        """True if the running and the expected requests take all slots."""
+        """True if running and expected (reserved) requests take all slots."""
         return self.running + self._expected >= self.most_running
 
     @property
@@ -89,15 +89,14 @@ class AdmissionQueue:
             if refusal is not None:
                 raise refusal
         finally:
-            del refusal  # it refers to this frame, and to those that hold the request
+            del refusal  # break the reference cycle: the error's traceback refers to this frame
 
     def expect(self, size: int) -> Overloaded | None:
         """Reserve a slot for a request of ``size`` bytes; return the error if it is rejected.
 
-        Another thread decodes the request first, and then passes it to `submit` as ``expected``, or
-        calls `forget`.
-        Without a reservation, requests that arrive meanwhile could fill the queue and the decoding be
-        wasted."""
+        Another thread decodes the request first, and then passes ``size`` to `submit` as ``expected``, or
+        calls `forget`. Without a reservation, requests that arrive meanwhile could fill the queue, and the
+        decoding would be wasted."""
         with self._lock:
             if (refusal := self.refusal(size)) is None:
                 self._expected += 1
@@ -105,7 +104,7 @@ class AdmissionQueue:
             return refusal
 
     def require_bytes(self, size: int, expected: int) -> None:
-        """Raise ``Overloaded`` if a request reserved with ``expected`` bytes may not hold ``size`` more."""
+        """Raise ``Overloaded`` if ``size`` more bytes do not fit; ``expected`` bytes are reserved already."""
         self._room.require(size, expected)
 
     def forget(self, size: int) -> None:
@@ -134,8 +133,7 @@ class AdmissionQueue:
         return self._room.refusal(size)
 
     def _require_time(self, deadline: float) -> None:
-        """Raise ``Overloaded`` if a request with this deadline would spend too much of its time in the
-        queue."""
+        """Raise ``Overloaded`` if a request would spend too much of its time until ``deadline`` queued."""
         left_s = deadline - time.monotonic()
         wait_s = self._estimate.wait_s(len(self._line))
         if 0 < _OF_DEADLINE * left_s < wait_s:
@@ -147,7 +145,7 @@ class AdmissionQueue:
     ) -> Future[Any]:
         """See ``Endpoint.submit``. Raises ``Overloaded`` if the request may not be queued.
 
-        ``expected``: the bytes of its reservation, which keeps its slot; it may hold more bytes by now."""
+        ``expected``: the bytes that were reserved for it by `expect`; it may need more by now."""
         if self.running < self.most_running and not self._line:
             if expected is None and not self._endpoint.is_long:
                 return self._began(self._endpoint.submit(call, deadline))
@@ -158,7 +156,7 @@ class AdmissionQueue:
         return self._wait(start, size, deadline, expected=expected)
 
     def admit(self, start: Callable[[], Future[Any]], size: int, deadline: float) -> Future[Any]:
-        """As ``submit`` for another kind of request, of ``size`` bytes, which ``start`` begins."""
+        """Admit a request of another kind, of ``size`` bytes, which ``start`` begins; see ``submit``."""
         if self.running < self.most_running and not self._line:
             return self._began(start())
         return self._wait(start, size, deadline)
@@ -225,7 +223,7 @@ class AdmissionQueue:
             self._room.add(size)
         waiting.add_done_callback(self._give_up)
         self._expiry.add(waiting)
-        self._begin()  # one may have ended meanwhile
+        self._begin()  # a slot may have become free meanwhile
         return waiting
 
     def _end(self, _: Future[Any]) -> None:
@@ -241,8 +239,7 @@ class AdmissionQueue:
         self._begin()
 
     def _begin(self) -> None:
-        """Start queued requests while there are free slots. A loop, since a request may end while it
-        starts."""
+        """Start queued requests while slots are free. A loop, since a request may end as it starts."""
         while (waiting := self._next()) is not None:
             work = self._start(waiting)
             if work.done():
@@ -273,7 +270,7 @@ class AdmissionQueue:
         self._observe(waited_s)
 
     def _start(self, waiting: QueuedRequest) -> Future[Any]:
-        """The future of its work, or a failed one."""
+        """Start a queued request; return the future of its work, failed if it could not start."""
         try:
             if time.monotonic() > waiting.deadline:
                 self._bound.shrink(waiting.queued_ns * 1e-9)

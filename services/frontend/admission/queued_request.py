@@ -23,7 +23,7 @@ class QueuedRequest(Future[Any]):
     ) -> None:
         """``expire`` removes it from its queue and fails it."""
         super().__init__()
-        self.queued_ns = 0  # for the statistics, like the next one
+        self.queued_ns = 0  # for the statistics, like `execution`
         self.execution: Iterator[int] | None = None
         self.start = start
         self.deadline = deadline
@@ -47,7 +47,7 @@ class QueuedRequest(Future[Any]):
 
     def copy(self, work: Future[Any]) -> None:
         """Take over the result of ``work``."""
-        self.work = None  # which refers to this future
+        self.work = None  # it refers to this future
         self.queued_ns += queued_ns(work)
         self.execution = execution_samples(work)
         try:

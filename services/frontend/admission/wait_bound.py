@@ -1,9 +1,8 @@
 """Expected wait of a request in an admission queue, and the longest wait that is allowed.
 
-In an overload the bound shrinks, as CoDel's does. A queue that is always full is of no use: every request
-waits for as long as the bound allows, and clients that wait no longer than that have given up by its turn, or
-do while it runs. The server is then busy with requests that no client waits for.
-"""
+In an overload the bound shrinks, as CoDel's does. A queue that is always full only delays: every request
+waits for as long as the bound allows. Clients that wait no longer than that have given up before their
+request starts or ends, so the server would be busy with requests that no client waits for."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ _LEAST_S = 0.005
 
 
 class WaitEstimate:
-    """Estimate of when running requests end, by the duration of others. Changed under the queue's lock."""
+    """Estimates when running requests end, from the duration of others. Changed under the queue's lock."""
 
     def __init__(self, slots: int) -> None:
         """``slots``: concurrent requests."""
         self.slots = slots
-        # Start times of running requests. An end removes the first one without a check: mostly it is the
+        # Start times of running requests. The end of any request removes the first one: mostly it is the
         # right
         # one, and the sum of the durations is the same.
         self.begun: list[float] = []
@@ -47,22 +46,21 @@ class WaitEstimate:
 
     def wait_s(self, ahead: int) -> float:
         """Expected wait of a request behind ``ahead`` others in the queue."""
-        begun = (*self.begun,)  # other threads end requests meanwhile
+        begun = (*self.begun,)  # a copy: other threads end requests meanwhile
         ahead -= max(0, self.slots - len(begun))
         if ahead < 0:
             return 0.0
         rounds, place = divmod(ahead, self.slots)
-        left_s = self.work_s  # of one that is about to begin
+        left_s = self.work_s  # the request is about to begin
         if place < len(begun):
             left_s = max(0.0, begun[place] + self.work_s - time.monotonic())
         return left_s + rounds * self.turn_s
 
 
 class WaitBound:
-    """The longest wait allowed: ``longest_s``, in an overload the duration of ``_TURNS`` requests.
+    """The longest allowed wait: ``longest_s``; in an overload, the duration of ``_TURNS`` requests.
 
-    It shrinks when a request is rejected for its wait, or cancelled, and doubles whenever a slot is
-    free and
+    It shrinks when a request is rejected for its wait, or cancelled. It doubles whenever a slot is free and
     no request is queued. Thread-safe: a race only adds or loses a step."""
 
     def __init__(self, longest_s: float, estimate: WaitEstimate) -> None:

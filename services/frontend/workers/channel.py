@@ -41,7 +41,7 @@ class ControlChannelSupervisor:
             asked = self.tell(what, *given)
             while True:
                 number, answer = self._received()
-                if number == asked:  # answers to notifications are dropped
+                if number == asked:  # other numbers answer notifications: drop them
                     return answer
 
     def tell(self, what: str, *given: Any) -> int:
@@ -63,7 +63,7 @@ class ControlChannelSupervisor:
 
 
 class ControlChannelWorker:
-    """The worker's end. Its thread answers queries; it calls ``alone`` when the channel fails or closes."""
+    """The worker's end; its thread answers queries. Calls ``alone`` when the channel fails or closes."""
 
     def __init__(self, end: socket.socket, alone: Callable[[], None]) -> None:
         self._end = end

@@ -1,8 +1,8 @@
 """Heartbeat of a worker: requests over its servers' code paths, and the time without answers.
 
-A worker whose control channel answers may still be stuck: other threads run while its event loop hangs. So
-the node's process sends requests that the worker's servers answer: over HTTP on a private connection, over
-gRPC at a Unix socket in a private folder."""
+A worker that answers on its control channel may still be stuck: other threads run while its event loop
+hangs. So the node's process sends requests that the worker's servers answer: over HTTP on a private
+connection, over gRPC at a Unix socket in a private folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import grpc
 
 # Timeout after which the worker counts as late.
 WAIT_S = 1.0
-# An unimplemented method: the thread that begins every call rejects it.
+# An unimplemented method; the thread that accepts every call rejects it.
 _METHOD = "/hps.Heartbeat/Beat"
 _REQUEST = b"GET /v2/health/live HTTP/1.1\r\nHost: heartbeat\r\n\r\n"
 
@@ -124,10 +124,10 @@ class Heartbeat:
 
 
 class _RunnableTime:
-    """The time in which a process could have run.
+    """Measures the time in which a process could have run.
 
-    None while a debugger holds it; while it waits for a core, its CPU time. So neither a busy machine nor a
-    debugger makes it look stuck."""
+    That is no time while a debugger stops it, and only its CPU time while it waits for a core, so that
+    neither a debugger nor a busy machine makes it look stuck."""
 
     def __init__(self, pid: int) -> None:
         self._folder = Path(f"/proc/{pid}")

@@ -42,15 +42,15 @@ from services.process import PortServer, ServerProcess
 
 BROKEN = 2
 """Exit code: the configuration or a model is wrong, so that a restart would fail, too."""
-# The node may load for any time; when it ends, its workers notice.
+# No timeout: the node may load for any time, and when it ends, its workers notice.
 _PATIENCE_S = 1e9
 
 
 class WorkerProcess(ServerProcess[OpenModels]):
-    """The data port, and gRPC's, of worker ``number``; ``listeners``: of all workers, if they answer HTTP.
+    """The data port, and gRPC's, of worker ``number``.
 
-    ``replaces``: it succeeds another worker, so clients that connect wait for the answer instead of getting
-    an error that models are being loaded."""
+    ``listeners``: sockets of all workers, if they answer HTTP. ``replaces``: it succeeds another worker, so
+    clients that connect wait for the answer instead of getting an error that models are being loaded."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class WorkerProcess(ServerProcess[OpenModels]):
         self._run(lambda _: control.tell("ready"), None)
 
     def alone(self) -> None:
-        """Drain and end: the control channel has closed, mostly because the node's process has ended."""
+        """Drain and end: the control channel has closed, usually because the node's process has ended."""
         log.info("the control channel to the node's process has closed")
         if self._grpc_heartbeat is not None:
-            with suppress(OSError):  # other workers' sockets still exist
+            with suppress(OSError):  # the sockets of other workers still exist
                 self._grpc_heartbeat.unlink(missing_ok=True)
                 self._grpc_heartbeat.parent.rmdir()
         self.stop()
@@ -145,7 +145,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
         return attached
 
     def _cover(self, numbers: Collection[int]) -> None:
-        """Accept connections for these workers, too, and for no others. Thread-safe."""
+        """Also accept connections for exactly these other workers. Thread-safe."""
         if self._http is not None and self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._http.cover(numbers), self._loop)
 

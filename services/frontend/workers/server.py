@@ -13,8 +13,9 @@ from services.frontend.http.server import BACKLOG, HttpServer
 
 
 class WorkerServer(HttpServer):
-    """Accepts connections of worker ``number``, and of workers that it covers. Sockets are by number, from
-    1."""
+    """Accepts connections of worker ``number``, and of workers that it covers.
+
+    Sockets are identified by the worker's number, from 1."""
 
     def __init__(
         self,
@@ -25,8 +26,9 @@ class WorkerServer(HttpServer):
         tls: ssl.SSLContext | None = None,
         heartbeat: socket.socket | None = None,
     ) -> None:
-        """``heartbeat``: a connection of the node's process, answered in plain text while the event loop
-        runs."""
+        """``heartbeat``: a connection to the node's process.
+
+        It is answered in plain text while the event loop runs."""
         super().__init__(app, listeners[number - 1], drain_s, tls)
         self._others = {n: each for n, each in enumerate(listeners, 1) if n != number}
         self._heartbeat = heartbeat
@@ -34,7 +36,7 @@ class WorkerServer(HttpServer):
         self._covering = asyncio.Lock()
 
     async def cover(self, numbers: Collection[int]) -> None:
-        """Accept connections for these workers, too, and for no others. On the event loop."""
+        """Also accept connections for exactly these other workers. Call it on the event loop."""
         async with self._covering:
             for number in self._covered.keys() - numbers:
                 self._covered.pop(number).close()

@@ -30,19 +30,21 @@ from services.frontend.workers.process import BROKEN
 from services.frontend.workers.worker_watch import WorkerWatch
 
 _BACKOFF = Backoff(0.1, 5.0)
-# A worker that lasted this long did not fail because of its start.
+# A worker that ran for this long did not fail because of its start.
 _LASTED_S = 60.0
-# Timeout for the metrics of one worker; after it, the last ones are used.
+# Timeout for fetching a worker's metrics; after it, the last ones are used.
 _PATIENCE_S = 2.0
 
 
 class SupervisedWorker:
     """Worker ``number``, counted from 1, and its successors.
 
-    ``listeners``: of all workers, if they answer HTTP; the kernel sends it the connections of its number.
-    ``grpc_heartbeat``: path of the socket to create, if it answers gRPC. ``broke`` is called on a thread if
-    it can't start because its configuration is wrong, ``changed`` when it becomes ready or not ready. A
-    worker that was ready once is always replaced, and its start retried."""
+    ``listeners``: sockets of all workers, if they answer HTTP; the kernel sends the worker the
+    connections of
+    its number. ``grpc_heartbeat``: path of the socket to create, if it answers gRPC. ``broke`` is
+    called on a
+    thread if it can't start because its configuration is wrong, ``changed`` when it becomes ready or not
+    ready. A worker that was ready once is always replaced, and its start retried."""
 
     def __init__(
         self,
@@ -77,8 +79,9 @@ class SupervisedWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Drain and end the worker; the second call drops what it still answers. Works before the start,
-        too."""
+        """Drain and end the worker; a second call drops the requests that it still answers.
+
+        Works before the start, too."""
         with self._lock:
             self._stopping.set()
             if self._process is not None:
@@ -94,7 +97,7 @@ class SupervisedWorker:
             self._thread.join()
 
     def describe(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """The worker's state as plain data, for JSON."""
         pid = None if self._process is None else self._process.pid
         state = "ready" if self.ready else "starting"
         if self.watch.unresponsive:
@@ -153,7 +156,7 @@ class SupervisedWorker:
                 channel.ask("log", _PATIENCE_S, level)
 
     def cover(self, numbers: Collection[int]) -> None:
-        """Make it accept connections for these workers, too, and for no others."""
+        """Make the worker also accept connections for exactly these other workers."""
         channel = self._channel
         if self.ready and channel is not None:
             with suppress(OSError):  # it has ended
@@ -214,7 +217,9 @@ class SupervisedWorker:
             self._stopping.wait(pause_s)
 
     def _one_life(self) -> int:
-        """Run a worker; return its exit code. Raises OSError if the system has no process or file left."""
+        """Run one worker process; return its exit code.
+
+        Raises OSError if the system cannot create another process or file."""
         with ExitStack() as ours:
             with ExitStack() as theirs:
                 end, control = _pair(ours, theirs)

@@ -1,4 +1,6 @@
-"""The data port of a node with workers: every worker listens at it, the node's process does not."""
+"""Supervisor of the workers, which serve the data port of a node in its place.
+
+Every worker listens at the port; the node's process does not."""
 
 from __future__ import annotations
 
@@ -28,15 +30,16 @@ _GRACE_S = 5.0
 
 
 class Supervisor:
-    """Starts and replaces the workers. A `services.process.PortServer`: ``serve`` lasts until ``stop``, and
-    then until the workers have drained.
+    """Starts and replaces the workers. A `services.process.PortServer`.
+
+    ``serve`` lasts until ``stop``, and then until the workers have drained.
 
     It creates one listening HTTP socket per worker, if they answer HTTP, and keeps them open: the kernel
     spreads connections over them. While a worker is replaced, the others accept its connections; without
     others, these wait for its successor."""
 
     def __init__(self, configuration: Configuration) -> None:
-        """Raises ConfigError if it cannot listen."""
+        """Open the listening sockets. Raises ConfigError if that fails."""
         server = configuration.settings.server
         self._drain_s = server.drain_delay_s + server.drain_s
         self._sockets = ExitStack()
@@ -87,14 +90,14 @@ class Supervisor:
         return listeners
 
     def _reserve(self, at: GrpcSettings) -> GrpcSettings:
-        """Keep gRPC's port by a socket that does not listen: grpc creates the others in each worker."""
+        """Reserve gRPC's port by a socket that does not listen: grpc opens its own sockets in each worker."""
         with reserve_port(at.host, at.port, "server.grpc") as alone:
             port = alone.getsockname()[1]
         self._sockets.enter_context(reserve_port(at.host, port, "server.grpc", one_of_many=True))
         return at.model_copy(update={"port": port})
 
     async def serve(self) -> None:
-        """Serve until ``stop``, or until a worker can't start: then it is ``broken``."""
+        """Serve until ``stop``, or until a worker can't start, which sets ``broken``."""
         self._loop = asyncio.get_running_loop()
         if self._folder is not None:
             with suppress(OSError):  # workers report the reason
@@ -105,7 +108,7 @@ class Supervisor:
         await self._stopping.wait()
         for worker in self.workers:
             worker.stop()
-        # Else clients could still connect, and no worker would accept.
+        # Otherwise clients could still connect, and no worker would accept.
         self._sockets.close()
         await asyncio.to_thread(self._join)
         if self._folder is not None:
@@ -122,11 +125,11 @@ class Supervisor:
             worker.join(max(0.0, until - time.monotonic()))
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Stop the workers; ``at_once`` drops what they still answer. Called on the event loop."""
+        """Stop the workers; ``at_once`` drops the requests that they still answer. On the event loop."""
         self._stopping.set()
         if at_once:
             for worker in self.workers:
-                worker.stop()  # the second call makes it drop them
+                worker.stop()  # a second call drops its requests
 
     def _spread(self) -> None:
         """Make ready workers accept the connections of the others."""
@@ -192,7 +195,7 @@ class Supervisor:
 
 
 class WorkerOwnedPort:
-    """A port that the workers serve: a `services.process.PortServer` that only has the address."""
+    """A port that the workers serve: a `services.process.PortServer` that only holds the address."""
 
     def __init__(self, url: str) -> None:
         self.url = url
