@@ -45,7 +45,7 @@ class NetworkTensor:
 
 
 class DenseModel(Protocol):
-    """A network. Thread-safe."""
+    """Interface of a network. Thread-safe."""
 
     @property
     def inputs(self) -> tuple[NetworkTensor, ...]: ...
@@ -64,10 +64,11 @@ class DenseModel(Protocol):
         outputs: tuple[str, ...] | None = None,
         deadline: float | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """Run the network on C-contiguous arrays ``(batch, ...)``; return ``outputs`` (default: all) in the
-        order asked for. NaN is passed through. A remote network is not waited for after ``deadline``, an
-        instant of ``time.monotonic()``. Raises ``DenseModelError``; a remote network also raises
-        ``Unavailable`` and ``DeadlineExceeded``."""
+        """Run the network on C-contiguous arrays ``(batch, ...)``; return ``outputs`` in their order.
+
+        The default is all outputs. NaN is passed through. A remote network is not waited for after
+        ``deadline``, an instant of ``time.monotonic()``. Raises ``DenseModelError``; a remote network
+        also raises ``Unavailable`` and ``DeadlineExceeded``."""
         ...
 
     def runs_inline(self, batch: int) -> bool:

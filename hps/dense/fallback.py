@@ -1,4 +1,4 @@
-"""Fallback: a remote network with a copy in this process for the time that it is unavailable."""
+"""Fallback: a local copy of a remote network runs while the remote one is unavailable."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _REST_S = 1.0
 
 
 class FallbackModel:
-    """Runs ``first``; while that raises Unavailable or is late, runs ``second``, the same network.
-    Thread-safe.
+    """Runs ``first``, a remote network, or ``second``, its copy, while that is unavailable or late.
 
-    ``count`` is called with the number of runs that the second took over."""
+    Thread-safe. ``count`` is called with the number of runs that ``second`` took over."""
 
     def __init__(self, name: str, first: DenseModel, second: DenseModel) -> None:
         self._name = name
@@ -51,7 +50,9 @@ class FallbackModel:
                 self._rests_until = time.monotonic() + _REST_S
                 if not self._failing:
                     log.warning(
-                        "%s: falls back to dense.onnx in this process: %s", self._name, error
+                        "%s: Triton unavailable; running dense.onnx in this process: %s",
+                        self._name,
+                        error,
                     )
                 self._failing = True
                 if deadline is not None and time.monotonic() >= deadline:

@@ -22,7 +22,7 @@ from hps.errors import DenseModelError
 _ALIGN = 256
 _FORMS_KEPT = 32
 _RECORD_AT = 4
-"""The run of a form that is recorded: libraries choose their kernels and take their memory in the first."""
+"""Number of the run that is recorded. In the first runs libraries choose kernels and allocate memory."""
 
 
 class _TensorSlot(NamedTuple):
@@ -101,9 +101,8 @@ class LaneBinding:
 class NetworkLane:
     """A network's session on one stream. One run at a time.
 
-    ``sent`` are the inputs that come from the host; ``kept`` holds values per batch size, and is cleared
-    with the bindings if the lane's memory moves.
-    """
+    ``sent``: the inputs that come from the host; ``kept``: a cache for users of the lane, cleared with
+    the bindings if the lane's memory moves."""
 
     def __init__(self, network: OnnxModel, space: Any, device: int, sent: frozenset[str]) -> None:
         self.network = network

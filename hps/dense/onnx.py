@@ -23,7 +23,7 @@ Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
 _LIBRARIES = {
     "cuda": "CUDA and cuDNN",
-    "tensorrt": "libnvinfer and libnvonnxparser of TensorRT 10, besides CUDA and cuDNN",
+    "tensorrt": "libnvinfer and libnvonnxparser of TensorRT 10, and CUDA and cuDNN",
 }
 
 _DATATYPE_OF = {
@@ -54,14 +54,14 @@ class GpuOptions:
 
 
 class OnnxModel:
-    """A ``dense.onnx``. ``threads`` per run; 0: ONNX Runtime chooses.
+    """A network in a ``dense.onnx``, run by ONNX Runtime in this process.
 
-    ``inline_us``: runs that take less, as measured by ``warm_up``, run on the caller's thread.
-    Raises ``ModelError`` for a file that is not a usable network and ``ConfigError`` for a provider
-    that is not installed."""
+    ``threads`` per run; 0: ONNX Runtime chooses. ``inline_us``: runs that take less, as measured by
+    ``warm_up``, run on the caller's thread. Raises ``ModelError`` for a file that is not a usable
+    network and ``ConfigError`` for a provider that is not installed."""
 
     takes_device_arrays = False
-    """But for those of its lanes."""
+    """`predict` takes host arrays only; the lanes of `hps.dense.lanes` take device arrays."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class OnnxModel:
         self.outputs = tuple(_info(path, node) for node in self._session.get_outputs())
         self._names = [tensor.name for tensor in self.outputs]
         self.tails: dict[str, tuple[int, ...]] = {}
-        """The shape of each tensor but for its batch, as far as `warm_up` has seen it."""
+        """Shape of each tensor without its batch, as `warm_up` measured it."""
         self._inline_us = inline_us
         self._one_us = float("inf")  # until it is measured, every run goes to the pool
         self._sample_us = 0.0
@@ -111,8 +111,8 @@ class OnnxModel:
     def records(self) -> bool:
         """True if a run's work on the device may be recorded as a CUDA graph and launched again.
 
-        ONNX Runtime's own recording is not used: any CUDA call of another thread meanwhile, such as a write
-        into the cache, makes it fail, and the request with it."""
+        ONNX Runtime's own recording is not used: a CUDA call of another thread at the same time, such
+        as a write into the cache, makes it fail, and the request with it."""
         return self._gpu.graphs and self.provider == _PROVIDERS["cuda"]
 
     def session_on(self, device: int, stream: int) -> Any:
@@ -222,7 +222,7 @@ class OnnxModel:
         return best * 1e6
 
     def close(self) -> None:
-        """Close the network; its memory is freed after the last run in flight."""
+        """Do nothing: the session is freed with its last reference, after the last run in flight."""
 
 
 def _choose(ort: Any, provider: Provider) -> str | None:

@@ -69,10 +69,10 @@ def keys_by_feature(
 
 
 def hps_keys_order(tables: Sequence[str], features: Sequence[tuple[str, str]]) -> Mapping[str, str]:
-    """Return the names that HPS's ``KEYS`` follow, in order, with the table of each.
+    """Map the names in the order of HPS's ``KEYS`` input to their tables.
 
-    These are the tables. If the tables are HPS's fused ones, these are the ``features (name, table)``,
-    which have the names of the tables before fusing."""
+    The names are those of the tables. For HPS's fused tables they are those of ``features (name,
+    table)``, which are the names that the tables had before fusing."""
     return dict(features) if any(map(is_fused, tables)) else dict(zip(tables, tables, strict=True))
 
 
@@ -93,7 +93,7 @@ class LookupModel:
 
 
 class PreparedSubmit(Protocol):
-    """A prepared lookup, started with the keys of each feature, the deadline and the request's context.
+    """Function that starts a prepared lookup: keys, deadline and request context in, future out.
 
     Keys are ``(n,) int64`` per feature, in the request's order. Requests that are recorded
     (`RequestContext.is_recorded`) must not use a prepared lookup."""

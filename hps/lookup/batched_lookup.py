@@ -83,7 +83,7 @@ class _LookupWork:
     def merge_key(self, request: LookupRequest) -> tuple[Hashable, LookupRequest] | None:
         known = self._lookup.tables if request.by_table else self._lookup.features
         if not request.features.keys() <= known.keys():
-            return None  # run alone, it gets the error that names its fault
+            return None  # alone, it gets an error that names the unknown name
         fit = check_mergeable(request, self._lookup.features)
         key = merge_key(fit)
         return None if key is None else (key, fit)
@@ -110,7 +110,7 @@ class CountsDefaults(Protocol):
 
 
 class RequestsSources(Protocol):
-    """A request with its wish for sources and its context."""
+    """A request that may ask for sources, with its trace context."""
 
     @property
     def want_source(self) -> bool: ...
@@ -136,8 +136,9 @@ class MergedRequests(Protocol[Merged, Result]):
 class MergingSubmit(Generic[Request, Result]):
     """Merge several requests with ``merge``, submit the merged one and split its result. Thread-safe.
 
-    Sources rule out the engine's fast path. So they are requested only while keys have no row: then
-    each request must get its own count of defaults."""
+    Only sources show how many defaults each request got, but they rule out the engine's fast path. So a
+    batch has them only if one of its requests wants them, or if the last batch had defaults; a batch
+    that turns out to have defaults without sources is submitted again with them."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class MergingSubmit(Generic[Request, Result]):
     ) -> None:
         self._submit = submit
         self._merge = merge
-        self._defaults = False  # of the batch that finished last
+        self._defaults = False  # True if the last finished batch had defaults
 
     def begin(self, requests: Sequence[Request]) -> Future[list[Result]]:
         """Submit ``requests`` of one merge key; the future has a result for each."""
@@ -176,7 +177,7 @@ class MergingSubmit(Generic[Request, Result]):
 
 
 def keys_size(features: Mapping[str, JaggedKeys]) -> BatchSize:
-    """Samples and keys of a request by feature."""
+    """Return the number of samples and of keys of a request."""
     rows = keys = 0
     for each in features.values():
         rows, keys = max(rows, each.batch), keys + len(each.keys)

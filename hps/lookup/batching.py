@@ -33,8 +33,7 @@ def is_of_the_server(error: BaseException) -> bool:
 class BatchLimits:
     """Limits of a batch: ``rows`` samples, ``keys`` keys, ``delay_s`` to wait, ``max_in_flight`` batches.
 
-    A request larger than that is a batch of its own.
-    """
+    A request larger than ``rows`` or ``keys`` is a batch by itself."""
 
     rows: int
     keys: int
@@ -43,7 +42,7 @@ class BatchLimits:
 
 
 class BatchSize(NamedTuple):
-    """The share of a request in a batch. ``samples`` is for statistics only; it limits nothing."""
+    """Size of one request, as `BatchLimits` counts it. ``samples`` is for statistics only."""
 
     rows: int
     keys: int
@@ -51,7 +50,7 @@ class BatchSize(NamedTuple):
 
 
 class BatchWork(Protocol[RequestIn, Result]):
-    """The operation that is batched. Thread-safe."""
+    """Interface of the work that a `Batcher` batches. Thread-safe."""
 
     def merge_key(self, request: RequestIn) -> tuple[Hashable, Any] | None:
         """Return the merge key (equal for requests that one batch may hold) and the request to merge.
@@ -125,7 +124,7 @@ class Batcher(Generic[Request, Result]):
         return item.future
 
     def track(self, future: Future[Result]) -> Future[Result]:
-        """Count ``future``, of a request that started alone; others are queued until it is done."""
+        """Count a request that started alone as in flight until its ``future`` is done."""
         if not future.done():
             with self._changed:
                 self._in_flight += 1
@@ -148,7 +147,9 @@ class Batcher(Generic[Request, Result]):
                     self._changed.notify()
 
     def _advance(self, answers: Iterator[Future[Any]]) -> bool:
-        """True if the whole batch is answered; otherwise this continues when the pending future is done."""
+        """Run ``answers`` up to the next pending future; True if the whole batch is answered.
+
+        Otherwise it resumes when that future is done."""
         for pending in answers:
             if not pending.done():
                 pending.add_done_callback(lambda _: self._resume(answers))
@@ -177,7 +178,7 @@ class Batcher(Generic[Request, Result]):
         return []
 
     def _due_key(self, now: float) -> Hashable | None:
-        """The merge key that may start and has waited longest."""
+        """Return the merge key that may start and has waited longest; None if none may start."""
         longest_waiting, since = None, float("inf")
         for key, queue in self._queues.items():
             if queue.due < since and (queue.due <= now or queue.is_full):
@@ -238,7 +239,7 @@ class Batcher(Generic[Request, Result]):
                 due = min((queue.due for queue in self._queues.values()), default=None)
                 left_s = _TIMER_IDLE_S if due is None else due - time.monotonic()
                 if left_s <= 0 and self._in_flight >= self._limits.max_in_flight:
-                    left_s = _TIMER_IDLE_S  # the end of a batch starts them
+                    left_s = _TIMER_IDLE_S  # a batch that finishes starts the next ones
                 if left_s > 0 and not self._changed.wait(left_s) and not self._queues:
                     self._timer = None
                     return
@@ -257,7 +258,7 @@ class _BatchQueue:
 
     @property
     def due(self) -> float:
-        """The time at which the first request may start in an incomplete batch."""
+        """When the first request may start although the batch is not full (``time.monotonic()``)."""
         return self.items[0].due
 
     @property
@@ -295,14 +296,14 @@ class _BatchedFuture(Future[Any]):
     """The future of a request that waited for its batch, with values for statistics."""
 
     queued_ns = 0
-    """Nanoseconds that the request waited."""
+    """Nanoseconds that the request waited for its batch."""
     execution: Iterator[int] | None = None
-    """Yields the samples of the whole batch once: the first request whose statistics are recorded counts
-    them. Which request that is depends on deadlines that pass meanwhile."""
+    """Yields the samples of the whole batch once, to the first of its requests whose statistics are
+    recorded."""
 
 
 class _QueuedItem:
-    """A request that waits for its batch. ``due``: when it may start in an incomplete batch."""
+    """A request that waits for its batch. ``due``: when it may start although the batch is not full."""
 
     __slots__ = ("deadline", "due", "future", "request", "since", "size")
 
@@ -317,7 +318,9 @@ class _QueuedItem:
         self.future = _BatchedFuture()
 
     def try_start(self, now: float) -> bool:
-        """True if the request is neither cancelled nor late. A late one fails here."""
+        """Mark the request as started; False if it was cancelled or its deadline has passed.
+
+        In the latter case its future fails here."""
         if not self.future.set_running_or_notify_cancel():
             return False
         # The request may have arrived after `now`.

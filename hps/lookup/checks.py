@@ -85,7 +85,7 @@ def _check_weights(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
 
 
 def _check_offsets(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
-    """Validate that offsets start at 0, never fall, end at the number of keys, and are batch + 1."""
+    """Validate offsets: ``batch + 1`` integers from 0 to the number of keys, never decreasing."""
     name, n, batch = feature.name, len(keys.keys), keys.batch
     offsets = np.asarray(keys.offsets)
     if offsets.dtype.kind not in "iu":
@@ -142,8 +142,8 @@ def check_sizes(model: LookupModel, request: LookupRequest) -> int:
         _check_table_keys(model, request)
     if total > model.max_keys:
         raise BadRequest(
-            f"a request to '{model.name}' may carry {_keys(model.max_keys)}, got {total}; send smaller "
-            "batches or raise server.max_keys"
+            f"a request to '{model.name}' may have at most {_keys(model.max_keys)}, got {total}; send "
+            "smaller batches or raise server.max_keys"
         )
     return total
 

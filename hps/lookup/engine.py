@@ -40,7 +40,7 @@ from hps.types import (
 # A request with more keys than this runs on a pool thread even if memory holds all its rows: it would
 # block an event loop for milliseconds.
 INLINE_KEYS = 16_384
-# After a longer wait the caches are read again. A promotion takes about as long.
+# After a longer wait in the stores' queue the caches are read again: a promotion takes about this long.
 _REFETCH_AFTER_S = 0.002
 
 Promote = Callable[[EmbeddingTable, KeyArray], None]
@@ -69,8 +69,8 @@ class LookupEngine:
         self._pools = workers if isinstance(workers, LookupPools) else LookupPools(workers, workers)
         self._promote = promote
         self._meter = meter or LookupMeter(Metrics(), model.name, model.version)
-        # Not a bound method: the owner of a model frees it when nothing refers to its engine, and a bound
-        # method would refer to it.
+        # An object, not a bound method: that would refer to this engine, and a retired version is freed
+        # only when nothing refers to its engine any more.
         self._groups = FeatureGroupCache(model)
         self._fast_path: FastPath | None = None
         if tier := fused_lookup_of(caches):
@@ -141,7 +141,7 @@ class LookupEngine:
     def _after_fast_path(
         self, request: LookupRequest, found: LookupResult | PartialHit | None
     ) -> Future[LookupResult]:
-        """Continue after the fast path, which gave ``hit``; None if it could not answer."""
+        """Continue after the fast path with ``found``, its result; None if it could not answer."""
         if isinstance(found, LookupResult):
             return CompletedFuture(found)
         if found is None:
@@ -163,7 +163,8 @@ class LookupEngine:
 
     def _after_caches(self, job: LookupJob, missed: list[Part]) -> Future[LookupResult]:
         """Answer after the caches; on a pool thread if ``missed`` parts need a store that blocks."""
-        # At a shutdown the pools are closed before the caches are cleared: a miss then is no default.
+        # At shutdown the pools close before the caches are cleared. A miss after that must not be answered
+        # with a default.
         self._pools.stores.check_open()
         if missed and self._stores_block:
             run = partial(self._fetch_stores_queued, job, missed, time.perf_counter())
@@ -176,9 +177,8 @@ class LookupEngine:
     ) -> LookupResult:
         """Fetch from the stores on a pool thread.
 
-        After a wait in the pool's queue the caches are read again: many requests may have missed the same
-        rows, and the first of them had these promoted.
-        """
+        After a long wait in the pool's queue the caches are read again: many requests may have missed
+        the same rows, and the first of these requests had them promoted."""
         if job.request.origin is not None and job.request.origin.is_profiled:
             job.request.origin.stage("wait", int(queued_at * 1e9), time.perf_counter_ns())
         if time.perf_counter() - queued_at > _REFETCH_AFTER_S:

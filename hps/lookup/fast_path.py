@@ -1,10 +1,10 @@
 """The fast path: one pass per table answers a request whose rows are all in memory.
 
-Most requests are such. The dedup and the per-key reports of the slow path would cost more than the rows:
-reading a repeated key again is cheaper than detecting it. Bags are pooled while their rows are read; the
-rows of bags that are not in memory are returned as a `PartialHit`, and only those are fetched from other
-tiers. A request that the fast path cannot answer takes the slow path from the start, without side effects.
-"""
+Most requests are of this kind. The dedup and the per-key reports of the slow path would cost more than
+the rows: reading a repeated key again is cheaper than detecting it. Bags are pooled while their rows
+are read. Bags with rows that are not in memory are returned as a `PartialHit`, and only those rows are
+fetched from other tiers. A request that the fast path cannot answer takes the slow path from the start,
+without side effects."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _FeatureSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PooledFeature(_FeatureSlice):
-    """One feature's keys that are pooled; see `Bags`."""
+    """One feature whose rows are pooled while they are read; see `Bags`."""
 
     shape: tuple[int, int]
     offsets: IndexArray | None
@@ -123,10 +123,10 @@ class _UnpooledFeatures:
 
 
 class PreparedLookup:
-    """The checked form of requests with the same features and sizes; called with the keys of one.
+    """A lookup that was checked once for all requests of one form; called with keys.
 
-    Thread-safe. ``inline``: it is fast enough to run on the caller's thread.
-    """
+    Requests of one form have the same features and sizes. Thread-safe. ``inline``: it is fast enough to
+    run on the caller's thread."""
 
     __slots__ = (
         "_answers",
@@ -267,7 +267,7 @@ class FastPath:
         return self._prepared_lookups[key]
 
     def _check(self, request: LookupRequest) -> PreparedLookup | None:
-        """Check a request and prepare its form."""
+        """Check ``request``; return its prepared lookup, or None as `prepare` does."""
         names = tuple(request.features)
         groups = self._plan(names, request.by_table)
         total = check_sizes(self._model, request)

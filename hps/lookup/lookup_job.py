@@ -40,7 +40,7 @@ class LookupJob(ABC):
 
     @abstractmethod
     def distinct_keys(self, part: Part) -> int:
-        """The number of distinct keys that the request has of the part's table."""
+        """The number of distinct keys that the request has in the part's table."""
 
     @abstractmethod
     def answer(self) -> tuple[LookupResult, Answers] | None:
@@ -96,7 +96,7 @@ class FullLookupJob(LookupJob):
 
 
 def fill_defaults(part: Part, codes: bytes) -> bool:
-    """Give the part's keys without a row the table's default; return True if there were any.
+    """Set the rows of the part's missing keys to the table's default; return True if there were any.
 
     ``codes``: the bytes of the part's sources."""
     if _DEFAULT not in codes:

@@ -16,11 +16,11 @@ from hps.types import JaggedKeys, LookupRequest, LookupResult, Source, SourceArr
 
 
 def merge_key(request: LookupRequest) -> Hashable | None:
-    """Return a value that is equal for requests that may be merged.
+    """Return a value equal for requests that may be merged; None for one that must run alone.
 
-    These are requests by table, and requests of the same features in the same form. None for a request that
-    must run alone: its caller owns the answer's arrays, or its features have different batches (candidates
-    with their context)."""
+    Requests by table may be merged with each other; so may requests with the same features, of the same
+    hotness, all with weights or all without. A request must run alone if its caller owns the answer's
+    arrays, or if its features have different batches (candidates with their context)."""
     features = request.features
     if request.out is not None:
         return None
@@ -38,7 +38,7 @@ def check_mergeable(request: LookupRequest, features: Mapping[str, Feature]) -> 
     Raises ``BadRequest`` for wrong offsets, sizes or types: merged, they would shift another request's
     keys."""
     if request.by_table:
-        return request  # a batch of keys by table has no form
+        return request  # keys by table have no bags to check
     known = {name: keys for name, keys in request.features.items() if name in features}
     fit = {name: check_keys(features[name], keys) for name, keys in known.items()}
     if all(fit[name] is keys for name, keys in known.items()):
@@ -132,7 +132,7 @@ def _joined(keys: Sequence[JaggedKeys]) -> JaggedKeys:
     if len(keys) == 1:
         return keys[0]
     flat = np.concatenate([each.keys for each in keys])
-    if flat.dtype != np.int64:  # NumPy makes floats of unsigned and signed keys together
+    if flat.dtype != np.int64:  # NumPy makes float64 of uint64 and int64 together
         flat = np.concatenate([as_keys(each.keys) for each in keys])
     batch = sum(each.batch for each in keys)
     weights = offsets = None

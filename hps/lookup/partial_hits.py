@@ -1,9 +1,8 @@
 """Partial hits of the fast path: only the rows of bags that memory misses are fetched.
 
-Bags with a missing row are pooled again when it is there, instead of adding it at the end: sums
-are taken in the order of the keys, so a request's vectors do not depend on what was in memory, to the
-last bit, and those of float16 tables are rounded once. The rows read twice are in the CPU's cache by then.
-"""
+A bag with a missing row is pooled again once the row has arrived. Adding the row at the end would
+change the order of the sum, and a vector's last bits would depend on what was in memory; vectors of
+float16 tables would be rounded twice. The rows that are read twice are in the CPU's cache by then."""
 
 from __future__ import annotations
 
@@ -36,9 +35,8 @@ _DEFAULT = int(Source.DEFAULT)
 class TablePartialHit:
     """The incomplete bags of one table.
 
-    ``position``: of the table in the request; ``bags``: each with the position of its first key among all
-    keys of the table; ``keys``: makes these ``(n,)``.
-    """
+    ``position``: the table's, in the request; ``bags``: each after the position of its first key among
+    all keys of the table; ``keys``: returns all these keys ``(n,)``."""
 
     table: EmbeddingTable
     position: int
@@ -55,9 +53,8 @@ class TablePartialHit:
 class PartialHit:
     """A request that memory answered except for some rows.
 
-    ``tables``: those with missing rows; ``answers``: of all tables, as if none had; ``vectors``: by
-    feature, to be completed in place.
-    """
+    ``tables``: those with missing rows; ``answers``: of all tables, as if no row were missing;
+    ``vectors``: by feature; `PartialHitJob` completes them in place."""
 
     tier: FusedLookup
     tables: Sequence[TablePartialHit]

@@ -1,10 +1,10 @@
 """Pooling: from one vector per key to one vector per sample.
 
-Sums are taken one by one in the order of the keys, in float32 for float16 tables, in the table's type
+Rows are added one by one in the order of the keys, in float32 for float16 tables, in the table's type
 otherwise; so are a mean's weights. Every kernel does the same (`hps/native/src/cache_pool.cpp`,
-`hps/cuda/pool.cu`, their NumPy twin), so the bits of a vector do not depend on the kernel. A bag without
-keys pools to zeros under every pooling. NaN in a weight or in a row reaches its sample, and no other.
-"""
+`hps/cuda/pool.cu`, their NumPy twin), so the bits of a vector do not depend on the kernel. A bag
+without keys pools to zeros under every pooling. NaN in a weight or in a row reaches its sample, and no
+other."""
 
 from __future__ import annotations
 

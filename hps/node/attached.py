@@ -1,9 +1,9 @@
 """Composition root of an attached process, which reads a node's shared CPU cache.
 
-It asks the node for rows that the cache misses. It writes no cache, opens no store and reads no stream; the
-node decides which versions it serves.
+It asks the node for rows that the cache misses. It writes no cache, opens no store and reads no stream;
+the node decides which versions it serves.
 
-For servers' workers, for the instances of other servers (Triton's python backend), and for user code:
+Used by servers' workers, by instances of other servers (Triton's Python backend), and by user code:
 ``hps.attach(config)``."""
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from hps.updates.arrival_times import POLL_EVERY_S
 
 log = logging.getLogger(__name__)
 _RETRY_S = 0.05
-# Time for the way to the node and back, added to the node's deadlines.
+# Time for a call to the node and back, added to the node's deadlines.
 _WAY_S = 0.25
 
 
 class Attached(SyncedModels):
-    """Result of ``hps.attach``. Any number of threads may call it until ``close``.
+    """Models served from a node's shared cache: the result of ``hps.attach``.
 
-    While the node is unavailable it continues from the shared cache, and it reconnects by itself.
-    Answers with missing rows then name the node in ``degraded``; answers that are complete in the cache
-    do not, and ``updates.max_staleness_s`` bounds the age of their rows. ``models`` changes when the
-    node's models do."""
+    Any number of threads may call it until ``close``. While the node is unavailable it continues from
+    the shared cache, and it reconnects by itself. Answers with missing rows then name the node in
+    ``degraded``. Answers that are complete in the cache do not; ``updates.max_staleness_s`` bounds the
+    age of their rows. ``models`` changes when the node's models do."""
 
     __slots__ = ("_connections",)
 
@@ -212,7 +212,7 @@ class _AttachBuilder:
         return cache
 
     def _guarded(self, node: Tier) -> GuardedTier:
-        """Guard for a node that does not respond; while it does, its own guards keep the deadlines."""
+        """Guard ``node`` in case it does not respond; while it does, its own guards keep the deadlines."""
         tiers, default = self._settings.tiers, GuardSettings()
         guards: list[GuardSettings] = [tiers.redis.guard] if tiers.redis is not None else []
         guards += [tiers.rocksdb.guard] if tiers.rocksdb.enabled else []
@@ -228,7 +228,7 @@ class _AttachBuilder:
         return guarded
 
     def _watch_ages(self, attached: Attached) -> None:
-        """Poll ages as often as the node does. While the node does not respond, rows age."""
+        """Poll the ages of rows as often as the node does; they grow while the node does not respond."""
         limit_s = self._settings.updates.max_staleness_s
         if limit_s is None:
             return

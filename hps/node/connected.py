@@ -48,9 +48,9 @@ _RETRY_S = 0.05
 
 
 class Connected(SyncedModels):
-    """Result of ``hps.connect``. Any number of threads may call it until ``close``.
+    """Models of a front end, whose lookups other nodes answer: the result of ``hps.connect``.
 
-    ``models`` changes when the nodes' models do."""
+    Any number of threads may call it until ``close``. ``models`` changes when the nodes' models do."""
 
     __slots__ = ("_nodes", "_outliers")
 
@@ -78,7 +78,7 @@ class Connected(SyncedModels):
         self._nodes.watch(changed)
 
     def status(self) -> dict[str, Any]:
-        """As of any process, and its lookup nodes."""
+        """Status of this process as of any other, and of its lookup nodes; ready for JSON."""
         nodes = [self._node_status(target) for target in self._nodes.all]
         return {**OpenModels.status(self), "lookup_nodes": nodes}
 
@@ -223,7 +223,7 @@ class _ConnectBuilder:
         return ServedModel(*of, model.spec, model.tables, lookup, pipeline)
 
     def _publish(self, connected: Connected) -> None:
-        """Register gauges, which are read at a scrape; counters of nodes end with the nodes."""
+        """Register gauges, which are read at a scrape; a removed node's counters end with it."""
         from hps import __version__
 
         metrics, opened, out = self._metrics, time.monotonic(), self._outliers

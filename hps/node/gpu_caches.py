@@ -83,7 +83,7 @@ class NodeGpus:
         memory."""
         if self._chosen.use == "off" or not self._is_there():
             return None
-        # After a wait for a device, a thread must not wait as long again for the interpreter's lock.
+        # After it waited for a device, a thread must not wait that long again for the interpreter lock.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         plan = self._plan()
         self.static = [table for table, place in plan.items() if place.static]
@@ -199,9 +199,7 @@ class NodeGpus:
             missing = [device for device in chosen.devices if device >= have]
             if not missing:
                 return True
-            why = (
-                f"tiers.gpu.devices names GPU {missing[0]}, and there are {have}, from number 0 on"
-            )
+            why = f"tiers.gpu.devices names GPU {missing[0]}, but this machine has {have}, numbered from 0"
         if chosen.use == "required":
             raise ConfigError(
                 f"tiers.gpu.use is required, but {why}. Set it to auto to serve from the CPU cache"

@@ -1,13 +1,18 @@
 """Load, replace and unload models while a node serves; rows and network change together.
 
-A new version is made ready in parallel to the served one, in this order, so that no request sees a part
-of it and a failure changes nothing: check its files and open its network; load its rows into the
-stores; add its tables to the CPU cache, filled with the keys that are hot in the served version; let
-the update streams follow its tables, from where its files end; once those have caught up, have attached
-processes open it; when all have, send requests to it, in all processes. Requests in flight finish on
-the version on which they started: when nothing refers to its lookups any more, in any process, its
-caches and network are freed. Its rows stay in RocksDB, so that going back needs no load, until the next
-version replaces it."""
+A new version is made ready in parallel to the served one, so that no request sees a part of it and a
+failure changes nothing:
+
+1. Check its files and open its network.
+2. Load its rows into the stores.
+3. Add its tables to the CPU cache, filled with the keys that are hot in the served version.
+4. Let the update streams follow its tables, from where its files end, until they have caught up.
+5. Have attached processes open it.
+6. When all have, send requests to it, in all processes.
+
+Requests in flight finish on the version on which they started. When nothing refers to its lookups any
+more, in any process, its caches and network are freed. Its rows stay in RocksDB, so that going back
+needs no load, until the next version replaces it."""
 
 from __future__ import annotations
 
@@ -56,9 +61,9 @@ class NodeParts:
 
 
 class ModelControl:
-    """Model control of one open node. Any thread may call it; changes run one at a time.
+    """Loads, replaces and unloads the models of one open node.
 
-    ``opened`` and its ``tables`` are the node's lists, which this class keeps up to date."""
+    Any thread may call it; changes run one at a time."""
 
     def __init__(
         self, parts: NodeParts, node: Node, followers: AttachedProcesses, resources: ExitStack

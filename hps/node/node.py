@@ -48,20 +48,20 @@ class CheckpointMaker(Protocol):
 
 @dataclass(slots=True, repr=False, kw_only=True)
 class Node(OpenModels):
-    """Result of ``hps.open``. Any number of threads may call it until ``close``.
+    """An open node: the result of ``hps.open``. Any number of threads may call it until ``close``.
 
     A process forked from the one that opened it must not."""
 
     writer: CacheWriter
     streams: UpdateStreams
     promotions_into_stores: Callable[[], Mapping[str, int]] = dict
-    """Keys queued for a copy from one store into another, by the latter's name."""
+    """Returns the number of keys queued for promotion into a store, by its name."""
     damage: Callable[[], str] = str
-    """Known damage of its store, and the remedy; empty if none."""
+    """Returns the known damage of its store with the remedy; empty if none."""
     not_ready_reason: Callable[[], str] = str
-    """Reason why a server with this node is not ready; empty if it may be."""
+    """Returns the reason why a server with this node is not ready; empty if it may be."""
     on_damage: Callable[[Callable[[], None]], None] = lambda _changed: None
-    """Register a function that is called, on any thread, when more damage is found."""
+    """Registers a function that is called, on any thread, when more damage is found."""
     socket: NodeServer | None = None
     """Socket for attached processes; None if `server.runtime` is not set."""
     control: ModelController | None = None

@@ -52,7 +52,7 @@ class ServedModel:
 
 @dataclass(slots=True, repr=False, kw_only=True)
 class OpenModels:
-    """Open models. Any number of threads may call it until ``close``.
+    """Models open in this process. Any number of threads may call it until ``close``.
 
     A process forked from the one that opened it must not."""
 

@@ -27,10 +27,10 @@ _RUNS = 4
 
 @dataclass(frozen=True, slots=True)
 class ServingContext:
-    """Shared by all models of a process: tiers and thread pools.
+    """The tiers and thread pools that all models of a process share.
 
-    ``promote`` copies rows from ``stores`` into ``caches``; ``lookups``: threads that ask stores; ``runs``:
-    threads that run networks."""
+    ``promote`` copies rows from ``stores`` into ``caches``; ``lookups``: threads that ask stores;
+    ``runs``: threads that run networks."""
 
     caches: Tier
     stores: Tier
@@ -80,7 +80,7 @@ class ServingContext:
 
 
 def freshness_of(settings: Settings, model: str, metrics: Metrics) -> Freshness:
-    """A new staleness limit for a version of ``model``."""
+    """Make the staleness limit for a version of ``model``."""
     updates = settings.updates
     return Freshness(model, updates.max_staleness_s, updates.on_stale, metrics)
 
@@ -90,7 +90,8 @@ def open_lookup_pools(settings: Settings, resources: ExitStack) -> LookupPools:
     tiers = settings.tiers
     setting, queued = "tiers.lookup_queue", tiers.lookup_queue
     stores = _workers(resources, "lookup", tiers.lookup_threads, setting, queued)
-    # A lookup in memory keeps a core busy. This pool submits to the stores' pool, so it must close first.
+    # A lookup in memory keeps a core busy, so more threads than cores do not help. This pool submits to the
+    # stores' pool, so it must close first.
     threads = min(tiers.lookup_threads, available_cores())
     return LookupPools(_workers(resources, "gather", threads, setting, queued), stores)
 
@@ -105,10 +106,10 @@ def open_dense_pool(settings: Settings, resources: ExitStack) -> BoundedThreadPo
 
 
 def dense_concurrency(dense: DenseSettings) -> int:
-    """Number of concurrent runs of networks.
+    """Number of concurrent runs of networks; by default no more than cores.
 
-    More runs than cores take turns, which costs: of predictions by 0.5 M parameters, a core did 168 per
-    second four at a time, 183 one by one."""
+    Runs that share a core are slower: with a network of 0.5 M parameters, a core did 183 predictions
+    per second one by one, and 168 four at a time."""
     if dense.runs is not None:
         return dense.runs
     return _RUNS if dense.triton is not None else min(_RUNS, available_cores())

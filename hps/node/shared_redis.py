@@ -84,7 +84,7 @@ class SharedRedis:
             guarded,
             redis.rows,
             state=lambda: guarded.state,
-            exact=lambda _table: chosen.layout == "hps",  # there, deletions leave no entry
+            exact=lambda _table: chosen.layout == "hps",  # in that layout, deletions leave no entry
             size=lambda table: used.bytes if (used := (usage.value or {}).get(table)) else None,
             facts=lambda: {
                 "layout": chosen.layout,
@@ -95,7 +95,7 @@ class SharedRedis:
         )
 
     def load(self, models: Sequence[OpenedTables], progress: Progress) -> None:
-        """Check the tables and load a share of their rows; later, if Redis is unavailable now.
+        """Check the tables and load a share of their rows; on a thread, later, if Redis is unavailable now.
 
         Raises ConfigError, and TierError if no other store has the rows."""
 

@@ -76,7 +76,7 @@ class NodeStores:
         self._rocksdb: RocksDbTier | None = None
         self._redis: SharedRedis | None = None
         self.followed: FollowedStore | None = None
-        """Stores that other processes feed from the streams that the node reads for its caches alone."""
+        """The store that other processes feed, while this node reads the streams for its caches alone."""
         self.statuses: list[TierStatus] = []
         self.warnings: list[str] = []
 
@@ -191,7 +191,7 @@ class NodeStores:
         return PromotionSources(tiers, own, reads is not None)
 
     def _follow(self) -> FollowedStore | None:
-        """RocksDB where it follows a primary; else Redis."""
+        """Return the store to follow: RocksDB where it follows a primary, else Redis."""
         if self._rocksdb is not None and self._rocksdb.access == "secondary":
             return FollowedStore(self.tiers[-1], self._as_store(self._rocksdb))
         return (

@@ -29,8 +29,8 @@ from hps.updates.source import UpdateSource
 from hps.updates.stream_positions import FedStore, Readers, StoreStreamPositions, StreamPositions
 from hps.updates.topics import TopicTables
 
-# Overlap where HPS feeds the store and keeps no positions in it: updates that it may not have written yet
-# when the caches were filled.
+# How far back reading starts where HPS feeds the store, which then has no positions: updates that HPS may
+# not have written yet when the caches were filled.
 _OVERLAP_S = 600.0
 
 Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
@@ -82,8 +82,8 @@ class UpdateReader:
 class StreamReaders:
     """The readers of one node, which ``resources`` closes.
 
-    They are pushed there with the first reader, for they end before what they write to. One thread at a
-    time starts readers or calls `follow`; any may read ``streams`` and ``tables``."""
+    The first reader registers them there, so that they end before the stores and caches that they write
+    to. One thread at a time starts readers or calls `follow`; any may read ``streams`` and ``tables``."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class StreamReaders:
     ) -> HpsProgress | None:
         """HPS's offsets in the streams, if HPS may feed ``followed`` instead of our ``group``.
 
-        It may where the store has its layout, and no node of ours writes it."""
+        It may if the store has HPS's layout and no node of ours writes it."""
         if followed is None or followed.versioned:
             return None
         if followed.info.shared and settings.shared_writer == "nodes":

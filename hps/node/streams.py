@@ -54,11 +54,11 @@ class UpdateStreams:
         self._meter = UpdateMeter(metrics)
         self._readers = StreamReaders(tables, watermarks or {}, metrics, resources)
         self._direct: DirectWriter | None = None
-        # When the readers last restarted: the instant up to which each table had all updates. Some tables
-        # are no longer followed, but served until others are ready.
+        # The instant up to which each table had all updates when the readers last restarted. Some of these
+        # tables are no longer followed, but served until other versions are ready.
         self._current_s: dict[EmbeddingTable, float] = {}
         for reason in Reason:
-            if reason.fault:  # from the start: an alert would miss the first increment otherwise
+            if reason.fault:  # now: else an alert misses the first increment
                 metrics.counter(m.UPDATE_DEAD, reason.name.lower())
         metrics.gauges(m.UPDATE_LAG, self._lags)
         metrics.gauges(m.UPDATE_AGE, self._ages)
@@ -97,7 +97,7 @@ class UpdateStreams:
         self._readers.follow(following, watermarks)
 
     def behind(self, tables: Collection[EmbeddingTable]) -> str:
-        """Reason why ``tables`` miss updates; empty if they miss none to speak of, or if nothing is read.
+        """Reason why ``tables`` miss updates; empty if they miss only the latest, or if nothing is read.
 
         Never waits."""
         for stream in self._readers.streams:
@@ -274,7 +274,7 @@ class UpdateStreams:
     def _each(
         self, said: Callable[[UpdateReader], bool]
     ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
-        """A gauge's reader that yields ``said`` of each stream reader."""
+        """Make a gauge's reader: ``said`` of each stream reader, by group."""
         return lambda: [((each.group,), said(each)) for each in self._readers.streams]
 
     def _ages(self) -> Iterable[tuple[tuple[str, ...], float]]:

@@ -72,9 +72,9 @@ class VersionRetirement:
         engine: weakref.ref[object],
         used_elsewhere: Callable[[], bool],
     ) -> None:
-        """Free a version and its network's ``resources`` once nothing refers to its lookups.
+        """Free a version and its network's ``resources`` once no request uses it.
 
-        And no other process uses it."""
+        That is when nothing refers to ``engine``, its lookups, and no other process uses it."""
         former = _ReplacedVersion(old)
 
         def wait() -> None:
@@ -113,7 +113,7 @@ class VersionRetirement:
         log.info("model %s: version %d is retired", former.name, former.version)
 
     def _dropped(self, name: str) -> bool:
-        """Drop a model's rows from RocksDB, except those of versions that may still be needed.
+        """Drop the rows of old versions from RocksDB, except those of versions that may still be needed.
 
         Kept are the served version, the one before it, and any that requests use. False if it must be
         retried."""

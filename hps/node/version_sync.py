@@ -23,7 +23,7 @@ from hps.node.served_models import OpenModels, ServedModel
 log = logging.getLogger(__name__)
 SYNC_EVERY_S = 0.1
 """Interval between reports to the node."""
-# The node answers immediately, or it hangs.
+# The node answers immediately, or it is stuck.
 _ANSWER_S = 10.0
 # Retry interval for a version that could not be opened.
 _TRY_AGAIN_S = 5.0
@@ -62,7 +62,7 @@ class VersionSync:
         self, connections: VersionSource, open_version: Callable[[str, int], OpenedVersion]
     ) -> None:
         self.checks: list[Callable[[ServedModel], None]] = []
-        """Each may raise, with the reason, to reject a version."""
+        """Called with each opened version; raise an error to reject it."""
         self.use: Callable[[dict[str, ServedModel]], None] = lambda _models: None
         """Called with the models to serve, by name."""
         self._connections = connections

@@ -19,7 +19,7 @@ from hps.types import LookupRequest, PredictRequest, PredictResult
 
 
 class PredictionPipeline(Protocol):
-    """A prediction service: `InferencePipeline`, or one that batches."""
+    """Interface of a prediction service: `InferencePipeline`, or one that batches."""
 
     def submit(self, request: PredictRequest) -> Future[PredictResult]: ...
 

@@ -1,6 +1,6 @@
-"""Validation of predictions against their model: names, shapes, types, batch sizes.
+"""Validation of prediction requests against their model: names, shapes, types, batch sizes.
 
-Features and dense inputs marked ``context`` may have batch 1 and are broadcast over the others."""
+Features and dense inputs marked ``context`` may have batch 1 and are broadcast over the others' batch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ class PredictChecks:
 
 
 def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, str], model: str) -> None:
-    """Raise BadRequest unless ``got`` has the names ``expected``, each with its name in requests."""
+    """Raise BadRequest unless ``got`` has exactly the names of ``expected``.
+
+    ``expected`` maps each name to the one that requests use, for the message."""
     if got.keys() == expected.keys():
         return
     for name in got:
@@ -75,7 +77,9 @@ def _same_names(kind: str, got: Mapping[str, Any], expected: Mapping[str, str], 
             others = dict.fromkeys(sent for sent in expected.values() if sent != name)
             raise unknown_name_error(kind, name, others, model)
     missing = dict.fromkeys(sent for name, sent in expected.items() if name not in got)
-    raise BadRequest(f"the request to model {model!r} lacks {kind} {', '.join(map(repr, missing))}")
+    raise BadRequest(
+        f"the request to model {model!r} misses {kind} {', '.join(map(repr, missing))}"
+    )
 
 
 def _checked(spec: TensorSpec, array: Any) -> NDArray[Any]:

@@ -1,6 +1,6 @@
-"""Predictions whose vectors go from device memory to a remote network that reads them there.
+"""Device feed: predictions by a Triton on the same machine, which reads the vectors in GPU memory.
 
-For a Triton on the same machine: no vector is copied to the host."""
+No vector is copied to the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class DeviceFeed:
-    """Predictions of one model on one device. Thread-safe."""
+    """Predictions of one model on one device, by a network of Triton. Thread-safe."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DeviceFeed:
         names: tuple[str, ...],
         deadline: float | None,
     ) -> Arrays:
-        """Run the network on complete ``vectors``: it reads its inputs on another stream."""
+        """Run the network on ``vectors``. They must be complete: it reads its inputs on another stream."""
         feed: dict[str, Any] = dict(inputs)
         stream = self._space.take_stream()
         for feature, tensor, dtype in self._feeds:

@@ -1,4 +1,4 @@
-"""Predictions on one device: keys in, scores out; no vector is copied to the host."""
+"""Device path: predictions on one GPU, keys in, scores out; no vector is copied to the host."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DevicePath:
         self._observe = observe
         self._meter = meter
         self._held = all(cache.capacity(feature.table) for feature, _ in feeds)
-        # Pooling straight from the cache is wasted if a row is missing.
+        # Skips pooling straight from the cache for a while after a row was missing: that work was wasted.
         self._backoff = CallBackoff()
 
     def quick(
@@ -119,14 +119,14 @@ class DevicePath:
         features: Mapping[str, JaggedKeys],
         inputs: Arrays,
     ) -> Arrays | None:
-        """Make the vectors in one launch, with one wait; None if a row is missing."""
+        """Pool from the cache alone and run the network, with one wait; None if a row is missing."""
         started = time.perf_counter()
         pooled = alike.pooled
         if pooled is None:
             pooled = alike.pooled = prepared_pooling(self._cache, alike.bags)
         part = current_context()
         call_timed(part, "rows", self._begin, lane, alike, features, pooled)
-        # A missing row is known only later; until then the network runs.
+        # A missing row is detected only after the network has run: checking first would cost another wait.
         outputs = call_timed(part, "network", _run, alike.form, inputs)
         missing = pooled.missing()
         self._backoff.record(worked=not missing)
@@ -179,7 +179,7 @@ class DevicePath:
         batch: int,
         names: tuple[str, ...],
     ) -> _DevicePathTemplate:
-        """Check a request of a new form. Raises BadRequest."""
+        """Check a request of a new form and prepare for others like it. Raises BadRequest."""
         check_sizes(self.lookup.model, LookupRequest(request.features, request.deadline))
         counts, shapes = [], {}
         for feature, _ in self._feeds:

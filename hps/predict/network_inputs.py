@@ -15,7 +15,8 @@ from hps.lookup.base import Feature
 def check_wiring(
     model: str, spec: DenseSpec, features: Mapping[str, Feature], network: DenseModel
 ) -> dict[str, NetworkTensor]:
-    """Return the tensors that the network is fed, by its names. Raises ``ModelError`` for a mismatch."""
+    """Check ``spec`` against the network; return the tensors that it is fed, by name. Raises
+    ``ModelError``."""
     fed = fed_tensors(model, spec, features)
     outputs = {tensor.name: tensor for tensor in spec.outputs}
     check_network(model, network, fed.values(), served_tensors(spec))

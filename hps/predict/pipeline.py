@@ -173,7 +173,7 @@ class InferencePipeline:
         rows: LookupResult,
     ) -> PredictResult:
         if request.deadline is not None and time.monotonic() > request.deadline:
-            raise DeadlineExceeded("the deadline passed before the dense model could run")
+            raise DeadlineExceeded("deadline exceeded before the dense model could run")
         names = self._computed(request, wanted)
         if batch == 0:
             outputs = {name: _nothing(self._outputs[name]) for name in names}
@@ -190,7 +190,7 @@ class InferencePipeline:
         return self._result(request, wanted, outputs, batch, rows)
 
     def _computed(self, request: PredictRequest, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the outputs to compute: those requested, and the one that they are sorted by."""
+        """Return the outputs to compute: those requested, and the one that ``top_k`` sorts by."""
         if request.top_k is not None and self._ranking not in wanted:
             return (*wanted, self._ranking)
         return wanted

@@ -1,4 +1,4 @@
-"""Changes of rows while a node serves; ``hps.updates.Producer`` sends them."""
+"""Updates of rows while a node serves; ``hps.updates.Producer`` sends them."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ class PendingUpdates(Protocol):
     def poll(self) -> None:
         """Poll the stream's ends; may take seconds. Called by one thread, at least every `POLL_EVERY_S`.
 
-        Raises whatever went wrong; `ages_s` then counts from the last poll that worked."""
+        Any error may be raised; `ages_s` then counts from the last poll that succeeded."""
         ...
 
     def ages_s(self) -> Mapping[Place, float | None]:
         """Age in seconds of each partition's first unapplied message; 0 when everything is applied.
 
-        None: part of it was there before the first poll, or no poll has worked yet. Any thread may call it;
-        it never waits."""
+        None if unknown: messages were there before the first poll, or no poll has succeeded yet. Any
+        thread may call it; it never waits."""
         ...
 
 

@@ -15,7 +15,7 @@ from hps.updates.cache_writer import CacheWriter
 log = logging.getLogger(__name__)
 
 ReadVectors = Callable[[int, int], VectorArray]
-"""Reads the vectors (n, dim) float32 of the keys from one number to before another."""
+"""``vectors(start, stop)`` reads the vectors (stop - start, dim) float32 of the keys at these positions."""
 _CHUNK_ROWS = 16_384
 # A store reads 50,000 rows/s and more; after this long, lookups warm the rest.
 WARM_SECONDS = 20.0
@@ -87,7 +87,12 @@ def promote_keys(
     chunk = min(_CHUNK_ROWS, writer.queue_keys)
     for start in range(0, len(keys), chunk):
         if time.monotonic() > until:
-            log.info("table %s: warmed with %d of %d rows in time", table.id, start, len(keys))
+            log.info(
+                "table %s: warm-up stopped at its time limit, after %d of %d rows",
+                table.id,
+                start,
+                len(keys),
+            )
             return
         part = np.array(keys[start : start + chunk], np.int64)
         writer.promote(table, part)

@@ -39,9 +39,9 @@ SLICE_KEYS = 1_024
 _LOG_EVERY_S = 5.0
 
 Count = Callable[[str, int], None]
-"""``count(result, keys)``: inserted, gone, degraded, dropped or failed."""
+"""``count(result, keys)`` counts keys by result: inserted, gone, degraded, dropped or failed."""
 MissingAbove = Callable[[EmbeddingTable, KeyArray], None]
-"""``on_missing_above(table, keys)``: keys that the last store has and the stores above it miss."""
+"""``on_missing_above(table, keys)`` is called with keys that only the last store has."""
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class CacheWriter:
                     waiting -= done
             except Exception:
                 # The thread must survive any error: other threads wait for it, some without a timeout.
-                log.exception("the cache writer gave up %d promotions", waiting)
+                log.exception("the cache writer failed; dropped %d promotions", waiting)
                 self._done(waiting)
 
     def _promote_all(self, promotions: list[_Promotion]) -> Iterator[int]:
@@ -241,7 +241,10 @@ class CacheWriter:
                 self._waiting_keys -= keys
 
     def _promote_slice(self, table: EmbeddingTable, keys: KeyArray) -> bool:
-        """False when the caches rejected the rows: they would reject more, each after a delay."""
+        """Promote one slice; False when the caches rejected it.
+
+        They would reject more, each after a delay.
+        """
         try:
             rows, skipped = self._newest(table, keys)
         except Exception:
@@ -266,7 +269,7 @@ class CacheWriter:
             log.exception("promotion of %d keys of table %s failed", len(keys), table.id)
 
     def _newest(self, table: EmbeddingTable, keys: KeyArray) -> tuple[Part, bool]:
-        """Each key's row of the highest version over all stores; and whether a store was skipped.
+        """Read each key's newest row over all stores; also return whether a store was skipped.
 
         Source 0: a deletion, a key that no store has, or a skipped store that may hold a newer row."""
         newest, unsure = Part.make(table, keys), np.zeros(len(keys), bool)

@@ -45,7 +45,7 @@ _NAME = re.compile(r"[\x21-\x7e]{1,65535}")
 class DecodedMessages:
     """Decoded messages: ``messages (m,)`` of dtype `MESSAGE`, one per payload.
 
-    ``updates``: one per table and row format, in the order of their first message."""
+    ``updates``: one per table and row format, in the order of their first messages."""
 
     messages: NDArray[Any]
     updates: Sequence[TableUpdate]

@@ -80,8 +80,8 @@ class FollowedStore(TierWrapper):
     ) -> int | None:
         """Offset up to which the store has the updates of ``table`` from the topic ``topic_id``.
 
-        The store is asked unless it was at ``offset`` before. 0 if it has those of an earlier topic of
-        that name, None if it has no position. Raises TierError."""
+        The store is asked unless it had reached ``offset`` before. 0 if it has those of an earlier
+        topic of that name, None if it has no position. Raises TierError."""
         seen = self._stored.get(table, {}).get(place)
         if seen is None or seen.offset < offset or _differ(seen.topic_id, topic_id):
             seen = self._read_positions(table).get(place)
@@ -133,8 +133,8 @@ class FollowedStore(TierWrapper):
 class FollowedPositions:
     """`StreamPositions` of a reader that refreshes caches after ``followed`` was fed.
 
-    ``other_writer``: also asked where a writer that keeps no positions in the store may feed it, as HPS
-    does; while neither has a position, updates do not wait."""
+    ``other_writer``: the positions of a writer that keeps none in the store, such as HPS; None if there
+    cannot be one. While neither the store nor that writer has a position, updates do not wait."""
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class FollowedPositions:
         self.loss = followed.loss
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
-        """See `StreamPositions`. The store's writer keeps the id there; before, the store counts as having
-        none of the topic's updates."""
+        """See `StreamPositions`. The store's writer records the topic's id in the store. Until then the
+        store counts as having none of the topic's updates."""
         place = topic, partition
         self._topic_ids[place] = topic_id
         tables = self._readers(topic)

@@ -37,7 +37,7 @@ class Freshness:
         self.stale_s = 0
         """Possible age of the model's rows in whole seconds if above the limit; else 0."""
         self.refusal: str | None = None
-        """Reason why requests are rejected, while they are."""
+        """Reason why requests are rejected; None if they are not."""
 
     def judge(self, ages_s: Mapping[EmbeddingTable, float]) -> None:
         """Set the two attributes from the ages of the model's tables."""

@@ -17,7 +17,7 @@ from hps.updates.cache_writer import CacheWriter, Count
 
 log = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S = 0.02
-# Keys in constant use are queued again. Between two copies, requests get the processor.
+# Between two copies, requests get the processor. Dropped keys that are in use are queued again.
 _PAUSES_PER_COPY = 4.0
 _CHUNK_ROWS = 16_384
 

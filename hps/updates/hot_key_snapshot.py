@@ -132,7 +132,7 @@ class HotKeySnapshots:
                 n = self._cache.capacity(table)
                 hot[table.id] = self._cache.top_k(table, n if self._most is None else self._most)
             if not any(len(keys) for keys, _ in hot.values()):
-                return  # nothing was served: an earlier snapshot is worth more
+                return  # nothing was served: keep the earlier snapshot
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_hot_keys(self._path, hot, self._bytes_per_s, self._closed.wait)
         except OSError as error:

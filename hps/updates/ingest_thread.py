@@ -94,7 +94,7 @@ class IngestThread:
                     self._ingestor.problem = f"{type(error).__name__}: {error}"
                     failures += 1
                     pause_s = BACKOFF.pause_s(failures)
-                    log.exception("updates failed; trying again in %.1f s", pause_s)
+                    log.exception("updates failed; retrying in %.1f s", pause_s)
                     self._closed.wait(pause_s)
         finally:
             with suppress(HpsError):

@@ -51,7 +51,7 @@ class DeadLetters(Protocol):
     """Keeps messages that can never be applied."""
 
     def keep(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
-        """Keep ``letters``; returns those not kept before. Raises HpsError; is then called again."""
+        """Keep ``letters``; returns those not kept before. After an HpsError it is called again."""
         ...
 
     def report(self) -> None:
@@ -63,15 +63,15 @@ class IngestObserver(Protocol):
     """Counts (`hps.observability.meters.UpdateMeter`); called on the ingestor's thread."""
 
     def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
-        """``result``: upserted, deleted, not_finite or expired."""
+        """Count ``rows`` by ``result``: upserted, deleted, not_finite or expired."""
         ...
 
     def visible(self, table: EmbeddingTable, tier: str, made_s: NDArray[np.float64]) -> None:
-        """``tier`` now has the rows of messages made at ``made_s (k,)``, in Unix seconds."""
+        """Record that ``tier`` has the rows of messages made at ``made_s (k,)``, in Unix seconds."""
         ...
 
     def took(self, seconds: float) -> None:
-        """All stores and caches had a batch after ``seconds``, waits for a store included."""
+        """Record that a batch was in all stores and caches after ``seconds``, waits for a store included."""
         ...
 
     def dead(self, reason: str) -> None: ...
@@ -106,7 +106,7 @@ class Ingestor:
         self._stop = threading.Event()
         self._recorded_at = time.monotonic()
         self.problem: str | None = None
-        """Reason why the stream waits, while it does."""
+        """Reason why the stream waits; None if it does not."""
         self.newest_s: dict[EmbeddingTable, float] = {}
         """Creation time of the newest applied update by table, in Unix seconds."""
 

@@ -12,8 +12,8 @@ from hps.types import EmbeddingTable
 from hps.updates.source import TableUpdate
 
 Contained = Callable[[EmbeddingTable, str, int], int | None]
-"""``contained(table, topic, partition)``: the offset up to which the files a table was loaded from contain
-the partition, where they say so."""
+"""``contained(table, topic, partition)``: the offset up to which the files of a table contain the
+partition; None if the files do not state it."""
 Readers = Callable[[str], Sequence[EmbeddingTable]]
 """``readers(topic)``: the tables that a topic may change."""
 
@@ -50,7 +50,10 @@ class StreamPositions(Protocol):
         ...
 
     def furthest(self, topic: str, partition: int) -> int:
-        """The highest recorded position: the partition has had so many messages. Raises TierError."""
+        """Return the highest recorded position. Raises TierError.
+
+        The partition has had that many messages.
+        """
         ...
 
     def restart(self, topic: str, partition: int) -> None:
@@ -76,7 +79,9 @@ class StreamPositions(Protocol):
     def mark_applied(
         self, positions: Sequence[StreamPosition], recorded: set[EmbeddingTable]
     ) -> None:
-        """Everything up to ``positions`` is applied, and recorded in the stores of tables in ``recorded``."""
+        """Record that everything up to ``positions`` is applied.
+
+        The stores of the tables in ``recorded`` have recorded it already."""
         ...
 
     def unrecorded(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:

@@ -11,7 +11,7 @@ import numpy as np
 from hps.types import VERSION_SEQUENCE_BITS, VersionArray
 
 OFFSETS = 1 << (VERSION_SEQUENCE_BITS - 1)
-"""Number of clock offsets; so many rows per millisecond keep it as their time."""
+"""Number of clock offsets; up to so many rows per millisecond, versions keep the millisecond."""
 _HIGHEST = 2**64 - 1
 
 

@@ -111,7 +111,7 @@ def test_rejected_message_is_raised_at_the_next_send_and_at_flush(broker, model)
     producer.send("items", [1], rows([1]))
     producer.flush()
     producer.send("items", np.arange(500), rows(np.arange(500)))
-    says = r"did not take \d+ messages: a message of 12\d{3} bytes .* raise the topic's max.message.bytes"
+    says = r"did not accept \d+ messages: a message of 12\d{3} bytes .* raise the topic's max.message.bytes"
     with pytest.raises(Unavailable, match=says):
         send_on(producer, rows([2]))
     with pytest.raises(Unavailable, match=r"send again what was sent since the last flush"):

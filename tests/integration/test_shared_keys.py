@@ -98,11 +98,11 @@ def test_predict_feeds_every_vector_to_the_network(node: hps.Node) -> None:
 
 
 def test_predict_names_the_missing_feature_as_requests_do(node: hps.Node) -> None:
-    with pytest.raises(BadRequest, match=r"lacks feature 'ad'$"):
+    with pytest.raises(BadRequest, match=r"misses feature 'ad'$"):
         node.predict("deepfm", {"user": [1]})
     with pytest.raises(BadRequest, match=r"no feature 'adx'"):
         node.predict("deepfm", {"user": [1], "adx": [1]})
-    with pytest.raises(BadRequest, match=r"lacks feature 'ad'$"):
+    with pytest.raises(BadRequest, match=r"misses feature 'ad'$"):
         node.predict("deepfm", {"user": [1], "ad.deep": [1]})
 
 

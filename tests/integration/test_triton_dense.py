@@ -197,7 +197,7 @@ def test_tls_that_is_not_agreed_on(opened, secured, protocol, lacks, caplog):
     addresses, files, stranger = secured
     tls = {"trust": files | stranger, "certificate": {"ca_file": files["ca_file"]}, "TLS": None}
     node = opened(url=addresses[protocol], protocol=protocol, tls=tls[lacks], retries=0)
-    assert f"Triton at {addresses[protocol]} cannot be reached yet" in caplog.text
+    assert f"Triton at {addresses[protocol]} is unreachable" in caplog.text
     says = "(?i)certificate.verify" if lacks == "trust" else "is not available"
     with pytest.raises(Unavailable, match=says):
         scores(node, request(1))
@@ -360,7 +360,7 @@ def test_the_network_in_the_process_takes_over(opened, exported, triton_ready, c
     asked = request(4)
     expected = scores(opened(), asked)["score"]
     np.testing.assert_array_equal(scores(node, asked)["score"], expected)
-    assert "falls back to dense.onnx" in caplog.text
+    assert "running dense.onnx in this process" in caplog.text
     stop, wrong = threading.Event(), []
 
     def ask():

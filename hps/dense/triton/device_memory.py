@@ -29,7 +29,7 @@ class DeviceRegion:
         with self._device:
             self._stream = cp.cuda.Stream(non_blocking=True)
             try:
-                # Not from a pool: a handle stands for a whole allocation.
+                # Not from CuPy's pool: a CUDA handle stands for a whole allocation.
                 self._memory = cp.cuda.Memory(size)
             except cp.cuda.runtime.CUDARuntimeError as error:
                 raise Unavailable(

@@ -1,4 +1,4 @@
-"""Triton over gRPC."""
+"""Transport to Triton over gRPC."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MESSAGE_BYTES = 2**31 - 1
 
 
 class GrpcTransport:
-    """Triton over gRPC; requests alternate between ``channels`` connections."""
+    """A `TritonTransport` over gRPC; requests alternate between ``channels`` connections."""
 
     def __init__(
         self, url: str, model: str, version: str, *, channels: int, tls: Any = None

@@ -77,7 +77,7 @@ def remove_stale_regions() -> None:
     """Remove the regions of processes that ended without removing them."""
     removed = size = 0
     for path in _FOLDER.glob(f"{_PREFIX}*"):
-        # Locked: in use. Not permitted: another user's. Not found: another process removes them as well.
+        # Locked: in use. Not permitted: another user's. Not found: another process has removed it.
         with suppress(BlockingIOError, PermissionError, FileNotFoundError):
             size_now = path.stat().st_size
             lock = FileLock(path)
@@ -92,7 +92,9 @@ def remove_stale_regions() -> None:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Reserve ``size`` bytes of the file; on a full file system, storing to others ends in SIGBUS."""
+    """Reserve ``size`` bytes of the file.
+
+    On a full file system, a write to bytes that are not reserved raises SIGBUS."""
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.posix_fallocate(file, 0, size)

@@ -1,4 +1,4 @@
-"""Triton over HTTP."""
+"""Transport to Triton over HTTP."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _HEADER_LENGTH = "inference-header-content-length"
 
 
 class HttpTransport:
-    """Triton over HTTP, with the messages of its client but other connections.
+    """A `TritonTransport` over HTTP, with the messages of Triton's client but our connections.
 
-    Those of Triton's client belong to one thread each, and have no deadline for a whole call."""
+    The client's own connections belong to one thread each, and have no deadline for a whole call."""
 
     def __init__(self, url: str, model: str, version: str, tls: Tls | None = None) -> None:
         """``tls`` None: plain text. Raises ConfigError for certificates that cannot be used."""

@@ -28,10 +28,9 @@ class TritonModel:
     """The network ``name`` of the Triton at ``url``. Thread-safe.
 
     If Triton is unreachable at the start, its description is read before the first run; until then
-    ``expected`` (inputs, outputs) is used. ``timeout_s`` bounds a run that has no earlier deadline. Runs
-    that raise `TritonUnavailable` (Triton is unavailable or does not know the model yet, or the connection
-    is lost: a run has no side effects) are retried up to ``retries`` times within it; no other error is.
-    """
+    ``expected`` (inputs, outputs) is used. ``timeout_s`` bounds a run that has no earlier deadline. A
+    run that fails with `TritonUnavailable` is retried up to ``retries`` times within that time, since
+    it has no side effects; other errors are not retried."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class TritonModel:
             self._get_to_know(time.monotonic() + _DESCRIBE_S)
         except (TritonUnavailable, DeadlineExceeded) as error:
             log.warning(
-                "%s: Triton at %s cannot be reached yet, requests will try: %s", name, url, error
+                "%s: Triton at %s is unreachable; requests will try again: %s", name, url, error
             )
         except BaseException:
             self.close()
@@ -87,15 +86,15 @@ class TritonModel:
                 with self._part():
                     return self._run(inputs, names, until)
             except ModelError as error:
-                # Unavailable, not ModelError: Triton served another model before, or will be fixed while we
-                # run.
-                raise Unavailable(f"{error}; ask again") from None
+                # Unavailable, not ModelError: Triton may serve the expected model again while this process
+                # runs.
+                raise Unavailable(f"{error}; retry later") from None
             except TritonUnavailable as error:
                 wait = _BACKOFF.pause_s(attempt + 1)
                 if attempt == self._retries or time.monotonic() + wait >= until:
                     raise Unavailable(
                         f"Triton at {self._url}, which runs the dense model {self._name!r}, is not "
-                        f"available: {error}; ask again"
+                        f"available: {error}; retry later"
                     ) from None
                 time.sleep(wait)
         raise AssertionError("the last attempt answers or raises")

@@ -42,9 +42,9 @@ class TritonRegion(Protocol):
     name: str
     size: int
     registered: bool
-    """Triton knows it, or may."""
+    """True if Triton has, or may have, registered the region."""
     key: str | CudaSharedMemory
-    """What Triton finds it by."""
+    """Name or CUDA handle by which Triton maps the region."""
 
     def put(self, tensors: Iterable[tuple[int, NDArray[Any]]]) -> None:
         """Write arrays at their offsets; complete on return."""
@@ -122,7 +122,7 @@ class ThreadRegions:
         self._forget(transport, _within(_FORGET_S))
         if self._stale:
             log.warning(
-                "Triton has not said that it uses %d shared regions of %d MiB no more: they are left to it",
+                "Triton did not unregister %d shared regions (%d MiB); keeping them until this process ends",
                 len(self._stale),
                 self._stale_bytes >> 20,
             )
@@ -175,8 +175,8 @@ class ThreadRegions:
             self._forget(transport, _within(min(_FORGET_S, left_s())))
         if self._is_full(size):
             raise Unavailable(
-                f"Triton has not said that it uses {self._stale_bytes >> 20} MiB of shared memory no more, "
-                "which runs that failed have left to it; see whether it hangs"
+                f"Triton has not unregistered {self._stale_bytes >> 20} MiB of shared memory of failed runs; "
+                "check whether it hangs"
             )
         larger = self._make(size)
         self._own.region = larger
@@ -229,7 +229,7 @@ class ThreadRegions:
 
 
 _left: set[ThreadRegions] = set()
-"""Closed, with regions that their Triton may still use."""
+"""Closed instances whose regions Triton may still use; referenced here so that these are not freed."""
 
 
 def _register(region: TritonRegion, transport: TritonTransport, left_s: float) -> None:

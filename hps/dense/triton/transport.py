@@ -1,8 +1,7 @@
 """The interface to Triton, with the conversion of its clients' tensors and errors.
 
-Errors are Triton's: `TritonUnavailable` for what a later attempt, or another server, may answer
-(see `translate_triton_error`), anything else as it is.
-"""
+Errors are `TritonUnavailable` if a later attempt, or another server, may succeed; see
+`translate_triton_error`."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _TOO_LATE = "StatusCode.DEADLINE_EXCEEDED"
 _EXPIRED = "Request timeout expired"
 _UNREACHABLE = {"StatusCode.UNAVAILABLE", "503"}
 _NOT_FOUND = {"StatusCode.NOT_FOUND", "404"}
-# gRPC's own codes for transport errors are not among them.
+# Statuses with which Triton itself answered. gRPC's codes for transport errors are not among them.
 _ANSWERED = {
     f"StatusCode.{code}"
     for code in ("INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "UNIMPLEMENTED")
@@ -74,10 +73,9 @@ class CudaSharedMemory:
 
 
 class TritonTransport(Protocol):
-    """One model of one Triton. Thread-safe; no call outlasts its ``timeout_s``.
+    """Interface to one model on one Triton. Thread-safe; no call outlasts its ``timeout_s``.
 
-    ``register`` and ``unregister`` raise what ``infer`` raises.
-    """
+    ``register`` and ``unregister`` raise what ``infer`` raises."""
 
     def describe(self, timeout_s: float) -> TritonModelInfo:
         """Return Triton's description. Raises `TritonUnavailable`, `DeadlineExceeded`, `NotFound` if there
@@ -166,7 +164,7 @@ def info_of(name: str, datatype: str, shape: Sequence[int]) -> NetworkTensor:
     """Convert Triton's description of a tensor. Raises ModelError for a type that no network may use."""
     if datatype not in DATATYPES:
         raise ModelError(
-            f"Triton says that {name!r} is {datatype}; a network may use {', '.join(DATATYPES)}"
+            f"Triton reports type {datatype} for tensor {name!r}; a network may use {', '.join(DATATYPES)}"
         )
     return NetworkTensor(name, datatype, tuple(map(int, shape)))
 
@@ -181,9 +179,9 @@ def translate_triton_error(error: Exception, describing: str | None = None) -> E
     if isinstance(error, InferenceServerException):
         status, message = error.status(), error.message()
         if status == _TOO_LATE:
-            return DeadlineExceeded("Triton did not answer within the request's time")
+            return DeadlineExceeded("deadline exceeded before Triton answered")
         if _EXPIRED in message:
-            return DeadlineExceeded("the request's time was up while it waited in Triton's queue")
+            return DeadlineExceeded("deadline exceeded in Triton's queue")
         if describing is not None and (
             status in _NOT_FOUND or (status == "400" and "unknown model" in message)
         ):
@@ -195,9 +193,9 @@ def translate_triton_error(error: Exception, describing: str | None = None) -> E
         answered = status in _ANSWERED or str(status).isdigit()
         return (TritonRejected if answered else DenseModelError)(f"Triton answered: {message}")
     if isinstance(error, TimeoutError):
-        return DeadlineExceeded("Triton did not answer within the request's time")
+        return DeadlineExceeded("deadline exceeded before Triton answered")
     if isinstance(error, (ConnectionRefusedError, socket.gaierror)):
         return TritonNotConnected(str(error))
     if isinstance(error, (OSError, EOFError)):
         return TritonUnavailable(str(error) or type(error).__name__)
-    return DenseModelError(f"Triton could not be asked: {type(error).__name__}: {error}")
+    return DenseModelError(f"the call to Triton failed: {type(error).__name__}: {error}")

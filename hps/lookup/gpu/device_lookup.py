@@ -98,7 +98,7 @@ class DeviceLookup(LookupEngine):
         return self._slow_path(request)
 
     def pooled(self, request: LookupRequest) -> LookupResult:
-        """Answer with new device arrays, complete."""
+        """Look up and pool into new device arrays, which are complete on return."""
         resident = self.lookup_resident(request)
         if resident is not None:
             return resident
@@ -134,7 +134,7 @@ class DeviceLookup(LookupEngine):
         return result
 
     def _check(self, request: LookupRequest) -> list[Feature]:
-        """Check a request of a new form and return its features; none if the cache has not all tables."""
+        """Check a request of a new form; return its features, none if the cache misses a table."""
         groups = self._groups(tuple(request.features), request.by_table)
         check_sizes(self.model, request)
         features = [feature for _, some in groups for feature in some]
@@ -200,7 +200,7 @@ def _is_past(deadline: float | None) -> bool:
 
 
 def _flat(features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> Any:
-    """Concatenate the table's keys of its features."""
+    """Concatenate the keys of one table's ``features``, converted to the table's keys."""
     shifted = [f.shift(k.keys) for f, k in zip(features, keys, strict=True)]
     return shifted[0] if len(shifted) == 1 else np.concatenate(shifted)
 

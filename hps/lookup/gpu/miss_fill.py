@@ -1,8 +1,7 @@
-"""Pooling on the device for prepared requests of which its cache misses some rows.
+"""Miss fill: pool prepared requests on the device although its cache misses some rows.
 
-Two prepared launches with one wait between them: fetch the rows in the cache; then copy up the rows in host
-memory, all tables in one launch, and pool.
-"""
+Launch the fetch of the rows in the cache; wait; copy the missing rows up from host memory, all tables
+in one launch; pool."""
 
 from __future__ import annotations
 
@@ -32,9 +31,8 @@ _GPU, _DEFAULT = int(Source.GPU), int(Source.DEFAULT)
 class LowerTiers:
     """The tiers that fill a device's misses without blocking. Thread-safe.
 
-    ``memory`` finds all rows or none, in one call; ``bridge`` goes key by key. ``lift`` gets the rows that
-    ``memory`` had, for promotion.
-    """
+    ``memory`` finds all rows or none, in one call; ``bridge`` goes key by key. ``lift`` promotes the
+    keys whose rows ``memory`` had."""
 
     def __init__(
         self,
@@ -125,7 +123,7 @@ class FilledFetch:
             self._refill = cache.prepare_refill(fetch, tables, below.memory.info.source)
         self._sizes = np.array(sizes)
         self._codes = self._space.pinned(sum(sizes))
-        # Added to the codes, to tell the tables apart in one histogram.
+        # Added to the source codes, so that one histogram counts each feature's codes separately.
         self._bins = np.repeat(np.arange(len(sizes)) * _CODES, sizes)
         self._started = 0.0
 
@@ -149,8 +147,8 @@ class FilledFetch:
         return True
 
     def finish(self) -> int:
-        """Report the sources of the rows; return the number of keys with a default: the deleted ones."""
-        # Most came from the device: counting only the others takes a third of the time.
+        """Report the sources of the rows; return the number of defaulted keys: deleted ones."""
+        # Most rows came from the device: counting only the others takes a third of the time.
         others = np.flatnonzero(self._codes != _GPU)
         counts = np.bincount(
             self._codes[others] + self._bins[others], minlength=_CODES * len(self._features)

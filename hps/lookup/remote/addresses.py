@@ -33,7 +33,7 @@ class NodeResolver:
 
     @property
     def change(self) -> bool:
-        """True if there are names whose addresses may change."""
+        """True if a name's addresses may change, so that it must be resolved again."""
         return any(node.startswith(_MANY) for node in self._nodes)
 
     def now(self) -> list[NodeAddress]:
@@ -62,16 +62,14 @@ class NodeResolver:
 def resolve_addresses(host: str) -> list[str]:
     """Resolve ``host`` with the system's resolver.
 
-    Returns the IPv4 addresses if the name and this machine have any, else the IPv6 ones: with both, nodes
-    that have both would count twice. Raises OSError."""
+    Returns the IPv4 addresses if the name and this machine have any, else the IPv6 ones: with both
+    kinds, a node that has both would count twice. Raises OSError."""
     try:
         found = _resolved(host, socket.AI_ADDRCONFIG)
     except OSError:
         found = []
     if all(sockaddr[0] == "::1" for *_, sockaddr in found):
-        found = _resolved(
-            host, 0
-        )  # the flag does not count 127.0.0.1 as an address of this machine
+        found = _resolved(host, 0)  # AI_ADDRCONFIG ignores loopback addresses
     ipv4 = [each for each in found if each[0] == socket.AF_INET]
     return [str(sockaddr[0]) for *_, sockaddr in ipv4 or found]
 

@@ -1,4 +1,4 @@
-"""Nodes that serve one version of a model with the same description as here."""
+"""Candidate nodes: those that serve a model version with the same description as here."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ class Candidates:
         self.model = model
         self.nodes = nodes
         self._of = model.name, model.version
-        # A node's description is compared once, and known by its digest from then on: a node may restart
-        # with another model.yaml, which only its answers show.
+        # A description is compared once and recognized by its digest from then on. Every answer has the
+        # digest, since a node may restart with another model.yaml.
         self._same: frozenset[int] = frozenset()
         self._different: dict[int, str] = {}
         self.ready: tuple[LookupNode, ...] = ()
-        """The nodes to choose among."""
+        """Ready nodes, among which the picker chooses."""
         self.others: tuple[LookupNode, ...] = ()
-        """Those to be asked when there is none of these, in this order: about to end, or without an answer of
-        late, which may be this process's fault."""
+        """Nodes to try, in this order, when none is ready: first those that start or shut down, then
+        unreachable ones, since this process may be the slow one."""
         self.compare()
         if self._different and not self._same:
             raise ModelError(next(iter(self._different.values())))
         nodes.watch(self.compare)
-        nodes.look(tell=True)  # changes since the first comparison
+        nodes.look(tell=True)  # for changes since the first comparison
 
     def close(self) -> None:
         """Unsubscribe from the nodes."""
         self.nodes.unwatch(self.compare)
 
     def means_the_same(self, digest: int) -> bool:
-        """True if an answer with this digest has the description that is expected here."""
+        """True if ``digest``, from a node's answer, belongs to the description that this process has."""
         return digest in self._same
 
     def mark_not_served(self, target: LookupNode) -> None:
-        """Record that ``target`` does not serve the version, or another description of it."""
+        """Record that ``target`` does not serve the version, or serves it with another description."""
         target.mark_not_served(*self._of)
         self._sort()
         self.nodes.look()
 
     def compare(self) -> None:
-        """Update the candidates; describes are requested from nodes with a new digest."""
+        """Update the candidates; nodes with an unknown digest are asked for their description."""
         for target in self.nodes.all:
             served = target.models.get(self._of)
             if served is not None and not self._is_known(served.digest):
@@ -88,7 +88,7 @@ class Candidates:
             described = target.describe(*self._of, _DESCRIBE_S)
             check_same_description(target.address, described, self.model)
         except grpc.RpcError:
-            self.nodes.look(tell=True)  # to try again
+            self.nodes.look(tell=True)  # try again soon
         except ModelError as error:
             log.warning("lookup node %s excluded: %s", target.address, error)
             self._different = {**self._different, described.digest: str(error)}

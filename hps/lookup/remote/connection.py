@@ -21,14 +21,12 @@ OPTIONS: dict[str, int] = {
     "grpc.dns_min_time_between_resolutions_ms": 1000,
     # Despite its name, the longest time of a connection attempt.
     "grpc.min_reconnect_backoff_ms": 5000,
-    # A connection that receives nothing, as after a network partition, is closed: the kernel would keep it
-    # for
-    # a quarter of an hour. Nodes permit these pings (`services.frontend.grpc.listener`).
+    # Close a connection that receives nothing, as after a network partition: the kernel would keep it for a
+    # quarter of an hour. Nodes permit these pings (`services.frontend.grpc.listener`).
     "grpc.keepalive_time_ms": 10_000,
     "grpc.keepalive_timeout_ms": 5000,
-    # The same for gRPC's own pings, which measure bandwidth: while one of these is in flight, no keepalive
-    # ping
-    # is sent. If both were lost, the connection would be kept for a minute.
+    # The same for gRPC's own pings, which measure bandwidth: while one is in flight, no keepalive ping is
+    # sent. If both were lost, the connection would be kept for a minute.
     "grpc.http2.ping_timeout_ms": 5000,
     "grpc.http2.max_pings_without_data": 0,
     "grpc.per_message_compression": 0,  # vectors do not compress

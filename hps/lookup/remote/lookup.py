@@ -53,9 +53,9 @@ _ELSEWHERE = (
     _Code.UNKNOWN,
     _Code.DATA_LOSS,
 )
-# No node answered; OK is an answer with another description of the model.
+# Codes that count as no answer. OK: the node has another description of the model.
 _NOBODY = (_Code.OK, _Code.UNAVAILABLE, _Code.NOT_FOUND, _Code.CANCELLED)
-# How long, and how often, nodes are tried again after all have failed.
+# After all nodes have failed they are tried again for this long, at this interval.
 _PATIENCE_S, _PAUSE_S = 1.0, 0.1
 _ERRORS: dict[grpc.StatusCode, type[HpsError]] = {
     _Code.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -174,7 +174,7 @@ class RemoteLookup:
         """Send ``call`` to a node that was not tried yet."""
         try:
             self._send(call)
-        except Exception as error:  # for example of a picker; the caller must get it
+        except Exception as error:  # any error, such as a picker's, must reach the caller
             call.fail(error)
 
     def _send(self, call: RemoteLookupCall) -> None:
@@ -192,7 +192,7 @@ class RemoteLookup:
         is_last = alone or len(call.tried) >= self._retries or self._budget.is_spent
         if not is_last:
             left_s /= 2
-            if call.nobody_since is None:  # after that, other nodes are unlikely to do better
+            if call.nobody_since is None:  # after that, another is hardly faster
                 left_s = min(left_s, self._attempt_s)
         call.tried.append(target)
         call.attempt = attempt = LookupAttempt(target, now, is_last)
@@ -203,7 +203,7 @@ class RemoteLookup:
             call.failure = f"{target.address}: its connection has been closed"
             self._ask(call)
             return
-        if call.answer.cancelled():  # before this attempt could be cancelled
+        if call.answer.cancelled():  # the caller cancelled before `attempt.cancel` was set
             attempt.cancel()
 
     def _finish_attempt(
@@ -217,7 +217,7 @@ class RemoteLookup:
         """Handle the end of an attempt."""
         try:
             self._heard(call, attempt, code, short_error(details), response)
-        except Exception as error:  # as above
+        except Exception as error:  # any error must reach the caller
             call.fail(error)
 
     def _heard(
@@ -286,7 +286,7 @@ class RemoteLookup:
 
     def _nobody(self, call: RemoteLookupCall) -> str:
         if call.failure:
-            return f"no lookup node could answer; the last was {call.failure}"
+            return f"no lookup node answered; last failure: {call.failure}"
         problems = self._candidates.problems or {"lookup.nodes": self._candidates.nodes.problem}
         why = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
         return (

@@ -24,11 +24,9 @@ _REMOTE = bytes([Source.REMOTE])
 
 
 class _ResponseSlice(NamedTuple):
-    """One name's slice of a response: its ``keys`` among all, and its vectors of ``shape`` from byte
-    ``at``.
+    """Slice of a response for one name: its ``keys``; byte ``at`` and ``shape`` of its vectors.
 
-    ``is_aligned``: that byte is a multiple of the element size.
-    """
+    ``aligned``: that byte is a multiple of the element size."""
 
     name: str
     keys: slice
@@ -72,7 +70,7 @@ class LookupRequestTemplate:
         self.are_keys_all = all(
             keys.offsets is None and keys.weights is None for keys in features.values()
         )
-        """Whether they have neither offsets nor weights."""
+        """True if the requests have neither offsets nor weights."""
         self._keys = self._size = 0
         shares = []
         for name, given in features.items():
@@ -94,7 +92,7 @@ class LookupRequestTemplate:
         self._shares = tuple(shares)
         self._named = [share.name for share in shares]
         self._alike: tuple[tuple[int, int, int], np.dtype[Any]] | None = None
-        if len({(share.shape, share.dtype) for share in shares}) == 1:  # faster
+        if len({(share.shape, share.dtype) for share in shares}) == 1:  # one reshape is faster
             self._alike = (len(shares), *shares[0].shape), shares[0].dtype
         whole = pb.LookupRequest(
             asked=said.SerializeToString(), keys=bytes(_KEY_BYTES * self._keys)
@@ -103,10 +101,11 @@ class LookupRequestTemplate:
         self._head: bytes = packed[: len(packed) - len(whole.keys)]
         remote = [(known[n].table, _REMOTE * len(k.keys), ()) for n, k in features.items()]
         self.finished = meter.finished_alike(remote)
-        """To be called with the seconds that each of them took."""
+        """Counts one lookup; called with the seconds that it took."""
 
     def message(self, keys: Sequence[KeyArray], more: bytes = b"") -> bytes:
-        """Encode the ``LookupRequest`` of these keys, by name; ``more``: see `offsets_and_weights`."""
+        """Encode the ``LookupRequest`` of ``keys``, one array per name; ``more``: see
+        `offsets_and_weights`."""
         pieces: list[Any] = [self._head, *keys, more]
         return b"".join(pieces)
 

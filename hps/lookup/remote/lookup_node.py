@@ -17,7 +17,7 @@ from hps.v1 import lookup_pb2 as pb
 
 Standing = Literal["ready", "not ready", "unreachable"]
 LATE_S = 5.0
-"""For how long a node that has not answered in time, and was ready before, counts as one that serves."""
+"""How long a node that was ready still counts as serving after a poll of it timed out."""
 
 
 class ClientTls(NamedTuple):
@@ -61,21 +61,23 @@ class LookupNode:
         self.address, self.name = at
         self.in_flight = 0
         self.standing: Standing = "unreachable"
-        self.problem = "not asked yet"
-        """Why it is not ready."""
+        self.problem = "not polled yet"
+        """Reason why the node is not ready; empty if it is."""
         self._late_until = 0.0
         self.models: Mapping[tuple[str, int], ServedVersion] = {}
-        """What it serves, by model and version, as it said last."""
+        """Served versions by model and version, as the node last reported them."""
         self.answers: Counter[str] = Counter()
-        """Lookups it was asked, by how they ended: gRPC's name of the status."""
+        """Number of lookups sent to the node, by the name of their gRPC status."""
         self.retries = 0
-        """Lookups that were sent to another node because this one failed."""
+        """Number of lookups retried on another node because this one failed."""
         self._lock = threading.Lock()
         self._at, self._metadata = at, metadata
         self._connection = NodeChannel(at, credentials)
 
     def connect(self, credentials: grpc.ChannelCredentials | None) -> NodeChannel:
-        """Open a new channel with ``credentials``; return the old one, to close after its last call."""
+        """Open a new channel with ``credentials``; return the old one.
+
+        The caller closes that after its last call."""
         former, self._connection = self._connection, NodeChannel(self._at, credentials)
         return former
 

@@ -22,7 +22,7 @@ from hps.periodic import PeriodicThread
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""How often each node is asked what it serves."""
+"""Interval between polls of a node."""
 _ANSWER_S = 1.0
 # How long lookups may still use a channel that has been replaced.
 _FAREWELL_S = 60.0
@@ -42,9 +42,9 @@ class NodeRegistry:
         resolve_s: float = 5.0,
         resolve: Resolve | None = None,
     ) -> None:
-        """``nodes`` as in `lookup.nodes`. Without ``certificates``: plain text; renewed ones are used from
-        then on. ``api_key`` is sent with every call. Blocks until each node has answered once, at most a
-        second."""
+        """``nodes`` as in `lookup.nodes`. ``certificates``: returns the current ones, so that renewed ones
+        are used; without it, connections are plain text. ``api_key`` is sent with every call. Blocks
+        until each node has answered once, at most a second."""
         self._certificates = certificates
         self._shown = None if certificates is None else certificates()
         self._credentials = _credentials(self._shown)
@@ -100,7 +100,7 @@ class NodeRegistry:
 
     @property
     def problem(self) -> str:
-        """The reason why no node is usable; empty if one is ready or late."""
+        """The reason why no node is usable; empty if one may serve."""
         if any(target.may_serve for target in self.all):
             return ""
         found = [*self._addresses.problems.values()]
@@ -126,7 +126,7 @@ class NodeRegistry:
                 self._look_after()
                 self._do(time.monotonic())
             except Exception:  # any error; the next round may succeed
-                log.exception("looking after the lookup nodes failed; trying again")
+                log.exception("polling the lookup nodes failed; retrying")
             next_s = min((due for due, _ in [*self._due]), default=float("inf")) - time.monotonic()
             woken = self._wake.wait(min(LOOK_S, max(_SOONEST_S, next_s)))
             self._wake.clear()
@@ -214,17 +214,17 @@ class NodeRegistry:
         standings = {target.address: (target.standing, target.problem) for target in self.all}
         for address, (standing, problem) in standings.items():
             if self._said.get(address) == standing:
-                continue  # only the wording may differ
+                continue  # same state; only the wording of the problem may differ
             if standing == "ready":
-                log.info("lookup node %s is asked", address)
+                log.info("lookup node %s is ready", address)
             else:
                 log.warning("lookup node %s is %s: %s", address, standing, problem)
         for address in self._said.keys() - standings.keys():
-            log.info("lookup node %s is gone", address)
+            log.info("lookup node %s removed", address)
         self._said = {address: standing for address, (standing, _) in standings.items()}
         for name, problem in self._addresses.problems.items():
             if self._unknown.get(name) != problem:
-                log.warning("lookup nodes %s: %s; trying again", name, problem)
+                log.warning("lookup nodes %s: %s; retrying", name, problem)
         self._unknown = dict(self._addresses.problems)
 
 

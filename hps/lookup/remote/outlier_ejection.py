@@ -24,24 +24,24 @@ from hps.lookup.remote.lookup_node import LookupNode
 log = logging.getLogger(__name__)
 
 _LAST = 10
-# The timeout of a lookup with less time than this does not count as a failure of the node.
+# A lookup that times out after less time than this does not count as a failure of the node.
 _PATIENCE_S = 0.1
 _Code = grpc.StatusCode
 _FAILURES = (_Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS)
 
 
 class _NodeRecord:
-    """The record of one node."""
+    """The last results and the ejections of one node."""
 
     __slots__ = ("ejections", "last", "longer", "until")
 
     def __init__(self) -> None:
         self.last: deque[bool] = deque(maxlen=_LAST)
-        """Whether its last lookups failed."""
+        """For each of its last lookups: True if it failed."""
         self.until = 0.0
-        """When it is asked again."""
+        """End of its ejection, an instant of the clock."""
         self.longer = 0
-        """How often it was ejected in a row."""
+        """Number of ejections in a row; each is twice as long as the one before."""
         self.ejections = 0
 
     @property
@@ -125,7 +125,11 @@ class OutlierEjection:
             record.ejections += 1
             record.last.clear()
             self._out = (*self._out, target)
-        log.warning("lookup node %s fails; it is left out for %.3g s", target.address, out_s)
+        log.warning(
+            "lookup node %s ejected for %.3g s: too many of its lookups failed",
+            target.address,
+            out_s,
+        )
 
     def _does_better(self, record: _NodeRecord, nodes: Sequence[LookupNode]) -> bool:
         """True if another node is not ejected, answers, and fails at most half as often. Holds the lock."""
@@ -141,10 +145,10 @@ class OutlierEjection:
                 back = [each for each in self._out if self._until(each) <= now]
                 self._out = tuple(each for each in self._out if each not in back)
             for each in back:
-                log.info("lookup node %s is asked again", each.address)
+                log.info("lookup node %s readmitted after its ejection", each.address)
 
     def _until(self, target: LookupNode) -> float:
-        """The end of the node's ejection; now if the node is unknown."""
+        """The end of the node's ejection; 0, which is past, if the node is unknown."""
         record = self._records.get(target)
         return 0.0 if record is None else record.until
 

@@ -15,8 +15,8 @@ from hps.types import LookupResult, VectorArray
 class LookupAttempt:
     """One attempt at one node, started at an instant of ``time.monotonic()``.
 
-    ``is_last``: no other node may be tried after it. ``cancel`` ends it as soon as it has started.
-    """
+    ``is_last``: no other node may be tried after it. ``cancel`` ends the attempt; None until it has
+    started."""
 
     __slots__ = ("cancel", "is_last", "started", "target")
 
@@ -69,10 +69,10 @@ class RemoteLookupCall:
         self.tried: list[LookupNode] = []
         self.failure = ""
         self.nobody_since: float | None = None
-        """Since when no node has answered, although all were tried."""
+        """Time at which all nodes had failed for the first time (``time.monotonic()``)."""
         self.attempt: LookupAttempt | None = None
-        """What a node was asked last; set before it is asked, since it may fail, and another node be asked on
-        another thread, before whoever asked knows how to end it."""
+        """The latest attempt. Set before its call starts: the call may fail, and the next attempt start on
+        another thread, before `LookupAttempt.cancel` is set."""
         self.answer: Future[LookupResult] = Future()
 
     def cancel(self) -> None:

@@ -21,7 +21,7 @@ from hps.observability.meters import LookupMeter
 from hps.types import JaggedKeys, LookupRequest
 
 _INT64 = np.dtype(np.int64)
-# The number of cached forms.
+# The number of cached codecs, one per form of request.
 _KEPT = 256
 
 
@@ -72,7 +72,7 @@ class RemoteRequestChecks:
 
 
 def _alike(request: LookupRequest) -> tuple[object, ...] | None:
-    """Return the form that decides whether requests are valid; None if their values decide."""
+    """Return a cache key for requests whose form decides if they are valid; None for others."""
     if request.out:
         return None
     signature: list[object] = [request.by_table, request.want_source]

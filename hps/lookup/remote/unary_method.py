@@ -1,9 +1,8 @@
 """gRPC unary calls with a callback instead of grpc's future.
 
-A future costs a condition variable, a list of callbacks and several locks, for a call that no thread waits
-for. The callback uses private parts of grpc: ``KNOWN`` says whether they are as expected. If not, futures
-are used.
-"""
+A future costs a condition variable, a list of callbacks and several locks, for a call that no thread
+waits for. The callback uses private parts of grpc. ``KNOWN`` is True if they are as expected; otherwise
+futures are used."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _Code = grpc.StatusCode
 OnDone = Callable[[grpc.StatusCode, str, Any], None]
-"""The status, what is said of it, and of an answer (OK) what it was parsed into."""
+"""``on_done(status, details, response)``: the parsed response if the status is OK, else None."""
 Cancel = Callable[[], object]
 
 _CODES = {code.value[0]: code for code in _Code}
@@ -56,16 +55,15 @@ KNOWN = _is_known()
 
 
 class UnaryMethod:
-    """The calls of one method. Thread-safe.
+    """Starts calls of one gRPC method. Thread-safe.
 
-    ``on_done`` is called once per call, on a thread of gRPC. Raises ValueError if the channel is closed.
-    """
+    ``on_done`` is called once per call, on a thread of gRPC. Raises ValueError if the channel is closed."""
 
     def __init__(self, channel: grpc.Channel, method: str, parse: Callable[[bytes], Any]) -> None:
         self._method: Any = channel.unary_unary(method)
         self._parse = parse
         self.start: Callable[[bytes, float, Sequence[tuple[str, str]], OnDone], Cancel]
-        """Begin a call that may take so many seconds, with this metadata; what cancels it."""
+        """``start(message, timeout_s, metadata, on_done)`` starts a call; returns its cancel function."""
         self.start = self._start if KNOWN else self._start_future
 
     def _start(
@@ -111,10 +109,10 @@ class UnaryMethod:
                 try:
                     parsed = self._parse(received.message())
                 except Exception as error:  # the class of protobuf's error depends on its build
-                    code, text = _Code.INTERNAL, f"an answer that is no message: {error}"
+                    code, text = _Code.INTERNAL, f"invalid response: {error}"
             on_done(code, text, parsed)
-        except Exception:  # an error would end the thread of all calls
-            log.exception("failed to report the result of a call")
+        except Exception:  # an error would end gRPC's thread, which serves all calls
+            log.exception("handling the result of a gRPC call failed")
 
     def _start_future(
         self, message: bytes, timeout_s: float, metadata: Sequence[tuple[str, str]], on_done: OnDone

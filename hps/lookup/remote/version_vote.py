@@ -13,7 +13,9 @@ from hps.lookup.remote.node_registry import NodeRegistry
 
 
 class VersionVote:
-    """The versions that `hps.node.version_sync.VersionSync` follows. For one thread at a time."""
+    """A `VersionSource` (`hps.node.version_sync`) that follows most lookup nodes.
+
+    For one thread at a time."""
 
     def __init__(self, nodes: NodeRegistry, chosen: Mapping[str, int | None] | None) -> None:
         """``chosen``: the models to serve, with the version of each if one is configured; None: all."""

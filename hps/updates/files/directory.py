@@ -27,7 +27,7 @@ from hps.updates.source import DeadLetter, UpdateBatch
 log = logging.getLogger(__name__)
 
 BLOCK = 1 << 16
-"""Rows a poll brings at most, or one message."""
+"""Largest number of rows per poll; a single message may have more."""
 _APPLIED, _REJECTED = "applied", "rejected"
 _CHECK_EVERY_S = 0.2
 _SAY_EVERY_S = 30.0
@@ -54,7 +54,7 @@ class DirectorySource:
         self._looked = False
         self._reading: UpdateFile | None = None
         self._batches: Iterator[UpdateBatch] = iter(())
-        # Polled and not committed; with a batch that ends a file, the file.
+        # Batches that were polled and not committed; with the last batch of a file, that file.
         self._polled: deque[tuple[UpdateBatch, UpdateFile | None]] = deque()
         self._said_at = float("-inf")
         try:

@@ -1,8 +1,8 @@
 """Rows and deletions from Parquet and npz files, block by block.
 
-`hps store export` and trainers write such files. Columns: ``key`` (n,) int64 or uint64; ``vector`` (n, dim)
-float32 or float16; optional ``version`` (n,) uint64 and ``deleted`` (n,) bool, whose vectors mean nothing.
-Other columns are ignored."""
+`hps store export` and trainers write such files. Columns: ``key`` (n,) int64 or uint64; ``vector`` (n,
+dim) float32 or float16; optional ``version`` (n,) uint64 and ``deleted`` (n,) bool. Vectors of deleted
+rows and other columns are ignored."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class RowFile:
     def changes(self, block: int, versions: int) -> Iterator[TableChanges]:
         """The file's changes in order, at most ``block`` rows at a time.
 
-        Rows of files without versions get ``versions``, and one more for each row before them. Raises
-        BadRequest for a damaged file."""
+        Rows of a file without versions get ``versions``, ``versions + 1`` and so on. Raises BadRequest
+        for a damaged file."""
         first = versions
         for columns in _blocks(self.path, block):
             yield _changes(self.path, columns, first)
@@ -56,7 +56,7 @@ def open_rows(path: Path) -> RowFile:
         return RowFile(path, _npz_rows(path), None)
     if path.suffix == ".parquet":
         return _open_parquet(path)
-    raise BadRequest(f"{path}: give a file named *{' or *'.join(FORMATS)}")
+    raise BadRequest(f"{path}: unknown format; use a file named *{' or *'.join(FORMATS)}")
 
 
 def _changes(path: Path, columns: Mapping[str, NDArray[Any]], first: int) -> TableChanges:
@@ -72,7 +72,7 @@ def _changes(path: Path, columns: Mapping[str, NDArray[Any]], first: int) -> Tab
     n = len(keys)
     versions = columns.get("version", np.arange(first, first + n, dtype=np.uint64))
     if versions.dtype.kind not in "iu" or (versions.dtype.kind == "i" and (versions < 0).any()):
-        raise BadRequest(f"{path}: version must be whole numbers, not {versions.dtype} or negative")
+        raise BadRequest(f"{path}: version must be whole numbers from 0 up, not {versions.dtype}")
     versions = versions.astype(np.uint64, copy=False)
     gone = columns.get("deleted", np.zeros(n, bool))
     if gone.dtype != np.bool_:
@@ -95,7 +95,7 @@ def _check_columns(path: Path, found: list[str]) -> None:
         if name not in found:
             raise BadRequest(
                 f"{path} has no column {name}: a file of rows has key and vector, and version and deleted "
-                f"where there are such; this one has {', '.join(found) or 'none'}"
+                f"as optional columns; this one has {', '.join(found) or 'none'}"
             )
 
 

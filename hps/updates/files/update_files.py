@@ -20,10 +20,10 @@ from hps.updates.source import MESSAGE, DeadLetter, Reason, TableUpdate, UpdateB
 log = logging.getLogger(__name__)
 
 NATIVE = ".hpsu"
-"""Ending of files of native messages, one after the other."""
+"""Suffix of files that hold native messages, one after the other."""
 ENDINGS = (NATIVE, *FORMATS)
 _BLOCK_BYTES = 32 << 20
-_MOST_TOLD = 1000
+_MAX_FAULTS = 1000
 _SIZE, _UP, _DOWN = 5, 6, 7  # of HEADER's fields
 
 
@@ -37,7 +37,7 @@ class UpdateFile:
     ) -> None:
         self.path = path
         self.faults: list[str] = []
-        """Faults so far, the first thousand."""
+        """The first thousand faults found."""
         self._dead = 0
         self._tables = tables
         self._block = block
@@ -136,7 +136,7 @@ class UpdateFile:
         self, why: Reason, text: str, at: int = 0, byte: int = 0, payload: bytes = b""
     ) -> DeadLetter:
         self._dead += 1
-        if len(self.faults) < _MOST_TOLD:
+        if len(self.faults) < _MAX_FAULTS:
             self.faults.append(text)
         return DeadLetter(why, byte, StreamPosition(self.path.name, 0, at), payload)
 

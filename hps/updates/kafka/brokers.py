@@ -27,7 +27,7 @@ class Brokers:
         answer_s: float = 5.0,
     ) -> None:
         for name in {"bootstrap.servers", "metadata.broker.list"} & set(options or ()):
-            raise ConfigError(f"options: {name!r} is set by hps itself; take it out")
+            raise ConfigError(f"options: {name!r} is set by hps itself; remove it")
         self.addresses = addresses
         self.answer_s = answer_s
         self._last_error = ""

@@ -46,8 +46,8 @@ class KafkaCluster:
     ) -> dict[str, Topic]:
         """Topics with a ``wanted`` name. Raises Unavailable.
 
-        The ``consumer`` that will read them should ask, if given: otherwise it looks for topics that it
-        does not know once a second."""
+        Pass the ``consumer`` that will read them, if there is one: otherwise it queries the brokers for
+        topics that it does not know, once a second."""
         admin = self._client()
         try:
             # A request for one topic by name might create it.

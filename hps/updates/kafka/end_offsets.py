@@ -23,7 +23,7 @@ class KafkaReader(Protocol):
         ...
 
     def lag(self) -> Mapping[Place, int] | None:
-        """None while the reader's partitions, or their start offsets, are unknown."""
+        """Lag by partition; None while the reader's partitions, or their start offsets, are unknown."""
         ...
 
     def record_ends(self, ends: Mapping[Place, int]) -> None:
@@ -38,7 +38,7 @@ class PendingMessages:
         self._cluster = cluster
         self._reader = reader
         self._arrivals = ArrivalTimes()
-        # Until the reader knows its partitions: of a topic that does not exist, everything is applied.
+        # Used until the reader knows its partitions. A topic that does not exist counts as applied.
         self._places: Mapping[Place, int] = {(topic, 0): 0 for topic in topics}
         self._known = False
 

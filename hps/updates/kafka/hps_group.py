@@ -13,7 +13,7 @@ from hps.updates.kafka.client import ANSWER_S, client_log, reader_options
 
 
 def hps_group(group: str) -> str:
-    """HPS's counterpart of ``group``: that of a host's RocksDB, or of the shared Redis."""
+    """HPS's consumer group for the store that ``group`` feeds: a host's RocksDB, or the shared Redis."""
     node = group.removeprefix(NODE)
     return "hps.volatile" if node == group else f"hps.persistent.{node}"
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from hps.updates.source import DeadLetter, Reason
 
 MOST = 100_000
-"""Letters that are remembered, and listed: the newest."""
+"""Largest number of letters that are remembered, or listed: the newest."""
 
 K = TypeVar("K")
 V = TypeVar("V")

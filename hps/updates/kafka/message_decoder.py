@@ -57,7 +57,9 @@ class MessageDecoder:
         return updates, dead
 
     def _decode(self, topic: str, messages: list[Any]) -> DecodedMessages | None:
-        """None for an HPS topic of an unknown table: its messages don't say what they hold."""
+        """Decode messages of one topic; None for an HPS topic of an unknown table.
+
+        The dim of such a table is unknown, and the messages do not contain it."""
         payloads = [message.value() for message in messages]
         named = hps_table(topic)
         if named is None:

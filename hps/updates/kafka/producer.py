@@ -84,7 +84,7 @@ class Producer:
         if not 1 <= partitions <= 100_000:  # librdkafka's limit for a topic
             raise ConfigError(f"partitions must be from 1 to 100,000, not {partitions}")
         for name in set(_OURS) & set(options or ()):
-            raise ConfigError(f"options: {name!r} is set by hps itself; take it out")
+            raise ConfigError(f"options: {name!r} is set by hps itself; remove it")
         self._model, self._format = model, format
         self._groups, self._key_bits, self._full = partitions, key_bits, message_bytes
         self._wait_s = wait_s
@@ -138,7 +138,7 @@ class Producer:
         self._check(table)
         said = MessageAttributes(unix_ms(event_time), ttl_s, step, dense_version)
         if self._format == "hps" and versions is not None:
-            raise BadRequest("HPS's format has no room for versions; leave them out")
+            raise BadRequest("HPS's format has no versions; leave them out")
         changes = check_changes(keys, rows, versions, deleted, self._clock, said.event_ms)
         native = self._format == "native"
         topic = native_topic(self._model) if native else hps_topic(self._model, table)
@@ -274,8 +274,8 @@ class Producer:
 
 def _lost(failed: int, why: str) -> Unavailable:
     return Unavailable(
-        f"Kafka did not take {failed} messages: {why}; send again what was sent since the last flush that "
-        "returned"
+        f"Kafka did not accept {failed} messages: {why}; send again what was sent since the "
+        "last flush that returned"
     )
 
 

@@ -43,8 +43,8 @@ _STATIC_ID = "group.instance.id"
 class KafkaSource:
     """An `UpdateSource` on Kafka.
 
-    ``member``: the static name of a member of ``group``, whose members share the partitions; None reads
-    all partitions, and ``group`` only has the committed offsets. ``since_s``, ``hps``: see
+    ``member``: the static name of a member of ``group``, whose members share the partitions. None: all
+    partitions are read, and ``group`` only has the committed offsets. ``since_s``, ``hps``: see
     `StartPositions`; ``hps`` defaults to `hps_group`."""
 
     def __init__(
@@ -176,7 +176,7 @@ class KafkaSource:
     def record_ends(self, ends: Mapping[Place, int]) -> None:
         """Record end offsets that were read in parallel. Any thread may call.
 
-        This reader may be paused or wait for a store, and then receives none."""
+        The consumer receives none while this reader is paused or waits for a store."""
         self._readings.record_ends(ends)
 
     def applied(self) -> dict[Place, int]:
@@ -218,7 +218,8 @@ class KafkaSource:
             with suppress(ck.KafkaException):
                 at = ck.TopicPartition(*place)
                 _low, high = self._consumer.get_watermark_offsets(at, cached=True)
-                # It is negative before the first answer to a fetch, and may be of an earlier fetch.
+                # `high` is negative before the first answer to a fetch, and may be older than
+                # `reading.end`.
                 reading.end = max(reading.end, high)
 
     # -- partitions and their start offsets --------------------------------------------------------

@@ -36,14 +36,16 @@ class StorePositions(Protocol):
 
 
 class StreamObserver(Protocol):
-    """Counts, by topic."""
+    """Counters by topic."""
 
     def lost(self, topic: str, messages: int) -> None:
-        """Kafka has deleted messages that were not applied."""
+        """Count ``messages`` that Kafka deleted before they were applied."""
         ...
 
     def restarted(self, topic: str) -> None:
-        """A partition is read from its first message again: it does not continue the stores' positions."""
+        """Count a partition that is read from its first message again.
+
+        It does not continue the stores' positions."""
         ...
 
 
@@ -84,8 +86,8 @@ class StartPositions:
     Where no store has a position, reading starts with the messages of ``since_s`` (Unix seconds), if
     given, else at the offset of the group ``hps`` (`KafkaSettings.hps_offsets`), or at the first
     message. A topic that changes none of the ``tables`` has dead letters only, and no store keeps a
-    position in it: there the offsets that the reader's ``group`` has committed say which of them were
-    kept."""
+    position in it. There reading starts at the offset that the reader's ``group`` has committed:
+    letters before it were kept."""
 
     def __init__(
         self,
@@ -113,10 +115,10 @@ class StartPositions:
         cluster: KafkaCluster,
         consumer: ck.Consumer,
     ) -> dict[Place, PartitionProgress]:
-        """Start offsets of ``places``, by their earlier progress; without those that Kafka does not answer
-        for.
+        """Find the start offset of each of ``places``, which have their earlier progress, if any.
 
-        ``broken``: partitions where Kafka could not continue. Raises TierError, Unavailable."""
+        Partitions that Kafka does not answer for are left out. ``broken``: partitions where Kafka could
+        not continue. Raises TierError, Unavailable."""
         restarted = {
             place for place in places if self._is_of_another_topic(place, topics, places[place])
         }
@@ -139,8 +141,8 @@ class StartPositions:
             if start is None:
                 unknown.append(place)
                 continue
-            # Not from `low` on: a store records a position only if it has everything before it, or if
-            # the messages in between no longer exist.
+            # `start` even if it is before `low`: a store records a position only if it has everything
+            # before it, or if the messages in between no longer exist.
             readings[place] = PartitionProgress(_id_of(place, topics), start, start, low, end)
             if start < low:
                 _warn_of_gap(place, start, low)
@@ -164,8 +166,7 @@ class StartPositions:
         restarted = set()
         for place in bounds.keys() & furthest:
             (low, end), position = bounds[place], furthest[place]
-            # Kafka cannot continue though messages exist: some before the position were lost and others
-            # came.
+            # In the latter case the position is in range, but messages before it were lost and others came.
             if position > end or (place in broken and position >= low):
                 self._restart(place, f"messages before {position} were lost; it ends at {end}")
                 restarted.add(place)

@@ -143,7 +143,7 @@ def doubled(network: Any, value: float, batch: int = 1, deadline: float | None =
 
 
 LATE = DeadlineExceeded("late")
-LOST = DenseModelError("Triton could not be asked: the connection was closed")
+LOST = DenseModelError("the call to Triton failed: the connection was closed")
 AWAY = TritonUnavailable("away")
 
 
@@ -479,7 +479,7 @@ def test_a_network_that_is_not_there_yet(triton, opened, fault):
         opened()
     triton.faults["describe"] = [AWAY, fault]
     network = opened()
-    with pytest.raises(Unavailable, match="ask again"):
+    with pytest.raises(Unavailable, match="retry later"):
         network.predict(rows(1))
     doubled(network, 2)
 

@@ -92,7 +92,7 @@ FAULTS = {
         {"user": JaggedKeys(keys(5), 5)},
         "batch-size must be <= 4 for 'm', got 5",
     ),
-    "keys": ({"user": JaggedKeys(keys(24), 4)}, "may carry 20 keys, got 24"),
+    "keys": ({"user": JaggedKeys(keys(24), 4)}, "may have at most 20 keys, got 24"),
 }  # fmt: skip
 
 

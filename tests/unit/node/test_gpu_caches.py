@@ -628,7 +628,7 @@ def test_without_a_gpu_the_log_says_so(open_node, caplog):
 def test_a_gpu_that_is_required(open_node, monkeypatch):
     with pytest.raises(ConfigError, match=r"tiers.gpu.use is required, but the GPU cache needs"):
         open_node(gpus=None, gpu={"use": "required"})
-    with pytest.raises(ConfigError, match="names GPU 2, and there are 2"):
+    with pytest.raises(ConfigError, match="names GPU 2, but this machine has 2"):
         open_node(gpus=2, gpu={"use": "required", "devices": [0, 2]})
 
 

@@ -243,8 +243,8 @@ def changed(**parts):
 
 KEYS = JaggedKeys.dense
 FAULTS = {
-    "missing feature": (changed(item=None), "'m' lacks feature 'item'"),
-    "missing input": (changed(price=None, now=None), "'m' lacks input 'price', 'now'"),
+    "missing feature": (changed(item=None), "'m' misses feature 'item'"),
+    "missing input": (changed(price=None, now=None), "'m' misses input 'price', 'now'"),
     "unknown feature": (changed(usr=KEYS([1])), "no feature 'usr'; did you mean 'user'"),
     "unknown input": (changed(prize=np.ones(3)), "no input 'prize'; did you mean 'price'"),
     "type": (changed(price=np.array(["a"] * 3)), "'price' is FP32, got <U1"),

@@ -132,7 +132,7 @@ def test_file_of_another_format_is_rejected(tmp_path, name):
         if "npz" in name
         else "not a Parquet"
         if "parquet" in name
-        else "give a file named"
+        else "use a file named"
     )
     with pytest.raises(BadRequest, match=says):
         open_rows(tmp_path / name)
