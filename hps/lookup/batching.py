@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 _TIMER_IDLE_S = 10.0
 
 
-def is_of_the_server(error: BaseException) -> bool:
+def is_server_error(error: BaseException) -> bool:
     """True if the error comes from the server's state, not from the request."""
     return isinstance(error, Unavailable | DeadlineExceeded | TierError)
 
@@ -205,7 +205,7 @@ class Batcher(Generic[Request, Result]):
             for each, result in zip(batch, results, strict=True):
                 each.future.execution = execution
                 each.future.set_result(result)
-        elif alone or is_of_the_server(error) or not isinstance(error, Exception):
+        elif alone or is_server_error(error) or not isinstance(error, Exception):
             for each in batch:
                 each.future.set_exception(error)
         else:

@@ -46,7 +46,7 @@ from hps.updates.arrival_times import POLL_EVERY_S
 log = logging.getLogger(__name__)
 _RETRY_S = 0.05
 # Time for a call to the node and back, added to the node's deadlines.
-_WAY_S = 0.25
+_ROUND_TRIP_S = 0.25
 
 
 class Attached(SyncedModels):
@@ -218,7 +218,7 @@ class _AttachBuilder:
         guards += [tiers.rocksdb.guard] if tiers.rocksdb.enabled else []
         guarded = GuardedTier(
             node,
-            sum(guard.deadline_ms for guard in guards) / 1e3 + _WAY_S,
+            sum(guard.deadline_ms for guard in guards) / 1e3 + _ROUND_TRIP_S,
             default.failures_to_open,
             default.retry_after_s,
             threads=tiers.lookup_threads,
@@ -234,13 +234,13 @@ class _AttachBuilder:
             return
         ages = _NodeAges(attached)
 
-        def look() -> None:
+        def poll_ages() -> None:
             age_s = ages.now()
             for model in attached.models.values():
                 model.freshness.judge({table: age_s(table) for table in model.tables.values()})
 
-        look()
-        watch = PeriodicThread(look, min(POLL_EVERY_S, limit_s / 4), "hps-update-age")
+        poll_ages()
+        watch = PeriodicThread(poll_ages, min(POLL_EVERY_S, limit_s / 4), "hps-update-age")
         watch.start()
         self._resources.callback(watch.close)
 

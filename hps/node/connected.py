@@ -182,9 +182,9 @@ class _ConnectBuilder:
             workers=self._lanes,
         )
         self._publish(connected)
-        look = PeriodicThread(self._following.sync, SYNC_EVERY_S, "hps-follow")
-        look.start(0)
-        self._resources.callback(look.close)
+        sync = PeriodicThread(self._following.sync, SYNC_EVERY_S, "hps-follow")
+        sync.start(0)
+        self._resources.callback(sync.close)
         return connected
 
     def _open(self, name: str, number: int) -> OpenedVersion:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 # Largest age of what is reported of Redis.
-_RETRY_S = 10.0
+_USAGE_MAX_AGE_S = 10.0
 _LOAD_BACKOFF = Backoff(1.0, 30.0)
 _NO_CLUSTER = "cluster support disabled"
 
@@ -78,7 +78,7 @@ class SharedRedis:
                 partial(count_promotion, metrics, redis.info.name),
             )
             resources.callback(self._writer.close)
-        usage = BackgroundValue(self._usage, _RETRY_S, "redis-usage")
+        usage = BackgroundValue(self._usage, _USAGE_MAX_AGE_S, "redis-usage")
         resources.callback(usage.close)
         self.status = TierStatus(
             guarded,

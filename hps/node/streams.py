@@ -133,7 +133,7 @@ class UpdateStreams:
         if not self._readers.streams:
             return
 
-        def look() -> None:
+        def poll_ages() -> None:
             for stream in self._readers.streams:
                 with suppress(OSError):  # an unreadable folder is reported by its source
                     stream.waits.poll()
@@ -141,7 +141,7 @@ class UpdateStreams:
                 if ages_s := {table: self.age_s(table) for table in tables}:
                     freshness.judge(ages_s)
 
-        watch = PeriodicThread(look, every_s, "hps-update-age")
+        watch = PeriodicThread(poll_ages, every_s, "hps-update-age")
         watch.start(0)
         self._resources.callback(watch.close)
 

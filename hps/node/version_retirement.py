@@ -78,13 +78,13 @@ class VersionRetirement:
         former = _ReplacedVersion(old)
 
         def wait() -> None:
-            self._until_gone(engine)
+            self._wait_for_last_request(engine)
             while used_elsewhere() and not self._closed.wait(_CHECK_EVERY_S):
                 pass
             try:
-                self._let_go(former, resources)
+                self._release(former, resources)
             finally:
-                while not self._closed.is_set() and not self._dropped(former.name):
+                while not self._closed.is_set() and not self._drop_old_rows(former.name):
                     self._closed.wait(_DROP_AGAIN_S)
 
         thread = threading.Thread(target=wait, name="hps-retire", daemon=True)
@@ -97,14 +97,14 @@ class VersionRetirement:
         for thread in self.threads:
             thread.join()
 
-    def _until_gone(self, engine: weakref.ref[object]) -> None:
+    def _wait_for_last_request(self, engine: weakref.ref[object]) -> None:
         collect = time.monotonic() + _COLLECT_EVERY_S
         while engine() is not None and not self._closed.wait(_CHECK_EVERY_S):
             if time.monotonic() > collect:
                 gc.collect()
                 collect = time.monotonic() + _COLLECT_EVERY_S
 
-    def _let_go(self, former: _ReplacedVersion, resources: ExitStack | None) -> None:
+    def _release(self, former: _ReplacedVersion, resources: ExitStack | None) -> None:
         self._forget(former.model)
         self._stores.remove(former.model)
         if resources is not None:
@@ -112,7 +112,7 @@ class VersionRetirement:
         former.ended = True
         log.info("model %s: version %d is retired", former.name, former.version)
 
-    def _dropped(self, name: str) -> bool:
+    def _drop_old_rows(self, name: str) -> bool:
         """Drop the rows of old versions from RocksDB, except those of versions that may still be needed.
 
         Kept are the served version, the one before it, and any that requests use. False if it must be

@@ -107,16 +107,16 @@ class InferencePipeline:
             return self._slow_path(request, inputs, batch, wanted, None)
         device = self._devices[next(self._turn) % len(self._devices)]
 
-        def go_on(answer: PredictResult | None) -> Future[PredictResult]:
+        def finish(answer: PredictResult | None) -> Future[PredictResult]:
             if answer is not None:
                 return CompletedFuture(answer)
             return self._slow_path(request, inputs, batch, wanted, device)
 
         quick = partial(self._device_path, request, inputs, batch, wanted, device)
         if batch == 0 or self.dense.runs_inline(batch):
-            return go_on(quick())
+            return finish(quick())
         begun = self._workers.submit(timed_wait(request.origin, quick), request.deadline)
-        return chain_future(begun, go_on)
+        return chain_future(begun, finish)
 
     def _slow_path(
         self,

@@ -29,7 +29,7 @@ def refresh(
     caches: CacheRefresher, table: EmbeddingTable, changes: TableChanges, *, versioned: bool
 ) -> None:
     """Change the resident rows and wait for it. Raises Unavailable when the caches are closed."""
-    last = _last_word(changes)
+    last = _last_changes(changes)
     versions, gone_versions = last.versions, last.deleted_versions
     if not versioned:
         versions, gone_versions = np.zeros_like(versions), np.zeros_like(gone_versions)
@@ -45,7 +45,7 @@ def refresh(
         raise Unavailable("the node is closing; the current updates will be read again") from None
 
 
-def _last_word(changes: TableChanges) -> TableChanges:
+def _last_changes(changes: TableChanges) -> TableChanges:
     """Reduce ``changes`` to one per key: the highest version; on a tie a deletion, then the last row."""
     split = len(changes.keys)
     keys = np.concatenate([changes.keys, changes.deleted])

@@ -21,7 +21,7 @@ from hps.config import load_config
 from hps.config.server_settings import ServerSettings
 from hps.dense.base import DATATYPES
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded, HpsError, NotFound, Unsupported
-from hps.lookup.batching import is_of_the_server
+from hps.lookup.batching import is_server_error
 from hps.lookup.lookup_merge import MergedLookup, check_mergeable, merge_key
 from hps.node.served_models import ServedModel
 from hps.suggestions import hint_for
@@ -213,7 +213,7 @@ class BackendModel:
             self._served.freshness.require()
             return [*self._lookup(requests)]
         except Exception as error:
-            if len(requests) == 1 or is_of_the_server(error):
+            if len(requests) == 1 or is_server_error(error):
                 return [client_error(error, "")] * len(requests)
         half = len(requests) // 2
         return self._found(requests[:half]) + self._found(requests[half:])

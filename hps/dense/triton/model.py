@@ -58,7 +58,7 @@ class TritonModel:
         self._max_batch = 0
         self._known = False
         try:
-            self._get_to_know(time.monotonic() + _DESCRIBE_S)
+            self._read_description(time.monotonic() + _DESCRIBE_S)
         except (TritonUnavailable, DeadlineExceeded) as error:
             log.warning(
                 "%s: Triton at %s is unreachable; requests will try again: %s", name, url, error
@@ -82,7 +82,7 @@ class TritonModel:
         for attempt in range(self._retries + 1):
             try:
                 if not self._known:
-                    self._get_to_know(until)
+                    self._read_description(until)
                 with self._part():
                     return self._run(inputs, names, until)
             except ModelError as error:
@@ -111,7 +111,7 @@ class TritonModel:
         origin = current_context()
         return nullcontext() if origin is None else origin.part("triton_infer")
 
-    def _get_to_know(self, until: float) -> None:
+    def _read_description(self, until: float) -> None:
         if not self._lock.acquire(timeout=_left(until)):
             raise DeadlineExceeded(
                 "deadline exceeded while reading the model's description from Triton"

@@ -33,7 +33,7 @@ _ALIGN = 64
 _STALE_BYTES = 1 << 30
 # How many of them are unregistered at a time, and how long that may take if no run depends on it.
 _AT_A_TIME = 64
-_FORGET_S = 1.0
+_UNREGISTER_S = 1.0
 
 
 class TritonRegion(Protocol):
@@ -118,8 +118,8 @@ class ThreadRegions:
         with self._lock:
             regions, self._all = self._all, []
         for region in regions:
-            self._leave(region)
-        self._forget(transport, _within(_FORGET_S))
+            self._retire(region)
+        self._unregister_stale(transport, _within(_UNREGISTER_S))
         if self._stale:
             log.warning(
                 "Triton did not unregister %d shared regions (%d MiB); keeping them until this process ends",
@@ -155,7 +155,7 @@ class ThreadRegions:
         region = self._region(end, transport, left_s)
         if not region.registered:
             _register(region, transport, left_s())
-            self._forget(transport, left_s)
+            self._unregister_stale(transport, left_s)
         region.put((places[name][0], array) for name, _, array in inputs)
         shared = SharedMemoryTensors(region.name, places)
         answer = transport.infer(inputs, [tensor.name for tensor in outputs], left_s(), shared)
@@ -172,7 +172,7 @@ class ThreadRegions:
         self._drop()
         size = max(SMALLEST, 2 * size if region else size)
         if self._is_full(size):
-            self._forget(transport, _within(min(_FORGET_S, left_s())))
+            self._unregister_stale(transport, _within(min(_UNREGISTER_S, left_s())))
         if self._is_full(size):
             raise Unavailable(
                 f"Triton has not unregistered {self._stale_bytes >> 20} MiB of shared memory of failed runs; "
@@ -195,9 +195,9 @@ class ThreadRegions:
         self._own.region = None
         with self._lock:
             self._all.remove(region)
-        self._leave(region)
+        self._retire(region)
 
-    def _leave(self, region: TritonRegion) -> None:
+    def _retire(self, region: TritonRegion) -> None:
         region.drop()
         if not region.registered:
             region.release()
@@ -206,7 +206,7 @@ class ThreadRegions:
             self._stale.append(region)
             self._stale_bytes += region.size
 
-    def _forget(self, transport: TritonTransport, left_s: Callable[[], float]) -> None:
+    def _unregister_stale(self, transport: TritonTransport, left_s: Callable[[], float]) -> None:
         """Unregister dropped regions at Triton; what fails now is tried again later."""
         for _ in range(min(_AT_A_TIME, len(self._stale))):
             with self._lock:

@@ -114,7 +114,7 @@ class PreparedDeviceLookups:
         for feature, mine, there in zip(features, keys, form.pooled.keys, strict=True):
             there[:] = feature.shift(mine.keys)
         form.pooled.launch(stream)
-        result = LookupResult(self._taken(form, stream))
+        result = LookupResult(self._copied_vectors(form, stream))
         if form.pooled.missing():
             return None
         seconds = time.perf_counter() - started
@@ -142,10 +142,10 @@ class PreparedDeviceLookups:
             there[:] = feature.shift(mine.keys)
         if not fetched.run(stream, deadline):
             return None
-        vectors = self._taken(form, stream)
+        vectors = self._copied_vectors(form, stream)
         return LookupResult(vectors, defaulted=fetched.finish())
 
-    def _taken(self, form: _DeviceTemplate, stream: Any) -> dict[str, Any]:
+    def _copied_vectors(self, form: _DeviceTemplate, stream: Any) -> dict[str, Any]:
         """Copy the block's vectors to new arrays; waits for the stream."""
         space = self._device.space
         fresh = space.empty((len(form.block),), np.uint8, stream)

@@ -32,7 +32,7 @@ class NodeResolver:
         """Errors of names that could not be resolved, by node."""
 
     @property
-    def change(self) -> bool:
+    def may_change(self) -> bool:
         """True if a name's addresses may change, so that it must be resolved again."""
         return any(node.startswith(_MANY) for node in self._nodes)
 

@@ -40,7 +40,7 @@ class Candidates:
         if self._different and not self._same:
             raise ModelError(next(iter(self._different.values())))
         nodes.watch(self.compare)
-        nodes.look(tell=True)  # for changes since the first comparison
+        nodes.poll_soon(notify=True)  # for changes since the first comparison
 
     def close(self) -> None:
         """Unsubscribe from the nodes."""
@@ -54,7 +54,7 @@ class Candidates:
         """Record that ``target`` does not serve the version, or serves it with another description."""
         target.mark_not_served(*self._of)
         self._sort()
-        self.nodes.look()
+        self.nodes.poll_soon()
 
     def compare(self) -> None:
         """Update the candidates; nodes with an unknown digest are asked for their description."""
@@ -88,7 +88,7 @@ class Candidates:
             described = target.describe(*self._of, _DESCRIBE_S)
             check_same_description(target.address, described, self.model)
         except grpc.RpcError:
-            self.nodes.look(tell=True)  # try again soon
+            self.nodes.poll_soon(notify=True)  # try again soon
         except ModelError as error:
             log.warning("lookup node %s excluded: %s", target.address, error)
             self._different = {**self._different, described.digest: str(error)}

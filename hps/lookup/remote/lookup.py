@@ -44,7 +44,7 @@ _Code = grpc.StatusCode
 # Appended to a request: the node reports how its time was spent.
 _PROFILED: bytes = pb.LookupRequest(profile=True).SerializeToString()
 # Codes after which another node is tried.
-_ELSEWHERE = (
+_RETRIABLE = (
     _Code.UNAVAILABLE,
     _Code.NOT_FOUND,
     _Code.DEADLINE_EXCEEDED,
@@ -54,9 +54,9 @@ _ELSEWHERE = (
     _Code.DATA_LOSS,
 )
 # Codes that count as no answer. OK: the node has another description of the model.
-_NOBODY = (_Code.OK, _Code.UNAVAILABLE, _Code.NOT_FOUND, _Code.CANCELLED)
+_NO_ANSWER = (_Code.OK, _Code.UNAVAILABLE, _Code.NOT_FOUND, _Code.CANCELLED)
 # After all nodes have failed they are tried again for this long, at this interval.
-_PATIENCE_S, _PAUSE_S = 1.0, 0.1
+_RETRY_ALL_S, _RETRY_PAUSE_S = 1.0, 0.1
 _ERRORS: dict[grpc.StatusCode, type[HpsError]] = {
     _Code.DEADLINE_EXCEEDED: DeadlineExceeded,
     _Code.RESOURCE_EXHAUSTED: Unavailable,
@@ -91,7 +91,7 @@ class RemoteLookup:
         self.model = model = candidates.model
         self._candidates = candidates
         self._picker = picker or LeastBusy()
-        self._most, self._under_way = in_flight, 0
+        self._max_in_flight, self._in_flight = in_flight, 0
         self._retries, self._timeout_s, self._attempt_s = retries, timeout_s, attempt_s
         self._budget = budget or RetryBudget(in_flight)
         self._checks = RemoteRequestChecks(
@@ -157,12 +157,12 @@ class RemoteLookup:
                 profile, message = origin, message + _PROFILED
         call = RemoteLookupCall(asked, message, now, deadline, out, headers, profile)
         with self._lock:
-            if self._under_way >= self._most:
+            if self._in_flight >= self._max_in_flight:
                 raise Unavailable(
-                    f"overloaded: {self._most} lookups are already in flight "
+                    f"overloaded: {self._max_in_flight} lookups are already in flight "
                     "(lookup.in_flight); retry later"
                 )
-            self._under_way += 1
+            self._in_flight += 1
         self._budget.earn()
         call.answer.add_done_callback(partial(self._ended, call))
         self._ask(call)
@@ -183,7 +183,7 @@ class RemoteLookup:
         ready = [target for target in self._candidates.ready if target not in call.tried]
         others = [target for target in self._candidates.others if target not in call.tried]
         if not ready and not others:
-            call.fail(Unavailable(self._nobody(call)))
+            call.fail(Unavailable(self._unavailable_reason(call)))
             return
         target = self._picker.pick(ready) if ready else others[0]
         now = time.monotonic()
@@ -192,7 +192,7 @@ class RemoteLookup:
         is_last = alone or len(call.tried) >= self._retries or self._budget.is_spent
         if not is_last:
             left_s /= 2
-            if call.nobody_since is None:  # after that, another is hardly faster
+            if call.all_failed_since is None:  # after that, another is hardly faster
                 left_s = min(left_s, self._attempt_s)
         call.tried.append(target)
         call.attempt = attempt = LookupAttempt(target, now, is_last)
@@ -216,11 +216,11 @@ class RemoteLookup:
     ) -> None:
         """Handle the end of an attempt."""
         try:
-            self._heard(call, attempt, code, short_error(details), response)
+            self._handle_result(call, attempt, code, short_error(details), response)
         except Exception as error:  # any error must reach the caller
             call.fail(error)
 
-    def _heard(
+    def _handle_result(
         self,
         call: RemoteLookupCall,
         attempt: LookupAttempt,
@@ -232,28 +232,28 @@ class RemoteLookup:
         if code is _Code.CANCELLED and call.answer.cancelled():
             return
         self._picker.record(target, code, time.monotonic() - attempt.started)
-        elsewhere = code in _ELSEWHERE
+        retriable = code in _RETRIABLE
         if code is _Code.OK:
             if self._candidates.means_the_same(response.digest):
                 self._finish(call, attempt, response)
                 return
-            details, elsewhere = "now serves another model under the same version", True
+            details, retriable = "now serves another model under the same version", True
         call.failure = f"{target.address}: {details}"
         if code in (_Code.OK, _Code.NOT_FOUND):
             self._candidates.mark_not_served(target)
         elif code is _Code.UNAVAILABLE:
-            self._candidates.nodes.look()
-        if elsewhere and not attempt.is_last and self._may_go_on(call):
+            self._candidates.nodes.poll_soon()
+        if retriable and not attempt.is_last and self._may_retry(call):
             target.count_retry()
             self._ask(call)
         elif code is _Code.INVALID_ARGUMENT:
             call.fail(BadRequest(details))
-        elif code in _NOBODY:
+        elif code in _NO_ANSWER:
             self._give_up(call)
         else:
             call.fail(_ERRORS.get(code, HpsError)(f"lookup node {call.failure}"))
 
-    def _may_go_on(self, call: RemoteLookupCall) -> bool:
+    def _may_retry(self, call: RemoteLookupCall) -> bool:
         return time.monotonic() < call.deadline and self._budget.spend()
 
     def _give_up(self, call: RemoteLookupCall) -> None:
@@ -262,13 +262,13 @@ class RemoteLookup:
         One node may have left while the channel to another is still connecting.
         """
         now = time.monotonic()
-        if call.nobody_since is None:
-            call.nobody_since = now
-        until = min(call.deadline, call.nobody_since + _PATIENCE_S) - _PAUSE_S
+        if call.all_failed_since is None:
+            call.all_failed_since = now
+        until = min(call.deadline, call.all_failed_since + _RETRY_ALL_S) - _RETRY_PAUSE_S
         again = now < until and self._budget.spend()
         call.tried.clear()
-        if not again or not self._candidates.nodes.later(_PAUSE_S, partial(self._ask, call)):
-            call.fail(Unavailable(self._nobody(call)))
+        if not again or not self._candidates.nodes.later(_RETRY_PAUSE_S, partial(self._ask, call)):
+            call.fail(Unavailable(self._unavailable_reason(call)))
 
     def _finish(self, call: RemoteLookupCall, attempt: LookupAttempt, response: Any) -> None:
         if call.profile is not None:
@@ -280,11 +280,11 @@ class RemoteLookup:
 
     def _ended(self, call: RemoteLookupCall, answer: Future[LookupResult]) -> None:
         with self._lock:
-            self._under_way -= 1
+            self._in_flight -= 1
         if answer.cancelled():
             call.cancel()
 
-    def _nobody(self, call: RemoteLookupCall) -> str:
+    def _unavailable_reason(self, call: RemoteLookupCall) -> str:
         if call.failure:
             return f"no lookup node answered; last failure: {call.failure}"
         problems = self._candidates.problems or {"lookup.nodes": self._candidates.nodes.problem}

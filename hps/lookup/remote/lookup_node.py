@@ -120,7 +120,7 @@ class LookupNode:
             request, timeout=timeout_s, metadata=tuple(self._metadata())
         )
 
-    def look(self, timeout_s: float) -> Any:
+    def start_poll(self, timeout_s: float) -> Any:
         """Start a poll of the node's state; returns gRPC's future, to be passed to `finish_poll` when done.
 
         Raises ValueError after ``close``.

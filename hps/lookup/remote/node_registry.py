@@ -21,13 +21,13 @@ from hps.periodic import PeriodicThread
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Interval between polls of a node."""
 _ANSWER_S = 1.0
 # How long lookups may still use a channel that has been replaced.
-_FAREWELL_S = 60.0
+_DRAIN_S = 60.0
 # The shortest interval between polls, however many lookups fail.
-_SOONEST_S = 0.02
+_MIN_INTERVAL_S = 0.02
 
 
 class NodeRegistry:
@@ -53,23 +53,23 @@ class NodeRegistry:
         self._addresses = NodeResolver(nodes, resolve)
         self.all: tuple[LookupNode, ...] = ()
         self._leaving: list[LookupNode] = []
-        self._looks: dict[LookupNode, Any] = {}
+        self._polls: dict[LookupNode, Any] = {}
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._watchers: tuple[Callable[[], None], ...] = ()
-        self._said: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
         self._unknown: dict[str, str] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._changed = threading.Event()
         self._closed = False
-        self._find()
-        self._begin()
+        self._resolve_nodes()
+        self._start_polls()
         self._await_first()
         self._thread = threading.Thread(target=self._run, name="hps-lookup-nodes", daemon=True)
         self._thread.start()
         self._resolving = None
-        if self._addresses.change:
-            self._resolving = PeriodicThread(self._find, resolve_s, "hps-lookup-names")
+        if self._addresses.may_change:
+            self._resolving = PeriodicThread(self._resolve_nodes, resolve_s, "hps-lookup-names")
             self._resolving.start()
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -81,11 +81,11 @@ class NodeRegistry:
         with self._lock:
             self._watchers = tuple(each for each in self._watchers if each != changed)
 
-    def look(self, *, tell: bool = False) -> None:
+    def poll_soon(self, *, notify: bool = False) -> None:
         """Poll the nodes soon, after an unexpected answer; does not block.
 
-        ``tell``: subscribers are called even if nothing changed."""
-        if tell:
+        ``notify``: subscribers are called even if nothing changed."""
+        if notify:
             self._changed.set()
         self._wake.set()
 
@@ -112,7 +112,7 @@ class NodeRegistry:
             self._closed = True
         self._wake.set()
         self._thread.join(2.0)
-        self._do(float("inf"))
+        self._run_due(float("inf"))
         if self._resolving is not None:
             self._resolving.close()
         for target in (*self.all, *self._leaving):
@@ -123,17 +123,17 @@ class NodeRegistry:
     def _run(self) -> None:
         while not self._closed:
             try:
-                self._look_after()
-                self._do(time.monotonic())
+                self._poll_and_notify()
+                self._run_due(time.monotonic())
             except Exception:  # any error; the next round may succeed
                 log.exception("polling the lookup nodes failed; retrying")
             next_s = min((due for due, _ in [*self._due]), default=float("inf")) - time.monotonic()
-            woken = self._wake.wait(min(LOOK_S, max(_SOONEST_S, next_s)))
+            woken = self._wake.wait(min(POLL_S, max(_MIN_INTERVAL_S, next_s)))
             self._wake.clear()
             if woken and not self._changed.is_set() and not self._closed:
-                time.sleep(_SOONEST_S)
+                time.sleep(_MIN_INTERVAL_S)
 
-    def _do(self, now: float) -> None:
+    def _run_due(self, now: float) -> None:
         """Run everything that is due."""
         with self._lock:
             due = [work for at, work in self._due if at <= now]
@@ -141,8 +141,8 @@ class NodeRegistry:
         for work in due:
             work()
 
-    def _look_after(self) -> None:
-        self._begin()
+    def _poll_and_notify(self) -> None:
+        self._start_polls()
         if self._changed.is_set():
             self._changed.clear()
             self._log_changes()
@@ -152,7 +152,7 @@ class NodeRegistry:
             self._leaving.remove(target)
             target.close()
 
-    def _find(self) -> None:
+    def _resolve_nodes(self) -> None:
         """Add nodes that are new and remove those that are gone."""
         before = dict(self._addresses.problems)
         found = self._addresses.now()
@@ -168,14 +168,14 @@ class NodeRegistry:
             self._changed.set()
             self._wake.set()
 
-    def _begin(self) -> None:
+    def _start_polls(self) -> None:
         """Poll each node that has answered its last poll."""
         self._renew()
         key = self._key.now()
         self._metadata = () if key is None else (("x-api-key", key),)
         for target in self.all:
-            if target not in self._looks:
-                self._looks[target] = asked = target.look(_ANSWER_S)
+            if target not in self._polls:
+                self._polls[target] = asked = target.start_poll(_ANSWER_S)
                 asked.add_done_callback(lambda done, target=target: self._finish_poll(target, done))
 
     def _renew(self) -> None:
@@ -186,7 +186,7 @@ class NodeRegistry:
             self._shown, self._credentials = certificates, _credentials(certificates)
             former = [target.connect(self._credentials) for target in self.all]
         for connection in former:
-            if not self.later(_FAREWELL_S, connection.close):
+            if not self.later(_DRAIN_S, connection.close):
                 connection.close()
 
     def _finish_poll(self, target: LookupNode, asked: Any) -> None:
@@ -196,13 +196,13 @@ class NodeRegistry:
                 self._changed.set()
                 self._wake.set()
                 if target.standing == "unreachable" and target.may_serve:
-                    self.later(LATE_S, partial(self.look, tell=True))
+                    self.later(LATE_S, partial(self.poll_soon, notify=True))
         finally:
-            self._looks.pop(target, None)
+            self._polls.pop(target, None)
 
     def _await_first(self) -> None:
         done: list[Future[None]] = []
-        for asked in [*self._looks.values()]:
+        for asked in [*self._polls.values()]:
             ended: Future[None] = Future()
             asked.add_done_callback(lambda _asked, ended=ended: ended.set_result(None))
             done.append(ended)
@@ -213,15 +213,15 @@ class NodeRegistry:
         """Log what has changed."""
         standings = {target.address: (target.standing, target.problem) for target in self.all}
         for address, (standing, problem) in standings.items():
-            if self._said.get(address) == standing:
+            if self._logged.get(address) == standing:
                 continue  # same state; only the wording of the problem may differ
             if standing == "ready":
                 log.info("lookup node %s is ready", address)
             else:
                 log.warning("lookup node %s is %s: %s", address, standing, problem)
-        for address in self._said.keys() - standings.keys():
+        for address in self._logged.keys() - standings.keys():
             log.info("lookup node %s removed", address)
-        self._said = {address: standing for address, (standing, _) in standings.items()}
+        self._logged = {address: standing for address, (standing, _) in standings.items()}
         for name, problem in self._addresses.problems.items():
             if self._unknown.get(name) != problem:
                 log.warning("lookup nodes %s: %s; retrying", name, problem)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _LAST = 10
 # A lookup that times out after less time than this does not count as a failure of the node.
-_PATIENCE_S = 0.1
+_MIN_TIMEOUT_S = 0.1
 _Code = grpc.StatusCode
 _FAILURES = (_Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS)
 
@@ -33,14 +33,14 @@ _FAILURES = (_Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS)
 class _NodeRecord:
     """The last results and the ejections of one node."""
 
-    __slots__ = ("ejections", "last", "longer", "until")
+    __slots__ = ("ejections", "in_a_row", "last", "until")
 
     def __init__(self) -> None:
         self.last: deque[bool] = deque(maxlen=_LAST)
         """For each of its last lookups: True if it failed."""
         self.until = 0.0
         """End of its ejection, an instant of the clock."""
-        self.longer = 0
+        self.in_a_row = 0
         """Number of ejections in a row; each is twice as long as the one before."""
         self.ejections = 0
 
@@ -86,7 +86,7 @@ class OutlierEjection:
 
     def record(self, target: LookupNode, code: grpc.StatusCode, seconds: float) -> None:
         self._inner.record(target, code, seconds)
-        late = code is _Code.DEADLINE_EXCEEDED and seconds >= _PATIENCE_S
+        late = code is _Code.DEADLINE_EXCEEDED and seconds >= _MIN_TIMEOUT_S
         failed = late or code in _FAILURES
         record = self._records.get(target)
         if record is None:
@@ -118,9 +118,9 @@ class OutlierEjection:
             if not self._does_better(record, nodes):
                 return
             if now > record.until + self._backoff.max_s:
-                record.longer = 0  # it did well for a long time
-            record.longer += 1
-            out_s = self._backoff.pause_s(record.longer)
+                record.in_a_row = 0  # it did well for a long time
+            record.in_a_row += 1
+            out_s = self._backoff.pause_s(record.in_a_row)
             record.until = now + out_s
             record.ejections += 1
             record.last.clear()

@@ -35,13 +35,13 @@ class RemoteLookupCall:
     """
 
     __slots__ = (
+        "all_failed_since",
         "answer",
         "attempt",
         "deadline",
         "failure",
         "headers",
         "message",
-        "nobody_since",
         "of",
         "out",
         "profile",
@@ -68,7 +68,7 @@ class RemoteLookupCall:
         self.profile = profile
         self.tried: list[LookupNode] = []
         self.failure = ""
-        self.nobody_since: float | None = None
+        self.all_failed_since: float | None = None
         """Time at which all nodes had failed for the first time (``time.monotonic()``)."""
         self.attempt: LookupAttempt | None = None
         """The latest attempt. Set before its call starts: the call may fail, and the next attempt start on

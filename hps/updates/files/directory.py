@@ -30,7 +30,7 @@ BLOCK = 1 << 16
 """Largest number of rows per poll; a single message may have more."""
 _APPLIED, _REJECTED = "applied", "rejected"
 _CHECK_EVERY_S = 0.2
-_SAY_EVERY_S = 30.0
+_WARN_EVERY_S = 30.0
 
 
 class DirectorySource:
@@ -51,12 +51,12 @@ class DirectorySource:
         self._tables = tables
         self._block = block
         self._names: deque[str] = deque()
-        self._looked = False
+        self._was_listed = False
         self._reading: UpdateFile | None = None
         self._batches: Iterator[UpdateBatch] = iter(())
         # Batches that were polled and not committed; with the last batch of a file, that file.
         self._polled: deque[tuple[UpdateBatch, UpdateFile | None]] = deque()
-        self._said_at = float("-inf")
+        self._warned_at = float("-inf")
         try:
             for folder in (self._folder / _APPLIED, self._folder / _REJECTED):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ class DirectorySource:
         self._stop()
         self._polled.clear()
         self._names.clear()
-        self._looked = False
+        self._was_listed = False
 
     def keep(self, letters: Sequence[DeadLetter]) -> Sequence[DeadLetter]:
         """Nothing to do: the whole file is kept in ``rejected/`` when its end is committed."""
@@ -121,7 +121,7 @@ class DirectorySource:
 
     def lag(self) -> dict[tuple[str, int], int] | None:
         """Files that waited when the folder was last listed; None before."""
-        if not self._looked:
+        if not self._was_listed:
             return None
         return {(str(self._folder), 0): len(self._names) + (self._reading is not None)}
 
@@ -147,7 +147,7 @@ class DirectorySource:
                 return None
             self.problem = None
             self._names.extend(sorted(set(found) - taken))
-            self._looked = True
+            self._was_listed = True
         return self._folder / self._names.popleft() if self._names else None
 
     def _settle(self, ended: UpdateFile) -> None:
@@ -174,8 +174,8 @@ class DirectorySource:
 
     def _warn(self, text: str) -> None:
         now = time.monotonic()
-        if now - self._said_at > _SAY_EVERY_S:
-            self._said_at = now
+        if now - self._warned_at > _WARN_EVERY_S:
+            self._warned_at = now
             log.warning("updates from files wait: %s", text)
 
 

@@ -72,7 +72,9 @@ def _changes(path: Path, columns: Mapping[str, NDArray[Any]], first: int) -> Tab
     n = len(keys)
     versions = columns.get("version", np.arange(first, first + n, dtype=np.uint64))
     if versions.dtype.kind not in "iu" or (versions.dtype.kind == "i" and (versions < 0).any()):
-        raise BadRequest(f"{path}: version must be whole numbers from 0 up, not {versions.dtype}")
+        raise BadRequest(
+            f"{path}: version must be whole numbers, none negative, got {versions.dtype}"
+        )
     versions = versions.astype(np.uint64, copy=False)
     gone = columns.get("deleted", np.zeros(n, bool))
     if gone.dtype != np.bool_:

@@ -12,7 +12,7 @@ def test_addresses_are_as_they_stand_and_names_of_several_looked_up():
     addresses = NodeResolver(
         ["host:8001", "dns:///replicas:8001", "host:8001", "dns:///six:1"], known.__getitem__
     )
-    assert addresses.change
+    assert addresses.may_change
     assert addresses.now() == [
         NodeAddress("host:8001"),
         NodeAddress("10.0.0.1:8001", "replicas"),
@@ -22,7 +22,7 @@ def test_addresses_are_as_they_stand_and_names_of_several_looked_up():
     known["replicas"] = ["10.0.0.3"]
     assert NodeAddress("10.0.0.3:8001", "replicas") in addresses.now()
     assert NodeAddress("10.0.0.1:8001", "replicas") not in addresses.now()
-    assert not NodeResolver(["host:8001"]).change
+    assert not NodeResolver(["host:8001"]).may_change
 
 
 def test_a_name_that_is_not_known_for_now():

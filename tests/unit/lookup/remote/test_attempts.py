@@ -40,7 +40,9 @@ def asking():
     def ask(*nodes, deadline=None):
         feature = Feature("f", EmbeddingTable.make("t", 2, model="m", version=1), hotness=1)
         model = LookupModel("m", 1, {"t": feature.table}, {"f": feature}, 8)
-        several = SimpleNamespace(look=lambda: None, later=lambda _pause_s, then: then() or True)
+        several = SimpleNamespace(
+            poll_soon=lambda: None, later=lambda _pause_s, then: then() or True
+        )
         candidates = SimpleNamespace(model=model, ready=nodes, others=(), nodes=several)
         keys = JaggedKeys(np.array([1]), 1)
         return RemoteLookup(candidates).submit(LookupRequest({"f": keys}, deadline=deadline))

@@ -20,7 +20,7 @@ def test_who_watches_is_told_when_a_node_has_been_late_for_too_long(monkeypatch)
 
         answered = False
 
-        def look(self, _timeout_s):
+        def start_poll(self, _timeout_s):
             code = grpc.StatusCode.DEADLINE_EXCEEDED if self.answered else grpc.StatusCode.OK
             self.answered = True
             asked = SimpleNamespace(

@@ -325,7 +325,7 @@ def test_a_node_that_starts_again_with_another_model_yaml(small, connect, monkey
             assert alone.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
             nodes, refused = alone._candidates.nodes, []
             # What a node serves is not asked for now: a lookup is the first to hear of the change.
-            monkeypatch.setattr(nodes, "_begin", lambda: None)
+            monkeypatch.setattr(nodes, "_start_polls", lambda: None)
 
         def is_refused():
             try:
