@@ -51,7 +51,7 @@ class BenchOptions:
     """Arguments and options of ``hps bench``."""
 
     model: Annotated[
-        str | None, typer.Argument(help="The model to ask; needed where there are several.")
+        str | None, typer.Argument(help="The model to measure; required if the server has several.")
     ] = None
     second: Annotated[str | None, typer.Argument(hidden=True)] = None
     server: Annotated[
@@ -60,16 +60,28 @@ class BenchOptions:
             "--server",
             "-s",
             metavar="URL",
-            help="http://host:port or grpc://host:port.",
+            help="The server: http://host:port or grpc://host:port.",
             show_default=HTTP,
         ),
     ] = None
     duration: Annotated[
-        float, typer.Option(min=0.01, max=_DAY, help="Seconds that are measured.")
+        float, typer.Option(min=0.01, max=_DAY, help="Length of the measurement in seconds.")
     ] = 10.0
-    warmup: Annotated[float, typer.Option(min=0.0, max=_DAY, help="Seconds before that.")] = 2.0
+    warmup: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=_DAY,
+            help="Seconds of requests before the measurement, which are not counted.",
+        ),
+    ] = 2.0
     count: Annotated[
-        int | None, typer.Option(min=1, help="End after so many requests.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1,
+            help="Stop after this many measured requests, or at the end of --duration.",
+            show_default=False,
+        ),
     ] = None
     concurrency: Annotated[
         int | None,
@@ -77,7 +89,7 @@ class BenchOptions:
             "--concurrency",
             "-n",
             min=1,
-            help="Callers that each wait for their answer; with --rate the most requests in flight.",
+            help="Requests in flight: callers that each wait for their answer; with --rate the limit.",
             show_default=f"{CALLERS}, with --rate {MOST_DUE}",
         ),
     ] = None
@@ -86,53 +98,79 @@ class BenchOptions:
         typer.Option(
             min=1,
             max=1024,
-            help="Of gRPC, used in turn; HTTP has one for each request in flight.",
+            help="gRPC connections, used in turn; HTTP uses one per request in flight.",
             show_default=f"{CONNECTIONS}, or --concurrency if less",
         ),
     ] = None
     rate: Annotated[
         float | None,
         typer.Option(
-            min=0.01, max=1e6, help="Requests due per second, however quick the server is."
+            min=0.01,
+            max=1e6,
+            help="Send this many requests per second, however fast the server answers (open loop).",
         ),
     ] = None
-    arrivals: Annotated[ArrivalProcess, typer.Option(help="With --rate: when.")] = (
-        ArrivalProcess.poisson
-    )
-    batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1
+    arrivals: Annotated[
+        ArrivalProcess,
+        typer.Option(help="Intervals between requests with --rate: random (poisson) or constant."),
+    ] = ArrivalProcess.poisson
+    batch: Annotated[int, typer.Option(min=1, help="Samples per request.")] = 1
     keys: Annotated[
-        str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
+        str,
+        typer.Option(
+            help="Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."
+        ),
     ] = "zipf:1.2"
     rows: RowsOption = None
     keys_from: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="The server's admin address, which has its hot keys.",
+            help="Admin address to get the hottest keys from.",
             show_default="the same host, port 8002",
         ),
     ] = None
     hotness: Annotated[
-        int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
+        int,
+        typer.Option(
+            min=1, help="Keys per sample of features for which the model does not fix it."
+        ),
     ] = 1
-    distinct: Annotated[int, typer.Option(min=1, help="Different requests, sent in turn.")] = 1024
+    distinct: Annotated[
+        int, typer.Option(min=1, help="Number of different requests, sent in turn.")
+    ] = 1024
     repository: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Ask for keys that the model has here.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Model repository; send keys of the rows that the model has there."
+        ),
     ] = None
-    version: Annotated[int | None, typer.Option(min=1, help="Its version there.")] = None
+    version: Annotated[
+        int | None,
+        typer.Option(min=1, help="The model's version in --repository; default: the highest."),
+    ] = None
     requests: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Send these, of hps generate requests.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Send the requests of this file, written by hps generate requests."
+        ),
     ] = None
     timeout: Annotated[
-        float, typer.Option(min=0.001, max=3600, help="Seconds for one request.")
+        float, typer.Option(min=0.001, max=3600, help="Timeout of a request in seconds.")
     ] = 10.0
-    seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same.")] = 1
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Seed of the random requests; the same seed gives the same ones."),
+    ] = 1
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Keep the result here too.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write the result to this file."),
     ] = None
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="BEFORE AFTER", help="Say what two such files differ in."),
+        typer.Option(
+            metavar="BEFORE AFTER", help="Compare two results of --json; sends no requests."
+        ),
     ] = None
     credentials: Credentials
 

@@ -58,7 +58,8 @@ class SchemaFile(StrEnum):
 @app.command(epilog=SHOW_EXAMPLES)
 def show(
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE", help="Our YAML or a ps.json.")
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="hps YAML, or HPS's ps.json."),
     ] = None,
     set_: SetOption = None,
     output: Output = OutputFormat.table,
@@ -98,7 +99,7 @@ def show(
 @app.command(epilog=VALIDATE_EXAMPLES)
 def validate(
     file: Annotated[
-        Path, typer.Argument(help="Our YAML, a ps.json, a model.yaml or an API key file.")
+        Path, typer.Argument(help="hps YAML, HPS's ps.json, a model.yaml or an API key file.")
     ],
     set_: SetOption = None,
     output: Output = OutputFormat.table,
@@ -150,9 +151,10 @@ def _show_report(report: ValidationReport, file: Path, models: list[ModelVersion
 
 @app.command(epilog=SCHEMA_EXAMPLES)
 def schema(
-    of: Annotated[SchemaFile, typer.Argument(help="Which file: settings, model, api-key.")] = (
-        SchemaFile.settings
-    ),
+    of: Annotated[
+        SchemaFile,
+        typer.Argument(help="The kind of file: settings, model (model.yaml) or api-key."),
+    ] = (SchemaFile.settings),
 ) -> None:
     """Print the JSON Schema of a file, for editors and validators."""
     import json
@@ -167,7 +169,11 @@ def convert(
     file: Annotated[Path, typer.Argument(help="An HPS ps.json.")],
     into: Annotated[
         Path | None,
-        typer.Option("--into", metavar="FOLDER", help="Write the files there instead of printing."),
+        typer.Option(
+            "--into",
+            metavar="FOLDER",
+            help="Write the files into this folder instead of printing them.",
+        ),
     ] = None,
 ) -> None:
     """Convert an HPS ps.json to hps.yaml and a model.yaml per model.

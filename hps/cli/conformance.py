@@ -68,8 +68,8 @@ class ConformanceOptions:
             "--server",
             "-s",
             metavar="URL",
-            help="The address of its HTTP, of its gRPC, or both by giving it twice; without a scheme the "
-            "first is HTTP.",
+            help="The server's HTTP or gRPC address; give the option twice for both. Without a scheme, the "
+            "first one is HTTP.",
             show_default=HTTP,
             callback=_checked,
         ),
@@ -77,14 +77,18 @@ class ConformanceOptions:
     model: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Ask this model only, by default all that are ready; repeatable."
+            metavar="NAME", help="Check only this model; default: all that are ready; repeatable."
         ),
     ] = None
     changing: Annotated[
-        bool, typer.Option("--changing", help="Also unload a model and load it again.")
+        bool,
+        typer.Option(
+            "--changing",
+            help="Also check unloading and loading a model; it is unavailable meanwhile.",
+        ),
     ] = False
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail by what is known of the server, too.")
+        bool, typer.Option("--strict", help="Known deviations of the server fail, too.")
     ] = False
     credentials: Credentials
     output: Output = OutputFormat.table

@@ -38,23 +38,28 @@ Examples:
 
 @app.command(epilog=EXAMPLES)
 def demo(
-    once: Annotated[bool, typer.Option("--once", help="Leave after the checks.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Exit after the checks.")] = False,
     port: Annotated[
         int | None,
         typer.Option(
-            "--port", min=1, max=65_535, help="Port for requests; default 8000 or a free one."
+            "--port",
+            min=1,
+            max=65_535,
+            help="HTTP port of the server; default: 8000 if it is free, else any free one.",
         ),
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", help="Another model of the demo's form; see examples/README.md."),
+        typer.Option(
+            "--model", help="Folder of another model in the demo's format; see examples/README.md."
+        ),
     ] = None,
     write: Annotated[
         Path | None,
         typer.Option(
             "--write",
             metavar="FOLDER",
-            help="Put the model into this model repository, unless it has models; print a request; leave.",
+            help="Copy the model into this model repository if it has none, print a request, and exit.",
         ),
     ] = None,
 ) -> None:

@@ -49,7 +49,7 @@ class DoctorOptions:
             "-c",
             envvar="HPS_CONFIG",
             metavar="FILE",
-            help="Check this configuration, and all it names.",
+            help="Check this configuration, and the files and services that it names.",
         ),
     ] = None
     overrides: SetOption = None
@@ -59,7 +59,7 @@ class DoctorOptions:
             "--server",
             "-s",
             metavar="URL",
-            help="Check this running server too; its admin address reports most. Repeatable.",
+            help="Also check this running server; its admin address gives the most details. Repeatable.",
         ),
     ] = None
     credentials: Credentials

@@ -14,7 +14,7 @@ from hps.cli.model import RepositoryOption, VersionOption
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.tools.output import count, print_line
 
-app = typer.Typer(no_args_is_help=True, help="Make models and requests for load tests.")
+app = typer.Typer(no_args_is_help=True, help="Generate models and requests for load tests.")
 
 
 class Preset(StrEnum):
@@ -27,7 +27,10 @@ class RequestForm(StrEnum):
     tables = "tables"
 
 
-SeedOption = Annotated[int, typer.Option(min=0, help="The same seed makes the same.")]
+SeedOption = Annotated[
+    int,
+    typer.Option(min=0, help="Seed of the random numbers; the same seed gives the same output."),
+]
 
 MODEL_EXAMPLES = """\b
 Examples:
@@ -41,24 +44,34 @@ Examples:
 class GenerateModelOptions:
     """Arguments and options of ``hps generate model``."""
 
-    name: Annotated[str, typer.Argument(help="Its name.")]
+    name: Annotated[str, typer.Argument(help="Name of the new model.")]
     repository: RepositoryOption = DEFAULT_REPOSITORY
-    preset: Annotated[Preset, typer.Option(help="hugectr: 26 tables and 13 dense numbers.")] = (
-        Preset.none
-    )
+    preset: Annotated[
+        Preset, typer.Option(help="Shape of the model; hugectr: 26 tables, 13 dense values.")
+    ] = Preset.none
     tables: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="With a feature each.", show_default="2")
+        int | None,
+        typer.Option(
+            min=1, max=1000, help="Number of tables, each with one feature.", show_default="2"
+        ),
     ] = None
-    rows: Annotated[int, typer.Option(min=1, help="Of each table.")] = 100_000
-    dim: Annotated[int, typer.Option(min=1, help="Values per row.")] = 16
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows per table.")] = 100_000
+    dim: Annotated[int, typer.Option(min=1, help="Number of values per row.")] = 16
     hotness: Annotated[
-        int | None, typer.Option(min=1, help="Keys per sample and feature.", show_default="1")
+        int | None,
+        typer.Option(min=1, help="Fixed number of keys per sample and feature.", show_default="1"),
     ] = None
     ragged: Annotated[
-        bool, typer.Option("--ragged", help="As many as a request brings, instead.")
+        bool,
+        typer.Option(
+            "--ragged", help="Accept any number of keys per sample, instead of --hotness."
+        ),
     ] = False
     dense: Annotated[
-        int | None, typer.Option(min=0, help="Dense numbers; 0: no network.", show_default="4")
+        int | None,
+        typer.Option(
+            min=0, help="Number of dense input values per sample; 0: no network.", show_default="4"
+        ),
     ] = None
     seed: SeedOption = 1
 
@@ -106,17 +119,32 @@ perf_analyzer puts samples together by itself (-b); an .npz has whole requests, 
 class GenerateRequestsOptions:
     """Arguments and options of ``hps generate requests``."""
 
-    model: Annotated[str, typer.Argument(help="A model of the repository.")]
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A .json or an .npz.")]
+    model: Annotated[
+        str, typer.Argument(help="A model of the repository; its tables give the keys.")
+    ]
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Output file: .json (single samples, also for perf_analyzer) or .npz (batches).",
+        ),
+    ]
     repository: RepositoryOption = DEFAULT_REPOSITORY
     version: VersionOption = None
-    count: Annotated[int, typer.Option(min=1, help="How many.")] = 100
-    batch: Annotated[int, typer.Option(min=1, help="Samples in each.")] = 1
+    count: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 100
+    batch: Annotated[int, typer.Option(min=1, help="Samples per request.")] = 1
     form: Annotated[
-        RequestForm, typer.Option(help="A tensor per feature, or KEYS and NUMKEYS.")
+        RequestForm,
+        typer.Option(
+            help="Tensors of the requests: one per feature, or HPS's KEYS and NUMKEYS (tables)."
+        ),
     ] = RequestForm.features
     distribution: Annotated[
-        str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
+        str,
+        typer.Option(
+            help="Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."
+        ),
     ] = "zipf:1.2"
     hotness: Annotated[
         int | None,
@@ -125,9 +153,15 @@ class GenerateRequestsOptions:
         ),
     ] = None
     ragged: Annotated[
-        bool, typer.Option("--ragged", help="1 to --hotness keys there, by offsets.")
+        bool,
+        typer.Option(
+            "--ragged",
+            help="Random number of keys per sample, 1 to --hotness, for these features (jagged).",
+        ),
     ] = False
-    unknown: Annotated[float, typer.Option(help="Share of keys that no row has.")] = 0.0
+    unknown: Annotated[
+        float, typer.Option(help="Share of unknown keys (without a row), from 0 to 1.")
+    ] = 0.0
     seed: SeedOption = 1
 
 

@@ -28,7 +28,7 @@ TlsOption = Annotated[
         "--tls",
         envvar="HPS_TLS",
         metavar="ca=FILE,certificate=FILE,key=FILE",
-        help="For a server that asks for certificates: what it is shown.",
+        help="PEM files of this client's certificate and key, if the server requires them.",
     ),
 ]
 
@@ -52,11 +52,11 @@ def healthcheck(
             "-c",
             envvar="HPS_CONFIG",
             metavar="FILE",
-            help="What the server was started with; else HPS_CONFIG, else the defaults.",
+            help="The server's configuration; default: HPS_CONFIG, else the default settings.",
         ),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Ask whether it can answer, not whether it is ready.")
+        bool, typer.Option("--live", help="Check that the server answers, not that it is ready.")
     ] = False,
     overrides: SetOption = None,
     tls: TlsOption = None,

@@ -31,10 +31,13 @@ class HotKeysOptions:
     """Arguments and options of ``hps hotkeys``."""
 
     model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None
-    table: Annotated[str | None, typer.Argument(help="Only this table of it.")] = None
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Keys per table.")] = 20
+    table: Annotated[str | None, typer.Argument(help="Only this table of the model.")] = None
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of keys per table.")] = 20
     snapshot: Annotated[
-        Path | None, typer.Option(help="Read the file of tiers.cpu_cache.snapshot.path instead.")
+        Path | None,
+        typer.Option(
+            help="Read this snapshot file (tiers.cpu_cache.snapshot.path) instead of asking a server."
+        ),
     ] = None
     admin: AdminServer
     output: Output = OutputFormat.table

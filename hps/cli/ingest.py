@@ -37,7 +37,7 @@ def ingest(
             "-c",
             envvar="HPS_CONFIG",
             metavar="FILE",
-            help="The nodes' own: YAML, or a ps.json.",
+            help="The nodes' configuration: YAML, or HPS's ps.json.",
         ),
     ] = None,
     overrides: SetOption = None,

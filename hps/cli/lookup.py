@@ -52,9 +52,7 @@ class LookupOptions:
             help="Keys of the table, from -2^63 to 2^64-1; 0x… is hexadecimal.", metavar="KEY"
         ),
     ]
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Add the tier each row came from and its age.")
-    ] = False
+    explain: Annotated[bool, typer.Option("--explain", help="Add each row's tier and age.")] = False
     server: AdminOption = ADMIN
     _admin: FormerAdminOption = None
     config: ConfigOption = None

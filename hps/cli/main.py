@@ -31,41 +31,35 @@ class CommandEntry(NamedTuple):
 
 START, ASK, CARE = "Start here", "Ask a server", "Models and settings"
 COMMANDS = {
-    "demo": CommandEntry(
-        START, "Serve the model that comes with hps, ask it and check every answer."
+    "demo": CommandEntry(START, "Serve the demo model, send requests and check every answer."),
+    "serve": CommandEntry(START, "Serve models: hps serve --config FILE (YAML, or HPS's ps.json)."),
+    "ingest": CommandEntry(
+        START, "Write updates from Kafka into a Redis that several nodes share."
     ),
-    "serve": CommandEntry(
-        START, "Serve models: hps serve --config FILE (our YAML, or HPS's ps.json)."
-    ),
-    "ingest": CommandEntry(START, "Feed the Redis that several nodes share, from Kafka."),
-    "healthcheck": CommandEntry(
-        START, "Ask this machine's server whether it is ready; for containers."
-    ),
-    "doctor": CommandEntry(START, "Check this machine and a deployment; name remedies."),
+    "healthcheck": CommandEntry(START, "Check whether the local server is ready; for containers."),
+    "doctor": CommandEntry(START, "Check this machine and a deployment; report remedies."),
     "predict": CommandEntry(ASK, "Score one request, or a Parquet, CSV or JSONL file of them."),
-    "lookup": CommandEntry(
-        ASK, "Show rows of a table; --explain: which tier they came from, how old."
-    ),
-    "tables": CommandEntry(ASK, "List the tables: rows, bytes, what is cached."),
+    "lookup": CommandEntry(ASK, "Show rows of a table; --explain: also their tier and age."),
+    "tables": CommandEntry(ASK, "List the tables: rows, bytes, how much is cached."),
     "status": CommandEntry(ASK, "Show what a server is doing: models, tiers, hit rates."),
-    "top": CommandEntry(ASK, "Watch servers: requests/s, latency, queues, hit rates, freshness."),
-    "bench": CommandEntry(ASK, "Send requests, measure latencies; compare two such runs."),
-    "profile": CommandEntry(
-        ASK, "Show where a request's time goes: parsing, tiers, pooling, network."
+    "top": CommandEntry(ASK, "Watch servers: requests, latency, queues, hit rates, freshness."),
+    "bench": CommandEntry(ASK, "Measure latency and throughput; compare two runs."),
+    "profile": CommandEntry(ASK, "Show the time of each part of a request."),
+    "hotkeys": CommandEntry(ASK, "List the hottest keys of a CPU cache, or of a snapshot."),
+    "conformance": CommandEntry(
+        ASK, "Check that a server conforms to the Open Inference Protocol."
     ),
-    "hotkeys": CommandEntry(
-        ASK, "List the hottest keys of the CPU cache, of a server or of a snapshot."
-    ),
-    "conformance": CommandEntry(ASK, "Check that any server speaks the Open Inference Protocol."),
     "model": CommandEntry(CARE, "Import, inspect and verify models of a repository.", group=True),
-    "store": CommandEntry(CARE, "Look into Redis and RocksDB; load, compare, convert.", group=True),
-    "generate": CommandEntry(CARE, "Make models and requests for load tests.", group=True),
-    "triton": CommandEntry(CARE, "Make model repositories for a Triton server.", group=True),
+    "store": CommandEntry(
+        CARE, "Inspect and maintain Redis and RocksDB: load, compare, convert.", group=True
+    ),
+    "generate": CommandEntry(CARE, "Generate models and requests for load tests.", group=True),
+    "triton": CommandEntry(CARE, "Export models to a Triton model repository.", group=True),
     "updates": CommandEntry(
-        CARE, "Send rows to serving nodes; show what they refused.", group=True
+        CARE, "Publish rows, control update streams, show dead letters.", group=True
     ),
     "config": CommandEntry(CARE, "Show, check and describe the configuration.", group=True),
-    "version": CommandEntry(CARE, "Print the version of hps and of what it stands on."),
+    "version": CommandEntry(CARE, "Print the versions of hps and of its dependencies."),
 }
 
 

@@ -30,7 +30,8 @@ RepositoryOption = Annotated[
     Path, typer.Option("--repository", "-r", metavar="DIR", help="The model repository.")
 ]
 VersionOption = Annotated[
-    int | None, typer.Option("--version", "-v", min=1, help="Default: the highest there is.")
+    int | None,
+    typer.Option("--version", "-v", min=1, help="The model's version; default: the highest."),
 ]
 
 app.command("import", epilog=IMPORT_EXAMPLES)(import_)
@@ -45,7 +46,7 @@ Examples:
 
 @app.command(epilog=INSPECT_EXAMPLES)
 def inspect(
-    name: Annotated[str | None, typer.Argument(help="A model; without it, all are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A model; default: list all.")] = None,
     repository: RepositoryOption = DEFAULT_REPOSITORY,
     version: VersionOption = None,
     output: Output = OutputFormat.table,
@@ -168,7 +169,7 @@ Exit code 1 when a check fails.
 
 @app.command(epilog=VERIFY_EXAMPLES)
 def verify(
-    name: Annotated[str | None, typer.Argument(help="A model; default: all of them.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A model; default: all.")] = None,
     repository: RepositoryOption = DEFAULT_REPOSITORY,
     version: VersionOption = None,
     output: Output = OutputFormat.table,

@@ -52,7 +52,7 @@ class ImportOptions:
     source: Annotated[
         Path,
         typer.Argument(
-            help="ps.json, HugeCTR folders, .npz, .parquet, .safetensors, or a PyTorch .pt/.pth file."
+            help="Sources: ps.json, HugeCTR folders, .npz, .parquet, .safetensors, or PyTorch .pt/.pth files."
         ),
     ]
     repository: Annotated[
@@ -62,31 +62,40 @@ class ImportOptions:
         str | None, typer.Option("--name", "-n", help="The model's name in the repository.")
     ] = None
     version: Annotated[
-        int | None, typer.Option("--version", "-v", min=1, help="Default: the next one.")
+        int | None,
+        typer.Option("--version", "-v", min=1, help="The new version; default: the next one."),
     ] = None
     format_: Annotated[
         str | None,
         typer.Option("--format", help="Source format (default: inferred from the file name)."),
     ] = None
-    model: Annotated[str | None, typer.Option("--model", help="Only this model of a ps.json.")] = (
-        None
-    )
+    model: Annotated[
+        str | None, typer.Option("--model", help="Import only this model of a ps.json.")
+    ] = None
     table: Annotated[
         list[str] | None,
         typer.Option(
             "--table",
             "-t",
             metavar="NAME=SOURCE[,...]",
-            help="A table and its array, file or folder; several are stacked. Repeatable.",
+            help="A table and its SOURCE: an array, a file or a folder; several are stacked. Repeatable.",
         ),
     ] = None
     keys: Annotated[
         list[str] | None,
-        typer.Option("--keys", metavar="TABLE=SOURCE", help="Array or column of a table's keys."),
+        typer.Option(
+            "--keys",
+            metavar="TABLE=SOURCE",
+            help="Array or column that holds a table's keys. Repeatable.",
+        ),
     ] = None
     vectors: Annotated[
         list[str] | None,
-        typer.Option("--vectors", metavar="TABLE=PATTERN", help="Parquet columns of the vectors."),
+        typer.Option(
+            "--vectors",
+            metavar="TABLE=PATTERN",
+            help="Parquet columns that hold a table's vectors. Repeatable.",
+        ),
     ] = None
     feature: Annotated[
         list[str] | None,
@@ -108,23 +117,33 @@ class ImportOptions:
     ] = None
     spec: Annotated[
         Path | None,
-        typer.Option("--spec", metavar="FILE", help="A model.yaml that describes the model."),
+        typer.Option(
+            "--spec", metavar="FILE", help="A model.yaml to use as the model's description."
+        ),
     ] = None
     dense: Annotated[
-        Path | None, typer.Option("--dense", metavar="FILE", help="The network, an .onnx file.")
+        Path | None, typer.Option("--dense", metavar="FILE", help="The network: an .onnx file.")
     ] = None
     metadata: Annotated[
         list[str] | None,
-        typer.Option("--metadata", metavar="KEY=VALUE", help="Kept in the manifest. Repeatable."),
+        typer.Option(
+            "--metadata",
+            metavar="KEY=VALUE",
+            help="An entry to store in the version's manifest. Repeatable.",
+        ),
     ] = None
     allow_nan: Annotated[
-        bool, typer.Option("--allow-nan", help="Import NaN and infinite values as they are.")
+        bool,
+        typer.Option(
+            "--allow-nan",
+            help="Import NaN and infinite values unchanged instead of rejecting them.",
+        ),
     ] = False
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace the version if it exists.")
     ] = False
     replace_spec: Annotated[
-        bool, typer.Option("--replace-spec", help="Replace a model.yaml that says something else.")
+        bool, typer.Option("--replace-spec", help="Replace an existing model.yaml that differs.")
     ] = False
     output: Output = OutputFormat.table
 

@@ -29,7 +29,7 @@ RowsOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Ask for keys from 0 to this less one, whether they have rows or not.",
+        help="Send keys from 0 up to this number (exclusive), with or without rows.",
         show_default="the server's hottest keys; without any, 100000",
     ),
 ]
@@ -69,15 +69,24 @@ FormerAdminOption = Annotated[
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help="Open this configuration here, no server."),
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="Open this configuration in this process instead of asking a server.",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of --config; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting of --config, as in server.http.port=80; repeatable.",
+    ),
 ]
 ApiKeyOption = Annotated[
     str | None,
-    typer.Option("--api-key", envvar="HPS_API_KEY", help="Key for a server that asks for one."),
+    typer.Option("--api-key", envvar="HPS_API_KEY", help="API key, if the server requires one."),
 ]
 TlsOption = Annotated[
     str | None,
@@ -85,7 +94,7 @@ TlsOption = Annotated[
         "--tls",
         envvar="HPS_TLS",
         metavar="ca=FILE,certificate=FILE,key=FILE",
-        help="For https: roots to trust, and what is shown to the server.",
+        help="PEM files for https: trusted roots, and this client's certificate and key.",
     ),
 ]
 

@@ -63,34 +63,49 @@ IN_FLIGHT = 4
 class PredictOptions:
     """Arguments and options of ``hps predict``."""
 
-    model: Annotated[str, typer.Argument(help="The model to ask.")]
+    model: Annotated[str, typer.Argument(help="The model to score with.")]
     file: Annotated[
-        Path | None, typer.Argument(help="Samples to score: *.parquet, *.csv, *.tsv or *.jsonl.")
+        Path | None,
+        typer.Argument(help="File of samples to score: *.parquet, *.csv, *.tsv or *.jsonl."),
     ] = None
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Scores to write: *.parquet, *.csv, *.jsonl, *.npz."),
+        typer.Option(
+            "--out", help="File to write the scores to: *.parquet, *.csv, *.jsonl or *.npz."
+        ),
     ] = None
     json_text: Annotated[
         str | None, typer.Option("--json", help="One request as JSON; - reads it from stdin.")
     ] = None
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", "-i", metavar="NAME=VALUES", help="One request, input by input."),
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="NAME=VALUES",
+            help="One input of a single request; repeat for each input.",
+        ),
     ] = None
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show vectors, their tiers and the dense inputs.")
+        bool,
+        typer.Option(
+            "--explain",
+            help="Also show the vectors, the tiers of their rows, and the dense inputs.",
+        ),
     ] = False
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Keep the k best.")] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", min=1, help="Return only the k samples with the highest scores."),
+    ] = None
     batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Samples in one request, of a file.")
+        int, typer.Option("--batch-size", min=1, help="Samples per request, for a file.")
     ] = 1024
     columns: Annotated[
         str | None,
         typer.Option(
             "--columns",
             metavar="NAME[,NAME...]",
-            help="Names of all columns of a CSV or TSV file without a header line.",
+            help="Names of all columns, for a CSV or TSV file without a header line.",
         ),
     ] = None
     hex_keys: Annotated[
@@ -101,7 +116,8 @@ class PredictOptions:
         EmptyCells,
         typer.Option(
             "--missing",
-            help="An empty cell or null of a feature: a sample without keys, or the table's default.",
+            help="Treat an empty cell or null of a feature as a sample without keys (empty), or as an "
+            "unknown key (default).",
         ),
     ] = EmptyCells.empty
     server: ServerOption = HTTP

@@ -94,34 +94,49 @@ class ProfileOptions:
     """Arguments and options of ``hps profile``."""
 
     model: Annotated[
-        str | None, typer.Argument(help="The model to ask; needed where there are several.")
+        str | None, typer.Argument(help="The model to profile; required if there are several.")
     ] = None
     second: Annotated[str | None, typer.Argument(hidden=True)] = None
     server: AdminOption = ADMIN
     config: ConfigOption = None
-    count: Annotated[int, typer.Option(min=1, help="Requests to profile.")] = 200
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before those.")] = 20
-    batch: Annotated[int, typer.Option(min=1, help="Samples in a request.")] = 1
+    count: Annotated[int, typer.Option(min=1, help="Number of requests to profile.")] = 200
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Requests before them, which are not profiled.")
+    ] = 20
+    batch: Annotated[int, typer.Option(min=1, help="Samples per request.")] = 1
     keys: Annotated[
-        str, typer.Option(help="uniform, zipf:S, hot:SHARE,COVERAGE, trace:FILE.npy.")
+        str,
+        typer.Option(
+            help="Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."
+        ),
     ] = "zipf:1.2"
     rows: RowsOption = None
     hotness: Annotated[
-        int, typer.Option(min=1, help="Keys per sample, where the model does not say.")
+        int,
+        typer.Option(
+            min=1, help="Keys per sample of features for which the model does not fix it."
+        ),
     ] = 1
     repository: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Ask for keys that the model has here.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Model repository; send keys of the rows that the model has there."
+        ),
     ] = None
     requests: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Send these, of hps generate requests.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Send the requests of this file, written by hps generate requests."
+        ),
     ] = None
     protocol: Annotated[
         WireProtocol,
-        typer.Option(
-            help="How requests are written: HTTP with binary tensors, or gRPC's messages."
-        ),
+        typer.Option(help="Encoding of the requests: HTTP with binary tensors, or gRPC messages."),
     ] = WireProtocol.http
-    seed: Annotated[int, typer.Option(min=0, help="The same seed sends the same.")] = 1
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Seed of the random requests; the same seed gives the same ones."),
+    ] = 1
     overrides: SetOption = None
     credentials: Credentials
     output: Output = OutputFormat.table

@@ -55,12 +55,17 @@ class ServeOptions:
             "-c",
             envvar="HPS_CONFIG",
             metavar="FILE",
-            help="Our YAML file, or HPS's ps.json.",
+            help="hps YAML file, or HPS's ps.json.",
         ),
     ] = None
     workers: Annotated[
         int | None,
-        typer.Option("--workers", "-w", min=0, help="Processes that answer beside the node's own."),
+        typer.Option(
+            "--workers",
+            "-w",
+            min=0,
+            help="Number of worker processes that answer requests; 0: this process answers them.",
+        ),
     ] = None
     role: Annotated[
         Role | None,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hps.tiers.table_name import TableName
     from hps.types import EmbeddingTable
 
-HELP = """Look into the stores of a configuration and care for them: Redis and RocksDB.
+HELP = """Inspect and maintain the stores of a configuration: Redis and RocksDB.
 
 Commands open the stores themselves. Reading works beside a running node; what writes to RocksDB needs
 the database to itself: stop the node first.
@@ -185,14 +185,16 @@ Examples:
 class EraseOptions:
     """Arguments and options of ``hps store erase``."""
 
-    model: Annotated[str, typer.Argument(help="The model; it need not be configured any more.")]
+    model: Annotated[str, typer.Argument(help="The model; it need not be configured.")]
     config: ConfigFile
     version: Annotated[
         int | None, typer.Option("--version", "-v", help="Only this version; default: all.")
     ] = None
     table: Annotated[str | None, typer.Option("--table", help="Only this table.")] = None
     tier: TierOption = None
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Erase without asking for confirmation.")
+    ] = False
     overrides: SetOption = None
     output: Output = OutputFormat.table
 

@@ -57,17 +57,22 @@ class CheckpointOptions:
     """Arguments and options of ``hps store checkpoint``."""
 
     folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="The new folder, with --config.")
+        Path | None,
+        typer.Argument(metavar="FOLDER", help="Folder of the new checkpoint, with --config."),
     ] = None
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="Of a node that is not running."),
+        typer.Option("--config", "-c", metavar="FILE", help="Configuration of a stopped node."),
     ] = None
     overrides: SetOption = None
     server: SomeAdminOption = None
     _admin: FormerAdminOption = None
     keep: Annotated[
-        int, typer.Option(min=1, help="With --server: how many are left in the node's folder.")
+        int,
+        typer.Option(
+            min=1,
+            help="With --server: number of newest checkpoints to keep; older ones are removed.",
+        ),
     ] = 1
     credentials: Credentials
     output: Output = OutputFormat.table
@@ -135,7 +140,7 @@ Examples:
 
 
 def restore(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The checkpoint's folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the checkpoint.")],
     config: ConfigFile,
     overrides: SetOption = None,
     bootstrap: Annotated[
@@ -177,8 +182,8 @@ Examples:
   hps store dump ctr user user.bin --config hps.yaml
   hps store dump ctr user user.bin --config hps.yaml --tier redis
 """
-BinFile = Annotated[Path, typer.Argument(metavar="FILE", help="The .bin file.")]
-DumpFile = Annotated[Path, typer.Argument(metavar="FILE", help="A .bin or .sst file.")]
+BinFile = Annotated[Path, typer.Argument(metavar="FILE", help="Output file, .bin.")]
+DumpFile = Annotated[Path, typer.Argument(metavar="FILE", help="Dump to read, .bin or .sst.")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,19 +86,32 @@ class DiffOptions:
     table: SomeTable = None
     tier: OneTierOption = None
     against: Annotated[
-        CompareTarget, typer.Option("--against", "-a", help="What the store is compared with.")
+        CompareTarget,
+        typer.Option(
+            "--against",
+            "-a",
+            help="Other side of the comparison: another store, or the model's files.",
+        ),
     ] = CompareTarget.files
     other: Annotated[
         Path | None,
-        typer.Option("--other", metavar="FILE", help="--against is of this configuration."),
+        typer.Option(
+            "--other",
+            metavar="FILE",
+            help="Configuration of the other side (--against); default: --config.",
+        ),
     ] = None
     sample: Annotated[
         int | None,
-        typer.Option("--sample", "-n", min=1, help="Compare about so many random rows a table."),
+        typer.Option(
+            "--sample", "-n", min=1, help="Compare only about this many random rows per table."
+        ),
     ] = None
     ignore: Annotated[
         list[DifferenceKind] | None,
-        typer.Option("--ignore", help="Differences that are all right; repeatable."),
+        typer.Option(
+            "--ignore", help="Kind of difference that does not cause exit code 1; repeatable."
+        ),
     ] = None
     overrides: SetOption = None
     output: Output = OutputFormat.table
@@ -228,7 +241,7 @@ class VerifyOptions:
     table: SomeTable = None
     tier: OneTierOption = None
     repair: Annotated[
-        bool, typer.Option("--repair", help="RocksDB: repair all damaged tables first.")
+        bool, typer.Option("--repair", help="RocksDB: first repair all damaged tables.")
     ] = False
     overrides: SetOption = None
     output: Output = OutputFormat.table

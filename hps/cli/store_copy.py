@@ -67,7 +67,11 @@ class LoadOptions:
     table: SomeTable = None
     tier: OneTierOption = None
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="RocksDB: give up rows streamed in since, load anew.")
+        bool,
+        typer.Option(
+            "--rebuild",
+            help="RocksDB: load again from the files; rows streamed since the load are lost.",
+        ),
     ] = False
     overrides: SetOption = None
     output: Output = OutputFormat.table
@@ -141,11 +145,13 @@ class ExportOptions:
     model: ModelArgument
     table: TableArgument
     config: ConfigFile
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A .parquet or .npz file.")]
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Output file, .parquet or .npz.")
+    ]
     since: Annotated[
         str | None,
         typer.Option(
-            "--since", metavar="VERSION", help="Only rows newer than this version or time."
+            "--since", metavar="VERSION", help="Export only rows newer than this version or time."
         ),
     ] = None
     tier: OneTierOption = None
@@ -214,7 +220,10 @@ class ConvertOptions:
 
     config: ConfigFile
     into: Annotated[
-        Path, typer.Option("--into", metavar="FILE", help="The configuration with native stores.")
+        Path,
+        typer.Option(
+            "--into", metavar="FILE", help="Configuration of the new stores, with layout: native."
+        ),
     ]
     model: SomeModel = None
     table: SomeTable = None

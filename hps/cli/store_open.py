@@ -32,11 +32,12 @@ ConfigFile = Annotated[
     Path, typer.Option("--config", "-c", metavar="FILE", help="The node's configuration.")
 ]
 TierOption = Annotated[
-    TierName | None, typer.Option("--tier", "-t", help="Only this one of the stores.")
+    TierName | None,
+    typer.Option("--tier", "-t", help="Only this store; default: all that are configured."),
 ]
 OneTierOption = Annotated[
     TierName | None,
-    typer.Option("--tier", "-t", help="Default: rocksdb where it is enabled, else redis."),
+    typer.Option("--tier", "-t", help="The store; default: rocksdb if it is enabled, else redis."),
 ]
 ModelArgument = Annotated[str, typer.Argument(help="The model.")]
 TableArgument = Annotated[str, typer.Argument(help="One of its tables; hps store ls lists them.")]

@@ -74,10 +74,10 @@ class ScanOptions:
     start: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="KEY", help="The first key; RocksDB only: Redis has no order."
+            "--from", metavar="KEY", help="Start at this key; RocksDB only: Redis has no order."
         ),
     ] = None
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Rows at most.")] = 20
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Maximum number of rows.")] = 20
     overrides: SetOption = None
     output: Output = OutputFormat.table
 
@@ -235,7 +235,11 @@ Examples:
 """
 VersionOption = Annotated[
     str | None,
-    typer.Option("--version", metavar="VERSION", help="A version or a time; default: now."),
+    typer.Option(
+        "--version",
+        metavar="VERSION",
+        help="Version of the write: a number or a time; default: now.",
+    ),
 ]
 
 

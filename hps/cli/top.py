@@ -53,10 +53,14 @@ class TopOptions:
         ),
     ] = None
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds between two readings.")
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two updates of the screen.")
     ] = 2.0
     once: Annotated[
-        bool, typer.Option("--once", help="Look for one interval, print, leave; as in a pipe.")
+        bool,
+        typer.Option(
+            "--once",
+            help="Measure one interval, print it and exit; default if stdout is not a terminal.",
+        ),
     ] = False
     credentials: Credentials
     output: Output = OutputFormat.table

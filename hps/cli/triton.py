@@ -16,7 +16,7 @@ from hps.config import load_config
 from hps.errors import ConfigError
 from hps.tools.output import print_line
 
-app = typer.Typer(no_args_is_help=True, help="Make model repositories for a Triton server.")
+app = typer.Typer(no_args_is_help=True, help="Export models to a Triton model repository.")
 
 
 class DenseTarget(StrEnum):
@@ -47,18 +47,22 @@ def triton() -> None:
 class TritonExportOptions:
     """Arguments and options of ``hps triton export``."""
 
-    model: Annotated[str, typer.Argument(help="A model with a dense part.")]
+    model: Annotated[
+        str, typer.Argument(help="The model; without a network only its lookups, with --config.")
+    ]
     out: Annotated[
         Path,
-        typer.Option("--out", metavar="FOLDER", help="Triton's model repository; made if need be."),
+        typer.Option(
+            "--out", metavar="FOLDER", help="Triton's model repository; created if missing."
+        ),
     ]
     repository: RepositoryOption = DEFAULT_REPOSITORY
     version: VersionOption = None
     dense: Annotated[
         DenseTarget,
         typer.Option(
-            help="Triton's backend; python where its onnxruntime is missing. The last three want a network "
-            "in their own format, which you put there."
+            help="Triton's backend for the network; python if Triton has no onnxruntime. The last three need "
+            "a network in their format, which you must put there."
         ),
     ] = DenseTarget.onnxruntime
     config: Annotated[
@@ -67,19 +71,23 @@ class TritonExportOptions:
             "--config",
             "-c",
             metavar="FILE",
-            help="The node's configuration: lookups and the ensemble are written too.",
+            help="The node's configuration; also exports lookups and the ensemble.",
         ),
     ] = None
     config_at: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Path of that file on Triton's machine, if it differs."),
+        typer.Option(
+            metavar="PATH", help="Path of the --config file on Triton's machine, if it differs."
+        ),
     ] = None
-    instances: Annotated[int, typer.Option(min=1, help="Of lookups, with --config.")] = 1
+    instances: Annotated[
+        int, typer.Option(min=1, help="Number of lookup instances in Triton, with --config.")
+    ] = 1
     gpu: Annotated[
         list[int] | None,
         typer.Option(
             metavar="DEVICE",
-            help="Instances on this GPU, which hand vectors on in its memory; may be repeated.",
+            help="Run lookup instances on this GPU; vectors stay in its memory. Repeatable.",
         ),
     ] = None
 

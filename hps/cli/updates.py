@@ -6,7 +6,9 @@ import typer
 
 from hps.cli import updates_control, updates_dlq, updates_publish
 
-app = typer.Typer(no_args_is_help=True, help="Send rows to serving nodes; look after the stream.")
+app = typer.Typer(
+    no_args_is_help=True, help="Publish rows, control update streams, show dead letters."
+)
 app.command(epilog=updates_publish.EXAMPLES)(updates_publish.publish)
 app.command(epilog=updates_dlq.EXAMPLES)(updates_dlq.dlq)
 app.command(epilog=updates_control.STATUS_EXAMPLES)(updates_control.status)

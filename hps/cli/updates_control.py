@@ -82,9 +82,9 @@ def resume(
 class SeekOptions:
     """Arguments and options of ``hps updates seek``."""
 
-    topic: Annotated[str, typer.Argument(help="As `hps updates status` shows it.")]
-    partition: Annotated[int, typer.Argument(min=0)]
-    offset: Annotated[int, typer.Argument(min=0, help="The message to continue with.")]
+    topic: Annotated[str, typer.Argument(help="Topic, as `hps updates status` shows it.")]
+    partition: Annotated[int, typer.Argument(min=0, help="Number of the partition.")]
+    offset: Annotated[int, typer.Argument(min=0, help="Offset of the next message to read.")]
     group: GroupOption = None
     admin: AdminServer
     output: Output = OutputFormat.table

@@ -56,7 +56,8 @@ class DeadLetterOptions:
     brokers: BrokersOption = None
     config: SomeConfig = None
     topic: Annotated[
-        str | None, typer.Option("--topic", help="Default: updates.kafka.dead_letters.")
+        str | None,
+        typer.Option("--topic", help="Topic of dead letters; default: updates.kafka.dead_letters."),
     ] = None
     reason: Annotated[
         list[DeadLetterReason] | None,
@@ -67,13 +68,16 @@ class DeadLetterOptions:
         ),
     ] = None
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help="Only the newest N; shown are 20.")
+        int | None, typer.Option("--limit", "-n", min=1, help="Only the newest N letters.")
     ] = None
     again: Annotated[
-        bool, typer.Option("--all", help="Also those that were sent again already.")
+        bool, typer.Option("--all", help="Also show letters that were already sent again.")
     ] = False
     requeue: Annotated[
-        bool, typer.Option("--requeue", help="Send them again to where they came from.")
+        bool,
+        typer.Option(
+            "--requeue", help="Send the letters again to their original topic and partition."
+        ),
     ] = False
     overrides: SetOption = None
     output: Output = OutputFormat.table

@@ -17,11 +17,21 @@ if TYPE_CHECKING:
 
 BrokersOption = Annotated[
     str | None,
-    typer.Option("--brokers", "-b", metavar="HOST:PORT", help="Kafka's; several with commas."),
+    typer.Option(
+        "--brokers",
+        "-b",
+        metavar="HOST:PORT",
+        help="Kafka brokers, host:port; several separated by commas.",
+    ),
 ]
 SomeConfig = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help="Take updates.kafka of it, for Kafka."),
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="Configuration file; its updates.kafka names the brokers.",
+    ),
 ]
 
 

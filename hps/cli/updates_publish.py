@@ -65,39 +65,50 @@ class PublishOptions:
     model: Annotated[str, typer.Argument(help="The model.")]
     table: Annotated[str | None, typer.Argument(help="Only this table.")] = None
     new: Annotated[
-        int | None, typer.Option("--new", "-n", min=1, help="Send this version of the model.")
+        int | None,
+        typer.Option("--new", "-n", min=1, help="Send the rows of this version of the model."),
     ] = None
     base: Annotated[
-        int | None, typer.Option("--base", min=1, help="Send only what --new changes in this one.")
+        int | None,
+        typer.Option("--base", min=1, help="Send only the changes from this version to --new."),
     ] = None
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", help="Send a .parquet or .npz file of rows; repeatable."),
+        typer.Option(
+            "--file", "-f", help="Send the rows of this .parquet or .npz file; repeatable."
+        ),
     ] = None
     repository: Annotated[
         Path | None,
         typer.Option(
-            "--repository", "-r", metavar="DIR", help="Default: the configuration's, else models."
+            "--repository",
+            "-r",
+            metavar="DIR",
+            help="Model repository; default: the configuration's, else models.",
         ),
     ] = None
     brokers: BrokersOption = None
     config: SomeConfig = None
-    format: Annotated[WireFormat, typer.Option("--format", help="The messages' format.")] = (
+    format: Annotated[WireFormat, typer.Option("--format", help="Format of the messages.")] = (
         WireFormat.native
     )
     partitions: Annotated[
         int,
-        typer.Option("--partitions", min=1, help="Key groups; as many as HPS's producers have."),
+        typer.Option(
+            "--partitions", min=1, help="Number of key groups; must be that of HPS's producers."
+        ),
     ] = 8
     key_bits: Annotated[
         KeyBits | None,
         typer.Option(
-            "--key-bits", help="Of keys in HPS's format; default: the table's, 64 for --file."
+            "--key-bits", help="Size of keys in HPS's format; default: the table's, 64 for --file."
         ),
     ] = None
     at: Annotated[
         str | None,
-        typer.Option("--at", metavar="VERSION", help="The rows' version: a number, a time or now."),
+        typer.Option(
+            "--at", metavar="VERSION", help="Version of the rows: a number, a time or now."
+        ),
     ] = None
     ttl: Annotated[
         int,
@@ -105,16 +116,18 @@ class PublishOptions:
             "--ttl",
             min=0,
             metavar="SECONDS",
-            help="Nodes leave the rows out where they come later than that after now; 0: never.",
+            help="Nodes skip the rows if they read them later than this after publishing; 0: never.",
         ),
     ] = 0
     deletions: Annotated[
-        bool, typer.Option("--deletions/--no-deletions", help="Whether to send those.")
+        bool, typer.Option("--deletions/--no-deletions", help="Whether to send deletions.")
     ] = True
     rate: Annotated[
-        int | None, typer.Option("--rate", min=1, help="At most so many rows a second.")
+        int | None, typer.Option("--rate", min=1, help="Maximum number of rows per second.")
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count; send nothing.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the rows; send nothing.")] = (
+        False
+    )
     overrides: SetOption = None
     output: Output = OutputFormat.table
 
