@@ -28,7 +28,7 @@ class RequestTemplate:
     outputs: tuple[str, ...] | None = None
     timeout_us: int = 0
     top_k: int | None = None
-    elsewhere: SharedMemoryRefs | None = None
+    memory_refs: SharedMemoryRefs | None = None
     kept: bool = False
     prepared: tuple[PreparedSubmit, int] | None = None
 

@@ -72,7 +72,7 @@ class RequestProfiler:
         profile, done = Profile(), list[int]()
         started = perf_counter_ns()
         call = wire.read(body, size)
-        if call.form.elsewhere is not None:
+        if call.form.memory_refs is not None:
             raise BadRequest(
                 "a profile needs tensors in the request, not in shared memory; send them"
             )

@@ -161,7 +161,7 @@ OF_SERVE: dict[str, Wrong] = {
     ),
     "gRPC at no address": (
         {"server": {"grpc": {"host": "no.such.host.invalid"}}, "auth": {"mode": "off"}},
-        "server.grpc.host is 'no.such.host.invalid', which is no address: ",
+        "server.grpc.host is 'no.such.host.invalid', which is not a usable address: ",
     ),
     "Triton without a port": (
         {"dense": {"triton": {"url": "triton"}}},

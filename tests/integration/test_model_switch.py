@@ -391,4 +391,4 @@ def test_what_cannot_be_loaded(server):
         "/v2/repository/models/clicks/load", {"parameters": {}}, server.hps.address
     )
     assert status == 501
-    assert "ask the admin port, or set models.control: all" in told["error"]
+    assert "use the admin port, or set models.control: all" in told["error"]

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, and hps.v1, over gRPC."""
+"""gRPC ports: the Open Inference Protocol and ``hps.v1``."""
 
 from hps.environment import disable_grpc_event_engine
 

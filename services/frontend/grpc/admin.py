@@ -1,5 +1,7 @@
-"""``hps.v1.Admin``: what the server is doing. What is told is what the admin port tells: protobuf's JSON form
-of the same dictionaries."""
+"""``hps.v1.Admin``: server status and model control.
+
+Responses are protobuf's JSON form of the dictionaries that the REST admin port returns.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from services.frontend.state import FrontendState
 
 
 class AdminService:
-    """The service's calls, each by its name."""
+    """The methods of the service, by their names in the ``.proto``."""
 
     roles: Mapping[str, Role] = dict.fromkeys(
         ("Status", "Models", "LoadModel", "UnloadModel"), "admin"

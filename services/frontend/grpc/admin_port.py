@@ -1,4 +1,4 @@
-"""The admin port over gRPC: ``hps.v1.Admin`` and, where there are rows, ``hps.v1.Updates``."""
+"""gRPC admin port: ``hps.v1.Admin`` and, if the process has rows, ``hps.v1.Updates``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.frontend.state import FrontendState
 
 
 class AdminPort(GrpcPort):
-    """Listens from the start; ``serve`` answers until ``stop``."""
+    """The admin port. It listens from construction; ``serve`` answers until ``stop``."""
 
     def __init__(
         self,
@@ -22,15 +22,15 @@ class AdminPort(GrpcPort):
         settings: ServerSettings,
         guard: Authorizer,
     ) -> None:
-        """``ConfigError`` when it cannot listen."""
+        """Raises ``ConfigError`` if it cannot listen."""
         super().__init__("server.grpc.admin", at, state, settings, guard)
         services: dict[str, UnaryService] = {"Admin": AdminService(state)}
         if settings.role != "frontend":
             services["Updates"] = UpdatesService(state)
-        found = pb.DESCRIPTOR.services_by_name
+        descriptors = pb.DESCRIPTOR.services_by_name
         self._listen(
             {
-                found[name].full_name: handlers_of(found[name], behaviors, guard)
+                descriptors[name].full_name: handlers_of(descriptors[name], behaviors, guard)
                 for name, behaviors in services.items()
             }
         )

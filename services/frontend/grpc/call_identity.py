@@ -1,4 +1,4 @@
-"""Who calls, by gRPC's metadata."""
+"""Authentication and client identity of a gRPC call, from its metadata and certificate."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from services.frontend.auth import Authorizer
 from services.frontend.certificates import caller_names
 from services.frontend.grpc.responders import CallContext, UnaryResponder
 
-# What grpc calls them.
+# Property names in grpc's auth context.
 _COMMON, _ALTERNATIVE = "x509_common_name", "x509_subject_alternative_name"
 
 
 def check(guard: Authorizer, context: CallContext, role: Role) -> str:
-    """Who the caller is, "" when that was not asked. Raises ``Unauthenticated`` or ``Forbidden`` unless the
-    caller may do what needs ``role``."""
+    """Return the caller's name, "" without authentication.
+
+    Raises ``Unauthenticated`` or ``Forbidden`` unless the caller has ``role``.
+    """
     if not guard.enabled:
         return ""
     return guard.check(
         {
             name.encode(): value.encode("latin-1", "replace")
             for name, value in context.invocation_metadata()
-            if isinstance(value, str) and name != "origin"  # pages of other sites send no gRPC
+            if isinstance(value, str) and name != "origin"  # browsers of other sites send no gRPC
         },
         role,
         partial(certificate_names, context),
@@ -36,7 +38,7 @@ def check(guard: Authorizer, context: CallContext, role: Role) -> str:
 
 
 def caller_of(reply: UnaryResponder, guard: Authorizer) -> str:
-    """Who asks to read: as was found just before the message was received, else as `check` finds
+    """Return the name of a reading caller: the one checked just before the message was received, or `check`
     now."""
     if reply.caller is not None:
         return reply.caller
@@ -44,29 +46,30 @@ def caller_of(reply: UnaryResponder, guard: Authorizer) -> str:
 
 
 def certificate_names(context: CallContext) -> set[str]:
-    """What the caller's certificate names, if it has shown one; it was verified then."""
-    told = context.auth_context()
+    """Return the names in the client's certificate, which TLS has verified; empty without one."""
+    properties = context.auth_context()
     alternative, common = (
-        [name.decode("utf-8", "replace") for name in told.get(kind, ())]
+        [name.decode("utf-8", "replace") for name in properties.get(kind, ())]
         for kind in (_ALTERNATIVE, _COMMON)
     )
     return caller_names(alternative, common)
 
 
 def address_of(context: CallContext) -> str:
-    """Where the caller is, as HTTP would have it and without its port: all of its connections are one
-    client's."""
+    """Return the client's address without its port, in HTTP's form.
+
+    All connections from one address count as one client.
+    """
     peer = unquote(context.peer())  # grpc quotes IPv6's brackets
     address = peer.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0]
     return address.removeprefix("[").removesuffix("]")
 
 
 class CountedResponder:
-    """``reply`` to a client whose requests are counted until they are answered. Raises ``TooManyRequests``
-    when there are too many of them."""
+    """A responder that counts the request against its client's limits until it is answered."""
 
     def __init__(self, reply: UnaryResponder, clients: ClientLimits, caller: str) -> None:
-        """``caller``: who that is, "" when only its address is known."""
+        """``caller`` is the client's name, "" if only its address is known. Raises ``TooManyRequests``."""
         self.context = reply.context
         self.caller = reply.caller
         self._reply = reply
@@ -84,7 +87,7 @@ class CountedResponder:
         self._reply.fail(error)
 
     def _leave(self, error: HpsError | None) -> None:
-        """Once: an answer that can't be sent is told as a failure."""
+        """Leave the limits, the first time only: an answer that cannot be sent is followed by a failure."""
         if not self._has_left:
             self._has_left = True
             self._clients.leave(self._client, error)
@@ -92,5 +95,5 @@ class CountedResponder:
     def waits_for(self, future: Future[Any]) -> None:
         self._reply.waits_for(future)
 
-    def go_on(self, work: Callable[[], None], size: int) -> None:
-        self._reply.go_on(work, size)
+    def run(self, work: Callable[[], None], size: int) -> None:
+        self._reply.run(work, size)

@@ -1,7 +1,7 @@
 """Limits of grpc's core on the calls of one connection, so that no client's calls displace another's.
 
-The core queues the calls of a method until the server takes them. By default that queue drops calls at random
-beyond 1,000, from any client, and ends them with CANCELLED; a cancelled call stays in it until its turn. So
+The core queues the calls of a method until the server takes them. By default that queue drops calls of any
+client at random beyond 1,000, and ends them with CANCELLED; a cancelled call stays queued until its turn. So
 one client that makes and cancels calls faster than the server takes them ends other clients' calls, or delays
 them for seconds where the queue is longer.
 """
@@ -12,12 +12,12 @@ from __future__ import annotations
 # (grpc.http.overload_protection, on by default). Further ones are refused unprocessed: REFUSED_STREAM, which
 # clients report as UNAVAILABLE.
 CALLS_PER_CONNECTION = 1024
-# Calls per method that the core queues before it drops any: those of so many connections at their limit.
+# Calls per method that the core queues before it drops any: enough for 16 connections at their limit.
 _QUEUED = 16 * CALLS_PER_CONNECTION
 
 
 def call_options() -> list[tuple[str, int]]:
-    """Options of a server. The names of the queue's limits are in no public header of grpc."""
+    """Server options for the limits. No public header of grpc names those of the queue."""
     return [
         ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
         ("grpc.server.max_pending_requests", _QUEUED),

@@ -1,4 +1,4 @@
-"""How long connections last: gRPC's clients keep theirs, so they would never learn of another server."""
+"""Connection age: gRPC clients keep their connections, so without it they never find new servers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from __future__ import annotations
 def age_options(
     max_connection_age_s: float | None, drain_delay_s: float, grace_s: float
 ) -> list[tuple[str, int]]:
-    """Options of a server whose connections end after ``max_connection_age_s``, what was asked on them being
-    answered for ``grace_s`` more. Clients open another by themselves, and no call is lost by it.
+    """Return server options that end connections after ``max_connection_age_s``.
 
-    None: half of ``drain_delay_s``, the time for which a stopping server still answers, so that all leave it;
-    grpc has no other way to send them away before it refuses them. Where that is 0, connections last."""
+    Calls in flight have ``grace_s`` more. Clients reconnect by themselves and lose no call.
+
+    ``max_connection_age_s`` None: half of ``drain_delay_s``, during which a stopping server still answers, so
+    that all clients leave it; grpc has no other way to send them away before it refuses them. If that is 0,
+    connections have no maximum age.
+    """
     age_s = drain_delay_s / 2 if max_connection_age_s is None else max_connection_age_s
     if not age_s:
         return []

@@ -1,4 +1,4 @@
-"""What a gRPC port shows and asks of its clients."""
+"""TLS credentials of a gRPC port."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from services.frontend.certificates import PortCertificates
 
 
 def credentials(tls: TlsSettings, setting: str = "server.grpc") -> grpc.ServerCredentials:
-    """Of the port by its ``setting``. Files that changed are taken over by the next connection.
-    ``ConfigError`` naming files that cannot be used."""
+    """Return the credentials of the port whose setting is named ``setting``.
+
+    The next connection uses files that have changed. Raises ``ConfigError`` naming unusable files.
+    """
     certificates = PortCertificates(tls, setting)
 
     def now() -> grpc.ServerCertificateConfiguration:

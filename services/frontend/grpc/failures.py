@@ -1,4 +1,4 @@
-"""How a request ends that cannot be answered: told to the client, counted, logged."""
+"""Failed gRPC requests: the answer to the client, metrics, log."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ def fail(
     known_as: str = "",
     origin: RequestContext | None = None,
 ) -> None:
-    """Answer a request for ``entry``, None when that is not known, that began at ``started`` (ns) with what
-    went wrong. ``known_as``: its id; ``origin``: as far as it was known by then."""
+    """Answer a request that began at ``started`` (ns) with ``error``.
+
+    ``entry`` is None if the model is unknown. ``known_as``: the request's ID. ``origin``: None if it was not
+    known yet.
+    """
     if origin is None and isinstance(error, REFUSALS) and not state.observer.watches:
-        # Nobody hears of it but its client: in overload most of what is done is this.
+        # Nothing observes the rejection but its client. In an overload, most of the work is this.
         count_failure(error, state.metrics, method, entry, started)
         reply.fail(error)
         return
@@ -44,7 +47,7 @@ def fail(
 def count_failure(
     error: HpsError, metrics: Metrics, method: str, entry: ServedEndpoint | None, started: int
 ) -> None:
-    """Have metrics and the protocol's statistics know of it."""
+    """Count a failed request in the metrics and the protocol's statistics."""
     done = perf_counter_ns()
     name = version = ""
     if entry is not None:

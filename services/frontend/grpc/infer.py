@@ -1,4 +1,4 @@
-"""``ModelInfer`` and ``ModelStreamInfer``: from bytes to bytes."""
+"""``ModelInfer`` and ``ModelStreamInfer``: from request bytes to response bytes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from services.frontend.shared_memory import SharedMemoryRegistry
 from services.frontend.state import FrontendState, ServedEndpoint
 from services.frontend.statistics import execution_samples, queued_ns
 
-# Set by clients that want the first error of a stream as the stream's own (Triton's extension).
+# Set by clients that want the first error of a stream as the stream's status (Triton's extension).
 _STRICT_STREAM = ("triton_grpc_error", "true")
-_INFER_RESPONSE = 0x12  # field of ModelStreamInferResponse by its tag
+_INFER_RESPONSE = 0x12  # tag of the field in ModelStreamInferResponse
 
 
 class GrpcRoute:
-    """What reads the requests to one name, writes their answers and counts them. Used by any thread."""
+    """Parser, encoder and latency histogram of one served name. Thread-safe."""
 
     def __init__(
         self, entry: ServedEndpoint, metrics: Metrics, max_keys: int, regions: SharedMemoryRegistry
@@ -55,7 +55,7 @@ class GrpcRoute:
         ).observe
 
     def encode(self, call: GrpcInferenceRequest, result: Any) -> bytes:
-        """The answer that carries ``result``."""
+        """Return the encoded response with ``result``."""
         outputs = self.entry.endpoint.outputs(call, result)
         freshness = self.entry.freshness
         stale_s = freshness.flag() if freshness.stale_s else result.stale_s
@@ -63,7 +63,7 @@ class GrpcRoute:
 
 
 class GrpcInferenceService:
-    """Answers inference requests: single ones when they can be, those of streams in turn."""
+    """Answers inference requests: single ones when their results are ready, those of a stream in order."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class GrpcInferenceService:
         state.watch(self._find_routes)
 
     def _find_routes(self) -> None:
-        """Take over the names that are served now; one that is served as before keeps its route."""
+        """Update the routes to the served names; an unchanged name keeps its route."""
         known = {route.entry: route for route in self._routes.values()}
         metrics, regions = self._state.metrics, self._state.regions
         self._routes = {
@@ -102,7 +102,7 @@ class GrpcInferenceService:
             self._begin(message, reply, started, caller)
 
     def stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """``ModelStreamInfer``: one answer or error message for each request, in their order."""
+        """``ModelStreamInfer``: one response or error message per request, in order."""
         try:
             caller = self._check(context)
             stream = self._streams.enter(caller or address_of(context), context)
@@ -122,7 +122,7 @@ class GrpcInferenceService:
         reply = BlockingResponder(context)
         for message in messages:
             stream.works()
-            # Each time: a stream may outlive its caller's key.
+            # Checked per message: a stream may outlive its caller's key.
             self._begin(message, reply, perf_counter_ns(), self._check(context))
             try:
                 answer = field(_INFER_RESPONSE, reply.result())
@@ -134,7 +134,7 @@ class GrpcInferenceService:
             yield answer
 
     def _begin(self, message: bytes, reply: UnaryResponder, started: int, caller: str) -> None:
-        """Start answering a request that may be made."""
+        """Admit an authenticated request and submit it."""
         route: GrpcRoute | None = None
         known_as = ""
         try:
@@ -154,7 +154,7 @@ class GrpcInferenceService:
                 fail(refusal, reply, self._state, "infer", route.entry, started, known_as)
                 return
             submit = partial(self._submit, message, to, route, reply, started, expected)
-            reply.go_on(submit, size)
+            reply.run(submit, size)
         except Exception as error:
             entry = None if route is None else route.entry
             fail(error, reply, self._state, "infer", entry, started, known_as)
@@ -168,7 +168,7 @@ class GrpcInferenceService:
         started: int,
         expected: int | None,
     ) -> None:
-        """Hand on a request that there is room for: a place, where so many bytes are ``expected``."""
+        """Parse and submit a request. ``expected``: the bytes reserved for it in the byte budget, if any."""
         endpoint = route.entry.endpoint
         try:
             call = self._read(message, to, route, reply, expected)
@@ -196,16 +196,16 @@ class GrpcInferenceService:
         reply: UnaryResponder,
         expected: int | None,
     ) -> GrpcInferenceRequest:
-        """The request, with the inputs that are in shared memory."""
+        """Parse the request and read its inputs in shared memory."""
         call = route.parser.parse(message, to)
-        if (elsewhere := call.form.elsewhere) is not None:
+        if (refs := call.form.memory_refs) is not None:
             endpoint = route.entry.endpoint
             if expected is not None:
-                endpoint.require_bytes(elsewhere.size, expected)
+                endpoint.require_bytes(refs.size, expected)
             elif endpoint.is_busy:
-                endpoint.require_room(elsewhere.size)
+                endpoint.require_room(refs.size)
             caller = address_of(reply.context)
-            inputs, call.targets = self._state.regions.take(elsewhere, caller)
+            inputs, call.targets = self._state.regions.take(refs, caller)
             call.inputs.update(inputs)
         return call
 
@@ -218,10 +218,11 @@ class GrpcInferenceService:
         parsed: int,
         future: Future[Any],
     ) -> None:
-        """Answer with what ``future`` has."""
+        """Answer with the result or the error of ``future``, which is done."""
         entry = route.entry
         try:
-            if (failure := future.exception()) is not None:  # raised, it would hold what holds it
+            # Raising the failure would make a reference cycle.
+            if (failure := future.exception()) is not None:
                 fail(failure, reply, self._state, "infer", entry, started, call.id, call.origin)
                 return
             result = future.result()
@@ -267,13 +268,13 @@ class GrpcInferenceService:
         route = self._routes.get(to.model)
         if route is None or to.version not in ("", route.entry.version):
             self._state.entry(to.model, to.version or None)
-            raise Unavailable("the model has just become ready; ask again")
+            raise Unavailable("the model has just become ready; retry")
         return route
 
 
 def _stream_error(message: bytes, error: HpsError) -> bytes:
     response = pb.ModelStreamInferResponse(error_message=str(error))
-    with suppress(HpsError):  # which is the error
+    with suppress(HpsError):  # an unreadable ID: ``error`` reports it
         response.infer_response.id = address(message).id
     told_so: bytes = response.SerializeToString()
     return told_so

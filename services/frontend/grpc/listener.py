@@ -1,5 +1,4 @@
-"""A gRPC port as one of several servers in a process: where it listens, what it tells of itself, how it
-ends."""
+"""A gRPC port, one of several servers in a process: its socket, health, reflection and shutdown."""
 
 from __future__ import annotations
 
@@ -33,22 +32,22 @@ from services.frontend.grpc.method_handlers import (
 from services.frontend.grpc.thread_calls import ThreadPoolCalls
 from services.server_state import ServerState
 
-# Threads for what is quick, and for what keeps a thread: reflection, a stream.
+# Threads for short calls, and for calls that keep a thread: reflection, a stream.
 _QUICK, _OTHERS = 16, 8
-# Requests and lookups at most at a time, and calls beside them, health's among others; as many streams are
-# taken as those. More of either are refused with RESOURCE_EXHAUSTED.
-_REQUESTS, _BESIDE = 4096, 512
-# How long a connection may be silent at its beginning, and be without a call.
+# Limits on requests and lookups in flight, and on other calls, such as health's; the second bounds streams
+# too. Calls beyond them are rejected with RESOURCE_EXHAUSTED.
+_REQUESTS, _AUXILIARY = 4096, 512
+# The longest handshake of a connection, and the longest time without a call.
 _HANDSHAKE_MS, _IDLE_MS = 20_000, 300_000
 _PINGS_MS = 5000
-# How long further calls are told that the server stops before it does; less than they are told to wait.
+# The time for which new calls are rejected before the server stops; less than the retry pause of clients.
 _REFUSING_S = 0.25
 
 Handlers = Mapping[str, grpc.RpcMethodHandler]
 
 
 class HandlerCollector:
-    """Takes a server's place in generated code, and keeps the handlers it is given."""
+    """Stands in for a server in generated code, and collects the handlers that it registers."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, grpc.RpcMethodHandler] = {}
@@ -63,7 +62,7 @@ class HandlerCollector:
 
 
 class GrpcPort:
-    """One port. To be given its services, then to ``listen``; ``serve`` answers until ``stop``."""
+    """One gRPC port. Subclasses pass their services to ``_listen``; ``serve`` then answers until ``stop``."""
 
     url: str
 
@@ -77,24 +76,24 @@ class GrpcPort:
         *,
         one_of_many: bool = False,
     ) -> None:
-        """``setting`` is the name of ``at``. ``one_of_many``: other processes listen there too."""
+        """``setting`` is the name of ``at``. ``one_of_many``: other processes listen on the port too."""
         self._setting, self._at, self._state = setting, at, state
         self._drain_s = settings.drain_s
         quick = ThreadPoolExecutor(_QUICK, "grpc-quick")
         others = ThreadPoolExecutor(_OTHERS, "grpc-others")
         on_core = at.calls == "auto" and probe.is_supported()
-        self.arrivals = _call_acceptor(guard) if on_core else ThreadPoolCalls()
+        self.acceptor = _call_acceptor(guard) if on_core else ThreadPoolCalls()
         self._quick = quick
         self._pools = [quick, others]
         self._server = grpc.server(
             others,
-            # Of those that grpc itself takes.
-            maximum_concurrent_rpcs=_BESIDE if on_core else _REQUESTS + _BESIDE,
+            # Limits only the calls that grpc itself accepts.
+            maximum_concurrent_rpcs=_AUXILIARY if on_core else _REQUESTS + _AUXILIARY,
             options=[
                 ("grpc.max_receive_message_length", settings.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", int(one_of_many)),
-                # Who asks for longer may look whether this is still there.
+                # Clients with long calls may ping to check that the server is alive.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", _PINGS_MS),
                 ("grpc.max_allowed_incoming_connections", most_connections()),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
@@ -104,16 +103,14 @@ class GrpcPort:
             ],
         )
         self.started = False
-        self._one_request: dict[str, UnaryHandler] = {}  # by the method's full name
-        self._behaviors: list[
-            UnaryHandler | BidiStreamHandler
-        ] = []  # of what is refused at the end
+        self._one_request: dict[str, UnaryHandler] = {}  # handlers of unary methods, by full name
+        # Handlers whose calls are rejected at shutdown.
+        self._behaviors: list[UnaryHandler | BidiStreamHandler] = []
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
 
     def _listen(self, services: Mapping[str, Handlers]) -> None:
-        """Offer ``services``, by name, beside health and reflection. ``ConfigError`` when it cannot
-        listen."""
+        """Register ``services``, by name, with health and reflection, and listen. Raises ``ConfigError``."""
         self._health = GrpcHealth(self._state, self._quick, ("", *services))
         generated = HandlerCollector()
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, generated)
@@ -127,7 +124,7 @@ class GrpcPort:
         self.url = f"{host}:{self._port(host)}"
 
     def _offer(self, service: str, handlers: Handlers) -> list[UnaryHandler | BidiStreamHandler]:
-        """Have ``handlers`` answer the calls of ``service``; what answers them."""
+        """Register ``handlers`` for the calls of ``service``; return their behaviors."""
         behaviors: list[UnaryHandler | BidiStreamHandler] = []
         offered = {}
         for name, handler in handlers.items():
@@ -147,7 +144,7 @@ class GrpcPort:
         return behaviors
 
     def _port(self, host: str) -> int:
-        """The port it listens on."""
+        """Listen; return the port number."""
         at, setting = self._at, self._setting
         address = f"{host}:{at.port}"
         try:
@@ -159,21 +156,21 @@ class GrpcPort:
             try:
                 socket.getaddrinfo(at.host.strip("[]"), at.port, type=socket.SOCK_STREAM)
             except OSError as error:
-                message = f"{setting}.host is {at.host!r}, which is no address: {error}"
+                message = f"{setting}.host is {at.host!r}, which is not a usable address: {error}"
                 raise ConfigError(message) from None
-            mend = (
+            remedy = (
                 f"stop the process that listens there, or set {setting}.port (0 takes a free one), or "
                 f"{setting}: null"
             )
             if at.tls is not None:
                 files = f"{at.tls.certificate_file} and {at.tls.key_file}"
-                mend += f"; or {setting}.tls: {files} cannot be used"
-            raise ConfigError(f"{setting}: cannot listen on {address}: {mend}") from None
+                remedy += f"; or {setting}.tls: {files} cannot be used"
+            raise ConfigError(f"{setting}: cannot listen on {address}: {remedy}") from None
         return int(port)
 
     async def serve(self) -> None:
-        """Serve until ``stop``; then what was accepted is answered."""
-        self.arrivals.start(self._server, self._one_request)
+        """Serve until ``stop``, then finish the accepted calls."""
+        self.acceptor.start(self._server, self._one_request)
         self.started = True
         await self._stopping.wait()
         self._health.stop()
@@ -185,16 +182,18 @@ class GrpcPort:
         await asyncio.wait({waiting, at_once}, return_when=asyncio.FIRST_COMPLETED)
         at_once.cancel()
         if not waiting.done():
-            await asyncio.to_thread(self._server.stop, None)  # it waits
+            await asyncio.to_thread(self._server.stop, None)  # blocks until the calls are cancelled
             await waiting
-        self.arrivals.shutdown()
+        self.acceptor.shutdown()
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def _refuse(self) -> None:
-        """Have who asks go elsewhere. Calls that come between grpc's stop and a client's notice of it are
-        CANCELLED, which nobody repeats (https://github.com/grpc/grpc/issues/41785); by then there should be
-        none."""
+        """Reject new calls for a while, so that clients go to other replicas.
+
+        Calls that arrive between grpc's stop and the client's notice of it are CANCELLED, which clients do
+        not retry (https://github.com/grpc/grpc/issues/41785); by then there should be none.
+        """
         error = Unavailable("the server is shutting down; ask another replica")
         for behavior in self._behaviors:
             behavior.refuse(error)
@@ -202,13 +201,13 @@ class GrpcPort:
             await asyncio.wait_for(self._at_once.wait(), _REFUSING_S)
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Begin the end; ``at_once`` drops what is still being answered. Called on the event loop."""
+        """Start the shutdown; ``at_once`` drops calls in flight. Call it on the event loop."""
         self._stopping.set()
         if at_once:
             self._at_once.set()
 
 
 def _call_acceptor(guard: Authorizer) -> Any:
-    from services.frontend.grpc.core.call_acceptor import CallAcceptor  # needs grpc's private names
+    from services.frontend.grpc.core.call_acceptor import CallAcceptor  # imports private names
 
-    return CallAcceptor(_REQUESTS, _BESIDE, partial(check, guard) if guard.enabled else None)
+    return CallAcceptor(_REQUESTS, _AUXILIARY, partial(check, guard) if guard.enabled else None)

@@ -1,4 +1,4 @@
-"""``hps.v1.Lookup``: lookups for other machines, with a report of where each row came from."""
+"""``hps.v1.Lookup``: lookups for other nodes, with the source of each row."""
 
 from __future__ import annotations
 
@@ -35,18 +35,21 @@ from services.frontend.statistics import execution_samples, queued_ns
 
 SERVICE = "hps.v1.Lookup"
 _LOOKUP = ".lookup"
-_PROFILE = 0x4A  # field of LookupResponse by its tag
+_PROFILE = 0x4A  # tag of the field in LookupResponse
 
 Version = tuple[str, str]
-"""A model and one of its versions."""
+"""A model's name and one of its versions."""
 
-# What was asked is kept, so much of it; longer ones are not worth their memory.
-_KEPT, _KEPT_BYTES = 256, 16_384
+# Parsers kept, and the longest `Asked` of one; longer ones are not worth their memory.
+_PARSERS_KEPT, _ASKED_BYTES = 256, 16_384
 
 
 class LookupService:
-    """Any number of threads may call it. A version that is replaced while front ends ask for it by its number
-    is answered for on, until they have noticed (`models.linger_s`)."""
+    """The lookup service. Thread-safe.
+
+    A replaced version that front ends ask for by number is answered until they have noticed the replacement
+    (`models.linger_s`).
+    """
 
     roles: Mapping[str, Role] = {"Describe": "read", "Serving": "read"}
 
@@ -66,13 +69,13 @@ class LookupService:
         self._current: dict[Version, ServedEndpoint] = {}
         self._former: dict[Version, ServedEndpoint] = {}
         self._asked_by_version: set[ServedEndpoint] = set()
-        # What was asked, by its bytes. It holds on to entries.
-        self._kept: dict[bytes, LookupRequestParser] = {}
+        # Parsers by the bytes of `Asked`. They keep references to entries.
+        self._parsers: dict[bytes, LookupRequestParser] = {}
         state.watch(self._describe_all)
 
     def _describe_all(self) -> None:
         lookups = [each for each in self._state.entries.values() if each.name.endswith(_LOOKUP)]
-        before, self._current = self._current, {_of(entry): entry for entry in lookups}
+        before, self._current = self._current, {_version_of(entry): entry for entry in lookups}
         models = {model for model, _ in self._current}
         replaced = {
             of: entry
@@ -82,28 +85,28 @@ class LookupService:
         self._keep(
             {of: each for of, each in self._former.items() if of not in self._current} | replaced
         )
-        self._state.later(self._state.linger_s, lambda: self._let_go(replaced))
+        self._state.later(self._state.linger_s, lambda: self._drop(replaced))
 
     def _keep(self, former: dict[Version, ServedEndpoint]) -> None:
         self._former = former
         entries = {*self._current.values(), *former.values()}
         self._asked_by_version &= entries
-        self._kept = {}
+        self._parsers = {}
         self._digests = {entry: self._described(entry).digest for entry in entries}
 
-    def _let_go(self, replaced: dict[Version, ServedEndpoint]) -> None:
-        """Front ends have noticed by now that these have been replaced."""
+    def _drop(self, replaced: dict[Version, ServedEndpoint]) -> None:
+        """Drop versions whose replacement front ends have noticed by now."""
         gone = set(replaced.values())
         self._keep({of: entry for of, entry in self._former.items() if entry not in gone})
         replaced.clear()
 
     def Serving(self, request: Any, context: CallContext) -> Any:
-        told = pb.ServingResponse(ready=self._state.ready)
+        response = pb.ServingResponse(ready=self._state.ready)
         for former, entries in ((False, self._current), (True, self._former)):
             for (model, version), entry in entries.items():
                 digest = self._digest(entry)
-                told.models.add(model=model, version=int(version), digest=digest, former=former)
-        return told
+                response.models.add(model=model, version=int(version), digest=digest, former=former)
+        return response
 
     def Describe(self, request: Any, context: CallContext) -> Any:
         return self._described(self._entry(request))
@@ -123,7 +126,7 @@ class LookupService:
 
     def begin(self, message: bytes, reply: UnaryResponder) -> None:
         """``Lookup``."""
-        reply.go_on(partial(self._begin, message, reply, perf_counter_ns()), len(message))
+        reply.run(partial(self._begin, message, reply, perf_counter_ns()), len(message))
 
     def _begin(self, message: bytes, reply: UnaryResponder, started: int) -> None:
         entry: ServedEndpoint | None = None
@@ -133,73 +136,78 @@ class LookupService:
             if (clients := self._state.admission.clients) is not None:
                 reply = CountedResponder(reply, clients, caller)
             request = parse_message(pb.LookupRequest, message)
-            kept = self._kept  # another when other models are served
-            question = kept.get(request.asked)
-            if question is None:
-                asks = parse_message(pb.Asked, request.asked)
-                entry = self._entry(asks)
-                question = self._question(asks, entry)
-                _keep_in_mind(kept, request.asked, question)
-            entry = question.entry
+            parsers = self._parsers  # replaced when the served models change
+            parser = parsers.get(request.asked)
+            if parser is None:
+                description = parse_message(pb.Asked, request.asked)
+                entry = self._entry(description)
+                parser = self._make_parser(description, entry)
+                _keep_parser(parsers, request.asked, parser)
+            entry = parser.entry
             entry.freshness.require()
-            keys = question.keys(request)
+            keys = parser.keys(request)
             read = perf_counter_ns()
             if request.profile:
                 origin = Profile(began=started)
             else:
-                found = named("", reply.context)
-                origin = begun(found, entry.name, started, self._state.observer)
+                identity = named("", reply.context)
+                origin = begun(identity, entry.name, started, self._state.observer)
             deadline = call_deadline(reply.context, self._timeout_s)
-            asked: LookupRequest | None = None
-            if origin is None and question.prepared is not None:
-                start = partial(question.prepared, keys, deadline)
+            lookup_request: LookupRequest | None = None
+            if origin is None and parser.prepared is not None:
+                start = partial(parser.prepared, keys, deadline)
             else:
-                features = question.features(request, keys)
-                asked = LookupRequest(
-                    features, deadline, question.report, None, question.by_table, origin
+                features = parser.features(request, keys)
+                lookup_request = LookupRequest(
+                    features, deadline, parser.report, None, parser.by_table, origin
                 )
-                # What a profile tells is of its request alone.
+                # A profile covers its own request alone, so it bypasses batching.
                 engine = entry.served.engine if request.profile else entry.lookup
-                start = partial(engine.submit, asked)
+                start = partial(engine.submit, lookup_request)
             future = entry.endpoint.admit(start, len(message), deadline)
         except Exception as error:
             fail(error, reply, self._state, "lookup", entry, started, origin=origin)
             return
-        end = partial(self._end, reply, question, asked, started, read)
+        end = partial(self._end, reply, parser, lookup_request, started, read)
         self._pending.add(future, deadline, reply, end)
 
     def _end(
         self,
         reply: UnaryResponder,
-        question: LookupRequestParser,
-        asked: LookupRequest | None,
+        parser: LookupRequestParser,
+        lookup_request: LookupRequest | None,
         started: int,
         parsed: int,
         future: Future[LookupResult],
     ) -> None:
-        """Answer with what ``future`` has. ``asked``: where it is to be told of."""
-        entry = question.entry
-        origin = None if asked is None else asked.origin
+        """Answer with the result or the error of ``future``, which is done.
+
+        ``lookup_request`` is None unless the request is observed or profiled.
+        """
+        entry = parser.entry
+        origin = None if lookup_request is None else lookup_request.origin
         try:
-            if (failure := future.exception()) is not None:  # raised, it would hold what holds it
+            # Raising the failure would make a reference cycle.
+            if (failure := future.exception()) is not None:
                 fail(failure, reply, self._state, "lookup", entry, started, origin=origin)
                 return
             result = future.result()
             inferred = perf_counter_ns()
             freshness = entry.freshness
             stale_s = freshness.flag() if freshness.stale_s else result.stale_s
-            answer = question.answer(result, stale_s)
+            answer = parser.answer(result, stale_s)
             done = perf_counter_ns()
-            batch, queued = question.batch, queued_ns(future)
+            batch, queued = parser.batch, queued_ns(future)
             entry.statistics.succeeded(
                 batch, started, parsed, inferred, done, queued, execution_samples(future)
             )
-            question.observe((done - started) * 1e-9)
+            parser.observe((done - started) * 1e-9)
             if isinstance(origin, Profile):
                 answer += field(_PROFILE, _profiled(origin, started, parsed, inferred, done))
-            elif asked is not None and origin is not None:
+            elif lookup_request is not None and origin is not None:
                 call = InferenceRequest(
-                    RequestTemplate(), {name: keys.keys for name, keys in asked.features.items()}
+                    RequestTemplate(),
+                    {name: keys.keys for name, keys in lookup_request.features.items()},
                 )
                 call.batch = batch
                 self._state.observer.answered(
@@ -210,12 +218,12 @@ class LookupService:
         else:
             reply.answer(answer)
 
-    def _question(self, asks: Any, entry: ServedEndpoint) -> LookupRequestParser:
+    def _make_parser(self, description: Any, entry: ServedEndpoint) -> LookupRequestParser:
         digest, metrics = self._digest(entry), self._state.metrics
-        return LookupRequestParser(asks, entry, digest, self._max_keys, metrics)
+        return LookupRequestParser(description, entry, digest, self._max_keys, metrics)
 
     def _digest(self, entry: ServedEndpoint) -> int:
-        """Of what is told of it; it may have been taken out of service by now."""
+        """Return the digest of the entry's description; the entry may be out of service by now."""
         return self._digests.get(entry) or int(self._described(entry).digest)
 
     def _entry(self, request: Any) -> ServedEndpoint:
@@ -229,23 +237,23 @@ class LookupService:
 
 
 def lookup_handlers(service: LookupService, guard: Authorizer) -> dict[str, grpc.RpcMethodHandler]:
-    """Handlers for the service's calls: lookups are bytes in and bytes out."""
+    """Return the handlers of the service's methods; ``Lookup`` takes and returns bytes."""
     return {
         **handlers_of(pb.DESCRIPTOR.services_by_name["Lookup"], service, guard),
         "Lookup": grpc.unary_unary_rpc_method_handler(UnaryHandler(service.begin)),
     }
 
 
-def _of(entry: ServedEndpoint) -> Version:
+def _version_of(entry: ServedEndpoint) -> Version:
     return entry.served.name, entry.version
 
 
-def _keep_in_mind(
-    kept: dict[bytes, LookupRequestParser], asked: bytes, question: LookupRequestParser
+def _keep_parser(
+    parsers: dict[bytes, LookupRequestParser], key: bytes, parser: LookupRequestParser
 ) -> None:
-    if len(asked) <= _KEPT_BYTES:
-        question.prepare()
-        memoize(kept, asked, question, _KEPT)
+    if len(key) <= _ASKED_BYTES:
+        parser.prepare()
+        memoize(parsers, key, parser, _PARSERS_KEPT)
 
 
 def _profiled(profile: Profile, started: int, parsed: int, inferred: int, done: int) -> bytes:

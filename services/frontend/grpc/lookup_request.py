@@ -1,8 +1,8 @@
-"""``hps.v1``'s lookups: from the bytes of requests to keys, and from vectors to the bytes of answers.
+"""``hps.v1`` lookups: from the bytes of requests to keys, and from vectors to the bytes of responses.
 
-Requests that differ in their numbers alone have the same `Asked`. What that says is looked at once, with the
-lookup prepared for it and what their answers begin with. Vectors are written behind a head and joined once:
-protobuf would copy them twice more.
+Requests that differ only in their numbers have the same `Asked`. It is parsed once, and kept with the
+prepared lookup and the head of the responses. Vectors are joined to the head once: protobuf would copy them
+twice more.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from services.frontend.grpc.protobuf_wire import field, varint
 from services.frontend.state import ServedEndpoint
 
 _INT64, _FLOAT32 = np.dtype("<i8"), np.dtype("<f4")
-# Fields of LookupResponse by their tags.
+# Tags of fields of LookupResponse.
 _SOURCES, _VERSIONS, _VECTORS = 0x32, 0x3A, 0x42
 
 
 class _NamedKeys(NamedTuple):
-    """A feature or a table, and which of the numbers are its."""
+    """A feature or a table, and the slices of the request's numbers that belong to it."""
 
     name: str
     keys: slice
@@ -39,20 +39,22 @@ class _NamedKeys(NamedTuple):
 
 
 class LookupRequestParser:
-    """What such requests ask of ``entry``. Any number of threads may use it."""
+    """Parser and encoder of the requests with one `Asked`. Thread-safe."""
 
     def __init__(
         self, asked: Any, entry: ServedEndpoint, digest: int, max_keys: int, metrics: Metrics
     ) -> None:
-        """``asked``: a message; ``digest``: of what is told of the entry. Raises ``BadRequest`` or
-        ``TooLarge``."""
+        """``asked`` is an `Asked` message, ``digest`` that of the entry's description.
+
+        Raises ``BadRequest`` or ``TooLarge``.
+        """
         self.entry = entry
         self.report, self.by_table = asked.report, asked.by_table
         self.observe = metrics.histogram(
             m.REQUEST_SECONDS, "grpc", "lookup", entry.name, entry.version, "OK"
         ).observe
         self.prepared: PreparedSubmit | None = None
-        """How those without offsets and weights are begun, if `prepare` was called."""
+        """Submits requests without offsets and weights; set by `prepare`."""
         self._digest = digest
         self._keys = self._offsets = self._weights = 0
         self._names = tuple(self._name(each) for each in asked.names)
@@ -61,39 +63,39 @@ class LookupRequestParser:
         known: set[str] = set()
         for each in self._names:
             if each.name in known:
-                raise BadRequest(f"{short_value(each.name)} stands twice in the request")
+                raise BadRequest(f"{short_value(each.name)} occurs twice in the request")
             known.add(each.name)
         self.batch = max((each.batch for each in self._names), default=0)
-        """Samples, for statistics; keys by table are one, however many."""
+        """Samples, for statistics; keys by table count as one sample."""
         if self.by_table and self._names:
             self.batch = 1
-        self._head = self._told(LookupResult({}), 0)
+        self._head = self._encode_head(LookupResult({}), 0)
 
-    def _name(self, given: Any) -> _NamedKeys:
-        """The next one: its numbers stand behind those of the names before."""
-        name, count, batch = given.name, given.count, given.batch
+    def _name(self, declared: Any) -> _NamedKeys:
+        """Assign the next slices of the numbers to a name; names are in order."""
+        name, count, batch = declared.name, declared.count, declared.batch
         if count < 0 or batch < 0:
             raise BadRequest(
                 f"{short_value(name)}: count {count} and batch {batch} must not be negative"
             )
-        if not (given.has_offsets or batch):
+        if not (declared.has_offsets or batch):
             batch = count
         if self.by_table and batch > count:
             raise BadRequest(
-                f"{short_value(name)} is a table: {count} keys are no batch of {batch}; leave the batch out"
+                f"{short_value(name)} is a table: batch {batch} exceeds its {count} keys; omit the batch"
             )
         keys, offsets, weights = slice(self._keys, self._keys + count), None, None
         self._keys += count
-        if given.has_offsets:
+        if declared.has_offsets:
             offsets = slice(self._offsets, self._offsets + batch + 1)
             self._offsets += batch + 1
-        if given.has_weights:
+        if declared.has_weights:
             weights = slice(self._weights, self._weights + count)
             self._weights += count
         return _NamedKeys(name, keys, batch, offsets, weights)
 
     def prepare(self) -> None:
-        """Requests like this are expected to come again. Raises ``BadRequest``."""
+        """Prepare the lookup, as more requests like this one are expected. Raises ``BadRequest``."""
         if self._offsets or self._weights or not self._names:
             return
         keys = np.zeros(self._keys, _INT64)
@@ -102,12 +104,12 @@ class LookupRequestParser:
         self.prepared = self.entry.lookup.prepare(request)
 
     def keys(self, request: Any) -> list[KeyArray]:
-        """Those of each name, ``(n,)``, read-only. Raises ``BadRequest``."""
+        """Return the keys of each name, ``(n,)``, read-only. Raises ``BadRequest``."""
         flat = _numbers(request.keys, self._keys, _INT64, "keys")
         return [flat[each.keys] for each in self._names]
 
     def features(self, request: Any, keys: list[KeyArray]) -> dict[str, JaggedKeys]:
-        """``keys`` as they belong together. Raises ``BadRequest``."""
+        """Combine ``keys`` with the request's offsets and weights. Raises ``BadRequest``."""
         offsets = _numbers(request.offsets, self._offsets, _INT64, "offsets")
         weights = _numbers(request.weights, self._weights, _FLOAT32, "weights")
         return {
@@ -121,9 +123,9 @@ class LookupRequestParser:
         }
 
     def answer(self, result: LookupResult, stale_s: int) -> bytes:
-        """The ``LookupResponse`` that carries ``result``."""
+        """Return the encoded ``LookupResponse`` with ``result``."""
         is_plain = not (result.defaulted or result.degraded or stale_s)
-        pieces: list[Any] = [self._head if is_plain else self._told(result, stale_s)]
+        pieces: list[Any] = [self._head if is_plain else self._encode_head(result, stale_s)]
         names = [each.name for each in self._names]
         if self.report:
             sources = b"".join([result.sources[name].tobytes() for name in names])
@@ -133,7 +135,7 @@ class LookupRequestParser:
         size = sum([each.nbytes for each in vectors])
         return b"".join((*pieces, b"%c%b" % (_VECTORS, varint(size)), *vectors))
 
-    def _told(self, result: LookupResult, stale_s: int) -> bytes:
+    def _encode_head(self, result: LookupResult, stale_s: int) -> bytes:
         head = pb.LookupResponse(
             version=self.entry.served.version,
             digest=self._digest,
@@ -146,10 +148,10 @@ class LookupRequestParser:
 
 
 def _numbers(packed: bytes, n: int, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """``packed`` as ``(n,)``, read-only and not copied."""
+    """``packed`` as an array ``(n,)``, read-only, without a copy."""
     if len(packed) != n * dtype.itemsize:
         raise BadRequest(
-            f"{what}: {len(packed)} bytes are not the {n} {dtype.name} numbers that 'asked' tells of, which "
-            f"take {dtype.itemsize} each"
+            f"{what}: {len(packed)} bytes do not match 'asked', which declares {n} {dtype.name} numbers of "
+            f"{dtype.itemsize} bytes each"
         )
     return np.frombuffer(packed, dtype)

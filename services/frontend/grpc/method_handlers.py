@@ -1,4 +1,4 @@
-"""What answers the calls of a method: on the server's own thread, or on one of a pool."""
+"""Handlers of gRPC methods, on the server's own thread or on a thread pool."""
 
 from __future__ import annotations
 
@@ -26,31 +26,33 @@ Send = Callable[[bytes | None], None]
 
 
 class UnaryHandler:
-    """Answers the calls of a unary method by a ``UnaryResponder``, at once or later. ``begin`` does not
-    wait, refuses callers whom it does not know, whatever their message, and does by
-    `UnaryResponder.go_on` what takes long with a large one. Where it can be told before that there is no
-    room, it is: threads that do would take turns with those that answer."""
+    """Answers a unary method's calls through a ``UnaryResponder``, immediately or later.
+
+    ``begin`` does not wait, rejects unknown callers whatever their message, and passes work that takes long
+    with a large message to `UnaryResponder.run`. It rejects an overload before that: threads that did so
+    would compete with those that answer.
+    """
 
     role: Role | None = "read"
-    """Whom it answers, whatever the message; None: everybody."""
-    beside = False
-    """Whether its calls leave requests their room, as health's do, and are left some."""
+    """The role that callers need, whatever the message; None: all callers."""
+    is_auxiliary = False
+    """Whether its calls have a limit of their own, apart from requests, as health checks do."""
     experimental_thread_pool: ThreadPoolExecutor | None = None
-    """Where grpc is to call it, if it does; by grpc's name."""
+    """The pool on which grpc calls the handler, if it does; grpc defines the name."""
 
     def __init__(self, begin: Begin) -> None:
         self.begin = begin
 
     def refuse(self, error: HpsError) -> None:
-        """Tell all further calls ``error``."""
+        """Fail all further calls with ``error``."""
         self.begin = lambda _message, reply: reply.fail(error)
 
     def reject(self, error: Exception, reply: UnaryResponder) -> None:
-        """Tell a caller that is not one of ``role`` so, by ``error``: what ``begin`` finds, too."""
+        """Answer a caller without ``role``; ``begin`` also checks it, and reports the same ``error``."""
         self.begin(b"", reply)
 
     def __call__(self, message: bytes, context: grpc.ServicerContext) -> bytes:
-        """As grpc has it: on a thread, which waits."""
+        """Answer a call on grpc's thread, which waits. grpc's signature."""
         reply = BlockingResponder(context)
         self.begin(message, reply)
         try:
@@ -61,12 +63,12 @@ class UnaryHandler:
 
 
 class PooledUnaryHandler(UnaryHandler):
-    """Answers with what a function returns or raises, called on the threads of ``pool``."""
+    """Runs a function on the threads of ``pool`` and answers with its result or error."""
 
-    beside = True
+    is_auxiliary = True
 
     def __init__(self, handler: grpc.RpcMethodHandler, pool: ThreadPoolExecutor) -> None:
-        """``handler``: the function, with its messages. Its ``role``, if it has one, is this one's."""
+        """``handler`` holds the function and its message types. The function's ``role``, if any, applies."""
         super().__init__(self._submit)
         self._behavior: Behavior = handler.unary_unary
         self._read = handler.request_deserializer
@@ -85,14 +87,14 @@ class PooledUnaryHandler(UnaryHandler):
             raise AssertionError("abort raises") from None
 
     def _submit(self, message: bytes, reply: UnaryResponder) -> None:
-        begun = self._pool.submit(self._answer, message, reply)
-        begun.add_done_callback(partial(_if_cancelled, reply))
-        reply.waits_for(begun)
+        pending = self._pool.submit(self._answer, message, reply)
+        pending.add_done_callback(partial(_if_cancelled, reply))
+        reply.waits_for(pending)
 
     def _answer(self, message: bytes, reply: UnaryResponder) -> None:
         try:
             reply.answer(self._answered(message, reply.context))
-        except BaseException as error:  # whatever it was, the caller must hear of it
+        except BaseException as error:  # every failure must reach the caller
             reply.fail(client_error(error, ""))
 
     def _answered(self, message: bytes, context: CallContext) -> bytes:
@@ -102,18 +104,20 @@ class PooledUnaryHandler(UnaryHandler):
     def _request(self, message: bytes) -> Any:
         try:
             return self._read(message)
-        except Exception as error:  # the class of protobuf's depends on how protobuf was built
-            raise BadRequest(f"the message is not one of the call's: {error}") from None
+        except Exception as error:  # the class depends on protobuf's build
+            raise BadRequest(f"the message is not valid for the method: {error}") from None
 
 
 class ServerStreamHandler(UnaryHandler):
-    """Answers a call several times, whenever there is something to tell. It keeps no thread, whether its
-    client reads or not, but where grpc runs it: one of ``pool`` then, while the client does not read."""
+    """Answers a call several times, at any time, without keeping a thread.
+
+    Only where grpc itself runs the handler does a client that does not read keep a thread of ``pool``.
+    """
 
     role = None
-    beside = True
+    is_auxiliary = True
     experimental_non_blocking = True
-    """Grpc's name for what returns before it has answered."""
+    """grpc's name for a handler that returns before it has answered."""
 
     def __init__(
         self, begin: Callable[[bytes, StreamResponder], None], pool: ThreadPoolExecutor
@@ -128,7 +132,7 @@ class ServerStreamHandler(UnaryHandler):
 
 
 class _GrpcStreamResponder:
-    """`StreamResponder` as grpc has it."""
+    """`StreamResponder` on grpc's public interface."""
 
     def __init__(self, context: Any, send: Send) -> None:
         self._context, self._send = context, send
@@ -151,20 +155,20 @@ class _GrpcStreamResponder:
 
 
 class BidiStreamHandler:
-    """Answers a stream's calls on the threads of ``pool``, each keeping one."""
+    """Answers the calls of a bidirectional stream on the threads of ``pool``; each keeps one."""
 
     def __init__(self, behavior: Callable[..., Any], pool: ThreadPoolExecutor) -> None:
         self._behavior = behavior
         self.experimental_thread_pool = pool
 
     def refuse(self, error: HpsError) -> None:
-        """Tell all further calls ``error``."""
+        """Fail all further calls with ``error``."""
         self._behavior = lambda _request, context: abort(error, context)
 
     def __call__(self, request: Any, context: grpc.ServicerContext) -> Any:
         return self._behavior(request, context)
 
 
-def _if_cancelled(reply: UnaryResponder, begun: Future[None]) -> None:
-    if begun.cancelled():
+def _if_cancelled(reply: UnaryResponder, pending: Future[None]) -> None:
+    if pending.cancelled():
         reply.fail(RequestCancelled("the request was cancelled"))

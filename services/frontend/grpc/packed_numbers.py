@@ -1,4 +1,4 @@
-"""Numbers that travel as bytes, little endian and without gaps."""
+"""Arrays sent as packed little-endian bytes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ INT64, FLOAT32 = np.dtype("<i8"), np.dtype("<f4")
 
 
 def unpack_numbers(name: str, what: str, packed: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """``packed`` as ``(n,)``, read-only and not copied. ``BadRequest``, naming ``what`` of ``name`` it was to
-    be, when it is not."""
+    """``packed`` as an array ``(n,)``, read-only, without a copy.
+
+    Raises ``BadRequest``, naming ``what`` of ``name``, if the size does not fit.
+    """
     if len(packed) % dtype.itemsize:
         raise BadRequest(
-            f"{what} of {short_value(name)}: {len(packed)} bytes are no {dtype.name} numbers, which take "
-            f"{dtype.itemsize} each"
+            f"{what} of {short_value(name)}: {len(packed)} bytes are not a multiple of {dtype.itemsize}, "
+            f"the size of {dtype.name}"
         )
     return np.frombuffer(packed, dtype)

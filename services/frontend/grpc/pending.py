@@ -1,4 +1,4 @@
-"""Answers that others still work at: ended when those are done, or when their time is up."""
+"""Requests in flight, answered when their futures are done or their deadlines have passed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from services.frontend.grpc.responders import CallContext, UnaryResponder
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.01  # between looks at the time while anything waits
+_SWEEP_S = 0.01  # period of the sweep while any request is in flight
 
 End = Callable[["Future[Any]"], None]
 
 
 def call_deadline(context: CallContext, allowed_s: float) -> float:
-    """An instant of ``time.monotonic``: the client's deadline, and no later than ``allowed_s`` from now."""
+    """Return a ``time.monotonic`` instant: the client's deadline, at most ``allowed_s`` from now."""
     remaining_s = context.time_remaining()
     if remaining_s is not None and remaining_s < allowed_s:
         allowed_s = remaining_s
@@ -29,57 +29,61 @@ def call_deadline(context: CallContext, allowed_s: float) -> float:
 
 
 class PendingAnswers:
-    """Any thread may call it. A request costs two changes of a dictionary; one thread looks at the time while
-    anything waits."""
+    """Ends requests in flight. Thread-safe.
+
+    A request costs two changes of a dictionary; one thread checks the deadlines while any request is in
+    flight.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[Future[Any], tuple[float, End]] = {}
-        self._looking = PeriodicThread(
-            self._end_late, _LOOK_S, "grpc-late", idle_rounds=SWEEP_IDLE_ROUNDS
+        self._sweeper = PeriodicThread(
+            self._sweep, _SWEEP_S, "grpc-late", idle_rounds=SWEEP_IDLE_ROUNDS
         )
 
     def add(self, future: Future[Any], deadline: float, reply: UnaryResponder, end: End) -> None:
-        """Call ``end`` once: with ``future`` when it is done, as it may be already, else at its deadline with
-        one that failed (``DeadlineExceeded``). ``future`` is cancelled then, and when the client is gone."""
+        """Call ``end`` once: with ``future`` when it is done, which may be now, or at the deadline with a
+        future that failed (``DeadlineExceeded``). ``future`` is cancelled then, and when the client is gone.
+        """
         if future.done():
             end(future)
             return
         self._waiting[future] = (deadline, end)
-        self._looking.start()
+        self._sweeper.start()
         reply.waits_for(future)
         future.add_done_callback(self._done)
 
     def _done(self, future: Future[Any]) -> None:
-        found = self._waiting.pop(future, None)
-        if found is None:
+        waiting = self._waiting.pop(future, None)
+        if waiting is None:
             return
-        deadline, end = found
+        deadline, end = waiting
         if not future.cancelled():
             _call(end, future)
-        elif time.monotonic() < deadline - _LOOK_S:
+        elif time.monotonic() < deadline - _SWEEP_S:
             _call(end, _failed(RequestCancelled("the request was cancelled")))
         else:
             _call(end, _failed(DeadlineExceeded(_LATE)))
 
-    def _end_late(self) -> bool:
+    def _sweep(self) -> bool:
         now = time.monotonic()
         for future, (deadline, _) in self._waiting.copy().items():
             if deadline <= now:
-                self._too_late(future)
+                self._time_out(future)
         return bool(self._waiting)
 
-    def _too_late(self, future: Future[Any]) -> None:
-        found = self._waiting.pop(future, None)
-        if found is not None:
+    def _time_out(self, future: Future[Any]) -> None:
+        waiting = self._waiting.pop(future, None)
+        if waiting is not None:
             future.cancel()
-            _call(found[1], _failed(DeadlineExceeded(_LATE)))
+            _call(waiting[1], _failed(DeadlineExceeded(_LATE)))
 
 
 def _call(end: End, future: Future[Any]) -> None:
     try:
         end(future)
-    except Exception:  # which must not keep others from being ended
-        log.exception("an answer could not be given")
+    except Exception:  # must not prevent the end of other requests
+        log.exception("failed to answer a request")
 
 
 def _failed(error: HpsError) -> Future[Any]:
@@ -89,6 +93,6 @@ def _failed(error: HpsError) -> Future[Any]:
 
 
 _LATE = (
-    "no answer within the request's time; a later deadline, parameter 'timeout' (microseconds) or "
-    "server.request_timeout_ms allow more"
+    "deadline exceeded: no answer within the request's time; set a later deadline, parameter "
+    "'timeout' (microseconds) or server.request_timeout_ms"
 )

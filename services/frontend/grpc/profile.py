@@ -1,4 +1,4 @@
-"""How requests over gRPC are read and their answers written, for `services.frontend.profiling`."""
+"""Parsing and encoding of gRPC requests, for `services.frontend.profiling`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.frontend.state import FrontendState, ServedEndpoint
 
 
 class GrpcProfiledProtocol:
-    """A `Wire`."""
+    """The gRPC implementation of `profiling.ProfiledProtocol`."""
 
     def __init__(self, entry: ServedEndpoint, max_keys: int, regions: SharedMemoryRegistry) -> None:
         self._parser = GrpcRequestParser(entry.name, entry.endpoint.rules, max_keys)

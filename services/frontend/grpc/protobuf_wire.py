@@ -1,4 +1,4 @@
-"""The little of protobuf's encoding that the hot path reads and writes itself."""
+"""The parts of protobuf's encoding that the hot path reads and writes itself."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hps.errors import BadRequest
 
 
 class MalformedMessage(ValueError):
-    """The bytes are no protobuf message."""
+    """The bytes are not a protobuf message."""
 
 
 def varint(number: int) -> bytes:
-    """A number that is not negative, seven bits a byte, the lowest first."""
+    """Encode a non-negative number, seven bits a byte, the lowest first."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -22,13 +22,15 @@ def varint(number: int) -> bytes:
 
 
 def field(tag: int, content: bytes) -> bytes:
-    """A field of bytes, text or a message, with its one-byte tag."""
+    """Encode a field of bytes, text or a message, with its one-byte tag."""
     return b"%c%b%b" % (tag, varint(len(content)), content)
 
 
 def content_at(message: bytes, at: int) -> tuple[int, int]:
-    """Where the content of a field begins and ends whose length stands ``at``; Malformed when the message
-    does not have all of it."""
+    """Return the start and end of a field's content; its length is encoded at ``at``.
+
+    Raises ``MalformedMessage`` if the message ends before the content does.
+    """
     length = shift = 0
     for place in range(at, min(at + 5, len(message))):
         byte = message[place]
@@ -38,13 +40,13 @@ def content_at(message: bytes, at: int) -> tuple[int, int]:
                 break
             return place + 1, place + 1 + length
         shift += 7
-    raise MalformedMessage("it ends within a field")
+    raise MalformedMessage("the message ends within a field")
 
 
 def parse_message(kind: Any, message: bytes) -> Any:
-    """``message`` as one of protobuf's class ``kind``. Raises ``BadRequest``."""
+    """Parse ``message`` as protobuf's class ``kind``. Raises ``BadRequest``."""
     try:
         return kind.FromString(message)
-    except Exception as error:  # the class of protobuf's depends on how protobuf was built
+    except Exception as error:  # the class depends on protobuf's build
         name = kind.DESCRIPTOR.full_name
-        raise BadRequest(f"the message is no {name}: {error}") from None
+        raise BadRequest(f"the message is not a valid {name}: {error}") from None

@@ -1,10 +1,9 @@
-"""Inference requests over gRPC: from the bytes of a ``ModelInferRequest`` to arrays.
+"""Parser of gRPC inference requests: from the bytes of a ``ModelInferRequest`` to arrays.
 
-Clients write the fields in the order of their numbers: model, version, id, then what describes the
-request (parameters, inputs, requested outputs), then the raw tensors. The description of a client's
-requests is the same again and again, so the forms read from the last ones are kept: a description that
-was seen before is compared, not read, and the tensors are taken where they lie. Whatever is new or
-unusual is read by protobuf.
+Clients write the fields in the order of their numbers: model, version, id, then the description of the
+request (parameters, inputs, requested outputs), then the raw tensors. A client's requests repeat the same
+description, so the templates parsed from the last ones are kept: a known description is compared, not parsed,
+and the arrays refer to the message's memory. protobuf parses whatever is new or unusual.
 
 Layout: protobuf's encoding specification, and Triton's ``grpc_service.proto`` for the fields.
 """
@@ -34,16 +33,16 @@ from services.frontend.shared_memory_refs import (
     require_size,
 )
 
-# Fields of ModelInferRequest by their tags.
+# Tags of fields of ModelInferRequest.
 _MODEL, _VERSION, _ID = 0x0A, 0x12, 0x1A
 _PARAMETERS, _INPUTS, _OUTPUTS, _RAW = 0x22, 0x2A, 0x32, 0x3A
 _DESCRIBES = frozenset({_PARAMETERS, _INPUTS, _OUTPUTS})
-# Forms that are kept per model; longer descriptions are not worth their memory.
+# Templates kept per model; longer descriptions are not worth their memory.
 _FORMS_KEPT, _FORM_KEPT_BYTES = 256, 8192
 
 
 class _RawTensor(NamedTuple):
-    """Where one raw tensor lies behind the description: ``head``, its tag and length, ends at ``offset``."""
+    """Position of a raw tensor after the description; ``head``, its tag and length, ends at ``offset``."""
 
     name: str
     dtype: np.dtype[Any]
@@ -54,8 +53,11 @@ class _RawTensor(NamedTuple):
 
 @dataclass(slots=True)
 class GrpcRequestTemplate(RequestTemplate):
-    """What describes a request. When it is kept, ``raw`` are its inputs, which take ``raw_size`` bytes
-    behind it, and ``heads`` is what was written before the tensors of answers to it."""
+    """The parsed description of a request.
+
+    In a kept one, ``raw`` are the inputs, which take ``raw_size`` bytes after the description, and ``heads``
+    caches the encoded heads of its responses.
+    """
 
     raw: list[_RawTensor] = field(default_factory=list)
     raw_size: int = 0
@@ -64,13 +66,13 @@ class GrpcRequestTemplate(RequestTemplate):
 
 @dataclass(slots=True)
 class GrpcInferenceRequest(InferenceRequest):
-    """A request that came by gRPC."""
+    """An inference request received over gRPC."""
 
     form: GrpcRequestTemplate
 
 
 class ModelReference(NamedTuple):
-    """Whom a request is for, and where its description begins."""
+    """The requested model and version, the request's ID, and the start of the description."""
 
     model: str
     version: str
@@ -79,46 +81,49 @@ class ModelReference(NamedTuple):
 
 
 def address(message: bytes) -> ModelReference:
-    """What stands before the description of a ``ModelInferRequest``; ``BadRequest`` when it is none."""
+    """Parse the part of a ``ModelInferRequest`` before its description. Raises ``BadRequest``."""
     size = len(message)
     try:
-        # Most name their model alone.
+        # Fast path: most requests have only the model's name.
         if size > 2 and message[0] == _MODEL and 0 < message[1] < 0x80:
             end = message[1] + 2
             if end < size and message[end] > _ID:
                 return ModelReference(message[2:end].decode(), "", "", end)
-        found = {_MODEL: "", _VERSION: "", _ID: ""}
+        fields = {_MODEL: "", _VERSION: "", _ID: ""}
         at = 0
-        while at < size and (tag := message[at]) in found:
+        while at < size and (tag := message[at]) in fields:
             start, at = content_at(message, at + 1)
-            found[tag] = message[start:at].decode()
+            fields[tag] = message[start:at].decode()
     except (MalformedMessage, UnicodeDecodeError) as error:
         raise _malformed(error) from None
-    if found[_MODEL]:
-        return ModelReference(found[_MODEL], found[_VERSION], found[_ID], at)
-    request = _parsed(message)  # the fields have another order
+    if fields[_MODEL]:
+        return ModelReference(fields[_MODEL], fields[_VERSION], fields[_ID], at)
+    request = _parsed(message)  # the fields are in another order
     return ModelReference(request.model_name, request.model_version, request.id, at)
 
 
 class GrpcRequestParser:
-    """Reads the requests to one model. May be called from any thread."""
+    """Parses the requests to one model. Thread-safe."""
 
     def __init__(self, model: str, rules: Mapping[str, InputRule], max_keys: int) -> None:
         self._model = model
         self._rules = rules
         self._max_keys = max_keys
-        # Threads may race here: a form that is lost is read again.
+        # Threads may race here: a template that is lost is parsed again.
         self._forms: dict[bytes, GrpcRequestTemplate] = {}
-        self._sizes: dict[int, int] = {}  # of a description, by all bytes from where it begins
+        # Sizes of descriptions, by the bytes from their start to the message's end.
+        self._sizes: dict[int, int] = {}
 
     def parse(self, message: bytes, to: ModelReference) -> GrpcInferenceRequest:
-        """The request in ``message``. Arrays may share its memory and be read-only. Raises ``BadRequest`` or
-        ``TooLarge``."""
+        """Parse ``message``. Arrays may share its memory and be read-only.
+
+        Raises ``BadRequest`` or ``TooLarge``.
+        """
         size = self._sizes.get(len(message) - to.end)
         if size is not None:
             end = to.end + size
             form = self._forms.get(message[to.end : end])
-            if form is not None and (inputs := _taken(message, end, form)) is not None:
+            if form is not None and (inputs := _raw_tensors(message, end, form)) is not None:
                 return GrpcInferenceRequest(form, inputs, to.id)
         return self._read(message, to)
 
@@ -126,18 +131,18 @@ class GrpcRequestParser:
         request = _parsed(message)
         form = self._form(request)
         sent = request.inputs
-        if form.elsewhere is not None:
-            sent = [tensor for tensor in sent if tensor.name not in form.elsewhere.inputs]
-        if not request.raw_input_contents and (sent or form.elsewhere is None):
+        if form.memory_refs is not None:
+            sent = [tensor for tensor in sent if tensor.name not in form.memory_refs.inputs]
+        if not request.raw_input_contents and (sent or form.memory_refs is None):
             return GrpcInferenceRequest(form, contents(sent, self._rules), request.id)
         inputs = self._raw(sent, request.raw_input_contents, form)
         self._keep(form, message, to.end)
         return GrpcInferenceRequest(form, inputs, request.id)
 
     def _keep(self, form: GrpcRequestTemplate, message: bytes, start: int) -> None:
-        """Keep ``form`` when the description begins at ``start`` and ends where the raw tensors begin."""
+        """Keep ``form`` if its description begins at ``start`` and ends where the raw tensors begin."""
         end = _description_end(message, start)
-        if end - start > _FORM_KEPT_BYTES or _taken(message, end, form) is None:
+        if end - start > _FORM_KEPT_BYTES or _raw_tensors(message, end, form) is None:
             return
         if len(self._forms) >= _FORMS_KEPT:
             self._forms, self._sizes = {}, {}
@@ -146,8 +151,8 @@ class GrpcRequestParser:
         self._sizes[len(message) - start] = end - start
 
     def _form(self, request: Any) -> GrpcRequestTemplate:
-        """All of a request but its tensors' elements."""
-        form, elsewhere = GrpcRequestTemplate(), SharedMemoryRefs()
+        """Parse everything in a request but the elements of its tensors."""
+        form, refs = GrpcRequestTemplate(), SharedMemoryRefs()
         keys = 0
         for tensor in request.inputs:
             name = tensor.name
@@ -169,18 +174,18 @@ class GrpcRequestParser:
                     raise BadRequest(
                         f"input '{name}' has both contents and shared memory; send one of them"
                     )
-                elsewhere.inputs[name] = place, dtype
+                refs.inputs[name] = place, dtype
         if keys > self._max_keys:
             raise faults.too_many_keys(keys, self._max_keys)
         _parameters(form, request.parameters)
         if request.outputs:
-            form.outputs = _outputs(request.outputs, elsewhere)
-        if elsewhere.inputs or elsewhere.outputs:
-            form.elsewhere = elsewhere
+            form.outputs = _outputs(request.outputs, refs)
+        if refs.inputs or refs.outputs:
+            form.memory_refs = refs
         return form
 
     def _raw(self, tensors: Any, raws: Any, form: GrpcRequestTemplate) -> dict[str, NDArray[Any]]:
-        """The elements of raw tensors, and where they lie."""
+        """Return the raw tensors as arrays; record their positions in ``form``."""
         if len(raws) != len(tensors):
             raise BadRequest(
                 f"expected {len(tensors)} raw input contents for model '{self._model}', one for each "
@@ -207,9 +212,10 @@ class GrpcRequestParser:
         return inputs
 
 
-def _taken(message: bytes, end: int, form: GrpcRequestTemplate) -> dict[str, NDArray[Any]] | None:
-    """The raw tensors behind a description that ends at ``end``; None when they lie otherwise than ``form``
-    says."""
+def _raw_tensors(
+    message: bytes, end: int, form: GrpcRequestTemplate
+) -> dict[str, NDArray[Any]] | None:
+    """Return the raw tensors after a description that ends at ``end``; None unless they fit ``form``."""
     if len(message) - end != form.raw_size:
         return None
     inputs = {}
@@ -232,7 +238,7 @@ def _description_end(message: bytes, at: int) -> int:
 
 
 def _parameters(form: GrpcRequestTemplate, parameters: Any) -> None:
-    """What is said by request parameters; others are nobody's business."""
+    """Read the known request parameters; ignore others."""
     for name in ("timeout", "top_k"):
         if name in parameters:
             value = _value(parameters[name])
@@ -247,7 +253,7 @@ def _value(parameter: Any) -> Any:
     return None if choice is None else getattr(parameter, choice)
 
 
-def _outputs(wanted: Any, elsewhere: SharedMemoryRefs) -> tuple[str, ...]:
+def _outputs(wanted: Any, refs: SharedMemoryRefs) -> tuple[str, ...]:
     names = []
     for output in wanted:
         if "classification" in output.parameters:
@@ -255,24 +261,24 @@ def _outputs(wanted: Any, elsewhere: SharedMemoryRefs) -> tuple[str, ...]:
         if output.name in names:
             raise faults.output_twice(output.name)
         if (place := _place(output)) is not None:
-            elsewhere.outputs[output.name] = place
+            refs.outputs[output.name] = place
         names.append(output.name)
     return tuple(names)
 
 
 def _place(tensor: Any) -> SharedMemoryRef | None:
-    """Where a tensor's elements are when the message does not have them."""
-    told = tensor.parameters
-    given = {name: _value(told[name]) for name in PARAMETERS if name in told}
-    return place_of(tensor.name, given) if given else None
+    """Return a tensor's reference to shared memory; None if the message has its elements."""
+    parameters = tensor.parameters
+    ref = {name: _value(parameters[name]) for name in PARAMETERS if name in parameters}
+    return place_of(tensor.name, ref) if ref else None
 
 
 def _parsed(message: bytes) -> Any:
     try:
         return pb.ModelInferRequest.FromString(message)
-    except Exception as error:  # the class of protobuf's depends on how protobuf was built
+    except Exception as error:  # the class depends on protobuf's build
         raise _malformed(error) from None
 
 
 def _malformed(error: Exception) -> BadRequest:
-    return BadRequest(f"the message is no ModelInferRequest: {error}")
+    return BadRequest(f"the message is not a valid ModelInferRequest: {error}")

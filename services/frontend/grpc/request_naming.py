@@ -1,4 +1,4 @@
-"""What a call is named, by its message and its metadata."""
+"""Request ID and trace context of a call, from its message and its metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = frozenset({"x-request-id", "traceparent", "tracestate"})
 
 
 class CallIdentity(NamedTuple):
-    """``request_id`` is the message's, else the metadata's."""
+    """Request ID (the message's, else the metadata's) and W3C trace context."""
 
     request_id: str
     traceparent: str = ""
@@ -21,12 +21,12 @@ class CallIdentity(NamedTuple):
 
 
 def named(request_id: str, context: CallContext) -> CallIdentity:
-    given = {name: str(value) for name, value in context.invocation_metadata() if name in _NAMES}
-    if not given:
+    metadata = {name: str(value) for name, value in context.invocation_metadata() if name in _NAMES}
+    if not metadata:
         return CallIdentity(request_id)
-    parent = traceparent_of(given.get("traceparent", ""))
-    state = tracestate_of(given.get("tracestate", "")) if parent else ""
-    return CallIdentity(request_id or given.get("x-request-id", "")[:128], parent, state)
+    parent = traceparent_of(metadata.get("traceparent", ""))
+    state = tracestate_of(metadata.get("tracestate", "")) if parent else ""
+    return CallIdentity(request_id or metadata.get("x-request-id", "")[:128], parent, state)
 
 
 def identify(
@@ -36,21 +36,23 @@ def identify(
     started: int,
     observer: RequestObserver,
 ) -> RequestContext | None:
-    """On whose behalf ``call`` is, where anybody cares. Its answer carries the id that it came with, in
-    whichever way."""
+    """Set the request's ID and context; the context is None if the request has no ID and is not observed.
+
+    The response carries the ID, from the message or the metadata.
+    """
     is_named = call.id or not _NAMES.isdisjoint(dict(context.invocation_metadata()))
     if not is_named and not observer.watches:
         return None
-    found = named(call.id, context)
-    call.id = found.request_id
-    call.origin = begun(found, model, started, observer)
+    identity = named(call.id, context)
+    call.id = identity.request_id
+    call.origin = begun(identity, model, started, observer)
     return call.origin
 
 
 def begun(
-    found: CallIdentity, model: str, started: int, observer: RequestObserver
+    identity: CallIdentity, model: str, started: int, observer: RequestObserver
 ) -> RequestContext | None:
-    """The request that is named so, where anybody cares."""
-    if any(found) or observer.watches:
-        return observer.begin(model, started, *found)
+    """Return the request's context; None if it has no ID and is not observed."""
+    if any(identity) or observer.watches:
+        return observer.begin(model, started, *identity)
     return None

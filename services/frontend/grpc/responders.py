@@ -1,4 +1,4 @@
-"""Where the answer to a request goes, and one that a thread waits for."""
+"""Interfaces through which gRPC requests are answered, and a blocking implementation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hps.errors import HpsError
 
 
 class CallContext(Protocol):
-    """What is asked about a call, of grpc or of a `UnaryCall`; see ``grpc.ServicerContext``."""
+    """Properties of a call, from grpc or a `UnaryCall`; see ``grpc.ServicerContext``."""
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]: ...
 
@@ -24,10 +24,10 @@ class CallContext(Protocol):
 
 
 class UnaryResponder(Protocol):
-    """Where the answer to one request goes: ``answer`` or ``fail``, once, from any thread."""
+    """Sends the answer to one request: ``answer`` or ``fail``, once, from any thread."""
 
     caller: str | None
-    """Who calls, "" when that was not asked; None: it has not been looked at yet."""
+    """The caller's name, "" without authentication; None: not checked yet."""
 
     @property
     def context(self) -> CallContext: ...
@@ -37,31 +37,36 @@ class UnaryResponder(Protocol):
     def fail(self, error: HpsError) -> None: ...
 
     def waits_for(self, future: Future[Any]) -> None:
-        """``future`` is cancelled when the client is gone."""
+        """Cancel ``future`` when the client is gone."""
 
-    def go_on(self, work: Callable[[], None], size: int) -> None:
-        """Do ``work``, the rest of what is to be done with a request of ``size`` bytes: here, or on another
-        thread what would hold up the one that receives. It neither raises nor waits."""
+    def run(self, work: Callable[[], None], size: int) -> None:
+        """Run ``work``, the rest of the work for a request of ``size`` bytes.
+
+        A large request continues on another thread, to not block the receiving one. ``work`` must neither
+        raise nor wait.
+        """
 
 
 class StreamResponder(Protocol):
-    """Where the answers to a request go of which there are several, from any thread."""
+    """Sends several answers to one request, from any thread."""
 
     def push(self, message: bytes, pushed: Callable[[], None]) -> None:
-        """Begin to send ``message``, the only one under way. ``pushed`` is called when it is gone, on
-        whichever thread; not when the call has ended."""
+        """Start sending ``message``; only one may be in flight.
+
+        ``pushed`` is called on any thread when it is sent; not if the call has ended.
+        """
 
     def when_gone(self, on_gone: Callable[[], object]) -> None:
-        """``on_gone`` is called when the client is gone, or has its last answer."""
+        """Call ``on_gone`` when the client is gone, or has its last answer."""
 
     def fail(self, error: HpsError) -> None: ...
 
     def cancel(self) -> None:
-        """No more answers."""
+        """End the call without further answers."""
 
 
 class BlockingResponder:
-    """The answer to a request that a thread waits for. Of a stream's requests, each uses it in turn."""
+    """A responder whose thread waits for the answer. The requests of a stream use one in turn."""
 
     def __init__(self, context: grpc.ServicerContext) -> None:
         self.context = context
@@ -88,11 +93,11 @@ class BlockingResponder:
         if self._gone:
             future.cancel()
 
-    def go_on(self, work: Callable[[], None], size: int) -> None:
+    def run(self, work: Callable[[], None], size: int) -> None:
         work()
 
     def result(self) -> bytes:
-        """The answer, or what was to be told instead; the next request may begin then."""
+        """Wait for the answer; raise the error if it failed. The next request may begin then."""
         try:
             return self._result.result()
         finally:

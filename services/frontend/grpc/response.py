@@ -1,7 +1,7 @@
-"""Inference responses over gRPC: from named arrays to the bytes of a ``ModelInferResponse``, joined once.
+"""Encoder of gRPC inference responses: from named arrays to a ``ModelInferResponse``, joined once.
 
-Every tensor goes out raw: Triton's Python client reads nothing else. One that was put into a shared memory
-region has an empty place among them, as Triton leaves it.
+All tensors are raw: Triton's Python client reads nothing else. A tensor written to a shared memory region has
+an empty raw entry, as in Triton.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from services.frontend.grpc.protobuf_wire import field, varint
 from services.frontend.grpc.request import GrpcInferenceRequest, GrpcRequestTemplate
 from services.frontend.shared_memory import SharedMemoryRegistry
 
-_ID, _RAW = 0x1A, 0x32  # fields of ModelInferResponse by their tags
+_ID, _RAW = 0x1A, 0x32  # tags of fields of ModelInferResponse
 _HEADS_KEPT = 64
 
 
 class GrpcResponseEncoder:
-    """Writes the answers of one model version. May be called from any thread."""
+    """Encodes the responses of one model version. Thread-safe."""
 
     def __init__(self, model: str, version: str, regions: SharedMemoryRegistry) -> None:
         self._model, self._version = model, version
@@ -39,9 +39,11 @@ class GrpcResponseEncoder:
         stale_s: int,
         outputs: Sequence[Output],
     ) -> bytes:
-        """The answer with ``outputs`` to ``call``. What stands before the tensors is written once for calls
-        of one form and outputs of the same shapes. Raises ``BadRequest`` or ``NotFound`` when outputs can't
-        be put where they are wanted."""
+        """Return the encoded response to ``call`` with ``outputs``.
+
+        The head, before the tensors, is encoded once per template and output shapes. Raises ``BadRequest`` or
+        ``NotFound`` if outputs cannot be written to the requested shared memory.
+        """
         heads = call.form.heads
         key = (defaulted, degraded, stale_s, *[array.shape for _, array in outputs])
         head = heads.get(key)
@@ -67,7 +69,7 @@ class GrpcResponseEncoder:
         stale_s: int,
         outputs: Sequence[Output],
     ) -> bytes:
-        places = {} if form.elsewhere is None else form.elsewhere.outputs
+        places = {} if form.memory_refs is None else form.memory_refs.outputs
         response = pb.ModelInferResponse(model_name=self._model, model_version=self._version)
         response.parameters["hps_defaulted"].int64_param = defaulted
         response.parameters["hps_degraded"].string_param = ",".join(degraded)

@@ -1,7 +1,7 @@
-"""The data port over gRPC: the Open Inference Protocol, and lookups for other nodes.
+"""gRPC data port: the Open Inference Protocol, and lookups for other nodes.
 
-Inference is answered on the server's own thread where it can be, whatever else is quick on a few others
-(`core/call_acceptor.py`). Streams keep a thread each while they last.
+Inference is answered on the server's own thread if possible, other short calls on a few others
+(`core/call_acceptor.py`). A stream keeps a thread while it is open.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from services.frontend.grpc.service import SERVICE, InferenceService
 from services.frontend.grpc.stream_limit import STREAMS
 from services.frontend.state import FrontendState
 
-_STREAMS = STREAMS + 8  # some to refuse more of them
+_STREAMS = STREAMS + 8  # spare threads to reject more streams
 
 
 class GrpcServer(GrpcPort):
-    """Listens from the start; ``serve`` answers until ``stop``."""
+    """The data port. It listens from construction; ``serve`` answers until ``stop``."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class GrpcServer(GrpcPort):
         one_of_many: bool = False,
         also_at: Path | None = None,
     ) -> None:
-        """``ConfigError`` when it cannot listen. ``one_of_many``: other processes listen there too.
-        ``also_at``: a Unix socket in a private folder, in plain text."""
+        """``one_of_many``: other processes listen on the port too. ``also_at``: a Unix socket in a private
+        folder, in plain text. Raises ``ConfigError`` if it cannot listen."""
         super().__init__("server.grpc", at, state, settings, guard, one_of_many=one_of_many)
         pending, services = PendingAnswers(), {}
         if settings.role != "lookup":
@@ -57,8 +57,8 @@ class GrpcServer(GrpcPort):
                 self._server.add_insecure_port(f"unix:{also_at}")
             except RuntimeError:
                 raise ConfigError(
-                    f"cannot listen at the Unix socket {also_at}: its path may have 107 characters, and its "
-                    "file system must be writable; set server.runtime to another folder"
+                    f"cannot listen on the Unix socket {also_at}: its path may have at most 107 characters, "
+                    "and its file system must be writable; set server.runtime to another folder"
                 ) from None
 
     def _open_inference(
@@ -68,7 +68,7 @@ class GrpcServer(GrpcPort):
         add_GRPCInferenceServiceServicer_to_server(service, generated)
         streams = ThreadPoolExecutor(_STREAMS, "grpc-stream")
         self._pools.append(streams)
-        # In bytes and out bytes: see request.py and response.py.
+        # These take and return bytes: see request.py and response.py.
         return {
             **generated.by_name,
             "ModelInfer": grpc.unary_unary_rpc_method_handler(UnaryHandler(inference.begin)),

@@ -1,6 +1,6 @@
 """``inference.GRPCInferenceService``: the Open Inference Protocol with Triton's extensions, over gRPC.
 
-What is told of models is what HTTP tells of them: protobuf's JSON form of the same dictionaries.
+Model descriptions are protobuf's JSON form of the dictionaries that REST returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.frontend.grpc.call_identity import address_of, check
 from services.frontend.grpc.method_handlers import Behavior
 from services.frontend.grpc.responders import CallContext
 from services.frontend.log_settings import change_log_settings
-from services.frontend.log_settings import log_settings as told_of_logs
+from services.frontend.log_settings import log_settings as current_log_settings
 from services.frontend.metadata import server_metadata
 from services.frontend.model_control import index, load, unload
 from services.frontend.state import FrontendState
@@ -29,7 +29,10 @@ SERVICE = "inference.GRPCInferenceService"
 
 
 def require_role(guard: Authorizer, role: Role | None, behavior: Behavior) -> Behavior:
-    """``behavior`` for callers of ``role`` (None: all); raises ``Unauthenticated`` or ``Forbidden``."""
+    """Restrict ``behavior`` to callers with ``role`` (None: all).
+
+    The result raises ``Unauthenticated`` or ``Forbidden``.
+    """
 
     @wraps(behavior)
     def answer(request: Any, context: CallContext) -> Any:
@@ -37,12 +40,12 @@ def require_role(guard: Authorizer, role: Role | None, behavior: Behavior) -> Be
             check(guard, context, role)
         return behavior(request, context)
 
-    answer.role = role  # type: ignore[attr-defined]  # who is not one of them need not be listened to
+    answer.role = role  # type: ignore[attr-defined]  # checked before the message is received, too
     return answer
 
 
 class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated without types
-    """Everything but inference itself. What is not offered answers UNIMPLEMENTED and says so."""
+    """All methods but inference. Unsupported ones answer UNIMPLEMENTED."""
 
     def __init__(self, state: FrontendState, guard: Authorizer) -> None:
         self._state = state
@@ -80,10 +83,10 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
 
     def ServerMetadata(self, request: Any, context: CallContext) -> Any:
         state = self._state
-        found = server_metadata(
+        metadata = server_metadata(
             __version__, control=state.control_everywhere, shared_memory=state.regions.on
         )
-        return ParseDict(found, pb.ServerMetadataResponse())
+        return ParseDict(metadata, pb.ServerMetadataResponse())
 
     def ModelMetadata(self, request: Any, context: CallContext) -> Any:
         info = self._state.entry(request.name, request.version or None).info
@@ -99,12 +102,12 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         else:
             self._state.require_node()
             entries = list(self._state.entries.values())
-        told_of = self._state.statistics(entries)
-        return ParseDict({"model_stats": told_of}, pb.ModelStatisticsResponse())
+        statistics = self._state.statistics(entries)
+        return ParseDict({"model_stats": statistics}, pb.ModelStatisticsResponse())
 
     def RepositoryIndex(self, request: Any, context: CallContext) -> Any:
         if request.repository_name:
-            raise Unsupported("there is one repository; leave 'repository_name' out")
+            raise Unsupported("there is one repository; omit 'repository_name'")
         models = index(self._state, only_ready=request.ready)
         return ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
@@ -112,8 +115,8 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         self._require_control(request, "RepositoryModelLoad")
         version = None
         if "version" in request.parameters:
-            given = request.parameters["version"]
-            version = getattr(given, given.WhichOneof("parameter_choice") or "string_param")
+            parameter = request.parameters["version"]
+            version = getattr(parameter, parameter.WhichOneof("parameter_choice") or "string_param")
         load(self._state, request.model_name, version)
         return pb.RepositoryModelLoadResponse()
 
@@ -133,12 +136,12 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         return pb.SystemSharedMemoryUnregisterResponse()
 
     def SystemSharedMemoryStatus(self, request: Any, context: CallContext) -> Any:
-        found = self._state.regions.status(request.name, address_of(context))
-        regions = {region["name"]: region for region in found}
+        described = self._state.regions.status(request.name, address_of(context))
+        regions = {region["name"]: region for region in described}
         return ParseDict({"regions": regions}, pb.SystemSharedMemoryStatusResponse())
 
     def CudaSharedMemoryUnregister(self, request: Any, context: CallContext) -> Any:
-        """perf_analyzer unregisters all regions, whatever kind it means to use: there are none here."""
+        """Succeed for all regions, of which there are none: perf_analyzer unregisters those of every kind."""
         if request.name or not self._state.regions.on:
             raise Unsupported("CudaSharedMemoryUnregister is not offered")
         return pb.CudaSharedMemoryUnregisterResponse()
@@ -146,23 +149,23 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
     def _require_control(self, request: Any, call: str) -> None:
         if not self._state.control_everywhere:
             raise Unsupported(
-                f"{call} is not offered here; ask the admin port, or set models.control: all"
+                f"{call} is not offered here; use the admin port, or set models.control: all"
             )
         if request.repository_name:
-            raise Unsupported("there is one repository; leave 'repository_name' out")
+            raise Unsupported("there is one repository; omit 'repository_name'")
 
     def _log_settings(self, guard: Authorizer, request: Any, context: CallContext) -> Any:
-        """Without settings, tells what they are."""
-        given = {
+        """Change the given log settings; return all of them."""
+        changes = {
             name: getattr(value, value.WhichOneof("parameter_choice"))
             for name, value in request.settings.items()
             if value.WhichOneof("parameter_choice") is not None
         }
-        if given:
+        if changes:
             check(guard, context, "admin")
         response = pb.LogSettingsResponse()
         for name, value in (
-            change_log_settings(given, self._state) if given else told_of_logs()
+            change_log_settings(changes, self._state) if changes else current_log_settings()
         ).items():
             kind = {bool: "bool_param", int: "uint32_param"}.get(type(value), "string_param")
             setattr(response.settings[name], kind, value)

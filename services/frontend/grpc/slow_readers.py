@@ -1,4 +1,4 @@
-"""Answers that are on their way for too long: grpc keeps them until their clients take them, or are gone."""
+"""Limit on slow readers: grpc keeps an answer until its client has taken it or is gone."""
 
 from __future__ import annotations
 
@@ -8,42 +8,44 @@ from typing import Any
 
 from hps.periodic import SWEEP_IDLE_ROUNDS, PeriodicThread
 
-# Smaller answers are not looked at: as many as there can be calls take 64 MiB.
-NOTED = 16_384
-# How long an answer may take, and how many more bytes a second it may have; looked at so often.
-_PATIENCE_S, _SLOWEST, _LOOK_S = 75.0, 100_000, 1.0
-# Beyond so many bytes, none may take longer than a look.
-_MOST = 1 << 30
+# Smaller answers are not watched: the most calls that are possible take 64 MiB.
+WATCHED_BYTES = 16_384
+# Seconds and bytes per second that a client is allowed to take an answer, and the period of the sweep.
+_SEND_TIMEOUT_S, _MIN_BYTES_PER_S, _SWEEP_S = 75.0, 100_000, 1.0
+# While unsent answers take more bytes, none may take longer than one period.
+_MAX_UNSENT_BYTES = 1 << 30
 
 Event = Callable[[Any], Any]
 
 
 class SlowReaderLimit:
-    """Any thread may call it."""
+    """Cancels the calls of clients that take their answers too slowly. Thread-safe."""
 
     def __init__(self) -> None:
-        self._answers: dict[Any, tuple[float, int]] = {}  # when each began, and its bytes, by call
-        self._looking = PeriodicThread(
-            self._end_late, _LOOK_S, "grpc-unsent", idle_rounds=SWEEP_IDLE_ROUNDS
+        self._answers: dict[Any, tuple[float, int]] = {}  # start and bytes of each answer, by call
+        self._sweeper = PeriodicThread(
+            self._sweep, _SWEEP_S, "grpc-unsent", idle_rounds=SWEEP_IDLE_ROUNDS
         )
 
-    def noted(self, call: Any, size: int, sent: Event) -> Event:
-        """``sent``, to be called when grpc has sent the ``size`` bytes that answer ``call``; it is cancelled
-        when that takes too long."""
+    def watch(self, call: Any, size: int, sent: Event) -> Event:
+        """Watch ``call``, whose answer has ``size`` bytes; cancel it if sending takes too long.
 
-        def no_more(event: Any) -> Any:
+        Returns the callback for grpc to call in place of ``sent``.
+        """
+
+        def sent_or_failed(event: Any) -> Any:
             self._answers.pop(call, None)
             return sent(event)
 
         self._answers[call] = time.monotonic(), size
-        self._looking.start()
-        return no_more
+        self._sweeper.start()
+        return sent_or_failed
 
-    def _end_late(self) -> bool:
+    def _sweep(self) -> bool:
         answers, now = self._answers.copy(), time.monotonic()
-        too_many = sum(size for _, size in answers.values()) > _MOST
+        too_many = sum(size for _, size in answers.values()) > _MAX_UNSENT_BYTES
         for call, (since, size) in answers.items():
-            allowed_s = _LOOK_S if too_many else _PATIENCE_S + size / _SLOWEST
+            allowed_s = _SWEEP_S if too_many else _SEND_TIMEOUT_S + size / _MIN_BYTES_PER_S
             if now - since > allowed_s and self._answers.pop(call, None) is not None:
                 call.cancel()
         return bool(self._answers)

@@ -1,4 +1,4 @@
-"""How a call ends that cannot be answered: its status, and when to ask again."""
+"""gRPC status of a failed call, with the time after which to retry."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from services.frontend.errors import RETRY_AFTER_S, is_retryable, status_of
 
 Trailers = tuple[tuple[str, str], ...] | None
 
-# gRFC A6: what a client that repeats calls waits for.
+# gRFC A6: the pause before a client retries.
 _PUSHBACK = (("grpc-retry-pushback-ms", str(RETRY_AFTER_S * 1000)),)
 
 
 class CallStatus(NamedTuple):
-    """How calls end that fail with one kind of error: the status and its number, and what says when such a
-    call may be repeated."""
+    """Status, its number, and the trailers with the retry pause, for one type of error."""
 
     code: grpc.StatusCode
     number: int
@@ -25,21 +24,21 @@ class CallStatus(NamedTuple):
 
 
 def call_status(error: HpsError) -> CallStatus:
-    """How a call ends that fails with ``error``."""
+    """Return the status of a call that fails with ``error``."""
     kind = type(error)
-    found = _OF_KIND.get(kind)
-    if found is None:
+    status = _OF_KIND.get(kind)
+    if status is None:
         code = grpc.StatusCode[status_of(error).grpc]
-        found = CallStatus(code, code.value[0], _PUSHBACK if is_retryable(error) else None)
-        _OF_KIND[kind] = found
-    return found
+        status = CallStatus(code, code.value[0], _PUSHBACK if is_retryable(error) else None)
+        _OF_KIND[kind] = status
+    return status
 
 
 _OF_KIND: dict[type[HpsError], CallStatus] = {}
 
 
 def abort(error: HpsError, context: grpc.ServicerContext) -> None:
-    """End a call on the thread it has: raises what grpc knows by."""
+    """End a call on its thread; raises grpc's exception."""
     code, _, trailers = call_status(error)
     if trailers is not None:
         context.set_trailing_metadata(trailers)

@@ -13,8 +13,10 @@ _THREADS = 32
 
 
 class ThreadPoolCalls:
-    """Has each inference call keep a thread until it is answered. Used where `CallAcceptor` is not: it costs
-    more CPU per call, and up to `_THREADS` calls run at a time."""
+    """Runs each inference call on a thread until it is answered, where `CallAcceptor` is unsupported.
+
+    It costs more CPU per call, and up to `_THREADS` calls run at a time.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "grpc-calls")
@@ -22,7 +24,7 @@ class ThreadPoolCalls:
     def start(self, server: grpc.Server, methods: Mapping[str, UnaryHandler]) -> None:
         """Start ``server``, whose unary methods are ``methods`` by their full names."""
         for handler in methods.values():
-            if not handler.beside:
+            if not handler.is_auxiliary:
                 handler.experimental_thread_pool = self._threads
         server.start()
 

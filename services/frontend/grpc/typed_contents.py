@@ -1,4 +1,4 @@
-"""Tensors that carry their elements in protobuf's own types."""
+"""Tensors whose elements are in protobuf's typed fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hps.errors import BadRequest
 from services.frontend.datatypes import BINARY_ONLY, InputRule
 
-# Where elements stand that are not raw; small integers travel in a wider type.
+# Field of each datatype's elements; small integers use a wider type.
 PLACES = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -38,19 +38,22 @@ _WIDE = {
 
 
 def contents(tensors: Iterable[Any], rules: Mapping[str, InputRule]) -> dict[str, NDArray[Any]]:
-    """The elements of ``tensors``, ``(n,)`` each, of the types of their ``rules``. Raises ``BadRequest``."""
+    """Return the elements of ``tensors``, ``(n,)`` each, in the types of their ``rules``.
+
+    Raises ``BadRequest``.
+    """
     inputs = {}
     for tensor in tensors:
         name, datatype = tensor.name, tensor.datatype
         if datatype in BINARY_ONLY:
             raise BadRequest(f"input '{name}': {datatype} can only be sent in raw_input_contents")
         dtype, count = rules[name].dtypes[datatype], prod(tensor.shape)
-        given = {found.name for found, _ in tensor.contents.ListFields()}
+        used = {descriptor.name for descriptor, _ in tensor.contents.ListFields()}
         place = PLACES[datatype]
-        if given - {place}:
+        if used - {place}:
             raise BadRequest(
                 f"input '{name}' is {datatype}, whose elements belong in {place}, not in "
-                f"{', '.join(sorted(given - {place}))}"
+                f"{', '.join(sorted(used - {place}))}"
             )
         values = getattr(tensor.contents, place)
         if len(values) != count:
@@ -60,5 +63,5 @@ def contents(tensors: Iterable[Any], rules: Mapping[str, InputRule]) -> dict[str
             )
         inputs[name] = array = np.array(values, _WIDE[place]).astype(dtype)
         if dtype.kind in "iu" and not np.array_equal(array, values):
-            raise BadRequest(f"input '{name}' has a number beyond the range of {datatype}")
+            raise BadRequest(f"input '{name}' has a number out of range for {datatype}")
     return inputs

@@ -1,4 +1,4 @@
-"""Services that are plain objects: a method for each unary call, by its name in the ``.proto``."""
+"""gRPC services as plain objects: a method per unary call, by its name in the ``.proto``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.frontend.grpc.service import require_role
 
 
 class UnaryService(Protocol):
-    """With a method for each call. ``roles``, by call: who may make it."""
+    """An object with a method per call. ``roles``: the role that each call needs."""
 
     roles: Mapping[str, Role]
 
@@ -22,7 +22,7 @@ class UnaryService(Protocol):
 def handlers_of(
     descriptor: Any, service: UnaryService, guard: Authorizer
 ) -> dict[str, grpc.RpcMethodHandler]:
-    """Handlers for the calls of ``service``, whose ``descriptor`` has their messages."""
+    """Return handlers for the calls of ``service``; its ``descriptor`` has their message types."""
     return {
         name: grpc.unary_unary_rpc_method_handler(
             require_role(guard, role, getattr(service, name)),

@@ -1,4 +1,4 @@
-"""``hps.v1.Updates``: rows written without a stream; update streams told of, paused, resumed, replayed."""
+"""``hps.v1.Updates``: direct writes; status, pause, resume and replay of update streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.server_state import ServerState
 
 
 class UpdatesService:
-    """The service's calls, each by its name."""
+    """The methods of the service, by their names in the ``.proto``."""
 
     roles: Mapping[str, Role] = {
         "Write": "write",
@@ -47,15 +47,15 @@ class UpdatesService:
         return pb.WriteResponse(version=version, written=len(keys), deleted=len(deleted))
 
     def Status(self, request: Any, context: CallContext) -> Any:
-        return self._told()
+        return self._status()
 
     def Pause(self, request: Any, context: CallContext) -> Any:
         self._streams().pause(request.group or None)
-        return self._told()
+        return self._status()
 
     def Resume(self, request: Any, context: CallContext) -> Any:
         self._streams().resume(request.group or None)
-        return self._told()
+        return self._status()
 
     def Seek(self, request: Any, context: CallContext) -> Any:
         if not request.topic:
@@ -63,12 +63,12 @@ class UpdatesService:
         self._streams().seek(
             request.topic, request.partition, request.offset, request.group or None
         )
-        return self._told()
+        return self._status()
 
     def _streams(self) -> UpdateStreams:
-        found: UpdateStreams = self._state.require_node().streams
-        return found
+        streams: UpdateStreams = self._state.require_node().streams
+        return streams
 
-    def _told(self) -> Any:
+    def _status(self) -> Any:
         status = {"updates": self._streams().status()}
         return ParseDict(status, pb.UpdatesStatus(), ignore_unknown_fields=True)

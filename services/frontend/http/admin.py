@@ -1,4 +1,4 @@
-"""The admin port: what the server is doing, and its metrics."""
+"""Admin port: server status, tables, hot keys and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_HOT_KEYS = 10_000
 
 
 def metrics_route(state: ServerState[Any]) -> APIRouter:
-    """``/metrics``, for scrapers, without a key."""
+    """``/metrics``, for scrapers, without an API key."""
     router = APIRouter(tags=["admin"])
 
     @router.get(
@@ -23,20 +23,20 @@ def metrics_route(state: ServerState[Any]) -> APIRouter:
     )
     def metrics() -> Response:
         """Prometheus metrics."""
-        found = state.metrics
-        return Response(found.render(), media_type=found.content_type)
+        registry = state.metrics
+        return Response(registry.render(), media_type=registry.content_type)
 
     return router
 
 
 def status_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
-    """What the server holds and how it is doing; needs role admin."""
+    """Status, models and tables; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
-    # Not `async`: stores may be asked for row counts, which runs on a thread then.
+    # Not `async`: row counts may be read from stores, which must run on a thread.
     @router.get("/v1/status", responses=answers("Status"))
     def status() -> Response:
-        """What the server serves and how it is doing; while it loads, how far it is."""
+        """The server's phase and what it serves; its progress while it loads."""
         return JsonAnswer(state.status())
 
     @router.get("/v1/models", responses=answers("Models", [503]))
@@ -47,29 +47,29 @@ def status_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     @router.get("/v1/tables", responses=answers("Tables", [503]))
     def tables() -> Response:
         """Every table of every model."""
-        found = [
+        all_tables = [
             {"model": model["name"], "version": model["version"], **table}
             for model in state.require_node().status()["models"]
             for table in model["tables"]
         ]
-        return JsonAnswer({"tables": found})
+        return JsonAnswer({"tables": all_tables})
 
     return router
 
 
 def hot_keys_route(state: ServerState[Any], guard: Authorizer) -> APIRouter:
-    """What the caches hold; needs role admin."""
+    """Hot keys of the caches; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
-    # Not `async`: a large cache is looked through, which runs on a thread then.
+    # Not `async`: the scan of a large cache must run on a thread.
     @router.get("/v1/hotkeys", responses=answers("HotKeys", [400, 404, 503]))
     def hot_keys(
         model: str | None = None,
         table: str | None = None,
         limit: int = Query(20, ge=1, le=_MOST_HOT_KEYS, description="Keys per table"),
     ) -> Response:
-        """The hottest keys of the CPU cache, by table, with their scores from 255 down; ``features`` has the
-        names by which requests ask for the table, with what is added to their keys."""
+        """The hottest keys of the CPU cache, by table, with their scores from 255 down; ``features`` lists
+        the features that use the table, with their key offsets."""
         return JsonAnswer({"tables": state.require_node().hot_keys(model, table, limit)})
 
     return router

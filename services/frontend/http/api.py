@@ -1,4 +1,4 @@
-"""What every FastAPI route here shares: answers, errors of one shape, keys asked for."""
+"""Shared parts of the FastAPI routes: responses, errors, JSON bodies, roles."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from services.frontend.http.failures import describe
 from services.frontend.http.head import request_id
 from services.frontend.http.peer import peer_of
 
-# Bodies of the routes here are small, and come at once; only inference takes large ones.
+# The bodies of these routes are small and arrive quickly; only inference takes large ones.
 _MAX_BODY = 1 << 20
-_PATIENCE_S = 10.0
+_BODY_TIMEOUT_S = 10.0
 
 
 class JsonAnswer(Response):
-    """A JSON answer; numbers that are not finite become null."""
+    """A JSON response; numbers that are not finite become null."""
 
     media_type = "application/json"
 
@@ -41,14 +41,14 @@ def answers(
     schema: str, errors: Sequence[int] = (), description: str = "Done."
 ) -> dict[int | str, dict[str, Any]]:
     """OpenAPI's ``responses``: 200 with a schema of ``openapi.SCHEMAS``, and errors."""
-    told: dict[int | str, dict[str, Any]] = {200: _response(description, schema)}
+    responses: dict[int | str, dict[str, Any]] = {200: _response(description, schema)}
     for status in errors:
-        told[status] = _response(_MEANING[status], "Error")
-    return told
+        responses[status] = _response(_MEANING[status], "Error")
+    return responses
 
 
 def takes(schema: str) -> dict[str, Any]:
-    """OpenAPI's further words for a route that reads a JSON body of a schema of ``openapi.SCHEMAS``."""
+    """OpenAPI's ``requestBody`` for a route that reads a JSON body of a schema of ``openapi.SCHEMAS``."""
     reference = {"$ref": f"#/components/schemas/{schema}"}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}
@@ -56,14 +56,14 @@ def takes(schema: str) -> dict[str, Any]:
 
 
 _MEANING = {
-    400: "The request is at fault.",
-    403: "Not for callers like this one.",
+    400: "Invalid request.",
+    403: "The caller's role does not allow this.",
     404: "No such model, version or table.",
     409: "The model's files are damaged, don't fit together, or were changed after they were loaded.",
     413: "The body is too large.",
-    501: "Part of the protocol, but not offered here.",
+    501: "Part of the protocol, but not supported here.",
     503: "Not ready: loading, overloaded or shutting down.",
-    504: "No answer within the request's time.",
+    504: "Deadline exceeded.",
 }
 
 
@@ -73,7 +73,7 @@ def _response(description: str, schema: str) -> dict[str, Any]:
 
 
 def needs(guard: Authorizer, role: Role) -> list[Dependency]:
-    """Dependencies that let only callers of ``role`` through."""
+    """Dependencies that admit only callers with ``role``."""
 
     def check(request: Request) -> None:
         scope = request.scope
@@ -83,18 +83,18 @@ def needs(guard: Authorizer, role: Role) -> list[Dependency]:
 
 
 async def body_of(request: Request, most: int) -> bytes:
-    """The request's body, of at most ``most`` bytes that have to come in time. Raises as `read_body`."""
+    """Read the request's body, of at most ``most`` bytes. Raises as `read_body`."""
     headers = dict(request.scope["headers"])
     try:
-        return await read_body(request.receive, headers, most, _PATIENCE_S, ByteBudget(most))
+        return await read_body(request.receive, headers, most, _BODY_TIMEOUT_S, ByteBudget(most))
     except RequestTooLarge:
         raise RequestTooLarge(f"the request body has more than {most} bytes") from None
     except ClientGone:
-        raise RequestCancelled("the client hung up before its request was complete") from None
+        raise RequestCancelled("the client disconnected before its request was complete") from None
 
 
 async def json_body(request: Request) -> dict[str, Any]:
-    """The request's JSON object; an empty body is an empty one."""
+    """Read the request's JSON object; an empty body is an empty object."""
     body = await body_of(request, _MAX_BODY)
     if not body.strip():
         return {}
@@ -108,7 +108,7 @@ async def json_body(request: Request) -> dict[str, Any]:
 
 
 def failure(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """An error of the one shape there is."""
+    """Return an error response."""
     body = error_body(message)
     response = Response(body, status)
     response.raw_headers = error_headers(status, body)
@@ -118,7 +118,7 @@ def failure(status: int, message: str, headers: dict[str, str] | None = None) ->
 
 
 def install_errors(api: FastAPI) -> None:
-    """Every error of FastAPI and Starlette as ``{"error": text}``; 422 becomes 400."""
+    """Answer every error of FastAPI and Starlette as ``{"error": text}``; 422 becomes 400."""
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -1,4 +1,4 @@
-"""The two ASGI applications: the data port's and the admin port's, which answers the same and more."""
+"""ASGI applications of the data port and of the admin port, which has all routes of the data port."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from services.frontend.profiling import MakeWire
 from services.frontend.state import FrontendState
 
 _ABOUT = "Embedding lookup and ranking by the Open Inference Protocol."
-_ERRORS = ' Every error is `{"error": "<cause and mend>"}`.'
+_ERRORS = ' Every error is `{"error": "<cause and remedy>"}`.'
 
 
 def data_app(state: FrontendState, settings: ServerSettings, guard: Authorizer) -> InferApp:
-    """Inference, and what clients ask about it."""
+    """Create the data port's application: inference and model information."""
     api = _api("hps", state, settings, guard, control=state.control_everywhere)
     return InferApp(state, settings, guard, ErrorBoundary(api))
 
@@ -45,8 +45,11 @@ def admin_app(
     guard: Authorizer,
     profiled: Mapping[str, MakeWire] | None = None,
 ) -> InferApp:
-    """All of the data port's answers, metrics, and ``/v1``; a front end has no rows or streams to tell of.
-    ``profiled``: further protocols whose requests may be profiled."""
+    """Create the admin port's application: the data port's routes, metrics, and ``/v1``.
+
+    A front end has no rows or streams, so it has no routes for them. ``profiled``: further protocols whose
+    requests can be profiled.
+    """
     api = _api("hps admin", state, settings, guard, control=True)
     api.include_router(metrics_route(state))
     api.include_router(status_routes(state, guard))
@@ -75,8 +78,10 @@ def _api(
 def bare_api(
     title: str, about: str, settings: ServerSettings, guard: Authorizer, *, infers: bool = True
 ) -> FastAPI:
-    """An application without routes, that answers errors in our shape and documents itself; ``infers``: the
-    documentation has the inference routes."""
+    """Create an application without routes, with error responses and documentation.
+
+    ``infers``: the documentation has the inference routes.
+    """
     api = FastAPI(
         title=title,
         version=__version__,
@@ -99,9 +104,11 @@ def bare_api(
 
 
 class ErrorBoundary:
-    """``app`` with the request's id repeated in its answers, and an end to unexpected errors: Starlette
-    has them answered and logged in our shape (``install_errors``) and then raises them again, for the
-    server to log a second time."""
+    """Wraps ``app``: repeats the request ID in responses, and drops errors that were already answered.
+
+    Starlette answers and logs an unexpected error (``install_errors``), then raises it again for the server
+    to log a second time.
+    """
 
     def __init__(self, app: App) -> None:
         self._app = app

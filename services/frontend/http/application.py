@@ -13,8 +13,10 @@ from services.frontend.http.response import HttpReply
 
 
 class PortApplication(Protocol):
-    """The application of a port: ASGI, and a fast path for requests whose heads are `known`. Implemented by
-    `services.frontend.http.infer.InferApp`, and by `PlainAsgi`, which knows no heads."""
+    """The application of a port: ASGI, and a fast path for requests whose heads are `known`.
+
+    Implemented by `services.frontend.http.infer.InferApp`, and by `PlainAsgi`, which knows no heads.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
@@ -32,7 +34,7 @@ class PortApplication(Protocol):
 
 
 class PlainAsgi:
-    """``app`` as an `PortApplication`."""
+    """Adapts an ASGI ``app`` to `PortApplication`."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -55,4 +57,4 @@ class PlainAsgi:
         return None
 
     def refuse(self, head: RequestHead, error: Exception) -> HttpReply:
-        raise AssertionError("nothing is begun")
+        raise AssertionError("no request has begun")

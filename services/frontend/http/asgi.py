@@ -10,7 +10,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# An extension, and the type of its one message: ``reply`` is a whole ``HttpReply``.
+# An extension, and the type of its only message: ``reply`` is a whole ``HttpReply``.
 WHOLE = "hps.response.whole"
 EXTENSIONS: dict[str, Any] = {WHOLE: {}}
 # A key of the scope: registers a callback for a client that disconnects before it has its answer.

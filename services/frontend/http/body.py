@@ -1,7 +1,7 @@
-"""Request bodies read within bounds, and the two content codings.
+"""Bounded reading of request bodies, and the content codings gzip and deflate.
 
-A body is refused as soon as it is known to be too large; what the client still sends of it is read
-and forgotten, so that it gets to see the answer. Nothing inflates beyond the limit either.
+A body is rejected as soon as it is known to be too large; the rest that the client still sends is read and
+discarded, so that the client receives the answer. Decompression stops at the limit too.
 """
 
 from __future__ import annotations
@@ -20,40 +20,42 @@ from services.frontend.http.asgi import Receive
 
 # zlib's window bits for each coding; "deflate" means a zlib stream (RFC 9110).
 _WINDOW = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-# Work beyond this many bytes leaves the event loop for a thread.
+# Compression of more bytes runs on a thread, not on the event loop.
 _INLINE_BYTES = 256 << 10
-# As much is inflated between looks at whether there is room.
+# Bytes inflated between two checks of the byte budget.
 _PIECE_BYTES = 1 << 20
-# Bytes a second that a body has to come with, or its memory would be held for as long as a client likes.
+# The slowest transfer of a body, in bytes per second; a client could otherwise hold its memory for any time.
 _SLOWEST = 64 << 10
-# How much of a refused body is read so that the client gets to see the answer.
+# Bounds on reading the rest of a rejected body, which lets the client receive the answer.
 _DISCARDED_BYTES, _DISCARDED_S = 1 << 30, 20.0
-# Smaller answers are sent as they are: compressing them costs more than it saves.
+# Smaller answers are not compressed: that costs more than it saves.
 COMPRESS_FROM_BYTES = 1024
 
 
 class ClientGone(Exception):
-    """The client hung up before its request was complete."""
+    """The client disconnected before its request was complete."""
 
 
 async def read_body(
-    receive: Receive, headers: dict[bytes, bytes], limit: int, patience_s: float, room: ByteBudget
+    receive: Receive, headers: dict[bytes, bytes], limit: int, timeout_s: float, room: ByteBudget
 ) -> bytes:
-    """The whole body, as it was sent: at most ``limit`` bytes, never ``patience_s`` without news once it
-    has begun, and beyond that at `_SLOWEST` or faster (the server closes connections on which nothing
-    comes at all). What has come of it holds ``room`` while more is to come.
+    """Read the whole body, still compressed: at most ``limit`` bytes.
 
-    Raises TooLarge, TooSlow, Overloaded or ClientGone.
+    A body that has begun may pause for less than ``timeout_s``, and must arrive at `_SLOWEST` or faster
+    beyond that (the server closes connections on which nothing arrives). The bytes received are reserved in
+    ``room`` while more are to arrive.
+
+    Raises RequestTooLarge, RequestBodyTimeout, Overloaded or ClientGone.
     """
     length = headers.get(b"content-length")
     if length is not None and length.isdigit() and int(length) > limit:
         raise _too_large(int(length), limit, unread=True)
-    message = await receive()  # mostly there already; a timer for it would cost more than the wait
+    message = await receive()  # mostly received already; a timer would cost more than the wait
     body: bytes = message.get("body", b"")
     more = message.get("more_body") or message["type"] != "http.request"
     if more or len(body) > limit:
         with ByteReservation(room) as share:
-            body = await _rest(message, receive, limit, patience_s, share)
+            body = await _rest(message, receive, limit, timeout_s, share)
     return body
 
 
@@ -61,10 +63,10 @@ async def _rest(
     message: MutableMapping[str, Any],
     receive: Receive,
     limit: int,
-    patience_s: float,
+    timeout_s: float,
     share: ByteReservation,
 ) -> bytes:
-    """A body that comes in several pieces, ``message`` being the first of them."""
+    """Read a body in several pieces; ``message`` has the first one."""
     chunks, size = [], 0
     begun = time.monotonic()
     while True:
@@ -78,12 +80,12 @@ async def _rest(
         if not message.get("more_body"):
             return b"".join(chunks)
         share.grow(len(chunk))
-        left_s = begun + patience_s + size / _SLOWEST - time.monotonic()
-        message = await _next(receive, min(patience_s, left_s))
+        left_s = begun + timeout_s + size / _SLOWEST - time.monotonic()
+        message = await _next(receive, min(timeout_s, left_s))
 
 
 async def ensure_task() -> None:
-    """Go on within a task: timers need one, and an answer may have begun without."""
+    """Continue within a task: timers need one, and a request may begin without."""
     if asyncio.current_task() is None:
         await asyncio.sleep(0)
 
@@ -97,13 +99,13 @@ async def _next(receive: Receive, left_s: float) -> MutableMapping[str, Any]:
             return await receive()
     except TimeoutError:
         raise RequestBodyTimeout(
-            f"the rest of the request's body did not come within {max(0.0, left_s):.2g} s; at least "
-            f"{_SLOWEST >> 10} KiB of it have to come each second"
+            f"timed out after {max(0.0, left_s):.2g} s waiting for the rest of the request body; send at "
+            f"least {_SLOWEST >> 10} KiB per second"
         ) from None
 
 
 async def discard(receive: Receive) -> None:
-    """Read what is left of a refused body and forget it, up to a bound of bytes and seconds."""
+    """Read and discard the rest of a rejected body, up to a bound of bytes and seconds."""
     left = _DISCARDED_BYTES
     await ensure_task()
     with contextlib.suppress(TimeoutError):
@@ -127,15 +129,18 @@ def _too_large(
 
 
 async def decompress(body: bytes, coding: str, limit: int, room: ByteBudget) -> bytes:
-    """``body`` without its content coding, at most ``limit`` bytes. While it is inflated on a thread, it and
-    what has come of it so far hold ``room``. Raises TooLarge, UnknownEncoding, Overloaded or BadRequest."""
+    """Decode the body's content coding; at most ``limit`` bytes.
+
+    While a thread inflates it, the body and the output so far are reserved in ``room``. Raises
+    RequestTooLarge, UnknownEncoding, Overloaded or BadRequest.
+    """
     coding = coding.strip().lower()
     if coding in ("identity", ""):
         return body
     window = _WINDOW.get(coding)
     if window is None:
         raise UnknownEncoding(
-            f"Content-Encoding {coding[:40]!r} is not understood; use gzip, deflate or identity"
+            f"Content-Encoding {coding[:40]!r} is not supported; use gzip, deflate or identity"
         )
     stream = zlib.decompressobj(window)
     try:
@@ -156,12 +161,12 @@ async def decompress(body: bytes, coding: str, limit: int, room: ByteBudget) -> 
 
 
 def _inflate(stream: Any, begun: bytes, limit: int, share: ByteReservation) -> bytes:
-    """All that ``stream``, of which ``begun`` has come, gives, and at most a byte more than ``limit``."""
+    """Return ``begun`` and the rest of the output of ``stream``; at most one byte more than ``limit``."""
     pieces, size = [begun], len(begun)
     while not stream.eof and size <= limit:
         piece = stream.decompress(stream.unconsumed_tail, min(_PIECE_BYTES, limit + 1 - size))
         if not piece:
-            break  # it ends early
+            break  # the stream ends early
         share.grow(len(piece))
         pieces.append(piece)
         size += len(piece)
@@ -169,8 +174,9 @@ def _inflate(stream: Any, begun: bytes, limit: int, share: ByteReservation) -> b
 
 
 def accepted_coding(accept: bytes) -> str | None:
-    """gzip or deflate if ``Accept-Encoding`` names one of them with a weight above 0."""
-    found = None
+    """Return gzip or deflate, the one with the higher weight in ``Accept-Encoding``; None if neither is
+    accepted."""
+    coding = None
     best = 0.0
     for part in accept.decode("latin-1").lower().split(","):
         name, _, rest = part.partition(";")
@@ -179,8 +185,8 @@ def accepted_coding(accept: bytes) -> str | None:
             continue
         weight = _weight(rest)
         if weight > best:
-            found, best = name, weight
-    return found
+            coding, best = name, weight
+    return coding
 
 
 def _weight(parameters: str) -> float:
@@ -194,7 +200,7 @@ def _weight(parameters: str) -> float:
 
 
 async def compress(body: bytes, coding: str) -> bytes:
-    """``body`` in ``gzip`` or ``deflate``, quickly rather than tightly."""
+    """Compress ``body`` by ``gzip`` or ``deflate``, at the fastest level."""
     if len(body) <= _INLINE_BYTES:
         return _deflate(body, coding)
     return await asyncio.to_thread(_deflate, body, coding)

@@ -1,4 +1,4 @@
-"""Checkpoints of a node's RocksDB, made while it serves."""
+"""RocksDB checkpoints of a serving node."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def checkpoint_route(state: ServerState[Any], guard: Authorizer) -> APIRouter:
         openapi_extra=takes("CheckpointKeep"),
     )
     async def make(request: Request) -> Response:
-        """Copy the RocksDB, one moment of all its tables, below `tiers.rocksdb.checkpoints`, and remove all
-        but the newest `keep` copies there. Answers when it is complete."""
+        """Create a consistent copy of the RocksDB below `tiers.rocksdb.checkpoints`, and remove all but the
+        newest `keep` copies there. Answers when the copy is complete."""
         keep = (await json_body(request)).get("keep", 1)
         if type(keep) is not int:
-            raise BadRequest("'keep' must be a whole number from 1")
+            raise BadRequest("'keep' must be an integer from 1")
         started = time.monotonic()
         folder = await run_in_threadpool(partial(state.require_node().checkpoint, keep))
         seconds = round(time.monotonic() - started, 3)

@@ -1,7 +1,7 @@
 """The page at ``/docs``: Swagger UI, with its files from an installed package.
 
-The page loads nothing from other hosts, and its content security policy forbids it: a script on the
-admin port could act there with an operator's key.
+The page loads nothing from other hosts, and its content security policy forbids it: a foreign script on the
+admin port could act with an operator's key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_docs(api: FastAPI) -> None:
 
 
 def _policy(html: str) -> str:
-    """Everything from this server alone; of scripts in the page, those that it has now."""
+    """Content security policy: this server's content only, and the inline scripts that ``html`` has now."""
     digests = (
         base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         for script in _INLINE_SCRIPT.findall(html)

@@ -1,4 +1,4 @@
-"""The one shape of an error over HTTP: ``{"error": "<cause and mend>"}`` with the status of its class."""
+"""HTTP errors: ``{"error": "<cause and remedy>"}`` with the status of the error's class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import orjson
 
 from services.frontend.errors import RETRIED, RETRY_AFTER_S
 
-# What a client needs beside the status to act on it.
+# Headers by status that a client needs to act on the error.
 _HEADERS: dict[int, list[tuple[bytes, bytes]]] = {
     401: [(b"www-authenticate", b'Bearer realm="hps"')],
     415: [(b"accept-encoding", b"gzip, deflate")],
@@ -23,7 +23,7 @@ def error_body(message: str) -> bytes:
 
 
 def error_headers(status: int, body: bytes) -> list[tuple[bytes, bytes]]:
-    """Response headers of an error; a list of its own, to be added to."""
+    """Return the response headers of an error, as a new list that callers may extend."""
     return [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),

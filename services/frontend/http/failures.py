@@ -1,4 +1,4 @@
-"""How a request ends that cannot be answered: told to the client, counted, logged."""
+"""Failed HTTP requests: the answer to the client, metrics, log."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ async def fail(
     unread: Receive | None = None,
     origin: RequestContext | None = None,
 ) -> None:
-    """Answer an inference request that began at ``started`` (ns) with what went wrong. ``unread``: where
-    the rest of its body comes from. ``origin``: as far as it was known by then."""
+    """Answer an inference request that began at ``started`` (ns) with ``error``.
+
+    ``unread``: receives the rest of the request's body, if any is left. ``origin``: None if it was not known
+    yet.
+    """
     if isinstance(error, ClientGone):
         return
     reply = failure(error, head, state, started, origin)
     body = reply.body
     await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
     if unread is not None and b"expect" not in head.headers:
-        # The client reads the answer only when it has sent its request: let it finish.
+        # Clients read the answer only after they have sent the whole request, so read the rest of it.
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await discard(unread)
         body = b""
@@ -46,7 +49,7 @@ def failure(
     started: int,
     origin: RequestContext | None = None,
 ) -> HttpReply:
-    """What `fail` answers; it is counted and told of."""
+    """Count and log a failure; return the answer."""
     entry = None if head.route is None else head.route.entry
     name, version = ("", "") if entry is None else (entry.name, entry.version)
     if origin is None:
@@ -71,6 +74,6 @@ def failure(
 
 
 def describe(error: BaseException, known_as: str) -> tuple[int, bytes]:
-    """Status and body for an error of the request ``known_as``."""
+    """Return status and body for an error; ``known_as`` is the request's ID."""
     answer = client_error(error, known_as)
     return http_status(answer), error_body(str(answer))

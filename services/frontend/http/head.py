@@ -1,5 +1,7 @@
-"""What the head of an inference request says; kept for the next one that begins with the same bytes, but for
-the lines that name the one request."""
+"""Parsed heads of inference requests.
+
+A head is kept for further requests with the same bytes, apart from the lines that are unique to a request.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from hps.tracing import traceparent_of, tracestate_of
 from services.frontend.http.body import accepted_coding
 from services.frontend.http.routes import HttpRoute
 
-# With these headers, the same head does not mean the same again.
+# A head with one of these headers is not kept: the same bytes may mean something else next time.
 _PASSING = frozenset({b"content-encoding", b"expect", b"transfer-encoding", b"upgrade"})
-# Lines that differ from request to request and say nothing of how it is to be read. One that another line
-# continues is none of them.
+# Headers that differ from request to request and do not affect parsing. A header that is continued on the
+# next line does not count as one of them.
 _OWN = frozenset({b"traceparent", b"tracestate", b"x-request-id"})
 _OWN_LINE = re.compile(
     rb"\r\n((?i:traceparent|tracestate|x-request-id)):[ \t]*([\x21-\x7e][\x20-\x7e]*)?(?=\r\n(?![ \t]))"
@@ -22,10 +24,10 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestHead:
-    """Whom a request asks, what its headers want of the answer, and what they call it.
+    """Route, headers, request ID and trace context of an inference request.
 
-    ``coding`` is the content coding the client takes, None for none. ``body_size``: bytes behind a head
-    that is kept. ``is_named``: whether it has a request id or a trace.
+    ``coding`` is the content coding that the client accepts, or None. ``body_size``: the bytes after a head
+    that is kept. ``is_named``: whether it has a request ID or a trace.
     """
 
     __slots__ = (
@@ -49,16 +51,16 @@ class RequestHead:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether as many requests to its model are worked at as may be."""
+        """True if the requests in flight to the model have reached their limit."""
         return self.route is not None and self.route.entry.endpoint.is_busy
 
     @property
-    def comes_again(self) -> bool:
-        """Whether the same bytes may be expected again, and mean the same then."""
+    def is_cacheable(self) -> bool:
+        """True if the same bytes are likely to be received again, with the same meaning."""
         return self.headers.keys().isdisjoint(_PASSING)
 
     def named(self, own: Mapping[bytes, bytes]) -> RequestHead:
-        """The same of a request with other lines of its own."""
+        """Return a copy with the request ID and trace context in ``own``."""
         other = RequestHead.__new__(RequestHead)
         other.route = self.route
         other.headers = self.headers
@@ -78,7 +80,7 @@ class RequestHead:
 
 
 def split_request_lines(text: bytes) -> tuple[bytes, dict[bytes, bytes]]:
-    """A head's bytes without the lines of the one request's own, and those lines."""
+    """Split a head's bytes into the part that is repeated and the headers unique to one request."""
     pieces = _OWN_LINE.split(text)
     own = {
         name.lower(): (value or b"").rstrip()
@@ -88,16 +90,16 @@ def split_request_lines(text: bytes) -> tuple[bytes, dict[bytes, bytes]]:
 
 
 def shared_headers(headers: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """Headers but those of the one request."""
+    """Return the headers without those unique to one request."""
     return {name: value for name, value in headers.items() if name not in _OWN}
 
 
 def request_id(headers: Mapping[bytes, bytes]) -> str:
-    """``X-Request-ID`` if it is one that may be repeated in a header and a log line, else ""."""
-    given = headers.get(b"x-request-id")
-    return "" if given is None else printable_request_id(given.decode("latin-1"))
+    """Return ``X-Request-ID``, or "" if it cannot be repeated in a header and a log line."""
+    value = headers.get(b"x-request-id")
+    return "" if value is None else printable_request_id(value.decode("latin-1"))
 
 
 def printable_request_id(name: str) -> str:
-    """``name`` if it may stand in a header and a log line, else ""."""
+    """Return ``name``, or "" if it cannot be written in a header and a log line."""
     return name if _REQUEST_ID.fullmatch(name) else ""

@@ -1,7 +1,7 @@
 """``POST /v2/models/<m>[/versions/<v>]/infer``: the hot route, as raw ASGI.
 
-One dictionary look-up finds the model by path; everything else goes on to FastAPI. Success is one
-straight line; every failure ends in ``failures.fail``.
+One dictionary lookup finds the model by path; other paths are passed to FastAPI. Every failure ends in
+``failures.fail``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from services.frontend.http.routes import HttpRoute
 from services.frontend.state import FrontendState
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
-# Heads that are kept; longer ones are not worth their memory.
+# Bounds of the heads kept; longer ones are not worth their memory.
 _HEADS_KEPT, HEAD_BYTES = 1024, 2048
 
 
 class InferApp:
-    """Answers inference requests and hands every other one to ``rest``. Runs on one event loop.
+    """ASGI application for inference requests; passes all others to ``rest``. Runs on one event loop.
 
-    A request to a path of the routes may be begun outside a task (see ``connection``).
+    A request to a path of the routes may begin outside a task (see ``connection``).
     """
 
     def __init__(
@@ -48,13 +48,12 @@ class InferApp:
         self._max_keys = settings.max_keys
         self._clients = state.admission.clients
         self._routes: dict[str, HttpRoute] = {}
-        # Heads that were read, by their bytes. They hold on to their routes.
+        # Parsed heads by their bytes. They keep references to their routes.
         self._heads: dict[bytes, RequestHead] = {}
         state.watch(self._find_routes)
 
     def _find_routes(self) -> None:
-        """Take over the names that are served now. A name that is served as before keeps its route, which
-        knows the requests it has seen."""
+        """Update the routes to the served names; an unchanged name keeps its route and cached templates."""
         known = {route.entry: route for route in self._routes.values()}
         routes: dict[str, HttpRoute] = {}
         for entry in self.state.entries.values():
@@ -86,7 +85,7 @@ class InferApp:
             body = await read_body(receive, head.headers, self._max_body, self.timeout_s, room)
             if (coding := head.headers.get(b"content-encoding")) is not None:
                 body = await decompress(body, coding.decode("latin-1"), self._max_body, room)
-            arrived = perf_counter_ns()  # what the client took to send is not ours
+            arrived = perf_counter_ns()  # leaves out the time for which the client sent
             inference = HttpInference(self, head, body, arrived, peer, client)
         except (Exception, asyncio.CancelledError) as error:
             self.leave(client, error)
@@ -97,7 +96,7 @@ class InferApp:
         await inference(scope, receive, send)
 
     def known(self, request: bytes) -> tuple[RequestHead | None, int]:
-        """The head that ``request`` begins with, if it was read before, and how many bytes follow it."""
+        """Return the cached head that ``request`` begins with, or None, and the number of bytes after it."""
         size = request.find(b"\r\n\r\n") + 4
         head = self._heads.get(request[:size])
         if head is None:
@@ -116,7 +115,7 @@ class InferApp:
         if not text.startswith(b"POST ") or len(text) > HEAD_BYTES:
             return
         head = RequestHead(route, dict(scope["headers"]))
-        if not head.comes_again:
+        if not head.is_cacheable:
             return
         if len(self._heads) >= _HEADS_KEPT:
             self._heads.clear()
@@ -126,8 +125,7 @@ class InferApp:
         self._heads[split_request_lines(text)[0]] = bare
 
     def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference:
-        """Begin a request of ``peer`` that is all there. Raises what is wrong with it:
-        nothing has happened then."""
+        """Begin a complete request of ``peer``. If it raises, the request has had no effect."""
         started = perf_counter_ns()
         caller = self._guard.check(head.headers, "read", peer.certificate)
         if self._clients is None:
@@ -141,36 +139,35 @@ class InferApp:
             raise
 
     def early_refusal(self, scope: Mapping[str, Any]) -> HttpReply | None:
-        """As `refusal`, for a request whose head was not read before."""
+        """`refusal` for a request whose head is not cached."""
         route = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
         if route is None or not route.entry.endpoint.is_busy:
             return None
         head = RequestHead(route, dict(scope["headers"]))
-        if b"expect" in head.headers:  # its body may come or not
+        if b"expect" in head.headers:  # the body may be withheld
             return None
         head.body_size = _announced(head.headers)
         return self.refusal(head, peer_of(scope))
 
     def refusal(self, head: RequestHead, peer: ConnectionPeer) -> HttpReply | None:
-        """The answer to a request whose head is there, when there is no room for it. Its body need not be
-        looked at then."""
+        """Return the rejection of a request in an overload, or None. Needs only the head, not the body."""
         assert head.route is not None
         try:
             self._check(head, peer)
         except HpsError:
-            return None  # told in the ordinary way
+            return None  # reported on the slow path
         refusal = head.route.entry.endpoint.refusal(head.body_size)
         return None if refusal is None else self.refuse(head, refusal)
 
     def refuse(self, head: RequestHead, error: Exception) -> HttpReply:
-        """The answer to a request that could not be begun."""
+        """Return the answer to a request that could not begin."""
         return failure(error, head, self.state, perf_counter_ns())
 
     def _check(self, head: RequestHead, peer: ConnectionPeer) -> str:
         return self._guard.check(head.headers, "read", peer.certificate)
 
     def _enter(self, caller: str, peer: ConnectionPeer) -> str | None:
-        """One more request of a client begins: who it is, None where that does not matter."""
+        """Count a client's new request; return the client, None without client limits."""
         if self._clients is None:
             return None
         client = caller or peer.host
@@ -178,31 +175,31 @@ class InferApp:
         return client
 
     def leave(self, client: str | None, error: BaseException | None = None) -> None:
-        """A request of ``client`` is answered, with ``error`` if it failed."""
+        """End the count of a request of ``client``, with its ``error`` if it failed."""
         if client is not None and self._clients is not None:
             self._clients.leave(client, error)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, arrived: int) -> None:
-        """An inference request for a name that is not served, now or ever."""
+        """Reject an inference request for a name that is not served."""
         head = RequestHead(None, dict(scope["headers"]))
         match = _INFER.fullmatch(scope["path"])
         assert match is not None
         try:
             self._check(head, peer_of(scope))
             self.state.entry(match[1], match[2])
-            raise Unavailable("the model has just become ready; ask again")
+            raise Unavailable("the model has just become ready; retry")
         except HpsError as error:
             await fail(error, head, self.state, send, arrived, receive)
 
 
 def _announced(headers: dict[bytes, bytes]) -> int:
-    """The bytes of a body that is coming; 0 when it comes in chunks."""
+    """Return the announced size of a body; 0 for a chunked one."""
     length = headers.get(b"content-length")
     return int(length) if length is not None and length.isdigit() else 0
 
 
 def _is_unread(error: BaseException) -> bool:
-    """Whether part of the body is still on its way, after reading it ended with ``error``."""
+    """Return True if part of the body was not received when reading it ended with ``error``."""
     if isinstance(error, RequestTooLarge):
         return error.unread
     return isinstance(error, RequestBodyTimeout | Overloaded)

@@ -1,4 +1,4 @@
-"""One inference request over HTTP: begun, waited for, answered."""
+"""One HTTP inference request: parse, submit, wait, answer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from services.frontend.state import FrontendState
 from services.frontend.statistics import execution_samples, queued_ns
 
 TOO_LATE = (
-    "no answer within the request's time; parameter 'timeout' (microseconds) or "
-    "server.request_timeout_ms allow more"
+    "deadline exceeded: no answer within the request's time; raise parameter 'timeout' "
+    "(microseconds) or server.request_timeout_ms"
 )
 
 
@@ -34,9 +34,11 @@ class InferencePort(Protocol):
 
 
 class HttpInference:
-    """A request that has been begun. As an ASGI application it waits for what is still missing, and
-    answers. ``future`` has it, by the instant ``deadline``, or it is too late. ``started``, ``parsed`` and
-    ``inferred`` are instants in ns."""
+    """A request that was submitted; as an ASGI application, it waits for the result and answers.
+
+    ``future`` has the result by the instant ``deadline``, or the request fails. ``started``, ``parsed`` and
+    ``inferred`` are instants in ns.
+    """
 
     __slots__ = (
         "_app",
@@ -61,7 +63,7 @@ class HttpInference:
         peer: ConnectionPeer,
         client: str | None = None,
     ) -> None:
-        """Raises what is wrong with the request. ``client``: who is to leave when it is answered."""
+        """Parse and submit; raise the fault of a request. ``client``: counted until it is answered."""
         self._app = app
         self._head = head
         self._client = client
@@ -78,10 +80,10 @@ class HttpInference:
             call = route.parser.raw(body, route.entry.endpoint.raw_input)
         else:
             call = route.parser.parse(body, size)
-        if (elsewhere := call.form.elsewhere) is not None:
+        if (refs := call.form.memory_refs) is not None:
             if route.entry.endpoint.is_busy:
-                route.entry.endpoint.require_room(elsewhere.size)
-            inputs, call.targets = app.state.regions.take(elsewhere, peer.host)
+                route.entry.endpoint.require_room(refs.size)
+            inputs, call.targets = app.state.regions.take(refs, peer.host)
             call.inputs.update(inputs)
         self._call = call
         self._parsed = perf_counter_ns()
@@ -97,8 +99,8 @@ class HttpInference:
         self.deadline = time.monotonic() + (call.form.timeout_us * 1e-6 or app.timeout_s)
         self.future = route.entry.endpoint.submit(call, self.deadline)
 
-    def at_once(self) -> HttpReply | None:
-        """The answer, if nothing has to be waited for; else go on as an application."""
+    def ready_reply(self) -> HttpReply | None:
+        """Return the answer if the result is ready; None: the request must run as an application."""
         if self._error is not None or not self.future.done():
             return None
         try:
@@ -106,7 +108,7 @@ class HttpInference:
             result = self.future.result()
             reply = self._reply(result)
         except Exception:
-            return None  # the application says what is wrong
+            return None  # the application reports the error
         if self._head.coding is not None and reply.size >= COMPRESS_FROM_BYTES:
             return None
         self._count(inferred, result)
@@ -114,12 +116,12 @@ class HttpInference:
         return reply
 
     def give_up(self) -> None:
-        """The client is gone."""
+        """Cancel the work: the client is gone."""
         self._gone = True
         self.future.cancel()
 
     def fail(self, error: BaseException) -> None:
-        """It is to be answered with ``error``, whatever comes."""
+        """Cancel the work, and have the request answered with ``error``."""
         self._error = error
         self.future.cancel()
 
@@ -131,7 +133,7 @@ class HttpInference:
             self._app.leave(self._client, error)
 
     async def _answer(self, scope: Scope, send: Send) -> BaseException | None:
-        """Returns what went wrong, which is told."""
+        """Send the answer; return the error, if any, which was sent."""
         head, future = self._head, self.future
         if not future.done() and GONE in scope:
             scope[GONE](self.give_up)
@@ -147,7 +149,7 @@ class HttpInference:
         except (Exception, asyncio.CancelledError) as error:
             if not self._gone:
                 await fail(error, head, self._state, send, self._started, origin=self._call.origin)
-            # What raised it holds on to the request, and its future to it.
+            # Its traceback refers to the request, whose future refers to the error: a cycle.
             return error.with_traceback(None)
         if WHOLE in scope.get("extensions", ()):
             await send({"type": WHOLE, "reply": reply})
@@ -170,7 +172,7 @@ class HttpInference:
         return reply.known_as(known_as) if known_as else reply
 
     def _count(self, inferred: int, result: Any) -> None:
-        """The statistics know of an answer that is ready to be sent."""
+        """Count an answer that is ready to be sent."""
         route = self._head.route
         assert route is not None
         call, done, started = self._call, perf_counter_ns(), self._started
@@ -206,7 +208,7 @@ async def _compressed(reply: HttpReply, coding: str) -> HttpReply:
 
 
 def header_size(value: bytes | None, size: int) -> int | None:
-    """``Inference-Header-Content-Length``; None when it is absent."""
+    """Parse ``Inference-Header-Content-Length``; None if it is absent."""
     if value is None:
         return None
     if not value.isdigit() or len(value) > 18 or int(value) > size:
@@ -216,7 +218,7 @@ def header_size(value: bytes | None, size: int) -> int | None:
 
 
 async def await_result(future: Future[Any], deadline: float) -> Any:
-    """The result of work that is done elsewhere; cancels it when its time is up."""
+    """Wait for a result from another thread; cancel it at the deadline."""
     await ensure_task()
     try:
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):

@@ -1,4 +1,4 @@
-"""``/v2/logging``: which log lines are written."""
+"""``/v2/logging``: Triton's log settings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from services.server_state import ServerState
 
 
 def logging_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
-    """To be told needs role read, to change it admin."""
+    """Reading the settings needs role read, changing them role admin."""
     router = APIRouter(tags=["admin"])
 
     @router.get("/v2/logging", responses=answers("LogSettings"), dependencies=needs(guard, "read"))
     async def settings() -> Response:
-        """Which log lines are written, by Triton's names."""
+        """The log settings, by Triton's names."""
         return JsonAnswer(log_settings())
 
     @router.post(
@@ -30,10 +30,10 @@ def logging_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
         openapi_extra=takes("LogSettings"),
     )
     async def set_some(request: Request) -> Response:
-        """Change some of them; a `log_verbose_level` above 0 also logs every request."""
-        given = await json_body(request)
+        """Change some log settings; a `log_verbose_level` above 0 also logs every request."""
+        changes = await json_body(request)
         return JsonAnswer(
-            await run_in_threadpool(change_log_settings, given, state)
-        )  # other processes are told
+            await run_in_threadpool(change_log_settings, changes, state)
+        )  # notifies other processes
 
     return router

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol beside inference: health, metadata, configuration, statistics."""
+"""Open Inference Protocol except inference: health, metadata, configuration, statistics, repository."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from services.server_state import ServerState
 
 
 def health_routes(state: ServerState[Any]) -> APIRouter:
-    """Alive, ready: for probes, without a key."""
+    """Liveness and readiness, for probes, without an API key."""
     router = APIRouter(tags=["health"])
 
     @router.get("/v2/health/live", responses=answers("Live"))
     async def server_live() -> Response:
-        """Whether the process can answer; depends on nothing else."""
+        """Liveness: the process responds; depends on nothing else."""
         return JsonAnswer({"live": True})
 
     @router.get("/v2/health/ready", responses=answers("Ready", [503]))
     async def server_ready() -> Response:
-        """Whether every model is loaded and the server is not shutting down."""
+        """Readiness: every model is loaded and the server is not shutting down."""
         if state.ready:
             return JsonAnswer({"ready": True})
         return failure(503, without_paths(state.reason))
@@ -41,20 +41,20 @@ def health_routes(state: ServerState[Any]) -> APIRouter:
 
 
 def model_routes(state: FrontendState, guard: Authorizer, *, control: bool) -> APIRouter:
-    """What is told of the server and its models; ``control``: they can be loaded here."""
+    """Information about the server and its models; ``control``: the port can load models."""
     router = APIRouter(tags=["models"], dependencies=needs(guard, "read"))
     prefixes = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 
     @router.get("/v2", responses=answers("ServerMetadata"))
     @router.get("/v2/", include_in_schema=False)
     async def metadata() -> Response:
-        """The server's name, version and the protocol extensions it has."""
+        """The server's name, version and protocol extensions."""
         on = state.regions.on
         return JsonAnswer(server_metadata(__version__, control=control, shared_memory=on))
 
     @router.get("/v2/models", responses=answers("ModelNames", [503]))
     async def models() -> Response:
-        """The names that can be asked."""
+        """The served names."""
         state.require_node()
         return JsonAnswer({"models": list(state.entries)})
 
@@ -72,13 +72,13 @@ def model_routes(state: FrontendState, guard: Authorizer, *, control: bool) -> A
         """A model's configuration in Triton's form."""
         return JsonAnswer(state.entry(model, version).info.config())
 
-    # Not `async`, as above: other processes may be asked for theirs.
+    # Not `async`, like `all_statistics`: other processes may be asked for theirs.
     def model_statistics(model: str, version: str | None = None) -> Response:
         """Counts and times of a model since the server started."""
         return JsonAnswer({"model_stats": state.statistics([state.entry(model, version)])})
 
     async def model_ready(model: str, version: str | None = None) -> Response:
-        """Whether a model can be asked."""
+        """Readiness of one model."""
         entry = state.entry(model, version)
         if not state.ready:
             raise Unavailable(state.reason)
@@ -91,9 +91,9 @@ def model_routes(state: FrontendState, guard: Authorizer, *, control: bool) -> A
         ("/ready", model_ready, "ModelReady"),
     ):
         for prefix in prefixes:
-            told = answers(schema, [404, 503])
-            router.add_api_route(prefix + path, endpoint, methods=["GET"], responses=told)
-    for prefix in prefixes:  # described by hand; here only so that GET is answered with 405
+            responses = answers(schema, [404, 503])
+            router.add_api_route(prefix + path, endpoint, methods=["GET"], responses=responses)
+    for prefix in prefixes:  # documented by hand; registered so that GET answers 405
         router.add_api_route(
             f"{prefix}/infer", _unreached, methods=["POST"], include_in_schema=False
         )
@@ -107,7 +107,7 @@ def repository_routes(state: FrontendState, guard: Authorizer, *, control: bool)
     @router.post("/v2/repository/index", responses=answers("RepositoryIndex", [400]))
     async def index(request: Request) -> Response:
         """Every served name, and models of the repository that are not served, with their states.
-        ``{"ready": true}`` leaves out those not ready."""
+        ``{"ready": true}`` lists only those that are ready."""
         only_ready = (await json_body(request)).get("ready", False)
         if not isinstance(only_ready, bool):
             raise BadRequest("'ready' must be true or false")
@@ -116,11 +116,11 @@ def repository_routes(state: FrontendState, guard: Authorizer, *, control: bool)
     async def unsupported(request: Request) -> Response:
         hint = ""
         if request.url.path.endswith(("/load", "/unload")):
-            hint = " here; ask the admin port, or set models.control: all"
+            hint = " here; use the admin port, or set models.control: all"
         raise Unsupported(f"{request.method} {request.url.path} is not offered{hint}")
 
-    async def elsewhere(request: Request, model: str) -> Response:
-        """Not offered on this port: models are loaded and unloaded on the admin port."""
+    async def control_unsupported(request: Request, model: str) -> Response:
+        """Not offered on this port: the admin port loads and unloads models."""
         return await unsupported(request)
 
     if control:
@@ -129,7 +129,7 @@ def repository_routes(state: FrontendState, guard: Authorizer, *, control: bool)
         for verb in ("load", "unload"):
             router.add_api_route(
                 f"/v2/repository/models/{{model}}/{verb}",
-                elsewhere,
+                control_unsupported,
                 methods=["POST"],
                 status_code=501,
                 responses={501: answers("Error", [501])[501]},
@@ -150,12 +150,12 @@ def _control_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
     )
     async def load_model(request: Request, model: str) -> Response:
         """Serve a model of the repository, or another version of it: the parameter ``version``, else the one
-        that the settings state, else the highest. The version is made ready beside the one that is served;
-        answers when it is served in its place."""
-        given = _parameters(await json_body(request))
-        version, warning = await run_in_threadpool(load, state, model, given.get("version"))
-        said = {"warning": warning} if warning else {}
-        return JsonAnswer({"name": model, "version": str(version), **said})
+        in the settings, else the highest. The served version answers until the new one is ready; the response
+        is sent once the new one has replaced it."""
+        parameters = _parameters(await json_body(request))
+        version, warning = await run_in_threadpool(load, state, model, parameters.get("version"))
+        optional = {"warning": warning} if warning else {}
+        return JsonAnswer({"name": model, "version": str(version), **optional})
 
     @router.post(
         "/v2/repository/models/{model}/unload",
@@ -163,7 +163,7 @@ def _control_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
         openapi_extra=takes("ModelUnload"),
     )
     async def unload_model(request: Request, model: str) -> Response:
-        """Serve a model no more. Requests under way are answered; its rows stay in the stores."""
+        """Stop serving a model. Requests in flight are answered; its rows stay in the stores."""
         _parameters(await json_body(request))
         await run_in_threadpool(unload, state, model)
         return JsonAnswer({"name": model})
@@ -172,13 +172,13 @@ def _control_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
 
 
 def _parameters(body: dict[str, Any]) -> dict[str, Any]:
-    given = body.get("parameters", {})
-    if not isinstance(given, dict):
+    parameters = body.get("parameters", {})
+    if not isinstance(parameters, dict):
         raise BadRequest("'parameters' must be an object")
-    return given
+    return parameters
 
 
-# Parts of Triton's protocol that are told apart from paths nobody knows.
+# Parts of Triton's protocol that answer 501, unlike unknown paths.
 _UNSUPPORTED = (
     "/v2/repository/{repository}/index",
     "/v2/repository/{repository}/models/{model}/{verb}",
@@ -191,4 +191,4 @@ _UNSUPPORTED = (
 
 
 async def _unreached() -> Response:
-    raise AssertionError("inference requests never come here")
+    raise AssertionError("inference requests do not reach this route")

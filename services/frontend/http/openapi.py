@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's own, plus the inference routes it never sees, with one error shape."""
+"""The OpenAPI document: FastAPI's own, with the inference routes added and one error schema."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _ref(name: str) -> dict[str, str]:
 
 
 SCHEMAS: dict[str, Any] = {
-    "Error": _object(["error"], error={**_TEXT, "description": "Cause and mend."}),
+    "Error": _object(["error"], error={**_TEXT, "description": "Cause and remedy."}),
     "Live": _object(["live"], live={"type": "boolean"}),
     "Ready": _object(["ready"], ready={"type": "boolean"}),
     "ModelReady": _object(["name", "ready"], name=_TEXT, ready={"type": "boolean"}),
@@ -181,7 +181,7 @@ SCHEMAS: dict[str, Any] = {
             "properties": {
                 "binary_data_size": {
                     **_COUNT,
-                    "description": "Bytes of this tensor behind the JSON header, instead of `data`.",
+                    "description": "Bytes of this tensor after the JSON header, instead of `data`.",
                 }
             },
         },
@@ -203,7 +203,7 @@ SCHEMAS: dict[str, Any] = {
                     "type": "integer",
                     "minimum": 0,
                     "maximum": 2**63 - 1,
-                    "description": "Microseconds the answer may take; 0: the server's default.",
+                    "description": "Timeout in microseconds; 0: the server's default.",
                 },
                 "top_k": {
                     "type": "integer",
@@ -236,7 +236,7 @@ SCHEMAS: dict[str, Any] = {
                 "hps_degraded": {**_TEXT, "description": "Tiers that were skipped."},
                 "hps_stale_s": {
                     **_COUNT,
-                    "description": "How old rows may be, in seconds, when that is more than "
+                    "description": "The greatest age of rows, in seconds, if more than "
                     "updates.max_staleness_s.",
                 },
                 "hps_not_finite": {**_COUNT, "description": "Values sent as null in JSON."},
@@ -247,14 +247,14 @@ SCHEMAS: dict[str, Any] = {
 }
 
 _INFER_ERRORS = {
-    400: "The request is at fault: JSON, names, shapes, datatypes, sizes.",
+    400: "Invalid request: JSON, names, shapes, datatypes, sizes.",
     404: "No such model or version.",
-    408: "The request's body stopped coming.",
-    413: "The body or the number of keys is beyond the server's limits.",
+    408: "The request's body stalled.",
+    413: "The body or the number of keys exceeds the server's limits.",
     415: "Unknown Content-Encoding.",
     500: "The dense model failed.",
     503: "Loading, overloaded or shutting down; see Retry-After.",
-    504: "No answer within the request's time.",
+    504: "Deadline exceeded.",
 }
 _BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
@@ -289,11 +289,11 @@ def _infer(parameters: list[str]) -> dict[str, Any]:
 
 
 def document(api: FastAPI, guard: Authorizer, *, infers: bool = True) -> dict[str, Any]:
-    """The whole document of one port; ``infers``: with the inference routes."""
-    found = get_openapi(
+    """Create the document of one port; ``infers``: with the inference routes."""
+    spec = get_openapi(
         title=api.title, version=api.version, description=api.description, routes=api.routes
     )
-    paths = found["paths"]
+    paths = spec["paths"]
     if infers:
         paths["/v2/models/{model}/infer"] = {"post": _infer(["model"])}
         versioned = "/v2/models/{model}/versions/{version}/infer"
@@ -305,11 +305,11 @@ def document(api: FastAPI, guard: Authorizer, *, infers: bool = True) -> dict[st
                 operation["security"] = [{"ApiKey": []}, {"Bearer": []}]
                 operation["responses"]["401"] = _error("No API key, or an unknown one.")
                 operation["responses"]["403"] = _error("The key's role does not allow this.")
-    components = found.setdefault("components", {})
+    components = spec.setdefault("components", {})
     components["schemas"] = SCHEMAS
     if guard.enabled:
         components["securitySchemes"] = {
             "ApiKey": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
             "Bearer": {"type": "http", "scheme": "bearer"},
         }
-    return found
+    return spec

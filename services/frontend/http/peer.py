@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection."""
+"""The client of an HTTP connection: its address and certificate."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from services.frontend.certificates import caller_names
 
-# A key of the scope of ours: its ``ConnectionPeer``.
+# Key in the ASGI scope: the request's ``ConnectionPeer``.
 PEER = "hps.peer"
 _ADDRESS = "IP Address"
 _KINDS = ("DNS", "URI", "email", _ADDRESS)
 
 
 class ConnectionPeer:
-    """The client of one connection. ``address``: its host and port, None where that is not known."""
+    """The client of one connection. ``address``: its host and port, None if unknown."""
 
     __slots__ = ("_names", "_transport", "address")
 
@@ -26,11 +26,11 @@ class ConnectionPeer:
 
     @property
     def host(self) -> str:
-        """Its IP address, empty where that is not known."""
+        """The client's IP address, empty if unknown."""
         return self.address[0] if self.address else ""
 
     def certificate(self) -> Collection[str]:
-        """What its certificate names, if it has shown one, which was verified then."""
+        """Return the names in the client's certificate, which TLS has verified; empty without one."""
         if self._names is None:
             shown = self._transport and self._transport.get_extra_info("peercert")
             self._names = _names(shown or {})
@@ -38,7 +38,7 @@ class ConnectionPeer:
 
 
 def peer_of(scope: Mapping[str, Any]) -> ConnectionPeer:
-    """Who sent the request of ``scope``."""
+    """Return the client that sent the request of ``scope``."""
     return scope.get(PEER) or ConnectionPeer(scope.get("client"))
 
 

@@ -1,4 +1,4 @@
-"""``POST /v1/profile/<name>``: where the time of an inference request goes that is sent here for that."""
+"""``POST /v1/profile/<name>``: the time of one inference request, split by its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GRPC = b"application/grpc"
 
 
 class HttpProfiledProtocol:
-    """A `Wire`."""
+    """The REST implementation of `profiling.ProfiledProtocol`."""
 
     def __init__(self, entry: ServedEndpoint, max_keys: int) -> None:
         endpoint = entry.endpoint
@@ -50,14 +50,14 @@ def profile_route(
     guard: Authorizer,
     others: Mapping[str, MakeWire],
 ) -> APIRouter:
-    """``others``: requests of further protocols. Needs role admin: times tell what is in a cache."""
+    """``others``: further protocols. Needs role admin: the times reveal what a cache holds."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
     profiler = RequestProfiler(state, settings, {"http": http_wire(settings), **others})
 
     @router.post("/v1/profile/{name}", responses=answers("Profile", [400, 404, 413, 503, 504]))
     async def profile(name: str, request: Request) -> Response:
-        """Answers an inference request, and tells where its time went instead of its outputs. With the
-        content type application/grpc, its body is a ModelInferRequest."""
+        """Answers an inference request with its profile instead of its outputs. With the content type
+        application/grpc, the body is a ModelInferRequest."""
         body = await body_of(request, settings.max_body_bytes)
         measure: Callable[..., dict[str, Any]] = profiler.measure
         headers = dict(request.scope["headers"])

@@ -1,12 +1,11 @@
-"""Inference requests: from the bytes of a body to arrays.
+"""Parser of REST inference requests: from the bytes of a body to arrays.
 
-A body is a JSON header and the raw tensors behind it. What the header says is a ``RequestTemplate``; the
-requests of a client look alike, so the last forms are kept and a header that was seen before is not read
-again.
+A body is a JSON header followed by raw tensors. The parsed header is a ``RequestTemplate``; the requests of a
+client are alike, so the last templates are kept and a known header is not parsed again.
 
-The fast pass trusts the header and takes whatever exception comes of it as the sign that something is
-wrong; only then ``request_faults.explain`` looks at every field to say what. A wrong request is
-never answered: each check of the slow pass has its counterpart in the fast one.
+The fast pass trusts the header, and any exception means that the request has a fault; only then does
+``request_faults.explain`` check every field to name it. A faulty request is never answered: each check of the
+slow pass has its counterpart in the fast one.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from services.frontend.shared_memory_refs import (
 )
 
 _EMPTY: dict[str, Any] = {}
-# Parameters of outputs: an extension that is not offered.
+# Parameters of outputs that name an unsupported extension.
 _REFUSED = frozenset({"classification"})
 _PLACES = frozenset(PARAMETERS)
-# What a damaged request may raise on the fast path.
+# Exceptions that a faulty request may raise in the fast pass.
 _FAULTS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
-# Forms that are kept per model; longer headers are not worth their memory.
+# Templates kept per model; longer headers are not worth their memory.
 _FORMS_KEPT, _HEADER_KEPT = 256, 8192
 
 
 class _BinaryInput(NamedTuple):
-    """Where one binary input lies behind the header; ``aligned`` to its element's size there."""
+    """The position of a binary input after the header; ``aligned`` to its element size there."""
 
     name: str
     dtype: np.dtype[Any]
@@ -54,15 +53,17 @@ class _BinaryInput(NamedTuple):
 
 @dataclass(slots=True)
 class JsonRequestTemplate(RequestTemplate):
-    """What a JSON header says. ``given`` are the elements of inputs with JSON data, ``raw`` the inputs that
-    follow in ``raw_size`` bytes; the others are ``elsewhere``. ``binary``: whether outputs go out as binary,
-    by the name of those of which that was said, and of the others.
+    """A parsed JSON header.
 
-    ``heads`` are the heads of answers that ``response.Encoder`` has written for a form that is kept.
+    ``json_inputs`` are the elements of inputs with JSON data, ``raw`` the inputs that follow in ``raw_size``
+    bytes; the others are in shared memory. ``binary``: by output name, whether it is sent as binary;
+    ``others_binary`` holds for other outputs.
+
+    ``heads`` are the heads of answers that ``HttpResponseEncoder`` has written for a kept template.
     """
 
     id: str = ""
-    given: dict[str, NDArray[Any]] = field(default_factory=dict)
+    json_inputs: dict[str, NDArray[Any]] = field(default_factory=dict)
     raw: list[_BinaryInput] = field(default_factory=list)
     raw_size: int = 0
     binary: dict[str, bool] = field(default_factory=dict)
@@ -75,13 +76,13 @@ class JsonRequestTemplate(RequestTemplate):
 
 @dataclass(slots=True)
 class JsonInferenceRequest(InferenceRequest):
-    """A request whose header was JSON."""
+    """A request with a JSON header."""
 
     form: JsonRequestTemplate
 
 
 class HttpRequestParser:
-    """Reads the requests to one model. Runs on one thread."""
+    """Parses the requests to one model. Runs on one thread."""
 
     def __init__(self, model: str, rules: Mapping[str, InputRule], max_keys: int) -> None:
         self._model = model
@@ -90,7 +91,7 @@ class HttpRequestParser:
         self._forms: dict[bytes, JsonRequestTemplate] = {}
 
     def parse(self, body: bytes, header_size: int | None) -> JsonInferenceRequest:
-        """The request in ``body``, whose first ``header_size`` bytes are JSON (None: all of them).
+        """Parse ``body``, whose first ``header_size`` bytes are JSON (None: all of them).
 
         Raises ``BadRequest`` or ``TooLarge``. Arrays may share memory with ``body`` and be read-only.
         """
@@ -101,7 +102,7 @@ class HttpRequestParser:
             form = self._forms.get(text)
             if form is None:
                 form = self._read(text)
-                if not form.given and header_size <= _HEADER_KEPT:
+                if not form.json_inputs and header_size <= _HEADER_KEPT:
                     form.kept = True
                     memoize(self._forms, text, form, _FORMS_KEPT)
             # One copy aligns every tensor whose offset is a multiple of its element's size.
@@ -111,12 +112,12 @@ class HttpRequestParser:
 
     def _read(self, text: bytes) -> JsonRequestTemplate:
         form = _form(orjson.loads(text), self._rules, self._model)
-        keys = sum(data.size for n, data in form.given.items() if self._rules[n].is_keys)
+        keys = sum(data.size for n, data in form.json_inputs.items() if self._rules[n].is_keys)
         keys += sum(raw.elements for raw in form.raw if self._rules[raw.name].is_keys)
-        if form.elsewhere is not None:
+        if form.memory_refs is not None:
             keys += sum(
                 place.size // dtype.itemsize
-                for n, (place, dtype) in form.elsewhere.inputs.items()
+                for n, (place, dtype) in form.memory_refs.inputs.items()
                 if self._rules[n].is_keys
             )
         if keys > self._max_keys:
@@ -124,10 +125,10 @@ class HttpRequestParser:
         return form
 
     def raw(self, body: bytes, name: str | None) -> JsonInferenceRequest:
-        """A raw request (``Inference-Header-Content-Length: 0``): the body is input ``name``, one sample
-        of as many elements as there are; every output comes back as binary.
+        """Parse a raw request (``Inference-Header-Content-Length: 0``): the body is input ``name``.
 
-        ``name`` is None for a model that takes more than one input.
+        It is one sample of as many elements as there are; every output is sent as binary. ``name`` is None
+        for a model with more than one input, which is rejected.
         """
         if name is None:
             raise BadRequest(
@@ -151,7 +152,7 @@ class HttpRequestParser:
 def _form(
     header: dict[str, Any], rules: Mapping[str, InputRule], model: str
 ) -> JsonRequestTemplate:
-    form, elsewhere = JsonRequestTemplate(), SharedMemoryRefs()
+    form, refs = JsonRequestTemplate(), SharedMemoryRefs()
     offset = 0
     for item in header["inputs"]:
         name = item["name"]
@@ -175,26 +176,26 @@ def _form(
                     raise ValueError("data")
                 place = place_of(name, parameters)
                 require_size(name, place, count * dtype.itemsize, model)
-                elsewhere.inputs[name] = place, dtype
+                refs.inputs[name] = place, dtype
                 continue
-            form.given[name] = numbers(item["data"], dtype, count)
+            form.json_inputs[name] = numbers(item["data"], dtype, count)
             continue
         if size != count * dtype.itemsize or "data" in item or not _PLACES.isdisjoint(parameters):
             raise ValueError("binary_data_size")
         form.raw.append(_BinaryInput(name, dtype, count, offset, offset % dtype.itemsize == 0))
         offset += count * dtype.itemsize
     form.raw_size = offset
-    _with_options(form, header, elsewhere)
-    if elsewhere.inputs or elsewhere.outputs:
-        form.elsewhere = elsewhere
+    _with_options(form, header, refs)
+    if refs.inputs or refs.outputs:
+        form.memory_refs = refs
     return form
 
 
 def _call(form: JsonRequestTemplate, raw: bytes) -> JsonInferenceRequest:
-    """The request of ``form`` with these bytes behind its header."""
+    """Create the request from its template and the bytes after its header."""
     if len(raw) != form.raw_size:
         raise ValueError("size of the body")
-    inputs = dict(form.given)
+    inputs = dict(form.json_inputs)
     for name, dtype, count, offset, aligned in form.raw:
         flat = np.frombuffer(raw, dtype, count, offset)
         inputs[name] = flat if aligned else flat.copy()
@@ -202,9 +203,9 @@ def _call(form: JsonRequestTemplate, raw: bytes) -> JsonInferenceRequest:
 
 
 def _with_options(
-    form: JsonRequestTemplate, header: dict[str, Any], elsewhere: SharedMemoryRefs
+    form: JsonRequestTemplate, header: dict[str, Any], refs: SharedMemoryRefs
 ) -> None:
-    """Fill in what stands beside the inputs: id, parameters, requested outputs."""
+    """Set the template's id, parameters and requested outputs."""
     if "id" in header:
         form.id = header["id"]
         if type(form.id) is not str:
@@ -234,7 +235,7 @@ def _with_options(
                 raise ValueError("outputs")
             name = item["name"]
             if not _PLACES.isdisjoint(parameters):
-                elsewhere.outputs[name] = place_of(name, parameters)
+                refs.outputs[name] = place_of(name, parameters)
                 binary = True
             form.binary[name] = binary
         if len(form.binary) != len(wanted):

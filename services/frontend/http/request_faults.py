@@ -1,7 +1,7 @@
-"""Why a request could not be parsed: the slow, careful twin of ``request.parse``.
+"""Explanation of faulty requests: the slow, careful twin of ``request.parse``.
 
-Runs only after the fast pass failed, so it may look at everything twice. Texts that people search
-for follow Triton's wording.
+It runs only after the fast pass failed, so it may check everything twice. Common messages follow Triton's
+wording, which people search for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def explain(
     rules: Mapping[str, InputRule],
     error: Exception,
 ) -> BadRequest:
-    """The first fault of the request in reading order; ``error`` is what the fast pass met."""
+    """Return the first fault of the request in reading order; ``error`` is the fast pass's exception."""
     raw_size = 0 if header_size is None else len(body) - header_size
     try:
         header = _header(body if header_size is None else body[:header_size])
@@ -79,12 +79,12 @@ def _input(
     offset: int,
     raw_size: int,
 ) -> int:
-    """Check one input; return the offset behind its bytes."""
+    """Check one input; return the offset after its bytes."""
     if not isinstance(item, dict):
         raise BadRequest(f"inputs[{position}] must be an object, got {short_value(item)}")
     name = item.get("name")
     if not isinstance(name, str):
-        raise BadRequest(f"inputs[{position}] has no 'name', or one that is no string")
+        raise BadRequest(f"inputs[{position}] has no 'name' of type string")
     rule = rules.get(name)
     if rule is None:
         raise faults.unknown_input(name, model, rules)
@@ -100,7 +100,7 @@ def _input(
     if not _PLACES.isdisjoint(parameters):
         if "data" in item or parameters.get("binary_data_size") is not None:
             raise BadRequest(
-                f"input '{name}' has both data and a place in shared memory; send one of them"
+                f"input '{name}' has both data and a reference to shared memory; send one of them"
             )
         require_size(name, place_of(name, parameters), count * dtype.itemsize, model)
         return offset
@@ -133,7 +133,7 @@ def _dtype(item: dict[str, Any], name: str, model: str, rule: InputRule) -> np.d
 
 
 def _count(item: dict[str, Any], name: str, model: str) -> int:
-    """Elements that the shape stands for."""
+    """Return the number of elements of the shape."""
     shape = item.get("shape")
     if (
         not isinstance(shape, list)
@@ -150,7 +150,7 @@ def _count(item: dict[str, Any], name: str, model: str) -> int:
 def _data(item: dict[str, Any], name: str, datatype: str, dtype: np.dtype[Any], count: int) -> None:
     if "data" not in item:
         raise BadRequest(
-            f"input '{name}' has no data: give 'data', or 'binary_data_size' and the bytes behind the "
+            f"input '{name}' has no data: give 'data', or 'binary_data_size' and the bytes after the "
             "JSON header"
         )
     if datatype in BINARY_ONLY:
@@ -164,7 +164,7 @@ def _data(item: dict[str, Any], name: str, datatype: str, dtype: np.dtype[Any], 
         if dtype.kind in "iu" and type(data) is list and any(map(_is_beyond_64_bits, data)):
             raise _out_of_range(name, datatype) from None
         raise BadRequest(
-            f"input '{name}': 'data' must be an array, flat or nested, of {datatype} values alone, got "
+            f"input '{name}': 'data' must be an array, flat or nested, of only {datatype} values, got "
             f"{short_value(item['data'])}"
         ) from None
     except ValueError:
@@ -175,12 +175,12 @@ def _data(item: dict[str, Any], name: str, datatype: str, dtype: np.dtype[Any], 
 
 
 def _is_beyond_64_bits(value: Any) -> bool:
-    """Whether ``value`` may have been an integer that JSON parsing had to make a float."""
+    """Return True if ``value`` may be an integer that the JSON parser had to convert to a float."""
     return type(value) is float and value.is_integer() and abs(value) >= 2**63
 
 
 def _out_of_range(name: str, datatype: str) -> BadRequest:
-    return BadRequest(f"input '{name}' has a number beyond the range of {datatype}")
+    return BadRequest(f"input '{name}' has a number out of range for {datatype}")
 
 
 def _options(header: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ def _options(header: dict[str, Any]) -> None:
     for key, value in parameters.items():
         if type(value) not in (str, int, float, bool):
             raise BadRequest(
-                f"parameter {short_value(key)} must be a string, number or truth value, "
+                f"parameter {short_value(key)} must be a string, number or boolean, "
                 f"got {short_value(value)}"
             )
     if type(parameters.get("binary_data_output", False)) is not bool:

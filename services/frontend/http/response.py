@@ -1,4 +1,4 @@
-"""Inference responses: from named arrays to the bytes of a body, joined once."""
+"""Encoder of REST inference responses: from named arrays to the bytes of a body, joined once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class HttpReply(NamedTuple):
-    """An answer that goes out in one write: its HTTP headers, Content-Length last where it may be coded, the
-    same as lines of a head, and its body: bytes and C-contiguous arrays, none of them empty, of ``size``
-    bytes."""
+    """An answer that is sent in one write.
+
+    ``headers``: HTTP headers, Content-Length last where it may be compressed; ``lines``: the same as lines of
+    a head. ``pieces``: the body, as bytes and C-contiguous arrays, none of them empty, of ``size`` bytes.
+    """
 
     headers: Headers
     lines: bytes
@@ -36,12 +38,12 @@ class HttpReply(NamedTuple):
 
     @staticmethod
     def make(headers: Headers, pieces: list[Any], size: int, status: int = 200) -> HttpReply:
-        """A reply with the lines for its headers."""
+        """Create a reply with the lines for its headers."""
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         return HttpReply(headers, lines, pieces, size, status)
 
     def known_as(self, request_id: str) -> HttpReply:
-        """The same with ``X-Request-ID``, of characters that may stand there."""
+        """Return a copy with ``X-Request-ID``, whose characters must be valid in a header."""
         header = b"x-request-id", request_id.encode()
         return HttpReply(
             [header, *self.headers], b"%b: %b\r\n%b" % (*header, self.lines), *self[2:]
@@ -53,7 +55,7 @@ class HttpReply(NamedTuple):
 
 
 class HttpResponseEncoder:
-    """Writes the answers of one model version."""
+    """Encodes the responses of one model version."""
 
     def __init__(self, model: str, version: str) -> None:
         self._head = {"model_name": model, "model_version": version}
@@ -66,9 +68,11 @@ class HttpResponseEncoder:
         stale_s: int,
         outputs: Sequence[Output],
     ) -> HttpReply:
-        """The answer with ``outputs`` to a request of ``form``, whose outputs differ in shape alone: what was
-        written before them for the same shapes is used again, while all of them are binary. Of those that
-        the form has elsewhere, it is told where they are."""
+        """Return the answer with ``outputs`` to a request with template ``form``.
+
+        Outputs of one template differ only in shape: while all are binary, the header written for the same
+        shapes is reused. An output in shared memory is sent as its reference.
+        """
         key = (defaulted, degraded, stale_s, *[array.shape for _, array in outputs])
         kept = form.heads.get(key)
         if kept is not None:
@@ -94,10 +98,10 @@ class HttpResponseEncoder:
         stale_s: int,
         outputs: Sequence[Output],
     ) -> bytes:
-        """The JSON header.
+        """Return the JSON header.
 
-        Numbers that are not finite become ``null`` in JSON, which knows no others, and are counted in
-        the response parameter ``hps_not_finite``; binary tensors carry them as they are.
+        Numbers that are not finite become ``null`` in JSON, which cannot express them, and are counted in the
+        response parameter ``hps_not_finite``; binary tensors carry them unchanged.
         """
         parameters: dict[str, Any] = {
             "hps_defaulted": defaulted,
@@ -105,7 +109,7 @@ class HttpResponseEncoder:
         }
         if stale_s:
             parameters["hps_stale_s"] = stale_s
-        places = {} if form.elsewhere is None else form.elsewhere.outputs
+        places = {} if form.memory_refs is None else form.memory_refs.outputs
         described = []
         for name, array in outputs:
             datatype = DATATYPE_OF[array.dtype.num]
@@ -126,9 +130,9 @@ class HttpResponseEncoder:
 
 
 def _filled(outputs: Sequence[Output], form: JsonRequestTemplate) -> list[NDArray[Any]]:
-    """The arrays that have elements and are sent, C-contiguous."""
-    if form.elsewhere is not None:
-        outputs = [output for output in outputs if output[0] not in form.elsewhere.outputs]
+    """Return the arrays to send, C-contiguous: those with elements that are not in shared memory."""
+    if form.memory_refs is not None:
+        outputs = [output for output in outputs if output[0] not in form.memory_refs.outputs]
     return [
         array if array.flags.c_contiguous else np.ascontiguousarray(array)
         for _, array in outputs
@@ -137,7 +141,7 @@ def _filled(outputs: Sequence[Output], form: JsonRequestTemplate) -> list[NDArra
 
 
 def _data(name: str, datatype: str, array: Any, parameters: dict[str, Any]) -> Any:
-    """The elements for JSON, flat; numbers that will be lost are added to ``parameters``."""
+    """Return the elements for JSON, flat; count those that become null in ``parameters``."""
     if datatype in BINARY_ONLY:
         raise BadRequest(
             f"output '{name}' is {datatype}, which can only be sent in binary form: set its parameter "

@@ -1,4 +1,4 @@
-"""How the names of a server are asked over HTTP: a route for each, found by an inference request's path."""
+"""HTTP routes of the served names, by the paths of their inference requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.frontend.state import ServedEndpoint
 
 
 class HttpRoute:
-    """What reads the requests to one name, writes their answers and counts them. Used by one event loop."""
+    """Parser, encoder and latency histogram of one served name. Used by one event loop."""
 
     __slots__ = ("encoder", "entry", "observe_ok", "parser")
 
@@ -25,6 +25,6 @@ class HttpRoute:
 
     @property
     def paths(self) -> tuple[str, str]:
-        """Of the requests to it."""
+        """The paths of its inference requests."""
         base = f"/v2/models/{self.entry.name}"
         return f"{base}/infer", f"{base}/versions/{self.entry.version}/infer"

@@ -1,4 +1,4 @@
-"""Rows of tables on the admin port."""
+"""Rows of tables on the admin port: read and write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_ROWS = 1000
 
 
 def rows_routes(state: FrontendState, guard: Authorizer, timeout_s: float) -> APIRouter:
-    """Single rows to look at; needs role admin."""
+    """Inspection of single rows; needs role admin."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
     @router.get("/v1/tables/{model}/{table}/rows", responses=answers("Rows", [400, 404, 503, 504]))
@@ -37,23 +37,23 @@ def rows_routes(state: FrontendState, guard: Authorizer, timeout_s: float) -> AP
         table: str,
         keys: str = Query(description="Keys, separated by commas", examples=["1,2"]),
     ) -> Response:
-        """Rows of a table: the vector, the tier it came from, its version and age. Keys are the
-        table's own (features may add an offset to theirs). The lookup counts as any other."""
+        """Rows of a table: vector, tier, version and age. Keys are the table's own (features may add an
+        offset to theirs). The lookup counts like any other."""
         node = state.require_node()
-        found, engine = node.table(model, table), node.model(model).engine
+        rows_table, engine = node.table(model, table), node.model(model).engine
         wanted = parse_keys(keys)
         deadline = time.monotonic() + timeout_s
         request = LookupRequest(
             {table: JaggedKeys(wanted, len(wanted))}, deadline, want_source=True, by_table=True
         )
         result = await await_result(engine.submit(request), deadline)
-        return JsonAnswer(explain_rows(found, wanted, result))
+        return JsonAnswer(explain_rows(rows_table, wanted, result))
 
     return router
 
 
 def row_writes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
-    """Rows written without a stream; needs role write."""
+    """Direct row writes, without a stream; needs role write."""
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "write"))
 
     @router.post(
@@ -62,12 +62,12 @@ def row_writes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
         openapi_extra=takes("RowWrite"),
     )
     async def write(model: str, table: str, request: Request) -> Response:
-        """Upsert and delete rows, in every store and then in the caches; answers when all have them. Later
-        writes win over earlier ones, and over updates of a stream that were made before."""
+        """Upsert and delete rows in every store, then in the caches; answers when all have them. Later writes
+        win over earlier ones, and over updates of a stream that were made before."""
         node = state.require_node()
-        given = JsonFields(await json_body(request), ("keys", "vectors", "deleted"))
-        keys, deleted = given.keys("keys"), given.keys("deleted")
-        work = partial(node.write, model, table, keys, given.vectors(), deleted=deleted)
+        fields = JsonFields(await json_body(request), ("keys", "vectors", "deleted"))
+        keys, deleted = fields.keys("keys"), fields.keys("deleted")
+        work = partial(node.write, model, table, keys, fields.vectors(), deleted=deleted)
         version = await run_in_threadpool(work)
         return JsonAnswer({"version": version, "written": len(keys), "deleted": len(deleted)})
 
@@ -75,7 +75,7 @@ def row_writes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
 
 
 class JsonFields:
-    """The fields of a request's JSON object; of no other ``names``. Raises BadRequest."""
+    """The fields of a request's JSON object, which may have only ``names``. Raises BadRequest."""
 
     def __init__(self, body: dict[str, Any], names: Sequence[str]) -> None:
         for name in body:
@@ -84,17 +84,19 @@ class JsonFields:
         self._body = body
 
     def keys(self, name: str) -> KeyArray:
-        given = self._body.get(name, [])
-        if not isinstance(given, list) or not all(type(key) is int for key in given):
+        keys = self._body.get(name, [])
+        if not isinstance(keys, list) or not all(type(key) is int for key in keys):
             raise BadRequest(f"'{name}' must be a list of integers")
-        return np.array([in_64_bits(key) for key in given], np.uint64).view(np.int64)
+        return np.array([in_64_bits(key) for key in keys], np.uint64).view(np.int64)
 
     def vectors(self) -> VectorArray:
-        given = self._body.get("vectors", [])
+        vectors = self._body.get("vectors", [])
         try:
-            return np.array(given, np.float64)
+            return np.array(vectors, np.float64)
         except (OverflowError, TypeError, ValueError):
-            raise BadRequest("'vectors' must be a list of lists of as many numbers each") from None
+            raise BadRequest(
+                "'vectors' must be a list of lists of numbers, all of the same length"
+            ) from None
 
 
 def parse_keys(text: str) -> KeyArray:
@@ -112,7 +114,7 @@ def parse_keys(text: str) -> KeyArray:
 
 
 def in_64_bits(key: int) -> int:
-    """The bits of a signed or unsigned key. Raises BadRequest for one that has more."""
+    """Return the bits of a signed or unsigned key. Raises BadRequest if it has more than 64."""
     if not -(2**63) <= key < 2**64:
         raise BadRequest(f"key {short_value(str(key))} does not fit into 64 bits")
     return key % 2**64

@@ -1,4 +1,4 @@
-"""uvicorn as one of several servers in a process: signals, sockets and stalled connections are ours."""
+"""uvicorn as one of several servers in a process, with our own signals, sockets and connection sweeps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int, setting: str, *, one_of_many: bool = False) -> socket.socket:
-    """A listening TCP socket; ``ConfigError`` naming ``setting`` when that cannot be. ``one_of_many``: others
-    of this user may listen there too, and connections are spread over them."""
+    """Return a listening TCP socket. Raises ``ConfigError`` naming ``setting``.
+
+    ``one_of_many``: other processes of this user may listen on the port too, and connections are spread over
+    them.
+    """
     return _bound(host, port, setting, one_of_many=one_of_many, listens=True)
 
 
 def reserve_port(host: str, port: int, setting: str, *, one_of_many: bool = False) -> socket.socket:
-    """As `listen`, of a socket that keeps the port and takes no connections."""
+    """Return a socket that reserves the port and takes no connections; else as `listen`."""
     return _bound(host, port, setting, one_of_many=one_of_many, listens=False)
 
 
@@ -40,7 +43,9 @@ def _bound(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"{setting}.host is {host!r}, which is no address: {error}") from None
+        raise ConfigError(
+            f"{setting}.host is {host!r}, which is not a usable address: {error}"
+        ) from None
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -52,31 +57,31 @@ def _bound(
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        mend = "choose another address or port"
+        remedy = "choose another address or port"
         if error.errno == errno.EADDRINUSE:
-            mend = (
+            remedy = (
                 f"stop the process that listens there, or set {setting}.port (0 takes a free one)"
             )
         raise ConfigError(
-            f"{setting}: cannot listen on {host}:{port}: {error.strerror or error}; {mend}"
+            f"{setting}: cannot listen on {host}:{port}: {error.strerror or error}; {remedy}"
         ) from None
     return sock
 
 
 def url_of(sock: socket.socket, *, secured: bool) -> str:
-    """The base URL of what listens at ``sock``."""
+    """Return the base URL of the server that listens at ``sock``."""
     scheme = "https" if secured else "http"
     host, port = sock.getsockname()[:2]
     return f"{scheme}://{host_of(host)}:{port}"
 
 
 def host_of(host: str) -> str:
-    """As it stands in an address with a port."""
+    """Return the host as written in a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 class HttpServer(uvicorn.Server):
-    """One port. Stopped by ``stop`` alone."""
+    """One HTTP port. Only ``stop`` stops it."""
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class HttpServer(uvicorn.Server):
         drain_s: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """``tls``: what it shows and asks of its clients; None speaks plain text."""
+        """``tls``: the TLS context; None: plain text."""
         self._protocol: type[HttpProtocol] = type(
             "Port", (HttpProtocol,), {"of_port": ConnectionLimit(most_connections())}
         )
@@ -98,7 +103,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # nothing here asks who the client was
+                proxy_headers=False,  # client addresses are the connections' own
                 timeout_graceful_shutdown=max(1, round(drain_s)),
                 backlog=BACKLOG,
             )
@@ -111,11 +116,11 @@ class HttpServer(uvicorn.Server):
         yield
 
     def protocol(self) -> HttpProtocol:
-        """One for a connection that was accepted here."""
+        """Create the protocol of a connection that was accepted here."""
         return self._protocol(self.config, self.server_state, self.lifespan.state)
 
     async def serve(self, sockets: Any = None) -> None:
-        """Serve until ``stop``; then what was accepted is answered."""
+        """Serve until ``stop``, then finish the accepted requests."""
         self.config.load()
         self.config.ssl = self._tls
         sweeper = asyncio.create_task(self._sweep())
@@ -125,18 +130,18 @@ class HttpServer(uvicorn.Server):
             sweeper.cancel()
 
     def leave(self) -> None:
-        """Have the next answer on each connection be its last."""
+        """Make the next answer on each connection its last."""
         connections: list[Any] = list(self.server_state.connections)
         for connection in connections:
             connection.leave()
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Begin the end; ``at_once`` drops what is still being answered."""
+        """Start the shutdown; ``at_once`` drops requests in flight."""
         self.should_exit = True
         self.force_exit = self.force_exit or at_once
 
     async def _sweep(self) -> None:
-        """Close connections that are silent for too long: no timer per request."""
+        """Close stalled connections periodically, without a timer per request."""
         while True:
             await asyncio.sleep(SWEEP_S)
             connections: list[Any] = list(self.server_state.connections)

@@ -1,4 +1,4 @@
-"""Memory shared with clients on this machine, as Triton's system shared memory extension registers it."""
+"""Triton's system shared memory extension: register memory shared with clients on this machine."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _ONE = "/v2/systemsharedmemory/region/{region}"
 
 
 def shared_memory_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
-    """What `services.frontend.shared_memory.SharedMemoryRegistry` can be told and asked."""
+    """Register, unregister and list regions of `services.frontend.shared_memory.SharedMemoryRegistry`."""
     router = APIRouter(tags=["shared memory"], dependencies=needs(guard, "read"))
     errors = [400, 403, 404, 501]
 
     @router.get(f"{_ALL}/status", responses=answers("Regions", [403, 501]))
     @router.get(f"{_ONE}/status", responses=answers("Regions", errors))
     async def status(request: Request, region: str = "") -> Response:
-        """A region that is registered, or all."""
+        """A registered region, or all."""
         return JsonAnswer(state.regions.status(region, peer_of(request.scope).host))
 
     @router.post(
         f"{_ONE}/register", responses=answers("Nothing", errors), openapi_extra=takes("Region")
     )
     async def register(request: Request, region: str) -> Response:
-        """Have ``byte_size`` bytes from ``offset`` of ``/dev/shm/<key>`` known by a name."""
-        given = await json_body(request)
-        key, size, offset = given.get("key"), given.get("byte_size"), given.get("offset", 0)
+        """Register ``byte_size`` bytes from ``offset`` of ``/dev/shm/<key>`` under a name."""
+        fields = await json_body(request)
+        key, size, offset = fields.get("key"), fields.get("byte_size"), fields.get("offset", 0)
         if type(key) is not str or type(size) is not int or type(offset) is not int:
             raise BadRequest(
-                "to register shared memory takes its 'key', a string, 'byte_size' and 'offset', whole "
-                "numbers; the last may be left out"
+                "registering shared memory requires 'key' (string), 'byte_size' (integer) and optionally "
+                "'offset' (integer)"
             )
         state.regions.register(region, key, offset, size, peer_of(request.scope).host)
         return JsonAnswer({})
@@ -44,13 +44,13 @@ def shared_memory_routes(state: FrontendState, guard: Authorizer) -> APIRouter:
     @router.post(f"{_ALL}/unregister", responses=answers("Nothing", [403, 501]))
     @router.post(f"{_ONE}/unregister", responses=answers("Nothing", [403, 501]))
     def unregister(request: Request, region: str = "") -> Response:
-        """Forget a region, or all. Once it is answered nothing is written there any more."""
+        """Unregister a region, or all. After the answer, the server writes nothing to it."""
         state.regions.unregister(region, peer_of(request.scope).host)
         return JsonAnswer({})
 
     @router.post("/v2/cudasharedmemory/unregister", include_in_schema=False)
     async def unregister_cuda() -> Response:
-        """perf_analyzer unregisters all regions, whatever kind it means to use: there are none here."""
+        """Succeed for all regions, of which there are none: perf_analyzer unregisters those of every kind."""
         if not state.regions.on:
             raise Unsupported("POST /v2/cudasharedmemory/unregister is not offered")
         return JsonAnswer({})

@@ -1,4 +1,4 @@
-"""Update streams on the admin port: how far they are; pause, resume, replay."""
+"""Update streams on the admin port: status, pause, resume, replay."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def updates_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
     router = APIRouter(tags=["admin"], dependencies=needs(guard, "admin"))
 
     def streams() -> UpdateStreams:
-        found: UpdateStreams = state.require_node().streams
-        return found
+        update_streams: UpdateStreams = state.require_node().streams
+        return update_streams
 
-    def told() -> Response:
+    def status() -> Response:
         return JsonAnswer({"updates": streams().status()})
 
     @router.get("/v1/updates", responses=answers("Updates", [503]))
     def updates() -> Response:
-        """The readers of update streams here: their groups, what they wait for, how far behind they are."""
-        return told()
+        """The readers of this process's update streams: group, state and lag."""
+        return status()
 
     @router.post(
         "/v1/updates/pause",
@@ -39,10 +39,10 @@ def updates_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
         openapi_extra=takes("UpdatesGroup"),
     )
     async def pause(request: Request) -> Response:
-        """Apply nothing more until resumed; of one group's reader, or of all. Nothing is lost."""
+        """Stop applying updates until resumed, for one group's reader or for all. No update is lost."""
         group = _text(await json_body(request), "group")
         await run_in_threadpool(partial(streams().pause, group))
-        return told()
+        return status()
 
     @router.post(
         "/v1/updates/resume",
@@ -50,9 +50,9 @@ def updates_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
         openapi_extra=takes("UpdatesGroup"),
     )
     async def resume(request: Request) -> Response:
-        """Go on where it was paused."""
+        """Continue from where the reader was paused."""
         streams().resume(_text(await json_body(request), "group"))
-        return told()
+        return status()
 
     @router.post(
         "/v1/updates/seek",
@@ -60,8 +60,8 @@ def updates_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
         openapi_extra=takes("UpdatesSeek"),
     )
     async def seek(request: Request) -> Response:
-        """Go on at an offset: back, to have messages applied again, or forward, to leave some out. Rows that
-        are newer stay."""
+        """Continue from an offset: an earlier one applies messages again, a later one skips messages. Newer
+        rows stay."""
         body = await json_body(request)
         topic, group = _text(body, "topic"), _text(body, "group")
         if topic is None:
@@ -70,20 +70,20 @@ def updates_routes(state: ServerState[Any], guard: Authorizer) -> APIRouter:
             streams().seek, topic, _number(body, "partition"), _number(body, "offset"), group
         )
         await run_in_threadpool(work)
-        return told()
+        return status()
 
     return router
 
 
 def _text(body: dict[str, Any], name: str) -> str | None:
-    given = body.get(name)
-    if given is not None and not isinstance(given, str):
-        raise BadRequest(f"'{name}' must be a text")
-    return given
+    value = body.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequest(f"'{name}' must be a string")
+    return value
 
 
 def _number(body: dict[str, Any], name: str) -> int:
-    given = body.get(name)
-    if type(given) is not int or not 0 <= given < 2**63:
-        raise BadRequest(f"'{name}' must be a whole number from 0")
-    return given
+    value = body.get(name)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise BadRequest(f"'{name}' must be an integer from 0")
+    return value

@@ -1,1 +1,1 @@
-"""Call handling on grpc's core, beneath grpc's public server interface."""
+"""Call handling on grpc's core, below grpc's public server interface."""

@@ -18,8 +18,8 @@ _METHOD, _TIMEOUT_S = "Call", 5.0
 
 @functools.cache
 def is_supported() -> bool:
-    """Whether this grpc's private interface works as `CallAcceptor` uses it. Tried once per process, by two
-    calls to a server on a loopback port; logs a warning if not."""
+    """Check that this grpc's private interface works as `CallAcceptor` uses it. Tried once per process, by
+    two calls to a server on a loopback port; logs a warning if not."""
     try:
         works = _answers_calls()
     except Exception as error:  # a name that is missing, a call that fails or times out

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol, with bounds of our own and a short way for inference."""
+"""One HTTP/1.1 connection: uvicorn's protocol with bounds, and a fast path for inference."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from services.frontend.http.protocol.parsing import HttpParsing
 from services.frontend.http.protocol.pending_inference import PendingInference
 from services.frontend.http.response import HttpReply
 
-# Up to this size, an answer is joined for the socket more quickly than it is handed over in pieces.
+# Joining a smaller answer for the socket is faster than writing its pieces.
 _COPIED_BYTES = 16 << 10
 
 
 class HttpProtocol(HttpParsing):
     """HTTP/1.1 with bounds, errors in JSON, no timer per request, and a fast path for inference.
 
-    An inference request whose head was read before bypasses the parser and ASGI: it begins where its last
-    byte is read, and most are answered there. Every other request is uvicorn's, for the application.
+    An inference request whose head is cached bypasses the parser and ASGI: it begins when its last byte is
+    read, and most are answered there. uvicorn passes every other request to the application.
     """
 
     app: PortApplication
     _receiving = False
-    # Lines that each answer has, and the headers they were made of.
+    # Header lines common to all answers, and the header list they were made from.
     _opening = b""
     _dated: Any = None
-    # Answers beyond this size are handed over in pieces.
+    # Answers of this size or more are written in pieces.
     _copied_bytes: float = _COPIED_BYTES
-    # What came when the connection was last between two requests, and how much since, with that.
+    # The first bytes received when no request was being read, and the number of bytes received from there on.
     _start, _came = b"", 0
     _first: RequestResponseCycle | None = None
-    """The request that began then; ``_is_known``: its head was."""
+    """The first request in these bytes; ``_is_known``: its head was cached."""
     _is_known = False
-    # Bytes that are still to come of a body that nobody reads.
+    # Bytes still to arrive of a body that is discarded.
     _unwanted = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it so, too
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn narrows it
         super().connection_made(transport)
-        if self.scheme == "https":  # which takes pieces for bytes
+        if self.scheme == "https":  # its transport joins the pieces
             self._copied_bytes = math.inf
 
     # -- reading -----------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ class HttpProtocol(HttpParsing):
         self._heard += 1
         if self._refusal is not None:
             return
-        if self.flow.is_full:  # sent to the transport before it paused
+        if self.flow.is_full:  # received before the transport paused
             self._unparsed += data
             return
         if self._unwanted and not (data := self._drop(data)):
@@ -76,10 +76,10 @@ class HttpProtocol(HttpParsing):
         if self._reads == "nothing":
             if not self._is_known:
                 self._learn()
-            self._start, self._first = b"", None  # which hold on to the request
+            self._start, self._first = b"", None  # they refer to the request
 
     def _take_known(self, data: bytes) -> bool:
-        """Answer a request with a head that was read before; False: the parser must see it."""
+        """Answer a request whose head is cached; False: the parser must read it."""
         head, came = self.app.known(data)
         self._is_known = head is not None
         if head is None or came > head.body_size:
@@ -97,8 +97,10 @@ class HttpProtocol(HttpParsing):
         return came == head.body_size and self._answer(head, data[len(data) - came :])
 
     def _learn(self) -> None:
-        """Cache the head of the request that was just read, if all bytes received are this request: another
-        request's head must not be taken for its head."""
+        """Cache the head of the request just read, if all bytes received are this request.
+
+        Otherwise another request's head could be taken for its head.
+        """
         size = self._start.find(b"\r\n\r\n") + 4
         first, body_size = self._first, self._came - size
         if first is None or first is not self.cycle or not first.keep_alive:
@@ -107,7 +109,7 @@ class HttpProtocol(HttpParsing):
             self.app.learn(first.scope, body_size, self._start[:size])
 
     def _drop(self, data: bytes) -> bytes:
-        """``data`` without what it has of a body that nobody reads."""
+        """Return ``data`` without the part that belongs to a discarded body."""
         size = min(len(data), self._unwanted)
         self._unwanted -= size
         if not self._unwanted:
@@ -123,8 +125,10 @@ class HttpProtocol(HttpParsing):
             self._refuse_early(self.cycle)
 
     def _refuse_early(self, cycle: RequestResponseCycle) -> None:
-        """Answer a request there is no room for when its head is there; its body is dropped as it comes. Not
-        where the answer is the connection's last: the client would lose it."""
+        """Reject a request in an overload once its head is read; its body is discarded as it arrives.
+
+        Not if the answer is the connection's last: the client would lose it.
+        """
         if cycle.keep_alive and isinstance(cycle, HttpCycle) and not self.flow.write_paused:
             reply = self.app.early_refusal(cycle.scope)
             if reply is not None:
@@ -134,8 +138,7 @@ class HttpProtocol(HttpParsing):
     # -- answering ---------------------------------------------------------------------------------
 
     def _answer(self, head: RequestHead, body: bytes) -> bool:
-        """Answer an inference request or begin to; False when it has a fault, which the application
-        reports."""
+        """Answer or begin an inference request; False: it has a fault, which the application reports."""
         try:
             inference = self.app.begin(head, body, self.peer)
         except Exception as error:
@@ -143,7 +146,7 @@ class HttpProtocol(HttpParsing):
                 return False
             reply: HttpReply | None = self.app.refuse(head, error)
         else:
-            reply = None if self.flow.write_paused else inference.at_once()
+            reply = None if self.flow.write_paused else inference.ready_reply()
         if reply is not None:
             self.write_reply(reply, keep_alive=True)
             self.server_state.total_requests += 1
@@ -157,7 +160,7 @@ class HttpProtocol(HttpParsing):
 
     def write_reply(self, reply: HttpReply, *, keep_alive: bool) -> None:
         """Send an answer, in one write to the socket."""
-        headers = self.server_state.default_headers  # another list whenever the date has changed
+        headers = self.server_state.default_headers  # another list when the date has changed
         if headers is not self._dated:
             lines = [b"%b: %b\r\n" % header for header in headers]
             self._opening, self._dated = b"".join(lines), headers
@@ -171,12 +174,12 @@ class HttpProtocol(HttpParsing):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if self._receiving:
-            self._begun = cycle, app  # its body may still come with these bytes
+            self._begun = cycle, app  # these bytes may contain its body
         else:
             super()._start_asgi_task(cycle, app)
 
     def run(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Answer at once what can be, and the rest as a task."""
+        """Run ``app`` up to its first wait now, and the rest as a task."""
         running = cycle.run_asgi(app)
         try:
             waits_for = running.send(None)
@@ -187,9 +190,9 @@ class HttpProtocol(HttpParsing):
         self.tasks.add(task)
 
     def _new_cycle(self) -> Any:
-        """For a request whose head and body are known already."""
+        """Create the cycle of a request whose head and body were read on the fast path."""
         cycle = RequestResponseCycle(
-            scope={"type": "http", "method": "POST", "headers": []},  # type: ignore[typeddict-item] # all that is asked for
+            scope={"type": "http", "method": "POST", "headers": []},  # type: ignore[typeddict-item] # the keys read
             transport=self.transport,
             flow=self.flow,
             logger=self.logger,
@@ -215,12 +218,12 @@ class HttpProtocol(HttpParsing):
             cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
-        """uvicorn's, without a timer for the connection when it is idle: sweeps see to that."""
+        """Continue after an answer. uvicorn's method without its idle timer, which sweeps replace."""
         self.server_state.total_requests += 1
         self._give_up = None
         if self.transport.is_closing():
             return
-        if len(self.pipeline) <= 1:  # the one that begins now may be incomplete
+        if len(self.pipeline) <= 1:  # the next request may be incomplete
             self._read_on()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
@@ -234,7 +237,7 @@ class HttpProtocol(HttpParsing):
             self.flow.resume_reading()
 
     def _parse_rest(self) -> None:
-        """Continue with what was received behind a full pipeline."""
+        """Parse what was received after a full pipeline."""
         if not self.flow.is_full or self.transport.is_closing():
             return
         data, self._unparsed, self.flow.is_full = self._unparsed, b"", False

@@ -1,4 +1,4 @@
-"""How long an HTTP connection lasts: until its client is gone, silent for too long, or the server stops."""
+"""Lifetime of an HTTP connection: idle and slow clients, server shutdown."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from services.frontend.connection_limit import ConnectionLimit
 from services.frontend.http.errors import error_body, error_headers
 from services.frontend.http.peer import ConnectionPeer
 
-# An idle keep-alive connection is closed after this time, and one whose client reads nothing of its
-# answer; a connection on which a request has begun but does not go on, after one to two sweeps.
+# The time after which an idle keep-alive connection is closed, or one whose client reads nothing of its
+# answer. A connection whose request has begun but stalls is closed after one to two sweeps.
 KEEP_ALIVE_S = 75
-# An idle connection of a server that stops is closed after this time: a request may be on its way.
+# When the server stops, an idle connection is closed after this time: a request may be in transit.
 LINGER_S = 0.5
 
 
 class ConnectionLifetime(HttpToolsProtocol):
-    """A connection that is swept now and then in place of uvicorn's timers, and ends in order. Who reads
-    it says what is being read, and counts arrivals and the requests that began."""
+    """A connection that periodic sweeps close, in place of uvicorn's timers.
+
+    The subclass that parses sets ``_reads``, and counts ``_heard`` (arrivals) and ``_requests`` (begun).
+    """
 
     peer: ConnectionPeer
     of_port: ConnectionLimit | None = None
-    """Those of the port, whose own class says so."""
+    """The connections of the port; set in a subclass per port."""
     _reads: Literal["nothing", "head", "body"] = "nothing"
     _heard, _requests = 0, 0
     _last = False
     """Whether the next answer is its last."""
     _entered = False
     _give_up: Callable[[], None] | None = None
-    # At the last sweep: the arrivals, what the client had not taken, and the request that was still coming.
+    # State at the last sweep: arrivals, bytes that the client had not taken, the request still arriving.
     _swept, _unsent, _coming = -1, 0, 0
-    # Sweeps since without a change of the former two.
+    # Sweeps since then without a change of the first two.
     _silent = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it so, too
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn narrows it
         super().connection_made(transport)
         self.peer = ConnectionPeer(self.client, transport)
         if self.of_port is not None:
@@ -55,7 +57,7 @@ class ConnectionLifetime(HttpToolsProtocol):
             self._give_up()
 
     def when_gone(self, give_up: Callable[[], None]) -> None:
-        """Have ``give_up`` called when the client hangs up before the request at hand is answered."""
+        """Call ``give_up`` if the client disconnects before the current request is answered."""
         self._give_up = give_up
         if self.transport.is_closing():
             give_up()
@@ -64,13 +66,13 @@ class ConnectionLifetime(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def shutdown(self) -> None:
-        """The server stops: the next answer is the connection's last, and says so."""
+        """Make the next answer the connection's last, as the server stops; close an idle connection."""
         self.leave()
         if self._is_idle():
             self.loop.call_later(LINGER_S, self._hang_up)
 
     def leave(self) -> None:
-        """The next answer is the connection's last, whenever it comes."""
+        """Make the next answer the connection's last."""
         self._last = True
         if not self._is_idle():
             self.cycle.keep_alive = False
@@ -82,13 +84,16 @@ class ConnectionLifetime(HttpToolsProtocol):
                 self.loop.call_later(LINGER_S, self._break_off)
 
     def _break_off(self) -> None:
-        """TLS waits for the client to say goodbye, which one that is idle does not."""
+        """Abort an idle TLS connection, whose client does not complete the TLS shutdown."""
         if not self.transport.get_write_buffer_size():
             self.transport.abort()
 
     def sweep(self, every_s: float) -> None:
-        """Called every so many seconds: hang up when nothing has come or gone for too long, and when a head,
-        or a body that nobody waits for, has been coming since the last time."""
+        """Close the connection if it has stalled. Called every ``every_s`` seconds.
+
+        It has if no byte was received or sent for too long, or if the same head, or body that no request
+        waits for, was already arriving at the last sweep.
+        """
         coming = self._requests if self._is_coming() else 0
         if coming and coming == self._coming and not self.transport.is_closing():
             self.transport.close()
@@ -104,18 +109,21 @@ class ConnectionLifetime(HttpToolsProtocol):
         if self._silent >= (
             math.ceil(KEEP_ALIVE_S / every_s) if waits_for_request or unsent else 1
         ):
-            # What is closed would wait until the client has taken all that was sent.
+            # ``close`` would wait until the client has taken all that was sent.
             (self.transport.abort if unsent else self.transport.close)()
 
     def _is_coming(self) -> bool:
-        """A head behind a request that is being answered may take its time, one behind an answer that is not
-        taken may not."""
+        """Return True if a request is arriving within a time limit.
+
+        A head that follows a request being answered has no limit; one that follows an answer not taken has
+        one.
+        """
         if self._is_idle():
             return self._reads != "nothing"
         return self._reads == "head" and self.transport.get_write_buffer_size() > 0
 
     def _is_answering(self) -> bool:
-        if self.pipeline:  # ``cycle`` is a later request's, which is not read on until then
+        if self.pipeline:  # ``cycle`` is a later request, read no further until its turn
             return True
         cycle = self.cycle
         return not self._is_idle() and (cycle.response_started or not cycle.more_body)

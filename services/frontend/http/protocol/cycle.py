@@ -1,4 +1,4 @@
-"""One request over HTTP and its answer: begun without a task, answered in one write."""
+"""One HTTP request and its answer: begun without a task, answered in one write."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class HttpConnection(Protocol):
 
 
 async def resume_coroutine(running: Any, waits_for: Any) -> None:
-    """The rest of a coroutine that was begun outside a task and waits for ``waits_for``."""
-    await _rest(running, waits_for)  # from Python 3.12 on a task takes no generator
+    """Run the rest of a coroutine that was begun outside a task and waits for ``waits_for``."""
+    await _rest(running, waits_for)  # from Python 3.12 on, a task takes no generator
 
 
 @types.coroutine
@@ -38,7 +38,7 @@ def _rest(running: Any, waits_for: Any) -> Generator[Any, Any, None]:
     while True:
         try:
             yield waits_for
-        except BaseException as error:  # cancelled: the coroutine decides what becomes of it
+        except BaseException as error:  # cancelled: passed on to the coroutine
             step = partial(running.throw, error)
         else:
             step = partial(running.send, None)
@@ -49,8 +49,11 @@ def _rest(running: Any, waits_for: Any) -> Generator[Any, Any, None]:
 
 
 class HttpCycle(RequestResponseCycle):
-    """uvicorn's, with a short way for an answer that comes whole: one write to the socket instead of
-    two, and no search for characters that our own headers don't have."""
+    """uvicorn's cycle with a fast path for a whole answer.
+
+    It takes one write to the socket instead of two, without the search for invalid characters, which our
+    headers do not have.
+    """
 
     protocol: HttpConnection
 
@@ -60,13 +63,13 @@ class HttpCycle(RequestResponseCycle):
             return
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
-        if self.transport.is_closing():  # uvicorn tells only the last of a pipeline
+        if self.transport.is_closing():  # uvicorn notifies only the last request of a pipeline
             self.disconnected = True
         if not self.disconnected:
             self.finish(message["reply"])
 
     def finish(self, reply: HttpReply) -> None:
-        """Send the answer."""
+        """Send the whole answer."""
         self.response_started = True
         self.waiting_for_100_continue = False
         self.protocol.write_reply(reply, keep_alive=self.keep_alive)

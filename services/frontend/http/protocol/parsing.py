@@ -1,4 +1,4 @@
-"""HTTP/1.1 parsing of one connection: bounded heads, a bounded pipeline, no tunnels, no other protocols."""
+"""HTTP/1.1 parsing of one connection, with bounded heads and pipeline; no tunnels, no upgrades."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from services.frontend.http.protocol.connection_lifetime import ConnectionLifeti
 MAX_HEAD_BYTES = 64 << 10
 """Bound of a request's target and header fields, with trailers; each field counts `FIELD_BYTES` more."""
 FIELD_BYTES = 32
-"""Cost of a field beside its text: as HTTP/2 counts (RFC 9113, 6.5.2)."""
+"""Cost of a field besides its text, as HTTP/2 counts (RFC 9113, 6.5.2)."""
 MAX_PIPELINED = 16
-"""With so many requests queued behind the one that is being answered, a connection is not read further."""
+"""Requests queued per connection, after the one being answered, before reading pauses."""
 SLICE_BYTES = 4 << 10
-"""Bytes parsed between two checks of `MAX_PIPELINED`: the requests in them are queued beyond it."""
+"""Bytes parsed between two checks of `MAX_PIPELINED`: requests in them may exceed it."""
 
 
 class HeadTooLarge(Exception):
@@ -26,8 +26,8 @@ class HeadTooLarge(Exception):
 
 
 class PipelineFlow(FlowControl):
-    """Flow control of a connection that reads nothing while parsed requests wait (``is_full``), whatever the
-    request that is being answered asks for."""
+    """Flow control that reads nothing while parsed requests wait (``is_full``), even if the current request
+    resumes reading."""
 
     is_full = False
 
@@ -37,36 +37,39 @@ class PipelineFlow(FlowControl):
 
 
 class HttpParsing(ConnectionLifetime):
-    """A connection that feeds httptools' parser and rejects what it can't read, behind the answers to the
-    requests before it.
+    """A connection that feeds httptools' parser and rejects invalid input, after the answers to the requests
+    before it.
 
-    Parsing costs what was received: each head is parsed at most twice (the second time without its offer
-    of another protocol), has a bound in bytes and fields, and nothing behind a rejected one is parsed. A
-    client that sends requests faster than they are answered waits: `MAX_PIPELINED` of them are queued, and
-    what was received behind them is parsed when these have been answered.
+    The cost of parsing is bounded by the bytes received: each head is parsed at most twice (the second time
+    without its offer of another protocol), has a bound in bytes and fields, and bytes after a rejected one
+    are not parsed. A client that sends requests faster than they are answered waits: `MAX_PIPELINED` of them
+    are queued, and later bytes are parsed when these have been answered.
     """
 
     flow: PipelineFlow
     _refusal: tuple[int, str] | None = None
     """Status and message of the connection's last answer; nothing more is read."""
     _begun: tuple[RequestResponseCycle, Any] | None = None
-    """The request that the bytes at hand began, which is not started before all of them are parsed."""
-    # Of the request that is read: its target and fields so far, and bytes since the parser found something.
+    """The request begun by the bytes being parsed; it starts once all of them are parsed."""
+    # Of the request being read: its target and fields so far, and bytes since the parser reported progress.
     _head_size, _pending = 0, 0
     _found = False
     """Whether the last feed ended a head or a request, or had bytes of a body."""
     _body_read = 0
-    """Bytes of the body of the request that is read."""
+    """Bytes received of the body of the request being read."""
     _unparsed = b""
-    """Bytes received behind a full pipeline."""
+    """Bytes received after a full pipeline."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it so, too
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn narrows it
         super().connection_made(transport)
         self.flow = PipelineFlow(transport)
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser until the pipeline is full. The parser stops behind each head that offers another
-        protocol. What is left gets shorter with every feed, so this ends."""
+        """Feed the parser until the pipeline is full.
+
+        The parser stops after each head that offers another protocol. The rest gets shorter with every feed,
+        so the loop ends.
+        """
         left = memoryview(data)
         self._found = False
         try:
@@ -88,7 +91,7 @@ class HttpParsing(ConnectionLifetime):
                 self._refuse(400, "Invalid HTTP request received.")
 
     def _slice_size(self) -> int:
-        """Number of bytes to feed at a time: a body whose length is known, or a slice."""
+        """Return the number of bytes to feed next: the rest of a body of known length, or a slice."""
         if self._reads == "body":
             for name, value in self.headers:
                 if name == b"content-length":
@@ -96,9 +99,11 @@ class HttpParsing(ConnectionLifetime):
         return SLICE_BYTES
 
     def _feed(self, data: memoryview) -> memoryview | bytes:
-        """Feed the parser; the bytes it has not read. It stops at a request that asks for another protocol
-        (``Upgrade: h2c``, as Java's client does by default) and leaves out its body: the head is read
-        again without the offer, once."""
+        """Feed the parser; return the bytes it has not read.
+
+        It stops at a request that offers another protocol (``Upgrade: h2c``, as Java's client does by
+        default) without reading its body. The head is then parsed again without the offer, once.
+        """
         try:
             self.parser.feed_data(data)
             return b""
@@ -114,7 +119,7 @@ class HttpParsing(ConnectionLifetime):
         return left
 
     def _without_upgrade(self) -> bytes:
-        """The head that was just read, without its offer of another protocol."""
+        """Return the head just read without its offer of another protocol."""
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % line for line in self.headers if line[0] != b"upgrade"]
@@ -134,7 +139,7 @@ class HttpParsing(ConnectionLifetime):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._add_to_head(len(name) + len(value) + FIELD_BYTES)
-        if self._reads == "head":  # else a trailer: no field of those that were checked
+        if self._reads == "head":  # else a trailer, which must not become a checked field
             super().on_header(name, value)
 
     def _add_to_head(self, size: int) -> None:
@@ -151,7 +156,7 @@ class HttpParsing(ConnectionLifetime):
         self._head_read()
 
     def _head_read(self) -> None:
-        """Called with the head of each request that is answered."""
+        """Hook for subclasses: the head of a request was read."""
 
     def on_body(self, body: bytes) -> None:
         self._found = True
@@ -167,8 +172,10 @@ class HttpParsing(ConnectionLifetime):
     # -- rejecting ---------------------------------------------------------------------------------
 
     def _refuse(self, status: int, message: str) -> None:
-        """Make this the connection's last answer, behind those to the requests before: of the one that is
-        read, it takes the place."""
+        """Set the connection's last answer, sent after those to earlier requests.
+
+        It replaces the answer to the request being read.
+        """
         self._refusal = status, message
         if self._reads != "body":
             waits = not self._is_idle()
@@ -182,6 +189,6 @@ class HttpParsing(ConnectionLifetime):
             self._send_refusal()
 
     def _send_refusal(self) -> None:
-        """End the connection with the answer that was decided on, if there is one."""
+        """End the connection with the answer set by `_refuse`, if any."""
         if self._refusal is not None:
             self._end_with(*self._refusal)

@@ -1,4 +1,4 @@
-"""An inference request that others still work at: gone on with when they are done, or its time is up."""
+"""An inference request in flight, answered when its future is done or its deadline has passed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from services.frontend.http.protocol.cycle import HttpConnection, HttpCycle
 
 
 class PendingInference:
-    """In place of a task, which would cost as much as the rest of the request. It is among the connection's
-    tasks, for whoever ends those. On the event loop, but for `_done`."""
+    """Stands in for a task, which would cost as much as the rest of the request.
+
+    It is one of the connection's tasks, so the server can cancel it. All methods but `_done` run on the event
+    loop.
+    """
 
     __slots__ = ("_cycle", "_inference", "_protocol", "_tasks", "_timer")
 
@@ -22,35 +25,35 @@ class PendingInference:
         self, protocol: HttpConnection, cycle: HttpCycle, inference: HttpInference
     ) -> None:
         self._protocol, self._cycle, self._inference = protocol, cycle, inference
-        self._tasks = protocol.tasks  # others only cancel them
+        self._tasks = protocol.tasks  # the server only cancels them
         self._tasks.add(self)
-        self._timer = protocol.loop.call_at(inference.deadline, self._late)
+        self._timer = protocol.loop.call_at(inference.deadline, self._time_out)
         protocol.when_gone(inference.give_up)
         inference.future.add_done_callback(self._done)
 
     def _done(self, _: Future[Any]) -> None:
-        """On whichever thread."""
+        """Resume on the event loop. Called on any thread."""
         with suppress(RuntimeError):  # the loop has ended
-            self._protocol.loop.call_soon_threadsafe(self._go_on)
+            self._protocol.loop.call_soon_threadsafe(self._resume)
 
-    def _late(self) -> None:
+    def _time_out(self) -> None:
         self._inference.fail(DeadlineExceeded(TOO_LATE))
-        self._go_on()
+        self._resume()
 
     def cancel(self, msg: object = None) -> None:
-        """As a task's: the drain is over."""
+        """Fail the request, as the drain is over. A task's signature."""
         self._inference.fail(asyncio.CancelledError())
-        self._protocol.loop.call_soon(self._go_on)
+        self._protocol.loop.call_soon(self._resume)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         protocol, cycle = self._protocol, self._cycle
         if self not in self._tasks:
             return
         self._timer.cancel()
         self._tasks.discard(self)
         can_send = not (protocol.flow.write_paused or protocol.transport.is_closing())
-        reply = self._inference.at_once() if can_send else None
-        if reply is None:  # the application says what is wrong
+        reply = self._inference.ready_reply() if can_send else None
+        if reply is None:  # the application reports the error
             protocol.run(cycle, self._inference)
         else:
             cycle.finish(reply)

@@ -63,7 +63,7 @@ def test_the_data_port_says_where(call, data, control, error):
     for verb in ("load", "unload"):
         reply = call(data, "POST", f"/v2/repository/models/ctr/{verb}")
         assert reply.status_code == 501
-        assert error(reply).endswith("ask the admin port, or set models.control: all")
+        assert error(reply).endswith("use the admin port, or set models.control: all")
     assert not control.asked
     assert "model_repository" not in call(data, "GET", "/v2").json()["extensions"]
 

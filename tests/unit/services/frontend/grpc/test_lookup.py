@@ -160,12 +160,12 @@ def test_what_can_be_looked_up(client):
         (
             question("words", keys("left", 1), keys("left", 2)),
             "INVALID_ARGUMENT",
-            '"left" stands twice',
+            '"left" occurs twice',
         ),
         (
             question("words", (pb.Keys(name="left", count=2), {"keys": [1]})),
             "INVALID_ARGUMENT",
-            "keys: 8 bytes are not the 2 int64 numbers that 'asked' tells of",
+            "keys: 8 bytes do not match 'asked', which declares 2 int64 numbers",
         ),
         (
             question("words", (pb.Keys(name="left", count=-1), {})),
@@ -180,12 +180,12 @@ def test_what_can_be_looked_up(client):
         (
             question("words", (pb.Keys(name="left", batch=2**63 - 1, has_offsets=True), {})),
             "INVALID_ARGUMENT",
-            "offsets: 0 bytes are not the",
+            "offsets: 0 bytes do not match 'asked'",
         ),
         (
             question("words", (pb.Keys(name="left", has_weights=True, count=1), {"keys": [1]})),
             "INVALID_ARGUMENT",
-            "weights: 0 bytes are not the 1 float32 numbers",
+            "weights: 0 bytes do not match 'asked', which declares 1 float32 numbers",
         ),
         (
             question("words", (pb.Keys(name="left", count=2**62), {})),
@@ -197,7 +197,11 @@ def test_what_can_be_looked_up(client):
             "INVALID_ARGUMENT",
             "offsets run from 0 to 5",
         ),
-        (pb.LookupRequest(asked=b"\xff"), "INVALID_ARGUMENT", "the message is no hps.v1.Asked"),
+        (
+            pb.LookupRequest(asked=b"\xff"),
+            "INVALID_ARGUMENT",
+            "the message is not a valid hps.v1.Asked",
+        ),
     ],
 )
 def test_requests_at_fault(client, request_, code, text):
@@ -236,7 +240,7 @@ def test_keys_of_tables_have_no_batch_and_are_one_sample(client, small):
     for given in (keys("left", batch=2**63 - 1), keys("left", 1, batch=2)):
         request = question("words", given, by_table=True)
         code, text = refused(client.lookup, request)
-        assert (code, "leave the batch out" in text) == ("INVALID_ARGUMENT", True)
+        assert (code, "omit the batch" in text) == ("INVALID_ARGUMENT", True)
     counted = small.state.entries["words.lookup"].statistics
     assert (counted.success_count, counted.inferences) == (1, 1)
 

@@ -246,7 +246,7 @@ def test_a_request_has_so_much_time_in_the_line(small, slow, stub):
 @pytest.mark.skipif(not probe.is_supported(), reason="calls run on grpc's threads")
 def test_requests_take_no_call_from_health_and_the_like(small, slow, stub, monkeypatch):
     monkeypatch.setattr(port, "_REQUESTS", 2)
-    monkeypatch.setattr(port, "_BESIDE", 1)
+    monkeypatch.setattr(port, "_AUXILIARY", 1)
     service = stub()
     line = small.state.entries["ctr"].endpoint
     for _ in range(2):
@@ -255,7 +255,7 @@ def test_requests_take_no_call_from_health_and_the_like(small, slow, stub, monke
         until(lambda: line.running == 2)
         more = service.ModelInfer.future(predict(), timeout=60)
         assert more.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "2 calls are under way" in more.details()
+        assert "2 calls are in flight" in more.details()
         assert service.ServerReady(pb.ServerReadyRequest(), timeout=60).ready
         slow.leave.set()
         assert all(call.result().outputs for call in taken)

@@ -180,7 +180,7 @@ def test_contents_in_the_wrong_place():
         parsed(request)
     request = asked(("f", "INT8", (1,), None))
     request.inputs[0].contents.int_contents.append(300)
-    with pytest.raises(BadRequest, match="beyond the range of INT8"):
+    with pytest.raises(BadRequest, match="out of range for INT8"):
         parsed(request)
     request = asked(KEYS)
     request.inputs[0].contents.int64_contents.extend([1, 2])

@@ -317,7 +317,7 @@ def test_a_client_has_not_all_streams(streams, monkeypatch, most):
     """Of one it may have that one."""
     monkeypatch.setattr(streams_module, "STREAMS", most)
     first = streams()
-    with pytest.raises(grpc.RpcError, match="half of which a client may have") as caught:
+    with pytest.raises(grpc.RpcError, match="half of it per client") as caught:
         streams()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     if most == 2:
@@ -340,19 +340,19 @@ def test_a_client_has_not_all_streams(streams, monkeypatch, most):
 
 
 def test_streams_of_silent_clients_end(streams, monkeypatch):
-    monkeypatch.setattr(streams_module, "_LOOK_S", 0.01)
-    monkeypatch.setattr(streams_module, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(streams_module, "_SWEEP_S", 0.01)
+    monkeypatch.setattr(streams_module, "_IDLE_TIMEOUT_S", 0.1)
     assert ended(streams()) is grpc.StatusCode.CANCELLED
 
 
 def test_streams_that_wait_for_their_answer_go_on(small, serve, monkeypatch):
-    monkeypatch.setattr(streams_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(streams_module, "_SWEEP_S", 0.01)
     looked = threading.Semaphore(0)
     works = streams_module.OpenStream.works
     monkeypatch.setattr(
         streams_module.OpenStream,
         "works",
-        lambda self: (works(self), monkeypatch.setattr(streams_module, "_PATIENCE_S", -1.0)),
+        lambda self: (works(self), monkeypatch.setattr(streams_module, "_IDLE_TIMEOUT_S", -1.0)),
     )
     monotonic = time.monotonic
     monkeypatch.setattr(
@@ -369,7 +369,7 @@ def test_streams_that_wait_for_their_answer_go_on(small, serve, monkeypatch):
         stream = stub.ModelStreamInfer(iter([request]))
         for _ in range(10):
             assert looked.acquire(timeout=60)
-        monkeypatch.setattr(streams_module, "_PATIENCE_S", 60.0)
+        monkeypatch.setattr(streams_module, "_IDLE_TIMEOUT_S", 60.0)
         small.store.gate.set()
         assert not next(stream).error_message
 

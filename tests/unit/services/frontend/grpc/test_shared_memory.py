@@ -38,7 +38,7 @@ def test_a_description_seen_before_is_not_read_again(monkeypatch):
     first = parser.parse(message, address(message))
     monkeypatch.setattr(module, "_parsed", None)
     assert parser.parse(message, address(message)).form is first.form
-    assert first.form.elsewhere.inputs["f"][0] == ("r", 16, 0)
+    assert first.form.memory_refs.inputs["f"][0] == ("r", 16, 0)
     monkeypatch.undo()
     tensor.contents.int64_contents.extend([1, 2])
     message = request.SerializeToString()

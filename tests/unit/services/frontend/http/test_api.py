@@ -16,7 +16,7 @@ PROFILE = INDEX.replace(b"/v2/repository/index", b"/v1/profile/ctr")
 
 @pytest.mark.parametrize("head", [INDEX, PROFILE])
 def test_a_body_that_does_not_come(http, admin, monkeypatch, head):
-    monkeypatch.setattr(api, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(api, "_BODY_TIMEOUT_S", 0.01)
 
     async def scenario():
         protocol, wire = http.connect(admin)

@@ -25,7 +25,7 @@ def parsed(body, size=None, max_keys=1000):
     """The call; read twice, because a header that was seen before is not read again."""
     parser = HttpRequestParser("m", RULES, max_keys)
     first, second = parser.parse(body, size), parser.parse(body, size)
-    assert (first.form is second.form) == (size is not None and not first.form.given)
+    assert (first.form is second.form) == (size is not None and not first.form.json_inputs)
     assert first.inputs.keys() == second.inputs.keys() == first.form.shapes.keys()
     return second
 
@@ -175,26 +175,26 @@ FAULTS = {
     "too few": (dumps(tensor(data=[1])), "unexpected number of elements .* takes 2"),
     "too many": (dumps(tensor(data=[1, 2, 3])), "unexpected number of elements"),
     "enormous": (dumps(tensor(shape=(2**62, 2**62))), "unexpected number of elements"),
-    "ragged": (dumps(tensor(data=[[1], 2])), "of INT64 values alone"),
-    "fraction": (dumps(tensor(data=[1, 2.5])), "of INT64 values alone"),
-    "whole fraction": (dumps(tensor(data=[1, 2.0])), "of INT64 values alone"),
-    "truth for number": (dumps(tensor(data=[True, 1])), "of INT64 values alone"),
-    "number for truth": (dumps(tensor("BOOL", "BOOL", data=[1, 0])), "of BOOL values alone"),
-    "null": (dumps(tensor("FP32", "FP32", data=[None, 1])), "of FP32 values alone"),
-    "text": (dumps(tensor(data=["1", "2"])), "of INT64 values alone"),
+    "ragged": (dumps(tensor(data=[[1], 2])), "of only INT64 values"),
+    "fraction": (dumps(tensor(data=[1, 2.5])), "of only INT64 values"),
+    "whole fraction": (dumps(tensor(data=[1, 2.0])), "of only INT64 values"),
+    "truth for number": (dumps(tensor(data=[True, 1])), "of only INT64 values"),
+    "number for truth": (dumps(tensor("BOOL", "BOOL", data=[1, 0])), "of only BOOL values"),
+    "null": (dumps(tensor("FP32", "FP32", data=[None, 1])), "of only FP32 values"),
+    "text": (dumps(tensor(data=["1", "2"])), "of only INT64 values"),
     "data an object": (dumps(tensor() | {"data": {}}), "'data' must be an array"),
-    "beyond int64": (dumps(tensor(data=[2**63, 1])), "beyond the range of INT64"),
+    "beyond int64": (dumps(tensor(data=[2**63, 1])), "out of range for INT64"),
     "beyond 64 bits": (
         dumps(tensor(data=[7, 2])).replace(b"7", b"18446744073709551616"),
-        "beyond the range of INT64",
+        "out of range for INT64",
     ),
     "below 64 bits": (
         dumps(tensor(data=[[7, 2]])).replace(b"7", b"-9223372036854775809"),
-        "beyond the range of INT64",
+        "out of range for INT64",
     ),
-    "beyond int8": (dumps(tensor(datatype="INT8", data=[128, 1])), "beyond the range of INT8"),
-    "below uint8": (dumps(tensor(datatype="UINT8", data=[-1, 1])), "beyond the range of UINT8"),
-    "beyond float32": (dumps(tensor("FP32", "FP32", data=[1e39, 1])), "beyond the range of FP32"),
+    "beyond int8": (dumps(tensor(datatype="INT8", data=[128, 1])), "out of range for INT8"),
+    "below uint8": (dumps(tensor(datatype="UINT8", data=[-1, 1])), "out of range for UINT8"),
+    "beyond float32": (dumps(tensor("FP32", "FP32", data=[1e39, 1])), "out of range for FP32"),
     "FP16": (dumps(tensor("FP16", "FP16", data=[1, 1])), "FP16 can only be sent in binary form"),
     "shared memory without a size": (
         dumps(tensor(data=None, shared_memory_region="x")),
@@ -206,11 +206,11 @@ FAULTS = {
     ),
     "shared memory and data": (
         dumps(tensor(data=[1, 2], shared_memory_region="x", shared_memory_byte_size=16)),
-        "both data and a place in shared memory",
+        "both data and a reference to shared memory",
     ),
     "shared memory and binary data": (
         dumps(tensor(data=None, shared_memory_region="x", binary_data_size=16)),
-        "both data and a place in shared memory",
+        "both data and a reference to shared memory",
     ),
     "shared memory for an output": (
         dumps(tensor(), outputs=[{"name": "a", "parameters": {"shared_memory_region": "x"}}]),
@@ -220,7 +220,7 @@ FAULTS = {
     "id": (dumps(tensor(), id=1), "'id' must be a string"),
     "null id": (dumps(tensor(), id=None), "'id' must be a string"),
     "parameters": (dumps(tensor(), parameters=[]), "'parameters' must be an object"),
-    "parameter": (dumps(tensor(), parameters={"x": [1]}), "must be a string, number or truth"),
+    "parameter": (dumps(tensor(), parameters={"x": [1]}), "must be a string, number or boolean"),
     "timeout": (dumps(tensor(), parameters={"timeout": -1}), "whole microseconds"),
     "timeout text": (dumps(tensor(), parameters={"timeout": "1"}), "whole microseconds"),
     "timeout huge": (dumps(tensor(), parameters={"timeout": 2**63}), "whole microseconds"),

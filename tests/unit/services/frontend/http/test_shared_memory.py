@@ -13,8 +13,8 @@ PATH = "/v2/models/words.lookup/infer"
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"key": 1, "byte_size": 8}, "its 'key', a string"),
-        ({"key": "/x", "byte_size": 8.5}, "whole numbers"),
+        ({"key": 1, "byte_size": 8}, "requires 'key' (string)"),
+        ({"key": "/x", "byte_size": 8.5}, "'byte_size' (integer)"),
         ({"key": "/x"}, "'byte_size'"),
         ({"key": "../x", "byte_size": 8}, "a plain name"),
         ({"key": "/hps_not_there", "byte_size": 8}, "Unable to open"),

@@ -61,12 +61,12 @@ def test_probe_rejects_grpc_whose_internals_fail(fresh_probe, monkeypatch, caplo
 
 def test_unsupported_grpc_answers_calls_on_threads(serve, monkeypatch):
     monkeypatch.setattr(probe, "is_supported", lambda: False)
-    assert isinstance(serve().server.arrivals, ThreadPoolCalls)
+    assert isinstance(serve().server.acceptor, ThreadPoolCalls)
 
 
 def test_setting_chooses_threads_without_a_probe(serve, monkeypatch):
     monkeypatch.setattr(probe, "is_supported", lambda: 1 / 0)
-    assert isinstance(serve(grpc={"calls": "threads"}).server.arrivals, ThreadPoolCalls)
+    assert isinstance(serve(grpc={"calls": "threads"}).server.acceptor, ThreadPoolCalls)
 
 
 def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, monkeypatch):
@@ -156,7 +156,7 @@ def test_messages_of_strangers_are_not_waited_for(serve, key_guard, method):
 
 
 def test_a_callers_key_is_looked_at_once(serve, key_guard, monkeypatch):
-    monkeypatch.setattr(module, "_KNOWN_S", 600.0)
+    monkeypatch.setattr(module, "_RECHECK_S", 600.0)
     asked = []
     check = key_guard.check
     monkeypatch.setattr(key_guard, "check", lambda *args: (asked.append(1), check(*args))[1])
@@ -174,7 +174,7 @@ def test_a_callers_key_is_looked_at_once(serve, key_guard, monkeypatch):
 
 @pytest.mark.parametrize("method", [f"{SERVICE}/ModelInfer", "hps.v1.Lookup/Lookup"])
 def test_a_key_that_went_bad_before_the_request_came(serve, key_guard, monkeypatch, method):
-    monkeypatch.setattr(module, "_KNOWN_S", -1.0)
+    monkeypatch.setattr(module, "_RECHECK_S", -1.0)
     server, revoked = serve(key_guard).server, threading.Event()
 
     def request():
@@ -184,7 +184,7 @@ def test_a_key_that_went_bad_before_the_request_came(serve, key_guard, monkeypat
     with grpc.insecure_channel(server.url) as channel:
         key = [("x-api-key", "r" * 16)]
         call = channel.stream_unary(f"/{method}").future(request(), timeout=60, metadata=key)
-        until(lambda: server.arrivals._expected)
+        until(lambda: server.acceptor._expected)
         monkeypatch.setattr(key_guard._keys, "authenticate", lambda _key: None)
         revoked.set()
         with pytest.raises(grpc.RpcError) as caught:
@@ -202,8 +202,8 @@ def test_refused_calls_are_over(serve, key_guard, method):
                 channel.unary_unary(f"/{SERVICE}/{method}")(b"", timeout=60)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     until(lambda: not running.server._server._state.rpc_states)
-    assert not running.server.arrivals.requests.open
-    assert not running.server.arrivals.beside.open
+    assert not running.server.acceptor.requests.open
+    assert not running.server.acceptor.auxiliary.open
 
 
 def test_a_message_that_is_none(serve):
@@ -225,7 +225,7 @@ def test_a_fault_of_ours_does_not_end_the_server(serve, small, monkeypatch):
 
 def test_calls_that_ended_are_not_counted_any_more(serve, small):
     server = serve()
-    state, requests = server.server._server._state, server.server.arrivals.requests.open
+    state, requests = server.server._server._state, server.server.acceptor.requests.open
     small.store.gate.clear()
     with triton.InferenceServerClient(server.server.url) as client:
         client.infer("words.lookup", [keys("left", 1)])
@@ -271,8 +271,8 @@ def test_grpcs_engine_is_off():
 
 
 def test_calls_without_a_request_hold_up_nobody_and_end(serve, monkeypatch):
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(module, "_LOOK_S", 2.0)
+    monkeypatch.setattr(module, "_REQUEST_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(module, "_SWEEP_S", 2.0)
     server = serve()
     gate = threading.Event()
 
@@ -309,7 +309,7 @@ def test_calls_without_a_request_hold_up_nobody_and_end(serve, monkeypatch):
 
 def test_calls_that_wait_for_their_requests_take_no_room_of_healths(serve, monkeypatch):
     monkeypatch.setattr(port, "_REQUESTS", 6)
-    monkeypatch.setattr(port, "_BESIDE", 2)
+    monkeypatch.setattr(port, "_AUXILIARY", 2)
     url, gate = serve().server.url, threading.Event()
 
     def nothing():
@@ -338,7 +338,7 @@ def test_a_call_whose_work_cannot_be_stopped_does_not_end_the_server(serve, smal
     with triton.InferenceServerClient(server.server.url) as client:
         monkeypatch.setattr(unary.UnaryCall, "waits_for", lambda self, _: self.when_gone(broken))
         left = client.async_infer("words.lookup", [keys("left", 12)], lambda result, error: None)
-        until(lambda: server.server.arrivals.requests.open)
+        until(lambda: server.server.acceptor.requests.open)
         left.cancel()
         until(lambda: not server.server._server._state.rpc_states)
         small.store.gate.set()
@@ -357,7 +357,7 @@ def test_what_cannot_be_told_of_a_fault_is_told_as_far_as_it_can(serve, monkeypa
         pytest.raises(triton.InferenceServerException, match=r"INVALID_ARGUMENT.*lone: \?"),
     ):
         client.get_model_repository_index(client_timeout=60)
-    until(lambda: not server.server.arrivals.beside.open)
+    until(lambda: not server.server.acceptor.auxiliary.open)
 
 
 def test_a_stranger_is_refused_by_what_was_found_of_him(serve, key_guard, small, monkeypatch):
@@ -407,9 +407,9 @@ def test_long_details_arrive(client):
         client.infer("ü" * 20_000, [keys("left", 1)])
 
 
-@pytest.mark.parametrize("limit", ["_PATIENCE_S", "_MOST"])
+@pytest.mark.parametrize("limit", ["_SEND_TIMEOUT_S", "_MAX_UNSENT_BYTES"])
 def test_answers_that_nobody_takes_are_dropped(serve, monkeypatch, limit):
-    monkeypatch.setattr(unsent_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(unsent_module, "_SWEEP_S", 0.01)
     server = serve()
     state = server.server._server._state
     values = [1] * 1900  # one frame of request, more than 16 KiB of answer
@@ -418,7 +418,7 @@ def test_answers_that_nobody_takes_are_dropped(serve, monkeypatch, limit):
     asked.raw_input_contents.append(np.array(values).tobytes())
     with closing(Http2Client(server.server.url)) as deaf:
         deaf.call(f"/{SERVICE}/ModelInfer", asked.SerializeToString())
-        noted = server.server.arrivals.unsent._answers
+        noted = server.server.acceptor.slow_readers._answers
         until(lambda: noted)
         with triton.InferenceServerClient(server.server.url) as client:
             client.infer("words.lookup", [keys("left", *values)])
