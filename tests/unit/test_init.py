@@ -30,7 +30,7 @@ def test_every_public_name_explains_itself() -> None:
         if name != "__version__":
             assert inspect.getdoc(value), name
             assert name in shown
-    assert "A node from a YAML file" in shown
+    assert "Open a node from a YAML file" in shown
 
 
 def test_other_names_are_refused() -> None:
