@@ -104,30 +104,30 @@ def check_network(
 
 
 def _compare(
-    model: str, kind: str, said: NetworkTensor, network: Mapping[str, NetworkTensor]
+    model: str, kind: str, expected: NetworkTensor, network: Mapping[str, NetworkTensor]
 ) -> None:
-    has = network.get(said.name)
-    if has is None:
+    actual = network.get(expected.name)
+    if actual is None:
         raise ModelError(
-            f"{model}: model.yaml names {kind} {said.name!r}, the network has "
+            f"{model}: model.yaml names {kind} {expected.name!r}, the network has "
             f"{', '.join(network) or 'none'}"
         )
-    widened = kind == "input" and (said.datatype, has.datatype) == ("FP16", "FP32")
-    if said.datatype != has.datatype and not widened:
+    widened = kind == "input" and (expected.datatype, actual.datatype) == ("FP16", "FP32")
+    if expected.datatype != actual.datatype and not widened:
         raise ModelError(
-            f"{model}: {kind} {said.name!r} is {said.datatype} in model.yaml, {has.datatype} in the "
-            "network"
+            f"{model}: {kind} {expected.name!r} is {expected.datatype} in model.yaml, "
+            f"{actual.datatype} in the network"
         )
-    fits = len(said.shape) == len(has.shape) and all(
-        a == b or -1 in (a, b) for a, b in zip(said.shape[1:], has.shape[1:], strict=True)
+    fits = len(expected.shape) == len(actual.shape) and all(
+        a == b or -1 in (a, b) for a, b in zip(expected.shape[1:], actual.shape[1:], strict=True)
     )
     if not fits:
         raise ModelError(
-            f"{model}: {kind} {said.name!r} has shape {list(said.shape)} in model.yaml, "
-            f"{list(has.shape)} in the network"
+            f"{model}: {kind} {expected.name!r} has shape {list(expected.shape)} in model.yaml, "
+            f"{list(actual.shape)} in the network"
         )
-    if has.shape[:1] != (-1,):
+    if actual.shape[:1] != (-1,):
         raise ModelError(
-            f"{model}: {kind} {said.name!r} has a fixed batch in the network, {list(has.shape)}; "
+            f"{model}: {kind} {expected.name!r} has a fixed batch in the network, {list(actual.shape)}; "
             "export it with a variable first dimension"
         )

@@ -45,11 +45,11 @@ class LaneBinding:
         sent = [_sized(t, batch, network.tails) for t in network.inputs if t.name in lane.sent]
         fed = [_sized(t, batch, network.tails) for t in network.inputs if t.name not in lane.sent]
         known = {tensor.name: tensor for tensor in network.outputs}
-        given = [_sized(known[name], batch, network.tails) for name in names]
+        outputs = [_sized(known[name], batch, network.tails) for name in names]
         self._up, end = _places(sent, 0)
         places, end = _places(fed, end)
         self._out_at = end
-        self._down, end = _places(given, end)
+        self._down, end = _places(outputs, end)
         block = lane.block(end)
         self._lane = lane
         self._base = address(block)

@@ -203,22 +203,22 @@ class OnnxModel:
         """Return the microseconds of the best of five runs."""
         zeros = {}
         for tensor in self.inputs:
-            asked = fed.get(tensor.name, tensor).shape
-            sizes = (max(a, b) for a, b in zip(tensor.shape[1:], asked[1:], strict=True))
+            fed_shape = fed.get(tensor.name, tensor).shape
+            sizes = (max(a, b) for a, b in zip(tensor.shape[1:], fed_shape[1:], strict=True))
             shape = (batch, *(abs(size) for size in sizes))
             zeros[tensor.name] = np.zeros(shape, tensor.dtype)
         best = float("inf")
         try:
             for _ in range(5):
                 start = time.perf_counter()
-                given = self.predict(zeros)
+                outputs = self.predict(zeros)
                 best = min(best, time.perf_counter() - start)
         except DenseModelError as error:
             shapes = {name: list(array.shape) for name, array in zeros.items()}
             raise ModelError(
                 f"{self.path}: the first run, on zeros {shapes}, failed: {error}"
             ) from None
-        self.tails = {name: a.shape[1:] for name, a in (*zeros.items(), *given.items())}
+        self.tails = {name: a.shape[1:] for name, a in (*zeros.items(), *outputs.items())}
         return best * 1e6
 
     def close(self) -> None:

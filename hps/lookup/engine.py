@@ -108,8 +108,8 @@ class LookupEngine:
                 else self._after_fast_path(request, found)
             )
         run = partial(call_timed, request.origin, "memory", prepared, keys)
-        asked = self._pools.memory.submit(run, request.deadline)
-        return chain_future(asked, partial(self._after_fast_path, request))
+        from_memory = self._pools.memory.submit(run, request.deadline)
+        return chain_future(from_memory, partial(self._after_fast_path, request))
 
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
@@ -133,8 +133,8 @@ class LookupEngine:
                 name: JaggedKeys(flat, batch)
                 for (name, batch), flat in zip(batches, keys, strict=True)
             }
-            asked = replace(bare, features=features, deadline=deadline, origin=origin)
-            return self._after_fast_path(asked, found)
+            full_request = replace(bare, features=features, deadline=deadline, origin=origin)
+            return self._after_fast_path(full_request, found)
 
         return submit
 
@@ -155,8 +155,8 @@ class LookupEngine:
         if _is_past(request.deadline):
             raise DeadlineExceeded("deadline exceeded before the lookup started")
         if keys > INLINE_KEYS:
-            asked = self._pools.memory.submit(partial(self._fetch_caches, job), request.deadline)
-            return chain_future(asked, partial(self._after_caches, job))
+            fetched = self._pools.memory.submit(partial(self._fetch_caches, job), request.deadline)
+            return chain_future(fetched, partial(self._after_caches, job))
         return self._after_caches(job, self._fetch_caches(job))
 
     # -- stages ------------------------------------------------------------------------------------
@@ -210,12 +210,12 @@ class LookupEngine:
         """Fetch ``missed`` parts from the stores, promote the rows found and answer; None if the request
         must start again."""
         if missed:
-            asked = [part.missing for part in missed]
+            missing_positions = [part.missing for part in missed]
             self._stores.fetch(missed, job.context)
             if job.context.degraded and _is_past(job.request.deadline):
                 # The store was skipped because the request had no time left, not because the store failed.
                 raise DeadlineExceeded("deadline exceeded while reading from the stores")
-            self._promote_found(missed, asked)
+            self._promote_found(missed, missing_positions)
         answered = call_timed(job.request.origin, "merge", job.answer)
         if answered is None:
             return None
@@ -223,9 +223,9 @@ class LookupEngine:
         self._meter.finished(sources, time.perf_counter() - job.started, result.degraded)
         return result
 
-    def _promote_found(self, parts: list[Part], asked: list[IndexArray]) -> None:
+    def _promote_found(self, parts: list[Part], missing_positions: list[IndexArray]) -> None:
         """Promote the rows that the stores had at the ``missing`` positions of each part."""
-        for part, positions in zip(parts, asked, strict=True):
+        for part, positions in zip(parts, missing_positions, strict=True):
             found = positions[part.source[positions] != 0]
             if len(found):
                 self._promote(part.table, part.keys[found])
@@ -257,5 +257,5 @@ def _must_wait(job: LookupJob, part: Part) -> bool:
     policy = part.table.miss
     if policy.kind == "wait" or not policy.min_hit_rate:
         return policy.kind == "wait"
-    asked = job.distinct_keys(part)
-    return asked - len(part.missing) < policy.min_hit_rate * asked
+    distinct = job.distinct_keys(part)
+    return distinct - len(part.missing) < policy.min_hit_rate * distinct

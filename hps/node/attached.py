@@ -60,16 +60,16 @@ class Attached(SyncedModels):
     __slots__ = ("_connections",)
 
     def __init__(
-        self, connections: NodeConnectionPool, following: VersionSync, **given: Any
+        self, connections: NodeConnectionPool, following: VersionSync, **options: Any
     ) -> None:
-        SyncedModels.__init__(self, following, **given)
+        SyncedModels.__init__(self, following, **options)
         self._connections = connections
 
-    def ask_node(self, what: str, timeout_s: float = 5.0, **given: Any) -> Any:
+    def ask_node(self, what: str, timeout_s: float = 5.0, **fields: Any) -> Any:
         """Send a question to the node's process; see `hps.tiers.node.NodeServer`.
 
         Raises TierError or Unavailable."""
-        return self._connections.ask(what, time.monotonic() + timeout_s, **given)
+        return self._connections.ask(what, time.monotonic() + timeout_s, **fields)
 
 
 def attach(

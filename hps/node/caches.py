@@ -177,10 +177,10 @@ class NodeCaches:
         self,
         model: OpenedModel,
         old: OpenedModel | None,
-        beside: Sequence[EmbeddingTable],
+        other_tables: Sequence[EmbeddingTable],
         progress: Progress,
     ) -> str:
-        """Add a version's tables to the CPU cache, next to the tables ``beside``; returns a warning or "".
+        """Add a version's tables to the CPU cache, next to ``other_tables``; returns a warning or "".
 
         They are filled with the rows that are hot in the ``old`` version."""
         cache = self._cpu_cache
@@ -189,9 +189,9 @@ class NodeCaches:
         new = list(model.tables.values())
         plan, warning = plan_rows_for_new_model(
             self._settings,
-            {table: self._stores.rows(table) for table in (*beside, *new)},
+            {table: self._stores.rows(table) for table in (*other_tables, *new)},
             new,
-            {table: cache.capacity(table) for table in beside},
+            {table: cache.capacity(table) for table in other_tables},
         )
         warming = CacheWarmup(self._writer, progress)
         for name, table in model.tables.items():

@@ -55,9 +55,9 @@ class Connected(SyncedModels):
     __slots__ = ("_nodes", "_outliers")
 
     def __init__(
-        self, nodes: NodeRegistry, outliers: OutlierEjection, following: VersionSync, **given: Any
+        self, nodes: NodeRegistry, outliers: OutlierEjection, following: VersionSync, **options: Any
     ) -> None:
-        SyncedModels.__init__(self, following, **given)
+        SyncedModels.__init__(self, following, **options)
         self._nodes, self._outliers = nodes, outliers
 
     @property

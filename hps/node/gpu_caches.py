@@ -138,8 +138,8 @@ class NodeGpus:
             else:
                 self._below.append(LowerTiers())
             threads = self._settings.tiers.lookup_threads
-            asked = bridge_to_device(PromotingTier(stores, promote, ""), device, threads)
-            self._bridged.append((TierChain(chain), asked))
+            store_bridge = bridge_to_device(PromotingTier(stores, promote, ""), device, threads)
+            self._bridged.append((TierChain(chain), store_bridge))
 
     def lookups(
         self, model: OpenedModel, workers: LookupPools, promote: Promote, meter: LookupMeter

@@ -227,8 +227,8 @@ class ModelControl:
             self._require_open()
             undo.callback(self._caches.drop, model)
             others = [each for each in self._opened if each is not old]
-            beside = [table for each in others for table in each.tables.values()]
-            warning = self._caches.add(model, old, beside, progress)
+            other_tables = [table for each in others for table in each.tables.values()]
+            warning = self._caches.add(model, old, other_tables, progress)
             undo.callback(self._follow, self._opened)
             self._follow([*others, model])
             self._catch_up(model)

@@ -140,8 +140,8 @@ class Node(OpenModels):
         return self.checkpoints.add(keep)
 
     def _warnings_of_loads(self) -> list[str]:
-        said = {} if self.control is None else self.control.warnings
-        return [f"model {name}: {warning}" for name, warning in said.items()]
+        warnings = {} if self.control is None else self.control.warnings
+        return [f"model {name}: {warning}" for name, warning in warnings.items()]
 
     def _controlled(self) -> ModelController:
         if self.control is None:

@@ -41,7 +41,7 @@ Watermarks = Mapping[EmbeddingTable, Mapping[str, Mapping[str, int]]]
 class UpdateReader:
     """One reader: its ``group``, source, ingestor and their thread.
 
-    ``waits``: its unapplied updates; ``readers``: tables that a topic may change; ``began_s``: start of
+    ``pending``: its unapplied updates; ``readers``: tables that a topic may change; ``began_s``: start of
     reading (Unix seconds)."""
 
     group: str
@@ -49,7 +49,7 @@ class UpdateReader:
     source: UpdateSource
     ingestor: Ingestor
     thread: IngestThread
-    waits: PendingUpdates
+    pending: PendingUpdates
     readers: Readers
     began_s: float = field(default_factory=time.time)
 
@@ -151,17 +151,19 @@ class StreamReaders:
     ) -> None:
         topics = TopicTables(self.tables, settings.takes)
         fed_by = settings.shared_group if followed and followed.info.shared else group
-        hps = self._hps_beside(settings, fed_by, followed)
+        hps = self._hps_progress(settings, fed_by, followed)
         if followed is None:
-            places: StreamPositions = StoreStreamPositions(stores, topics.readers, self._contained)
+            positions: StreamPositions = StoreStreamPositions(
+                stores, topics.readers, self._contained
+            )
         else:
             other_writer = None if hps is None else hps.applied
-            places = followed.positions(topics.readers, self._contained, other_writer)
+            positions = followed.positions(topics.readers, self._contained, other_writer)
         source = KafkaSource(
             settings,
             group,
             topics,
-            places,
+            positions,
             StreamMeter(self._metrics, group),
             member=member,
             since_s=None if hps is None else time.time() - _OVERLAP_S,
@@ -169,11 +171,11 @@ class StreamReaders:
         )
         dead_letters = DeadLetterTopic(settings, self._kept)
         self._generation.callback(dead_letters.close)
-        ingestor = Ingestor(source, topics.tables, places, caches, dead_letters, self._meter)
-        waits = PendingMessages(source.cluster, source, topics.names)
-        self._start(group, "kafka", source, ingestor, waits, topics.readers)
+        ingestor = Ingestor(source, topics.tables, positions, caches, dead_letters, self._meter)
+        pending = PendingMessages(source.cluster, source, topics.names)
+        self._start(group, "kafka", source, ingestor, pending, topics.readers)
 
-    def _hps_beside(
+    def _hps_progress(
         self, settings: KafkaSettings, group: str, followed: FollowedStore | None
     ) -> HpsProgress | None:
         """HPS's offsets in the streams, if HPS may feed ``followed`` instead of our ``group``.
@@ -192,11 +194,11 @@ class StreamReaders:
     ) -> None:
         topics = TopicTables(self.tables, settings.takes)
         source = DirectorySource(settings, topics.tables)
-        places = StoreStreamPositions(stores, topics.readers)
-        ingestor = Ingestor(source, topics.tables, places, caches, source, self._meter)
+        positions = StoreStreamPositions(stores, topics.readers)
+        ingestor = Ingestor(source, topics.tables, positions, caches, source, self._meter)
         tables = list(topics.tables.values())
-        waits = PendingFiles(settings.path)
-        self._start("directory", "directory", source, ingestor, waits, lambda _folder: tables)
+        pending = PendingFiles(settings.path)
+        self._start("directory", "directory", source, ingestor, pending, lambda _folder: tables)
 
     def _start(
         self,
@@ -204,13 +206,13 @@ class StreamReaders:
         kind: str,
         source: UpdateSource,
         ingestor: Ingestor,
-        waits: PendingUpdates,
+        pending: PendingUpdates,
         readers: Readers,
     ) -> None:
         thread = IngestThread(ingestor, source, f"hps-ingest-{len(self.streams)}")
         if group in self._paused:
             thread.pause()
-        self.streams.append(UpdateReader(group, kind, source, ingestor, thread, waits, readers))
+        self.streams.append(UpdateReader(group, kind, source, ingestor, thread, pending, readers))
         self._generation.callback(thread.close)
         thread.start()
 

@@ -136,7 +136,7 @@ class UpdateStreams:
         def poll_ages() -> None:
             for stream in self._readers.streams:
                 with suppress(OSError):  # an unreadable folder is reported by its source
-                    stream.waits.poll()
+                    stream.pending.poll()
             for freshness, tables in served():
                 if ages_s := {table: self.age_s(table) for table in tables}:
                     freshness.judge(ages_s)
@@ -223,7 +223,7 @@ class UpdateStreams:
     def _age_s(self, table: EmbeddingTable, stream: UpdateReader, now: float) -> float:
         """`age_s` with respect to one stream."""
         oldest_s = 0.0
-        for (topic, _partition), age_s in stream.waits.ages_s().items():
+        for (topic, _partition), age_s in stream.pending.ages_s().items():
             if table not in stream.readers(topic):
                 continue
             if age_s is None:  # waiting messages may be of any age, but are applied in order
@@ -272,10 +272,10 @@ class UpdateStreams:
                 yield (stream.group, topic, str(partition)), messages
 
     def _each(
-        self, said: Callable[[UpdateReader], bool]
+        self, read: Callable[[UpdateReader], bool]
     ) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
-        """Make a gauge's reader: ``said`` of each stream reader, by group."""
-        return lambda: [((each.group,), said(each)) for each in self._readers.streams]
+        """Make a gauge's reader: ``read`` of each stream reader, by group."""
+        return lambda: [((each.group,), read(each)) for each in self._readers.streams]
 
     def _ages(self) -> Iterable[tuple[tuple[str, ...], float]]:
         if self._readers.streams:
@@ -287,7 +287,7 @@ def _arrived_lately(stream: UpdateReader, tables: Collection[EmbeddingTable]) ->
     """True if all unapplied messages for ``tables`` are known to have arrived just now."""
     ages_s = [
         age_s
-        for (topic, _partition), age_s in stream.waits.ages_s().items()
+        for (topic, _partition), age_s in stream.pending.ages_s().items()
         if any(table in tables for table in stream.readers(topic))
     ]
     known = [age_s for age_s in ages_s if age_s is not None]

@@ -63,8 +63,8 @@ class TierStatus:
 def describe_table(table: EmbeddingTable, tiers: Sequence[TierStatus]) -> dict[str, Any]:
     """A table and its state in each of ``tiers``, ready for JSON."""
 
-    def each(said: Callable[[TierStatus], int | None]) -> dict[str, int]:
-        answers = {entry.tier.info.name: said(entry) for entry in tiers}
+    def each(read: Callable[[TierStatus], int | None]) -> dict[str, int]:
+        answers = {entry.tier.info.name: read(entry) for entry in tiers}
         return {name: answer for name, answer in answers.items() if answer is not None}
 
     return {
@@ -86,10 +86,10 @@ def publish_tiers(
 ) -> None:
     """Register gauges of each tier's tables and facts, which are read at a scrape."""
 
-    def of_tables(said: Callable[[TierStatus, EmbeddingTable], float | None]) -> Labelled:
+    def of_tables(read: Callable[[TierStatus, EmbeddingTable], float | None]) -> Labelled:
         for entry in tiers:
             for table in tables():
-                if (known := said(entry, table)) is not None:
+                if (known := read(entry, table)) is not None:
                     labels = entry.tier.info.name, table.model, str(table.version), table.name
                     yield labels, known
 

@@ -41,8 +41,8 @@ class DeviceFeed:
         """See `hps.predict.pipeline.DevicePredictor`."""
         if not batch:
             return None
-        asked = LookupRequest(request.features, request.deadline, request.want_source)
-        rows = self.lookup.lookup_resident(asked)
+        lookup_request = LookupRequest(request.features, request.deadline, request.want_source)
+        rows = self.lookup.lookup_resident(lookup_request)
         if rows is None:
             return None
         return self._predict(rows.vectors, inputs, batch, names, request.deadline), rows

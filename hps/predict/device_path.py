@@ -83,14 +83,14 @@ class DevicePath:
             return None
         key = (batch, names, signature)
         with self._lanes.lease() as lane, self._space.device:
-            alike: _DevicePathTemplate | None = lane.kept.get(key)
-            if alike is None:
-                alike = self._prepare(lane, key, request, batch, names)
+            template: _DevicePathTemplate | None = lane.kept.get(key)
+            if template is None:
+                template = self._prepare(lane, key, request, batch, names)
             if self._backoff.is_due():
-                outputs = self._pool(lane, alike, request.features, inputs)
+                outputs = self._pool(lane, template, request.features, inputs)
                 if outputs is not None:
                     return outputs, LookupResult({})
-            return self._fetch(lane, alike, request, inputs)
+            return self._fetch(lane, template, request, inputs)
 
     def run(
         self,
@@ -115,55 +115,59 @@ class DevicePath:
     def _pool(
         self,
         lane: NetworkLane,
-        alike: _DevicePathTemplate,
+        template: _DevicePathTemplate,
         features: Mapping[str, JaggedKeys],
         inputs: Arrays,
     ) -> Arrays | None:
         """Pool from the cache alone and run the network, with one wait; None if a row is missing."""
         started = time.perf_counter()
-        pooled = alike.pooled
+        pooled = template.pooled
         if pooled is None:
-            pooled = alike.pooled = prepared_pooling(self._cache, alike.bags)
+            pooled = template.pooled = prepared_pooling(self._cache, template.bags)
         part = current_context()
-        call_timed(part, "rows", self._begin, lane, alike, features, pooled)
+        call_timed(part, "rows", self._begin, lane, template, features, pooled)
         # A missing row is detected only after the network has run: checking first would cost another wait.
-        outputs = call_timed(part, "network", _run, alike.form, inputs)
+        outputs = call_timed(part, "network", _run, template.form, inputs)
         missing = pooled.missing()
         self._backoff.record(worked=not missing)
         if missing:
             return None
         seconds = time.perf_counter() - started
-        alike.observe(seconds)
-        alike.finished(seconds)
+        template.observe(seconds)
+        template.finished(seconds)
         return outputs
 
     def _fetch(
-        self, lane: NetworkLane, alike: _DevicePathTemplate, request: PredictRequest, inputs: Arrays
+        self,
+        lane: NetworkLane,
+        template: _DevicePathTemplate,
+        request: PredictRequest,
+        inputs: Arrays,
     ) -> tuple[Arrays, LookupResult] | None:
         """Fetch the rows, missing ones from ``below``, and pool them; None if some are missing there too."""
-        fetched = alike.fetched
+        fetched = template.fetched
         if fetched is None:
-            given = self._cache, self._below, alike.bags, self._observe, self._meter
-            fetched = alike.fetched = FilledFetch(*given)
+            arguments = self._cache, self._below, template.bags, self._observe, self._meter
+            fetched = template.fetched = FilledFetch(*arguments)
         part = current_context()
-        _fill(alike.bags, request.features, fetched.keys)
+        _fill(template.bags, request.features, fetched.keys)
         if not call_timed(part, "rows", fetched.run, lane.stream, request.deadline):
             return None
-        self._assign(lane, alike.assigned)
-        outputs = call_timed(part, "network", _run, alike.form, inputs)
+        self._assign(lane, template.assigned)
+        outputs = call_timed(part, "network", _run, template.form, inputs)
         return outputs, LookupResult({}, defaulted=fetched.finish())
 
     def _begin(
         self,
         lane: NetworkLane,
-        alike: _DevicePathTemplate,
+        template: _DevicePathTemplate,
         features: Mapping[str, JaggedKeys],
         pooled: Any,
     ) -> None:
         """Launch the pooling."""
-        _fill(alike.bags, features, pooled.keys)
+        _fill(template.bags, features, pooled.keys)
         pooled.launch(lane.stream)
-        self._assign(lane, alike.assigned)
+        self._assign(lane, template.assigned)
 
     def _assign(self, lane: NetworkLane, assigned: Sequence[tuple[Any, Any]]) -> None:
         for to, source in assigned:
@@ -194,7 +198,7 @@ class DevicePath:
             (table, bytes([Source.GPU]) * n, [(feature.name, n)])
             for (feature, _), (table, n, _) in zip(self._feeds, counts, strict=True)
         ]
-        alike = _DevicePathTemplate(
+        template = _DevicePathTemplate(
             [
                 DeviceBags(feature, n, n // shapes[feature.name][0], outs[feature.name])
                 for (feature, _), (_, n, _) in zip(self._feeds, counts, strict=True)
@@ -204,8 +208,8 @@ class DevicePath:
             self._observe.prepare(counts),
             self._meter.finished_alike(codes),
         )
-        memoize(lane.kept, key, alike, _KEPT)
-        return alike
+        memoize(lane.kept, key, template, _KEPT)
+        return template
 
     def _outs(
         self, lane: NetworkLane, form: LaneBinding, shapes: Mapping[str, tuple[int, ...]]

@@ -175,7 +175,7 @@ def encode_native(
     row = dim * dtype.itemsize
     room = full - HEADER.size - len(name)
     rows_fit = _fitting(room, 16 + row if count else 16, full)
-    said = (dim, DTYPES.index(dtype), 0, len(table), event_ms, ttl_s, 0, step, dense_version)
+    fields = (dim, DTYPES.index(dtype), 0, len(table), event_ms, ttl_s, 0, step, dense_version)
     keys, versions, vectors, deleted, deleted_versions = map(_bytes_of, _arrays(changes))
     messages = []
     up = down = 0
@@ -188,7 +188,7 @@ def encode_native(
             *(versions[8 * up : 8 * to], deleted_versions[8 * down : 8 * end]),
             vectors[row * up : row * to],
         )
-        messages.append(_message(name, (to - up, end - down, *said), columns))
+        messages.append(_message(name, (to - up, end - down, *fields), columns))
         up, down = to, end
     return messages
 

@@ -78,9 +78,9 @@ class IngestObserver(Protocol):
 
 
 class Ingestor:
-    """Applies the batches of ``source`` to the stores of ``places``, then to ``caches``.
+    """Applies the batches of ``source`` to the stores of ``positions``, then to ``caches``.
 
-    ``tables`` by their name in messages, `model/table`; ``places``: the stores to write, empty where
+    ``tables`` by their name in messages, `model/table`; ``positions``: the stores to write, empty where
     others fill them, with their positions. ``caches``: None for a process without caches.
 
     `step` is called by one thread (`IngestThread`); `close` by any."""
@@ -89,15 +89,15 @@ class Ingestor:
         self,
         source: UpdateSource,
         tables: Mapping[str, EmbeddingTable],
-        places: StreamPositions,
+        positions: StreamPositions,
         caches: CacheRefresher | None,
         dead_letters: DeadLetters,
         observe: IngestObserver,
     ) -> None:
         self._source = source
         self._tables = tables
-        self._places = places
-        self._stores = places.stores
+        self._positions = positions
+        self._stores = positions.stores
         self._caches = caches
         self._dead_letters = dead_letters
         self._observe = observe
@@ -138,7 +138,7 @@ class Ingestor:
         if time.monotonic() - self._recorded_at > RECORD_EVERY_S:
             self.record_positions()
             self._dead_letters.report()
-            if loss := self._places.loss():
+            if loss := self._positions.loss():
                 log.error("reading updates again: %s", loss)
                 self._held = None
                 self._source.restart()
@@ -169,7 +169,7 @@ class Ingestor:
 
     def _missing(self, batch: UpdateBatch) -> str:
         """Reason why ``batch`` must not reach the caches yet; empty when it may."""
-        found = (self._places.missing(self._tables[each.table], each) for each in batch.updates)
+        found = (self._positions.missing(self._tables[each.table], each) for each in batch.updates)
         return next(filter(None, found), "")
 
     def apply(self, batch: UpdateBatch) -> None:
@@ -183,9 +183,9 @@ class Ingestor:
             self._apply(
                 table,
                 update,
-                self._places.positions_to_record(table, batch.positions) if ended else (),
+                self._positions.positions_to_record(table, batch.positions) if ended else (),
             )
-        self._places.mark_applied(batch.positions, set(tables))
+        self._positions.mark_applied(batch.positions, set(tables))
 
     def _keep(self, letters: Sequence[DeadLetter]) -> None:
         for letter in self._dead_letters.keep(letters):
@@ -193,7 +193,7 @@ class Ingestor:
 
     def record_positions(self) -> None:
         """Record the stream positions of tables that had no rows lately in the stores."""
-        for table, positions in self._places.unrecorded():
+        for table, positions in self._positions.unrecorded():
             for each in self._stores:
                 self._write(each, table, _no_changes(table), positions)
         self._recorded_at = time.monotonic()
@@ -213,7 +213,7 @@ class Ingestor:
             self._write(each, table, changes, positions)
             self._observe.visible(table, each.name, made_s)
         if self._caches is not None:
-            refresh(self._caches, table, changes, versioned=self._places.versioned)
+            refresh(self._caches, table, changes, versioned=self._positions.versioned)
             self._observe.visible(table, CACHES, made_s)
         self._observe.applied(table, "upserted", len(changes.keys))
         self._observe.applied(table, "deleted", len(changes.deleted))

@@ -122,13 +122,13 @@ class DeviceLookup(LookupEngine):
         if signature is None or _is_past(request.deadline):
             return None
         key = request.by_table, signature
-        asked = self._checked.get(key)
-        if asked is None:
-            asked = memoize(self._checked, key, self._check(request), _CHECKED_KEPT)
-        if not asked:
+        features = self._checked.get(key)
+        if features is None:
+            features = memoize(self._checked, key, self._check(request), _CHECKED_KEPT)
+        if not features:
             return None
-        keys = [request.features[feature.name] for feature in asked]
-        result = self._prepared_lookups.lookup(key, asked, keys, request.deadline)
+        keys = [request.features[feature.name] for feature in features]
+        result = self._prepared_lookups.lookup(key, features, keys, request.deadline)
         if result is not None:
             result.vectors = {name: result.vectors[name] for name in request.features}
         return result
@@ -153,11 +153,11 @@ class DeviceLookup(LookupEngine):
         if _is_past(request.deadline):
             raise DeadlineExceeded("deadline exceeded before the lookup started")
         stream = self._device.space.take_stream()
-        asked = [
+        flat_keys = [
             (table, _flat(features, keys))
             for (table, features), keys in zip(groups, checked, strict=True)
         ]
-        block = self._device.space.parts(asked, stream)
+        block = self._device.space.parts(flat_keys, stream)
         table_keys = [
             TableKeys(part, None, features, keys)
             for part, (_, features), keys in zip(block.parts, groups, checked, strict=True)
@@ -168,7 +168,7 @@ class DeviceLookup(LookupEngine):
             return chain_future(fetched, partial(self._after_caches, job))
         return self._after_caches(job, self._fetch_caches(job))
 
-    def _promote_found(self, parts: list[Part], asked: list[IndexArray]) -> None:
+    def _promote_found(self, parts: list[Part], missing_positions: list[IndexArray]) -> None:
         """Do nothing: the bridge's inner tier has promoted its rows already."""
 
     def _answer(self, job: _DeviceLookupJob) -> tuple[LookupResult, Answers]:

@@ -136,8 +136,8 @@ class PreparedDeviceLookups:
         """Pool after filling misses from host memory."""
         fetched = form.fetched
         if fetched is None:
-            given = self._device, self._below, form.bags, self._observe, self._meter
-            fetched = form.fetched = FilledFetch(*given)
+            arguments = self._device, self._below, form.bags, self._observe, self._meter
+            fetched = form.fetched = FilledFetch(*arguments)
         for feature, mine, there in zip(features, keys, fetched.keys, strict=True):
             there[:] = feature.shift(mine.keys)
         if not fetched.run(stream, deadline):

@@ -113,7 +113,7 @@ class RemoteLookup:
 
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
-        asked, _ = self._checks.prepare(request)
+        template, _ = self._checks.prepare(request)
 
         def submit(
             keys: Sequence[KeyArray],
@@ -122,7 +122,7 @@ class RemoteLookup:
             /,
         ) -> Future[LookupResult]:
             wide = [each if each.dtype == np.int64 else as_keys(each) for each in keys]
-            return self._begin(asked, asked.message(wide), deadline, None, origin)
+            return self._begin(template, template.message(wide), deadline, None, origin)
 
         return submit
 
@@ -131,15 +131,15 @@ class RemoteLookup:
         return submit_in_span(self.model.name, request, self._submit)
 
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
-        asked, features = self._checks.prepare(request)
+        template, features = self._checks.prepare(request)
         keys = [each.keys for each in features.values()]
-        more = b"" if asked.are_keys_all else offsets_and_weights(features)
-        message = call_timed(request.origin, "encode", asked.message, keys, more)
-        return self._begin(asked, message, request.deadline, request.out, request.origin)
+        more = b"" if template.are_keys_all else offsets_and_weights(features)
+        message = call_timed(request.origin, "encode", template.message, keys, more)
+        return self._begin(template, message, request.deadline, request.out, request.origin)
 
     def _begin(
         self,
-        asked: LookupRequestTemplate,
+        template: LookupRequestTemplate,
         message: bytes,
         deadline: float | None,
         out: Mapping[str, VectorArray] | None,
@@ -155,7 +155,7 @@ class RemoteLookup:
             headers = origin.headers()
             if origin.is_profiled:
                 profile, message = origin, message + _PROFILED
-        call = RemoteLookupCall(asked, message, now, deadline, out, headers, profile)
+        call = RemoteLookupCall(template, message, now, deadline, out, headers, profile)
         with self._lock:
             if self._in_flight >= self._max_in_flight:
                 raise Unavailable(
@@ -274,8 +274,8 @@ class RemoteLookup:
         if call.profile is not None:
             sent, now = round(attempt.started * 1e9), time.monotonic_ns()
             call.profile.reported("node", sent, now, response.profile)
-        result = call_timed(call.profile, "decode", call.of.result, response)
-        call.of.finished(time.monotonic() - call.started)
+        result = call_timed(call.profile, "decode", call.template.result, response)
+        call.template.finished(time.monotonic() - call.started)
         call.finish(result)
 
     def _ended(self, call: RemoteLookupCall, answer: Future[LookupResult]) -> None:

@@ -45,8 +45,8 @@ class LookupRequestTemplate:
         "_keys",
         "_named",
         "_report",
-        "_shares",
         "_size",
+        "_slices",
         "are_keys_all",
         "finished",
     )
@@ -60,7 +60,7 @@ class LookupRequestTemplate:
         meter: LookupMeter,
     ) -> None:
         """``features`` are the request's checked keys, of the ``known`` features."""
-        said = pb.Asked(
+        header = pb.Asked(
             model=model.name,
             version=model.version,
             by_table=request.by_table,
@@ -72,30 +72,30 @@ class LookupRequestTemplate:
         )
         """True if the requests have neither offsets nor weights."""
         self._keys = self._size = 0
-        shares = []
-        for name, given in features.items():
-            count, table = len(given.keys), known[name].table
-            said.names.add(
+        slices = []
+        for name, jagged in features.items():
+            count, table = len(jagged.keys), known[name].table
+            header.names.add(
                 name=name,
                 count=count,
-                batch=given.batch,
-                has_offsets=given.offsets is not None,
-                has_weights=given.weights is not None,
+                batch=jagged.batch,
+                has_offsets=jagged.offsets is not None,
+                has_weights=jagged.weights is not None,
             )
-            rows = count if known[name].pooling == "none" else given.batch
+            rows = count if known[name].pooling == "none" else jagged.batch
             dtype = table.dtype.newbyteorder("<")
             keys, at = slice(self._keys, self._keys + count), self._size
             is_aligned = at % dtype.itemsize == 0
-            shares.append(_ResponseSlice(name, keys, at, (rows, table.dim), dtype, is_aligned))
+            slices.append(_ResponseSlice(name, keys, at, (rows, table.dim), dtype, is_aligned))
             self._keys += count
             self._size += rows * table.row_bytes
-        self._shares = tuple(shares)
-        self._named = [share.name for share in shares]
+        self._slices = tuple(slices)
+        self._named = [piece.name for piece in slices]
         self._alike: tuple[tuple[int, int, int], np.dtype[Any]] | None = None
-        if len({(share.shape, share.dtype) for share in shares}) == 1:  # one reshape is faster
-            self._alike = (len(shares), *shares[0].shape), shares[0].dtype
+        if len({(piece.shape, piece.dtype) for piece in slices}) == 1:  # one reshape is faster
+            self._alike = (len(slices), *slices[0].shape), slices[0].dtype
         whole = pb.LookupRequest(
-            asked=said.SerializeToString(), keys=bytes(_KEY_BYTES * self._keys)
+            asked=header.SerializeToString(), keys=bytes(_KEY_BYTES * self._keys)
         )
         packed = whole.SerializeToString()
         self._head: bytes = packed[: len(packed) - len(whole.keys)]
@@ -133,7 +133,7 @@ class LookupRequestTemplate:
             rows = np.frombuffer(packed, dtype).reshape(whole)
             return dict(zip(self._named, rows, strict=True))
         vectors = {}
-        for name, _, at, shape, dtype, is_aligned in self._shares:
+        for name, _, at, shape, dtype, is_aligned in self._slices:
             found: Any = np.ndarray(shape, dtype, packed, at)
             vectors[name] = found if is_aligned else found.copy()
         return vectors
@@ -148,9 +148,9 @@ class LookupRequestTemplate:
             )
         all_sources = np.frombuffer(sources, _UINT8)
         all_versions = np.frombuffer(versions, _UINT64)
-        for share in self._shares:
-            result.sources[share.name] = all_sources[share.keys]
-            result.versions[share.name] = all_versions[share.keys]
+        for piece in self._slices:
+            result.sources[piece.name] = all_sources[piece.keys]
+            result.versions[piece.name] = all_versions[piece.keys]
 
 
 def offsets_and_weights(features: Mapping[str, JaggedKeys]) -> bytes:

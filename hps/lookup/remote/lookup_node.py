@@ -129,16 +129,16 @@ class LookupNode:
         serving = self._connection.serving
         return serving.future(pb.ServingRequest(), timeout=timeout_s, metadata=metadata)
 
-    def finish_poll(self, asked: Any) -> bool:
+    def finish_poll(self, poll: Any) -> bool:
         """Store the result of a poll; return True if anything has changed."""
         before = self.standing, self.problem, self.models
-        code = asked.code()
+        code = poll.code()
         if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
             self._late_until = 0.0
         elif self.standing == "ready":
             self._late_until = time.monotonic() + LATE_S
         if code is grpc.StatusCode.OK:
-            status = asked.result()
+            status = poll.result()
             self.models = {
                 (each.model, each.version): ServedVersion(each.digest, each.former)
                 for each in status.models
@@ -149,7 +149,7 @@ class LookupNode:
         else:
             # The last known versions are kept: this process may be the slow one.
             self.standing = "unreachable"
-            self.problem = f"{code.name}: {short_error(asked.details() or '')}"
+            self.problem = f"{code.name}: {short_error(poll.details() or '')}"
         return before != (self.standing, self.problem, self.models)
 
     @property

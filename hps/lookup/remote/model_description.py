@@ -67,9 +67,9 @@ def check_same_description(address: str, there: Any, here: LookupModel) -> None:
     features = {feature.name: feature for feature in there.features}
     for name, feature in here.features.items():
         wanted = _feature(feature)
-        given = features.get(name)
-        if given != wanted:
-            shown = " ".join(str(given).split()) if given else "nothing"
+        reported = features.get(name)
+        if reported != wanted:
+            shown = " ".join(str(reported).split()) if reported else "nothing"
             raise ModelError(
                 f"feature '{name}' of model '{here.name}' version {here.version}: here "
                 f"{' '.join(str(wanted).split())}, but {address} has {shown}; both must be of the same "

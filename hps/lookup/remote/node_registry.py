@@ -175,8 +175,8 @@ class NodeRegistry:
         self._metadata = () if key is None else (("x-api-key", key),)
         for target in self.all:
             if target not in self._polls:
-                self._polls[target] = asked = target.start_poll(_ANSWER_S)
-                asked.add_done_callback(lambda done, target=target: self._finish_poll(target, done))
+                self._polls[target] = poll = target.start_poll(_ANSWER_S)
+                poll.add_done_callback(lambda done, target=target: self._finish_poll(target, done))
 
     def _renew(self) -> None:
         """Reconnect after a renewal of certificates; calls in flight end on their channel."""
@@ -189,10 +189,10 @@ class NodeRegistry:
             if not self.later(_DRAIN_S, connection.close):
                 connection.close()
 
-    def _finish_poll(self, target: LookupNode, asked: Any) -> None:
+    def _finish_poll(self, target: LookupNode, poll: Any) -> None:
         """Handle the end of a poll, on a thread of gRPC."""
         try:
-            if target.finish_poll(asked) and not self._closed:
+            if target.finish_poll(poll) and not self._closed:
                 self._changed.set()
                 self._wake.set()
                 if target.standing == "unreachable" and target.may_serve:
@@ -202,9 +202,9 @@ class NodeRegistry:
 
     def _await_first(self) -> None:
         done: list[Future[None]] = []
-        for asked in [*self._polls.values()]:
+        for poll in [*self._polls.values()]:
             ended: Future[None] = Future()
-            asked.add_done_callback(lambda _asked, ended=ended: ended.set_result(None))
+            poll.add_done_callback(lambda _poll, ended=ended: ended.set_result(None))
             done.append(ended)
         for ended in done:
             ended.result(2 * _ANSWER_S)

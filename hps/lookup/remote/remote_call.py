@@ -42,16 +42,16 @@ class RemoteLookupCall:
         "failure",
         "headers",
         "message",
-        "of",
         "out",
         "profile",
         "started",
+        "template",
         "tried",
     )
 
     def __init__(
         self,
-        of: LookupRequestTemplate,
+        template: LookupRequestTemplate,
         message: bytes,
         started: float,
         deadline: float,
@@ -59,7 +59,7 @@ class RemoteLookupCall:
         headers: Mapping[str, str] | None,
         profile: RequestContext | None = None,
     ) -> None:
-        self.of = of
+        self.template = template
         self.message = message
         self.deadline = deadline
         self.started = started

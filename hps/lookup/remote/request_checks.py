@@ -42,11 +42,11 @@ class RemoteRequestChecks:
         key = _alike(request)
         if key is None:
             return self._new(request)
-        asked = self._kept.get(key)
-        if asked is None:
-            asked, _ = self._new(request)
-            memoize(self._kept, key, asked, _KEPT)
-        return asked, request.features
+        template = self._kept.get(key)
+        if template is None:
+            template, _ = self._new(request)
+            memoize(self._kept, key, template, _KEPT)
+        return template, request.features
 
     def _new(self, request: LookupRequest) -> tuple[LookupRequestTemplate, dict[str, JaggedKeys]]:
         known = self._by_table if request.by_table else self._model.features

@@ -117,15 +117,15 @@ class UnaryMethod:
     def _start_future(
         self, message: bytes, timeout_s: float, metadata: Sequence[tuple[str, str]], on_done: OnDone
     ) -> Cancel:
-        asked = self._method.future(message, timeout=timeout_s, metadata=metadata)
-        asked.add_done_callback(
-            lambda _: self._report(on_done, asked.code(), asked.details(), _FutureEvent(asked))
+        call = self._method.future(message, timeout=timeout_s, metadata=metadata)
+        call.add_done_callback(
+            lambda _: self._report(on_done, call.code(), call.details(), _FutureEvent(call))
         )
-        return asked.cancel  # type: ignore[no-any-return]  # grpc has no types
+        return call.cancel  # type: ignore[no-any-return]  # grpc has no types
 
 
 class _FutureEvent:
     """A grpc future with the interface that `UnaryMethod` reads messages from."""
 
-    def __init__(self, asked: Any) -> None:
-        self.message = asked.result
+    def __init__(self, call: Any) -> None:
+        self.message = call.result

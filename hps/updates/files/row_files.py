@@ -118,11 +118,11 @@ def _open_parquet(path: Path) -> RowFile:
     except pa.ArrowException as error:
         raise BadRequest(f"{path} is not a Parquet file: {error}") from None
     _check_columns(path, schema.names)
-    said = {
+    metadata = {
         k.decode(): v.decode() for k, v in (schema.metadata or {}).items() if k != b"ARROW:schema"
     }
-    named = "model" in said and "table" in said
-    return RowFile(path, rows, f"{said['model']}/{said['table']}" if named else None)
+    named = "model" in metadata and "table" in metadata
+    return RowFile(path, rows, f"{metadata['model']}/{metadata['table']}" if named else None)
 
 
 def _parquet_blocks(path: Path, block: int) -> Iterator[dict[str, NDArray[Any]]]:

@@ -136,19 +136,24 @@ class Producer:
         this call may have been sent then. After Unavailable call `flush`, and send again what was sent
         since the last flush that returned."""
         self._check(table)
-        said = MessageAttributes(unix_ms(event_time), ttl_s, step, dense_version)
+        attributes = MessageAttributes(unix_ms(event_time), ttl_s, step, dense_version)
         if self._format == "hps" and versions is not None:
             raise BadRequest("HPS's format has no versions; leave them out")
-        changes = check_changes(keys, rows, versions, deleted, self._clock, said.event_ms)
+        changes = check_changes(keys, rows, versions, deleted, self._clock, attributes.event_ms)
         native = self._format == "native"
         topic = native_topic(self._model) if native else hps_topic(self._model, table)
         name = f"{self._model}/{table}" if native else table
         deadline = time.monotonic() + self._wait_s
         count = self._count(topic)
         parts = [
-            (partition, encode(self._format, name, some, said, key_bits=self._key_bits, full=self._full))
+            (
+                partition,
+                encode(
+                    self._format, name, some, attributes, key_bits=self._key_bits, full=self._full
+                ),
+            )
             for partition, some in split_by_partition(changes, self._groups, count)
-        ]  # fmt: skip
+        ]
         for partition, messages in parts:
             for message in messages:
                 self._produce(topic, partition, message, deadline)
