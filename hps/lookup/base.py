@@ -38,8 +38,9 @@ class Feature:
         return self.keys_of or self.name
 
     def shift(self, keys: KeyArray) -> KeyArray:
-        """Convert this feature's keys to the table's: add ``key_offset`` mod 2^64; a table with 32-bit keys
-        uses the low 32 bits."""
+        """Convert this feature's keys to the table's.
+
+        Adds ``key_offset`` mod 2^64; a table with 32-bit keys uses the low 32 bits."""
         if self.key_offset:
             keys = (keys.view(np.uint64) + np.uint64(self.key_offset % 2**64)).view(np.int64)
         return keys if self.table.key_bits == 64 else self.table.narrow(keys)

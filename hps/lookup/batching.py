@@ -102,8 +102,9 @@ class Batcher(Generic[Request, Result]):
         return not (limits.delay_s or self._queues) and self._in_flight < limits.max_in_flight
 
     def submit(self, request: Request) -> Future[Result]:
-        """Start ``request``, alone or in a batch. Raises what ``BatchWork.merge_key`` and
-        ``BatchWork.submit_one`` raise."""
+        """Start ``request``, alone or in a batch.
+
+        Raises what ``BatchWork.merge_key`` and ``BatchWork.submit_one`` raise."""
         if self.is_idle:
             return self.track(self._work.submit_one(request))
         joined = self._work.merge_key(request)
@@ -303,7 +304,9 @@ class _BatchedFuture(Future[Any]):
 
 
 class _QueuedItem:
-    """A request that waits for its batch. ``due``: when it may start although the batch is not full."""
+    """A request that waits for its batch.
+
+    ``due``: when it may start although the batch is not full (``time.monotonic()``)."""
 
     __slots__ = ("deadline", "due", "future", "request", "since", "size")
 

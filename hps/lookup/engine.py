@@ -207,8 +207,9 @@ class LookupEngine:
         return missed
 
     def _fetch_stores(self, job: LookupJob, missed: list[Part]) -> LookupResult | None:
-        """Fetch ``missed`` parts from the stores, promote the rows found and answer; None if the request
-        must start again."""
+        """Fetch ``missed`` parts from the stores, promote the rows found and answer.
+
+        None if rows were evicted in between and the request must start again."""
         if missed:
             missing_positions = [part.missing for part in missed]
             self._stores.fetch(missed, job.context)

@@ -43,8 +43,10 @@ Plan = Callable[[tuple[str, ...], bool], tuple[Group, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FeatureSlice:
-    """One feature's keys: their ``position`` in the request, their ``start`` among the table's keys, their
-    number ``n``."""
+    """One feature's keys in a request and among its table's keys.
+
+    ``position``: the feature's, in the request; ``start``: of its keys among the table's; ``n``: their
+    number."""
 
     feature: Feature
     position: int
@@ -172,8 +174,9 @@ class PreparedLookup:
         self._gather: GatherFunction = prepare_gather(tier, sizes)
 
     def __call__(self, keys: Sequence[KeyArray]) -> LookupResult | PartialHit | None:
-        """Answer for each feature's keys ``(n,)``, in the request's order; None if the request must take
-        the slow path."""
+        """Answer for each feature's keys ``(n,)``, in the request's order.
+
+        None if the request must take the slow path."""
         started = perf_counter()
         asks: list[Ask] = []
         for each in self._rows:

@@ -66,7 +66,7 @@ class Attached(SyncedModels):
         self._connections = connections
 
     def ask_node(self, what: str, timeout_s: float = 5.0, **fields: Any) -> Any:
-        """Send a question to the node's process; see `hps.tiers.node.NodeServer`.
+        """Send a query to the node's process; see `hps.tiers.node.NodeServer`.
 
         Raises TierError or Unavailable."""
         return self._connections.ask(what, time.monotonic() + timeout_s, **fields)

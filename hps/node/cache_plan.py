@@ -29,7 +29,7 @@ def plan_rows_for_new_model(
     new: Collection[EmbeddingTable],
     held: Mapping[EmbeddingTable, int],
 ) -> tuple[Rows, str]:
-    """As `plan_rows`, for the ``new`` tables next to others with a capacity of ``held`` rows.
+    """Plan rows for the ``new`` tables, next to others with a capacity of ``held`` rows; see `plan_rows`.
 
     The new tables get at most the memory that the others leave. Also returns a warning if that is less
     than a start would give, else "". A configured share of a table's rows is granted whatever it costs."""

@@ -78,7 +78,7 @@ class Node(OpenModels):
         want_source: bool = False,
         timeout_s: float | None = None,
     ) -> LookupResult:
-        """As `lookup`, with vectors that stay on a GPU: CuPy arrays, which Torch takes by DLPack.
+        """Look up vectors that stay on a GPU: CuPy arrays, which Torch takes by DLPack; else as `lookup`.
 
         The arrays are complete. Several GPUs take turns. Raises ``BadRequest`` for a node without a GPU
         cache."""

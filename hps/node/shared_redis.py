@@ -95,9 +95,10 @@ class SharedRedis:
         )
 
     def load(self, models: Sequence[OpenedTables], progress: Progress) -> None:
-        """Check the tables and load a share of their rows; on a thread, later, if Redis is unavailable now.
+        """Check the tables and load a share of their rows.
 
-        Raises ConfigError, and TierError if no other store has the rows."""
+        If Redis is unavailable now, a thread does it later. Raises ConfigError, and TierError if no
+        other store has the rows."""
 
         def load(progress: Progress) -> None:
             for model in models:

@@ -236,9 +236,9 @@ class NodeStores:
         return rows if self._rocksdb is None else max(rows, self._rocksdb.entries(table))
 
     def version_of_rows(self, table: EmbeddingTable) -> int | None:
-        """The version of all rows of the table's files, if the stores hold exactly those.
+        """The version of all rows of the table's files, if the stores hold exactly those; else None.
 
-        None if only the stores know the versions, as always when other processes may write to one of them."""
+        None always if other processes may write to a store: then only the stores know the versions."""
         if self._rocksdb is None or self._redis is not None:
             return None
         return version_of_rows(self._rocksdb, table, self._files[table])

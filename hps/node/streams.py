@@ -209,12 +209,11 @@ class UpdateStreams:
             raise NotFound(f"no partition {partition} of topic {topic!r} is read here")
 
     def age_s(self, table: EmbeddingTable) -> float:
-        """Possible age of the rows of ``table`` in seconds: that of its first unapplied update. Never
-        waits.
+        """Possible age in seconds of the rows of ``table``: that of its first unapplied update.
 
-        0 when everything known is applied. While a reader does not know which messages it misses: the
-        age of the newest row that it applied, or the time since it started. Of a table that is no
-        longer followed: the time since it had all updates."""
+        Never waits. 0 when everything known is applied. While a reader does not know which messages it
+        misses: the age of the newest row that it applied, or the time since it started. Of a table that
+        is no longer followed: the time since it had all updates."""
         now, current_s = time.time(), self._current_s.get(table, 0.0)
         if current_s and table not in self._readers.tables:
             return max(0.0, now - current_s)

@@ -34,8 +34,9 @@ class PredictChecks:
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
 
     def inputs(self, request: PredictRequest) -> tuple[Arrays, int]:
-        """Return the dense inputs ``(batch, ...)``, converted where safe, and the batch. Raises
-        ``BadRequest``."""
+        """Return the dense inputs ``(batch, ...)``, converted where safe, and the batch.
+
+        Raises ``BadRequest``."""
         features = self._features
         _same_names("feature", request.features, self._keys, self._model)
         _same_names("input", request.dense, self._dense, self._model)

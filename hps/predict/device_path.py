@@ -214,8 +214,10 @@ class DevicePath:
     def _outs(
         self, lane: NetworkLane, form: LaneBinding, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-        """Return each feature's destination: the network's own input, or, for vectors to widen or repeat, a
-        new array that is then assigned to that input."""
+        """Return each feature's destination on the device, and the assignments to make after pooling.
+
+        The destination is the network's own input or, for vectors to widen or repeat, a new array that
+        is then assigned to that input."""
         outs, assigned = {}, []
         for feature, tensor in self._feeds:
             feed, shape, dtype = form.feeds[tensor], shapes[feature.name], feature.table.dtype

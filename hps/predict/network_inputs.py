@@ -15,8 +15,9 @@ from hps.lookup.base import Feature
 def check_wiring(
     model: str, spec: DenseSpec, features: Mapping[str, Feature], network: DenseModel
 ) -> dict[str, NetworkTensor]:
-    """Check ``spec`` against the network; return the tensors that it is fed, by name. Raises
-    ``ModelError``."""
+    """Check ``spec`` against the network; return the tensors that it is fed, by name.
+
+    Raises ``ModelError`` for a mismatch."""
     fed = fed_tensors(model, spec, features)
     outputs = {tensor.name: tensor for tensor in spec.outputs}
     check_network(model, network, fed.values(), served_tensors(spec))

@@ -41,8 +41,9 @@ class DevicePredictor(Protocol):
     def quick(
         self, request: PredictRequest, inputs: Arrays, batch: int, names: tuple[str, ...]
     ) -> tuple[Arrays, LookupResult] | None:
-        """Return the outputs ``names`` and the lookup's result without vectors, if memory holds every row;
-        else None. ``inputs (batch, ...)``."""
+        """Predict if memory holds every row; else return None.
+
+        Returns the outputs ``names`` and the lookup's result without vectors. ``inputs (batch, ...)``."""
         ...
 
     def run(
@@ -53,8 +54,9 @@ class DevicePredictor(Protocol):
         names: tuple[str, ...],
         deadline: float | None = None,
     ) -> Arrays:
-        """Compute the outputs ``names`` from the result of ``lookup``. A remote network is not waited for
-        after ``deadline``."""
+        """Compute the outputs ``names`` from the result of ``lookup``.
+
+        A remote network is not waited for after ``deadline``."""
         ...
 
 

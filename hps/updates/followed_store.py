@@ -153,8 +153,10 @@ class FollowedPositions:
         self.loss = followed.loss
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
-        """See `StreamPositions`. The store's writer records the topic's id in the store. Until then the
-        store counts as having none of the topic's updates."""
+        """See `StreamPositions`.
+
+        The store's writer records the topic's id in the store. Until then the store counts as having
+        none of the topic's updates."""
         place = topic, partition
         self._topic_ids[place] = topic_id
         tables = self._readers(topic)

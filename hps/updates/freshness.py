@@ -17,8 +17,8 @@ Result = TypeVar("Result", bound=LookupResult | PredictResult)
 class Freshness:
     """Staleness of one model. Without ``limit_s`` it is never stale.
 
-    One thread calls `judge`. Requests read the two attributes, without a lock, and call a method only
-    when one is set."""
+    One thread calls `judge`. Requests read ``stale_s`` and ``refusal`` without a lock, and call a
+    method only if one of them is set."""
 
     __slots__ = ("_flagged", "_limit_s", "_on_stale", "_refused", "refusal", "stale_s")
 

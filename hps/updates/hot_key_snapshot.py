@@ -142,7 +142,7 @@ class HotKeySnapshots:
 
 
 def hot_keys_at_start(path: Path) -> dict[str, HotKeys]:
-    """As `read_hot_keys`; empty if there is no file, and with a warning if it is damaged."""
+    """Read a file of `write_hot_keys`; empty if there is none, or, with a warning, if it is damaged."""
     try:
         return read_hot_keys(path)
     except FileNotFoundError:

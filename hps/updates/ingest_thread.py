@@ -51,7 +51,7 @@ class IngestThread:
         self._resumed.set()
 
     def call(self, work: Callable[[], None]) -> Future[None]:
-        """Queue ``work`` for the ingest thread, which alone may use the source."""
+        """Queue ``work`` for the ingest thread, the only one that may use the source."""
         done: Future[None] = Future()
         self._calls.append((work, done))
         if self._closed.is_set():

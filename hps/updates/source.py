@@ -83,8 +83,9 @@ class UpdateSource(Protocol):
         ...
 
     def lag(self) -> Mapping[tuple[str, int], int] | None:
-        """Lag by topic and partition, in messages or files, a moment ago; None while the partitions are
-        unknown."""
+        """Lag by topic and partition, in messages or files, a moment ago.
+
+        None while the partitions are unknown."""
         ...
 
     def poll(self, timeout_s: float) -> UpdateBatch | None:

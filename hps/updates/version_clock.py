@@ -40,8 +40,9 @@ class VersionClock:
         return int(self.take(time.time_ns() // 1_000_000, 1)[0])
 
     def above(self, version: int, stored: VersionArray) -> VersionArray:
-        """Versions (n,): ``version``, or one above ``stored (n,)`` where that is not lower; 0 if none is
-        left."""
+        """Make versions (n,): ``version``, or one above ``stored (n,)`` where that is not lower.
+
+        0 where no version is left above the stored one."""
         versions = np.full(len(stored), version, np.uint64)
         ahead = stored >= version
         versions[ahead] = stored[ahead] + np.uint64(1 + self._offset)

@@ -73,8 +73,10 @@ class TritonModel:
         outputs: tuple[str, ...] | None = None,
         deadline: float | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """Run the network; see ``DenseModel``. Raises Unavailable if Triton is unreachable or does not
-        serve the expected model, and DeadlineExceeded."""
+        """Run the network; see ``DenseModel``.
+
+        Raises Unavailable if Triton is unreachable or does not serve the expected model, and
+        DeadlineExceeded."""
         until = time.monotonic() + self._timeout_s
         if deadline is not None:
             until = min(until, deadline)

@@ -94,10 +94,9 @@ class ThreadRegions:
     ) -> dict[str, NDArray[Any]]:
         """Run ``transport.infer`` with tensors in this thread's region.
 
-        After an error the thread takes another region, since Triton may still write to the old one, unless
-        Triton never got the run. A restarted Triton that knows no regions gets the run again immediately.
-        Also raises Unavailable if there is no memory for a region.
-        """
+        After an error the thread takes another region, since Triton may still write to the old one; not
+        if Triton never received the run. If a restarted Triton does not know the region, the run is
+        repeated immediately. Also raises Unavailable if there is no memory for a region."""
         for first in (True, False):
             try:
                 return self._infer(transport, inputs, outputs, left_s)
@@ -113,8 +112,9 @@ class ThreadRegions:
         raise AssertionError("the second attempt answers or raises")
 
     def close(self, transport: TritonTransport) -> None:
-        """Unregister all regions; no run may be in flight. If Triton does not respond, memory that it may
-        still use is kept until the process ends."""
+        """Unregister all regions; no run may be in flight.
+
+        If Triton does not respond, memory that it may still use is kept until the process ends."""
         with self._lock:
             regions, self._all = self._all, []
         for region in regions:

@@ -78,8 +78,10 @@ class TritonTransport(Protocol):
     ``register`` and ``unregister`` raise what ``infer`` raises."""
 
     def describe(self, timeout_s: float) -> TritonModelInfo:
-        """Return Triton's description. Raises `TritonUnavailable`, `DeadlineExceeded`, `NotFound` if there
-        is no such model, `ModelError` if a network cannot use its tensors' types."""
+        """Return Triton's description of the model.
+
+        Raises `TritonUnavailable`, `DeadlineExceeded`, `NotFound` if there is no such model,
+        `ModelError` if a network cannot use its tensors' types."""
         ...
 
     def infer(
@@ -89,10 +91,11 @@ class TritonTransport(Protocol):
         timeout_s: float,
         shared: SharedMemoryTensors | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """Return the ``outputs`` for ``inputs`` (name, datatype, array). Tensors in ``shared`` are read and
-        written there, and are not among the returned arrays. Triton gets ``timeout_s`` too, and need not
-        run a request that waited longer in its queue. Raises `TritonUnavailable`, `DeadlineExceeded`,
-        `DenseModelError`."""
+        """Return the ``outputs`` for ``inputs`` (name, datatype, array).
+
+        Tensors in ``shared`` are read and written there, and are not among the returned arrays. Triton
+        gets ``timeout_s`` too, and need not run a request that waited longer in its queue. Raises
+        `TritonUnavailable`, `DeadlineExceeded`, `DenseModelError`."""
         ...
 
     def register(

@@ -172,7 +172,7 @@ class DeviceLookup(LookupEngine):
         """Do nothing: the bridge's inner tier has promoted its rows already."""
 
     def _answer(self, job: _DeviceLookupJob) -> tuple[LookupResult, Answers]:
-        """Return the rows found, with the function that pools them into given arrays."""
+        """Return the rows found, and the tables' source codes; `DeviceLookupResult.into` pools them later."""
         request, stream = job.request, job.context.stream
         versions, sources = job.block.reports(stream)
         self._device.space.give_back(stream)

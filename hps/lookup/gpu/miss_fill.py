@@ -62,8 +62,9 @@ class LowerTiers:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBags:
-    """Bags of one feature: ``n`` keys, ``hotness`` per bag, pooled to ``out (n / hotness, dim)`` on the
-    device."""
+    """Bags of one feature on the device: ``n`` keys, ``hotness`` per bag.
+
+    They are pooled to ``out (n / hotness, dim)``."""
 
     feature: Feature
     n: int

@@ -70,8 +70,9 @@ class NodeChannel:
         self._watching: Any = None
 
     def keep_thread(self) -> None:
-        """Keep one call in flight. Without any, gRPC starts a thread per call, which costs as much as a
-        lookup."""
+        """Keep one call in flight, so that gRPC keeps its thread.
+
+        Without any call, gRPC starts a thread per call, which costs as much as a lookup."""
         if self._watching is None or self._watching.done():
             with suppress(ValueError):  # closed
                 self._watching = self._watch(b"")

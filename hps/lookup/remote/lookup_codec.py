@@ -104,8 +104,9 @@ class LookupRequestTemplate:
         """Counts one lookup; called with the seconds that it took."""
 
     def message(self, keys: Sequence[KeyArray], more: bytes = b"") -> bytes:
-        """Encode the ``LookupRequest`` of ``keys``, one array per name; ``more``: see
-        `offsets_and_weights`."""
+        """Encode the ``LookupRequest`` of ``keys``, one array per name.
+
+        ``more``: see `offsets_and_weights`."""
         pieces: list[Any] = [self._head, *keys, more]
         return b"".join(pieces)
 

@@ -135,8 +135,9 @@ class DeadLetterTopic:
                     )
 
     def _send(self, letters: Sequence[DeadLetter], size: int | None = None) -> list[DeadLetter]:
-        """Send ``letters``; returns those that are too large. ``size``: of the message that a letter
-        replaces."""
+        """Send ``letters``; returns those that are too large.
+
+        ``size``: of the message that a letter replaces."""
         large: list[DeadLetter] = []
         failed: list[str] = []
         for letter in letters:

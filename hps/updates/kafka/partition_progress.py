@@ -15,7 +15,7 @@ _RETRY_S = 0.5  # retry interval for what Kafka did not answer
 
 
 class AssignedPartitions:
-    """The partitions that a reader has, used by its polling thread.
+    """The partitions that a reader has; used by its polling thread.
 
     Any thread may call `applied`, `waiting` and `record_ends`."""
 

@@ -206,8 +206,9 @@ class KafkaSource:
                 self._consumer.commit(offsets=offsets, asynchronous=True)
 
     def _record_ends(self) -> None:
-        """Record end offsets. The consumer allows one thread at a time, so only the polling thread may
-        call."""
+        """Record end offsets from the consumer.
+
+        It allows one thread at a time, so only the polling thread may call."""
         now = time.monotonic()
         self._is_placed = self._assignment.places is not None and self._readings.complete
         if not self._is_placed or now < self._ends_at:

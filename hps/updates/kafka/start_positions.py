@@ -218,8 +218,9 @@ class StartPositions:
         bounds: Mapping[Place, tuple[int, int]],
         consumer: ck.Consumer,
     ) -> dict[Place, tuple[int, bool]]:
-        """Start offsets of partitions without a stored position, and whether earlier messages count as
-        applied."""
+        """Find start offsets of partitions without a stored position.
+
+        Also returns for each whether earlier messages count as applied."""
         hps: Mapping[Place, int] = {}
         if self._hps_group is not None and places:
             hps = committed_offsets(self._settings, self._hps_group, places)
