@@ -171,6 +171,6 @@ def test_every_number_that_is_refused_is_in_the_page(ps: Ps) -> None:
                 load_config(ps.path, environ={})
             except ConfigError:
                 refused.add(key.name)
-    text = PAGE.read_text().partition("Refused, with exit code 2")[2].partition("<!--")[0]
+    text = PAGE.read_text().partition("Rejected, with exit code 2")[2].partition("<!--")[0]
     assert sorted(name for name in refused if f"`{name}`" not in text) == []
     assert "num_of_worker_buffer_in_pool" not in refused
