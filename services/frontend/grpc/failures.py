@@ -9,7 +9,7 @@ from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from hps.tracing import RequestContext
 from services.frontend.errors import REFUSALS, client_error, rejection_reason, status_of
-from services.frontend.grpc.request_naming import named
+from services.frontend.grpc.request_naming import call_identity
 from services.frontend.grpc.responders import UnaryResponder
 from services.frontend.state import FrontendState, ServedEndpoint
 
@@ -21,13 +21,12 @@ def fail(
     method: str,
     entry: ServedEndpoint | None,
     started: int,
-    known_as: str = "",
+    request_id: str = "",
     origin: RequestContext | None = None,
 ) -> None:
     """Answer a request that began at ``started`` (ns) with ``error``.
 
-    ``entry`` is None if the model is unknown. ``known_as``: the request's ID. ``origin``: None if it was not
-    known yet.
+    ``entry`` is None if the model is unknown, ``origin`` if it was not known yet.
     """
     if origin is None and isinstance(error, REFUSALS) and not state.observer.watches:
         # Nothing observes the rejection but its client. In an overload, most of the work is this.
@@ -37,7 +36,7 @@ def fail(
     endpoint = None if entry is None else entry.endpoint
     if origin is None:
         model = "" if endpoint is None else endpoint.name
-        origin = state.observer.begin(model, started, *named(known_as, reply.context))
+        origin = state.observer.begin(model, started, *call_identity(request_id, reply.context))
     answered = client_error(error, origin.request_id)
     count_failure(answered, state.metrics, method, entry, started)
     state.observer.failed("grpc", origin, endpoint, status_of(answered).grpc, error, started)

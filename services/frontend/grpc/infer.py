@@ -136,10 +136,10 @@ class GrpcInferenceService:
     def _begin(self, message: bytes, reply: UnaryResponder, started: int, caller: str) -> None:
         """Admit an authenticated request and submit it."""
         route: GrpcRoute | None = None
-        known_as = ""
+        request_id = ""
         try:
             to = address(message)
-            known_as = to.id
+            request_id = to.id
             route = self._route(to)
             if self._clients is not None:
                 reply = CountedResponder(reply, self._clients, caller)
@@ -151,13 +151,13 @@ class GrpcInferenceService:
             elif endpoint.is_busy:
                 refusal = endpoint.refusal(size)
             if refusal is not None:
-                fail(refusal, reply, self._state, "infer", route.entry, started, known_as)
+                fail(refusal, reply, self._state, "infer", route.entry, started, request_id)
                 return
             submit = partial(self._submit, message, to, route, reply, started, expected)
             reply.run(submit, size)
         except Exception as error:
             entry = None if route is None else route.entry
-            fail(error, reply, self._state, "infer", entry, started, known_as)
+            fail(error, reply, self._state, "infer", entry, started, request_id)
 
     def _submit(
         self,

@@ -26,7 +26,7 @@ from services.frontend.grpc.lookup_request import LookupRequestParser
 from services.frontend.grpc.method_handlers import UnaryHandler
 from services.frontend.grpc.pending import PendingAnswers, call_deadline
 from services.frontend.grpc.protobuf_wire import field, parse_message
-from services.frontend.grpc.request_naming import begun, named
+from services.frontend.grpc.request_naming import call_identity, request_context
 from services.frontend.grpc.responders import CallContext, UnaryResponder
 from services.frontend.grpc.unary_services import handlers_of
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
@@ -150,8 +150,8 @@ class LookupService:
             if request.profile:
                 origin = Profile(began=started)
             else:
-                identity = named("", reply.context)
-                origin = begun(identity, entry.name, started, self._state.observer)
+                identity = call_identity("", reply.context)
+                origin = request_context(identity, entry.name, started, self._state.observer)
             deadline = call_deadline(reply.context, self._timeout_s)
             lookup_request: LookupRequest | None = None
             if origin is None and parser.prepared is not None:

@@ -20,7 +20,7 @@ class CallIdentity(NamedTuple):
     tracestate: str = ""
 
 
-def named(request_id: str, context: CallContext) -> CallIdentity:
+def call_identity(request_id: str, context: CallContext) -> CallIdentity:
     metadata = {name: str(value) for name, value in context.invocation_metadata() if name in _NAMES}
     if not metadata:
         return CallIdentity(request_id)
@@ -43,13 +43,13 @@ def identify(
     is_named = call.id or not _NAMES.isdisjoint(dict(context.invocation_metadata()))
     if not is_named and not observer.watches:
         return None
-    identity = named(call.id, context)
+    identity = call_identity(call.id, context)
     call.id = identity.request_id
-    call.origin = begun(identity, model, started, observer)
+    call.origin = request_context(identity, model, started, observer)
     return call.origin
 
 
-def begun(
+def request_context(
     identity: CallIdentity, model: str, started: int, observer: RequestObserver
 ) -> RequestContext | None:
     """Return the request's context; None if it has no ID and is not observed."""

@@ -114,12 +114,12 @@ class ErrorBoundary:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        known_as = request_id(dict(scope.get("headers", ())))
+        sent_id = request_id(dict(scope.get("headers", ())))
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", known_as.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", sent_id.encode())]
             await send(message)
 
         with contextlib.suppress(Exception):
-            await self._app(scope, receive, send_with_id if known_as else send)
+            await self._app(scope, receive, send_with_id if sent_id else send)

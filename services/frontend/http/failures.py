@@ -73,7 +73,7 @@ def failure(
     return HttpReply.make(reply, [body], len(body), status)
 
 
-def describe(error: BaseException, known_as: str) -> tuple[int, bytes]:
-    """Return status and body for an error; ``known_as`` is the request's ID."""
-    answer = client_error(error, known_as)
+def describe(error: BaseException, request_id: str) -> tuple[int, bytes]:
+    """Return status and body for an error."""
+    answer = client_error(error, request_id)
     return http_status(answer), error_body(str(answer))

@@ -168,8 +168,8 @@ class HttpInference:
         freshness = route.entry.freshness
         stale_s = freshness.flag() if freshness.stale_s else result.stale_s
         reply = route.encoder.encode(call.form, result.defaulted, result.degraded, stale_s, outputs)
-        known_as = head.request_id or printable_request_id(call.id)
-        return reply.known_as(known_as) if known_as else reply
+        known_id = head.request_id or printable_request_id(call.id)
+        return reply.with_request_id(known_id) if known_id else reply
 
     def _count(self, inferred: int, result: Any) -> None:
         """Count an answer that is ready to be sent."""

@@ -42,7 +42,7 @@ class HttpReply(NamedTuple):
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         return HttpReply(headers, lines, pieces, size, status)
 
-    def known_as(self, request_id: str) -> HttpReply:
+    def with_request_id(self, request_id: str) -> HttpReply:
         """Return a copy with ``X-Request-ID``, whose characters must be valid in a header."""
         header = b"x-request-id", request_id.encode()
         return HttpReply(

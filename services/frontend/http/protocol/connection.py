@@ -33,17 +33,17 @@ class HttpProtocol(HttpParsing):
     app: PortApplication
     _receiving = False
     # Header lines common to all answers, and the header list they were made from.
-    _opening = b""
-    _dated: Any = None
+    _common_lines = b""
+    _common_headers: Any = None
     # Answers of this size or more are written in pieces.
     _copied_bytes: float = _COPIED_BYTES
     # The first bytes received when no request was being read, and the number of bytes received from there on.
-    _start, _came = b"", 0
-    _first: RequestResponseCycle | None = None
+    _first_bytes, _received_bytes = b"", 0
+    _first_cycle: RequestResponseCycle | None = None
     """The first request in these bytes; ``_is_known``: its head was cached."""
     _is_known = False
     # Bytes still to arrive of a body that is discarded.
-    _unwanted = 0
+    _discard_left = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn narrows it
         super().connection_made(transport)
@@ -53,30 +53,30 @@ class HttpProtocol(HttpParsing):
     # -- reading -----------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        self._heard += 1
+        self._arrivals += 1
         if self._refusal is not None:
             return
         if self.flow.is_full:  # received before the transport paused
             self._unparsed += data
             return
-        if self._unwanted and not (data := self._drop(data)):
+        if self._discard_left and not (data := self._drop(data)):
             return
         if self._reads == "nothing":
             self._is_known = False
             if self._is_idle() and not self._last and self._take_known(data):
                 return
-            self._start, self._came, self._first = data[:HEAD_BYTES], 0, None
-        self._came += len(data)
+            self._first_bytes, self._received_bytes, self._first_cycle = data[:HEAD_BYTES], 0, None
+        self._received_bytes += len(data)
         self._receiving = True
         self._parse(data)
         self._receiving = False
-        if self._begun is not None:
-            (cycle, app), self._begun = self._begun, None
+        if self._deferred is not None:
+            (cycle, app), self._deferred = self._deferred, None
             super()._start_asgi_task(cycle, app)
         if self._reads == "nothing":
             if not self._is_known:
                 self._learn()
-            self._start, self._first = b"", None  # they refer to the request
+            self._first_bytes, self._first_cycle = b"", None  # they refer to the request
 
     def _take_known(self, data: bytes) -> bool:
         """Answer a request whose head is cached; False: the parser must read it."""
@@ -89,8 +89,8 @@ class HttpProtocol(HttpParsing):
             if reply is not None:
                 self.write_reply(reply, keep_alive=True)
                 self.server_state.total_requests += 1
-                self._unwanted = head.body_size - came
-                if self._unwanted:
+                self._discard_left = head.body_size - came
+                if self._discard_left:
                     self._reads = "body"
                     self._requests += 1
                 return True
@@ -101,27 +101,27 @@ class HttpProtocol(HttpParsing):
 
         Otherwise another request's head could be taken for its head.
         """
-        size = self._start.find(b"\r\n\r\n") + 4
-        first, body_size = self._first, self._came - size
+        size = self._first_bytes.find(b"\r\n\r\n") + 4
+        first, body_size = self._first_cycle, self._received_bytes - size
         if first is None or first is not self.cycle or not first.keep_alive:
             return
         if (b"content-length", b"%d" % body_size) in first.scope["headers"]:
-            self.app.learn(first.scope, body_size, self._start[:size])
+            self.app.learn(first.scope, body_size, self._first_bytes[:size])
 
     def _drop(self, data: bytes) -> bytes:
         """Return ``data`` without the part that belongs to a discarded body."""
-        size = min(len(data), self._unwanted)
-        self._unwanted -= size
-        if not self._unwanted:
+        size = min(len(data), self._discard_left)
+        self._discard_left -= size
+        if not self._discard_left:
             self._reads = "nothing"
         return data[size:]
 
     def _head_read(self) -> None:
         if type(self.cycle) is RequestResponseCycle:
             self._adopt(self.cycle)
-        if self._first is None:
-            self._first = self.cycle
-        if self._begun is not None and self._begun[0] is self.cycle:
+        if self._first_cycle is None:
+            self._first_cycle = self.cycle
+        if self._deferred is not None and self._deferred[0] is self.cycle:
             self._refuse_early(self.cycle)
 
     def _refuse_early(self, cycle: RequestResponseCycle) -> None:
@@ -132,7 +132,7 @@ class HttpProtocol(HttpParsing):
         if cycle.keep_alive and isinstance(cycle, HttpCycle) and not self.flow.write_paused:
             reply = self.app.early_refusal(cycle.scope)
             if reply is not None:
-                self._begun = None
+                self._deferred = None
                 cycle.finish(reply)
 
     # -- answering ---------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ class HttpProtocol(HttpParsing):
     def write_reply(self, reply: HttpReply, *, keep_alive: bool) -> None:
         """Send an answer, in one write to the socket."""
         headers = self.server_state.default_headers  # another list when the date has changed
-        if headers is not self._dated:
+        if headers is not self._common_headers:
             lines = [b"%b: %b\r\n" % header for header in headers]
-            self._opening, self._dated = b"".join(lines), headers
+            self._common_lines, self._common_headers = b"".join(lines), headers
         end = b"\r\n" if keep_alive else b"connection: close\r\n\r\n"
         text, *arrays = reply.pieces
-        head = (STATUS_LINE[reply.status], self._opening, reply.lines, end, text)
+        head = (STATUS_LINE[reply.status], self._common_lines, reply.lines, end, text)
         if reply.size < self._copied_bytes:
             self.transport.write(b"".join((*head, *arrays)))
         else:
@@ -174,7 +174,7 @@ class HttpProtocol(HttpParsing):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if self._receiving:
-            self._begun = cycle, app  # these bytes may contain its body
+            self._deferred = cycle, app  # these bytes may contain its body
         else:
             super()._start_asgi_task(cycle, app)
 
@@ -224,13 +224,13 @@ class HttpProtocol(HttpParsing):
         if self.transport.is_closing():
             return
         if len(self.pipeline) <= 1:  # the next request may be incomplete
-            self._read_on()
+            self._continue_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self._send_refusal()
 
-    def _read_on(self) -> None:
+    def _continue_reading(self) -> None:
         if self.flow.is_full:
             self.loop.call_soon(self._parse_rest)
         else:

@@ -23,20 +23,20 @@ LINGER_S = 0.5
 class ConnectionLifetime(HttpToolsProtocol):
     """A connection that periodic sweeps close, in place of uvicorn's timers.
 
-    The subclass that parses sets ``_reads``, and counts ``_heard`` (arrivals) and ``_requests`` (begun).
+    The subclass that parses sets ``_reads``, and counts ``_arrivals`` (arrivals) and ``_requests`` (begun).
     """
 
     peer: ConnectionPeer
     of_port: ConnectionLimit | None = None
     """The connections of the port; set in a subclass per port."""
     _reads: Literal["nothing", "head", "body"] = "nothing"
-    _heard, _requests = 0, 0
+    _arrivals, _requests = 0, 0
     _last = False
     """Whether the next answer is its last."""
     _entered = False
     _give_up: Callable[[], None] | None = None
     # State at the last sweep: arrivals, bytes that the client had not taken, the request still arriving.
-    _swept, _unsent, _coming = -1, 0, 0
+    _swept_arrivals, _unsent, _coming = -1, 0, 0
     # Sweeps since then without a change of the first two.
     _silent = 0
 
@@ -69,7 +69,7 @@ class ConnectionLifetime(HttpToolsProtocol):
         """Make the next answer the connection's last, as the server stops; close an idle connection."""
         self.leave()
         if self._is_idle():
-            self.loop.call_later(LINGER_S, self._hang_up)
+            self.loop.call_later(LINGER_S, self._close_idle)
 
     def leave(self) -> None:
         """Make the next answer the connection's last."""
@@ -77,13 +77,13 @@ class ConnectionLifetime(HttpToolsProtocol):
         if not self._is_idle():
             self.cycle.keep_alive = False
 
-    def _hang_up(self) -> None:
+    def _close_idle(self) -> None:
         if self._is_idle():
             self.transport.close()
             if self.scheme == "https":
-                self.loop.call_later(LINGER_S, self._break_off)
+                self.loop.call_later(LINGER_S, self._abort_idle)
 
-    def _break_off(self) -> None:
+    def _abort_idle(self) -> None:
         """Abort an idle TLS connection, whose client does not complete the TLS shutdown."""
         if not self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -99,13 +99,13 @@ class ConnectionLifetime(HttpToolsProtocol):
             self.transport.close()
             return
         self._coming = coming
-        now = self._heard, self.transport.get_write_buffer_size()
+        now = self._arrivals, self.transport.get_write_buffer_size()
         unsent = now[1]
-        if now != (self._swept, self._unsent) or (self._is_answering() and not unsent):
-            (self._swept, self._unsent), self._silent = now, 0
+        if now != (self._swept_arrivals, self._unsent) or (self._is_answering() and not unsent):
+            (self._swept_arrivals, self._unsent), self._silent = now, 0
             return
         self._silent += 1
-        waits_for_request = self._reads == "nothing" and self._heard
+        waits_for_request = self._reads == "nothing" and self._arrivals
         if self._silent >= (
             math.ceil(KEEP_ALIVE_S / every_s) if waits_for_request or unsent else 1
         ):

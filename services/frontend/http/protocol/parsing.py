@@ -49,7 +49,7 @@ class HttpParsing(ConnectionLifetime):
     flow: PipelineFlow
     _refusal: tuple[int, str] | None = None
     """Status and message of the connection's last answer; nothing more is read."""
-    _begun: tuple[RequestResponseCycle, Any] | None = None
+    _deferred: tuple[RequestResponseCycle, Any] | None = None
     """The request begun by the bytes being parsed; it starts once all of them are parsed."""
     # Of the request being read: its target and fields so far, and bytes since the parser reported progress.
     _head_size, _pending = 0, 0
@@ -184,7 +184,7 @@ class HttpParsing(ConnectionLifetime):
         elif self.cycle.response_started:
             self.transport.close()
             return
-        self._begun = self._begun if waits else None
+        self._deferred = self._deferred if waits else None
         if not waits:
             self._send_refusal()
 
