@@ -185,18 +185,18 @@ _README = """# Chart `{name}` {version}
 {description}.
 
 ```sh
-helm install hps helm/hps --set models.demo=true       # to try it: the demo's model, no Kafka, no Redis
+helm install hps helm/hps --set models.demo=true       # for a trial: the demo's model, no Kafka, no Redis
 helm install hps helm/hps --values my-values.yaml      # models.volume, redis.addresses, …
 helm test hps --logs
 ```
 
-Lookup nodes (a StatefulSet) hold the rows, front ends (a Deployment) answer clients and ask them, ingest (a
-Deployment) writes what Kafka streams into Redis. How to install, upgrade and scale it, and what the chart
-promises: [docs/kubernetes.md](../../docs/kubernetes.md).
+Run hps on Kubernetes. Lookup nodes (a StatefulSet) hold the rows; front ends (a Deployment) answer clients
+and look up rows there; ingest (a Deployment) writes streamed rows from Kafka into Redis.
+[docs/kubernetes.md](../../docs/kubernetes.md) describes installation, upgrades, scaling and guarantees.
 
-Kubernetes {kubeVersion}. This page is made from `values.yaml` by `python tools/chart_docs.py`;
-`values.schema.json`, by which Helm refuses what is wrong, too. What `config` may hold is in
-[docs/configuration.md](../../docs/configuration.md).
+Kubernetes {kubeVersion}. `python tools/chart_docs.py` generates this page from `values.yaml`, and also
+`values.schema.json`, by which Helm rejects invalid values.
+[docs/configuration.md](../../docs/configuration.md) lists the settings of `config`.
 
 ## Values
 
