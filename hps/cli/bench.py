@@ -191,11 +191,11 @@ def bench(options: BenchOptions) -> None:
         from hps.tools.bench.result_tables import show_comparison
 
         if options.server or former or model:
-            raise ConfigError("--compare reads two files; leave the server and the model out")
+            raise ConfigError("--compare only reads two files; remove the server and the model")
         show_comparison(*options.compare)
         return
     if options.requests is not None and options.repository is not None:
-        raise ConfigError("give --requests or --repository, not both")
+        raise ConfigError("--requests and --repository exclude each other; remove one")
     result = _run(options.server or former or HTTP, model, options)
     _print(result, options.json)
     if result["interrupted"]:
@@ -291,7 +291,7 @@ def _send_first(client: Client, model: str, tensors: Tensors) -> None:
     try:
         client.infer(model, dict(tensors))
     except HpsError as error:
-        error.args = (f"the first request is refused, so none is sent: {error}",)
+        error.args = (f"the server rejected the first request, so no other is sent: {error}",)
         raise
 
 
@@ -322,7 +322,7 @@ def _hot_keys(
 
     address = options.keys_from
     if address is None and not server.startswith("hps"):
-        raise ConfigError("it is no hps server")
+        raise ConfigError("it is not an hps server")
     api_key, tls = options.credentials.api_key, options.credentials.client_tls()
     try:
         with Admin(address or guessed_admin(url), api_key=api_key, timeout_s=10, tls=tls) as admin:
@@ -340,6 +340,6 @@ def _only(client: Client) -> str:
     names = client.models()
     main = [name for name in names if not name.endswith(".lookup")] or names
     if len(main) != 1:
-        there = ", ".join(names) or "none at all"
+        there = ", ".join(names) or "none"
         raise ConfigError(f"name the model: hps bench MODEL; the server has {there}")
     return main[0]

@@ -124,7 +124,7 @@ def conformance(options: ConformanceOptions) -> None:
     failing = {DIFFERS, KNOWN} if options.strict else {DIFFERS}
     if differs := sum(row["verdict"] in failing for row in rows):
         print_problem(
-            f"{differs} of {plural(len(rows), 'check')} find something else than the protocol says"
+            f"{differs} of {plural(len(rows), 'check')} found a deviation from the protocol"
         )
         raise typer.Exit(1)
 
@@ -191,7 +191,7 @@ def _target(
             "index"
         ) from None
     for model, why in left_out.items():
-        warn(f"{model} is left out, it does not answer a request made from its metadata: {why}")
+        warn(f"{model} skipped: no answer to a request generated from its metadata: {why}")
     if not samples:
         raise Unavailable(
             f"{http or rpc} has no model that answers a request made from its metadata; name others with "
@@ -221,5 +221,7 @@ def _secured(value: str, tls: Tls | None) -> tuple[str, Tls | None]:
     if tls is None and scheme in ("https", "grpcs"):
         return at, Tls()
     if tls is not None and scheme in ("http", "grpc"):
-        raise ConfigError(f"{value} is not secured; write {scheme}s://{at}, or leave --tls out")
+        raise ConfigError(
+            f"--tls needs a scheme with TLS, not {value}; write {scheme}s://{at}, or remove --tls"
+        )
     return at, tls

@@ -133,7 +133,9 @@ def _write(data: DemoData, folder: Path, repository: Path, http: str) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write the demo's model into {repository}: {error}") from None
     if there and data.model not in there:
-        print_line(f"{repository} has models already, the demo's stays out: {', '.join(there)}")
+        print_line(
+            f"{repository} already has other models, so the demo's was not copied: {', '.join(there)}"
+        )
         return
     body = json.dumps(json_request(data.tensors(slice(0, 1))), separators=(",", ":"))
     output = next(iter(data.scores))

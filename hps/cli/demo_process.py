@@ -71,10 +71,12 @@ def _ports(port: int | None) -> dict[str, int]:
         if not _is_free(number):
             if port is not None:
                 raise ConfigError(
-                    f"port {number} is taken; leave --port out and the demo finds one"
+                    f"port {number} is in use; without --port, the demo uses a free one"
                 )
             ports[name] = _free_port()
-            print_line(f"Port {number} is taken; the {name} port is {ports[name]}.", style="yellow")
+            print_line(
+                f"Port {number} is in use; the {name} port is {ports[name]}.", style="yellow"
+            )
     return ports
 
 
@@ -144,7 +146,7 @@ def _server(config: Path) -> Iterator[Started]:
 
 def _cause(log: str) -> str:
     """The server's error line; a log without one is shown whole on stderr."""
-    lines = log.strip().splitlines() or ["it said nothing"]
+    lines = log.strip().splitlines() or ["its log is empty"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if errors:
         return errors[-1]
@@ -158,4 +160,4 @@ def wait(process: subprocess.Popen[str]) -> None:
     except KeyboardInterrupt:
         print_line("Stopping.")
         return
-    raise Unavailable(f"the demo's server ended by itself with exit code {code}")
+    raise Unavailable(f"the demo's server ended unexpectedly with exit code {code}")

@@ -86,7 +86,9 @@ def ask(at: Listener, what: str, tls: str | None = None) -> tuple[int, str]:
 
     Raises Unavailable, ConfigError."""
     if at.port == 0:
-        raise ConfigError("server.admin.port is 0, any free one: give it a number to be asked at")
+        raise ConfigError(
+            "server.admin.port is 0 (any free port), so it is unknown here; set it to a number"
+        )
     host = _SELF.get(at.host, at.host)
     end = time.monotonic() + PATIENCE_S
     connection: http.client.HTTPConnection
@@ -117,7 +119,7 @@ def _context(at: Listener, tls: str | None) -> ssl.SSLContext:
         assert at.tls is not None
         if at.tls.client_ca_file is not None:
             raise ConfigError(
-                "server.admin asks for certificates: give --tls certificate=FILE,key=FILE, or HPS_TLS"
+                "server.admin requires a client certificate; give --tls certificate=FILE,key=FILE, or HPS_TLS"
             )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

@@ -126,7 +126,7 @@ def show(report: dict[str, Any], explain: bool) -> None:
         asked = plural(len(report["rows"]), "key")
         warn(f"{unknown} of {asked} unknown: the table's default is shown")
     if report["degraded"]:
-        warn(f"looked up without {', '.join(report['degraded'])}, which did not work")
+        warn(f"looked up without {', '.join(report['degraded'])}, which was unavailable")
 
 
 def _row(row: dict[str, Any], explain: bool) -> list[Any]:

@@ -134,7 +134,7 @@ def _usage_in_one_line() -> Iterator[None]:
             words.insert(0, context.info_name)
             context = context.parent
         command = " ".join(["hps", *words])
-        print_problem(f"{command}: {message.rstrip('.')}; {command} --help explains it")
+        print_problem(f"{command}: {message.rstrip('.')}; see {command} --help")
         raise typer.Exit(USAGE) from None
 
 
@@ -142,7 +142,7 @@ def print_error(error: HpsError) -> None:
     """Print an error on stderr: one line, or one per mistake of a configuration."""
     from hps.tools.output import print_problem, problems
 
-    hint = "; the command takes it from --api-key or HPS_API_KEY"
+    hint = "; give it by --api-key or HPS_API_KEY"
     suffix = hint if isinstance(error, Unauthenticated) else ""
     for mistake in problems(error):
         print_problem(mistake + suffix)
@@ -198,7 +198,7 @@ def main() -> None:
         if not isinstance(error, HpsError):  # an HpsError gets here only with --debug
             kind = type(error).__name__
             print_problem(
-                f"{kind}: a mistake in hps; please report it with the above and `hps version`"
+                f"{kind}: a bug in hps; please report it with the above and `hps version`"
             )
         sys.exit(exit_code(error) if isinstance(error, HpsError) else FAILED)
 

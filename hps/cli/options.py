@@ -128,7 +128,7 @@ def former_target(first: str | None, second: str | None) -> tuple[str | None, st
     They are ``[MODEL]``, or in the deprecated form ``URL|FILE [MODEL]``."""
     if first is None or not _TARGET.search(first):
         if second is not None:
-            raise ConfigError(f"give one model; {second!r} is one too many")
+            raise ConfigError(f"expected one model; remove {second!r}")
         return None, first
     _deprecated(f"the argument {first}")
     return first, second

@@ -185,7 +185,7 @@ def _file(target: PredictTarget, options: PredictOptions, file: Path) -> None:
                 sys.stdout.write(json_lines(result.outputs).decode())
             advance(step)
     if score.degraded:
-        warn(f"answered without {', '.join(sorted(score.degraded))}, which did not work")
+        warn(f"answered without {', '.join(sorted(score.degraded))}, which was unavailable")
     if out is not None:
         _summary(out, score, time.monotonic() - started)
 
@@ -368,7 +368,7 @@ def _show(report: dict[str, Any]) -> None:
     if report["stale_s"]:
         warn(f"updates have been waiting for {report['stale_s']} s: rows may be that old")
     if report["degraded"]:
-        warn(f"answered without {', '.join(report['degraded'])}, which did not work")
+        warn(f"answered without {', '.join(report['degraded'])}, which was unavailable")
 
 
 def _explained(feature: dict[str, Any]) -> list[tuple[Any, ...]]:

@@ -242,7 +242,7 @@ def _show_updates(report: dict[str, Any]) -> None:
     if dead := report["dead_letters"]:
         reasons = ", ".join(f"{count(number)} {reason}" for reason, number in sorted(dead.items()))
         found = plural(sum(dead.values()), "update message")
-        warn(f"{found} could not be taken since the start: {reasons}; see hps updates dlq")
+        warn(f"{found} became dead letters since the start: {reasons}; see hps updates dlq")
 
 
 def _show_loading(report: dict[str, Any]) -> None:

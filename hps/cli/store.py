@@ -244,7 +244,7 @@ def _confirm(erased: list[dict[str, Any]], *, yes: bool) -> None:
         return
     what = ", ".join(_label(entry) for entry in erased)
     if not sys.stdin.isatty():
-        raise ConfigError(f"this would erase {what}; give --yes if that is meant")
+        raise ConfigError(f"this would erase {what}; give --yes to confirm")
     if not typer.confirm(f"Erase {what}?", err=True):
         raise typer.Exit(1)
 

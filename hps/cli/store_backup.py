@@ -89,7 +89,7 @@ def checkpoint(options: CheckpointOptions) -> None:
     if options.server is not None:
         if options.folder is not None or options.config is not None:
             raise ConfigError(
-                "--server has a node choose the folder; leave out FOLDER and --config"
+                "with --server the node chooses the folder; remove FOLDER and --config"
             )
         reject_overrides(options.overrides)
         _ask(
@@ -170,9 +170,7 @@ def restore(
     if output is OutputFormat.json:
         print_json({"checkpoint": found, "database": chosen.path})
     elif found is None:
-        print_line(
-            f"{chosen.path} is left to the node: it is there, or {folder} holds no checkpoint"
-        )
+        print_line(f"nothing restored: {chosen.path} exists, or {folder} holds no checkpoint")
     else:
         print_line(f"{chosen.path} is restored from {found}")
 

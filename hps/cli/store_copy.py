@@ -87,7 +87,9 @@ def load(options: LoadOptions) -> None:
     models = open_models(configuration)
     chosen = models.chosen(options.model, options.table)
     if options.rebuild and options.tier is TierName.redis:
-        raise ConfigError("--rebuild is for RocksDB; of Redis, erase the model first")
+        raise ConfigError(
+            "--rebuild is for RocksDB only; for Redis, erase the model first (hps store erase)"
+        )
     with open_store(configuration, options.tier, writing=True) as store, work():
         loaded = [_loaded(store, models, each, rebuild=options.rebuild) for each in chosen]
     if options.output is OutputFormat.json:

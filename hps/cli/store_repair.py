@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Finding = tuple[str, str, str, str]
 """Table, check, result and detail."""
 
-_WRITE_AGAIN = "rows written by calls have to be written again"
+_WRITE_AGAIN = "rows written by API calls must be written again"
 
 
 def files_of(store: RocksDbRows, table: EmbeddingTable) -> Finding:
@@ -74,9 +74,11 @@ def _result(
 
     parts = [f"{count(saved.kept)} rows kept", describe_gaps(store.tier, table, saved.gaps)]
     if loaded:
-        parts.append(f"{count(saved.lost)} rows are as in the model's files again")
+        parts.append(f"{count(saved.lost)} rows were reset to those of the model's files")
     else:
         parts.append("its model is not configured: rows there are lost")
     if saved.streamed:
-        parts.append(f"updates there come again from streams that still have them; {_WRITE_AGAIN}")
+        parts.append(
+            f"updates of those rows are read again from streams that still have them; {_WRITE_AGAIN}"
+        )
     return ("WARN" if saved.streamed or not loaded else "OK"), "; ".join(parts)

@@ -104,7 +104,7 @@ def export(options: TritonExportOptions) -> None:
     opened = Repository(options.repository).open(options.model, options.version)
     if options.config is None and opened.spec.dense is None:
         raise ConfigError(
-            f"'{options.model}' has no network; with --config its lookups are written"
+            f"'{options.model}' has no network to export; give --config to export its lookups"
         )
     if opened.spec.dense is not None:
         folder = export_dense(opened, options.out, options.dense.value)

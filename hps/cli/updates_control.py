@@ -115,14 +115,14 @@ def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
         print_json(streams)
         return
     if not streams:
-        print_line("No updates are read here; set updates.kafka or updates.directory.")
+        print_line("This server reads no updates; set updates.kafka or updates.directory.")
         return
     _show_readers(streams)
     _show_partitions(streams)
     for each in streams:
         if not each["partitions"] and not each["problem"]:
             print_line(
-                f"{each['group']}: no topic of its models is there yet (hps_updates.<model>, "
+                f"{each['group']}: no topic of its models exists yet (hps_updates.<model>, "
                 "hps_et.<model>.<table>); "
                 "a new one is noticed within 10 s"
             )

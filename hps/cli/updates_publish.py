@@ -139,9 +139,13 @@ def publish(options: PublishOptions) -> None:
     Rows get the version of the files they come from, so that rows streamed later are kept; --at sets
     another version. --file reads files of `hps store export`. Exit code 0: Kafka has all rows."""
     if options.format is WireFormat.hps and (options.at is not None or options.ttl):
-        raise ConfigError("--at and --ttl: HPS's format has no room for them; take --format native")
+        raise ConfigError(
+            "--at and --ttl: HPS's format has no versions and no expiry; use --format native"
+        )
     if options.format is WireFormat.native and options.key_bits is not None:
-        raise ConfigError("--key-bits: native messages have room for every key; leave it out")
+        raise ConfigError(
+            "--key-bits is for --format hps: native messages always have 64-bit keys; remove it"
+        )
     configuration = configuration_of(options.config, options.overrides)
     parts = _parts(options, configuration)
     kafka = None if options.dry_run else kafka_settings(options.brokers, configuration)
@@ -152,7 +156,7 @@ def publish(options: PublishOptions) -> None:
     _show(parts, time.monotonic() - began, options)
     if lost := sum(part.unsent for part in parts):
         warn(
-            f"{plural(lost, 'deletion')} not sent: HPS's format has none; take --format native, or say "
+            f"{plural(lost, 'deletion')} not sent: HPS's format has none; use --format native, or give "
             "--no-deletions"
         )
         raise typer.Exit(1)
@@ -164,7 +168,7 @@ def _parts(options: PublishOptions, configuration: Configuration | None) -> list
     model, table = options.model, options.table
     if options.file:
         if options.new is not None or options.base is not None:
-            raise ConfigError("--file and --new are two sources; give one of them")
+            raise ConfigError("--file and --new exclude each other; remove one")
         parts = [from_file(path, model, table, version) for path in options.file]
     elif options.new is None:
         raise ConfigError("nothing to send: give --new VERSION, --base and --new, or --file")

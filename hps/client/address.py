@@ -75,6 +75,8 @@ def address(
         raise ConfigError(f"server address {url!r} must look like {known}")
     secured = parts.scheme.endswith("s")
     if tls is not None and not secured:
-        raise ConfigError(f"server address {url!r} is not secured; write {parts.scheme}s://…")
+        raise ConfigError(
+            f"TLS is set, but server address {url!r} is without TLS; write {parts.scheme}s://…"
+        )
     used = (tls or Tls()) if secured else None
     return ServerAddress(base, parts.scheme, host, port or _PORTS[parts.scheme], parts.path, used)

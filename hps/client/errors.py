@@ -85,7 +85,7 @@ def grpc_error(base: str, code: str, message: str, pushback_ms: str | None = Non
     if code == "UNAVAILABLE" and any(sign in message for sign in _NEVER_ARRIVED):
         return ServerUnreachable(f"{base} cannot be reached: {message}")
     if code == "CANCELLED":  # the client cancels no call: the server is stopping
-        return ServerUnreachable(f"{base} went away before it had answered")
+        return ServerUnreachable(f"{base} shut down before it answered")
     if (
         pushback_ms is not None
         and not pushback_ms.isdigit()
@@ -113,16 +113,16 @@ def unreachable_error(base: str, error: Exception) -> HpsError:
         return DeadlineExceeded(f"{base} {_LATE}")
     if isinstance(error, ssl.SSLCertVerificationError):
         return HpsError(
-            f"{base} shows a certificate that is not trusted ({error.verify_message}); give the file of "
+            f"the certificate of {base} is not trusted ({error.verify_message}); give the file of "
             "its root as tls=Tls(ca_file=…)"
         )
     if isinstance(error, http.client.IncompleteRead):
-        return ServerUnreachable(f"{base} broke off in the middle of its answer")
+        return ServerUnreachable(f"{base} closed the connection in the middle of its answer")
     if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
-        return HpsError(f"{base} does not speak TLS; write {base.replace('s:', ':', 1)}")
+        return HpsError(f"{base} does not use TLS; write {base.replace('s:', ':', 1)}")
     hint = ""
     if isinstance(error, ConnectionResetError) or "isconnected" in type(error).__name__:
-        asked = "want a certificate of its clients" if base.startswith("https") else "speak https"
+        asked = "require a client certificate" if base.startswith("https") else "speak https"
         hint = f"; does it {asked}?"
     return ServerUnreachable(f"{base} cannot be reached: {error or type(error).__name__}{hint}")
 
@@ -131,5 +131,5 @@ def left_s(until: float) -> float:
     """Seconds left until the instant ``until``. Raises DeadlineExceeded if it has passed."""
     left = until - time.monotonic()
     if left <= 0:
-        raise DeadlineExceeded("no answer within the request's time")
+        raise DeadlineExceeded("no answer before the request's deadline")
     return left

@@ -83,7 +83,7 @@ class GrpcChannel(_Channel):
         except grpc.RpcError as error:
             raise self._told(error) from None
         except ValueError as error:  # closed by another thread, for example
-            raise HpsError(f"{self._at.base} was not asked: {error}") from None
+            raise HpsError(f"the request to {self._at.base} was not sent: {error}") from None
 
     def close(self) -> None:
         self._channel.close()

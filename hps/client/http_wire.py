@@ -91,7 +91,7 @@ class HttpCodec:
             return Answer(arrays, head.get("parameters") or {}, head.get("model_version", ""))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise HpsError(
-                f"{self._url} answered otherwise than the protocol has it ({error}); is it an hps "
+                f"{self._url} sent an answer that violates the protocol ({error}); is it an hps "
                 "server?"
             ) from None
 

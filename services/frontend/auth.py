@@ -76,7 +76,7 @@ class ApiKeyAuthorizer:
                 )
         if caller is None:
             raise Unauthenticated(
-                "this server wants an API key: send the header 'X-API-Key: <key>' or 'Authorization: "
+                "this server requires an API key: send the header 'X-API-Key: <key>' or 'Authorization: "
                 "Bearer <key>'"
             )
         self._keys.require(caller, role)
@@ -101,8 +101,8 @@ def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:
         is_ours = site in (b"same-origin", b"none")
     if not is_ours:
         raise Forbidden(
-            f"a page of {origin[:80].decode('latin-1')} asks, which is another site than this server; "
-            "have it ask through its own"
+            f"rejected a request by a web page of another site, {origin[:80].decode('latin-1')}; "
+            "let that site's own server send it"
         )
 
 

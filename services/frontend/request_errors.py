@@ -45,7 +45,7 @@ def wrong_shape(name: str, shape: Any, model: str) -> BadRequest:
 
 def too_many_keys(keys: int, max_keys: int) -> RequestTooLarge:
     return RequestTooLarge(
-        f"the request carries {keys} keys, at most {max_keys} are taken; send smaller batches or raise "
+        f"the request has {keys} keys, the limit is {max_keys}; send smaller batches or raise "
         "server.max_keys"
     )
 
@@ -53,7 +53,7 @@ def too_many_keys(keys: int, max_keys: int) -> RequestTooLarge:
 def shared_memory(name: str) -> BadRequest:
     return BadRequest(
         f"'{name}': shared memory is not offered; send the data itself, or set server.shared_memory on a "
-        "server that shares its machine with those who ask"
+        "server whose clients run on its machine"
     )
 
 

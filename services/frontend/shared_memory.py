@@ -49,12 +49,12 @@ class SharedMemoryRegistry:
         """Raise ``Unsupported`` if it is off, ``Forbidden`` for callers on other machines."""
         if not self.on:
             raise Unsupported(
-                "system shared memory is not offered; set server.shared_memory on a server that shares its "
-                "machine with those who ask"
+                "system shared memory is not offered; set server.shared_memory on a server whose clients run "
+                "on its machine"
             )
         if not is_loopback(caller):
             raise Forbidden(
-                "system shared memory is for callers on this machine, that connect to 127.0.0.1, not for "
+                "system shared memory is only for clients that connect by 127.0.0.1, not for "
                 f"{caller or 'others'}"
             )
 
@@ -188,7 +188,7 @@ class SharedMemoryRegistry:
             finally:
                 os.close(file)
         if not stat.S_ISREG(found.st_mode):
-            raise BadRequest(f"shared memory key {short_value(key)} is no shared memory")
+            raise BadRequest(f"shared memory key {short_value(key)} is not a shared memory file")
         if offset + size > found.st_size:
             raise BadRequest(
                 f"shared memory key {short_value(key)} has {found.st_size} bytes, not {size} from {offset}"
@@ -202,9 +202,8 @@ class SharedMemoryRegistry:
             found = os.fstat(file)
             if (found.st_dev, found.st_ino) != region.file:
                 raise BadRequest(
-                    f"shared memory key {short_value(region.key)} is another file "
-                    "by now than the one that was "
-                    f"registered as '{region.name}'; unregister and register it"
+                    f"shared memory key {short_value(region.key)} now names another file than when it was "
+                    f"registered as '{region.name}'; unregister and register it again"
                 )
             yield file
         finally:
@@ -218,8 +217,7 @@ def _told_of(key: str) -> Iterator[None]:
     except OSError as error:
         raise BadRequest(
             f"Unable to open shared memory region: {short_value(key)} in {FOLDER}: {error.strerror}; "
-            "it must be "
-            "there, and the server must be allowed to read and write it"
+            "it must exist, and the server must be allowed to read and write it"
         ) from None
 
 

@@ -198,7 +198,7 @@ def test_a_new_node_begins_with_a_checkpoint_of_another(running: Pods, tmp_path:
     (first,) = [c for c in pod(running.lookup)["initContainers"] if c["name"] == "bootstrap"]
     data = ["--set", f"tiers.rocksdb.path={tmp_path}/rocksdb"]
     assert "is restored from" in run(running.command(first, *data), dict(os.environ))
-    assert "is left to the node" in run(running.command(first, *data), dict(os.environ))
+    assert "nothing restored" in run(running.command(first, *data), dict(os.environ))
     # The new node has the rows that no model file has.
     config = load_config(running.folder / "etc/config.yaml", data[1::2])
     with hps.open(config) as new:

@@ -144,7 +144,7 @@ def test_a_server_with_several_models_wants_one_named(small_server: Hps, scheme:
 def test_bench_reports_a_rejecting_model_once(small_server: Hps) -> None:
     done = bench("clicks", "--server", f"http://{small_server.address}", "--batch", "65", *SHORT)
     assert done.exit_code == 1
-    assert "the first request is refused, so none is sent" in done.stderr
+    assert "the server rejected the first request, so no other is sent" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -158,7 +158,7 @@ def test_a_server_that_wants_to_be_asked_later_is_one_line(
     done = bench("clicks", "--server", f"http://{small_server.address}", *SHORT)
     assert done.exit_code == 1
     assert done.stderr.splitlines() == [
-        "error: the first request is refused, so none is sent: no lookup node is there"
+        "error: the server rejected the first request, so no other is sent: no lookup node is there"
     ]
 
 

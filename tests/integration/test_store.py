@@ -180,7 +180,7 @@ def test_tables_that_are_not_configured_are_listed_and_erased(loaded: Any, tmp_p
     assert sum(e["rows"] for e in entries) == 2 * 1200
     asked = refused("erase", "clicks", *elsewhere)
     assert "this would erase clicks/1/items in redis" in asked
-    assert asked.endswith("give --yes if that is meant")
+    assert asked.endswith("give --yes to confirm")
     assert len(printed("erase", "clicks", "--table", "users", "--yes", *elsewhere)) == 2
     assert len(printed("erase", "clicks", "--version", 1, "--yes", *elsewhere)) == 2
     left = {(e["tier"], e["table"]): e["rows"] for e in printed("ls", *elsewhere)}

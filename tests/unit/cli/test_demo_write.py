@@ -44,7 +44,7 @@ def test_a_repository_with_other_models_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine/model.yaml").write_text("name: mine\n")
     done = write(tmp_path)
     assert (done.exit_code, Repository(tmp_path).names()) == (0, ["mine"])
-    assert "the demo's stays out: mine" in done.stdout
+    assert "the demo's was not copied: mine" in done.stdout
 
 
 def test_unwritable_repository_is_a_one_line_error(tmp_path: Path) -> None:

@@ -190,6 +190,6 @@ def test_updates_and_dead_letters_are_shown(capsys: pytest.CaptureFixture[str]) 
     ]
     text = " ".join((said.out + said.err).split())
     assert "updates of hps.shared wait: redis: away" in text
-    assert "3 update messages could not be taken since the start: 3 row_size" in text
+    assert "3 update messages became dead letters since the start: 3 row_size" in text
     _show_updates({"updates": [], "dead_letters": {}})
     assert capsys.readouterr().out == ""

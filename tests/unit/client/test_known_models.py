@@ -146,5 +146,5 @@ def test_a_channel_that_another_thread_closes(model):
         closing = threading.Thread(target=client._line.close)
         closing.start()
         closing.join()
-        with pytest.raises(HpsError, match=f"{model.url} was not asked"):
+        with pytest.raises(HpsError, match=f"the request to {model.url} was not sent"):
             predict(client)

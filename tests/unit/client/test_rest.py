@@ -260,7 +260,7 @@ def test_keys_that_are_no_integers_name_their_feature() -> None:
 def test_tls_where_there_is_none(stub: Stub) -> None:
     url, _ = stub({})
     secured = url.replace("http", "https")
-    with Client(secured) as client, pytest.raises(HpsError, match=f"not speak TLS; write {url}"):
+    with Client(secured) as client, pytest.raises(HpsError, match=f"not use TLS; write {url}"):
         client.ready()
 
 

@@ -90,7 +90,7 @@ def test_it_is_off_or_for_this_machine(tmp_path, regions, numbers):
     for verb, arguments in zip(("register", "unregister", "status"), asked, strict=True):
         with pytest.raises(Unsupported, match=r"set server\.shared_memory"):
             getattr(off, verb)(*arguments, HERE)
-        with pytest.raises(Forbidden, match="callers on this machine"):
+        with pytest.raises(Forbidden, match="only for clients that connect by"):
             getattr(regions, verb)(*arguments, "10.0.0.9")
     with pytest.raises(
         BadRequest, match=r"'f': shared memory is not offered.*server\.shared_memory"
@@ -112,7 +112,7 @@ def test_keys_reach_nothing_else(tmp_path, regions, numbers):
     for key in ("link", "folder", "none"):
         with pytest.raises(BadRequest, match=f'Unable to open shared memory region: "{key}"'):
             regions.register("s", key, 0, 8, HERE)
-    with pytest.raises(BadRequest, match="is no shared memory"):
+    with pytest.raises(BadRequest, match="is not a shared memory file"):
         regions.register("s", "pipe", 0, 8, HERE)
     # Nor does what takes a registered file's name later.
     numbers.rename(tmp_path / "other")
@@ -123,7 +123,7 @@ def test_keys_reach_nothing_else(tmp_path, regions, numbers):
         put(regions, SharedMemoryRef("r", 8), np.zeros(1))
     numbers.unlink()
     numbers.write_bytes(bytes(80))
-    with pytest.raises(BadRequest, match="is another file by now"):
+    with pytest.raises(BadRequest, match="now names another file"):
         taken(regions, SharedMemoryRef("r", 8))
 
 
