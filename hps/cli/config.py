@@ -104,7 +104,7 @@ def validate(
     set_: SetOption = None,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Check a configuration file and the models it names; report all errors.
+    """Check a file and the models it names; report all errors.
 
     Checks the sizes of table files, but not their contents (`hps model verify` does). Does not check
     ports, other servers or this machine (`hps doctor --config FILE` does). Exit code 2: the file

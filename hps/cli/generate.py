@@ -168,7 +168,7 @@ class GenerateRequestsOptions:
 @app.command(epilog=REQUEST_EXAMPLES)
 @expand_options
 def requests(options: GenerateRequestsOptions) -> None:
-    """Generate requests to a model: JSON for perf_analyzer, or arrays in an .npz file."""
+    """Generate requests: .json (also for perf_analyzer), or .npz."""
     from hps.models.repository import Repository
     from hps.tools.generate.requests import GeneratedRequests, RequestRecipe, save
 

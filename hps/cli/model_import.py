@@ -150,7 +150,7 @@ class ImportOptions:
 
 @expand_options
 def import_(options: ImportOptions) -> None:
-    """Import tables and a network as a new version in the model repository."""
+    """Import tables and a network as a version of the repository."""
     from hps.cli.model_options import choices
     from hps.models.check import repeated_by_table
     from hps.models.repository import Repository

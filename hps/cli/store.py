@@ -201,7 +201,7 @@ class EraseOptions:
 
 @expand_options
 def erase(options: EraseOptions) -> None:
-    """Remove a model from the stores, or one version or table of it.
+    """Remove a model, or one version or table, from the stores.
 
     The model's files are kept: a configured model is loaded again when a node starts."""
     configuration = read_config(options.config, options.overrides)

@@ -249,7 +249,7 @@ class VerifyOptions:
 
 @expand_options
 def verify(options: VerifyOptions) -> None:
-    """Check that a store holds every row of the model's files, bit for bit.
+    """Check that a store holds every row of the files, bit for bit.
 
     First verifies the checksums of the model's files, and of RocksDB's. Rows that were updated or
     deleted after they were loaded are counted, and are not errors.

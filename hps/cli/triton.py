@@ -95,9 +95,9 @@ class TritonExportOptions:
 @app.command(epilog=EXAMPLES)
 @expand_options
 def export(options: TritonExportOptions) -> None:
-    """Export a model to a Triton model repository: its network, its lookups, and both as an ensemble.
+    """Export a model to a Triton model repository.
 
-    Without --config, only the network is exported."""
+    Exports its network; with --config also its lookups, and an ensemble of both."""
     from hps.models.repository import Repository
     from hps.triton.export import MODEL_FILES, export_dense, export_ensemble, export_lookup
 

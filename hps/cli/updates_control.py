@@ -52,7 +52,7 @@ def status(
     admin: AdminServer,
     output: Output = OutputFormat.table,
 ) -> None:
-    """Show a server's update streams: state, lag and problems of each reader."""
+    """Show a server's update streams: state, lag, problems."""
     show(_ask("/v1/updates", admin.open()), output)
 
 

@@ -45,7 +45,7 @@ def wrong_shape(name: str, shape: Any, model: str) -> BadRequest:
 
 def too_many_keys(keys: int, max_keys: int) -> RequestTooLarge:
     return RequestTooLarge(
-        f"the request has {keys} keys, the limit is {max_keys}; send smaller batches or raise "
+        f"the request has {keys} keys, at most {max_keys} are accepted; send smaller batches or raise "
         "server.max_keys"
     )
 

@@ -204,7 +204,7 @@ def test_connections_are_reused_unless_closed(script):
             client.lookup("m", {"f": [1]})
         assert client._line._idle != []
         kept = client._line._idle[0]
-        with pytest.raises(HpsError, match="otherwise than the protocol"):
+        with pytest.raises(HpsError, match="violates the protocol"):
             client.lookup("m", {"f": [1]})
         assert kept.fileno() == -1
         # The server closes an idle connection; the next call has another.

@@ -215,7 +215,7 @@ def test_too_many_keys(serve):
         request = question("words", keys("left", 1, 2, 3, 4))
         code, text = refused(Client(channel).lookup, request)
     assert code == "INVALID_ARGUMENT"
-    assert "carries 4 keys" in text
+    assert "has 4 keys" in text
 
 
 def test_keys_of_callers_are_asked_for(serve, key_guard):

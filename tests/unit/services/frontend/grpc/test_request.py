@@ -217,7 +217,7 @@ def test_extensions_that_are_not_offered():
 
 
 def test_too_many_keys():
-    with pytest.raises(RequestTooLarge, match="carries 4 keys, at most 3"):
+    with pytest.raises(RequestTooLarge, match="has 4 keys, at most 3"):
         parsed(asked(KEYS, ("g", *KEYS[1:])), max_keys=3)
 
 

@@ -120,7 +120,7 @@ def test_a_key_goes_before_a_certificate(known, shows):
 
 def test_who_shows_no_certificate_is_not_let_in(known, certificates):
     tls = Tls(certificates["ca"][1])
-    with Admin(known, tls=tls) as admin, pytest.raises(Unavailable, match="certificate of its cl"):
+    with Admin(known, tls=tls) as admin, pytest.raises(Unavailable, match="require a client cert"):
         admin.status()
     plain = known.replace("https", "http")
     with Admin(plain) as admin, pytest.raises(Unavailable, match="does it speak https"):

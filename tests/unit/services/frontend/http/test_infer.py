@@ -136,7 +136,7 @@ def test_bodies_and_keys_beyond_the_limits(small, ask):
     many = {**LEFT, "shape": [1, 101], "data": [1] * 101}
     reply = ask(app, "POST", PATH, {"inputs": [many]})
     assert reply.status == 413
-    assert "carries 101 keys, at most 100 are taken" in reply.error
+    assert "has 101 keys, at most 100 are accepted" in reply.error
 
 
 def test_codings_nobody_speaks(small, ask):

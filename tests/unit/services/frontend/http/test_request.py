@@ -290,7 +290,7 @@ def test_bytes_without_the_header_that_says_where_they_begin():
 def test_keys_are_counted_over_all_features():
     body = dumps(tensor(), tensor("g"))
     assert parsed(body, max_keys=4)
-    with pytest.raises(RequestTooLarge, match="carries 4 keys, at most 3"):
+    with pytest.raises(RequestTooLarge, match="has 4 keys, at most 3"):
         parsed(body, max_keys=3)
 
 
@@ -341,5 +341,5 @@ def test_raw_requests_at_fault():
         raw(b"", None)
     with pytest.raises(BadRequest, match="not a multiple of 8"):
         raw(bytes(9), "f")
-    with pytest.raises(RequestTooLarge, match="carries 11 keys"):
+    with pytest.raises(RequestTooLarge, match="has 11 keys"):
         raw(bytes(88), "f")
