@@ -20,7 +20,7 @@ from hps.dense.onnx import OnnxModel, first_line
 from hps.errors import DenseModelError
 
 _ALIGN = 256
-_FORMS_KEPT = 32
+_BINDINGS_KEPT = 32
 _RECORD_AT = 4
 """Number of the run that is recorded. In the first runs libraries choose kernels and allocate memory."""
 
@@ -56,9 +56,13 @@ class LaneBinding:
         self._io = lane.session.io_binding()
         views = {p.tensor.name: _view(block, p) for p in (*self._up, *places, *self._down)}
         for place in (*self._up, *places):
-            self._io.bind_input(*lane.binding(place.tensor, place.shape, self._base + place.start))
+            self._io.bind_input(
+                *lane.io_arguments(place.tensor, place.shape, self._base + place.start)
+            )
         for place in self._down:
-            self._io.bind_output(*lane.binding(place.tensor, place.shape, self._base + place.start))
+            self._io.bind_output(
+                *lane.io_arguments(place.tensor, place.shape, self._base + place.start)
+            )
         self.feeds = {p.tensor.name: views[p.tensor.name] for p in places}
         self._options = lane.network.run_options()
         self._runs = 0
@@ -115,16 +119,16 @@ class NetworkLane:
         self.pinned = space.pinned(1 << 16)
         self._block = space.bytes(1 << 16)
         self._device = device
-        self._forms: dict[tuple[int, tuple[str, ...]], LaneBinding] = {}
+        self._bindings: dict[tuple[int, tuple[str, ...]], LaneBinding] = {}
 
-    def form(self, batch: int, names: tuple[str, ...]) -> LaneBinding:
+    def binding_for(self, batch: int, names: tuple[str, ...]) -> LaneBinding:
         """Return the binding for ``batch`` (> 0) samples and the outputs ``names``."""
-        form = self._forms.get((batch, names))
-        if form is None:
-            if len(self._forms) >= _FORMS_KEPT:
+        binding = self._bindings.get((batch, names))
+        if binding is None:
+            if len(self._bindings) >= _BINDINGS_KEPT:
                 self._forget()
-            form = self._forms[batch, names] = LaneBinding(self, batch, names)
-        return form
+            binding = self._bindings[batch, names] = LaneBinding(self, batch, names)
+        return binding
 
     def block(self, size: int) -> Any:
         """Return the lane's device memory, at least ``size`` bytes; all bindings share it."""
@@ -134,13 +138,13 @@ class NetworkLane:
             self._block, self.pinned = self.space.bytes(size), self.space.pinned(size)
         return self._block
 
-    def binding(
+    def io_arguments(
         self, tensor: NetworkTensor, shape: tuple[int, ...], at: int
     ) -> tuple[str, str, int, Any, tuple[int, ...], int]:
         return tensor.name, self.space.kind, self._device, tensor.dtype, shape, at
 
     def _forget(self) -> None:
-        self._forms.clear()
+        self._bindings.clear()
         self.kept.clear()
 
 

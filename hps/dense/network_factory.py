@@ -92,7 +92,7 @@ def _here(described: NetworkSpec, settings: DenseSettings, device: int) -> OnnxM
     if described.path is None:
         raise ModelError(
             f"{described.name}: dense.onnx is missing, but model.yaml describes a dense part; add the file, "
-            "or have a Triton run the network (dense.triton, without fallback)"
+            "or let Triton run the network (dense.triton, without fallback)"
         )
     gpu = GpuOptions(device, settings.precision, settings.tf32, settings.graphs)
     with described.verified():

@@ -75,7 +75,7 @@ def _check_weights(feature: Feature, keys: JaggedKeys) -> JaggedKeys:
         )
     if weights.shape != (n,):
         raise BadRequest(
-            f"feature {feature.name!r}: weights have shape {list(weights.shape)}, keys [{n}]"
+            f"feature {feature.name!r}: weights have shape {list(weights.shape)}, keys have [{n}]"
         )
     if weights.dtype == _FLOAT32:
         return keys

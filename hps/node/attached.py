@@ -86,7 +86,7 @@ def attach(
     folder = configuration.settings.server.runtime
     if folder is None:
         raise ConfigError(
-            "server.runtime is not set: the folder in which the node has its socket for other processes"
+            "server.runtime is not set; set it to the folder in which the node has its socket"
         )
     with ExitStack() as resources:
         path = folder / SOCKET

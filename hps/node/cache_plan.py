@@ -45,8 +45,8 @@ def plan_rows_for_new_model(
         return plan, ""
     fraction = left / wanted
     warning = (
-        f"the CPU cache has capacity for {100 * fraction:.0f} % of the model's rows: others "
-        "have the rest of tiers.cpu_cache.capacity_bytes until the next start, which shares it out anew"
+        f"the CPU cache has capacity for {100 * fraction:.0f} % of the model's rows: other "
+        "models hold the rest of tiers.cpu_cache.capacity_bytes; the next start divides it again"
     )
     return {table: int(fraction * rows) for table, rows in plan.items()}, warning
 

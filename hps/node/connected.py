@@ -112,7 +112,7 @@ def connect(
     configuration = as_configuration(config)
     settings = configuration.settings
     if not settings.lookup.nodes:
-        raise ConfigError("lookup.nodes is empty: the nodes that answer lookups")
+        raise ConfigError("lookup.nodes is empty; set it to the nodes that answer lookups")
     Repository(settings.models.repository).names()
     with ExitStack() as resources:
         connecting = _ConnectBuilder(settings, picker, resources)

@@ -92,7 +92,7 @@ class NodeGpus:
             source = "updates.kafka" if updates.kafka else "updates.directory"
             raise ConfigError(
                 f"table {self.static[0].id} is static in the GPU cache (gpu_static, tiers.gpu.static), which "
-                f"can't follow {source}; serve it with gpu_static: false"
+                f"takes no updates from {source}; serve it with gpu_static: false"
             )
         caches = [self._cache(device, plan) for device in self._chosen.devices]
         by_version = [

@@ -211,7 +211,7 @@ class NodeStores:
             return ""
         files = ", ".join(f"{file} of table {table}" for file, table in sorted(damaged.items()))
         return (
-            f"rocksdb: damaged table files: {files}; rows in them are answered by the default. Stop the node "
+            f"rocksdb: damaged table files: {files}; their rows are answered with the default. Stop the node "
             "and run `hps store verify --repair`"
         )
 

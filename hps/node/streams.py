@@ -104,11 +104,13 @@ class UpdateStreams:
             if stream.thread.paused:
                 continue
             if stream.ingestor.is_waiting:
-                return f"{stream.group} holds updates: {stream.problem or 'briefly'}"
+                cause = stream.problem or "another process has not written it yet"
+                return f"{stream.group} waits for a store: {cause}"
             lag = stream.source.lag()
             if lag is None:
                 why = stream.ingestor.problem or stream.source.problem
-                return f"{stream.group} does not know its position yet{f': {why}' if why else ''}"
+                suffix = f": {why}" if why else ""
+                return f"{stream.group} does not know its partitions or offsets yet{suffix}"
             waiting = sum(lag.values())
             if waiting and not _arrived_lately(stream, tables):
                 return f"{stream.group} has {waiting} messages to apply"

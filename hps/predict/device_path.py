@@ -34,7 +34,7 @@ class _DevicePathTemplate:
     afterwards; `pooled` and `fetched` are made on first use."""
 
     bags: list[DeviceBags]
-    form: LaneBinding
+    binding: LaneBinding
     assigned: list[tuple[Any, Any]]
     observe: Callable[[float], None]
     finished: Callable[[float], None]
@@ -103,12 +103,12 @@ class DevicePath:
         """Compute the outputs from ``rows``, the lookup's result; a started run ignores the deadline."""
         assert isinstance(rows, DeviceLookupResult)
         with self._lanes.lease() as lane:
-            form = lane.form(batch, names)
-            outs, assigned = self._outs(lane, form, rows.shapes)
+            binding = lane.binding_for(batch, names)
+            outs, assigned = self._outs(lane, binding, rows.shapes)
             rows.into(outs, lane.stream)
             self._assign(lane, assigned)
-            form.start(inputs)
-            return form.finish()
+            binding.start(inputs)
+            return binding.finish()
 
     # -- device paths ------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class DevicePath:
         part = current_context()
         call_timed(part, "rows", self._begin, lane, template, features, pooled)
         # A missing row is detected only after the network has run: checking first would cost another wait.
-        outputs = call_timed(part, "network", _run, template.form, inputs)
+        outputs = call_timed(part, "network", _run, template.binding, inputs)
         missing = pooled.missing()
         self._backoff.record(worked=not missing)
         if missing:
@@ -154,7 +154,7 @@ class DevicePath:
         if not call_timed(part, "rows", fetched.run, lane.stream, request.deadline):
             return None
         self._assign(lane, template.assigned)
-        outputs = call_timed(part, "network", _run, template.form, inputs)
+        outputs = call_timed(part, "network", _run, template.binding, inputs)
         return outputs, LookupResult({}, defaulted=fetched.finish())
 
     def _begin(
@@ -192,8 +192,8 @@ class DevicePath:
             bags = n if feature.pooling == "none" else keys.batch
             shapes[feature.name] = (bags, feature.table.dim)
             counts.append((feature.table, n, n))
-        form = lane.form(batch, names)  # first: it may clear `lane.kept`
-        outs, assigned = self._outs(lane, form, shapes)
+        binding = lane.binding_for(batch, names)  # first: it may clear `lane.kept`
+        outs, assigned = self._outs(lane, binding, shapes)
         codes = [
             (table, bytes([Source.GPU]) * n, [(feature.name, n)])
             for (feature, _), (table, n, _) in zip(self._feeds, counts, strict=True)
@@ -203,7 +203,7 @@ class DevicePath:
                 DeviceBags(feature, n, n // shapes[feature.name][0], outs[feature.name])
                 for (feature, _), (_, n, _) in zip(self._feeds, counts, strict=True)
             ],
-            form,
+            binding,
             assigned,
             self._observe.prepare(counts),
             self._meter.finished_alike(codes),
@@ -212,7 +212,7 @@ class DevicePath:
         return template
 
     def _outs(
-        self, lane: NetworkLane, form: LaneBinding, shapes: Mapping[str, tuple[int, ...]]
+        self, lane: NetworkLane, binding: LaneBinding, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
         """Return each feature's destination on the device, and the assignments to make after pooling.
 
@@ -220,7 +220,7 @@ class DevicePath:
         is then assigned to that input."""
         outs, assigned = {}, []
         for feature, tensor in self._feeds:
-            feed, shape, dtype = form.feeds[tensor], shapes[feature.name], feature.table.dtype
+            feed, shape, dtype = binding.feeds[tensor], shapes[feature.name], feature.table.dtype
             flat = feed.reshape(-1, feature.table.dim)
             if flat.shape == shape and flat.dtype == dtype:
                 outs[feature.name] = flat
@@ -230,9 +230,9 @@ class DevicePath:
         return outs, assigned
 
 
-def _run(form: LaneBinding, inputs: Arrays) -> Arrays:
-    form.start(inputs)
-    return form.finish()
+def _run(binding: LaneBinding, inputs: Arrays) -> Arrays:
+    binding.start(inputs)
+    return binding.finish()
 
 
 def _fill(

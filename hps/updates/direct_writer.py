@@ -65,7 +65,7 @@ class DirectWriter:
             raise Unsupported("this node writes no store: its database is read only")
         if table in self._fixed:
             raise Unsupported(
-                f"table '{table.name}' is static in the GPU cache, which can't follow; serve it with "
+                f"table '{table.name}' is static in the GPU cache, which takes no updates; serve it with "
                 "gpu_static: false to have its rows change"
             )
         if not self._turn.acquire(timeout=timeout_s):
@@ -133,4 +133,4 @@ class DirectWriter:
             return
         both = np.intersect1d(table.narrow(keys), table.narrow(deleted))
         if len(both):
-            raise BadRequest(f"key {int(both[0])} is to be written and to be deleted")
+            raise BadRequest(f"key {int(both[0])} is in both keys and deleted")

@@ -93,7 +93,7 @@ class DeviceLookup(LookupEngine):
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         if request.out:
             raise BadRequest(
-                "out names arrays on the host; vectors that stay on the device are new"
+                "out cannot be used: vectors that stay on the device are new arrays there"
             )
         return self._slow_path(request)
 

@@ -21,7 +21,7 @@ from hps.types import JaggedKeys, LookupResult, Source
 
 _INT64 = np.dtype(np.int64)
 _ALIGN = 256
-_FORMS_KEPT = 64
+_TEMPLATES_KEPT = 64
 _GPU = int(Source.GPU)
 
 Signature = tuple[tuple[str, int, int], ...]
@@ -61,7 +61,7 @@ class PreparedDeviceLookups:
         self._below = below
         self._observe = observe
         self._meter = meter
-        self._forms: dict[Any, queue.SimpleQueue[_DeviceTemplate]] = {}
+        self._templates: dict[Any, queue.SimpleQueue[_DeviceTemplate]] = {}
         self._backoff = CallBackoff()
         self._backoff_below = CallBackoff()
 
@@ -79,43 +79,43 @@ class PreparedDeviceLookups:
         if not (pooling or fetching):
             return None
         space = self._device.space
-        forms = self._forms.get(key)
-        if forms is None:
-            forms = memoize(self._forms, key, queue.SimpleQueue(), _FORMS_KEPT)
+        templates = self._templates.get(key)
+        if templates is None:
+            templates = memoize(self._templates, key, queue.SimpleQueue(), _TEMPLATES_KEPT)
         stream = space.take_stream()
         result = None
         with space.device:
             try:
-                form = forms.get_nowait()
+                template = templates.get_nowait()
             except queue.Empty:
-                form = self._prepare(features, keys)
+                template = self._prepare(features, keys)
             try:
                 if pooling:
-                    result = self._pool(form, features, keys, stream)
+                    result = self._pool(template, features, keys, stream)
                     self._backoff.record(worked=result is not None)
                 if result is None and fetching:
-                    result = self._fetch(form, features, keys, stream, deadline)
+                    result = self._fetch(template, features, keys, stream, deadline)
                     self._backoff_below.record(worked=result is not None)
             finally:
                 stream.synchronize()  # the template's next user may have another stream
-                forms.put(form)
+                templates.put(template)
                 space.give_back(stream)
         return result
 
     def _pool(
         self,
-        form: _DeviceTemplate,
+        template: _DeviceTemplate,
         features: Sequence[Feature],
         keys: Sequence[JaggedKeys],
         stream: Any,
     ) -> LookupResult | None:
         """Pool from the device alone."""
         started = time.perf_counter()
-        for feature, mine, there in zip(features, keys, form.pooled.keys, strict=True):
+        for feature, mine, there in zip(features, keys, template.pooled.keys, strict=True):
             there[:] = feature.shift(mine.keys)
-        form.pooled.launch(stream)
-        result = LookupResult(self._copied_vectors(form, stream))
-        if form.pooled.missing():
+        template.pooled.launch(stream)
+        result = LookupResult(self._copied_vectors(template, stream))
+        if template.pooled.missing():
             return None
         seconds = time.perf_counter() - started
         counts = [(f.table, len(k.keys)) for f, k in zip(features, keys, strict=True)]
@@ -127,33 +127,33 @@ class PreparedDeviceLookups:
 
     def _fetch(
         self,
-        form: _DeviceTemplate,
+        template: _DeviceTemplate,
         features: Sequence[Feature],
         keys: Sequence[JaggedKeys],
         stream: Any,
         deadline: float | None,
     ) -> LookupResult | None:
         """Pool after filling misses from host memory."""
-        fetched = form.fetched
+        fetched = template.fetched
         if fetched is None:
-            arguments = self._device, self._below, form.bags, self._observe, self._meter
-            fetched = form.fetched = FilledFetch(*arguments)
+            arguments = self._device, self._below, template.bags, self._observe, self._meter
+            fetched = template.fetched = FilledFetch(*arguments)
         for feature, mine, there in zip(features, keys, fetched.keys, strict=True):
             there[:] = feature.shift(mine.keys)
         if not fetched.run(stream, deadline):
             return None
-        vectors = self._copied_vectors(form, stream)
+        vectors = self._copied_vectors(template, stream)
         return LookupResult(vectors, defaulted=fetched.finish())
 
-    def _copied_vectors(self, form: _DeviceTemplate, stream: Any) -> dict[str, Any]:
+    def _copied_vectors(self, template: _DeviceTemplate, stream: Any) -> dict[str, Any]:
         """Copy the block's vectors to new arrays; waits for the stream."""
         space = self._device.space
-        fresh = space.empty((len(form.block),), np.uint8, stream)
-        space.assign(fresh, form.block, stream)
+        fresh = space.empty((len(template.block),), np.uint8, stream)
+        space.assign(fresh, template.block, stream)
         stream.synchronize()
         return {
             name: fresh[start:stop].view(dtype).reshape(shape)
-            for name, start, stop, dtype, shape in form.places
+            for name, start, stop, dtype, shape in template.places
         }
 
     def _prepare(self, features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> _DeviceTemplate:

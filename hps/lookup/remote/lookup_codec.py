@@ -115,7 +115,7 @@ class LookupRequestTemplate:
         packed = response.vectors
         if len(packed) != self._size:
             raise HpsError(
-                f"a lookup node answered {len(packed)} bytes of vectors, not {self._size}, for "
+                f"a lookup node sent {len(packed)} bytes of vectors, not {self._size}, for "
                 + ", ".join(self._named)
             )
         result = LookupResult(
@@ -144,7 +144,7 @@ class LookupRequestTemplate:
         n = self._keys
         if (len(sources), len(versions)) != (n, n * _UINT64.itemsize):
             raise HpsError(
-                f"a lookup node answered {len(sources)} bytes of sources and {len(versions)} of versions for "
+                f"a lookup node sent {len(sources)} bytes of sources and {len(versions)} of versions for "
                 f"{n} keys"
             )
         all_sources = np.frombuffer(sources, _UINT8)

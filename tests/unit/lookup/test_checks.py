@@ -66,7 +66,7 @@ FAULTS = {
     ),
     "weights length": (
         {"user": JaggedKeys(keys(3), 3, None, np.ones(2, np.float32))},
-        r"weights have shape \[2\], keys \[3\]",
+        r"weights have shape \[2\], keys have \[3\]",
     ),
     "weights type": (
         {"user": JaggedKeys(keys(1), 1, None, np.array(["a"]))},

@@ -399,7 +399,7 @@ def test_an_answer_that_does_not_fit_is_an_error(connect, small, given):
     server.start()
     try:
         remote = connect(f"127.0.0.1:{port}", described=model)
-        with pytest.raises(HpsError, match="a lookup node answered"):
+        with pytest.raises(HpsError, match="a lookup node sent"):
             remote.lookup(replace(left(1), want_source=True))
     finally:
         server.stop(None).wait()
