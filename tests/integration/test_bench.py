@@ -167,7 +167,7 @@ def test_a_server_that_wants_to_be_asked_later_is_one_line(
     [
         (["--server", "http://x:1", "--compare", "a", "b"], "leave the server and the model out"),
         (["m", "--compare", "a", "b"], "leave the server and the model out"),
-        (["m", "--requests", "a", "--repository", "b"], "not both"),
+        (["m", "--requests", "a", "--repository", "b"], "exclude each other"),
         (["m", "n"], "give one model"),
     ],
 )

@@ -91,7 +91,7 @@ def test_verify_finds_flipped_bits_and_repairs_them(tmp_path, settings):
     assert file.name in checks["table files"]["detail"]
     checks = {e["check"]: e for e in printed("verify", "--config", config, "--repair")}
     assert {each["result"] for each in checks.values()} == {"OK", "WARN"}  # no manifest
-    assert "rows are as in the model's files again" in checks["repair"]["detail"]
+    assert "rows were reset to those of the model's files" in checks["repair"]["detail"]
     assert f"{ROWS:,} of {ROWS:,} as in the files" in checks["rows in rocksdb"]["detail"]
     with hps.open(config) as node:
         found = node.lookup("m", {"word": KEYS})

@@ -283,7 +283,7 @@ def test_a_row_that_rocksdb_has_newer_is_not_put_into_redis_either(loaded: Any) 
         (["export", "clicks", "users", "--out", "users.csv"], "*.parquet, *.npz"),
         (["restore", "nothing"], "nothing holds no checkpoint"),
         (["checkpoint"], "give FOLDER and --config FILE, or --server URL"),
-        (["checkpoint", "--server", "http://127.0.0.1:1"], "leave out FOLDER and --config"),
+        (["checkpoint", "--server", "http://127.0.0.1:1"], "remove FOLDER and --config"),
         (["import-dump", "clicks", "users", "nothing.bin"], "No such file"),
         (["load", "--rebuild", "--tier", "redis"], "erase the model first"),
     ],

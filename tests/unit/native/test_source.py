@@ -71,4 +71,4 @@ def test_commands_say_how_to_mend_it(tmp_path, command):
     told = " ".join((done.stdout + done.stderr).split())
     assert "make setup" in told
     assert "/somewhere/_core.so" in told
-    assert "mistake in hps" not in told
+    assert "bug in hps" not in told

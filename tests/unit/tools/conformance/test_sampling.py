@@ -143,11 +143,11 @@ def test_grpc_outputs_may_have_protobufs_types():
         tensors_of(answer)
 
 
-def test_models_left_out_are_reported(odd):
+def test_skipped_models_are_reported(odd):
     done = CliRunner().invoke(app, [odd, odd, "--model", "bad", "--model", "none"])
     told = " ".join(done.stderr.split())
-    assert "bad is left out" in told
-    assert "none is left out" in told
+    assert "bad skipped" in told
+    assert "none skipped" in told
     assert isinstance(done.exception, Unavailable)
 
 
