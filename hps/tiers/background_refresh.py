@@ -15,9 +15,10 @@ T = TypeVar("T")
 
 
 class BackgroundValue(Generic[T]):
-    """The last result of ``look``, which may block and may raise TierError.
+    """The last result of ``look``, a function that may block and may raise TierError.
 
-    Reading never blocks. A value older than ``every_s`` is refreshed on a thread. Thread-safe."""
+    Reading never blocks: a value older than ``every_s`` is returned as it is, and refreshed on a thread.
+    Thread-safe."""
 
     def __init__(self, look: Callable[[], T], every_s: float, name: str) -> None:
         self._look = look
@@ -30,7 +31,7 @@ class BackgroundValue(Generic[T]):
 
     @property
     def value(self) -> T | None:
-        """The last result, also while ``look`` fails; None before the first one."""
+        """The last result, even if later attempts failed; None before the first one."""
         self._renew()
         return self._value
 

@@ -1,4 +1,4 @@
-"""Bags: keys whose rows are pooled while they are read."""
+"""Bags: keys whose rows are read and pooled in one pass."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Bags:
     """Keys ``(n,) int64`` of a table, possibly repeated, pooled into ``out (bags, dim)``.
 
     Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]`` of ``offsets (bags + 1,) int64``. Without
-    offsets all bags have the same number of keys. Rows are multiplied by ``weights (n,) float32``; sums
-    are divided by ``divisors (bags,) float32``. An empty bag, and a bag with divisor 0, gets zeros.
-    Sums are float32, in the order of the keys.
+    offsets all bags have the same number of keys. Each row is multiplied by its weight in ``weights (n,)
+    float32``, and each sum is divided by its divisor in ``divisors (bags,) float32``. An empty bag, and a
+    bag with divisor 0, gets zeros. Sums are float32 and added in the order of the keys.
 
-    ``missing (m,)`` is set by a gather: the ascending positions of the keys that have no row here, or
-    None if all have one. The contents of ``out`` for bags with missing keys are undefined."""
+    A gather sets ``missing (m,)``: the ascending positions of the keys without a row in this tier, or
+    None if all have one. ``out`` is undefined for bags with missing keys."""
 
     table: EmbeddingTable
     keys: KeyArray

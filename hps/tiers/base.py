@@ -1,23 +1,22 @@
 """The Tier protocol: anything that holds rows.
 
-A chain of tiers, a bridge, a metered tier and a guarded tier are themselves tiers, so features are
-layers, not branches. Six verbs and `info`; a seventh needs a recorded decision with the reason why a
-wrapper or a second, optional protocol is not enough.
+A chain of tiers, a bridge, a metered tier and a guarded tier are tiers themselves: a feature is a wrapper
+around a tier, not a branch inside one. The protocol has six verbs and `info`. A seventh verb needs a
+recorded decision that says why a wrapper or a second, optional protocol is not enough.
 
 Rules for every tier (tests/contract/test_tier.py runs the same tests on all of them):
 
-* ``fetch`` takes all parts of a batch together. For a key that it holds, it writes the row, its version
-  and its source code and removes the position from ``missing``; it leaves the others untouched. It
-  never raises for a miss and never fills in defaults.
+* ``fetch`` takes all parts of a batch together. For a key that the tier holds, it writes the row, its
+  version and its source code, and removes the key's position from ``missing``. It leaves all other
+  positions unchanged, never raises for a miss and never fills in defaults.
 * A deleted key (a tombstone) ends the search: its version is written, its source stays 0, its position
   is removed from ``missing``.
-* Keys are already narrowed: code that receives keys from clients narrows them
+* Tiers expect narrowed keys: code that receives keys from clients narrows them
   (`EmbeddingTable.narrow`).
 * A write is applied if its version is >= the stored one (or the tombstone's). If one call has the same
   key several times, the highest version wins; among equal versions, the last.
 * ``fetch`` may be called from many threads in parallel with one writer. The mutating verbs are called
-  by one thread per node (invariant 5), unless ``info.shared``.
-"""
+  by one thread per node (invariant 5), unless ``info.shared``."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ from hps.types import (
     VersionArray,
 )
 
-# Made once, because every request makes a part per table.
+# Constants, because every request makes a part per table.
 _UINT64, _UINT8 = np.dtype(np.uint64), np.dtype(np.uint8)
 _POSITIONS = np.arange(4096)
 _POSITIONS.flags.writeable = False
@@ -49,9 +48,9 @@ class TierInfo:
     """Properties of a tier.
 
     ``memory``: the memory that ``Part.out`` must be in. ``blocking``: the tier waits for a disk or a
-    network and is never called on an event loop. ``volatile``: contents are lost at a restart.
-    ``shared``: one copy per cluster instead of one per node. ``cache``: may drop rows by itself (a
-    store may not)."""
+    network, so it is never called on an event loop. ``volatile``: a restart loses the contents.
+    ``shared``: one copy per cluster instead of one per node. ``cache``: the tier may drop rows by itself;
+    a store may not."""
 
     name: str
     source: Source
@@ -67,8 +66,8 @@ class Part:
     """One table's keys of a batch on the way down the tiers.
 
     keys (n,) int64, unique; out (n, dim) of the table's dtype; versions (n,) uint64; source (n,) uint8,
-    0 = not found yet; missing (m,) int64, ascending positions that were not found yet. ``missing`` is
-    replaced, never written to."""
+    0 = no row found; missing (m,) int64, the ascending positions that the next tier must search.
+    ``missing`` is replaced, never written to."""
 
     table: EmbeddingTable
     keys: KeyArray
@@ -79,7 +78,7 @@ class Part:
 
     @staticmethod
     def make(table: EmbeddingTable, keys: KeyArray, out: VectorArray | None = None) -> Part:
-        """Make a host part of which nothing is found yet. ``keys`` must be unique."""
+        """Make a part in host memory with all keys missing. ``keys`` must be unique."""
         n = len(keys)
         return Part(
             table,
@@ -96,7 +95,7 @@ class FetchContext:
     """Context of one batch.
 
     ``deadline``: in ``time.monotonic()``. ``stream``: the CUDA stream, if any. ``degraded``: names of
-    the tiers that were skipped as broken, late or full. ``origin``: the request that it is fetched for."""
+    the tiers that were skipped as broken, late or full. ``origin``: trace context of the request."""
 
     deadline: float | None = None
     stream: Any = None
@@ -111,8 +110,9 @@ class Tier(Protocol):
     def info(self) -> TierInfo: ...
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        """Fill in the rows of ``parts[i].keys[parts[i].missing]`` that this tier holds; see the module's
-        rules."""
+        """Write the rows of ``parts[i].keys[parts[i].missing]`` that this tier holds.
+
+        See the module's rules."""
         ...
 
     def insert(
@@ -141,10 +141,9 @@ class Tier(Protocol):
 
 
 def newest_of_each(keys: KeyArray, versions: VersionArray) -> IndexArray | None:
-    """Return the positions to keep so that each key occurs once, with its highest version (the last on a
-    tie).
+    """Return the positions that keep each key once, with its highest version (the last on a tie).
 
-    None if the keys are already unique: the common case, decided by sorting the keys alone."""
+    None if the keys are already unique. That common case sorts the keys only, not the versions."""
     ordered = np.sort(keys)
     if not (ordered[1:] == ordered[:-1]).any():
         return None

@@ -11,13 +11,13 @@ State = Literal["closed", "open", "half-open"]
 
 
 class CircuitBreaker:
-    """Closed, open or half-open, by the outcomes of calls.
+    """State machine of a tier's health: closed, open or half-open.
 
     Closed: calls pass; ``failures_to_open`` failures in a row open it. Open: no call passes for
-    ``retry_after_s``. Half-open: one call, the probe, passes; its outcome closes or opens it.
+    ``retry_after_s``. Half-open: one call, the probe, passes; its outcome closes or opens the circuit.
 
-    Every call gets a permit from ``admit`` and reports its outcome with it. A permit is valid until the
-    state changes, so a call that began before a change can't undo it. Thread-safe."""
+    A caller gets a permit from ``admit`` and reports the call's outcome with that permit. A permit is valid
+    until the state changes, so the outcome of a call from before a change has no effect. Thread-safe."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class CircuitBreaker:
                 self._retry_at = self._clock() + self._retry_after_s
 
     def inconclusive(self, permit: int) -> None:
-        """Report a call that says nothing about the tier's health; the next call may probe."""
+        """Report a call that shows nothing about the tier's health; another call may probe."""
         with self._lock:
             if permit == self._permit:
                 self._probing = False

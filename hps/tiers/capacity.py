@@ -30,11 +30,11 @@ def plan_capacity(
 ) -> Rows:
     """Return each table's cache capacity in rows; 0 keeps a table out.
 
-    ``table_rows``: the rows of each table; an empty one counts as ``EMPTY_TABLE_ROWS``. ``rows`` and
-    ``shares`` set the capacity of single tables, in rows or as a share of their rows; they take
-    precedence. ``share`` gives every other table that share of its rows, whatever the size. Without it,
-    the rest of ``capacity_bytes`` is divided in proportion to the tables' sizes. Raises ConfigError for
-    contradictory values."""
+    ``table_rows``: the number of rows of each table; an empty one counts as ``EMPTY_TABLE_ROWS``.
+    ``rows`` and ``shares`` fix the capacity of single tables, as a number or as a share of their rows;
+    ``rows`` takes precedence. ``share`` gives every other table that share of its rows and ignores
+    ``capacity_bytes``. Without ``share``, the other tables get the rest of ``capacity_bytes``, in
+    proportion to their sizes. Raises ConfigError for contradictory values."""
     table_rows = {table: count or EMPTY_TABLE_ROWS for table, count in table_rows.items()}
     stated = dict(rows or {})
     for table, part in (shares or {}).items():
@@ -58,5 +58,5 @@ def plan_capacity(
 
 
 def slot_bytes(table: EmbeddingTable) -> int:
-    """Bytes per row of capacity."""
+    """Return the bytes that one row of capacity takes."""
     return table.row_bytes + ROW_EXTRA_BYTES

@@ -1,4 +1,4 @@
-"""TierChain: several tiers as one. Fetches go down, writes go up."""
+"""TierChain: several tiers as one. Fetches go down the chain, writes go up."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, VersionArra
 
 
 class TierChain:
-    """Tiers from the fastest to the one that holds every row; an empty chain holds nothing.
+    """Tiers in lookup order, the fastest first; may be empty.
 
-    `fetch` asks each tier for the misses of those above it and stops when there are none. The mutating
-    verbs go from the bottom up, so that a cache never holds a row that its store rejected: if a tier
-    raises, those above it are unchanged. As thread-safe as its tiers."""
+    `fetch` asks each tier for the misses of the tiers above it, and stops when none are left. The mutating
+    verbs go from the bottom up: if a tier raises, the tiers above it are unchanged, so a cache never holds
+    a row that its store rejected. As thread-safe as its tiers."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
@@ -62,8 +62,8 @@ class TierChain:
 def _summary(tiers: tuple[Tier, ...]) -> TierInfo:
     """Combine the tiers' `TierInfo`.
 
-    It blocks, is durable or is shared if any tier is, and is a cache if every tier is. Its name lists
-    theirs; ``source`` is the top tier's (each row reports the tier that it came from)."""
+    The chain blocks, is durable or is shared if any tier is; it is a cache only if every tier is. Its name
+    joins the tiers' names. ``source`` is the first tier's; each row still reports the tier it came from."""
     infos = [tier.info for tier in tiers]
     if not infos:
         return TierInfo("empty", Source.DEFAULT, cache=True)

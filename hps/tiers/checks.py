@@ -1,9 +1,9 @@
 """Argument checks that all tiers share.
 
-Expected are the arrays of `hps.types`: keys (n,) int64, vectors (n, dim) of the table's dtype, versions
-(n,) uint64, all C-contiguous. Nothing is converted: a silent copy would hide a slow caller, and a
-copied output would lose the answer. All functions raise BadRequest before anything is written, and are
-thread-safe."""
+Arrays must be those of `hps.types`: keys (n,) int64, vectors (n, dim) of the table's dtype, versions
+(n,) uint64, all C-contiguous. Nothing is converted: a silent copy of an input would hide a slow caller,
+and a copy of an output would lose the answer. All functions raise BadRequest before anything is written,
+and are thread-safe."""
 
 from __future__ import annotations
 

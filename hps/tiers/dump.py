@@ -1,8 +1,8 @@
 """Read and write HPS's ``.bin`` dumps of a table in bounded memory.
 
-Format: the header ``bin\\0``, u32 version 1, u32 bytes of a key, u32 bytes of a value; then key and
-value alternate to the end of the file. All integers are little-endian, keys have 4 or 8 bytes, values
-are bare rows. For an empty table HPS's writers omit the bytes of a value: 12 bytes instead of 16."""
+Format: the header ``bin\\0``, u32 version 1, u32 bytes per key, u32 bytes per value; then each key with
+its value, to the end of the file. All integers are little-endian, keys have 4 or 8 bytes, values are bare
+rows. For an empty table HPS's writers omit the bytes per value: the file has 12 bytes instead of 16."""
 
 from __future__ import annotations
 

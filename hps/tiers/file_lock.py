@@ -1,4 +1,4 @@
-"""File locks that show whether another process is alive, in any PID namespace."""
+"""File locks that show whether their holder is alive, even from another PID namespace."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ class FileLock:
     The kernel releases it however the process ends. A fork of the process does not hold it."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file if necessary and lock it. Raises BlockingIOError if the lock is held, and
-        OSError."""
+        """Create the file if necessary and lock it.
+
+        Raises BlockingIOError if another process holds the lock, OSError for other failures."""
         self._file = -1
         while self._file < 0:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The previous holder may have removed the file meanwhile.
+                # The previous holder may have removed the file before this process locked it.
                 with suppress(FileNotFoundError):
                     if os.stat(path).st_ino == os.fstat(file).st_ino:
                         self._file = file
@@ -38,7 +39,7 @@ class FileLock:
             self.close()
 
     def close(self) -> None:
-        """Close the descriptor. In a fork, the parent process keeps the lock."""
+        """Close the descriptor without unlocking: called in a fork, it leaves the lock to the parent."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -60,7 +61,7 @@ _held: WeakSet[FileLock] = WeakSet()
 
 
 def _close_all() -> None:
-    """Close the descriptors in a fork, which would keep the locks after the parent's end."""
+    """Close the descriptors in a fork; open ones would keep the locks after the parent's end."""
     for lock in list(_held):
         lock.close()
 

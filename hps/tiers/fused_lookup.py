@@ -1,8 +1,8 @@
-"""FusedLookup: rows written straight from memory into the answer, without parts.
+"""FusedLookup: copies rows from memory straight into a request's output, without parts.
 
-A second, optional protocol besides `Tier`. Most requests find every key in the cache; for those, a
-fetch's results per key (versions, sources, misses) and the deduplication before it cost more than the
-lookup itself. Rows that are pooled need not be written anywhere."""
+A second, optional protocol besides `Tier`. Most requests find every key in the cache. For those, the
+deduplication and a fetch's results per key (versions, sources, misses) would cost more than the lookup
+itself. Rows that are pooled are not written anywhere."""
 
 from __future__ import annotations
 
@@ -34,20 +34,25 @@ class FusedLookup(Protocol):
     def gather(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
         """Write the row of every key of ``asks`` to its ``out``, and pool ``bags``.
 
-        False if a key of ``asks`` has no row here (also if it is deleted), or a table is not held at
-        all: the contents of the outputs are then undefined, and the request takes the slow path. Misses
-        of ``bags`` are in their ``missing``. Counts as a use of the keys. Thread-safe like `fetch`."""
+        Returns False if a key of ``asks`` has no row in this tier or is deleted, or if the tier does
+        not hold
+        a table. The outputs are then undefined, and the caller takes the slow path. Misses of ``bags``
+        do not
+        return False; they are listed in ``Bags.missing``. Counts as a use of the keys. Thread-safe like
+        `fetch`."""
         ...
 
     def complete(self, bags: Bags, rows: VectorArray) -> bool:
-        """Pool the bags with misses again, with ``rows (m, dim)`` for the missing keys.
+        """Pool again the bags with misses, with ``rows (m, dim)`` for the missing keys.
 
-        False if another row of these bags is no longer here."""
+        Returns False if a row that was not missing has left this tier since the gather."""
         ...
 
 
 def fused_lookup_of(tier: Tier) -> FusedLookup | None:
-    """Return the fused lookup of ``tier`` (through meters), or of a chain's first tier; None without one."""
+    """Return the fused lookup of ``tier``, or of a chain's first tier; None if it has none.
+
+    Looks through `MeteredTier`, and then reports gathers to its observer."""
     if isinstance(tier, TierChain):
         return fused_lookup_of(tier.tiers[0]) if tier.tiers else None
     if isinstance(tier, MeteredTier):
@@ -57,9 +62,10 @@ def fused_lookup_of(tier: Tier) -> FusedLookup | None:
 
 
 class _MeteredGather:
-    """Reports every gather and the rows it found to ``observe``.
+    """Reports the rows of successful gathers to ``observe``.
 
-    Its misses are reported when the slow path fetches them; a gather that returns False is not reported."""
+    Misses are not reported here but when the slow path fetches them, so a gather that returns False is not
+    reported at all."""
 
     def __init__(self, inner: FusedLookup, observe: FetchObserver) -> None:
         self.inner = inner
@@ -80,7 +86,7 @@ class _MeteredGather:
     def prepare(self, sizes: Sequence[tuple[EmbeddingTable, int]]) -> GatherFunction:
         inner, clock = prepare_gather(self.inner, sizes), time.perf_counter
         everything = [(table, n, n) for table, n in sizes]
-        # An observer that looks up a counter per table may offer `alike`, to do so once.
+        # An observer may offer `prepare`, to look up its counters once instead of at each gather.
         prepare = getattr(self._observe, "prepare", None)
         observe_all: Any = prepare(everything) if prepare else partial(self._observe, everything)
 
@@ -104,7 +110,7 @@ def _ask(bags: Bags) -> Ask:
 
 
 def _hits(asks: list[Ask], bags: Sequence[Bags]) -> list[tuple[EmbeddingTable, int, int]]:
-    """Return the hits of a gather per table, in the form of a fetch without misses."""
+    """Return ``(table, hits, hits)`` per ask and bags, as if only the hits had been requested."""
     sizes = [(table, len(keys)) for table, keys, _ in asks]
     for each in bags:
         misses = 0 if each.missing is None else len(each.missing)
@@ -115,6 +121,5 @@ def _hits(asks: list[Ask], bags: Sequence[Bags]) -> list[tuple[EmbeddingTable, i
 def prepare_gather(
     tier: FusedLookup, sizes: Sequence[tuple[EmbeddingTable, int]]
 ) -> GatherFunction:
-    """Return ``tier.gather`` for asks, then bags, with exactly these tables and numbers of keys, in this
-    order."""
+    """Return a gather for asks, then bags, with exactly these tables and numbers of keys, in this order."""
     return tier.prepare(sizes) if isinstance(tier, _MeteredGather) else tier.gather

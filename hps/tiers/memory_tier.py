@@ -1,14 +1,13 @@
 """MemoryTier: rows in a dictionary; the executable specification of `Tier`.
 
-Every other tier is tested against this one, so it is written to be obvious, not fast. It also decides
+Every other tier is tested against this one, so it is written to be obvious, not fast. It also defines
 what the protocol's text leaves open:
 
 * A tombstone is resident: `update` with a version >= the tombstone's restores the key (otherwise a
-  cache would keep hiding a row that is back); `evict` removes the tombstone.
+  cache would keep hiding a row that was inserted again); `evict` removes the tombstone.
 * `delete` leaves a tombstone even for an unknown key.
 * A tombstone whose version is more than the table's ``tombstone_ttl_s`` in the past counts as absent;
-  the row that it deleted stays deleted.
-"""
+  the row that it deleted stays deleted."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ from hps.types import (
 
 
 class MemoryRow(NamedTuple):
-    """The state of one key. Replaced, never changed, so that a concurrent reader sees the old entry or the
-    new one."""
+    """The state of one key; replaced, never changed, so that readers see the old or the new one."""
 
     version: int
     row: VectorArray | None

@@ -24,7 +24,7 @@ def restrict_part(part: Part, missing: IndexArray) -> Part:
 
 
 def copy_part(part: Part, positions: IndexArray) -> Part:
-    """Copy what ``part`` holds at ``positions`` into new arrays."""
+    """Copy the keys of ``part`` at ``positions``, with their answers, into new arrays."""
     missing = np.flatnonzero(_still_missing(part)[positions])
     return Part(
         part.table,
@@ -37,7 +37,7 @@ def copy_part(part: Part, positions: IndexArray) -> Part:
 
 
 def copy_answer(answer: Part, part: Part, at: IndexArray | slice = _ALL) -> None:
-    """Copy ``answer`` into ``part``: the key ``part.missing[i]`` is at ``at[i]`` of ``answer``."""
+    """Copy ``answer`` into ``part``: entry ``at[i]`` of ``answer`` answers the key ``part.missing[i]``."""
     wanted, missed, source = part.missing, _still_missing(answer)[at], answer.source[at]
     rows, done = source != 0, ~missed
     part.out[wanted[rows]] = answer.out[at][rows]
@@ -47,7 +47,7 @@ def copy_answer(answer: Part, part: Part, at: IndexArray | slice = _ALL) -> None
 
 
 def merge_misses(shares: Sequence[Part]) -> IndexArray:
-    """Return the ascending positions that any of ``shares`` of one part still misses."""
+    """Return the ascending positions that any of ``shares``, views of one part, still misses."""
     if len(shares) == 1:
         return shares[0].missing
     return np.sort(np.concatenate([each.missing for each in shares]))

@@ -1,8 +1,7 @@
 """Stream positions kept with the rows: a second, optional protocol of stores.
 
-After a crash, a failover or an empty restart, such a store reports how far each stream is contained in
-it. The position is stored with the rows themselves, so no update is lost, and no other process has to
-be asked."""
+After a crash, a failover or an empty restart, the store reports how much of each stream it contains. The
+position is stored with the rows themselves, so no update is lost, and no other process has to be asked."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """``offset`` of the first message of a topic's partition that is not yet applied.
+    """The offset of the first message of a topic's partition that is not applied yet.
 
-    ``continues_from``: the batch stored with it began at this offset, so the position is valid only in
-    a store that has everything before."""
+    ``continues_from``: the offset at which the batch stored with this position began. The position is valid
+    only in a store that contains everything before that offset."""
 
     topic: str
     partition: int
@@ -31,9 +30,9 @@ class StreamPosition:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """``offset`` up to which a table contains a partition, see `PositionedStore.applied`.
+    """The offset up to which a table contains a partition; see `PositionedStore.applied`.
 
-    ``topic_id``: Kafka's; empty if none is stored."""
+    ``topic_id``: Kafka's ID of the topic; empty if none is stored."""
 
     offset: int
     topic_id: str = ""
@@ -55,10 +54,9 @@ class TableChanges:
 
 
 def split_position_name(name: str) -> tuple[Place, bool] | None:
-    """Parse ``<topic>/<partition>`` or ``<topic>/<partition>/id`` into its place and whether it is the
-    second form.
+    """Parse ``<topic>/<partition>`` or ``<topic>/<partition>/id``; None for any other name.
 
-    None for any other name."""
+    Returns the topic and partition, and whether the name ends in ``/id``."""
     of_id = name.endswith("/id")
     topic, _, partition = name.removesuffix("/id").rpartition("/")
     return ((topic, int(partition)), of_id) if topic and partition.isdecimal() else None
@@ -70,16 +68,17 @@ class PositionedStore(Protocol):
     def apply(
         self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
     ) -> None:
-        """Insert and delete by the version rule; then, never before a row, store ``positions``.
+        """Insert and delete by the version rule, then store ``positions``: never a position before its
+        rows.
 
         Positions never decrease. A store that may lose rows while it is open, such as a server that
-        restarts empty, stores no position whose ``continues_from`` lies beyond its own. If it raises,
-        part of the batch may be applied; applying it again is harmless."""
+        restarts empty, rejects a position whose ``continues_from`` is beyond its stored position. If
+        `apply`
+        raises, part of the batch may be applied; applying it again is harmless."""
         ...
 
     def versions(self, table: EmbeddingTable, keys: KeyArray, at_least: int = 0) -> VersionArray:
-        """Return the stored version of each of ``keys (n,)``: its row's or its tombstone's; 0 if the key
-        is unknown.
+        """Return the stored version, of a row or a tombstone, of each of ``keys (n,)``; 0 if unknown.
 
         A version below ``at_least`` may be returned as 0, which saves reading it. Raises TierError if a
         version could not be read."""
@@ -98,12 +97,13 @@ class PositionedStore(Protocol):
     def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:
         """Store Kafka's ``topic_id`` with the position of this partition.
 
-        True if another ID was stored: the topic was deleted and created again, so the position is set to 0.
-        """
+        Returns True, and resets the position to 0, if another ID was stored: the topic was deleted and
+        created
+        again."""
         ...
 
     def restart(self, table: EmbeddingTable, topic: str, partition: int) -> None:
-        """Set the position to 0, the only way to decrease it.
+        """Reset the position to 0, the only way to decrease it.
 
-        For a partition that lost messages: its offsets no longer say which of them were applied."""
+        For a partition that lost messages: its old offsets no longer show which messages were applied."""
         ...

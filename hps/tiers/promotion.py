@@ -1,4 +1,4 @@
-"""PromotingTier: passes the keys of rows that a tier held to a promoter."""
+"""PromotingTier: reports the keys of rows that a tier returned, so that they are promoted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Promote = Callable[[EmbeddingTable, KeyArray], None]
 
 
 class PromotingTier(TierWrapper):
-    """Passes the keys of rows that ``inner`` held to ``promote``; never defaults or deletions.
+    """Passes the keys of rows that ``inner`` returned to ``promote``, but no defaults or deletions.
 
-    Does nothing if the tier ``above`` was skipped: it may hold the rows, and could not take them now.
-    As thread-safe as ``inner`` and ``promote``."""
+    Promotes nothing if the tier ``above`` was skipped: it may hold the rows already, and could not accept
+    them now. As thread-safe as ``inner`` and ``promote``."""
 
     def __init__(self, inner: Tier, promote: Promote, above: str) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Hot keys: of one cache by its scores, of several in the order in which they are asked."""
+"""Ranking of hot keys: by the scores of one cache, or merged from several caches."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ class RankedCache(Protocol):
 
 
 class MergedRanking:
-    """``caches`` as one, in the order in which they are asked.
+    """The ranking of several ``caches``, in lookup order, as one.
 
-    The first cache answers most requests, so its keys look cold to the others: they come before theirs."""
+    The first cache answers most requests, so its hot keys look cold to the later caches. Therefore its keys
+    rank before theirs."""
 
     def __init__(self, caches: Sequence[RankedCache]) -> None:
         self._caches = tuple(caches)
 
     def top_k(self, table: EmbeddingTable, n: int) -> HotKeys:
-        """Return the ``n`` hottest keys, each once, with the score of its first cache."""
+        """Return the ``n`` hottest keys, each once, with its score in the first cache that has it."""
         ranked = [cache.top_k(table, n) for cache in self._caches]
         keys = np.concatenate([keys for keys, _ in ranked])
         scores = np.concatenate([scores for _, scores in ranked])
@@ -39,19 +40,19 @@ class MergedRanking:
         return keys[first], scores[first]
 
     def capacity(self, table: EmbeddingTable) -> int:
-        """The most keys that `top_k` can return."""
+        """Return the most keys that `top_k` can return."""
         return sum(cache.capacity(table) for cache in self._caches)
 
 
 def hottest(keys: KeyArray, scores: NDArray[np.unsignedinteger[Any]], n: int) -> HotKeys:
     """Return the ``n`` of ``keys (m,)`` with the highest ``scores (m,)``, highest first.
 
-    Their scores are scaled to 255 for the highest, less the distance to it."""
+    A returned score is 255 minus the distance to the highest score, at least 0."""
     if not len(keys):
         return keys[:0], np.empty(0, np.uint8)
     distance = scores.max() - scores
     if distance.max() < 1 << 16:
-        distance = distance.astype(np.uint16)  # sorted in one pass over its digits
+        distance = distance.astype(np.uint16)  # NumPy sorts uint16 by radix
     order = np.argsort(distance, kind="stable")[:n]
     return keys[order], (255 - np.minimum(distance[order], 255)).astype(np.uint8)
 

@@ -1,10 +1,9 @@
-"""Stored values of rows as bytes, by pure array functions.
+"""Encoding of rows as stored bytes, by pure array functions.
 
 * versioned: u64 little-endian version, u8 flags (bit 0: tombstone), then the row's values,
   little-endian. A tombstone has no row: 9 bytes.
 * not versioned: the bare row, as HPS stores it. It has no version and no tombstone: the last write
-  wins, and versions read as 0.
-"""
+  wins, and versions read as 0."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ class WrongLength(ValueError):
 class StoredRows:
     """The result of a batched read.
 
-    Positions (f,) of the rows with their versions (f,) and vectors (f, dim); positions (t,) and
-    versions (t,) of the tombstones."""
+    ``at (f,)``: positions of the keys with a row, which has ``versions (f,)`` and ``vectors (f, dim)``;
+    ``tombstone_at (t,)``: positions of the tombstones, with ``tombstone_versions (t,)``."""
 
     at: IndexArray
     versions: VersionArray
@@ -64,7 +63,7 @@ class RowValueCodec:
         self.value_bytes = self.record.itemsize
 
     def records(self, vectors: VectorArray, versions: Any) -> NDArray[np.void]:
-        """Convert (n, dim) vectors of any real dtype and (n,) versions, or one, to (n,) ``record``."""
+        """Encode (n, dim) vectors of any real dtype and (n,) versions, or one, as (n,) ``record``."""
         out = np.empty(len(vectors), self.record)
         if self.versioned:
             out["version"] = versions
@@ -73,13 +72,13 @@ class RowValueCodec:
         return out
 
     def encode(self, vectors: VectorArray, versions: Any) -> list[bytes]:
-        """Convert the same to n values as bytes."""
+        """Encode vectors and versions, as for `records`, as n bytes objects."""
         values: list[bytes] = self.records(vectors, versions).view(f"V{self.value_bytes}").tolist()
         return values
 
     @staticmethod
     def tombstones(versions: VersionArray) -> NDArray[np.void]:
-        """Convert (n,) versions to (n,) ``TOMBSTONE``."""
+        """Encode tombstones with (n,) versions as (n,) ``TOMBSTONE``."""
         out = np.empty(len(versions), TOMBSTONE)
         out["version"] = versions
         out["flags"] = TOMBSTONE_FLAG
@@ -91,7 +90,7 @@ class RowValueCodec:
         return values
 
     def decode(self, values: Sequence[bytes]) -> StoredRows:
-        """Decode ``values``, one per key, ``b""`` if the key is absent. Raises WrongLength."""
+        """Decode ``values``, one per key; ``b""`` means that the key is absent. Raises WrongLength."""
         lengths = np.fromiter(map(len, values), np.int64, len(values))
         is_row = lengths == self.value_bytes
         at = np.flatnonzero(is_row)

@@ -17,7 +17,8 @@ from hps.tiers.part_operations import copy_answer, copy_part, merge_misses, rest
 from hps.tiers.wrappers import TierWrapper
 from hps.types import IndexArray
 
-# A degraded fetch that ended this close to its deadline was cut short by it: the tier may be healthy.
+# A degraded fetch that ended this close to its deadline was cut short by it. The tier may be healthy, so
+# followers read the keys themselves.
 _SHORT_S = 0.005
 
 
@@ -25,8 +26,8 @@ _SHORT_S = 0.005
 class _Flight:
     """A fetch in flight.
 
-    Once it has ``landed``, ``answer`` holds the results that others want of each of its parts; None if
-    they must read themselves."""
+    Once ``landed`` is set, ``answer`` holds the results that followers want of each part; None if followers
+    must read the keys themselves."""
 
     number: int
     started: float = field(default_factory=time.monotonic)
@@ -37,8 +38,9 @@ class _Flight:
 
 @dataclass(slots=True)
 class _FollowedKeys:
-    """Keys that ``flight`` reads: the key ``part.missing[i]`` is at ``places[i]`` of part ``of`` of its
-    answer."""
+    """Keys of ``part`` that another fetch, ``flight``, reads.
+
+    The key ``part.missing[i]`` is at ``places[i]`` in the answer to part ``of`` of that fetch."""
 
     flight: _Flight
     part: Part
@@ -47,31 +49,32 @@ class _FollowedKeys:
 
 
 class SingleFlight(TierWrapper):
-    """Removes the keys that earlier fetches are reading from a fetch, and copies their rows.
+    """Leaves keys that another fetch is reading to that fetch, and copies its rows.
 
-    A fetch reads the keys that no other one reads, publishes them, and only then waits for others. So
-    it waits only for a read that began before its own, never for another fetch's wait; a deadlock is
-    impossible. A key that both miss is read twice only if that is cheaper: of several fetches with few
-    keys in common it follows the oldest, and it does not wait for a read much larger than its own
-    (`hps.native.InFlight` defines few and much larger).
+    A fetch first reads the keys that no other fetch is reading, publishes their rows, and only then waits
+    for the fetches that it follows. So it waits only for reads that began before its own, never for another
+    fetch's wait, and a deadlock is impossible.
 
-    It waits until its deadline at most, and then skips the tier: the keys stay missing,
-    ``ctx.degraded`` names the tier. The other fetch's result holds for its followers too: rows,
-    tombstones, misses, skipped tiers. If the other fetch raised, or its deadline cut it short, the
-    followers read themselves.
+    A key is read twice where waiting would cost more: of several fetches that share few keys with it, a
+    fetch follows only the oldest, and it follows none that reads much more than it does
+    (`hps.native.InFlight` defines few and much more).
 
-    While followers copy an answer, new fetches may use it too, for as long as the read took: so many
-    lookups of the same rows do not start again each time one of them ends.
+    A follower waits until its deadline at most; then it skips the tier: the keys stay missing, and
+    ``ctx.degraded`` names the tier. Followers take the whole result: rows, tombstones, misses, skipped
+    tiers. If the followed fetch raised, or its deadline cut it short, followers read the keys themselves.
+
+    While followers copy an answer, new fetches may use it too, for as long again as the read took.
+    Otherwise many lookups of the same rows would all start reading whenever one of them ends.
 
     ``count(keys)`` receives the number of keys left to other fetches. Thread-safe if ``inner`` is. A
-    row may be older than the start of the fetch, by twice the duration of the read."""
+    returned row may have been read before the fetch began, by up to twice the duration of the read."""
 
     def __init__(self, inner: Tier, count: Callable[[int], None] = lambda _keys: None) -> None:
         super().__init__(inner)
         self._count = count
         self._in_flight = InFlight()
         self._numbers = itertools.count()
-        self._flights: dict[int, _Flight] = {}  # includes those that can be followed
+        self._flights: dict[int, _Flight] = {}  # in flight, or ended and still copied by followers
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
@@ -95,12 +98,14 @@ class SingleFlight(TierWrapper):
     def _claim(
         self, flight: _Flight, parts: Sequence[Part]
     ) -> tuple[Sequence[Part], list[_FollowedKeys]]:
-        """Return the parts left to read, and the keys that other fetches are reading."""
+        """Return the parts that this fetch must read, and the keys that it leaves to other fetches."""
         self._flights[flight.number] = flight
         try:
             own, shares = self._in_flight.claim(
                 flight.number,
-                [id(part.table) for part in parts],  # lives as long as the fetch is in flight
+                [
+                    id(part.table) for part in parts
+                ],  # IDs are unique: the tables live as long as the fetch
                 [part.keys for part in parts],
                 [part.missing for part in parts],
                 flight.started,
@@ -117,7 +122,9 @@ class SingleFlight(TierWrapper):
         ]
 
     def _land(self, flight: _Flight, reads: Sequence[Part], ctx: FetchContext | None) -> None:
-        """End ``flight``, which has read ``reads`` with the context ``ctx``; None if it raised."""
+        """End ``flight``, which has read ``reads``, and publish its answer.
+
+        ``ctx``: the context of the read; None if the read raised."""
         now = time.monotonic()
         late = ctx is not None and ctx.deadline is not None and now > ctx.deadline - _SHORT_S
         complete = ctx is not None and not (ctx.degraded and late)
@@ -138,7 +145,7 @@ class SingleFlight(TierWrapper):
                 del self._flights[number]
 
     def _copy(self, followed: _FollowedKeys, ctx: FetchContext) -> Part:
-        """Wait for the followed fetch and copy its answer; return what must be read again."""
+        """Wait for the followed fetch and copy its answer; return the keys that must be read again."""
         flight, part = followed.flight, followed.part
         wait = None if ctx.deadline is None else max(0.0, ctx.deadline - time.monotonic())
         if not flight.landed.wait(wait):

@@ -1,4 +1,4 @@
-"""Names of stored tables."""
+"""TableName: a table's identity in a store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TableName:
-    """A table by its names in a store; ``version`` is 0 in the ``hps`` layout, which has no versions."""
+    """A table's model, version and name; ``version`` is 0 in the ``hps`` layout, which has none."""
 
     model: str
     version: int

@@ -18,20 +18,20 @@ from hps.tiers.checks import check_part
 from hps.tiers.part_operations import copy_answer, new_part_for_misses
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
-# The share of the tier's deadline for which a fetch waits for one of its threads. Long enough for a busy
-# tier; a slow tier soon blocks no callers beyond its own threads.
+# The share of the tier's deadline for which a fetch waits for a free thread: long enough for a busy tier,
+# short enough that a slow tier does not block many callers for long.
 _WAIT_FOR_THREAD = 0.1
 
 
-# The deadline covers this many keys; larger fetches get proportionally more time.
+# The deadline is for up to this many keys; larger fetches get proportionally more time.
 DEADLINE_KEYS = 10_000
 
 
 class FetchObserver(Protocol):
-    """Receives ``(table, keys, hits)`` per part of each fetch that took ``seconds``.
+    """Receives ``(table, keys, hits)`` per part of each fetch, and the fetch's duration ``seconds``.
 
-    ``hits`` counts the keys that need no further search: rows and tombstones. ``skipped``: the tier was
-    skipped, so its other keys were not searched."""
+    ``hits`` counts rows and tombstones: keys that no further tier is asked for. ``skipped``: the tier was
+    skipped, so the other keys were not searched."""
 
     def __call__(
         self,
@@ -103,23 +103,21 @@ class MeteredTier(TierWrapper):
 class GuardedTier(TierWrapper):
     """A tier that is skipped, and named in ``ctx.degraded``, while it is broken, late or busy.
 
-    A fetch that raises TierError, or that exceeds ``deadline_s`` (proportionally longer beyond
-    ``DEADLINE_KEYS``) or the request's own deadline, leaves the parts unchanged. Other errors are
-    faults of the program or the request and pass through. Only faults of the tier count towards opening
-    the circuit: a request with a shorter deadline can't open it, unless its call turns out to exceed
-    ``deadline_s``.
+    A fetch leaves the parts unchanged if it raises TierError or exceeds ``deadline_s`` (proportionally
+    longer beyond ``DEADLINE_KEYS`` keys) or the request's own deadline. Other errors are faults of the
+    program or the request and pass through. Only faults of the tier open the circuit. A call that a
+    request's shorter deadline cut short is no fault, unless it then runs for longer than ``deadline_s``.
 
-    A blocking call can't be interrupted, so it runs on one of ``threads`` threads of this wrapper, into
-    separate arrays, which are copied to the caller's if it is done in time. A late answer is dropped,
-    and the thread is free again when the call returns. While all threads are busy, further fetches skip
-    the tier, so that a slow one blocks at most ``threads`` callers; this counts as a failure of the
-    tier only if all of its calls have been given up. A tier that does not block is called on the
-    caller's thread, also into separate arrays, because a tier that fails half-way may have written some
-    rows.
+    A blocking call can't be interrupted, so it runs on one of this wrapper's ``threads`` threads, into
+    separate arrays. An answer in time is copied to the caller's arrays; a late one is dropped, and its
+    thread is free when the call returns. While all threads are busy, further fetches skip the tier, so a
+    slow tier blocks at most ``threads`` callers. Such a skip is a fault of the tier only if every thread is
+    in a call that was given up. A tier that does not block is called on the caller's thread, also into
+    separate arrays, because a tier that fails half-way may have written some rows.
 
     ``on_skip(reason)`` receives ``open`` (circuit), ``failed``, ``late``, ``full``, ``no_time`` (the
     request had none left), or ``refused`` (the tier itself skipped some of the tables). The mutating
-    verbs pass through unguarded: a write must be done or raise, never be skipped."""
+    verbs pass through unguarded: a write must succeed or raise, never be skipped."""
 
     def __init__(
         self,
@@ -179,9 +177,9 @@ class GuardedTier(TierWrapper):
         ctx.degraded.extend(name for name in call.ctx.degraded if name not in ctx.degraded)
 
     def close(self) -> None:
-        """Close the tier once no call is in it any more; waits at most ``deadline_s``.
+        """Stop fetches, and close ``inner`` after the last call in it. Waits at most ``deadline_s``.
 
-        A call that takes longer closes the tier when it returns. Idempotent."""
+        If a call takes longer, ``inner`` is closed when that call returns. Idempotent."""
         self._workers.close(self._deadline_s, self.inner.close)
 
     def _call(self, call: _GuardedCall, limit: float) -> None:
@@ -193,7 +191,7 @@ class GuardedTier(TierWrapper):
             raise _GuardFull(self.info.name, "every thread is busy")
         try:
             future = self._workers.submit(partial(self._run, call))
-        except Unavailable as error:  # closed
+        except Unavailable as error:  # the pool is closed
             self._free.release()
             raise _GuardFull(self.info.name, str(error)) from None
         try:
@@ -215,7 +213,7 @@ class GuardedTier(TierWrapper):
             self._free.release()
 
     def _report(self, error: TierError, call: _GuardedCall, *, full_time: bool) -> str:
-        """Report to the breaker what ``error`` says about the tier; return the reason for the skip.
+        """Report to the breaker whether ``error`` is a fault of the tier; return the reason for the skip.
 
         ``full_time``: the call had all of the tier's deadline."""
         if isinstance(error, _GuardFull):
@@ -229,15 +227,14 @@ class GuardedTier(TierWrapper):
         return reason
 
     def _check_given_up(self) -> None:
-        """Remove ended calls; calls that were given up early count as failures once they exceed
-        ``max_s``."""
+        """Remove given-up calls that have ended; report a failure for each that exceeds ``max_s``."""
         if not self._given_up:
             return
         now = time.monotonic()
         for _ in range(len(self._given_up)):
             try:
                 call = self._given_up.popleft()
-            except IndexError:  # another thread took it
+            except IndexError:  # another thread removed the last one
                 return
             if call.ended:
                 continue
@@ -257,7 +254,7 @@ class _GuardFull(TierError):
 
 
 class _GuardedCall:
-    """One fetch on a separate thread, which its caller may have given up."""
+    """One guarded fetch with its private parts; its caller may have given it up."""
 
     __slots__ = ("_tier", "ctx", "ended", "max_s", "parts", "permit", "reported", "started")
 

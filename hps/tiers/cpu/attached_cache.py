@@ -19,17 +19,18 @@ from hps.tiers.cpu.segments import SHARED_MEMORY, CacheReaderLock, attach, catal
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 log = logging.getLogger(__name__)
-# The longest time until a table that the owner made, replaced or dropped is noticed.
+# Interval of the polls that notice a table that the owner made, replaced or dropped.
 POLL_S = 0.2
 
 
 class AttachedCache(CacheReads):
-    """Reads those of ``tables`` that the shared cache ``name`` of another process holds.
+    """Reads ``tables`` from the shared cache ``name`` that another process owns.
 
-    Reads take no locks and mark rows as used; the owner may be killed at any moment. A missing table,
-    or a missing owner, misses, and is polled for again. ``promote`` must not block: it asks the owner
-    to put the rows of keys into the cache. Only the owner changes rows: `update`, `delete` and `evict`
-    raise TierError. Thread-safe."""
+    Reads take no locks and mark rows as used; the owner may be killed at any moment. If the table or the
+    owner is missing, reads miss, and both are polled for again. ``promote`` asks the owner to load keys
+    into
+    the cache; it must not block. Only the owner changes rows: `update`, `delete` and `evict` raise
+    TierError. Thread-safe."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class AttachedCache(CacheReads):
         self._poll()
 
     def add_tables(self, tables: Iterable[EmbeddingTable]) -> None:
-        """Read ``tables`` too. A table replaces another one with the same ID, which misses from then on."""
+        """Read ``tables`` too. A table replaces one with the same ID, which then misses."""
         with self._lock:
             self._known = self._known | {table.id: table for table in tables}
             self._seen = None
@@ -77,7 +78,7 @@ class AttachedCache(CacheReads):
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
-        """Ask the owner to insert the keys, with the rows that the stores hold at that time."""
+        """Ask the owner to load the keys from its stores; ``vectors`` and ``versions`` are not sent."""
         self.promote(table, keys)
 
     def update(
@@ -136,7 +137,7 @@ class AttachedCache(CacheReads):
                 held[table] = attach(self._path, table, entry)
                 held[table].threads = self._threads
             except FileNotFoundError:
-                pass  # replaced meanwhile: the next poll attaches the new one
+                pass  # replaced since the catalog was read: the next poll attaches the new one
             except (OSError, ValueError) as error:
                 log.warning("shared cache of table %s unusable: %s", name, error)
         self._files = {name: entry["file"] for name, entry in shown.items()}

@@ -82,7 +82,7 @@ class CpuCache(CacheReads):
         self._write(table, keys, vectors, versions, resident_only=True)
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
-        """Insert tombstones, colder than any row, so that a flood of deletions evicts few rows."""
+        """Insert tombstones, ranked colder than any row, so that a flood of deletions evicts few rows."""
         self._write(table, keys, None, versions, resident_only=False)
 
     def _write(
@@ -101,7 +101,9 @@ class CpuCache(CacheReads):
         held = self._tables.get(table)
         if held is None:
             return
-        # A key's row could evict another row of the same call, and the key's older version come after it.
+        # Each key must occur once: else its newer row could be evicted by another row of this call before
+        # its
+        # older version is written.
         if len(dedup(keys)[0]) < len(keys):
             keep = newest_of_each(keys, versions)
             keys, versions = keys[keep], versions[keep]
@@ -115,7 +117,7 @@ class CpuCache(CacheReads):
             held.evict(keys)
 
     def facts(self) -> dict[str, Any]:
-        """Facts for a node's status: the shared memory, if other processes may attach to it."""
+        """Return facts for a node's status: the shared memory, if other processes may attach to it."""
         return {"shared_memory": self._memory.shared.facts()} if self._memory.shared else {}
 
     def close(self) -> None:

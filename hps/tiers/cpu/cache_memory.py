@@ -19,10 +19,10 @@ HugePages = Literal["try", "transparent", "reserved", "off"]
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """Where and how tables are allocated.
+    """Settings of the memory in which tables are allocated.
 
-    ``huge_pages``: used if available (``try``), or required: transparent ones, or those reserved by
-    vm.nr_hugepages (``reserved``). ``numa_node``: all memory is on that node."""
+    ``huge_pages``: optional (``try``), required as transparent ones, or required from those that
+    vm.nr_hugepages reserves (``reserved``). ``numa_node``: all memory is on that node."""
 
     shared: Segments | None = None
     huge_pages: HugePages = "try"
@@ -31,7 +31,7 @@ class CacheMemory:
     def make(self, table: EmbeddingTable, rows: int, eviction: str) -> CacheTable:
         """Make an empty table with a capacity of ``rows`` rows.
 
-        In shared memory, return the previous owner's table instead if it is to be taken over. Raises
+        In shared memory, a table that a dead owner left may be taken over instead, with its rows. Raises
         ConfigError."""
         if not COMPILED and (self.shared or self.numa_node is not None or self._demands_pages):
             raise ConfigError(

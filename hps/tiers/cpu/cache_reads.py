@@ -32,7 +32,7 @@ class CacheStats:
 
 
 class CacheReads:
-    """Reads tables; one that is not held misses. Thread-safe.
+    """Reads tables; a table that is not in the cache misses. Thread-safe.
 
     ``threads``: the most threads for one call with many keys. ``clock`` returns Unix seconds and drives
     the expiry of tombstones."""

@@ -2,9 +2,9 @@
 
 ``<folder>/hps.<name>/`` has a file per table; ``tables.json``, always replaced as a whole, lists them;
 ``owner.json`` names the process that may write; ``readers/`` has a file per reading process. The owner
-holds a lock on ``owner.lock``, and each reader one on its own file. The kernel releases the locks when
-a process ends: so the successor of a killed container recognises it as dead, although PIDs differ
-between containers. The next owner removes or takes over the files of a dead one."""
+holds a lock on ``owner.lock``, and each reader one on its own file. The kernel releases a lock when its
+process ends, so a new owner detects a killed one even from another container, where PIDs differ. The
+new owner removes or takes over the files of the dead one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Entry = dict[str, Any]
 
 
 def _size(file: Path) -> int:
-    """Size in bytes; 0 if the file was removed meanwhile, with its table."""
+    """Return the size in bytes; 0 if the file was removed in the meantime, with its table."""
     try:
         return file.stat().st_size
     except FileNotFoundError:
@@ -44,8 +44,9 @@ def catalog(path: Path) -> dict[str, Entry]:
 
 
 def attach(path: Path, table: EmbeddingTable, entry: Entry) -> CacheTable:
-    """Attach to the table of ``entry``. Raises OSError if it is gone, ValueError if it differs from
-    ``table``."""
+    """Attach to the table of ``entry``.
+
+    Raises OSError if it is gone, ValueError if its dim or dtype differs from ``table``."""
     from hps.native import _core
 
     if (entry["dim"], entry["dtype"]) != (table.dim, table.dtype.str):
@@ -62,7 +63,7 @@ def attach(path: Path, table: EmbeddingTable, entry: Entry) -> CacheTable:
 
 
 class Segments:
-    """The owner's side of the shared cache.
+    """The shared cache's folder, as its owner uses it.
 
     Raises ConfigError if a running process owns ``name``. ``take_over``: keep the unchanged tables of a
     dead owner."""
@@ -109,7 +110,7 @@ class Segments:
             (self.path / "tables.json").unlink(missing_ok=True)
 
     def take_over_table(self, table: EmbeddingTable, rows: int, eviction: str) -> CacheTable | None:
-        """Return the table that a dead owner left, repaired; None if there is none or it differs."""
+        """Repair and return the table that a dead owner left; None if there is none or it differs."""
         entry = self._leftovers.pop(table.id, None)
         if entry is None:
             return None
@@ -137,7 +138,7 @@ class Segments:
 
     def create(self, table: EmbeddingTable, rows: int, eviction: str) -> int:
         """Return an open file for a new table; `publish` makes it visible to readers."""
-        name = f"{secrets.token_hex(8)}.table"  # never used before: readers recognise a new table by it
+        name = f"{secrets.token_hex(8)}.table"  # a fresh name: readers recognise a new table by it
         self._entries[table] = {
             "file": name,
             "rows": rows,
@@ -172,14 +173,14 @@ class Segments:
         (self.path / entry["file"]).unlink(missing_ok=True)
 
     def facts(self) -> dict[str, Any]:
-        """Path, size, owner, and number of reading processes."""
+        """Return path, size, owner, and number of reading processes."""
         size = sum(map(_size, self.path.glob("*.table")))
         owner = self._owner["pid"]
         return {"path": str(self.path), "bytes": size, "owner": owner, "readers": self._readers()}
 
     def _readers(self) -> int:
         alive = 0
-        for file in self.path.glob("readers/[!.]*"):  # without those being written
+        for file in self.path.glob("readers/[!.]*"):  # skips files that are being written
             with contextlib.suppress(FileNotFoundError):
                 if is_locked(file):
                     alive += 1
@@ -214,7 +215,7 @@ class CacheReaderLock:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Create ``path`` if necessary, and lock it against other owners that claim or remove it."""
+    """Create ``path`` if necessary, and lock out other owners that would claim or remove it."""
     while True:
         path.mkdir(mode=0o700, parents=False, exist_ok=True)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -225,7 +226,7 @@ def _locked(path: Path) -> Iterator[None]:
                     yield
                     return
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a fork may have the descriptor open too
+            fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly: a fork may have the descriptor open too
             os.close(lock)
 
 
@@ -239,7 +240,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """Replace the file as a whole: a reader, or a killed writer, leaves the old or the new version."""
+    """Replace the file as a whole: readers see the old or the new version, even if this process is killed."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     new.write_text(json.dumps(value))
     new.replace(path)

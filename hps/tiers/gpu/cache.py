@@ -42,16 +42,16 @@ _INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
 
 
 class GpuCache(GpuTables):
-    """Keeps the most recently used rows of each table on one device, up to its capacity.
+    """Keeps the hot rows of each table on one device, up to the table's capacity.
 
     A part's ``out``, ``versions`` and ``source`` are CuPy arrays on that device; its ``keys`` and
     ``missing`` may be NumPy or CuPy arrays, and ``missing`` is returned as a NumPy array. The mutating
     verbs take either kind. Torch tensors, and any object with ``__cuda_array_interface__`` or
     ``__dlpack__``, work too: their memory is read and filled without a copy.
 
-    `fetch` runs on the context's stream, else on the thread's current one, and may be called from many
-    threads in parallel with one writer; it waits for its stream once. A write returns when every later
-    fetch sees it. ``workspaces`` bounds the fetches in flight; a further one waits for a free
+    `fetch` runs on the context's stream, else on the thread's current one, and synchronizes that stream
+    once. It may be called from many threads in parallel with one writer. Fetches that begin after a write
+    has returned see it. At most ``workspaces`` fetches run at a time; a further one waits for a free
     workspace."""
 
     def __init__(
@@ -104,8 +104,9 @@ class GpuCache(GpuTables):
     def pool(self, asks: Sequence[DevicePooling], stream: Any = None) -> bool:
         """Pool every table's keys straight into ``out``; see `DevicePooling`.
 
-        False if a key has no row here (also if it is deleted): the contents of the outputs are then
-        undefined. Counts as a use of the keys. Thread-safe, and waits for its stream, like `fetch`."""
+        Returns False if a key has no row in this cache or is deleted: the outputs are then undefined.
+        Counts as
+        a use of the keys. Thread-safe, and synchronizes its stream, like `fetch`."""
         bags = []
         for each in asks:
             table = self._tables.get(each.table)
@@ -125,14 +126,15 @@ class GpuCache(GpuTables):
                 self._workspaces.put(workspace)
 
     def contains(self, table: EmbeddingTable, keys: Any) -> Any:
-        """Return ``(n,) bool`` on the device: whether each of ``keys (n,)`` has a row here. Not a use of
-        the keys."""
+        """Return ``(n,) bool`` on the device: whether the cache has a row for each of ``keys (n,)``.
+
+        Does not count as a use of the keys."""
         return self.row_numbers(table, keys) != np.uint32(NO_ROW)
 
     def row_numbers(self, table: EmbeddingTable, keys: Any) -> Any:
         """Return ``(n,) uint32`` on the device: each key's row number, `NO_ROW` if it has none.
 
-        A number is valid until the next write of the table. Runs on the current stream."""
+        The numbers are valid until the table's next write. Runs on the current stream."""
         cp = self._cupy
         keys = check_array(table, "keys", keys, array_length(keys), self._device.id)
         held = self._tables.get(table)
@@ -148,8 +150,8 @@ class GpuCache(GpuTables):
     ) -> PreparedPooling:
         """Prepare poolings that differ only in their keys.
 
-        Per table: the number of keys, the hotness, whether the mean is wanted, and ``out``. The tables
-        must be in the cache and stay there."""
+        ``asks`` has per table: the number of keys, the hotness, whether to pool by mean, and ``out``. The
+        tables must be in the cache and stay in it."""
         fixed = [
             FixedBags(self.held(table), n, hotness, mean, out)
             for table, n, hotness, mean, out in asks
@@ -158,9 +160,9 @@ class GpuCache(GpuTables):
             return PreparedPooling(self._readers, fixed)
 
     def prepare_fetch(self, asks: Sequence[tuple[EmbeddingTable, int]]) -> PreparedFetch:
-        """Prepare fetches that differ only in their keys, with the number of keys per table.
+        """Prepare fetches that differ only in their keys; ``asks`` has the number of keys per table.
 
-        Tables as for `prepare`."""
+        The tables must be in the cache and stay in it."""
         with self._device:
             return PreparedFetch(self._readers, [(self.held(table), n) for table, n in asks])
 
@@ -220,11 +222,12 @@ class GpuCache(GpuTables):
         *,
         unique: bool = False,
     ) -> int:
-        """Replace those of ``vectors (n, dim)`` whose key has a row by that row; insert the others.
+        """Overwrite ``vectors (n, dim)`` with the resident rows of their keys; insert the others.
 
         ``vectors`` are on the device. Returns the number of keys that had a row. If a key without a row
-        occurs several times, the one that `insert` would keep is inserted, and replaces the others in
-        ``vectors``. ``unique`` as for `insert`."""
+        occurs several times, `insert` decides which of its vectors is kept; that one is also written
+        over the
+        others in ``vectors``. ``unique`` as for `insert`."""
         check_on_device(table, vectors, array_length(keys), self._device.id)
         held, arrays = self._prepare(table, **write_arrays(keys, vectors, versions, scores))
         if held is None:

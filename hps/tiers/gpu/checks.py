@@ -1,4 +1,4 @@
-"""Argument checks of the GPU cache, as hps/tiers/checks.py has them for the host.
+"""Argument checks of the GPU cache; hps/tiers/checks.py has those for host arrays.
 
 Arrays may be on the host or on the cache's device, but outputs of a fetch must be on the device.
 Nothing is converted. All functions raise BadRequest before any launch, and are thread-safe."""
@@ -46,7 +46,7 @@ class DevicePooling:
 def check_pooling(ask: DevicePooling, device: int) -> DevicePooling:
     """Check every array of ``ask``, except the values of offsets on the device.
 
-    Returns ``ask``, with other libraries' arrays replaced by views."""
+    Returns ``ask`` with CuPy views in place of other libraries' arrays."""
     table, bags = ask.table, ask.keys
     n = array_length(bags.keys)
     keys, weights, offsets = bags.keys, bags.weights, bags.offsets
@@ -78,7 +78,7 @@ def _are_offsets(offsets: NDArray[np.int64], n: int) -> bool:
 def check_part(part: Part, device: int) -> None:
     """Check every array of ``part``; outputs must be on ``device``.
 
-    Other libraries' arrays are replaced by views."""
+    CuPy views replace other libraries' arrays in ``part``."""
     if _is_valid_host_keyed(part, device):
         return
     table, n = part.table, len(part.keys)
@@ -98,13 +98,13 @@ def check_part(part: Part, device: int) -> None:
 
 
 def check_on_device(table: EmbeddingTable, vectors: Any, n: int, device: int) -> None:
-    """Check ``vectors (n, dim)``, which are read and filled: they must be on ``device``."""
+    """Check ``vectors (n, dim)``, which the call overwrites: they must be on ``device``."""
     if isinstance(check_array(table, "vectors", vectors, n, device), np.ndarray):
         raise BadRequest(f"table {table.id}: vectors must be on device {device}, got a host array")
 
 
 def check_writable(held: GpuTable, *, scored: bool = False) -> None:
-    """Reject changes of a static table, and scores for a table with another eviction policy."""
+    """Reject changes of a static table, and scores for a table that does not evict by score."""
     if held.sealed:
         raise BadRequest(f"table {held.table.id} is static in the GPU cache: it can't be changed")
     if scored and not held.shape.scored:
@@ -115,18 +115,20 @@ def check_writable(held: GpuTable, *, scored: bool = False) -> None:
 
 
 def write_arrays(keys: Any, vectors: Any, versions: Any, scores: Any) -> dict[str, Any]:
-    """A write's arrays by name, without scores if there are none."""
+    """Return a write's arrays by name; without ``scores`` if None."""
     arrays = {"keys": keys, "vectors": vectors, "versions": versions}
     return arrays if scores is None else arrays | {"scores": scores}
 
 
 def array_length(array: Any) -> int:
-    """Number of values in ``array``; 0 if it is no array."""
+    """Return the number of values in ``array``; 0 if it is not an array."""
     return math.prod(getattr(array, "shape", (0,)))
 
 
 def check_array(table: EmbeddingTable, name: str, array: Any, n: int, device: int) -> Any:
-    """Check that ``array`` has ``n`` entries, or rows; return it as a CuPy array if it is on ``device``."""
+    """Check that ``array`` has ``n`` entries or rows.
+
+    Returns it as a CuPy array if it is on ``device``."""
     cp = cupy()
     shape, dtype = _expected(table, name, n)
     if not isinstance(array, (np.ndarray, cp.ndarray)):

@@ -49,7 +49,7 @@ class DeviceSpace:
         self._streams: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def take_stream(self) -> Any:
-        """A stream of this device; give it back when its work has finished."""
+        """Return a stream of this device; the caller gives it back when its work has finished."""
         try:
             return self._streams.get_nowait()
         except queue.Empty:
@@ -60,12 +60,12 @@ class DeviceSpace:
         self._streams.put(stream)
 
     def bytes(self, size: int) -> Any:
-        """``(size,) uint8`` of device memory, for use on any stream."""
+        """Allocate ``(size,) uint8`` of device memory, for use on any stream."""
         with self.device:
             return self._cupy.empty(size, np.uint8)
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """``(size,) uint8`` of pinned host memory, for asynchronous copies."""
+        """Allocate ``(size,) uint8`` of pinned host memory, for asynchronous copies."""
         with self.device:
             memory = self._cupy.cuda.alloc_pinned_memory(size)
         return np.frombuffer(memory, np.uint8, size)
@@ -75,7 +75,7 @@ class DeviceSpace:
         self._cupy.cuda.runtime.memcpyAsync(to, source, nbytes, 4, stream.ptr)
 
     def copy_to_host(self, to: NDArray[Any], array: Any, stream: Any) -> None:
-        """Copy ``array`` asynchronously into ``to``, which has its size and is in pinned memory."""
+        """Copy ``array`` asynchronously into ``to``, pinned memory of the same size."""
         self.copy(to.ctypes.data, array.data.ptr, to.nbytes, stream)
 
     def record(self, stream: Any, work: Callable[[], None]) -> CudaGraph | None:
@@ -84,7 +84,7 @@ class DeviceSpace:
             return record(stream, work)
 
     def assign(self, to: Any, source: Any, stream: Any) -> None:
-        """``to[...] = source`` on ``stream``: converts dtypes and broadcasts."""
+        """Assign ``to[...] = source`` on ``stream``, which converts dtypes and broadcasts."""
         with self.device, stream:
             to[...] = source
 

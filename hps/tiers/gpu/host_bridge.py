@@ -1,4 +1,4 @@
-"""HostBridge: a tier in host memory as one on the device."""
+"""HostBridge: makes a tier in host memory usable as a tier on the device."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from hps.types import EmbeddingTable, IndexArray, KeyArray
 class HostBridge:
     """A tier on the device whose rows are those of ``inner``, a tier or chain in host memory.
 
-    `fetch` takes parts like `GpuCache.fetch`; keys may repeat, and ``inner`` gets each once. Missing
-    keys on the device are copied to the host in one copy; ``inner`` writes its rows into pinned memory,
-    from which one launch copies the rows of all tables to the device. That launch is on the context's
-    stream, else on the thread's current one, and is not awaited: use the arrays on that stream. As
-    thread-safe as ``inner``.
+    `fetch` takes parts like `GpuCache.fetch`. Keys may repeat; ``inner`` gets each once. One copy brings
+    missing keys from the device to the host; ``inner`` writes its rows into pinned memory; one launch
+    copies
+    the rows of all tables to the device. The launch is on the context's stream, else on the thread's
+    current
+    one, and is not awaited: use the arrays on that stream only. As thread-safe as ``inner``.
 
-    ``workspaces`` bounds the fetches in flight; a further one waits for a free one, until its deadline.
-    The mutating verbs take arrays on host or device."""
+    At most ``workspaces`` fetches run at a time; a further one waits for a free workspace, until its
+    deadline. The mutating verbs take arrays on host or device."""
 
     def __init__(self, inner: Tier, *, device: int = 0, workspaces: int = 4) -> None:
         self.inner = inner
@@ -124,7 +125,7 @@ def _once(keys: KeyArray) -> _DistinctKeys:
 
 
 class _BridgeBuffer:
-    """Pinned memory of one fetch at a time, free again when its launch has finished."""
+    """Pinned memory for one fetch at a time; reusable once that fetch's launch has finished."""
 
     def __init__(self) -> None:
         cp = cupy()
@@ -135,7 +136,7 @@ class _BridgeBuffer:
     def begin(
         self, parts: Sequence[Part], requests: Sequence[_DistinctKeys]
     ) -> list[ScatterInputs]:
-        """Reserve memory for the misses of ``parts``, with nothing answered yet."""
+        """Reserve memory for the misses of ``parts``; every key starts as not found."""
         self._sent.synchronize()
         pairs = list(zip(parts, requests, strict=True))
         self._staging.begin(
@@ -158,9 +159,9 @@ class _BridgeBuffer:
 
 
 def _missing_keys(parts: Sequence[Part], stream: Any) -> list[KeyArray]:
-    """Return the missing keys of ``parts`` on the host, with one copy for those on the device.
+    """Return the missing keys of ``parts`` on the host, with one copy for all keys on the device.
 
-    ``missing`` becomes a NumPy array."""
+    Also replaces ``missing`` on the device by a NumPy array."""
     cp = cupy()
     for part in parts:
         missing: Any = part.missing

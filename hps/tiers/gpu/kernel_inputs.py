@@ -17,7 +17,9 @@ from hps.types import IndexArray, KeyArray, oldest_tombstone
 
 
 def fetch_arguments(part: Part, table: GpuTable, now: float) -> FetchArguments:
-    """Arguments to fetch the misses of ``part`` from ``table`` at the Unix time ``now``."""
+    """Return the kernel arguments that fetch the misses of ``part`` from ``table``.
+
+    ``now``: Unix seconds."""
     n = len(part.missing)
     positions = None if n == len(part.keys) else part.missing
     oldest = oldest_tombstone(part.table, now)
@@ -34,7 +36,7 @@ def kernel_bags(table: GpuTable, ask: DevicePooling) -> KernelBags:
 
 
 def distribute_misses(parts: Sequence[Part], misses: NDArray[np.uint32]) -> None:
-    """Split ``misses``, ascending positions in all parts' batch, over the parts."""
+    """Set each part's ``missing`` from ``misses``, ascending positions in the keys of all parts joined."""
     if len(parts) == 1:
         parts[0].missing = _still_missing(parts[0], misses.astype(np.int64))
         return
@@ -47,7 +49,7 @@ def distribute_misses(parts: Sequence[Part], misses: NDArray[np.uint32]) -> None
 
 
 def _still_missing(part: Part, misses: KeyArray) -> IndexArray:
-    """Return those of ``part.missing`` that ``misses`` indexes."""
+    """Return ``part.missing[misses]`` as a NumPy array."""
     if len(part.keys) == len(part.missing):
         return misses
     missing: Any = part.missing

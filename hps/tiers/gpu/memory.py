@@ -18,7 +18,7 @@ _REFRESH_S = 5.0
 
 
 class GpuMemoryUsage(NamedTuple):
-    """A device's memory in bytes, and its UUID as NVIDIA's tools show it."""
+    """A device's memory in bytes, and its UUID as nvidia-smi prints it."""
 
     gpu: int
     uuid: str

@@ -11,14 +11,14 @@ from hps.errors import ConfigError
 from hps.tiers.capacity import EMPTY_TABLE_ROWS
 from hps.types import EmbeddingTable
 
-_STEPS = 40  # bisection steps: a share to 12 digits
+_STEPS = 40  # bisection steps: find a share to 12 digits
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTableRequest:
-    """The settings of one table with ``table_rows`` rows.
+    """The settings of one table, which has ``table_rows`` rows.
 
-    Its own capacity in ``rows`` or as a ``share`` of them, if set; ``static``: all of them."""
+    ``rows`` or ``share``: a capacity of its own, if set. ``static``: the capacity is all rows."""
 
     table_rows: int
     rows: int | None = None
@@ -55,11 +55,11 @@ def plan_gpu(
 ) -> Plan:
     """Plan the capacities of all tables, as large as the sizes allow.
 
-    Tables with their own setting get exactly that. The others get the same ``share`` of their rows: the
-    given one, else the largest with which everything fits into ``capacity_bytes`` on the device. At
-    most ``host_bytes`` of the rows, the same fraction of each table, are in pinned host memory. A table
-    without rows counts as `EMPTY_TABLE_ROWS`. Raises ConfigError if the tables' own settings alone
-    exceed ``capacity_bytes`` and no ``share`` overrides it."""
+    A table with a capacity of its own gets exactly that. All others get the same share of their rows:
+    ``share``, else the largest share for which everything fits into ``capacity_bytes`` on the device. Up to
+    ``host_bytes`` of the rows, the same fraction of each table, are placed in pinned host memory. An empty
+    table counts as `EMPTY_TABLE_ROWS`. Raises ConfigError if ``share`` is not set and the tables with their
+    own capacities alone exceed ``capacity_bytes``."""
     if share is not None:
         return _plan_at(requests, share, host_bytes)
     if _fits(plan := _plan_at(requests, 1.0, host_bytes), capacity_bytes):
@@ -98,12 +98,12 @@ def check_fits(plan: Plan, free_bytes: int, device: int) -> None:
 
 
 def device_bytes(plan: Plan) -> int:
-    """Bytes of device memory that ``plan`` needs."""
+    """Return the bytes of device memory that ``plan`` needs."""
     return sum(s.bytes for t, p in plan.items() if (s := p.shape(t)) is not None)
 
 
 def host_bytes_of(plan: Plan) -> int:
-    """Bytes of pinned host memory that ``plan`` needs per device."""
+    """Return the bytes of pinned host memory that ``plan`` needs per device."""
     return sum(s.host_bytes for t, p in plan.items() if (s := p.shape(t)) is not None)
 
 
@@ -145,6 +145,6 @@ def _rows(request: GpuTableRequest, share: float) -> int:
 
 
 def _row_bytes(tables: Sequence[EmbeddingTable], rows: Mapping[EmbeddingTable, int]) -> list[int]:
-    """Bytes of each table's rows, with the device's alignment."""
+    """Return the bytes of each table's rows, with the device's alignment; without tables of 0 rows."""
     shapes = [(plan_table_shape(t, rows[t]), rows[t]) for t in tables if rows[t]]
     return [shape.stride * n for shape, n in shapes]

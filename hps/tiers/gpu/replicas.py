@@ -1,4 +1,4 @@
-"""GpuReplicas: the caches of all devices as one tier for the host."""
+"""GpuReplicas: the caches of all devices as one tier for host arrays."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _INFO = TierInfo("gpu", Source.GPU, cache=True)
 class GpuReplicas:
     """One cache per device, all with the same rows; takes host parts and host arrays.
 
-    Fetches alternate between the caches; a write goes to all of them, so that all have it when it
-    returns. A static table ignores promotions (it already holds all of its rows) and rejects updates
-    and deletions with BadRequest. Rows of the tables ``by_version`` are scored by their version.
-    Thread-safe like `GpuCache`."""
+    Fetches alternate between the caches. A write goes to all of them before it returns. A static table
+    holds all of its rows already: it ignores promotions and rejects updates and deletions with BadRequest.
+    Rows of the tables ``by_version`` are scored by their version. Thread-safe like `GpuCache`."""
 
     def __init__(self, caches: Sequence[Any], by_version: Collection[EmbeddingTable] = ()) -> None:
         self.caches = tuple(caches)
@@ -72,7 +71,9 @@ class GpuReplicas:
                 cache.evict(table, keys)
 
     def seal(self, table: EmbeddingTable) -> int:
-        """Seal a static table on all devices; return the most rows that ranked no slot on one."""
+        """Seal a static table on all devices.
+
+        Returns the number of rows that got no slot, on the device with the most of them."""
         dropped: int = max(cache.seal(table) for cache in self.caches)
         return dropped
 
@@ -81,7 +82,7 @@ class GpuReplicas:
         return rows
 
     def top_k(self, table: EmbeddingTable, n: int) -> HotKeys:
-        """Like `CpuCache.top_k`, on the first device: each device gets a similar share of the requests.
+        """Like `CpuCache.top_k`, on the first device only: every device gets a similar share of requests.
 
         Empty for a static table, which holds every key regardless of use."""
         sealed = self.caches[0].sealed(table)
@@ -89,7 +90,7 @@ class GpuReplicas:
         return ranked
 
     def rows(self, table: EmbeddingTable) -> int:
-        """Number of rows on the first device. Waits for it."""
+        """Return the number of rows on the first device. Waits for the device."""
         rows: int = self.caches[0].size(table)
         return rows
 
@@ -111,7 +112,7 @@ class GpuReplicas:
 def _copy_answer(
     part: Part, device_part: Part, versions: VersionArray, sources: SourceArray, stream: Any
 ) -> None:
-    """Copy what ``device_part`` ranked on the device of the misses of ``part``."""
+    """Copy the answers in ``device_part``, made of the misses of ``part``, into ``part`` on the host."""
     answered = np.ones(len(device_part.keys), bool)
     answered[device_part.missing] = False
     positions = part.missing[answered]

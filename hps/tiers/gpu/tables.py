@@ -50,7 +50,7 @@ class GpuTables:
 
         ``host_rows`` of them are in pinned host memory. ``clock``: ``ticks`` and ``epoch_s`` of
         `GpuTable`. A ``static`` table keeps all of its ``rows``: insert each key once, then `seal` it.
-        Until then it must not be read, and afterwards it can't be changed."""
+        It must not be read before that, and can't be changed afterwards."""
         if rows < 0:
             raise ConfigError(
                 f"the GPU cache of table {table.id} can't have {rows} rows; 0 is none"
@@ -66,7 +66,7 @@ class GpuTables:
             self._tables[table] = GpuTable(table, rows, policy, host_rows, static=static, **clock)
 
     def seal(self, table: EmbeddingTable) -> int:
-        """Finish the filling of a static table; return how many keys found no slot (almost always 0)."""
+        """Finish the filling of a static table; return the number of keys without a slot (almost always 0)."""
         held = self.held(table)
         held.sealed = True
         return held.dropped
@@ -78,7 +78,9 @@ class GpuTables:
 
     def drop_table(self, table: EmbeddingTable) -> None:
         """Remove ``table``; its memory is freed once the fetches in flight have ended."""
-        held = self._tables.pop(table, None)  # keeps the memory until the device no longer reads it
+        held = self._tables.pop(
+            table, None
+        )  # keeps the memory alive until the device no longer reads it
         if held is not None:
             with self._device:
                 self._writer.finish()
@@ -91,21 +93,21 @@ class GpuTables:
         return self._tables[table]
 
     def capacity(self, table: EmbeddingTable) -> int:
-        """The most rows that the cache keeps of ``table``; 0 if it is kept out."""
+        """Return the most rows that the cache keeps of ``table``; 0 if it is kept out."""
         held = self._tables.get(table)
         return held.shape.capacity if held else 0
 
     def size(self, table: EmbeddingTable) -> int:
-        """Number of rows of ``table``, without tombstones. Waits for the device."""
+        """Return the number of rows of ``table``, without tombstones. Waits for the device."""
         if table not in self._tables:
             return 0
         with self._device:
             return self._tables[table].count(self._writer.stream)[0]
 
     def top_k(self, table: EmbeddingTable, n: int) -> tuple[KeyArray, NDArray[np.uint8]]:
-        """Like `CpuCache.top_k`, by the eviction score.
+        """Like `CpuCache.top_k`, with scores by the table's eviction policy.
 
-        The score: ticks since the last use, uses in the epoch, or the caller's score."""
+        The policy's score is: ticks since the last use, uses in the epoch, or the caller's score."""
         held = self._tables.get(table)
         if held is None or not n:
             return np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -118,10 +120,9 @@ class GpuTables:
     def export(
         self, table: EmbeddingTable, least: int = 0, *, with_versions: bool = True
     ) -> tuple[Any, Any, Any, Any]:
-        """Return keys, vectors, versions (or None) and scores (uint64) of the rows with a score >=
-        ``least``.
+        """Return keys, vectors, versions (or None) and scores of the rows with a score >= ``least``.
 
-        All on the device; for scores see `EvictionPolicy`."""
+        All arrays are on the device; scores are uint64, see `EvictionPolicy`."""
         with self._device:
             stream = self._writer.stream
             return self.held(table).export(stream, least, with_versions=with_versions)

@@ -1,9 +1,9 @@
 """Processes attached to a node, and the model versions that each may be using.
 
-Each reports several times a second, over its own connection, the versions that it has open, those that
-it serves, and those that it could not open. The answer names the versions to serve, and those to open
-in addition. A version in an answer counts as used by the process until its report says otherwise or its
-connection ends, as it does whenever the process ends."""
+Several times a second each process reports, over one connection of its own, the versions that it has open,
+those that it serves, and those that it could not open. The answer names the versions to serve, and
+those to open in addition. A process may be using a version from the answer that names it until a later
+report omits it or the connection ends; a connection ends with its process at the latest."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 from hps.errors import Unavailable, Unsupported
 
 log = logging.getLogger(__name__)
-# The most time that a process may take to open a version, and to serve it afterwards.
+# The longest time that a process may take to open a version, and then to serve it.
 _OPEN_S, _SERVE_S = 120.0, 10.0
-# Time within which a killed process may be replaced.
+# The time in which a killed process is expected to be replaced.
 _REPLACED_S = 10.0
-# Interval of the checks whether to keep waiting.
+# Interval of the checks while waiting for processes.
 _CHECK_S = 0.05
 
 Report = Mapping[str, Any]
@@ -32,7 +32,7 @@ why it could not be opened; ``leaves``: whether it ends voluntarily."""
 
 @dataclass(frozen=True, slots=True)
 class LoadedVersion:
-    """One loading of a model version: loaded again, it has another token."""
+    """One load of a model version; loading the version again gives another token."""
 
     model: str
     version: int
@@ -50,9 +50,10 @@ class _AttachedProcess:
 
 
 class AttachedProcesses:
-    """The attached processes of one node, which serves the versions ``served``, by model.
+    """The processes attached to one node, and the versions that they must serve.
 
-    Versions are changed by one thread at a time; `report` is thread-safe."""
+    ``served``: the version of each model at the start. Versions are changed by one thread at a time;
+    `report` is thread-safe."""
 
     def __init__(self, served: Mapping[str, int]) -> None:
         self._served = {name: LoadedVersion(name, version) for name, version in served.items()}
@@ -60,15 +61,17 @@ class AttachedProcesses:
         """Versions that are served or may be served next, by `ModelVersion.key`; processes open no others."""
         self._coming: LoadedVersion | None = None
         self._followers: dict[Hashable, _AttachedProcess] = {}
-        # Killed before they had opened the next version.
+        # Processes killed before they opened the next version, with the time.
         self._deaths: list[tuple[float, _AttachedProcess]] = []
         self._replaced = False
         self._changed = threading.Condition()
 
-    # -- their side --------------------------------------------------------------------------------
+    # -- called for a process ------------------------------------------------------------------------
 
     def report(self, who: Hashable, report: Report) -> dict[str, Any]:
-        """Record a process's report and return its orders."""
+        """Record a process's report; return the versions that it must serve and open.
+
+        ``who``: the process's connection."""
         with self._changed:
             wanted = [*self._served.values(), *([self._coming] if self._coming else [])]
             self._replaced |= bool(self._deaths) and who not in self._followers
@@ -96,18 +99,20 @@ class AttachedProcesses:
 
     @property
     def processes(self) -> list[int]:
-        """Their process IDs, ascending."""
+        """Process IDs of the attached processes, ascending."""
         with self._changed:
             return sorted(each.process for each in self._followers.values())
 
-    # -- the node's side ---------------------------------------------------------------------------
+    # -- called by the node --------------------------------------------------------------------------
 
     def open(self, model: str, version: int, check: Callable[[], None]) -> None:
         """Make all processes, including new ones, open ``version`` in addition to what they serve.
 
-        A killed one may be replaced, but not twice, since the version may be what kills them. Raises
-        Unsupported if one of them rejects the version, Unavailable if it fails, and the errors of
-        ``check``, which is called repeatedly."""
+        Returns when all have opened it. Waits once for the replacement of a process that was killed
+        meanwhile;
+        a second death is an error, since the version may be what kills processes. Raises Unsupported if a
+        process rejects the version, Unavailable if one fails, and the errors of ``check``, which is called
+        repeatedly."""
         until = time.monotonic() + _OPEN_S
         with self._changed:
             self._coming = LoadedVersion(model, version)
@@ -142,7 +147,7 @@ class AttachedProcesses:
             return former
 
     def settle(self, check: Callable[[], None]) -> None:
-        """Wait until all serve what they should, except those that take too long.
+        """Wait until every process serves its versions; log those that take too long.
 
         Raises the errors of ``check``."""
         until = time.monotonic() + _SERVE_S
@@ -160,7 +165,7 @@ class AttachedProcesses:
                 self._changed.wait(_CHECK_S)
 
     def uses(self, loaded: LoadedVersion) -> bool:
-        """Return whether one of the processes may be using a version."""
+        """Return whether any process may be using the version."""
         with self._changed:
             return any(loaded.token in each.may_hold for each in self._followers.values())
 
@@ -168,13 +173,13 @@ class AttachedProcesses:
         return self._coming is not None and self._coming.token not in follower.holds
 
     def _may_be_replaced(self) -> bool:
-        """Return whether a process was killed recently and not replaced yet."""
+        """Return whether a replacement for a process killed recently is still expected."""
         if not self._deaths or self._replaced:
             return False
         return time.monotonic() < self._deaths[0][0] + _REPLACED_S
 
     def _require(self, waiting: Iterable[_AttachedProcess], late: bool) -> None:
-        """Raise unless the processes may still be waited for."""
+        """Raise if a process in ``waiting`` failed, two were killed, or the wait is too long (``late``)."""
         coming = self._coming
         assert coming is not None
         what = f"version {coming.version} of model '{coming.model}'"

@@ -24,11 +24,11 @@ _CONNECT_S = 5.0
 class NodeConnectionPool:
     """Connections to the node with the socket ``path``, made on demand.
 
-    ``tables``: those that may be requested, by position. A restarted node is found again: the request
-    that notices is sent once more, since every request may be sent twice. ``timeout_s`` bounds requests
-    without a deadline. Thread-safe. Raises TierError if the node does not respond, TierTimeout if not
-    in time, TierMisfit if it serves something else; Unavailable if the node is overloaded or shutting
-    down."""
+    ``tables``: the tables that may be requested; a request names a table by its position here. If the
+    node was restarted, the request that finds its connection closed is sent again on a new one; every
+    request may safely be sent twice. ``timeout_s`` bounds requests without a deadline. Thread-safe.
+    Raises TierError if the node does not respond, TierTimeout if it does not respond in time, TierMisfit
+    if it serves other tables, Unavailable if it is overloaded or shutting down."""
 
     def __init__(
         self, path: Path, tables: Sequence[EmbeddingTable] = (), *, timeout_s: float = 30.0
@@ -44,7 +44,7 @@ class NodeConnectionPool:
         self._closed = False
 
     def request(self, kind: FrameKind, pieces: Pieces, deadline: float | None = None) -> bytearray:
-        """Return the answer's payload. ``deadline`` is a ``time.monotonic()`` instant."""
+        """Send a request and return the answer's payload. ``deadline`` is a ``time.monotonic()`` instant."""
         until = time.monotonic() + self._timeout_s if deadline is None else deadline
         while True:
             connection, used = self._take(until)
@@ -53,7 +53,7 @@ class NodeConnectionPool:
             except (OSError, frames.BadFrame) as error:
                 connection.close()
                 if used and isinstance(error, ConnectionError):
-                    continue  # closed while idle; try another one, finally a new one
+                    continue  # the node closed it while idle: try another one, finally a new one
                 raise self._failed(error) from None
             except BaseException:
                 connection.close()
@@ -62,19 +62,19 @@ class NodeConnectionPool:
             return connection.read(answer)
 
     def ask(self, what: str, deadline: float | None = None, **given: Any) -> Any:
-        """Return the node's answer to the question ``what`` as JSON."""
+        """Call the node's handler ``what`` with JSON arguments; return its JSON answer."""
         question = frames.as_json({"what": what, **given})
         return frames.read_json(self.request(FrameKind.ASK, question, deadline))
 
     def follow(self, report: Report, deadline: float | None = None) -> Any:
-        """Report this process's state and return the node's orders.
+        """Report this process's model versions; return those that it must serve and open.
 
         For one thread only, so that all reports use one connection: see
         `hps.tiers.node.attached_processes`."""
         return frames.read_json(self.request(FrameKind.FOLLOW, frames.as_json(report), deadline))
 
     def close(self) -> None:
-        """Close; requests in flight finish. Idempotent."""
+        """Close idle connections; requests in flight finish first. Idempotent."""
         self._closed = True
         while self._free:
             with suppress(IndexError):
@@ -107,7 +107,7 @@ class NodeConnectionPool:
 
 
 class _NodeConnection:
-    """A connection after its greeting. Not thread-safe."""
+    """A connection after a successful HELLO. Not thread-safe."""
 
     def __init__(self, path: Path, hello: dict[str, Any], until: float) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -135,7 +135,7 @@ class _NodeConnection:
             )
 
     def request(self, kind: FrameKind, pieces: Pieces, until: float) -> tuple[int, bytearray]:
-        """Return the kind and the payload of the answer.
+        """Send a request; return the kind and the payload of the answer.
 
         Raises OSError or BadFrame; the connection is unusable then."""
         self._socket.settimeout(_left(until))
@@ -146,7 +146,7 @@ class _NodeConnection:
 
     @staticmethod
     def read(answer: tuple[int, bytearray]) -> bytearray:
-        """Return the payload; raises the error that it reports."""
+        """Return the payload of an ``OK`` answer; raise the error that a ``FAILED`` one reports."""
         kind, payload = answer
         if kind == FrameKind.OK:
             return payload

@@ -64,11 +64,11 @@ class FrameKind(IntEnum):
 
 
 class ConnectionEnded(ConnectionError):
-    """The other side closed the connection between two frames."""
+    """The peer closed the connection between two frames."""
 
 
 class BadFrame(Exception):
-    """The received bytes are no frame of this protocol."""
+    """The received bytes are not a frame of this protocol."""
 
 
 def send(to: socket.socket, kind: FrameKind, pieces: Pieces) -> None:
@@ -77,7 +77,7 @@ def send(to: socket.socket, kind: FrameKind, pieces: Pieces) -> None:
     size = sum(view.nbytes for view in flat)
     if size > MAX_PAYLOAD:
         raise ValueError(f"a frame of {size:,} bytes; {MAX_PAYLOAD:,} are allowed")
-    # Small ones in one call: one segment and one wake-up of the other side.
+    # Small frames in one call: one segment, and one wake-up of the peer.
     if size <= 1 << 16:
         to.sendall(b"".join([_HEAD.pack(size, kind), *flat]))
         return
@@ -121,7 +121,7 @@ def _flat(piece: Any) -> memoryview:
 
 
 def most_keys(row_bytes: int) -> int:
-    """Return the most keys of a table in one fetch."""
+    """Return the most keys of one table, with rows of ``row_bytes``, that fit a fetch."""
     return (MAX_PAYLOAD - _SPARE) // (row_bytes + KEY_BYTES)
 
 
@@ -129,7 +129,7 @@ def most_keys(row_bytes: int) -> int:
 
 
 def fetch_request(requests: Sequence[tuple[int, KeyArray]], left_s: float | None) -> Pieces:
-    """Encode a fetch of the number of each part's table and its keys ``(n,)``."""
+    """Encode a fetch. ``requests``: the table number and the keys ``(n,)`` of each part."""
     head = _FETCH.pack(math.nan if left_s is None else left_s, len(requests), 0)
     sizes = np.array([(table, len(keys)) for table, keys in requests], np.uint32)
     return [head, sizes, *(np.ascontiguousarray(keys) for _, keys in requests)]
@@ -185,7 +185,7 @@ def fetch_answer(parts: Sequence[Part], degraded: Sequence[str]) -> Pieces:
 def read_fetch_answer(
     payload: bytearray, requests: Sequence[tuple[Part, Any]], degraded: list[str]
 ) -> list[Any]:
-    """Copy the answer into each part at the requested positions (k,); return those still missing.
+    """Copy the answer into each part at its requested positions (k,); return the missing ones per part.
 
     Raises BadFrame."""
     reader = _PayloadReader(payload)
@@ -237,7 +237,7 @@ class _PayloadReader:
         return bytes(self._payload[self._at :])
 
 
-# -- the others ------------------------------------------------------------------------------------
+# -- other requests --------------------------------------------------------------------------------
 
 
 def promote_request(table: int, keys: KeyArray) -> Pieces:

@@ -1,4 +1,4 @@
-"""NodeServer: the node's side of its socket."""
+"""NodeServer: serves a node's stores to attached processes over a Unix socket."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from hps.types import EmbeddingTable, KeyArray
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1_024
-# The time within which a started frame must continue; then the connection is closed.
+# The longest pause within a frame; after it the connection is closed.
 _STALLED_S = 30.0
-# After this wait for a thread, a fetch may find its rows in memory: other requests fetched the same.
+# If a fetch waited longer than this for a thread, the caches are checked first: other requests may have
+# loaded its rows meanwhile.
 _ASK_AGAIN_S = 0.002
-# The limit of a Unix socket's path.
+# The most bytes of a Unix socket's path.
 _MOST_PATH = 107
 
 Answer = Callable[[Mapping[str, Any]], Any]
@@ -36,12 +37,12 @@ Answer = Callable[[Mapping[str, Any]], Any]
 
 
 class NodeServer:
-    """Listens at ``folder``/node.sock, a private folder, until it is closed; one thread per connection.
+    """Listens at ``folder``/node.sock until it is closed, with one thread per connection.
 
-    Tables that exist when a connection begins are served from ``stores`` on the threads of ``lane``,
-    like the node's own lookups; ``promote`` must not block. ``followers`` gets the reports of attached
-    processes. ``answers``: further questions by name; may be extended later. Raises ConfigError if
-    another node listens there, or the folder is not private."""
+    A connection may fetch the tables that exist when it begins. Fetches read ``stores`` on the threads of
+    ``lane``, like the node's own lookups; ``promote`` must not block. ``followers`` gets the reports of
+    attached processes. ``answers``: handlers of ASK requests by name; may be extended later. Raises
+    ConfigError if another node listens there, or ``folder`` is not private to this user."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class NodeServer:
         threading.Thread(target=self._accept, name="hps-node-socket", daemon=True).start()
 
     def facts(self) -> dict[str, Any]:
-        """Facts for a node's status."""
+        """Return facts for a node's status."""
         return {
             "path": str(self.path),
             "connections": len(self._connections),
@@ -129,7 +130,7 @@ class NodeServer:
                     frames.send(connection, FrameKind.OK, answer)
                 del payload  # an idle connection holds no memory
         except ConnectionError:
-            pass  # the other process has ended, or closed it
+            pass  # the client ended or closed the connection
         except (OSError, frames.BadFrame) as error:
             if not self._closed:
                 log.warning("a connection to %s ended: %s", self.path, error)
@@ -149,7 +150,7 @@ class NodeServer:
         payload: bytearray,
         known: list[EmbeddingTable | None],
     ) -> Pieces:
-        """Answer one request. ``known``: the client's tables by their numbers, from its HELLO on."""
+        """Answer one request. ``known``: the tables of the client's HELLO, by their numbers there."""
         if kind == FrameKind.FETCH:
             parts, left_s = frames.read_fetch(payload, known)
             return self._fetch(parts, left_s)
@@ -177,7 +178,7 @@ class NodeServer:
         ctx = FetchContext(None if left_s is None else came + left_s)
         self._lane.submit(partial(self._fetch_misses, parts, ctx, came), ctx.deadline).result()
         for part in parts:
-            # If defaults may be served instead, the client promotes the rows itself.
+            # With the other miss policy, the client itself asks for promotions.
             if part.table.miss.kind == "wait" and len(found := part.source.nonzero()[0]):
                 self._promote(part.table, part.keys[found])
         return frames.fetch_answer(parts, ctx.degraded)
@@ -205,7 +206,7 @@ def private_folder(folder: Path) -> None:
     """Create ``folder`` for this user only. Raises ConfigError if others may enter an existing one."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A link of another user is as unsafe as a folder of another user.
+        # A symbolic link of another user is as unsafe as a folder of another user.
         found, named = folder.stat(), folder.lstat()
     except OSError as error:
         remedy = "name a folder that can be, on a file system that is not read-only"
@@ -219,7 +220,7 @@ def private_folder(folder: Path) -> None:
 
 
 class _FolderLock:
-    """Exclusive lock on the folder, released however this process ends."""
+    """Exclusive lock on the folder; the kernel releases it even if this process is killed."""
 
     def __init__(self, folder: Path) -> None:
         """Take the lock. Raises ConfigError."""
@@ -229,7 +230,7 @@ class _FolderLock:
             try:
                 self._lock = FileLock(folder / "lock")
             except FileNotFoundError:
-                self._made = True  # the previous owner removed it just now
+                self._made = True  # the previous owner has just removed it
             except BlockingIOError:
                 raise ConfigError(
                     f"another node that runs has its socket in {folder}; give this one another "
@@ -239,7 +240,7 @@ class _FolderLock:
                 return
 
     def give_up(self) -> None:
-        """Release the lock, and remove the folder if this process made it and it is empty."""
+        """Remove the lock file and, if this process made it and it is empty, the folder; release the lock."""
         (self._folder / "lock").unlink(missing_ok=True)
         if self._made:
             with suppress(OSError):
@@ -252,7 +253,7 @@ def _listen(path: Path) -> socket.socket:
         raise ConfigError(
             f"{path} is too long for a socket ({_MOST_PATH} bytes); set server.runtime to a shorter one"
         )
-    path.unlink(missing_ok=True)  # left by a killed node: the lock shows that none runs
+    path.unlink(missing_ok=True)  # left by a killed node: this process holds the lock
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))

@@ -1,4 +1,4 @@
-"""NodeTier: the node's stores, for another process of the same machine."""
+"""NodeTier: a node's stores as a tier of another process on the same machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hps.tiers.node.frames import FrameKind
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
 
 _INFO = TierInfo(NAME, Source.REMOTE, blocking=True)
-# Bytes of rows per request: few enough to copy without a noticeable delay.
+# Bytes of rows per request: small enough that copying them delays no other thread noticeably.
 _ANSWER_BYTES = 8 << 20
 _PROMOTIONS_WAITING = 1_024
 _Way = tuple[NodeConnectionPool, int]
@@ -26,7 +26,7 @@ _Way = tuple[NodeConnectionPool, int]
 
 
 class NodeTier:
-    """Fetches from `NodeServer`: rows with their sources, deletions, and skipped tiers.
+    """Fetches from `NodeServer`: rows with their sources, deletions, and names of skipped tiers.
 
     Only the node changes rows: `insert`, `update`, `delete` and `evict` raise TierError. Thread-safe."""
 
@@ -35,9 +35,9 @@ class NodeTier:
         connections: Iterable[NodeConnectionPool] = (),
         dropped: Callable[[int], None] = lambda _keys: None,
     ) -> None:
-        """Each of ``connections`` serves its own tables.
+        """``connections``: pools, each for its own tables.
 
-        ``dropped(keys)`` receives the number of promotions that could not be sent to the node."""
+        ``dropped(keys)`` receives the number of keys whose promotion could not be sent to the node."""
         self._ways: dict[EmbeddingTable, _Way] = {}
         self._dropped = dropped
         for each in connections:
@@ -49,12 +49,12 @@ class NodeTier:
         return _INFO
 
     def add(self, connections: NodeConnectionPool) -> None:
-        """Use ``connections`` for their tables."""
+        """Use the pool ``connections`` for its tables."""
         numbered = {table: (connections, i) for i, table in enumerate(connections.tables)}
         self._ways = self._ways | numbered
 
     def remove(self, connections: NodeConnectionPool) -> None:
-        """Stop using ``connections``, and close them."""
+        """Stop using the pool ``connections``, and close it."""
         self._ways = {table: way for table, way in self._ways.items() if way[0] is not connections}
         connections.close()
 
@@ -104,8 +104,8 @@ class NodeTier:
     def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Ask the node to promote the rows of ``keys`` into the cache soon; never waits.
 
-        The node itself promotes rows fetched from it: for a table whose lookups always wait there is
-        nothing to do."""
+        Does nothing for a table with the miss policy ``wait``: the node itself promotes the rows that it
+        returns."""
         way = self._ways.get(table)
         if table.miss.kind == "wait" or way is None:
             return
@@ -154,7 +154,7 @@ def _refused(table: EmbeddingTable) -> TierError:
 
 
 def _portions(parts: Sequence[Part]) -> Iterator[list[tuple[Part, IndexArray]]]:
-    """Yield the positions per part to request at a time."""
+    """Yield the parts, with the positions to request, of one request at a time."""
     portion: list[tuple[Part, IndexArray]] = []
     room = _ANSWER_BYTES
     for part in parts:

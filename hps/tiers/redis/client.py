@@ -1,14 +1,14 @@
 """Commands to one Redis server, to a Sentinel service or to a cluster.
 
-All commands are sent, then all replies are read, so that the servers work in parallel without threads.
+All commands are sent before the first reply is read, so that the servers work in parallel without threads.
 
-Within the call's deadline it follows redirections, waits for failovers and loading servers and retries,
-each time after a random pause; a call that accepts partial answers does not wait for a cluster's server
-that is gone or unresponsive (`hps.tiers.redis.servers`). A connection is reused only after its last
-reply was read completely, and closed otherwise. So no reply is ever taken for another command's.
+Within its deadline a call follows redirections, waits for failovers and for servers that are loading, and
+retries, each time after a random pause. A call that accepts partial answers does not wait for a cluster's
+server that is gone or unresponsive (`hps.tiers.redis.servers`). A connection is reused only if its last
+reply was read completely, and closed otherwise, so no reply is ever taken for another command's.
 
-redis-py's own cluster client is not used: it has no deadline and no packed requests, and it learns the
-topology under a lock that every call waits for."""
+redis-py's own cluster client is not used: it has no deadline and no packed requests, and while one call
+learns the topology under its lock, every other call waits."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ from hps.tiers.redis.layout import pack
 from hps.tiers.redis.servers import RedisServers, ServerBatch, readable_servers
 from hps.tiers.redis.topology import RedisTopology, topology
 
-# For a server without a replacement.
+# Attempts at a server that no other can replace.
 _ATTEMPTS = 3
 _BACKOFF = Backoff(0.002, 0.1)
-# The rest of the time is for returning the answers.
+# The share of a call's time for reads; the rest is for returning the partial answers.
 _SHARE_OF_PARTLY = 0.85
 _PASSING = (AskError, TryAgainError, ClusterDownError, ReadOnlyError, NoScriptError)
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
@@ -79,7 +79,7 @@ class RedisClient:
         return int(key_slot(key)) if self._cluster else 0
 
     def deadline(self) -> float:
-        """The deadline of a call that has none."""
+        """Return the deadline of a call that sets none."""
         return time.monotonic() + self._timeout_s
 
     def call(self, key: bytes, *arguments: Any, deadline: float | None = None) -> Any:
@@ -114,11 +114,11 @@ class RedisClient:
 
     @property
     def losses(self) -> int:
-        """How often connections broke or servers were missed: their data may be lost."""
+        """Number of times that a connection broke or a server was unavailable: its data may be lost."""
         return self._nodes.losses
 
     def is_away(self, slot: int) -> bool:
-        """Return whether the server of ``slot`` is kept out."""
+        """Return whether the server of ``slot`` is known to be unhealthy and gets no commands."""
         return self._nodes.problem(self._topology.known(slot)) is not None
 
     def run(
@@ -131,10 +131,10 @@ class RedisClient:
     ) -> None:
         """Send every command and read its reply with ``receive``.
 
-        Raises TierTimeout or TierError; then some commands may have been executed, and some more than
-        once. ``partly``: as long as one server of the cluster is healthy, commands that other servers
-        did not answer have an exception as their reply instead. It then returns a little before the
-        deadline."""
+        Raises TierTimeout or TierError; some commands may have been executed then, even more than once.
+        ``partly``: if some server of the cluster is healthy, commands that other servers did not answer
+        get an
+        exception as their reply instead. Such a call returns a little before the deadline."""
         if self._closed:
             raise TierError(NAME, "the connections are closed")
         if os.getpid() != self._process:
@@ -194,7 +194,7 @@ class RedisClient:
             time.sleep(pause)
             try:
                 self._learn(waiting, until)
-            except RedisError:  # the last known topology is still tried
+            except RedisError:  # no server reported a topology: keep what was answered
                 break
         failed = _failed(commands)
         if len(failed) == len(commands) and commands:
@@ -215,7 +215,7 @@ class RedisClient:
         return translate_redis_error(command.reply, address)
 
     def _learn(self, failed: Sequence[RedisCommand], deadline: float) -> None:
-        """Update the topology after failed commands."""
+        """Update the topology, and drop servers that have left it, after failed commands."""
         lost = False
         for command in failed:
             error, address = command.reply, command.asking or self._topology.known(command.slot)
@@ -335,6 +335,6 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _until(until: float, others: bool) -> float:
-    """One server may use up half of the time if there are others."""
+    """Return a server's deadline: half of the remaining time, if other servers need some too."""
     now = time.monotonic()
     return now + 0.5 * (until - now) if others else until

@@ -1,9 +1,9 @@
 """One connection to a Redis server: redis-py's, with deadlines and raw reads.
 
-redis-py does the connecting, the authentication and the encryption. Added here: a deadline that covers
-name resolution, connecting, sending and reading; one TLS context for all connections (making one reads
-the system's certificates, 20 ms each time) and a configurable server name; and receiving into a buffer
-from which rows are decoded."""
+redis-py connects, authenticates and encrypts. This module adds: a deadline that covers name resolution,
+connecting, sending and reading; one TLS context for all connections (making one reads the system's
+certificates, which takes 20 ms each time) with a configurable server name; and a receive buffer from which
+rows are decoded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BUFFER = 256 << 10
 
 
 class RedisConnection(Connection):
-    """A plain connection. Not thread-safe."""
+    """A connection without TLS. Not thread-safe."""
 
     def __init__(self, *, names: HostResolver, **kwargs: Any) -> None:
         super().__init__(protocol=2, retry=Retry(NoBackoff(), 0), **kwargs)
@@ -73,7 +73,7 @@ class RedisConnection(Connection):
 
     @property
     def stale(self) -> bool:
-        """Return whether the server closed it or unexpected bytes wait: it must not be reused."""
+        """True if it must not be reused: the server closed it, or sent bytes that nothing requested."""
         sock: Any = self._sock
         if sock is None or self.has_bytes:
             return True
@@ -83,7 +83,7 @@ class RedisConnection(Connection):
 
     @property
     def has_bytes(self) -> bool:
-        """Return whether decrypted bytes wait that polling the file does not show."""
+        """True if received bytes wait in a buffer, where polling the socket does not show them."""
         sock: Any = self._sock
         return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
 
@@ -92,14 +92,14 @@ class RedisConnection(Connection):
         return int(sock.fileno())
 
     def until(self, deadline: float) -> None:
-        """Set the deadline of the next step, which then fails with redis-py's timeout."""
+        """Set the deadline of the next read or write, which fails with redis-py's timeout after it."""
         sock: Any = self._sock
         if sock is None:
             raise Lost("Connection closed")
         sock.settimeout(remaining_s(deadline))
 
     def receive(self, at: int) -> int:
-        """Read into ``buffer`` from ``at`` on; return the number of bytes."""
+        """Receive into ``buffer`` from position ``at`` on; return the number of bytes."""
         sock: Any = self._sock
         try:
             count: int = sock.recv_into(self.buffer.data[at:])
@@ -112,7 +112,7 @@ class RedisConnection(Connection):
         return count
 
     def parsed(self, message: str) -> Exception:
-        """Return an error reply as redis-py's exception."""
+        """Convert an error reply to redis-py's exception."""
         error: Exception = self._parser.parse_error(message)
         return error
 
@@ -130,7 +130,7 @@ class RedisTlsConnection(RedisConnection, SSLConnection):
 
 
 class RedisConnectionFactory:
-    """Makes connections by the settings. Raises ConfigError for unreadable certificates and secrets."""
+    """Makes connections from the settings. Raises ConfigError for unreadable certificates and secrets."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self._user = _RedisCredentials(
@@ -172,7 +172,7 @@ class RedisConnectionFactory:
 
 
 class _RedisCredentials:
-    """User name, and the current password."""
+    """User name and password; reads the password again at each connection."""
 
     def __init__(
         self, username: str | None, password: str | None, file: Path | None, setting: str
@@ -192,7 +192,7 @@ def remaining_s(deadline: float) -> float:
 
 
 def is_retryable(error: Exception) -> bool:
-    """Return whether another attempt may succeed: not for missing rights, trust or memory."""
+    """Return whether a retry may help: False for missing rights, untrusted certificates or full memory."""
     if isinstance(error, AuthenticationError | AuthorizationError):
         return False
     return isinstance(error, Lost) and "CERTIFICATE" not in str(error).upper()

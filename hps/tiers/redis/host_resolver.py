@@ -1,7 +1,8 @@
-"""Host names to IP addresses, with a deadline: the system's lookup has none, and may hang for minutes.
+"""Name resolution with a deadline; the system's own has none, and may hang for minutes.
 
-It runs on separate threads, one lookup at a time per name. Its last result is used while a new lookup
-is in flight or hangs, so that an unreachable name server does not affect known hosts."""
+Lookups run on separate threads, one at a time per name. While a new lookup runs or hangs, the last
+result is
+used, so an unreachable name server does not affect known hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from hps.threads import BoundedThreadPool
 _FRESH_S = 10.0
 _AT_ONCE = 4
 _QUEUED = 64
-# Share of the remaining time, if an earlier address is known.
+# The share of the remaining time to wait for a new address, if an earlier one is known.
 _SHARE_FOR_NEW = 0.5
 
 
@@ -41,10 +42,10 @@ class HostResolver:
         self._lock = threading.Lock()
 
     def look_up(self, host: str, until: float) -> list[str]:
-        """Return the IP addresses of ``host``, which may itself be one.
+        """Return the IP addresses of ``host``, which may be an IP address itself.
 
-        Raises redis-py's timeout if none is known by ``until`` (``time.monotonic()``), OSError if there
-        are none."""
+        Raises redis-py's timeout if none is known by ``until`` (``time.monotonic()``), OSError if the name
+        has none."""
         if _is_address(host):
             return [host]
         resolved, now = self._found.get(host), time.monotonic()
@@ -65,17 +66,18 @@ class HostResolver:
         raise Late(f"the name {host!r} was not resolved in time; check the name server")
 
     def doubt(self, host: str) -> None:
-        """Resolve again at the next use: these addresses did not answer, the name may have moved."""
+        """Mark the addresses of ``host`` as suspect: none answered, so the next use resolves the name
+        again."""
         resolved = self._found.get(host)
         if resolved is not None:
             resolved.doubted = True
 
     def close(self) -> None:
-        """Stop; does not wait for a lookup. Idempotent."""
+        """Stop without waiting for lookups in flight. Idempotent."""
         self._workers.close(0.0)
 
     def _look_up_async(self, host: str) -> Future[list[str]] | None:
-        """Return the lookup in flight; None if too many are."""
+        """Start a lookup, or return the one in flight; None if too many are in flight."""
         with self._lock:
             lookup = self._lookups.get(host)
             if lookup is None:

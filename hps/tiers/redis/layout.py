@@ -65,8 +65,9 @@ SCRIPTS = [each.text for each in (WRITE, TOUCH, SAMPLE, SWEEP, DESCRIBE)]
 class WriteScriptArguments(NamedTuple):
     """The write script's arguments before the rows.
 
-    ``flags`` and the others as the script takes them; field, offset and ``continues_from`` of stream
-    positions. ``floors``: whether floors are kept."""
+    ``flags``, ``oldest_tombstone`` and ``stamp``: as the script takes them. ``positions``: field,
+    offset and
+    ``continues_from`` of each stream position. ``floors``: whether floors are kept."""
 
     flags: bytes
     oldest_tombstone: bytes
@@ -76,7 +77,7 @@ class WriteScriptArguments(NamedTuple):
 
 
 class PartitionKeys(NamedTuple):
-    """A batch's keys of one partition: positions (n,) in the batch."""
+    """The positions (n,) in a batch of the keys that belong to one partition."""
 
     partition: int
     at: IndexArray
@@ -105,7 +106,7 @@ class TableLayout:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Facts that must be the same for all users of the table."""
+        """Facts that all users of the table must agree on."""
         return {
             "layout": self.layout,
             "partitions": str(self.partitions),
@@ -115,7 +116,7 @@ class TableLayout:
         }
 
     def stored_keys(self, keys: KeyArray) -> NDArray[Any]:
-        """Convert (n,) keys to Redis fields: (n,) unsigned little-endian."""
+        """Convert (n,) keys to Redis field names: (n,) unsigned little-endian."""
         return self.table.narrow(keys).view(np.uint64).astype(f"<u{self.key_bytes}", copy=False)
 
     def keys(self, fields: list[bytes]) -> KeyArray:
@@ -129,14 +130,15 @@ class TableLayout:
         return (hashed % np.uint64(self.partitions)).astype(np.uint16)
 
     def belong(self, keys: KeyArray, share: float) -> NDArray[np.bool_]:
-        """Return which of the keys (n,) are in a ``share`` of all.
+        """Return a mask (n,) of the keys (n,) that are part of a ``share`` of all keys.
 
-        Chosen by their hash: the same ones every time on every node, spread evenly over the partitions."""
+        Keys are chosen by their hash: every node chooses the same ones each time, spread evenly over the
+        partitions."""
         high = partition_hash(self.table.narrow(keys)) >> np.uint64(32)
         return high < np.uint64(min(1.0, share) * 2**32)
 
     def shares(self, keys: KeyArray) -> list[PartitionKeys]:
-        """Split the batch by partition; without empty ones, order kept."""
+        """Split the batch by partition, in the batch's order; empty partitions are left out."""
         order, ends = self._by_partition(keys)
         starts = [0, *ends[:-1]]
         return [
@@ -156,7 +158,7 @@ class TableLayout:
     # -- packed commands --------------------------------------------------------------------------
 
     def reads(self, keys: KeyArray) -> Iterator[tuple[int, IndexArray, bytes]]:
-        """Yield HMGETs of all keys: partition, positions (n,) in the batch, packed command."""
+        """Yield HMGET commands for all keys: partition, positions (n,) in the batch, packed command."""
         order, ends = self._by_partition(keys)
         fields = self._fields(keys[order]).view(np.uint8).data
         width = self._field.itemsize
@@ -172,10 +174,11 @@ class TableLayout:
     def write(
         self, partition: int, head: WriteScriptArguments, keys: KeyArray, records: NDArray[np.void]
     ) -> bytes:
-        """Return the write script with ``head`` before pairs of key and record (of any one length).
+        """Return a call of the write script: ``head``, then pairs of key and record (of any one length).
 
-        It names only the hashes it needs: while a cluster moves a slot, a script is rejected unless all
-        of its hashes are on one server, and a missing hash is on none."""
+        The call names only the hashes that it needs. While a cluster moves a slot, it rejects a script
+        unless
+        all of the script's hashes are on one server, and a hash that does not exist is on none."""
         size = records.dtype.itemsize
         length = b"$%d\r\n" % size
         pairs = np.empty(
@@ -206,7 +209,7 @@ class TableLayout:
         return packed_script(TOUCH, names, [stamp], len(keys)) + self._fields(keys).tobytes()
 
     def forget(self, name: bytes, keys: KeyArray) -> bytes:
-        """Return an HDEL of these keys from one hash."""
+        """Return an HDEL of these keys from the hash ``name``."""
         head = b"*%d\r\n$4\r\nHDEL\r\n$%d\r\n%s\r\n" % (len(keys) + 2, len(name), name)
         return head + self._fields(keys).tobytes()
 
@@ -230,14 +233,14 @@ def pack(*arguments: Any) -> bytes:
 def packed_script(
     script: LuaScript, keys: list[bytes], arguments: list[bytes], following: int = 0
 ) -> bytes:
-    """Pack an EVALSHA with ``following`` more arguments to be appended."""
+    """Pack an EVALSHA; the caller appends ``following`` more packed arguments."""
     parts = [b"EVALSHA", script.digest, b"%d" % len(keys), *keys, *arguments]
     body = b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
     return b"*%d\r\n" % (len(parts) + following) + body
 
 
 def entry_stamp(policy: Policy | None, unix_s: float | None = None) -> bytes:
-    """Return the stamp of an entry that is used now, as the scripts take it."""
+    """Return the stamp of an entry used now, as the scripts take it; empty if no stamps are kept."""
     if policy == "least_used":
         return b"n"
     if policy == "oldest":
@@ -259,7 +262,7 @@ _HPS = re.compile(r"hps_et\{hps_et\.([\w-]+)\.([\w-]+)(?:/p(\d+))?\}([vtomuf])")
 
 
 class KeyName(NamedTuple):
-    """A Redis key in its parts; ``partition`` is None for the facts."""
+    """A Redis key, split into its parts; ``partition`` is None for the facts."""
 
     table: TableName
     partition: int | None
@@ -283,7 +286,7 @@ def parse_key(layout: Layout, key: bytes) -> KeyName | None:
 
 
 def scan_pattern(layout: Layout, model: str | None = None) -> str:
-    """SCAN pattern of one model or of all. Names have no characters that are special here."""
+    """Return the SCAN pattern of one model or of all; names contain no characters special to SCAN."""
     if layout == "native":
         return f"hps:{{{model or '*'}/*}}[vtomuf]"
     return f"hps_et{{hps_et.{model or '*'}.*}}[vtomuf]"

@@ -1,9 +1,9 @@
 """Load a share of a table's rows into Redis, and continue a killed load.
 
-The progress is stored in each partition, in the hash of stream positions, after its rows were
-acknowledged. A partition's keys are on one server and its replicas get its writes in order, so the rows
-are present wherever the progress is. A server that lost them, by a restart or a failover, has lost the
-progress too."""
+The progress is stored in each partition, in the hash of stream positions, after its rows were acknowledged.
+All Redis keys of a partition are on one server, whose replicas get writes in order. So wherever the
+progress
+exists, the rows exist; and a server that lost the rows, by a restart or a failover, lost the progress too."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class _InsertFunction(Protocol):
 class RedisLoadSource:
     """A ``share`` of the rows in ``chunks`` of keys (n,) and vectors (n, dim), all of one ``version``.
 
-    The rows are chosen by their keys' hash: the same ones every time on every node. Of a repeated key
-    the last row stays. ``mark`` names the source (its digest); without one no progress is stored.
-    ``before`` is called before the first row is written, if any is."""
+    Rows are chosen by their keys' hash: every node chooses the same ones each time. If a key is repeated,
+    its last row is kept. ``mark`` names the source (its digest); without one no progress is stored.
+    ``before`` is called once, before the first row is written."""
 
     chunks: Iterable[tuple[KeyArray, VectorArray]]
     version: int
@@ -68,7 +68,7 @@ class RedisLoadSource:
 class _PendingInserts:
     """The inserts in flight of one load, oldest first. Not thread-safe.
 
-    ``store`` saves the progress (n,) of each partition, which is ``had`` at the start."""
+    ``store`` saves the progress of each partition; ``had`` is the progress at the start."""
 
     def __init__(self, store: Callable[[Seen], None] | None, had: Seen) -> None:
         self.inserted = 0
@@ -77,7 +77,7 @@ class _PendingInserts:
         self._waiting: deque[tuple[Future[int], int, KeyArray]] = deque()
 
     def add(self, future: Future[int], total: int, keys: KeyArray) -> None:
-        """``total``: rows up to the end of these, all chunks together."""
+        """Add an insert. ``total``: rows of the source up to the end of this insert."""
         self._waiting.append((future, total, keys))
 
     def keys(self) -> list[KeyArray]:
@@ -109,12 +109,14 @@ class RedisLoads:
     ) -> int:
         """Insert missing rows; newer rows in Redis stay. ``progress`` receives rows processed.
 
-        With a mark, partitions skip the rows that a load of the same source had acknowledged. Returns
-        the rows inserted. Raises TierError; the next call continues there."""
+        With a mark, partitions skip the rows that an earlier load of the same source wrote. Returns the
+        number
+        of rows inserted. Raises TierError; the next call continues from the stored progress."""
         table, client = opened.layout.table, self._client
         had = _noted(client, opened, source.name)
-        # The next chunk is packed while the server processes the last one. Twice as many may wait: a new
-        # thread has not taken its job yet.
+        # While the server processes one chunk, the next one is packed. The queue has room for twice as
+        # many, because
+        # a new thread may not have taken its job yet.
         workers = BoundedThreadPool(_AT_ONCE, 2 * _AT_ONCE, name="redis-load")
         store = partial(_note, client, opened, source.name) if source.name else None
         pending = _PendingInserts(store, had)
@@ -143,10 +145,10 @@ class RedisLoads:
         return pending.inserted
 
     def look(self) -> None:
-        """Check whether completely loaded tables are still complete.
+        """Check whether tables that were loaded completely have lost rows.
 
-        A table that lost rows is marked `lost` until they are loaded again, which happens in the
-        background if its source can be read again."""
+        A table with losses is marked `lost` until its rows are loaded again; that starts here, in the
+        background, if the source can be read again."""
         for opened, (source, total) in list(self._done.items()):
             was, opened.lost = opened.lost, self._lost(opened, source, total)
             if not opened.lost:
@@ -154,17 +156,17 @@ class RedisLoads:
             if not was:
                 log.error("table %s: Redis lost rows it was given", opened.layout.table.id)
             if source.repeatable:
-                with suppress(Unavailable):  # already in flight
+                with suppress(Unavailable):  # a reload is already in flight
                     self._again.submit(partial(self._repair, opened, source))
 
     def may_have_lost(self, opened: RedisTable, *, sure: bool) -> bool:
-        """Return whether a missing row may be one that was loaded.
+        """Return whether a row missing from Redis may have been loaded and then lost.
 
-        ``sure``: nothing was lost since `look`."""
+        ``sure``: nothing was lost since the last `look`."""
         return opened.lost or (not sure and opened in self._done)
 
     def close(self) -> None:
-        """Close; a load in flight fails. Idempotent."""
+        """Stop; a load in flight fails. Idempotent."""
         self._again.close(1.0)
 
     def _insert(
@@ -188,7 +190,7 @@ class RedisLoads:
 
 
 def _noted(client: RedisClient, opened: RedisTable, name: str) -> Seen:
-    """Return the progress of each partition; 0 if it is another source's, or there are no rows."""
+    """Return the stored progress of each partition; 0 if it is another source's, or rows are missing."""
     layout = opened.layout
     if not name:
         return np.zeros(layout.partitions, np.int64)
@@ -215,7 +217,7 @@ def _note(client: RedisClient, opened: RedisTable, name: str, seen: Seen) -> Non
 def _chosen(
     opened: RedisTable, keys: KeyArray, share: float, partitions: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the positions of keys in the share and in one of the partitions."""
+    """Return the positions of the keys that belong to the share and to one of the partitions."""
     chosen = opened.layout.belong(keys, share)
     if len(partitions) < opened.layout.partitions:
         chosen &= np.isin(opened.layout.partition_of(keys), partitions)
@@ -225,7 +227,7 @@ def _chosen(
 def _pieces(
     chunks: Iterable[tuple[KeyArray, VectorArray]],
 ) -> Iterator[tuple[int, KeyArray, VectorArray]]:
-    """Yield chunks of bounded size with the total of rows up to their end."""
+    """Yield chunks of bounded size, each with the number of rows up to its end."""
     seen = 0
     for keys, vectors in chunks:
         for start in range(0, len(keys), _CHUNK):
@@ -235,6 +237,6 @@ def _pieces(
 
 
 def _repeat(keys: KeyArray, sent: Sequence[KeyArray]) -> bool:
-    """Return whether a key of ``keys`` may repeat, there or in ``sent``."""
+    """Return whether any key occurs twice in ``keys`` and ``sent`` together."""
     both = np.concatenate([keys, *sent])
     return len(dedup(both)[0]) < len(both)

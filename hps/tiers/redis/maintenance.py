@@ -1,14 +1,15 @@
 """Maintenance of Redis: removes entries beyond the limit, expired rows and tombstones.
 
-Each step scans a bounded number of entries, so that the server is never blocked for long. Entries
-beyond the limit go during the writes that add new ones, which evict as many as they add and more. The
-least used ones are estimated from a sample of their stamps: entries with stamps below the sample's
-quantile go in the hash's order, and counts of the others are halved. Redis and HPS itself sort all
-stamps of a partition instead. The versions of evicted rows are kept, by buckets of keys, so that no
-older row replaces them.
+Each step scans a bounded number of entries, so that it never blocks the server for long.
 
-Rows beyond their time to live and expired tombstones are not served; one of the nodes that share the
-Redis removes them in the background, in passes over the whole table."""
+Writes that add entries also evict the entries beyond the limit: at least as many as they add. To find the
+least used ones, a sample of stamps is taken; entries with stamps up to a quantile of the sample are evicted
+in the order of the hash, and the use counts of the others are halved. (Redis and HPS itself sort all stamps
+of a partition instead.) The versions of evicted rows are kept, per bucket of keys, so that no older row
+can take their place.
+
+Rows beyond their time to live and expired tombstones are not served. One of the nodes that share the Redis
+removes them in the background, in passes over the whole table."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ _KINDS: dict[Policy, bytes] = {"random": b"", "least_used": b"n", "oldest": b"t"
 class _Sweep:
     """State of a partition's sweep.
 
-    ``highest``: the highest stamp that is evicted, None if unknown. ``due``: steps due in the
-    background pass, including fractions."""
+    ``highest``: entries with stamps up to this one are evicted; None if not known yet. ``due``: steps due
+    in the background pass, including fractions."""
 
     cursor: bytes = b"0"
     due: float = 0.0
@@ -55,9 +56,10 @@ class _Sweep:
 
 
 class RedisMaintenance:
-    """Evicts and expires entries; also runs ``also`` in the background, and soon after a server was lost.
+    """Evicts and expires entries, and calls ``also`` in the background.
 
-    Thread-safe; parallel sweeps do no harm."""
+    The background work runs regularly, and soon after a server was lost. Thread-safe; parallel sweeps are
+    harmless."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class RedisMaintenance:
 
     @property
     def policy(self) -> Policy | None:
-        """The eviction policy, if stamps are kept for one; else None."""
+        """The eviction policy; None if no limit is set, so that no stamps are needed."""
         return self._policy if self._margin is not None else None
 
     def oldest_row(self, table: EmbeddingTable) -> int:
@@ -90,10 +92,10 @@ class RedisMaintenance:
         ttl = self._table_ttl_s.get(f"{table.model}/{table.name}", self._ttl_s)
         return 0 if ttl is None else make_version(int(max(0.0, time.time() - ttl) * 1000))
 
-    # -- too many ---------------------------------------------------------------------------------
+    # -- entries beyond the limit ------------------------------------------------------------------
 
     def evict_overflow(self, table: RedisTable, partition: int, rows: int, deadline: float) -> None:
-        """Evict the overflow after ``rows`` were written to a partition; a part of it, if it is large."""
+        """Evict a partition's overflow after ``rows`` were written to it; only a part of a large overflow."""
         if self._margin is None:
             return
         sweep = self._sweep(table, partition)
@@ -110,7 +112,7 @@ class RedisMaintenance:
                 sweep.highest = None
 
     def _limit(self, table: RedisTable, partition: int, need: int, deadline: float) -> int:
-        """Return the stamp up to which entries go, so that one pass evicts about ``need``."""
+        """Return the highest stamp to evict, so that one pass over the partition evicts about ``need``."""
         if self._policy == "random":
             return 0
         layout = table.layout
@@ -130,7 +132,7 @@ class RedisMaintenance:
     def _step(
         self, table: RedisTable, partition: int, sweep: _Sweep, need: int, deadline: float
     ) -> int:
-        """Scan the next entries; return how many were removed."""
+        """Scan the next entries; return the number of removed ones."""
         layout = table.layout
         oldest = self.oldest_row(layout.table), oldest_tombstone(layout.table, time.time())
         arguments = [
@@ -153,7 +155,7 @@ class RedisMaintenance:
     def _sweep(self, table: RedisTable, partition: int) -> _Sweep:
         return self._sweeps.setdefault((table, partition), _Sweep())
 
-    # -- too old ----------------------------------------------------------------------------------
+    # -- expired entries ---------------------------------------------------------------------------
 
     def run_if_due(self) -> None:
         """Start the background work if it is due."""
@@ -170,7 +172,7 @@ class RedisMaintenance:
 
     @property
     def is_current(self) -> bool:
-        """Return whether no connection or server was lost since the last background work."""
+        """True if no connection or server was lost since the last background work."""
         return self._client.losses == self._looked_after
 
     def _background(self) -> None:
@@ -189,8 +191,8 @@ class RedisMaintenance:
     def expire(self, table: RedisTable, interval_s: float = math.inf) -> int:
         """Remove expired entries, and return their number.
 
-        Scans as many entries as a pass per hour needs in ``interval_s`` (default: all). Does nothing if
-        another node has done its share."""
+        Scans the fraction of a whole pass that is due in ``interval_s`` (default: all). Does nothing if
+        another node has just done so."""
         layout = table.layout
         if table.refused or not layout.values.versioned:
             return 0
@@ -205,7 +207,7 @@ class RedisMaintenance:
                 continue
             whole = interval_s == math.inf
             sweep = _Sweep() if whole else self._sweep(table, partition)
-            # A small partition gets one step per pass: there may be thousands of them.
+            # A small partition is due one step per pass, not per call: there may be thousands of them.
             share = min(1.0, interval_s / self._pass_s(layout.table))
             sweep.due += max(1.0, entries / _STEP) * share if entries else 0.0
             while (whole and entries) or sweep.due >= 1.0:

@@ -23,12 +23,12 @@ class RedisStreamPositions:
         self._tables = tables
 
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
-        """Return the lowest of all partitions of the table; None if one of them has none."""
+        """Return the lowest offset of the table's partitions; None if any of them has none."""
         stored = self._each(table, "HGET", position_field(topic, partition))
         return None if None in stored else min(map(int, stored))
 
     def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
-        """Return the lowest of each stream, for streams that all of the table's partitions have."""
+        """Return the lowest offset of each stream, for streams that all of the table's partitions have."""
         stored = [
             dict(zip(each[::2], each[1::2], strict=True)) for each in self._each(table, "HGETALL")
         ]
@@ -56,7 +56,7 @@ class RedisStreamPositions:
         self._each(table, "HSET", position_field(topic, partition), b"0")
 
     def _each(self, table: EmbeddingTable, command: str, *arguments: bytes) -> list[Any]:
-        """Return the replies of ``command`` on the positions of each of the table's partitions."""
+        """Send ``command`` on the positions hash of each of the table's partitions; return the replies."""
         opened = self._tables.usable(table, self._client.deadline())
         keys = opened.layout.positions_keys
         return self._client.call_all((key, (command, key, *arguments)) for key in keys)

@@ -1,4 +1,4 @@
-"""Decoder of rows from replies into a part's arrays."""
+"""Decodes rows from Redis's replies straight into a part's arrays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GROWTH = 2
 
 @dataclass(slots=True, eq=False)
 class PartRead:
-    """A part being read.
+    """One part, and the state of its read.
 
     Rows below version ``oldest_row`` and tombstones below ``oldest_tombstone`` count as missing."""
 
@@ -43,7 +43,7 @@ class PartRead:
         positions = []
         for command in commands:
             keys = command.about
-            if keys.tried:  # results of an interrupted attempt may be outdated
+            if keys.tried:  # discard the results of an interrupted attempt
                 self.part.source[keys.at] = 0
                 self.left[keys.at] = False
             keys.tried = True
@@ -69,21 +69,21 @@ class PartRead:
 
 @dataclass(slots=True, eq=False)
 class AskedKeys:
-    """The keys of one command: positions (n,) in its part."""
+    """The keys of one command: their positions (n,) in the part."""
 
     read: PartRead
     at: IndexArray
     tried: bool = False
 
     def give_up(self) -> None:
-        """No server answered: the keys stay missing, whatever an interrupted attempt has found."""
+        """Mark the keys as missing, because no server answered; discards results of interrupted attempts."""
         self.read.part.source[self.at] = 0
         self.read.part.versions[self.at] = 0
         self.read.left[self.at] = True
 
 
 def receive_rows(wire: RedisConnection, commands: Sequence[RedisCommand], deadline: float) -> None:
-    """Read the replies to HMGETs, whose ``about`` is `AskedKeys`, straight into their parts."""
+    """Read the replies to HMGETs straight into their parts. The ``about`` of each command: `AskedKeys`."""
     begin = end = 0
     for read, group in groupby(commands, lambda command: command.about.read):
         requests = list(group)

@@ -1,8 +1,8 @@
-"""Servers in use, their idle connections, and their health.
+"""Redis servers in use, their idle connections, and their health.
 
-A server of a cluster that is unreachable, or was late several times in a row, gets no more commands:
-reads skip its rows immediately, instead of waiting each time. A thread probes it, and asks the cluster
-for the current owners of its slots, until it responds again; no request does."""
+A cluster's server that is unreachable, or was late several times in a row, gets no more commands: reads
+skip its rows immediately instead of waiting for a timeout each time. Until it responds again, a background
+thread, not a request, probes it and asks the cluster for the current owners of its slots."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from hps.tiers.redis.topology import RedisTopology
 log = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 0.25
-# A call that had less than this share of the guard's deadline says nothing about the server's health.
+# If a call had less than this share of the guard's deadline, its timeout says nothing about the server.
 _FAIR_SHARE = 0.25
 
 
 class RedisServer:
-    """A server and its idle connections. ``problem``: the reason why it is kept out; None if healthy."""
+    """A server and its idle connections. ``problem``: why it gets no commands; None if healthy."""
 
     __slots__ = ("address", "idle", "late", "problem", "scripts_loaded")
 
@@ -51,12 +51,12 @@ class RedisServer:
 
     def drop_idle(self) -> None:
         while self.idle:
-            with suppress(IndexError):  # another thread was faster
+            with suppress(IndexError):  # another thread took the last one
                 self.idle.pop().disconnect()
 
 
 class ServerBatch:
-    """One server's part of an attempt. ``clean``: every reply was read."""
+    """The commands of one attempt that go to one server. ``clean``: every reply was read."""
 
     __slots__ = ("clean", "commands", "node", "wire")
 
@@ -68,7 +68,7 @@ class ServerBatch:
 
 
 def readable_servers(legs: Sequence[ServerBatch], until: float) -> list[ServerBatch]:
-    """Wait for, and return, servers with bytes to read; empty after a timeout."""
+    """Wait until a server has sent bytes; return the batches of those that have; empty after a timeout."""
     poll, by_file = select.poll(), {}
     for leg in legs:
         assert leg.wire is not None
@@ -81,7 +81,7 @@ def readable_servers(legs: Sequence[ServerBatch], until: float) -> list[ServerBa
 
 
 class RedisServers:
-    """The servers in use. Thread-safe. A server is kept out only if there are others."""
+    """The servers in use. Thread-safe. Only a cluster's servers are skipped for a problem."""
 
     def __init__(
         self, settings: RedisSettings, wires: RedisConnectionFactory, topology: RedisTopology
@@ -111,18 +111,18 @@ class RedisServers:
         return node
 
     def problem(self, address: Address) -> RedisError | None:
-        """Return why the server is kept out; None if it is not."""
+        """Return why the server is skipped; None if it is not."""
         node = self._nodes.get(address)
         return node.problem if node is not None else None
 
     # -- connections ------------------------------------------------------------------------------
 
     def take(self, node: RedisServer, until: float) -> RedisConnection:
-        """Return an idle connection, or a new one by ``until``; an unreachable server is kept out."""
+        """Return an idle connection, or open one by ``until``. Failures count against the server's health."""
         while node.idle:
             try:
                 wire = node.idle.pop()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took the last one
                 break
             if not wire.stale:
                 return wire
@@ -153,26 +153,26 @@ class RedisServers:
             leg.node.drop_idle()
 
     def forget(self, known: Iterable[Address]) -> None:
-        """Close idle connections to servers that are gone."""
+        """Drop all servers but ``known``, with their idle connections."""
         with self._lock:
             gone = [self._nodes.pop(each) for each in set(self._nodes) - set(known)]
         for node in gone:
             node.drop_idle()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close idle connections, and stop probing. Idempotent."""
         self._closed.set()
         self.forget(())
         self._watcher.close(1.0)
 
-    # -- kept out ---------------------------------------------------------------------------------
+    # -- health -----------------------------------------------------------------------------------
 
     def was_well(self, node: RedisServer) -> None:
         if node.late or node.problem is not None:
             node.late, node.problem = 0, None
 
     def was_late(self, node: RedisServer, error: RedisError, had_s: float) -> None:
-        """Record that the server did not answer within ``had_s``."""
+        """Record a timeout of the server, which had ``had_s`` to answer; skip it after several in a row."""
         if had_s < _FAIR_SHARE * self._deadline_s:
             return
         node.late += 1
@@ -193,7 +193,7 @@ class RedisServers:
         )
         node.drop_idle()
         if start:
-            with suppress(Unavailable):  # closed
+            with suppress(Unavailable):  # the pool is closed
                 self._watcher.submit(self._watch)
 
     def _watch(self) -> None:

@@ -1,9 +1,9 @@
-"""The tables in a Redis: whether they fit this configuration, their sizes, and their names.
+"""Tables in a Redis: checks against this configuration, sizes, names, erasure.
 
-Each table has a small hash of facts: layout, partitions, dim, dtype. The first writer of the table
-writes it and all compare it; reading leaves no trace. If HPS filled the table there is none yet, and
-some rows are checked instead. A table that does not fit is rejected with both values, and checked again
-every few seconds."""
+Each table has a small hash of facts: layout, partitions, dim, dtype. The table's first writer writes it and
+all users compare it; reading writes nothing. A table filled by HPS has no facts yet; a few of its rows are
+checked instead. A table that does not fit is rejected with both values, and checked again every few
+seconds."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _MOST_FLOORS = 1 << 20  # 8 MiB per partition
 class RedisTable:
     """A table in use.
 
-    ``refused``: why its rows do not fit the table. ``recorded``: whether its facts existed at the last
-    check. ``floors``: whether versions of evicted rows are kept. ``lost``: whether loaded rows are
-    missing."""
+    ``refused``: the reason why its rows do not fit the table; None if they do. ``recorded``: its facts
+    existed
+    at the last check. ``floors``: versions of evicted rows are kept. ``lost``: loaded rows are missing."""
 
     __slots__ = (
         "checked_at", "entries", "facts_slot", "floors", "layout", "lost", "recorded", "refused", "slots",
@@ -75,8 +75,9 @@ class RedisTableUsage:
 
 
 class RedisTables:
-    """Checks, counts, lists and erases tables. Thread-safe; every method but `entries` may wait for the
-    server."""
+    """Checks, counts, lists and erases tables.
+
+    Thread-safe. Every method except `entries` may wait for a server."""
 
     def __init__(self, client: RedisClient, settings: RedisSettings) -> None:
         self._client = client
@@ -92,7 +93,8 @@ class RedisTables:
     def ready(self, tables: Iterable[EmbeddingTable], deadline: float) -> list[RedisTable]:
         """Return the tables, checked before their first use.
 
-        Some may be refused, and some unchecked (``checked_at`` is 0) because the server with their facts
+        Some may be refused. Some may be unchecked (``checked_at`` is 0), because the server with their
+        facts
         is unhealthy."""
         wanted = [self._table(table) for table in tables]
         now = time.monotonic()
@@ -106,7 +108,7 @@ class RedisTables:
         return wanted
 
     def usable(self, table: EmbeddingTable, deadline: float) -> RedisTable:
-        """Return the table; raises TierMisfit if it is refused."""
+        """Return the table, checked. Raises TierMisfit if it is refused."""
         (found,) = self.ready([table], deadline)
         if not found.checked_at:
             self._client.call(
@@ -118,7 +120,7 @@ class RedisTables:
         return found
 
     def entries(self, table: EmbeddingTable) -> int:
-        """Entries at the last count."""
+        """Return the number of entries at the last count."""
         return sum(self._table(table).entries)
 
     def _table(self, table: EmbeddingTable) -> RedisTable:
@@ -130,7 +132,7 @@ class RedisTables:
         return found
 
     def check_tables(self, tables: Sequence[RedisTable], deadline: float) -> None:
-        """Compare the tables' facts, or some of their rows if there are none; and count the entries.
+        """Compare the tables' facts, or some of their rows if there are no facts; count their entries.
 
         Tables on an unhealthy server of a cluster stay unchanged."""
         unsure = [not t.checked_at or t.refused or not any(t.entries) for t in tables]
@@ -150,7 +152,7 @@ class RedisTables:
             table.checked_at = time.monotonic()
 
     def writable(self, table: EmbeddingTable, deadline: float) -> RedisTable:
-        """Return the `usable` table after recording its facts; call it before writing rows."""
+        """Return the table like `usable`, with its facts recorded; call it before writing rows."""
         found = self.usable(table, deadline)
         if not found.recorded:
             facts = [part.encode() for pair in found.layout.facts.items() for part in pair]
@@ -159,16 +161,17 @@ class RedisTables:
             self._client.run([command], read_replies, deadline)
             found.recorded = True
             _judge(found, _mismatch(found, _pairs(command.reply)))
-            if found.refused:  # another process was first
+            if found.refused:  # another process recorded its facts first
                 raise TierMisfit(NAME, found.refused)
         if self._floors and not found.floors and found.layout.values.versioned:
             self._keep_floors(found, deadline)
         return found
 
     def _keep_floors(self, table: RedisTable, deadline: float) -> None:
-        """Create the floors of all partitions before anything is evicted; existing ones stay.
+        """Create the floors of all partitions; existing ones stay. Call it before anything is evicted.
 
-        While a cluster moves a slot, a script is rejected if only some of its keys exist."""
+        They must all exist: while a cluster moves a slot, it rejects a script if only some of its keys
+        exist."""
         last = str(8 * self._floors + 8)
         calls = [(key, ("SETRANGE", key, last, b"\0")) for key in table.layout.floors_keys]
         facts = table.layout.facts_key
@@ -177,7 +180,7 @@ class RedisTables:
         table.floors = True
 
     def count(self, tables: Sequence[RedisTable], deadline: float, *, partly: bool = False) -> None:
-        """Update ``entries``; ``partly``: only for healthy servers."""
+        """Update ``entries`` of the tables; ``partly``: only those on healthy servers."""
         places = [(table, i) for table in tables for i in range(table.layout.partitions)]
         calls = [(t.layout.rows_keys[i], ("HLEN", t.layout.rows_keys[i])) for t, i in places]
         counts = self._client.call_all(calls, deadline=deadline, partly=partly)
@@ -185,7 +188,7 @@ class RedisTables:
             if not isinstance(count, Exception):
                 table.entries[i] = int(count)
 
-    # -- rows without facts -----------------------------------------------------------------------
+    # -- tables without facts ----------------------------------------------------------------------
 
     def _refused_rows(self, table: RedisTable, deadline: float) -> str | None:
         """Return why some sampled rows do not fit the table; None if they do."""
@@ -222,7 +225,7 @@ class RedisTables:
         return sorted(found, key=lambda each: (each.model, each.version, each.name))
 
     def keys(self, model: str | None = None) -> Iterator[bytes]:
-        """Yield the Redis keys of these tables, possibly some more than once."""
+        """Yield the Redis keys of these tables; some keys may repeat."""
         for slot in self._client.primaries():
             cursor = "0"
             while True:
@@ -241,7 +244,7 @@ class RedisTables:
                     break
 
     def erase(self, model: str, version: int | None = None, name: str | None = None) -> int:
-        """Unlink a model, or one version or table of it, with any number of partitions.
+        """Unlink a model, or one version or table of it, whatever its number of partitions.
 
         Returns the number of Redis keys. The server frees the memory in the background."""
         chosen = [
@@ -309,9 +312,9 @@ def _refusal(table: RedisTable, what: str, found: Any, expected: Any) -> str:
 
 
 def _partition_mismatch(table: RedisTable, keys: KeyArray, partitions: Any) -> str | None:
-    """Return why ``partitions (n,)``, in which ``keys (n,)`` were found, do not fit; None if they do.
+    """Return why ``partitions (n,)``, where ``keys (n,)`` were found, do not fit; None if they do.
 
-    A partition beyond the table's shows it by its number."""
+    A partition number beyond the table's is a mismatch by itself."""
     count = table.layout.partitions
     beyond = partitions >= count
     known, at = partition_hash(keys[~beyond]), partitions[~beyond]

@@ -1,11 +1,11 @@
-"""Redis or Valkey: warm rows that all nodes share, in one server, a Sentinel service or a cluster.
+"""RedisTier: rows that all nodes share, in a Redis or Valkey server, Sentinel service or cluster.
 
 Reads are HMGETs of packed keys, all sent before the first reply is read, and decoded straight into the
-caller's array. Writes are scripts, which apply the version rule on the server: so several nodes may
-write. A write of several thousand rows is done in parts; each part is atomic.
+caller's array. Writes are scripts that apply the version rule on the server, so several nodes may write.
+A write of several thousand rows is split; each slice is atomic.
 
 By the contract it is a cache: it may overflow, rows may expire, and a restart or a failover may lose
-some. But it is placed among the stores, because it waits for a network.
+some. It is placed among the stores, because it waits for a network.
 
 Thread-safe. Connects at the first use."""
 
@@ -46,15 +46,15 @@ from hps.types import (
     oldest_tombstone,
 )
 
-# Fetches whose use is not recorded yet; further ones are not recorded.
+# The most fetches whose use of rows waits to be recorded; the use by further fetches is not recorded.
 _TOUCHES = 256
 
 
 class RedisTier:
-    """Implements `Tier` and `hps.tiers.positions.PositionedStore`.
+    """Rows in Redis, as a `Tier` and an `hps.tiers.positions.PositionedStore`.
 
     ``layout: hps`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
-    Raises ConfigError for unreadable certificates; nothing else can fail before the first use."""
+    The constructor only raises ConfigError, for unreadable certificates and secrets; it does not connect."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
@@ -80,9 +80,9 @@ class RedisTier:
     # -- reading ----------------------------------------------------------------------------------
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
-        """See `Tier`. Keys of refused tables, or on an unhealthy server of a cluster, stay missing.
+        """See `Tier`. Keys of refused tables, and keys on an unhealthy server of a cluster, stay missing.
 
-        ``ctx.degraded`` names the tier then, and also if a table that lost rows misses some."""
+        ``ctx.degraded`` then names the tier, and also if rows are missing from a table that lost some."""
         for part in parts:
             check_part(part)
         wanted = [part for part in parts if len(part.missing)]
@@ -156,10 +156,11 @@ class RedisTier:
     def promote(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
     ) -> None:
-        """Insert unexpired rows that a lower tier had.
+        """Insert rows that a lower tier had, except expired ones.
 
-        In the ``hps`` layout only absent ones: a row written meanwhile may be newer, and has no version
-        to compare."""
+        In the ``hps`` layout, rows whose key exists are skipped too: the existing row may be newer, and
+        has no
+        version to compare."""
         check_rows(table, keys, vectors, versions)
         at = np.flatnonzero(versions >= self._maintenance.oldest_row(table))
         only: Only | None = "absent" if self.layout == "hps" else None
@@ -174,7 +175,7 @@ class RedisTier:
             self._writes.write(table, keys, None, versions)
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Remove rows and tombstones, leaving no tombstone."""
+        """Remove rows and tombstones without a trace."""
         check_keys(table, keys)
         self._writes.remove(table, keys)
 
@@ -188,8 +189,7 @@ class RedisTier:
     ) -> None:
         """See `hps.tiers.positions.PositionedStore`.
 
-        Keys outside the ``share``, the same ones that `preload` leaves out, are changed only if they exist.
-        """
+        Keys outside the ``share``, which `preload` leaves out too, are changed only if they exist."""
         check_rows(table, changes.keys, changes.vectors, changes.versions)
         check_keys(table, changes.deleted, changes.deleted_versions)
         self._writes.apply(table, changes, positions, share)
@@ -214,10 +214,10 @@ class RedisTier:
         before: Callable[[], None] = lambda: None,
         progress: Callable[[int], None] = lambda _rows: None,
     ) -> int:
-        """Insert a share of a table's rows, continuing a killed call; see `hps.tiers.redis.load`.
+        """Insert a share of a table's rows, or continue a killed call; see `hps.tiers.redis.load`.
 
-        Returns the rows inserted. If Redis loses some of a complete load, fetches that miss rows are
-        degraded, and ``chunks`` that can be read again are loaded again."""
+        Returns the number of rows inserted. If Redis later loses rows of a complete load, fetches that miss
+        rows are degraded, and the rows are loaded again if ``chunks`` can be read again."""
         opened = self._tables.usable(table, self._client.deadline())
         return self._loads.load(opened, LoadSource(chunks, version, share, mark, before), progress)
 
@@ -226,11 +226,11 @@ class RedisTier:
     def check(self, table: EmbeddingTable) -> None:
         """Raise TierError if the stored rows do not fit the table, or the server does not respond.
 
-        Compared are layout, partitions, dim and dtype."""
+        Compares layout, partitions, dim and dtype."""
         self._tables.usable(table, self._client.deadline())
 
     def rows(self, table: EmbeddingTable) -> int:
-        """Entries at the last count, with tombstones; refreshed in the background. Never waits."""
+        """Return the entries at the last count, with tombstones. Never waits: the count is refreshed later."""
         self._maintenance.run_if_due()
         return self._tables.entries(table)
 
@@ -253,7 +253,8 @@ class RedisTier:
     ) -> Iterator[tuple[KeyArray, VectorArray, VersionArray]]:
         """Yield all rows, unordered, about ``count`` at a time: keys (n,), vectors (n, dim), versions (n,).
 
-        Without tombstones. A row that exists all the time comes at least once, perhaps more often."""
+        Without tombstones. A row that exists during the whole scan is yielded at least once, maybe more
+        often."""
         oldest = self._maintenance.oldest_row(table)
         for keys, stored in self._entries(table, count):
             fresh = np.flatnonzero(stored.versions >= oldest)
@@ -263,7 +264,7 @@ class RedisTier:
     def tombstones(
         self, table: EmbeddingTable, count: int = 1000
     ) -> Iterator[tuple[KeyArray, VersionArray]]:
-        """Yield the unexpired deletions like `scan`: keys (n,), versions (n,)."""
+        """Yield the unexpired tombstones like `scan`: keys (n,), versions (n,)."""
         oldest = oldest_tombstone(table, time.time())
         for keys, stored in self._entries(table, count):
             live = np.flatnonzero(stored.tombstone_versions >= oldest)
@@ -298,7 +299,7 @@ class RedisTier:
         return self._maintenance.expire(self._tables.usable(table, self._client.deadline()))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connections and stop the background threads. Idempotent."""
         self._touches.close(1.0)
         self._loads.close()
         self._maintenance.close()

@@ -1,4 +1,4 @@
-"""The server of each slot: a single one, the one that Sentinel names, or by the cluster's slots."""
+"""Topology of Redis: which server holds each slot; fixed, from Sentinel, or from a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from redis.exceptions import TimeoutError as Late
 from hps.config.store_settings import RedisSettings
 from hps.tiers.redis.connection import Address, RedisConnection, RedisConnectionFactory
 
-# One unresponsive server must not use up a call's whole time if others could answer.
+# The share of a call's time for one server, so that others can still answer if it is unresponsive.
 _SHARE = 0.5
 
 
@@ -25,7 +25,7 @@ Away = Callable[[Address], object]
 class RedisTopology(Protocol):
     """Maps slots to addresses. Thread-safe; raises redis-py's errors.
 
-    ``fixed``: no other server can replace one."""
+    ``fixed``: the addresses never change, so no other server can replace one."""
 
     fixed: bool
     away: Away
@@ -36,7 +36,7 @@ class RedisTopology(Protocol):
         ...
 
     def known(self, slot: int) -> Address:
-        """Return the known address of ``slot``, or a configured one; never asks."""
+        """Return the known address of ``slot``, else a configured one; never queries a server."""
         ...
 
     def addresses(self) -> set[Address]: ...
@@ -67,7 +67,7 @@ def topology(settings: RedisSettings, wires: RedisConnectionFactory) -> RedisTop
 
 
 def parse_address(text: str) -> Address:
-    """``host:port``, an IPv6 host in brackets."""
+    """Parse ``host:port``; an IPv6 host is in brackets."""
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -101,7 +101,7 @@ class SingleServerTopology:
 
 
 class _QueriedTopology:
-    """A topology that the first responding server reports; one thread asks at a time."""
+    """A topology that servers report: the first one that responds; one thread queries at a time."""
 
     fixed = False
     away: Away
@@ -247,6 +247,6 @@ class RedisClusterTopology(_QueriedTopology):
 
 
 def _node(server: Sequence[Any], queried: Address) -> Address:
-    """Return a node's address; a node without a name is the one that was queried."""
+    """Return a node's address; a node that reports no host is the ``queried`` one."""
     host = server[0].decode() if server[0] else ""
     return (host if host and host != "?" else queried[0]), int(server[1])

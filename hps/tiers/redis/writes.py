@@ -1,4 +1,4 @@
-"""Writes of rows into Redis, by partition, in slices of about a millisecond of the server's time."""
+"""Writes of rows into Redis: per partition, in slices that take the server about a millisecond."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hps.types import (
     oldest_tombstone,
 )
 
-# Rows packed at a time: they bound the memory, and each block has the whole timeout.
+# Rows per block: bounds the memory, and each block gets the whole timeout.
 _BLOCK = 32_768
 
 Only = Literal["resident", "absent"]
@@ -37,7 +37,7 @@ Slice = tuple[int, KeyArray, NDArray[np.void]]
 
 
 class RedisWriter:
-    """Writes rows and positions. Thread-safe. Raises TierError; then some rows may have been written."""
+    """Writes rows and positions. Thread-safe. If it raises TierError, some rows may have been written."""
 
     def __init__(
         self, client: RedisClient, tables: RedisTables, maintenance: RedisMaintenance
@@ -56,10 +56,10 @@ class RedisWriter:
         only: Only | None = None,
         partly: bool = False,
     ) -> None:
-        """Upsert, or delete if ``vectors`` is None, writes that are not older than the stored ones.
+        """Upsert the rows, or delete them if ``vectors`` is None, unless a stored version is newer.
 
-        ``only``: only resident rows, or only absent ones. ``partly``: do not wait for unhealthy servers
-        of a cluster; the others have their rows when it raises."""
+        ``only``: write only to keys that are resident, or only to absent ones. ``partly``: do not wait for
+        unhealthy servers of a cluster; when the call raises, the healthy ones have their rows."""
         if not len(keys):
             return
         opened = self._tables.writable(table, self._client.deadline())
@@ -71,7 +71,7 @@ class RedisWriter:
         self._maintenance.run_if_due()
 
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Remove rows and tombstones, leaving no tombstone."""
+        """Remove rows and tombstones without a trace."""
         if not len(keys):
             return
         opened = self._tables.usable(table, self._client.deadline())
@@ -93,7 +93,8 @@ class RedisWriter:
     ) -> None:
         """See `RedisTier.apply`.
 
-        Each partition stores the positions with the last of its rows, after all others are acknowledged."""
+        A partition stores the positions together with its last rows, after all other rows are acknowledged.
+        """
         opened = self._tables.writable(table, self._client.deadline())
         layout, rows_given = opened.layout, len(changes.keys)
         keys = np.concatenate([changes.keys, changes.deleted])
@@ -179,8 +180,8 @@ class RedisWriter:
 
 
 def _decisive(layout: TableLayout, keys: KeyArray, versions: VersionArray) -> IndexArray:
-    """Return the positions of the deciding writes: each key once."""
-    # Without stored versions the last of equal keys wins, whatever its version.
+    """Return the positions of the writes that take effect: one per key."""
+    # Without stored versions, the last write of a key wins, whatever its version.
     ranks = versions if layout.values.versioned else np.zeros(len(keys), np.uint64)
     at = newest_of_each(layout.table.narrow(keys), ranks)
     return np.arange(len(keys)) if at is None else at
@@ -193,7 +194,7 @@ def _slices(
     versions: VersionArray,
     at: IndexArray,
 ) -> Iterator[Slice]:
-    """Yield slices by partition of ``keys (n,)``, whose rows are at the positions ``at (n,)``."""
+    """Yield slices by partition. ``at (n,)``: positions in ``vectors`` and ``versions`` of ``keys (n,)``."""
     for share in layout.shares(keys):
         for start in range(0, len(share.at), WRITE_SLICE):
             some = share.at[start : start + WRITE_SLICE]

@@ -1,13 +1,13 @@
 """Record of acknowledged writes, to detect a write-ahead log that lost some.
 
-RocksDB replays the log that it finds: a log file that was cut or removed looks like one that was never
-longer. RocksDB numbers its writes, so the file `hps-acknowledged` holds the number of the last
-acknowledged write, and the names and lengths of the log files as of at most a second before it. Like
-the log it is written without fsync: it survives ``kill -9``.
+RocksDB replays the log that it finds; it cannot know that a log file was removed or its end cut off. It
+numbers its writes, so the file `hps-acknowledged` holds the number of the last acknowledged write, and the
+names and lengths of the log files as of at most a second before it. Like the log, this file is written
+without fsync and survives ``kill -9``.
 
 Format: the number (u64 in the machine's byte order), one line of JSON, zeros up to a page. The page is
 mapped into memory, so recording a number is one store of 8 bytes, which no signal interrupts in the
-middle. A write call takes 1 to 3 µs and releases the interpreter lock. Disk space for the page is
+middle; a write call would take 1 to 3 µs and release the interpreter lock. Disk space for the page is
 reserved when it is mapped, so a full disk cannot make a later store fail. A primary holds a lock on the
 file (`flock`)."""
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _FILE = "hps-acknowledged"
 _NUMBER_BYTES = 8
 _LIST_EVERY_S = 1.0
-# A reader holds the lock while it checks whether a primary does.
+# Attempts at the lock: a reader holds it for a moment, while it checks whether a primary does.
 _LOCK_ATTEMPTS, _LOCK_AGAIN_S = 20, 0.005
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -48,12 +48,12 @@ class AcknowledgedRecord:
 
     @property
     def newest(self) -> str:
-        """Name of the log file with the last of these writes."""
+        """Name of the newest log file, which has the last of these writes."""
         return max(self.logs, default="")
 
 
 class AcknowledgedWrites:
-    """Writes the record of one open database. One thread at a time."""
+    """Writes the record of one open database. For one thread at a time."""
 
     def __init__(self, path: Path, sequence: int) -> None:
         self._path = path
@@ -82,7 +82,7 @@ class AcknowledgedWrites:
             self._lock.release()
 
     def _locked(self) -> FileLock | None:
-        """Take the lock that shows readers a primary; None on a file system without locks."""
+        """Lock the file, so that readers detect this primary; None on a file system without locks."""
         for _ in range(_LOCK_ATTEMPTS):
             try:
                 return FileLock(self._path / _FILE)
@@ -93,8 +93,9 @@ class AcknowledgedWrites:
         return None
 
     def _map(self) -> mmap.mmap:
-        """Map the file's first page; private memory on a file system without shared mappings, such as some
-        FUSE mounts."""
+        """Map the file's first page.
+
+        Uses private memory on a file system without shared mappings, such as some FUSE mounts."""
         try:
             os.posix_fallocate(self._file, 0, mmap.PAGESIZE)
             return mmap.mmap(self._file, mmap.PAGESIZE)
@@ -107,14 +108,14 @@ class AcknowledgedWrites:
             return mmap.mmap(-1, mmap.PAGESIZE)
 
     def _list(self) -> None:
-        """Write the list of log files. On a full disk the older one stays."""
+        """Write the list of log files. On a full disk the previous list stays."""
         about = json.dumps(self._about | {"logs": log_files(self._path)})
         with suppress(OSError):
             os.pwrite(self._file, f"{about}\n".encode(), _NUMBER_BYTES)
 
 
 def read_acknowledged(path: Path) -> AcknowledgedRecord | None:
-    """Read the record of the database at ``path``; None if there is none, or another database's."""
+    """Read the record of the database at ``path``; None if it is missing or another database's."""
     try:
         record = (path / _FILE).read_bytes()
         found = json.loads(record[_NUMBER_BYTES:].partition(b"\n")[0])
@@ -137,7 +138,7 @@ def has_writer(path: Path) -> bool:
 
 
 def log_files(path: Path) -> dict[str, int]:
-    """Names and lengths of the log files, oldest first."""
+    """Return names and lengths of the log files, oldest first."""
     found = {}
     with os.scandir(path) as files:
         for file in files:

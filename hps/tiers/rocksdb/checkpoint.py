@@ -1,9 +1,9 @@
-"""Checkpoints: a consistent copy of a served database, and its restore.
+"""Checkpoints: consistent copies of a database made while it is served, and their restore.
 
-A checkpoint is a database folder itself: table files are hard links if the file system allows it (they
-are never changed), else copies. Load records, stream positions and tombstones are part of the database,
-so of the checkpoint. Both directions work in a temporary folder next to the target and rename it when
-complete: a crash leaves the target unchanged, and the next attempt removes the temporary folder."""
+A checkpoint is a database folder itself. Its table files, which never change, are hard links if the file
+system allows it, else copies. It includes everything in the database: load records, stream positions,
+tombstones. Both directions work in a temporary folder next to the target and rename it when complete: a
+crash leaves the target unchanged, and the next attempt removes the temporary folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checkpoint(database: RocksDbDatabase, folder: Path) -> None:
         database.writable()
         _refuse_contents(folder, "a checkpoint")
         part = _part(folder)
-        # RocksDB's binding holds the interpreter lock during a checkpoint: slow steps are done before.
+        # RocksDB's binding holds the interpreter lock during a checkpoint, so slow steps come first.
         database.flush()
         try:
             Checkpoint(database.db).create_checkpoint(str(part))
@@ -59,7 +59,7 @@ def checkpoint(database: RocksDbDatabase, folder: Path) -> None:
 def restore(folder: Path, path: Path) -> None:
     """Restore the database ``path`` from the checkpoint ``folder``.
 
-    ``path`` must be empty or missing, so it cannot be open either. Raises TierError, also for a damaged
+    ``path`` must be empty or missing; therefore it cannot be open. Raises TierError, also for a damaged
     checkpoint."""
     folder, path = Path(folder), Path(path)
     if not existing_families(folder):
@@ -97,7 +97,7 @@ def move_checkpoint(made: Path, folder: Path) -> None:
 
 
 def _copy(folder: Path, part: Path, path: Path) -> None:
-    """Link table files if possible; copy files that the database will write to."""
+    """Copy the checkpoint into ``part``: link table files if possible, copy files that will be written to."""
     for file in sorted(folder.iterdir()):
         if not file.is_file() or file.name == "LOCK":
             continue
@@ -115,7 +115,7 @@ def _copy(folder: Path, part: Path, path: Path) -> None:
 
 
 def _check(part: Path, folder: Path) -> None:
-    """Open the copy for reading, which detects missing and truncated files."""
+    """Open the copy read-only, which detects missing and truncated files."""
     try:
         opened = DatabaseHandle(OpenSettings(part, "read_only", RocksDbTuning()))
         opened.close()
@@ -135,7 +135,7 @@ def _refuse_contents(folder: Path, what: str) -> None:
 def _part(folder: Path) -> Path:
     """Return an empty temporary folder next to ``folder``, on the same file system.
 
-    Removes what a killed attempt left there."""
+    Removes the folder of a killed attempt."""
     part = folder.parent / f".{folder.name}.part"
     shutil.rmtree(part, ignore_errors=True)
     make_private(folder.parent)

@@ -1,8 +1,9 @@
 """Checkpoints in a folder, named by their time, from which new nodes start.
 
 The folder may be on another file system, such as one that several nodes share. A checkpoint is first
-made of links next to the database, in a moment, then copied: RocksDB's binding holds the interpreter
-lock while it copies files itself."""
+made of
+hard links next to the database, which takes a moment, and then copied to the folder. RocksDB's binding must
+not copy the files: it would hold the interpreter lock meanwhile."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointFolder:
-    """Checkpoints in ``folder`` of the database at ``path``; ``make`` copies the database to a folder.
+    """Manages the checkpoints in ``folder`` of the database at ``path``. Thread-safe.
 
-    Thread-safe."""
+    ``make(target)``: a function that makes a checkpoint in the folder ``target``."""
 
     def __init__(self, folder: Path, path: Path, make: Callable[[Path], None]) -> None:
         self.folder = folder
@@ -57,10 +58,10 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def bootstrap(folder: Path, path: Path) -> Path | None:
-    """Restore the database ``path`` from the newest intact checkpoint in ``folder``, and return that.
+    """Restore the database ``path`` from the newest intact checkpoint in ``folder``.
 
-    None if the database exists already or there is no checkpoint. Raises TierError if none of them can
-    be restored."""
+    Returns that checkpoint; None if the database exists already or there is no checkpoint. Raises TierError
+    if no checkpoint can be restored."""
     if existing_families(path):
         return None
     failure: TierError | None = None

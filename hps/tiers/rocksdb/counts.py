@@ -11,12 +11,12 @@ _FILE_ENTRIES = re.compile(r"# entries=(\d+); # deletions=(\d+);")
 
 
 def estimated_rows(data: Rdict) -> int:
-    """RocksDB's estimate from a sample of table files: up to twice or half the real number."""
+    """Return RocksDB's estimate of the rows, from a sample of table files: wrong by up to a factor of 2."""
     return int(data.property_int_value("rocksdb.estimate-num-keys") or 0)
 
 
 def entries_in(data: Rdict) -> int:
-    """Entries of all table files and write buffers; 10 µs a file.
+    """Return the entries of all table files and write buffers. Takes 10 µs per file.
 
     An overwritten row counts once per version that compaction has not removed yet."""
     entries, deletions = _entries(data, "aggregated-table-properties")
@@ -27,7 +27,7 @@ def entries_in(data: Rdict) -> int:
 
 
 def compacted_rows(data: Rdict) -> int:
-    """Entries of the lowest level, which has each key once. 10 µs a file."""
+    """Return the entries of the lowest level, which has each key once. Takes 10 µs per file."""
     for level in range(_LEVELS - 1, 0, -1):
         entries, _ = _entries(data, f"aggregated-table-properties-at-level{level}")
         if entries:
@@ -36,6 +36,6 @@ def compacted_rows(data: Rdict) -> int:
 
 
 def _entries(data: Rdict, name: str) -> tuple[int, int]:
-    """Entries and, among them, deletions of some table files."""
+    """Return the entries and, among them, the deletions of some table files."""
     match = _FILE_ENTRIES.search(data.property_value(f"rocksdb.{name}") or "")
     return (int(match[1]), int(match[2])) if match else (0, 0)
