@@ -1,4 +1,4 @@
-"""Checks of `hps model verify`: everything about a version that its files show."""
+"""Checks of `hps model verify`: faults of a version that show in its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hps.types import Progress
 
 Level = Literal["OK", "WARN", "FAIL"]
 _BLOCK_ROWS = 1 << 16
-# Keys are sorted to find repeated ones, in parts that take 256 MB.
+# To find repeated keys, this many are sorted at a time, which takes 256 MB.
 _SORTED_KEYS = 16_000_000
 _MIXER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
@@ -91,12 +91,12 @@ def _repeated(files: TableFiles, key_bits: int) -> VersionFinding:
 
 
 def repeated_text(count: int) -> str:
-    """A sentence for ``count`` rows of a table that are not served."""
+    """Return the warning about ``count`` rows whose key is repeated."""
     return f"{count:,} rows repeat the key of a later row and will not be served"
 
 
 def repeated_by_table(version: ModelVersion) -> dict[str, int]:
-    """`repeated_keys` of every table of ``version``."""
+    """Return `repeated_keys` of every table of ``version``."""
     return {
         name: repeated_keys(files, _key_bits(version, name))
         for name, files in version.tables.items()
@@ -106,7 +106,7 @@ def repeated_by_table(version: ModelVersion) -> dict[str, int]:
 def repeated_keys(files: TableFiles, key_bits: int = 64) -> int:
     """Count rows whose key is repeated in a later row.
 
-    Reads the keys once for every 16 million rows; takes 512 MB at most."""
+    Reads all keys once per 16 million rows; takes 512 MB at most."""
     passes = max(1, -(-files.rows // _SORTED_KEYS))
     count = 0
     for turn in range(passes):
@@ -124,7 +124,7 @@ def repeated_keys(files: TableFiles, key_bits: int = 64) -> int:
 
 
 def check_disjoint_tables(files: TableFiles, key_bits: int) -> None:
-    """Raise ModelError if a key is in several of the tables that a fused table joins.
+    """Raise ModelError if a fused table joins tables that have a key in common.
 
     Reads all keys of a fused table."""
     if not isinstance(files, FusedFiles):

@@ -4,10 +4,11 @@
 the last one in the files wins.
 
 There are two ways. If the codes fit ``SORT_ROWS`` and the vectors fit the operating system's cache, all
-codes are sorted and the vectors gathered, from memory or from a mapped copy of their file: no other
-process can shorten an unnamed copy, while a mapped file that is shortened ends the process. Otherwise
-the rows are first spread over temporary files by ranges of codes, each of which fits ``BUCKET_BYTES``:
-everything is then read and written in sequence, and a table may be larger than memory."""
+codes are sorted, and the vectors are gathered from memory or from a mapped copy of their file. The copy has
+no name, so no other process can shorten it; a mapped file that is shortened ends the process.
+
+Otherwise rows are first spread over temporary files, one per range of codes, each of which fits
+``BUCKET_BYTES``. All reads and writes are then sequential, and a table may be larger than memory."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Chunk = tuple[Codes, NDArray[np.float32]]
 Task = Callable[[], AbstractContextManager[Callable[[int], None]]]
 T = TypeVar("T")
 
-# Sorting takes 32 bytes per row at its peak: 384 MB.
+# The most rows sorted in memory: sorting takes 32 bytes per row at its peak, 384 MB in total.
 SORT_ROWS = 12_000_000
 BUCKET_BYTES = 128 << 20
 _BLOCK_BYTES = 2 << 20
@@ -54,10 +55,10 @@ def sorted_chunks(
     scratch: Path,
     spreading: Task = lambda: NoProgress().task("", 0),
 ) -> Generator[Chunk, None, None]:
-    """Blocks of codes (n,), strictly ascending, with their vectors (n, dim) float32.
+    """Return blocks of codes (n,), strictly ascending, with their vectors (n, dim) float32.
 
-    ``scratch``: a folder for temporary files, which is made if needed and removed; ``spreading``: opens the
-    progress task for rows written there."""
+    ``scratch``: a folder for temporary files, which is made if needed, and removed at the end.
+    ``spreading``: opens the progress task for the rows that are written to it."""
     vector_bytes = files.rows * files.dim * 4
     if files.rows <= SORT_ROWS and vector_bytes <= _cacheable_bytes():
         return _gathered(files, to_codes, duplicates, scratch)
@@ -65,7 +66,7 @@ def sorted_chunks(
 
 
 def block_rows(dim: int) -> int:
-    """Rows per block: about 2 MB, which fits a processor's cache."""
+    """Return the rows per block: about 2 MB, which fits a processor's cache."""
     return max(256, _BLOCK_BYTES // (dim * 4))
 
 
@@ -84,7 +85,7 @@ def _gathered(
 
 
 def _apart(files: TableFiles, scratch: Path) -> NDArray[np.float32]:
-    """A private copy of the vectors (rows, dim)."""
+    """Return a copy of the vectors (rows, dim) that no other process can change."""
     size = files.rows * files.dim * 4
     if size <= BUCKET_BYTES:
         return files.vectors()
@@ -98,11 +99,11 @@ def _apart(files: TableFiles, scratch: Path) -> NDArray[np.float32]:
             )
         return np.memmap(copy, np.dtype("<f4"), "r", shape=(files.rows, files.dim))
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)  # the mapping stays valid
+        shutil.rmtree(scratch, ignore_errors=True)  # the mapping of the removed file stays valid
 
 
 def sort_last(code: Codes, duplicates: DuplicateCounter) -> tuple[Codes, IndexArray]:
-    """Distinct ascending codes, and the last position of each."""
+    """Return the distinct codes, ascending, and the last position of each; count the others."""
     if len(code) < 2 or bool((code[1:] > code[:-1]).all()):
         return code, np.arange(len(code))
     order = np.argsort(code)
@@ -152,12 +153,12 @@ def _spread(
     buckets: int,
     progress: Callable[[int], None],
 ) -> None:
-    """Append every row to the file of its range of codes, in the files' order."""
+    """Append every row to the temporary file of its range of codes, in the order of the files."""
     sample = np.sort(to_codes(_sample(files)))
     bounds = sample[np.arange(1, buckets) * len(sample) // buckets]
     for keys, vectors in files.blocks(8 * block_rows(files.dim)):
-        # Duplicates are also dropped here, so that the bucket of a key that is repeated a million times
-        # stays small.
+        # Duplicates are dropped here too: otherwise a key that is repeated a million times would make its
+        # temporary file large.
         code, at = sort_last(to_codes(keys), duplicates)
         block = np.empty(len(code), record)
         block["code"] = code
@@ -166,7 +167,8 @@ def _spread(
         begin = 0
         for number, end in enumerate(ends):
             if end > begin:
-                # Opened for each block: a large table has more buckets than a process may have open files.
+                # Opened again for each block: a large table has more ranges than a process may have open
+                # files.
                 with (scratch / f"{number}.rows").open("ab", buffering=0) as out:
                     view = memoryview(block[begin:end].view(np.uint8).data)
                     while len(view):
@@ -176,7 +178,7 @@ def _spread(
 
 
 def _sample(files: TableFiles) -> KeyArray:
-    """A sample of keys, evenly over the file, of at least ``_SAMPLE`` or all."""
+    """Return a sample of at least ``_SAMPLE`` keys, evenly over the file, or all keys."""
     every, block = max(1, files.rows // _SAMPLE), 1 << 20
     picked, at = [], 0
     while at < files.rows:
@@ -186,7 +188,7 @@ def _sample(files: TableFiles) -> KeyArray:
 
 
 def _cacheable_bytes() -> int:
-    """Half of the memory: beyond that, reading rows in random order would go to the disk."""
+    """Return half of the memory: the bytes that random reads may expect in the system's cache."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""File stamps, by which a write to a file during its use is detected."""
+"""File stamps: detect that a file was written to while it was in use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hps.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """Identity of a file's contents: it differs after a write or a replacement.
+    """Identity of a file's contents: another one after a write or a replacement.
 
     A replacement of equal length within one tick of the file system's clock is not detected."""
 

@@ -20,7 +20,7 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FusedFiles(TableFiles):
-    """Files of a fused table. ``parts``: the tables that it joins, in order."""
+    """Files of a fused table. ``parts``: the tables that it joins, in the order of their rows."""
 
     parts: tuple[TableFiles, ...] = ()
 
@@ -51,7 +51,7 @@ class FusedFiles(TableFiles):
     def _ranges(
         self, start: int, stop: int | None, read: Callable[[TableFiles, int, int], Any]
     ) -> list[Any]:
-        """Results of ``read(part, first, last)`` for each part's share of the rows."""
+        """Return the results of ``read(part, first, last)`` for each part with rows in the range."""
         stop = self.rows if stop is None else min(stop, self.rows)
         found, begin = [], 0
         for part in self.parts:
@@ -73,7 +73,7 @@ class FusedFiles(TableFiles):
 
 
 def open_fused(name: str, parts: Sequence[TableFiles]) -> TableFiles:
-    """The files of table ``name``, whose rows are those of ``parts``; all have one dim."""
+    """Return the files of table ``name``, which joins the rows of ``parts``; all have one dim."""
     if len(parts) == 1:
         return parts[0]
     return FusedFiles(

@@ -1,14 +1,14 @@
 """Load a version into RocksDB: each table's files are sorted by stored key and ingested, once.
 
-At a start, a table is treated according to its load record:
+At a start, a table's load record decides:
 
-* complete, with the digest of the files: reused as it is, with rows streamed in since;
-* none: loaded;
-* incomplete, of a load that was killed: continued if the files are unchanged, else loaded again;
-* another digest: the files under this version number were replaced. Loaded again, unless rows were streamed
-  in since, which a new load would lose: that is an error. Without a manifest (HugeCTR directories of a
-  `ps.json`, which have no version numbers) the files are merged into the table instead, by the files' time
-  against the rows' versions."""
+* Complete, with the digest of the files: the table is reused as it is, with rows streamed in since.
+* No record: the table is loaded, or merged (see below) if it holds streamed rows.
+* Incomplete, because the load was killed: it is continued if the files are unchanged, else started again.
+* Another digest: the files under this version number were replaced. The table is loaded again. If rows were
+  streamed in since, a new load would lose them, so that is an error. Exception: without a manifest
+  (HugeCTR directories of a `ps.json`, which have no version numbers) the files are merged into the table;
+  per key, the newer of the files' time and the row's version wins."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ from hps.types import EmbeddingTable, Progress, make_version
 
 log = logging.getLogger(__name__)
 How = Literal["reused", "loaded", "merged"]
-# Below this, a thread costs more than it saves.
+# Smaller files are sorted without a thread, which would cost more than it saves.
 _THREAD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Result for one table. ``rows`` in the files without the ``duplicates``; ``seconds``."""
+    """Result for one table.
+
+    ``rows``: loaded, without the ``duplicates``. ``seconds``: time taken."""
 
     table: str
     how: How
@@ -61,14 +63,15 @@ def load_tables(
     *,
     rebuild: bool = False,
 ) -> list[LoadReport]:
-    """Make ``store`` hold every table of ``version``, see the module; one report per table.
+    """Make ``store`` hold every table of ``version``; return one report per table.
 
-    ``rebuild`` loads again what could be reused, or would be rejected because of rows streamed in.
-    Raises ModelError for files that do not match their manifest, TierError when writing fails. Takes at
-    most 512 MB in addition to what the store's settings allow, whatever a table's size."""
+    See the module for what is loaded. ``rebuild``: load every table again, even one that could be
+    reused or whose streamed rows would be lost. Raises ModelError for files that do not match their
+    manifest, TierError when writing fails. Takes at most 512 MB in addition to what the store's
+    settings allow, whatever a table's size."""
     chosen = list(tables.values() if isinstance(tables, Mapping) else tables)
     store.open_tables(chosen)
-    if store.layout == "hps":  # it has no version to keep rows of another shape apart
+    if store.layout == "hps":  # this layout has no version that keeps rows of another shape apart
         for table in chosen:
             store.check(table)
     reports = [_load(version, t, store, progress, rebuild=rebuild) for t in chosen]
@@ -80,9 +83,10 @@ def load_tables(
 
 
 def version_of_rows(store: RocksDbTier, table: EmbeddingTable, files: TableFiles) -> int | None:
-    """The version of the rows of ``files`` in ``store``, if it holds exactly those.
+    """Return the one version of all rows that ``store`` loaded from ``files``.
 
-    None if only the store knows: other files were loaded, a key is repeated, or rows were written since."""
+    None if the rows may have other versions, so that they must be read: other files were loaded, a key is
+    repeated, or rows were written since."""
     record = store.loaded(table)
     if record is None or (record.digest, record.rows) != (files.digest, files.rows):
         return None
@@ -151,7 +155,7 @@ def _decide(files: TableFiles, table: EmbeddingTable, store: RocksDbTier, *, reb
     if rebuild:
         return "loaded"
     if record is None:
-        # Rows written to a table that was never loaded are kept as well.
+        # A table may hold streamed rows although it was never loaded: they are kept too.
         return "merged" if store.streamed(table) and store.layout == "native" else "loaded"
     if (record.digest, record.dim, record.dtype) == (files.digest, table.dim, table.dtype.name):
         return "reused"
@@ -203,7 +207,7 @@ def _merge(
     record: LoadRecord,
     step: Callable[[int], None],
 ) -> int:
-    """Write the rows as updates, so that newer ones in the store stay."""
+    """Insert the files' rows by the version rule, so that newer rows in the store stay."""
     for keys, vectors in files.blocks(block_rows(files.dim)):
         versions = np.full(len(keys), record.version, np.uint64)
         store.insert(table, keys, vectors.astype(table.dtype, copy=False), versions)
@@ -212,7 +216,7 @@ def _merge(
 
 
 def row_version(version: ModelVersion, files: TableFiles) -> int:
-    """The version of imported rows: the manifest's time, else the files'."""
+    """Return the version of imported rows: the manifest's time, else the files'."""
     if version.manifest is not None:
         return make_version(version.manifest.created_unix_ms)
     return make_version(max(stamp.mtime_ns for stamp in files.stamps) // 1_000_000)
@@ -221,7 +225,7 @@ def row_version(version: ModelVersion, files: TableFiles) -> int:
 class _ChecksumVerifier:
     """Compares a table's files with the manifest's checksums, in parallel to the load.
 
-    When the load ends, the files must be those that were opened."""
+    At the end of the load it also checks that the files have not changed since they were opened."""
 
     def __init__(self, files: TableFiles) -> None:
         self._files = files
@@ -235,13 +239,13 @@ class _ChecksumVerifier:
         return self
 
     def check(self) -> None:
-        """Wait for the result; raises ModelError."""
+        """Wait for the checksums. Raises ModelError if the files differ or have changed."""
         self._files.check_unchanged()
         for path, expected, future in self._sums:
             compare_checksum(path, expected, future.result())
 
     def checked_at_end(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        """The chunks; a mismatch is raised before the store can record the load as complete."""
+        """Yield the chunks, then `check`: it raises before the store records the load as complete."""
         yield from chunks
         self.check()
 

@@ -1,8 +1,8 @@
 """``manifest.json``: the contents of a model version; the last file that is written.
 
 Checksums are SHA-256 (1.3 GB/s on one core with SHA extensions; ``sha256sum`` checks them as well).
-They are compared by `hps model verify` and when a table is loaded into a store for the first time; a
-start that reuses loaded tables compares file sizes only."""
+`hps model verify` compares them, and so does the first load of a table into a store; a start that reuses
+loaded tables compares file sizes only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FileEntry(_ManifestModel):
 
 
 class TableEntry(_ManifestModel):
-    """A table's files."""
+    """Rows, dim and files of a table."""
 
     rows: int = Field(ge=0)
     dim: int = Field(ge=1)
@@ -65,15 +65,15 @@ class Manifest(_ManifestModel):
 
 
 def manifest_time() -> datetime:
-    """Now, in milliseconds, as versions of rows are.
+    """Return the current time in milliseconds, the unit of row versions.
 
-    Cut to a second, the files would be older than rows that were streamed before them."""
+    Cut to a second, the files could seem older than rows that were streamed before them."""
     created = datetime.now(UTC)
     return created.replace(microsecond=created.microsecond // 1000 * 1000)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises ModelError with the file, the field, the expected and the found value."""
+    """Read a manifest. Raises ModelError with the file, the field, the expected and the actual value."""
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -99,12 +99,12 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write it as JSON. Raises OSError."""
+    """Write a manifest as JSON. Raises OSError."""
     path.write_text(manifest.model_dump_json(indent=2) + "\n")
 
 
 def checksum_file(path: Path, progress: Callable[[int], None] = lambda _n: None) -> str:
-    """SHA-256 of a file, read as a stream; ``progress`` gets each step's bytes."""
+    """Return a file's SHA-256, read as a stream; ``progress`` gets the bytes of each step."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
@@ -124,6 +124,6 @@ def compare_checksum(path: Path, expected: str, found: str) -> None:
 
 
 def digest_of(parts: Mapping[str, Any]) -> str:
-    """A short, stable name of a JSON-able mapping."""
+    """Return a short, stable digest of a mapping that JSON can represent."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

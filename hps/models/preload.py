@@ -1,4 +1,4 @@
-"""Preload: a share of each table's rows into Redis, or all of them without another store."""
+"""Preload: writes a share of each table's rows into Redis, or all of them if it is the only store."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def preload_tables(
     share: float,
     progress: Progress,
 ) -> int:
-    """Put a ``share`` of every table of ``version`` into ``redis``; returns the rows written.
+    """Put a ``share`` of every table of ``version`` into ``redis``; return the number of rows written.
 
-    Rows that are there already, and newer ones, stay (in the ``hps`` layout no row is newer than
-    another). Raises ModelError, before a row is written, for files that do not match their manifest.
-    Raises TierError when Redis rejects a table or is unavailable; another call continues from there."""
+    Newer rows in Redis stay (in the ``hps`` layout no row is newer than another); rows that an earlier
+    call for the same files wrote are skipped. Raises ModelError, before a row is written, for files
+    that do not match their manifest. Raises TierError when Redis rejects a table or is unavailable;
+    another call continues from there."""
     rows = 0
     for name, table in tables.items():
         files = version.tables[name]

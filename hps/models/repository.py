@@ -46,10 +46,10 @@ class LegacySource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """One version, whose files match ``spec`` (overrides applied).
+    """One version of a model, whose files match ``spec`` (with overrides applied).
 
-    ``digest`` names its contents; ``warnings`` are for the log; ``dense_stamp``: of the network's file
-    when it was opened."""
+    ``digest``: names the contents of the files. ``warnings``: for the log. ``dense_stamp``: stamp of the
+    network's file when the version was opened."""
 
     name: str
     version: int
@@ -64,19 +64,19 @@ class ModelVersion:
 
     @property
     def key(self) -> str:
-        """Its name between processes."""
+        """``<name>/<version>``, the identifier that processes exchange."""
         return f"{self.name}/{self.version}"
 
     @property
     def fingerprint(self) -> str:
-        """Digest of its contents and its description: equal in processes that serve the same."""
+        """Digest of files and description; processes that serve the same contents have the same one."""
         return digest_of({"files": self.digest, "spec": self.spec.model_dump(mode="json")})
 
     @contextmanager
     def verified_dense(self) -> Iterator[None]:
         """Context in which to open the network's file: compares it with the manifest's checksum.
 
-        Raises ModelError when the file differs, or was changed meanwhile."""
+        Raises ModelError if the file differs, or is changed while it is opened."""
         if self.dense is not None and self.manifest is not None and self.manifest.dense is not None:
             compare_checksum(self.dense, self.manifest.dense.checksum, checksum_file(self.dense))
         yield
@@ -84,7 +84,7 @@ class ModelVersion:
             self.dense_stamp.check()
 
     def stamps(self) -> Iterator[tuple[FileStamp, FileEntry | None]]:
-        """Stamps of its files except the manifest, with their manifest entries."""
+        """Yield the stamps of all files except the manifest, each with its manifest entry."""
         for files in self.tables.values():
             entry = files.entry
             entries = (None, None) if entry is None else (entry.key, entry.emb_vector)
@@ -93,7 +93,9 @@ class ModelVersion:
             yield self.dense_stamp, self.manifest.dense if self.manifest else None
 
     def embedding_tables(self) -> dict[str, EmbeddingTable]:
-        """New table objects (compared by identity: call it once per served version)."""
+        """Make the version's table objects.
+
+        Tables are compared by identity: call this once per served version."""
         return {t.name: self._embedding_table(t) for t in self.spec.tables}
 
     def _embedding_table(self, spec: TableSpec) -> EmbeddingTable:
@@ -117,7 +119,7 @@ class Repository:
         self.root = Path(root)
 
     def names(self) -> list[str]:
-        """Models in alphabetical order: folders with a ``model.yaml``."""
+        """Return the models in alphabetical order: the folders with a ``model.yaml``."""
         if not self.root.is_dir():
             raise ModelError(
                 f"model repository {self.root} is not a folder; set models.repository, "
@@ -126,7 +128,7 @@ class Repository:
         return sorted(p.parent.name for p in self.root.glob(f"*/{SPEC_FILE}"))
 
     def versions(self, name: str) -> list[int]:
-        """Version numbers, ascending, without folders of a running or killed import."""
+        """Return the version numbers, ascending; folders of running or killed imports don't count."""
         folder = self._model_folder(name)
         return sorted(
             int(p.name) for p in folder.iterdir() if re.fullmatch(r"[1-9][0-9]{0,17}", p.name)
@@ -142,7 +144,7 @@ class Repository:
     def open(
         self, name: str, version: int | None = None, override: ModelOverride | None = None
     ) -> ModelVersion:
-        """Open ``version``, else the override's, else the highest; its files are checked."""
+        """Open ``version``, else the override's version, else the highest one; check its files."""
         if version is None and override is not None:
             version = override.version
         versions = self.versions(name)
@@ -165,9 +167,9 @@ class Repository:
     def without_rows(
         self, name: str, version: int, override: ModelOverride | None = None
     ) -> ModelVersion:
-        """A version for a process whose rows are remote: its description and its network, if present.
+        """Open a version for a process whose rows are remote: its description and, if present, its network.
 
-        Needs no version folder if there is no network."""
+        Without a network no version folder is needed."""
         spec = apply_override(self.spec(name), override)
         folder = self.root / name / str(version)
         path = folder / FILE_NAME
@@ -187,7 +189,7 @@ class Repository:
 
 
 def open_version(folder: Path, version: int, spec: ModelSpec) -> ModelVersion:
-    """Check one version folder against ``spec``: manifest, sizes, missing and unknown tables."""
+    """Open one version folder, checked against ``spec``: manifest, sizes, missing and unknown tables."""
     path = folder / FILE_NAME
     manifest = read_manifest(path) if path.is_file() else None
     warnings = [] if manifest else [f"{folder} has no {FILE_NAME}: contents cannot be verified"]
@@ -222,9 +224,10 @@ def open_version(folder: Path, version: int, spec: ModelSpec) -> ModelVersion:
 
 
 def check_unchanged(served: ModelVersion, found: ModelVersion) -> None:
-    """Raise ModelError with the files of a version that have changed since ``served`` was opened.
+    """Raise ModelError, with the names of the files, if a version's files changed after it was loaded.
 
-    Files that were touched, or copied there again, are unchanged if the manifest's checksum says so."""
+    ``served``: the version as it was opened; ``found``: as it is now. A file with a new time, such as a
+    copy, counts as unchanged if the manifest's checksum matches."""
     changed = []
     if found.spec != served.spec:
         changed.append(SPEC_FILE)
@@ -252,7 +255,7 @@ def _dense(folder: Path, spec: ModelSpec, manifest: Manifest | None) -> FileStam
     if spec.dense is None:
         return None
     if not path.is_file():
-        return None  # Triton may run it
+        return None  # a Triton server may run the network
     stamp = FileStamp.of(path)
     if manifest and manifest.dense and manifest.dense.bytes != stamp.bytes:
         raise ModelError(
@@ -267,7 +270,7 @@ def _size_and_time(stamp: FileStamp | None) -> list[int] | None:
 
 
 def open_legacy(model: LegacySource) -> ModelVersion:
-    """A `ps.json` model as version 1, read from its HugeCTR directories in place."""
+    """Open a `ps.json` model as version 1; its HugeCTR directories are read in place."""
     tables = {}
     for spec in model.spec.tables:
         folders = model.directories.get(spec.name)

@@ -1,7 +1,7 @@
 """Staging: a version appears in a model repository completely or not at all.
 
-It is written to a hidden folder next to its final place and then renamed. The hidden folder is locked while
-its writer lives, so the next writer detects and removes the leftovers of one that was killed."""
+It is written to a hidden folder next to its final place and then renamed. The writer locks the hidden
+folder while it runs, so the next writer detects and removes a folder whose writer was killed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from pathlib import Path
 from hps.errors import ModelError
 
 _PREFIX = ".import-"
-# A description is written and renamed much faster; an older temporary file is a killed writer's.
+# A temporary file of ``model.yaml`` that is older than this was left by a killed writer: writing and
+# renaming it takes far less time.
 _SPEC_SECONDS = 60.0
 _SYNCS = 8
-# From <fcntl.h> and <stdio.h> of Linux.
+# Constants of <fcntl.h> and <stdio.h> on Linux.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
 def hidden_folder(model: Path, version: int) -> Iterator[Path]:
-    """A locked folder ``.import-<version>-<random>``, removed unless it was renamed.
+    """Make a locked folder ``.import-<version>-<random>``; remove it at the end unless it was renamed.
 
     Also removes the model's folder if that is empty then."""
     folder = model / f"{_PREFIX}{version}-{secrets.token_hex(4)}"
@@ -40,7 +41,7 @@ def hidden_folder(model: Path, version: int) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # the folder is not empty
             model.rmdir()
 
 
@@ -52,7 +53,7 @@ def make_folder(folder: Path) -> None:
 
 
 def clean_leftovers(model: Path) -> list[Path]:
-    """Remove leftovers of killed writers from a model's folder; returns what was removed."""
+    """Remove leftovers of killed writers from a model's folder; return the removed paths."""
     removed = []
     for folder in model.glob(f"{_PREFIX}*"):
         try:
@@ -76,7 +77,9 @@ def clean_leftovers(model: Path) -> list[Path]:
 
 
 def publish_version(folder: Path, final: Path, *, replace: bool) -> None:
-    """Rename the hidden ``folder`` to ``final``; a replaced version becomes a leftover."""
+    """Rename the hidden ``folder`` to ``final``.
+
+    ``replace``: an existing version becomes a leftover, which `clean_leftovers` removes."""
     if not final.exists():
         folder.rename(final)
     elif not replace:
@@ -92,7 +95,7 @@ def publish_version(folder: Path, final: Path, *, replace: bool) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two folders atomically. False if the system or the file system does not support it."""
+    """Swap two folders atomically. False if the system or file system does not support it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -101,7 +104,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that readers never see half-written."""
+    """Write a file so that readers see it completely or not at all."""
     temporary = path.with_name(f"{_PREFIX}spec-{secrets.token_hex(4)}")
     temporary.write_text(text)
     fsync_path(temporary)
@@ -110,7 +113,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def fsync_all(folder: Path) -> None:
-    """Sync every file to the disk; several at a time, as they share the file system's commits."""
+    """Sync every file in ``folder`` to the disk, several at a time: they share the file system's commits."""
     with ThreadPoolExecutor(_SYNCS, "hps-sync") as pool:
         list(pool.map(fsync_path, list(folder.rglob("*"))))
 

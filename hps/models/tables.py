@@ -26,10 +26,10 @@ VALUE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class TableFiles:
-    """One table's files, whose sizes match. ``digest`` names their contents; ``stamps``: of both.
+    """One table's two files, whose sizes match each other.
 
-    They are read, not mapped: a mapped file that is shortened ends the process (SIGBUS). Reads raise
-    ModelError then."""
+    ``digest``: names their contents. ``stamps``: of both. The files are read, not mapped: if a file is
+    shortened, a read raises ModelError, a mapping ends the process (SIGBUS)."""
 
     name: str
     folder: Path
@@ -52,33 +52,33 @@ class TableFiles:
         return self.rows * (KEY_BYTES + self.dim * VALUE_BYTES)
 
     def entries(self) -> list[tuple[Path, FileEntry]]:
-        """The files with their manifest entries; empty without a manifest."""
+        """Return the files with their manifest entries; empty without a manifest."""
         if self.entry is None:
             return []
         return [(self.key_path, self.entry.key), (self.vector_path, self.entry.emb_vector)]
 
     def keys(self, start: int = 0, stop: int | None = None) -> KeyArray:
-        """Keys (n,) int64 of the rows from ``start`` to before ``stop`` (the end), in memory."""
+        """Read the keys (n,) int64 of the rows ``start:stop``; without ``stop``, to the end."""
         keys: KeyArray = self._read(self.key_path, "<i8", 1, start, stop)
         return keys
 
     def vectors(self, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        """Vectors (n, dim) float32 of the rows from ``start`` to before ``stop`` (the end), in memory."""
+        """Read the vectors (n, dim) float32 of the rows ``start:stop``; without ``stop``, to the end."""
         flat: NDArray[np.float32] = self._read(self.vector_path, "<f4", self.dim, start, stop)
         return flat.reshape(-1, self.dim)
 
     def blocks(self, rows: int) -> Iterator[tuple[KeyArray, NDArray[np.float32]]]:
-        """Keys (n,) and vectors (n, dim) of at most ``rows`` rows at a time, in the files' order."""
+        """Yield keys (n,) and vectors (n, dim) of at most ``rows`` rows at a time, in the files' order."""
         for start in range(0, self.rows, rows):
             yield self.keys(start, start + rows), self.vectors(start, start + rows)
 
     def keys_at(self, rows: IndexArray) -> KeyArray:
-        """The keys of ``rows (n,)``, one read each: for a few."""
+        """Read the keys of ``rows (n,)`` with one read each: only for a few rows."""
         keys: KeyArray = self._pick(self.key_path, "<i8", 1, rows)
         return keys.reshape(-1)
 
     def vectors_at(self, rows: IndexArray) -> NDArray[np.float32]:
-        """The vectors (n, dim) of ``rows (n,)``, one read each: for a few."""
+        """Read the vectors (n, dim) of ``rows (n,)`` with one read each: only for a few rows."""
         vectors: NDArray[np.float32] = self._pick(self.vector_path, "<f4", self.dim, rows)
         return vectors
 
@@ -110,13 +110,15 @@ class TableFiles:
         return out
 
     def head(self, n: int) -> tuple[KeyArray, NDArray[np.float32]]:
-        """The first ``n`` rows (or all): keys (m,) int64 and vectors (m, dim) float32, in memory."""
+        """Read the first ``n`` rows, or all: keys (m,) int64 and vectors (m, dim) float32."""
         n = max(0, n)
         return self.keys(0, n), self.vectors(0, n)
 
 
 def open_table(folder: Path, name: str, dim: int, manifest: Manifest | None) -> TableFiles:
-    """Check the two files against each other, ``dim`` and the manifest: sizes only, no contents."""
+    """Open a table; check the sizes of its files against each other, ``dim`` and the manifest.
+
+    Does not read the contents."""
     key, vector = folder / KEY_FILE, folder / VECTOR_FILE
     stamps = _stamp(key, name), _stamp(vector, name)
     key_bytes, vector_bytes = (stamp.bytes for stamp in stamps)

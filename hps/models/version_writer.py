@@ -53,11 +53,12 @@ def write_version(
     """Write one version and return its folder.
 
     ``tables``: per table of ``spec`` either ``(keys (n,), vectors (n, dim))`` or an iterable of such
-    chunks, which is streamed. ``replace`` allows replacing an existing version, ``replace_spec`` a
-    ``model.yaml`` with other contents. ``progress`` gets each step's rows. Raises ModelError."""
+    chunks, which is streamed. ``replace``: an existing version may be replaced. ``replace_spec``: a
+    ``model.yaml`` with other contents may be replaced. ``progress`` gets the rows of each step. Raises
+    ModelError."""
     model = Path(root) / spec.name
     _check_request(model, spec, version, tables, dense, replace=replace, replace_spec=replace_spec)
-    # A version without a description was left by a writer that was killed at its last step.
+    # A writer that is killed at its last step leaves a version without a ``model.yaml``.
     described = (model / SPEC_FILE).is_file()
     make_folder(model)
     clean_leftovers(model)

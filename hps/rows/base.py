@@ -1,6 +1,6 @@
-"""Row sources: tiers and model files as tables of rows, for work over whole tables.
+"""Row sources: stores and model files as tables of rows, for comparing, exporting and converting.
 
-For comparing, exporting and converting; not for requests."""
+They read whole tables; requests do not use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TableRows(NamedTuple):
     versions: VersionArray
 
     def at(self, where: NDArray[Any] | slice) -> TableRows:
-        """Rows at positions, a mask or a slice."""
+        """Return the rows at positions, of a mask, or of a slice."""
         return TableRows(self.keys[where], self.vectors[where], self.versions[where])
 
 
@@ -35,8 +35,9 @@ class TableRows(NamedTuple):
 class StoredKeys:
     """A store's state of some keys.
 
-    ``found (n,)``: keys that it holds; ``deleted (n,)``: keys that it has as tombstones; ``vectors (n,
-    dim)`` and ``versions (n,)`` are valid only for those."""
+    ``found (n,)``: mask of the keys with a row; ``deleted (n,)``: mask of those with a tombstone;
+    ``vectors (n, dim)`` and ``versions (n,)`` are valid only for found keys, versions also for deleted
+    ones."""
 
     found: NDArray[np.bool_]
     deleted: NDArray[np.bool_]
@@ -44,46 +45,46 @@ class StoredKeys:
     versions: VersionArray
 
     def rows(self, keys: KeyArray) -> TableRows:
-        """The found rows of ``keys``, those that were asked for."""
+        """Return the found rows of ``keys``, the keys of this state."""
         return TableRows(keys, self.vectors, self.versions).at(self.found)
 
 
 class RowSource(Protocol):
-    """A tier, or a model's files. Raises TierError or ModelError."""
+    """A store, or a model's files. Raises TierError or ModelError."""
 
     @property
     def name(self) -> str: ...
     @property
     def versioned(self) -> bool:
-        """True if it keeps versions."""
+        """True if the source keeps versions."""
         ...
 
     @property
     def uniform(self) -> bool:
-        """True if all rows of a table have the same version, which then says little of each."""
+        """True if all rows of a table have the same version, so that it does not show a row's age."""
         ...
 
     def entries(self, table: EmbeddingTable) -> int:
-        """Approximate number of rows."""
+        """Return the approximate number of rows."""
         ...
 
     def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
-        """Each of its rows once, about ``BLOCK`` at a time."""
+        """Yield each row once, about ``BLOCK`` rows at a time."""
         ...
 
     def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys: ...
 
     def missing_keys(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
-        """Unique ``keys`` without a row here."""
+        """Yield those of ``keys`` that have no row here. ``keys`` must be unique."""
         ...
 
     def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:
-        """About as many of its rows as there are ``keys``, which are random keys of the table."""
+        """Yield about as many rows as there are ``keys``, which are random keys of the table."""
         ...
 
 
 def fetch(tier: Tier, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
-    """State of unique ``keys (n,)`` of ``table`` in ``tier``."""
+    """Return the state of unique ``keys (n,)`` of ``table`` in ``tier``."""
     part = Part.make(table, keys)
     ctx = FetchContext()
     tier.fetch([part], ctx)
@@ -96,7 +97,7 @@ def fetch(tier: Tier, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
 
 
 def blocks(parts: Iterable[KeyArray], size: int) -> Iterator[KeyArray]:
-    """The same keys in blocks of ``size`` or slightly more."""
+    """Yield the same keys in blocks of ``size`` or slightly more."""
     waiting: list[KeyArray] = []
     n = 0
     for part in parts:

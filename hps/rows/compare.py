@@ -22,10 +22,11 @@ EXAMPLES = 10
 
 @dataclass(slots=True)
 class TableDifference:
-    """Differences in one table.
+    """The differences of one table between two sources.
 
-    ``compared``: rows of the other source; ``equal`` of them; then the number of rows per kind of
-    difference, with the first keys of each. ``sampled``: not all rows were compared."""
+    ``compared``: the number of compared rows of the other source; ``equal``: of those without a
+    difference. ``counts``: rows per kind of difference; ``examples``: the first keys of each kind.
+    ``sampled``: only some rows were compared."""
 
     table: str
     sampled: bool = False
@@ -54,11 +55,11 @@ def compare(
     sample: KeyArray | None = None,
     extra: bool = True,
 ) -> TableDifference:
-    """Compare ``store`` with ``against``, in which the table may be another object (``other``).
+    """Compare ``store`` with ``against``, which may have another object for the table (``other``).
 
-    ``sample (n,)``: keys of the table; only these are compared, and about as many rows of ``store``
-    looked up in ``against``. Without ``extra``, rows that only ``store`` has are not searched for.
-    Takes a few hundred MB at most. Rows that are written meanwhile may be reported or not."""
+    ``sample (n,)``: compare only these keys of the table; about as many rows of ``store`` are looked up
+    in ``against``. Without ``extra``, rows that only ``store`` has are not searched for. Takes a few
+    hundred MB at most. Rows that are written during the comparison may or may not be reported."""
     other = other or table
     found = TableDifference(table.name, sampled=sample is not None)
     theirs = against.scan(other) if sample is None else against.sample(other, sample)
@@ -87,7 +88,7 @@ def _keys(parts: Iterable[TableRows], step: Callable[[int], None]) -> Iterator[K
 def _compare(
     found: TableDifference, theirs: TableRows, ours: StoredKeys, *, versioned: bool, uniform: bool
 ) -> None:
-    """Record how ``ours`` differ from ``theirs``, for the same keys."""
+    """Record the differences of ``ours`` from ``theirs``, which have the same keys."""
     same = ours.found.copy()
     same[same] = same_bits(theirs.vectors[same], ours.vectors[same])
     dated = ours.found & versioned & ~(same & uniform)
@@ -104,7 +105,7 @@ def _compare(
 
 
 def same_bits(one: NDArray[np.generic], other: NDArray[np.generic]) -> NDArray[np.bool_]:
-    """Mask (n,) of rows of two arrays (n, dim) of one dtype that are equal to the last bit, NaN included."""
+    """Return a mask (n,) of the equal rows of two arrays (n, dim) of one dtype: equal bits, NaN included."""
     kind = f"u{one.dtype.itemsize}"
     equal: NDArray[np.bool_] = (
         np.ascontiguousarray(one).view(kind) == np.ascontiguousarray(other).view(kind)

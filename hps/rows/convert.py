@@ -1,11 +1,11 @@
-"""Conversion from HPS's layout to the native one: every row into another database or other hashes.
+"""Conversion of tables from HPS's layout to the native one, into another database or other Redis hashes.
 
-The rows get the version of the model's files: nothing that is streamed later is rejected as older, and what
-was streamed before may be streamed again. The source is only read.
+The rows get the version of the model's files. So updates that are streamed later are not rejected as older,
+and earlier ones may be streamed again. The source is only read.
 
-A row is written if the target misses it, or has other bits without a newer version. So a conversion
-that was killed continues, a repeated one copies what HPS has written meanwhile, and neither overwrites
-what the new node has streamed."""
+A row is written if the target misses it, or holds another row or a tombstone that is not newer. So a
+killed conversion can be continued, a repeated one copies what HPS has written since, and neither
+overwrites what the new node has streamed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hps.types import EmbeddingTable, Progress
 
 @dataclass(slots=True)
 class ConversionReport:
-    """Result for one table: rows ``read`` from the source, and those ``written``, the others being equal."""
+    """Result for one table: ``read`` rows of the source, ``written`` ones in the target."""
 
     table: str
     read: int = 0
@@ -37,7 +37,7 @@ def convert(
     files: FileRows,
     progress: Progress,
 ) -> ConversionReport:
-    """Copy the rows of ``source_table`` to ``table`` of ``target``; both have one shape."""
+    """Copy the rows of ``source_table`` to ``table`` of ``target``, of the same dim and dtype."""
     report = ConversionReport(table.name)
     version = files.row_version(table)
     with progress.task(f"converting {table.name}", source.entries(source_table)) as step:
@@ -56,7 +56,7 @@ def convert(
 def _rows_to_write(
     rows: TableRows, target: RocksDbRows | RedisRows, table: EmbeddingTable, version: int
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Mask of the ``rows`` that must be written."""
+    """Return a mask of the ``rows`` that must be written."""
     held = target.get(table, rows.keys)
     equal = held.found.copy()
     equal[equal] = same_bits(

@@ -28,7 +28,7 @@ _COPIED = 1 << 22
 class ExportReport:
     """Result: ``rows`` written, of which ``deleted`` are tombstones.
 
-    ``newest``: the highest version among them, from which the next export continues."""
+    ``newest``: the highest written version; the next export's ``since``."""
 
     rows: int = 0
     deleted: int = 0
@@ -39,7 +39,7 @@ class _Sink(Protocol):
     def write(self, rows: TableRows, *, deleted: bool) -> None: ...
     def finish(self) -> None: ...
     def close(self) -> None:
-        """Free all resources; an unfinished file is left as it is."""
+        """Release all resources; an unfinished file is left as it is."""
         ...
 
 
@@ -50,9 +50,9 @@ def export(
     tombstones: Iterable[TableRows] = (),
     since: int | None = None,
 ) -> ExportReport:
-    """Write ``rows``, then ``tombstones``, with versions above ``since``.
+    """Write ``rows``, then ``tombstones``; with ``since``, only those with higher versions.
 
-    The file gets its name when it is complete. Raises ConfigError for another ending than ``FORMATS``."""
+    The file gets its name when it is complete. Raises ConfigError for a suffix that is not in ``FORMATS``."""
     check_format(path)
     report = ExportReport()
     part = path.with_name(f".{path.name}.part")
@@ -74,14 +74,14 @@ def export(
         if sink is not None:
             with suppress(
                 OSError
-            ):  # on a full disk closing fails as well; `finish` has raised the error
+            ):  # on a full disk closing fails too, after `finish` has raised the error
                 sink.close()
         part.unlink(missing_ok=True)
     return report
 
 
 def check_format(path: Path) -> None:
-    """Check the ending and the folder before any work is done."""
+    """Check the file's suffix and folder, before any work is done. Raises ConfigError."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: name the file one of *{', *'.join(FORMATS)}")
     if not path.parent.is_dir():
@@ -135,7 +135,7 @@ class _ParquetSink:
 
 
 class _NpzSink:
-    """Writes each column to a temporary file first: an array's length precedes it."""
+    """Writes an npz file; each column goes to a temporary file first, because its length precedes it."""
 
     def __init__(self, path: Path, table: EmbeddingTable) -> None:
         self._path = path

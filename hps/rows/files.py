@@ -22,7 +22,7 @@ _READ = 1 << 20
 
 
 class FileRows:
-    """The files of one model version; of rows with the same key, the last one counts.
+    """The files of one model version as a row source; of rows with the same key, the last one counts.
 
     ``scratch``: a folder for temporary files of tables that are larger than memory."""
 
@@ -38,11 +38,11 @@ class FileRows:
         return self._version.tables[table.name].rows
 
     def row_version(self, table: EmbeddingTable) -> int:
-        """The version of all these rows."""
+        """Return the version of all rows of the table."""
         return row_version(self._version, self._version.tables[table.name])
 
     def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
-        """In the order of the signed keys."""
+        """Yield the rows in the order of the signed keys."""
         try:
             yield from self._scan(table)
         except OSError as error:
@@ -67,7 +67,7 @@ class FileRows:
                 yield TableRows(keys, vectors.astype(table.dtype, copy=False), versions)
 
     def get(self, table: EmbeddingTable, keys: KeyArray) -> StoredKeys:
-        """Reads the whole key file."""
+        """Return the state of ``keys (n,)``. Reads the whole key file."""
         files = self._version.tables[table.name]
         at = self._positions(table, keys)
         found = at >= 0
@@ -84,13 +84,13 @@ class FileRows:
         yield self.get(table, keys).rows(keys)
 
     def draw(self, table: EmbeddingTable, n: int) -> KeyArray:
-        """Up to ``n`` distinct random keys of the table."""
+        """Return up to ``n`` distinct random keys of the table."""
         files = self._version.tables[table.name]
         at = np.random.default_rng().integers(0, files.rows, n if files.rows else 0)
         return np.unique(table.narrow(files.keys_at(np.sort(at))))
 
     def _positions(self, table: EmbeddingTable, keys: KeyArray) -> IndexArray:
-        """The last position of each of ``keys (n,)`` in the files; -1 if missing."""
+        """Return the last position of each of ``keys (n,)`` in the files; -1 if missing."""
         order = np.argsort(keys)
         ordered = keys[order]
         last = np.full(len(keys), -1, np.int64)
@@ -99,7 +99,7 @@ class FileRows:
             some = table.narrow(files.keys(start, start + _READ))
             at = np.minimum(np.searchsorted(ordered, some), len(ordered) - 1)
             hit = np.flatnonzero(ordered[at] == some)
-            last[at[hit]] = start + hit  # of equal positions numpy keeps the last value
+            last[at[hit]] = start + hit  # NumPy keeps the last value of a repeated index
         found = np.empty_like(last)
         found[order] = last
         return found

@@ -14,9 +14,10 @@ _SHOWN = 3
 def unserved_families(
     families: Iterable[str], served: Collection[tuple[str, int]], repository: Repository
 ) -> str:
-    """Warning about RocksDB's ``families`` of versions that no model repository has; "" if none.
+    """Return a warning about ``families`` whose version no model repository has; "" if there are none.
 
-    Native layout only. Excludes versions (model, number) in ``served``."""
+    ``families``: RocksDB's column families. Native layout only. Excludes versions (model, number) in
+    ``served``."""
     tables = [table for name in families if (table := parse_family(name, "native"))]
     versions = sorted({(table.model, table.version) for table in tables} - set(served))
     gone = [each for each in versions if each[1] not in _versions(repository, each[0])]

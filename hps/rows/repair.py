@@ -1,4 +1,4 @@
-"""Repair of damaged RocksDB tables: from what can be read of them and the model's files."""
+"""Repair of damaged RocksDB tables from their readable entries and the model's files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hps.types import EmbeddingTable, KeyArray, Progress
 def repair_table(
     tier: RocksDbTier, table: EmbeddingTable, version: ModelVersion | None, progress: Progress
 ) -> SalvagedTable | None:
-    """Repair a table of ``tier``, which is opened for that; None if it is not damaged.
+    """Repair a table of ``tier``, which was opened for repair; return None if it is not damaged.
 
-    ``version`` has its files; None: there are none, and unreadable rows are lost. Afterwards the table
-    has every row that can be read, and the files' rows in place of unreadable ones. Its stream
-    positions are gone, so that streams are read again. Raises TierError or ModelError; run again, it
-    continues."""
+    ``version``: its files replace unreadable rows; if None, unreadable rows are lost. Afterwards the
+    table has every readable row, and the files' rows in place of unreadable ones. Its stream positions
+    are removed, so streams are read again. Raises TierError or ModelError; another call continues an
+    interrupted repair."""
     repair = tier.repair(table)
     with progress.task(f"reading {table.name}", 1, "table") as step:
         if not (repair.begun or tier.gaps(table)):
@@ -51,7 +51,7 @@ def _keys(table: EmbeddingTable, version: ModelVersion | None) -> Iterator[KeyAr
 
 
 def describe_gaps(tier: RocksDbTier, table: EmbeddingTable, gaps: list[UnreadableRange]) -> str:
-    """Text that names the keys that cannot be read."""
+    """Return a text that names the keys that cannot be read."""
     parts = [f"{first} to {last}" for first, last in (tier.keys_of(table, gap) for gap in gaps[:3])]
     more = "" if len(gaps) <= 3 else f" and {len(gaps) - 3} more"
     files = ", ".join(sorted(f for f, t in tier.damage.tables().items() if t == table.id))

@@ -1,4 +1,4 @@
-"""The stores of a node as sources of rows."""
+"""The stores of a node as row sources."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HPS_FAMILY = re.compile(rf"hps_et\.(?P<model>{_NAME})\.(?P<name>{_NAME})")
 
 
 class TierRows:
-    """Common part of `RocksDbRows` and `RedisRows`. Raises TierError."""
+    """The common part of `RocksDbRows` and `RedisRows`. Raises TierError."""
 
     uniform = False
 
@@ -71,19 +71,21 @@ class RocksDbRows(TierRows):
         self.tier = tier
 
     def tables(self) -> list[TableName]:
-        """Every table in this layout, configured or not."""
+        """Return every table in this layout, configured or not."""
         found = map(partial(parse_family, layout=self.tier.layout), self._families())
         return sorted((name for name in found if name), key=astuple)
 
     def check(self, table: EmbeddingTable) -> None:
-        """Raise NotFound if the table does not exist, TierError if it has another shape."""
+        """Raise NotFound if the table does not exist, TierError if its dim or dtype differs."""
         if family_name(table, self.tier.layout) not in self._families():
             raise self._absent(table, str(self.tier.path))
         self.tier.check(table)
 
     def ready(self, table: EmbeddingTable, *, create: bool = False) -> None:
-        """As `check`, before a write. ``create``: the write may create the table; else its files must be
-        loaded."""
+        """Check the table before a write.
+
+        ``create``: create a missing table. Without it, a missing table raises NotFound: its files must
+        be loaded first."""
         if create and family_name(table, self.tier.layout) not in self._families():
             if self.other_layout(table):
                 raise self._absent(table, str(self.tier.path))
@@ -91,7 +93,7 @@ class RocksDbRows(TierRows):
         self.check(table)
 
     def other_layout(self, table: EmbeddingTable) -> Layout | None:
-        """The layout in which the table exists instead, or None."""
+        """Return the other layout if the table exists in that one, else None."""
         other = _other(self.tier.layout)
         return other if family_name(table, other) in self._families() else None
 
@@ -99,11 +101,11 @@ class RocksDbRows(TierRows):
         return existing_families(self.tier.path)
 
     def record(self, name: TableName) -> LoadRecord | None:
-        """The load record of a table, configured or not."""
+        """Return the load record of a table, configured or not."""
         return self.tier.loaded(placeholder_table(name, 1))
 
     def measure(self, table: EmbeddingTable) -> tuple[int, int, bool]:
-        """Number of rows, their bytes, and whether the number is exact."""
+        """Return the number of rows, their bytes, and whether the number is exact."""
         rows = self.tier.rows(table)
         width = 8 if self.versioned else table.key_bits // 8
         each = width + RowValueCodec(table, self.tier.layout).value_bytes
@@ -113,22 +115,22 @@ class RocksDbRows(TierRows):
         return _tombstones(table, self.tier.tombstones(table))
 
     def erase(self, names: list[TableName]) -> None:
-        """One table at a time: of several, the tier would leave empty column families."""
+        """Remove tables, a few per call: a call with many would leave empty column families."""
         for start in range(0, len(names), _DROPPED):
             some = names[start : start + _DROPPED]
             self.tier.drop(*(placeholder_table(name, 1) for name in some))
 
     def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
-        """In the order of the stored keys."""
-        # Large steps: a table's keys of HPS's layout are scattered over a native database.
+        """Yield all rows in the order of the stored keys."""
+        # Large blocks: neighbours in the HPS layout's order are scattered over a native database.
         return _joined((TableRows(*some) for some in self.tier.scan(table)), BLOCK)
 
     def scan_from(self, table: EmbeddingTable, key: int) -> Iterator[TableRows]:
-        """As `scan`, from ``key`` on, or the next key."""
+        """Yield rows like `scan`, from ``key``, or the next existing key, on."""
         return (TableRows(*some) for some in self.tier.scan(table, start=key))
 
     def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:
-        """Runs of rows that start at some of the ``keys``, far apart."""
+        """Yield runs of rows that start at some of the ``keys``, far apart."""
         seen = SeenKeys()
         run = max(1, len(keys) // _PLACES)
         for start in [*keys[::run].tolist(), *_FAR]:
@@ -139,7 +141,7 @@ class RocksDbRows(TierRows):
 
 
 class RedisRows(TierRows):
-    """Rows of a Redis. ``settings``: those of the tier."""
+    """The rows of a Redis. ``settings``: those of ``tier``."""
 
     def __init__(self, tier: RedisTier, settings: RedisSettings) -> None:
         super().__init__(tier)
@@ -148,11 +150,11 @@ class RedisRows(TierRows):
         self._there: set[TableName] | None = None
 
     def tables(self) -> list[TableName]:
-        """Every table in this layout, configured or not."""
+        """Return every table in this layout, configured or not."""
         return self.tier.find_tables()
 
     def check(self, table: EmbeddingTable) -> None:
-        """Raise NotFound if the table does not exist, TierError for another shape or without Redis.
+        """Raise NotFound if the table does not exist, TierError if it differs or Redis is unavailable.
 
         Writes nothing."""
         if self._there is None:
@@ -162,11 +164,11 @@ class RedisRows(TierRows):
         self.tier.check(table)
 
     def ready(self, table: EmbeddingTable, *, create: bool = False) -> None:
-        """Check before a write, which may create the table."""
+        """Check the table before a write, which may create it."""
         self.tier.check(table)
 
     def other_layout(self, table: EmbeddingTable) -> Layout | None:
-        """The layout in which the table exists instead, or None."""
+        """Return the other layout if the table exists in that one, else None."""
         from hps.tiers.redis import RedisTier
 
         other = _other(self.tier.layout)
@@ -174,15 +176,15 @@ class RedisRows(TierRows):
             return other if table_name_in(table, other) in tier.find_tables(table.model) else None
 
     def record(self, name: TableName) -> None:
-        """None: Redis keeps no load record."""
+        """Return None: Redis keeps no load record."""
 
     def measure(self, table: EmbeddingTable) -> tuple[int, int, bool]:
-        """Number of entries, Redis's estimate of their bytes, and whether all entries are rows."""
+        """Return the number of entries, Redis's estimate of their bytes, and whether all entries are rows."""
         usage = self.tier.usage(table)
         return usage.entries, usage.bytes, not self.versioned
 
     def scan(self, table: EmbeddingTable) -> Iterator[TableRows]:
-        """In no order."""
+        """Yield all rows, unordered."""
         seen = SeenKeys()
         parts = (TableRows(*some) for some in self.tier.scan(table, _SCANNED))
         for rows in _joined(parts, BLOCK // 2):
@@ -198,7 +200,7 @@ class RedisRows(TierRows):
             self.tier.erase(name.model, name.version, name.name)
 
     def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:
-        """The first rows: Redis orders them by the keys' hash."""
+        """Yield the first rows of a scan: Redis orders them by the keys' hash, so they are random."""
         left = len(keys)
         for part in self.tier.scan(table, _SCANNED):
             rows = TableRows(*part)
@@ -209,7 +211,7 @@ class RedisRows(TierRows):
 
 
 def placeholder_table(name: TableName, dim: int) -> EmbeddingTable:
-    """A table that is not configured, of which only the number of rows is read."""
+    """Make a table object for a table that is not configured, to count or erase its rows."""
     return EmbeddingTable.make(name.name, dim, model=name.model, version=name.version)
 
 
@@ -218,12 +220,12 @@ def _other(layout: Layout) -> Layout:
 
 
 def table_name_in(table: EmbeddingTable, layout: Layout) -> TableName:
-    """The name of a table in a layout; HPS's has no versions."""
+    """Return the name of a table in a layout; in HPS's it has no version."""
     return TableName(table.model, 0 if layout == "hps" else table.version, table.name)
 
 
 def parse_family(family: str, layout: Layout) -> TableName | None:
-    """The table of a column family; None for another one."""
+    """Return the table of a column family; None if the family is no table's."""
     pattern = _HPS_FAMILY if layout == "hps" else _FAMILY
     found = pattern.fullmatch(family)
     if found is None:
@@ -232,7 +234,7 @@ def parse_family(family: str, layout: Layout) -> TableName | None:
 
 
 def _joined(parts: Iterable[TableRows], size: int) -> Iterator[TableRows]:
-    """The same rows in blocks of ``size`` or slightly more."""
+    """Yield the same rows in blocks of ``size`` or slightly more."""
     waiting: list[TableRows] = []
     n = 0
     for part in parts:
@@ -253,13 +255,13 @@ def _tombstones(
 
 
 class SeenKeys:
-    """Set of keys already read: a server that resizes a hash may repeat some. 8 bytes per key."""
+    """Set of the keys of a scan: a server that resizes a hash may repeat some. 8 bytes per key."""
 
     def __init__(self) -> None:
         self._sorted: list[NDArray[Any]] = []
 
     def fresh(self, keys: KeyArray) -> NDArray[np.bool_]:
-        """Mask of ``keys (n,)`` that are new."""
+        """Add ``keys (n,)``; return a mask of those that are new."""
         new = np.zeros(len(keys), bool)
         new[np.unique(keys, return_index=True)[1]] = True
         for known in self._sorted:
@@ -267,7 +269,8 @@ class SeenKeys:
             new &= known[at] != keys
         if new.any():
             self._sorted.append(np.sort(keys[new]))
-        # Sets of similar size are merged: there are few, and each key is sorted a few times.
+        # Only sets of similar size are merged: so there are few sets, and each key is sorted only a few
+        # times.
         while len(self._sorted) > 1 and len(self._sorted[-1]) * 2 > len(self._sorted[-2]):
             last = self._sorted.pop()
             self._sorted[-1] = np.sort(np.concatenate([self._sorted[-1], last]), kind="stable")

@@ -1,4 +1,4 @@
-"""Difference of two model versions as updates, in bounded memory: a merge of two scans."""
+"""Difference of two model versions as updates, in bounded memory, by a merge of two scans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _unheard(_rows: int) -> None:
 def all_rows(
     files: FileRows, table: EmbeddingTable, version: int, step: Step = _unheard
 ) -> Iterator[TableChanges]:
-    """Every row of the files. ``step`` gets the number of rows read."""
+    """Yield every row of the files as changes. ``step`` gets the number of rows read."""
     for rows in _told(files.scan(table), step):
         yield _changes(rows, _NONE, version)
 
@@ -36,10 +36,10 @@ def diff_versions(
     version: int,
     step: Step = _unheard,
 ) -> Iterator[TableChanges]:
-    """Changes that turn ``base`` into ``new``, by ascending keys, each with ``version``.
+    """Yield the changes that turn ``base`` into ``new``, by ascending keys, each with ``version``.
 
-    Rows of ``new`` that ``base`` misses or has with other bits, and deletions of keys that only
-    ``base`` has. The tables have one shape. A step may be empty."""
+    Inserts rows of ``new`` that ``base`` misses or has with other bits; deletes keys that only ``base``
+    has. Both tables have the same dim and dtype. A yielded step may be empty."""
     for rows, gone in diff_scans(_told(base.scan(base_table), step), _told(new.scan(table), step)):
         yield _changes(rows, gone, version)
 
@@ -47,7 +47,7 @@ def diff_versions(
 def diff_scans(
     base: Iterable[TableRows], new: Iterable[TableRows]
 ) -> Iterator[tuple[TableRows, KeyArray]]:
-    """Rows to write, and keys (m,) to delete, from two scans in the order of their unique keys."""
+    """Yield rows to write, and keys (m,) to delete, from two scans in the order of their unique keys."""
     old, now = _TableScan(base), _TableScan(new)
     while True:
         ends = [scan.rows.keys[-1] for scan in (old, now) if scan.rows is not None]
@@ -78,7 +78,7 @@ class _TableScan:
         return next((rows for rows in self._parts if len(rows.keys)), None)
 
     def up_to(self, key: int) -> TableRows | None:
-        """Take the rows up to and including ``key``."""
+        """Take and return the rows up to and including ``key``; None at the end of the scan."""
         if self.rows is None:
             return None
         n = int(np.searchsorted(self.rows.keys, key, side="right"))

@@ -35,11 +35,9 @@ class FusedLookup(Protocol):
         """Write the row of every key of ``asks`` to its ``out``, and pool ``bags``.
 
         Returns False if a key of ``asks`` has no row in this tier or is deleted, or if the tier does
-        not hold
-        a table. The outputs are then undefined, and the caller takes the slow path. Misses of ``bags``
-        do not
-        return False; they are listed in ``Bags.missing``. Counts as a use of the keys. Thread-safe like
-        `fetch`."""
+        not hold a table. The outputs are then undefined, and the caller takes the slow path. Misses of
+        ``bags`` do not return False; they are listed in ``Bags.missing``. Counts as a use of the keys.
+        Thread-safe like `fetch`."""
         ...
 
     def complete(self, bags: Bags, rows: VectorArray) -> bool:

@@ -68,13 +68,11 @@ class PositionedStore(Protocol):
     def apply(
         self, table: EmbeddingTable, changes: TableChanges, positions: Sequence[StreamPosition]
     ) -> None:
-        """Insert and delete by the version rule, then store ``positions``: never a position before its
-        rows.
+        """Insert and delete by the version rule, then store ``positions``, never before their rows.
 
         Positions never decrease. A store that may lose rows while it is open, such as a server that
         restarts empty, rejects a position whose ``continues_from`` is beyond its stored position. If
-        `apply`
-        raises, part of the batch may be applied; applying it again is harmless."""
+        `apply` raises, part of the batch may be applied; applying it again is harmless."""
         ...
 
     def versions(self, table: EmbeddingTable, keys: KeyArray, at_least: int = 0) -> VersionArray:
@@ -98,8 +96,7 @@ class PositionedStore(Protocol):
         """Store Kafka's ``topic_id`` with the position of this partition.
 
         Returns True, and resets the position to 0, if another ID was stored: the topic was deleted and
-        created
-        again."""
+        created again."""
         ...
 
     def restart(self, table: EmbeddingTable, topic: str, partition: int) -> None:

@@ -68,7 +68,7 @@ class ArrayFile:
     arrays: Mapping[str, StoredArray]
 
     def get(self, name: str, purpose: str) -> StoredArray:
-        """The array ``name``. Raises ModelError, which lists all arrays."""
+        """Return the array ``name``. Raises ModelError with a list of all arrays if it is missing."""
         found = self.arrays.get(name)
         if found is None:
             raise ModelError(
@@ -89,10 +89,10 @@ def read_blocks(
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
 ) -> Callable[[int], Iterator[NDArray[Any]]]:
-    """Function that yields blocks of an array in ``path`` at byte ``offset``.
+    """Return a function that yields blocks of an array stored in ``path`` at byte ``offset``.
 
-    Its elements are contiguous, or ``strides`` elements apart for a vector or matrix. They are read,
-    not mapped: a mapped file that is shortened ends the process (SIGBUS). Raises ModelError then."""
+    Its elements are contiguous or, for a vector or matrix, ``strides`` elements apart. They are read,
+    not mapped: if the file is shortened, a read raises ModelError, a mapping ends the process (SIGBUS)."""
     rows_apart, columns_apart = (*(strides or (0, 0)), 0)[:2]
 
     def blocks(rows: int) -> Iterator[NDArray[Any]]:
@@ -134,7 +134,7 @@ def _strided(
     columns_apart: int,
     dtype: np.dtype[Any],
 ) -> NDArray[Any]:
-    """Rows from ``start`` on; the elements between them are read too, at most a block at a time."""
+    """Read rows from ``start`` on, with the elements between them, at most a block at a time."""
     out = np.empty((shape[0], math.prod(shape[1:])), dtype)
     if rows_apart >= columns_apart:
         step = max(1, BLOCK_BYTES // dtype.itemsize // max(1, rows_apart))
@@ -151,13 +151,15 @@ def _strided(
 
 
 def empty_blocks(_rows: int) -> Iterator[NDArray[Any]]:
-    """No blocks, for an array without elements, whatever its shape claims."""
+    """Yield no blocks, for an array without elements, whatever its shape claims."""
     return iter(())
 
 
 @contextmanager
 def import_errors(path: Path) -> Iterator[None]:
-    """Raise ModelError for the errors of zip, Parquet and JSON readers on a damaged or hostile file."""
+    """Context that turns errors of zip, Parquet and JSON readers into ModelError.
+
+    Readers raise many kinds of errors for a damaged or hostile file."""
     try:
         yield
     except _DAMAGE as error:
@@ -168,16 +170,16 @@ def import_errors(path: Path) -> Iterator[None]:
 
 
 def block_rows(dim: int) -> int:
-    """Rows of ``dim`` float32 values in a block."""
+    """Return the number of rows of ``dim`` float32 values in a block."""
     return max(1, BLOCK_BYTES // (dim * 4))
 
 
 def to_float32(array: StoredArray, block: NDArray[Any]) -> NDArray[np.float32]:
-    """A block as C-contiguous float32 (n, dim)."""
+    """Convert a block of ``array`` to C-contiguous float32 (n, dim)."""
     if array.dtype == "bfloat16":
         bits: NDArray[np.uint32] = np.ascontiguousarray(block).astype(np.uint32) << np.uint32(16)
         return bits.view(np.float32)
-    with np.errstate(over="ignore"):  # values that do not fit become infinite, and are rejected
+    with np.errstate(over="ignore"):  # too large values become infinite; a later check rejects them
         return np.ascontiguousarray(block, np.float32)
 
 

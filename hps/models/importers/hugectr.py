@@ -19,7 +19,7 @@ from hps.models.tables import KEY_BYTES, KEY_FILE, VALUE_BYTES, VECTOR_FILE, Tab
 def plan_folders(path: Path, choices: Sequence[TableChoice]) -> ImportPlan:
     """Plan from a table's folder, or from a folder with one folder per table.
 
-    The dim follows from the sizes of the two files."""
+    The dim is the ratio of the two files' sizes."""
     if not choices:
         if (path / KEY_FILE).is_file():
             choices = [TableChoice(table_name(path.resolve().name), (str(path),))]
@@ -60,7 +60,9 @@ def _size(path: Path) -> int:
 
 
 def plan_ps_json(path: Path, model: str | None = None) -> ImportPlan:
-    """Plan one model of a ``ps.json``: its tables, names, dims and defaults. Raises ConfigError too."""
+    """Plan one model of a ``ps.json``: its tables, names, dims and defaults.
+
+    Raises ModelError or ConfigError."""
     models = {m.spec.name: m for m in load_config(path).legacy}
     if model is None and len(models) == 1:
         (model,) = models

@@ -33,10 +33,11 @@ def import_model(
     replace_spec: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the plan's tables as a version of model ``name``, by default the next; returns its folder.
+    """Write the plan's tables as a version of model ``name``; return the version's folder.
 
-    ``spec``: see `describe`. NaN and infinite values are rejected unless ``allow_nan``. Takes a few
-    blocks of 4 MB of memory in addition to what the decoder of the source's format needs."""
+    ``version``: by default the next one. ``spec``: see `describe`. NaN and infinite values are rejected
+    unless ``allow_nan``. Takes a few blocks of 4 MB of memory, and what the decoder of the source's
+    format needs."""
     spec = describe(root, name, plan) if spec is None else spec
     _check_tables(spec, plan)
     if version is None:
@@ -58,7 +59,7 @@ def import_model(
 
 
 def next_version(root: Path, name: str) -> int:
-    """The lowest number above all versions of a model."""
+    """Return the lowest version number above all versions of a model."""
     folder = root / name
     if not (folder / SPEC_FILE).is_file():
         return 1
@@ -73,11 +74,12 @@ def describe(
     dense: DenseSpec | None = None,
     defaults: Mapping[str, float | list[float]] | None = None,
 ) -> ModelSpec:
-    """The model's description.
+    """Return the description (`model.yaml`) of the model to import.
 
-    The repository's ``model.yaml`` if it exists and no features, network or defaults are given; else
-    the source's; else a new one with a feature per table, or per stacked part with its key offset.
-    ``defaults``: default vectors by table. Raises ModelError or ConfigError."""
+    That is the repository's ``model.yaml`` if it exists and no features, network or defaults are given;
+    else the description in the source; else a new one with a feature per table, or, for a stacked
+    table, a feature per source with its key offset. ``defaults``: default vectors by table. Raises
+    ModelError or ConfigError."""
     path = root / name / SPEC_FILE
     if path.is_file() and not features and not defaults and dense is None:
         return load_model_spec(path)
@@ -100,7 +102,7 @@ def describe(
 
 
 def _stacked_features(plan: ImportPlan) -> list[FeatureSpec]:
-    """Features of stacked tables; empty if none is stacked: a feature per table is the default."""
+    """Return the features of stacked tables; empty if none is stacked, for the default features."""
     if not any(table.parts for table in plan.tables):
         return []
     return [
@@ -131,7 +133,7 @@ def _check_tables(spec: ModelSpec, plan: ImportPlan) -> None:
 
 
 class _CheckedChunks:
-    """Iterable of a table's chunks that reports progress and rejects broken values."""
+    """The chunks of a table, with progress and a check for NaN and infinite values."""
 
     def __init__(
         self, source: Path, table: ImportTable, progress: Progress, *, allow_nan: bool

@@ -73,7 +73,7 @@ def open_zip(path: Path, what: str) -> zipfile.ZipFile:
 
 
 def data_offset(path: Path, entry: zipfile.ZipInfo) -> int:
-    """Offset of a stored entry's bytes in the archive."""
+    """Return the offset of a stored entry's bytes in the archive."""
     with path.open("rb") as file:
         file.seek(entry.header_offset)
         head = file.read(_LOCAL_HEADER.size)
@@ -98,7 +98,7 @@ def _stored(
     if 0 in shape or not shape or not dtype.itemsize:
         return empty_blocks
     if fortran and len(shape) > 2:
-        return empty_blocks  # neither keys nor a table
+        return empty_blocks  # neither keys nor vectors have such a shape
     strides = (1, shape[0])[: len(shape)] if fortran else None
     return read_blocks(path, dtype, offset, shape, strides)
 

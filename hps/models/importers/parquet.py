@@ -1,4 +1,4 @@
-"""Parquet: one file, or a folder of part files, per table; read in batches."""
+"""Parquet: one file per table, or a folder of part files; read in batches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BUFFER_BYTES = 1 << 20
 
 
 def plan_parquet(path: Path, choices: Sequence[TableChoice]) -> ImportPlan:
-    """Plan from a Parquet file, or from a folder whose Parquet files are a table each.
+    """Plan from a Parquet file, or from a folder with a Parquet file per table.
 
-    Columns: the keys (the only integer column, or the chosen one) and the vectors (the only list
-    column, or all float columns in order, or the chosen ones)."""
+    Keys: the chosen column, else the only integer column. Vectors: the chosen columns, else the only list
+    column, else all float columns in order."""
     if not choices:
         files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
         if not files:
@@ -71,8 +71,8 @@ def _files(path: Path, choice: TableChoice) -> list[Path]:
 
 
 def _open(file: Path) -> pq.ParquetFile:
-    # Without a buffer, a row group's columns are read whole; a mapped file that is shortened ends the
-    # process.
+    # With a buffer, a row group's columns are not read whole. The file is not mapped: a mapped file that is
+    # shortened ends the process.
     try:
         return pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
     except FileNotFoundError:

@@ -28,11 +28,11 @@ Chunk = tuple[KeyArray, NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class TableChoice:
-    """A table to import.
+    """One table to import, as the caller chose it.
 
-    ``sources``: arrays, files or folders; several are stacked. ``keys``: an array or column; None: the
-    array paired with the vectors, else row numbers; in Parquet the only integer column. ``vectors``:
-    the column or columns (a pattern) of a Parquet file. An empty ``name`` is derived from the source."""
+    ``sources``: arrays, files or folders; several are stacked. ``keys``: an array or column; if None, the
+    array paired with the vectors, else row numbers; for Parquet the only integer column. ``vectors``: the
+    column, or a pattern of columns, of a Parquet file. An empty ``name`` is derived from the source."""
 
     name: str = ""
     sources: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class TableChoice:
 
     @staticmethod
     def parse(text: str) -> TableChoice:
-        """``NAME=SOURCE[,SOURCE...]``, or ``SOURCE`` alone."""
+        """Parse ``NAME=SOURCE[,SOURCE...]``, or ``SOURCE`` alone."""
         name, equals, sources = text.rpartition("=")
         parts = tuple(part.strip() for part in sources.split(",") if part.strip())
         if not parts or (equals and not name.strip()):
@@ -51,10 +51,10 @@ class TableChoice:
 
 @dataclass(frozen=True, slots=True)
 class ImportTable:
-    """A table to write.
+    """One table to write.
 
-    ``chunks`` starts a new read at each call. ``parts``: the stacked sources, with the first key of each.
-    ``stamps``: of the files that it is read from."""
+    ``chunks``: each call starts a new read. ``parts``: the stacked sources, each with its first key.
+    ``stamps``: stamps of the files that are read."""
 
     name: str
     dim: int
@@ -66,7 +66,7 @@ class ImportTable:
 
 @dataclass(frozen=True, slots=True)
 class ImportPlan:
-    """Tables of a source for one model. ``spec``: set if the source also describes the model."""
+    """The tables that a source has for one model. ``spec``: set if the source also describes the model."""
 
     source: Path
     format: str
@@ -75,16 +75,16 @@ class ImportPlan:
 
 
 def table_name(source: str) -> str:
-    """``layers.users.weight`` -> ``layers_users``: a name that the repository allows."""
+    """Return a valid table name: ``layers.users.weight`` -> ``layers_users``."""
     stem = re.sub(r"\.(weight|embedding|embeddings|table)$", "", source)
     return re.sub(r"[^a-zA-Z0-9_-]+", "_", stem).strip("_")[:120] or "table"
 
 
 def tables_from_arrays(file: ArrayFile, choices: Sequence[TableChoice]) -> tuple[ImportTable, ...]:
-    """The chosen tables of a file of arrays; by default those that are unambiguous.
+    """Return the chosen tables of a file of arrays; without choices, those that are unambiguous.
 
-    These are pairs ``T.keys``/``T.vectors`` (or ``T_keys``/``T_vectors``), or the only matrix. A chosen
-    array of such a pair also gets the pair's keys, unless the choice names others."""
+    Unambiguous are pairs ``T.keys``/``T.vectors`` (or ``T_keys``/``T_vectors``), or the only matrix. If a
+    choice names the vectors of such a pair and no keys, it gets the pair's keys."""
     expanded = [c for choice in choices for c in _expand(file, choice)] or _plain(file)
     names = [c.name for c in expanded]
     for name in names:
@@ -94,7 +94,7 @@ def tables_from_arrays(file: ArrayFile, choices: Sequence[TableChoice]) -> tuple
 
 
 def _expand(file: ArrayFile, choice: TableChoice) -> list[TableChoice]:
-    """A pattern without a name makes one table per matching matrix; with a name it stacks them."""
+    """Replace a pattern by the matrices that match: one table each, or stacked if the choice has a name."""
     found: list[str] = []
     for source in choice.sources or (choice.name,):
         if any(c in source for c in "*?["):
@@ -131,7 +131,7 @@ def _plain(file: ArrayFile) -> list[TableChoice]:
 
 
 def _paired_keys(file: ArrayFile, name: str) -> str | None:
-    """The array of keys that belongs to the vectors ``name``, or None."""
+    """Return the name of the array of keys that is paired with the vectors ``name``, or None."""
     for vectors, keys in ((".vectors", ".keys"), ("_vectors", "_keys")):
         found = name.removesuffix(vectors) + keys
         if name.endswith(vectors) and found in file.arrays:
@@ -190,7 +190,7 @@ def _chunks(arrays: list[StoredArray], keys: StoredArray | None) -> Iterator[Chu
 
 
 class _KeyReader:
-    """Reads the keys of an array in parts of the caller's size."""
+    """Reads an array of keys in parts of any size."""
 
     def __init__(self, array: StoredArray, step: int) -> None:
         self._blocks = array.blocks(max(step, 1 << 16))

@@ -45,8 +45,8 @@ def plan_import(
     """Plan an import without reading rows. Raises ModelError.
 
     ``format`` is one of SOURCES, by default inferred from the name; ``model`` chooses one of a
-    ``ps.json``. A choice may name an array of another file, ``FILE:ARRAY``, or a Parquet file in
-    addition to a file of arrays."""
+    ``ps.json``. A choice may name an array of another file, ``FILE:ARRAY``. If ``path`` is a file of
+    arrays, a choice may also name a Parquet file."""
     kind = _kind(path, format)
     if kind == "ps.json":
         if choices:
@@ -76,7 +76,7 @@ def plan_import(
 def _kind(path: Path, format: str | None) -> str:
     if not path.exists():
         raise ModelError(f"{path} is missing")
-    if not path.is_file() and not path.is_dir():  # reading a pipe or a device might not end
+    if not path.is_file() and not path.is_dir():  # a pipe or a device may have no end
         raise ModelError(f"{path} is neither a file nor a folder; copy what it gives into a file")
     kind = format or detect(path)
     if kind not in SOURCES:
@@ -85,7 +85,7 @@ def _kind(path: Path, format: str | None) -> str:
 
 
 def _other_file(kind: str, choice: TableChoice) -> tuple[Path | None, tuple[str, ...]]:
-    """The other file that ``choice`` names for a source of this ``kind``, if any, and its arrays."""
+    """Return the other file that ``choice`` names, if any, and its arrays; ``kind``: this source's format."""
     split = [source.rpartition(":") for source in choice.sources]
     files = {Path(file) for file, _, array in split if array and Path(file).is_file()}
     if files:
@@ -102,7 +102,7 @@ def _other_file(kind: str, choice: TableChoice) -> tuple[Path | None, tuple[str,
 
 
 def _with_keys_of(file: Path, choice: TableChoice) -> TableChoice:
-    """``choice`` without the file in its ``keys``, which may be ``FILE:ARRAY`` as the vectors."""
+    """Remove the file name from the choice's ``keys``, which may be ``FILE:ARRAY`` like the vectors."""
     named, _, array = (choice.keys or "").rpartition(":")
     if not array or not Path(named).is_file():
         return choice
@@ -123,7 +123,7 @@ def _plan(path: Path, kind: str, choices: Sequence[TableChoice]) -> ImportPlan:
 
 
 def detect(path: Path) -> str:
-    """The format of a source. Raises ModelError if it is unknown."""
+    """Return the format of a source. Raises ModelError if it is unknown."""
     if path.is_dir():
         kind = _folder_kind(path)
         if kind is None:

@@ -1,8 +1,7 @@
-"""PyTorch checkpoints (``torch.save``, since version 1.6), without PyTorch.
+"""PyTorch checkpoints (``torch.save``, since version 1.6), read without PyTorch.
 
-Such a file is a zip archive: ``<prefix>/data.pkl`` describes the tensors, ``<prefix>/data/<key>`` are their
-bytes, stored uncompressed.
-"""
+A checkpoint is a zip archive: ``<prefix>/data.pkl`` describes the tensors, ``<prefix>/data/<key>`` are
+their bytes, stored uncompressed."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _MEND = "save the state_dict alone: torch.save(model.state_dict(), path)"
 
 
 def open_torch(path: Path) -> ArrayFile:
-    """Open a checkpoint: tensors by name; names of nested dicts are joined by dots. Raises ModelError."""
+    """Open a checkpoint; names of tensors in nested dicts are joined by dots. Raises ModelError."""
     with _open(path) as archive:
         prefix = _prefix(path, archive)
         little = _little_endian(archive, prefix)
@@ -92,7 +91,9 @@ def _read(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
 
 
 def _tensors(path: Path, tree: Any) -> Iterator[tuple[str, TorchTensor]]:
-    """Depth first, without recursion: a hostile file may nest deeper than Python's stack."""
+    """Yield the tensors and their names, depth first.
+
+    Not recursive: a hostile file may nest deeper than Python's stack."""
     stack = [(tree, "", 0)]
     seen: set[int] = set()
     while stack:

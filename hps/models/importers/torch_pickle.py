@@ -1,11 +1,9 @@
-"""Reads the pickle of a PyTorch checkpoint without executing it.
+"""Reader of the pickle in a PyTorch checkpoint that does not execute it.
 
-A pickle is a program for a stack machine. Python's own machine imports and calls what the program names,
-reserves the memory it asks for and hashes what it is given, however deep that is. The machine here knows
-the operations that describe tensors, dicts, lists and numbers, and no other; the few names with which
-PyTorch describes tensors stand for functions that record offsets, sizes and strides. Whatever else a
-pickle wants ends in an error.
-"""
+A pickle is a program for a stack machine. Python's machine imports and calls whatever the program names,
+allocates any amount of memory, and hashes values of any depth. This machine has only the operations that
+describe tensors, dicts, lists and numbers. The few names with which PyTorch describes tensors stand for
+functions that record offsets, sizes and strides. Everything else in a pickle is an error."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _MAX_TENSOR_DIMS = 64
-# A tensor takes about 40 operations; an operation makes at most about 100 bytes.
+# Limits of a hostile file: a tensor takes about 40 operations, and an operation at most about 100 bytes.
 _MAX_OPERATIONS = 5_000_000
-# Storage classes of PyTorch -> (dtype, NumPy type of the stored bytes); bfloat16 as its bits.
+# PyTorch's storage classes: (dtype, NumPy type of the stored bytes). bfloat16 is stored as its bits.
 STORAGES = {
     "DoubleStorage": ("float64", "f8"),
     "FloatStorage": ("float32", "f4"),
@@ -67,7 +65,7 @@ class ForbiddenPickle(pickle.UnpicklingError):
 
 
 class TorchStorage(NamedTuple):
-    """The bytes ``data/<key>`` of the archive, ``elements`` of ``dtype``."""
+    """The bytes ``data/<key>`` of the archive: ``elements`` elements of ``dtype``."""
 
     key: str
     dtype: str
@@ -96,7 +94,7 @@ class _DType(NamedTuple):
 
 
 class _AllowedGlobal(NamedTuple):
-    """A name that may be called, and what stands in for it."""
+    """A global name that the pickle may call, and the function that replaces it."""
 
     text: str
     call: Callable[..., Any]
@@ -139,8 +137,8 @@ def _parameter(data: Any, *_rest: Any) -> Any:
 
 
 _ALLOWED: dict[str, Callable[..., Any]] = {
-    "_codecs.encode": lambda text, _coding: text.encode("latin-1"),  # bytes in protocol 2
-    "collections.OrderedDict": dict,  # called without arguments; its items follow one by one
+    "_codecs.encode": lambda text, _coding: text.encode("latin-1"),  # how protocol 2 writes bytes
+    "collections.OrderedDict": dict,  # called without arguments; SETITEMS adds its items
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
@@ -162,7 +160,7 @@ def _named(module: str, name: str) -> _AllowedGlobal | _StorageType | _DType:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether a dict may have it: what is cheap to hash and to write."""
+    """Return whether a value may be a dict's key: it is cheap to hash and to format."""
     if type(key) is tuple:
         return len(key) <= _MAX_TENSOR_DIMS and all(
             type(k) is not tuple and _is_key(k) for k in key
@@ -173,7 +171,7 @@ def _is_key(key: Any) -> bool:
 
 
 class _PickleMachine:
-    """The stack, the marks in it and the memo of a pickle that is being read."""
+    """State of the stack machine while it reads a pickle: stack, marks and memo."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -186,7 +184,7 @@ class _PickleMachine:
         return self.stack.pop()
 
     def top(self, kind: type) -> Any:
-        """What is to be filled, of type ``kind``."""
+        """Return the container on top of the stack, which is to be filled. Raises unless it is a ``kind``."""
         if type(self.stack[-1]) is not kind:
             raise ForbiddenPickle(f"the pickle wants to alter what is no {kind.__name__}")
         return self.stack[-1]
@@ -215,7 +213,7 @@ class _PickleMachine:
         return function.call(*args)
 
     def build(self) -> None:
-        """The attributes of an OrderedDict hold the versions of modules; nothing else may get any."""
+        """Discard the attributes of an OrderedDict (module versions); other objects may not have any."""
         self.pop()
         self.top(dict)
 
@@ -240,7 +238,7 @@ def _values(*names: str) -> dict[str, Callable[[_PickleMachine, Any], Any]]:
     return dict.fromkeys(names, lambda _m, value: value)
 
 
-# Operations that push what they make of the machine and their argument.
+# Operations whose result is pushed on the stack.
 _PUSHING: dict[str, Callable[[_PickleMachine, Any], Any]] = {
     **_values("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
     **_values("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
@@ -262,7 +260,7 @@ _PUSHING: dict[str, Callable[[_PickleMachine, Any], Any]] = {
     "REDUCE": lambda m, _a: m.reduce(),
     "BINPERSID": lambda m, _a: _storage(m.pop()),
 }
-# Operations that alter what is there.
+# Operations that change the stack, the memo or a container, and push nothing.
 _ALTERING: dict[str, Callable[[_PickleMachine, Any], Any]] = {
     "PROTO": lambda _m, _a: None,
     "FRAME": lambda _m, _a: None,
@@ -280,7 +278,7 @@ _ALTERING: dict[str, Callable[[_PickleMachine, Any], Any]] = {
 
 
 def read_pickle(data: bytes) -> Any:
-    """The checkpoint's object with every tensor as a `TorchTensor`; raises pickle.UnpicklingError."""
+    """Return the checkpoint's object, with tensors as `TorchTensor`. Raises pickle.UnpicklingError."""
     machine = _PickleMachine()
     try:
         for count, (operation, argument, _at) in enumerate(pickletools.genops(data)):

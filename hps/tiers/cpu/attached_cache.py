@@ -26,11 +26,10 @@ POLL_S = 0.2
 class AttachedCache(CacheReads):
     """Reads ``tables`` from the shared cache ``name`` that another process owns.
 
-    Reads take no locks and mark rows as used; the owner may be killed at any moment. If the table or the
-    owner is missing, reads miss, and both are polled for again. ``promote`` asks the owner to load keys
-    into
-    the cache; it must not block. Only the owner changes rows: `update`, `delete` and `evict` raise
-    TierError. Thread-safe."""
+    Reads take no locks and mark rows as used; the owner may be killed at any moment. If the table or
+    the owner is missing, reads miss, and both are polled for again. ``promote`` asks the owner to load
+    keys into the cache; it must not block. Only the owner changes rows: `update`, `delete` and `evict`
+    raise TierError. Thread-safe."""
 
     def __init__(
         self,

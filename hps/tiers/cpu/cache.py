@@ -102,8 +102,7 @@ class CpuCache(CacheReads):
         if held is None:
             return
         # Each key must occur once: else its newer row could be evicted by another row of this call before
-        # its
-        # older version is written.
+        # its older version is written.
         if len(dedup(keys)[0]) < len(keys):
             keep = newest_of_each(keys, versions)
             keys, versions = keys[keep], versions[keep]

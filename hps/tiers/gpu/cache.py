@@ -105,8 +105,7 @@ class GpuCache(GpuTables):
         """Pool every table's keys straight into ``out``; see `DevicePooling`.
 
         Returns False if a key has no row in this cache or is deleted: the outputs are then undefined.
-        Counts as
-        a use of the keys. Thread-safe, and synchronizes its stream, like `fetch`."""
+        Counts as a use of the keys. Thread-safe, and synchronizes its stream, like `fetch`."""
         bags = []
         for each in asks:
             table = self._tables.get(each.table)
@@ -226,8 +225,7 @@ class GpuCache(GpuTables):
 
         ``vectors`` are on the device. Returns the number of keys that had a row. If a key without a row
         occurs several times, `insert` decides which of its vectors is kept; that one is also written
-        over the
-        others in ``vectors``. ``unique`` as for `insert`."""
+        over the others in ``vectors``. ``unique`` as for `insert`."""
         check_on_device(table, vectors, array_length(keys), self._device.id)
         held, arrays = self._prepare(table, **write_arrays(keys, vectors, versions, scores))
         if held is None:

@@ -24,12 +24,11 @@ from hps.types import EmbeddingTable, IndexArray, KeyArray
 class HostBridge:
     """A tier on the device whose rows are those of ``inner``, a tier or chain in host memory.
 
-    `fetch` takes parts like `GpuCache.fetch`. Keys may repeat; ``inner`` gets each once. One copy brings
-    missing keys from the device to the host; ``inner`` writes its rows into pinned memory; one launch
-    copies
-    the rows of all tables to the device. The launch is on the context's stream, else on the thread's
-    current
-    one, and is not awaited: use the arrays on that stream only. As thread-safe as ``inner``.
+    `fetch` takes parts like `GpuCache.fetch`. Keys may repeat; ``inner`` gets each once. One copy
+    brings missing keys from the device to the host; ``inner`` writes its rows into pinned memory; one
+    launch copies the rows of all tables to the device. The launch is on the context's stream, else on
+    the thread's current one, and is not awaited: use the arrays on that stream only. As thread-safe as
+    ``inner``.
 
     At most ``workspaces`` fetches run at a time; a further one waits for a free workspace, until its
     deadline. The mutating verbs take arrays on host or device."""

@@ -66,7 +66,9 @@ class GpuTables:
             self._tables[table] = GpuTable(table, rows, policy, host_rows, static=static, **clock)
 
     def seal(self, table: EmbeddingTable) -> int:
-        """Finish the filling of a static table; return the number of keys without a slot (almost always 0)."""
+        """Finish the filling of a static table; return the number of keys without a slot.
+
+        It is almost always 0."""
         held = self.held(table)
         held.sealed = True
         return held.dropped

@@ -109,10 +109,9 @@ class AttachedProcesses:
         """Make all processes, including new ones, open ``version`` in addition to what they serve.
 
         Returns when all have opened it. Waits once for the replacement of a process that was killed
-        meanwhile;
-        a second death is an error, since the version may be what kills processes. Raises Unsupported if a
-        process rejects the version, Unavailable if one fails, and the errors of ``check``, which is called
-        repeatedly."""
+        meanwhile; a second death is an error, since the version may be what kills processes. Raises
+        Unsupported if a process rejects the version, Unavailable if one fails, and the errors of
+        ``check``, which is called repeatedly."""
         until = time.monotonic() + _OPEN_S
         with self._changed:
             self._coming = LoadedVersion(model, version)

@@ -133,8 +133,7 @@ class RedisClient:
 
         Raises TierTimeout or TierError; some commands may have been executed then, even more than once.
         ``partly``: if some server of the cluster is healthy, commands that other servers did not answer
-        get an
-        exception as their reply instead. Such a call returns a little before the deadline."""
+        get an exception as their reply instead. Such a call returns a little before the deadline."""
         if self._closed:
             raise TierError(NAME, "the connections are closed")
         if os.getpid() != self._process:

@@ -1,8 +1,7 @@
 """Name resolution with a deadline; the system's own has none, and may hang for minutes.
 
 Lookups run on separate threads, one at a time per name. While a new lookup runs or hangs, the last
-result is
-used, so an unreachable name server does not affect known hosts."""
+result is used, so an unreachable name server does not affect known hosts."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ class HostResolver:
         raise Late(f"the name {host!r} was not resolved in time; check the name server")
 
     def doubt(self, host: str) -> None:
-        """Mark the addresses of ``host`` as suspect: none answered, so the next use resolves the name
-        again."""
+        """Resolve ``host`` again at its next use, because none of its addresses answered."""
         resolved = self._found.get(host)
         if resolved is not None:
             resolved.doubted = True

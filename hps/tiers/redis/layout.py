@@ -66,8 +66,7 @@ class WriteScriptArguments(NamedTuple):
     """The write script's arguments before the rows.
 
     ``flags``, ``oldest_tombstone`` and ``stamp``: as the script takes them. ``positions``: field,
-    offset and
-    ``continues_from`` of each stream position. ``floors``: whether floors are kept."""
+    offset and ``continues_from`` of each stream position. ``floors``: whether floors are kept."""
 
     flags: bytes
     oldest_tombstone: bytes
@@ -177,8 +176,7 @@ class TableLayout:
         """Return a call of the write script: ``head``, then pairs of key and record (of any one length).
 
         The call names only the hashes that it needs. While a cluster moves a slot, it rejects a script
-        unless
-        all of the script's hashes are on one server, and a hash that does not exist is on none."""
+        unless all of the script's hashes are on one server, and a hash that does not exist is on none."""
         size = records.dtype.itemsize
         length = b"$%d\r\n" % size
         pairs = np.empty(

@@ -1,9 +1,9 @@
 """Load a share of a table's rows into Redis, and continue a killed load.
 
-The progress is stored in each partition, in the hash of stream positions, after its rows were acknowledged.
-All Redis keys of a partition are on one server, whose replicas get writes in order. So wherever the
-progress
-exists, the rows exist; and a server that lost the rows, by a restart or a failover, lost the progress too."""
+The progress is stored in each partition, in the hash of stream positions, after its rows were
+acknowledged. All Redis keys of a partition are on one server, whose replicas get writes in order. So
+wherever the progress exists, the rows exist; and a server that lost the rows, by a restart or a
+failover, lost the progress too."""
 
 from __future__ import annotations
 
@@ -110,13 +110,11 @@ class RedisLoads:
         """Insert missing rows; newer rows in Redis stay. ``progress`` receives rows processed.
 
         With a mark, partitions skip the rows that an earlier load of the same source wrote. Returns the
-        number
-        of rows inserted. Raises TierError; the next call continues from the stored progress."""
+        number of rows inserted. Raises TierError; the next call continues from the stored progress."""
         table, client = opened.layout.table, self._client
         had = _noted(client, opened, source.name)
         # While the server processes one chunk, the next one is packed. The queue has room for twice as
-        # many, because
-        # a new thread may not have taken its job yet.
+        # many, because a new thread may not have taken its job yet.
         workers = BoundedThreadPool(_AT_ONCE, 2 * _AT_ONCE, name="redis-load")
         store = partial(_note, client, opened, source.name) if source.name else None
         pending = _PendingInserts(store, had)

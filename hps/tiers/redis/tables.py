@@ -46,8 +46,8 @@ class RedisTable:
     """A table in use.
 
     ``refused``: the reason why its rows do not fit the table; None if they do. ``recorded``: its facts
-    existed
-    at the last check. ``floors``: versions of evicted rows are kept. ``lost``: loaded rows are missing."""
+    existed at the last check. ``floors``: versions of evicted rows are kept. ``lost``: loaded rows are
+    missing."""
 
     __slots__ = (
         "checked_at", "entries", "facts_slot", "floors", "layout", "lost", "recorded", "refused", "slots",
@@ -94,8 +94,7 @@ class RedisTables:
         """Return the tables, checked before their first use.
 
         Some may be refused. Some may be unchecked (``checked_at`` is 0), because the server with their
-        facts
-        is unhealthy."""
+        facts is unhealthy."""
         wanted = [self._table(table) for table in tables]
         now = time.monotonic()
         new = [

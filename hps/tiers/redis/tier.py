@@ -159,8 +159,7 @@ class RedisTier:
         """Insert rows that a lower tier had, except expired ones.
 
         In the ``hps`` layout, rows whose key exists are skipped too: the existing row may be newer, and
-        has no
-        version to compare."""
+        has no version to compare."""
         check_rows(table, keys, vectors, versions)
         at = np.flatnonzero(versions >= self._maintenance.oldest_row(table))
         only: Only | None = "absent" if self.layout == "hps" else None
@@ -230,7 +229,9 @@ class RedisTier:
         self._tables.usable(table, self._client.deadline())
 
     def rows(self, table: EmbeddingTable) -> int:
-        """Return the entries at the last count, with tombstones. Never waits: the count is refreshed later."""
+        """Return the entries at the last count, with tombstones.
+
+        Never waits: the count is refreshed in the background."""
         self._maintenance.run_if_due()
         return self._tables.entries(table)
 

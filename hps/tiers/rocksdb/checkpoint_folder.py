@@ -1,9 +1,8 @@
 """Checkpoints in a folder, named by their time, from which new nodes start.
 
 The folder may be on another file system, such as one that several nodes share. A checkpoint is first
-made of
-hard links next to the database, which takes a moment, and then copied to the folder. RocksDB's binding must
-not copy the files: it would hold the interpreter lock meanwhile."""
+made of hard links next to the database, which takes a moment, and then copied to the folder. RocksDB's
+binding must not copy the files: it would hold the interpreter lock meanwhile."""
 
 from __future__ import annotations
 

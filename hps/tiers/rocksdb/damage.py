@@ -1,4 +1,4 @@
-"""Damaged table files: found by reads, reported once each."""
+"""Damaged table files that reads come across; each is reported once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNNAMED = "(not named)"
 
 
 class DamagedFiles:
-    """Damaged files found by reads of the database at ``path`` since it was opened. Thread-safe."""
+    """Damaged files of the database at ``path`` that reads have found since it was opened. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class DamagedFiles:
             self._path,
             file,
             table,
-            str(error),  # a stored log record would keep the frames, and so the database
+            str(error),  # text: a stored exception would keep the database alive
         )
         self.changed()
 

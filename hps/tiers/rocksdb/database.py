@@ -1,7 +1,7 @@
 """The database under `RocksDbTier`: column families, load records, opening and closing.
 
-Has no notion of keys and versions. ``family`` may be called from many threads; all changes of the set
-of tables take ``lock``."""
+This layer does not interpret keys and versions. ``family`` may be called from many threads; all changes of
+the set of tables take ``lock``."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from hps.tiers.rocksdb.write_throttle import StoreFigures, WriteThrottle
 from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable
 
-# The most time that a stop spends on flushing tables; the next start replays the rest from the log.
+# The longest time that closing spends on flushes; the next start replays the rest from the log.
 _CLOSE_BUDGET_S = 3.0
-# Waiting flushes share RocksDB's commits, which take most of the time.
+# Parallel flushes share RocksDB's commits, which take most of the time.
 _FLUSHES = 8
 _REOPEN_SECONDS = 10.0
 
@@ -43,7 +43,7 @@ _REOPEN_SECONDS = 10.0
 class TableFamily:
     """A table's open column family.
 
-    ``streamed``: written to since it was loaded. ``dirty``: written to by this process."""
+    ``streamed``: written to since the table was loaded. ``dirty``: written to by this process."""
 
     table: EmbeddingTable
     name: str
@@ -57,7 +57,7 @@ class TableFamily:
 
 
 class RocksDbDatabase:
-    """Owns the folder. Raises TierError with the cause and the remedy, never RocksDB's own errors."""
+    """An open database folder. Raises TierError with cause and remedy, never RocksDB's own errors."""
 
     def __init__(self, settings: OpenSettings, layout: Layout) -> None:
         self.settings = settings
@@ -91,7 +91,7 @@ class RocksDbDatabase:
 
     @contextmanager
     def errors(self) -> Any:
-        """Translate RocksDB's errors raised inside."""
+        """Context that translates RocksDB's errors to TierError."""
         try:
             yield
         except TierError:
@@ -100,26 +100,28 @@ class RocksDbDatabase:
             self.fail(error)
 
     def acknowledge(self) -> None:
-        """Record writes as acknowledged; a verb that has written calls this before it returns."""
+        """Record writes as acknowledged; every verb that writes calls this before it returns."""
         with self.lock:
             self.opened.acknowledge()
 
     def fail(self, error: Exception) -> NoReturn:
-        # rocksdict raises bare Exceptions and DbClosedError; other errors are not the database's.
+        # rocksdict raises bare Exceptions and DbClosedError; exceptions of other types come from other
+        # code.
         if type(error).__name__ in ("Exception", "DbClosedError") or isinstance(error, OSError):
             raise self._translated(error) from error
         raise error
 
     def _translated(self, error: Exception) -> TierError:
-        """Translate ``error``; not inlined in `fail`, whose frame would hold the error and all frames
-        before it."""
+        """Translate ``error``.
+
+        Not inlined in `fail`, whose frame would keep the error and all frames before it alive."""
         translated = translate_rocksdb_error(error, self.settings.path)
         if isinstance(translated, DamagedFileError):
             self.damage.found(error, self._table_of)
         return translated
 
     def _table_of(self, file: int) -> str:
-        """Return the open table that has the table file of this number."""
+        """Return the name of the open table that contains the table file with this number."""
         listed = re.compile(rf"^ {file}:", re.MULTILINE)
         for family in list(self._families.values()):
             if listed.search(family.data.property_value("rocksdb.sstables") or ""):
@@ -127,10 +129,10 @@ class RocksDbDatabase:
         return "(unknown)"
 
     def pass_over(self, error: Exception, table: str) -> None:
-        """Report the damaged table file that made a read of ``table`` fail.
+        """Report the damaged table file that made a read of ``table`` fail, so that the read can continue.
 
-        Raises TierError for every other error. A secondary may also miss a file that the primary has
-        replaced."""
+        Raises TierError for every other error. On a secondary, a file that the primary has replaced may be
+        missing too."""
         follows = self.settings.access == "secondary" and "no such file" in str(error).lower()
         if follows or not isinstance(
             translate_rocksdb_error(error, self.settings.path), DamagedFileError
@@ -168,7 +170,7 @@ class RocksDbDatabase:
         return table in self._families or family_name(table, self.layout) in self.opened.families
 
     def renew_marks(self) -> None:
-        """Read again which tables were written to; for a reader whose primary writes."""
+        """Read again which tables were written to: a reader's primary may have written since."""
         with self.lock:
             families = list(self._families.values())
             streamed = self.records.streamed([family.name for family in families])
@@ -211,8 +213,9 @@ class RocksDbDatabase:
     def _create(self, names: list[str]) -> None:
         """Create column families.
 
-        RocksDB rewrites its OPTIONS file at each creation, which is quadratic in the number of tables.
-        Reopening creates them all with one rewrite, and is safe until the first use."""
+        RocksDB rewrites its OPTIONS file at each creation, so creating tables one by one takes
+        quadratic time. Reopening the database creates them all with one rewrite, and is safe before the
+        first use."""
         if len(names) > 2 and not self._used:
             self.reopen(names)
             return
@@ -220,7 +223,8 @@ class RocksDbDatabase:
             try:
                 self.db.create_column_family(name, self.options)
             except Exception as error:
-                # On a full disk RocksDB may create it without the binding noticing.
+                # On a full disk, an earlier attempt may have created the column family although the binding
+                # failed.
                 if "already exists" not in str(error):
                     raise
                 self.reopen(names)
@@ -228,9 +232,9 @@ class RocksDbDatabase:
             self.opened.families.add(name)
 
     def reopen(self, more: Iterable[str] = ()) -> None:
-        """Reopen with ``more`` column families.
+        """Reopen the database with ``more`` column families.
 
-        A primary must not be in use; a reader's running calls finish on the former handle."""
+        A primary must not be in use meanwhile; calls that run on a reader finish on the previous handle."""
         bound = {table: family.name for table, family in self._families.items()}
         if self.settings.access == "primary":
             self._release()
@@ -243,7 +247,7 @@ class RocksDbDatabase:
         self._bind(bound)
 
     def _open_again(self, more: Iterable[str]) -> DatabaseHandle:
-        """Reopen; running fetches keep the folder locked until they end."""
+        """Open a new handle; retries while fetches on the old one keep the folder locked."""
         until = time.monotonic() + _REOPEN_SECONDS
         while True:
             try:
@@ -264,7 +268,7 @@ class RocksDbDatabase:
         return True
 
     def clear(self, family: TableFamily) -> None:
-        """Remove every row.
+        """Remove every row of a table.
 
         A range deletion costs the same for any size and, unlike dropping the column family, does not
         rewrite the OPTIONS file."""
@@ -278,9 +282,9 @@ class RocksDbDatabase:
     def drop(self, tables: Iterable[EmbeddingTable]) -> None:
         """Remove tables: rows, tombstones and load records.
 
-        A few column families are dropped too; if there are more, the empty ones stay, because dropping
-        each would rewrite the OPTIONS file. Does not check the free space: this is how a full disk gets
-        some."""
+        If there are only a few, their column families are dropped too; otherwise the empty families
+        stay, because each drop rewrites the OPTIONS file. Works on a full disk, to free space: it does
+        not check for free bytes."""
         with self.lock, self.errors():
             self.require_primary()
             families = [self.family(t) for t in tables if self.known(t)]
@@ -288,7 +292,7 @@ class RocksDbDatabase:
                 self.records.remove(family.name)
                 self.clear(family)
             names = {family.name for family in families}
-            # The column family is gone for all objects that name the table.
+            # Several table objects may name the same column family; it is gone for all of them.
             self._families = {t: f for t, f in self._families.items() if f.name not in names}
             if len(names) <= 16:
                 for name in names:
@@ -309,7 +313,7 @@ class RocksDbDatabase:
             self.open_tables([table])
 
     def forget(self, tables: Iterable[EmbeddingTable]) -> None:
-        """Free the memory of tables that are no longer used; their rows stay on disk."""
+        """Free the memory of tables that are not used any more; their rows stay on disk."""
         with self.lock, self.errors():
             for table in tables:
                 family = self._families.get(table)
@@ -348,7 +352,8 @@ class RocksDbDatabase:
 
     def figures(self) -> StoreFigures:
         with self.errors():
-            # A version that is loaded again while requests use it has two objects per table.
+            # Two table objects share a column family while a version that requests still use is loaded
+            # again.
             families = {family.name: family.data for family in list(self._families.values())}
             lost = self.opened.lost
             return self.room.figures(
@@ -357,14 +362,14 @@ class RocksDbDatabase:
                 damaged_files=len(self.damage.tables()),
             )
 
-    # -- end --------------------------------------------------------------------------------------
+    # -- closing ----------------------------------------------------------------------------------
 
     def sync(self) -> None:
         with self.errors():
             self.db.flush_wal(True)
 
     def close(self) -> None:
-        """Flush within the time budget, so that the next start need not replay it, and close."""
+        """Flush within the time limit, so that the next start has less to replay, and close."""
         with self.lock, self.errors():
             if self._opened is None:
                 return
@@ -374,7 +379,8 @@ class RocksDbDatabase:
                     self._flush(time.monotonic() + _CLOSE_BUDGET_S)
                     note_manifest(self.settings.path)
             except Exception as error:
-                # The log has the unflushed rows, and a compaction has reported the damage before.
+                # The log still has the rows that were not flushed, and compaction has reported the damage
+                # already.
                 if not isinstance(self._translated(error), DamagedFileError):
                     raise
             finally:

@@ -1,4 +1,4 @@
-"""An open database with its files and locks, for each of the three kinds of access."""
+"""An open database with its files and locks: as a primary, read-only, or as a secondary."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from hps.tiers.rocksdb.database_options import (
 from hps.tiers.rocksdb.errors import NAME
 from hps.tiers.rocksdb.recovery import LogRecovery, LostWrites, lost_by_reader
 
-# A writer removes files while a reader opens them; the next attempt finds the newer ones.
+# Attempts of a reader: the primary may remove files while they are opened; the next attempt finds newer
+# ones.
 _ATTEMPTS = 20
 
 
 class DatabaseHandle:
-    """An open database with all its column families and ``more``, which are created.
+    """An open database with its existing column families and ``more``, which are created.
 
-    ``lost``: acknowledged writes that were missing."""
+    ``lost``: the acknowledged writes that were missing; None if there were none."""
 
     lost: LostWrites | None = None
 
@@ -71,7 +72,7 @@ class DatabaseHandle:
                     f"{settings.path} holds no database, and access: {settings.access} forbids to create "
                     "one; load it once with access: primary",
                 )
-            # The primary's current write may end in the middle of a record.
+            # A reader must tolerate a partial last record: the primary may be writing it.
             self.options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
             known = read_acknowledged(settings.path)
             try:
@@ -88,8 +89,9 @@ class DatabaseHandle:
                 return
 
     def _find_loss(self, settings: OpenSettings, known: AcknowledgedRecord | None) -> None:
-        """Compare a reader's state with the record, unless a primary is moving writes from its log to
-        table files."""
+        """Compare what a reader found with the record of acknowledged writes.
+
+        Skipped while a primary is moving writes from its log to table files."""
         if known is None or has_writer(settings.path) or known != read_acknowledged(settings.path):
             return
         try:
@@ -104,16 +106,16 @@ class DatabaseHandle:
         self._identity = _identity(settings.path)
 
     def acknowledge(self) -> None:
-        """Record that everything written so far is acknowledged. One thread at a time."""
+        """Record everything written so far as acknowledged. For one thread at a time."""
         if self._acknowledged is not None:
             self._acknowledged.note(self.db.latest_sequence_number())
 
     def replaced(self, path: Path) -> bool:
-        """Return whether another database is at the path now."""
+        """Return whether the path now leads to another database."""
         return _identity(path) != self._identity
 
     def clean(self) -> None:
-        """Remove a reader's temporary folder; running calls still finish."""
+        """Remove a reader's temporary folder; calls in flight still finish."""
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -125,7 +127,7 @@ class DatabaseHandle:
         try:
             self.db.close()
         except Exception as error:
-            # The binding's last flush comes after background work has ended.
+            # The binding's own flush on close runs after background work has been stopped.
             if "Shutdown in progress" not in str(error):
                 raise
         finally:
@@ -134,10 +136,10 @@ class DatabaseHandle:
 
 
 def _check_files(settings: OpenSettings, options: Options, families: Iterable[str]) -> None:
-    """Check that all table files can be opened.
+    """Check that all table files can be opened, by opening the database read-only.
 
-    A secondary skips damaged and missing files, as if their rows had never been written; opening
-    read-only does not."""
+    A secondary does not check them: it skips damaged and missing files, as if their rows had never been
+    written."""
     reading = replace(settings, access="read_only")
     links = folder_beside(reading)
     assert links is not None

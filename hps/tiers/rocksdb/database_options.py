@@ -1,8 +1,9 @@
 """Opening RocksDB: options, column families, and the three kinds of access.
 
-Figures behind the options: 10 million rows of 137 bytes in 1.6 GB of table files, all in the operating
-system's file cache; 10,000 sorted random keys a batch; µs of one core a key, hits (misses cost 0.3
-throughout, without the bloom filter as much as hits):
+Measurements behind the options: 10 million rows of 137 bytes in 1.6 GB of table files, all in the
+operating system's file cache; batches of 10,000 sorted random keys. Values are µs of one core per key
+that is found. A key that is not found costs 0.3 with every option; without the bloom filter it would
+cost as much as a found one.
 
 ====================================================  ====
 pread, no block cache, 1 KiB blocks, hash index       2.9   chosen
@@ -16,12 +17,11 @@ mapped: two-level index                               2.8
 mapped: restart interval 1                            3.3
 ====================================================  ====
 
-A block cache in front of the operating system's only copies: hot rows are in the tiers above. Mapped files
-would be a seventh faster, but a disk that fails under them, or a file cut short, ends the process by a
-signal instead of being an error; so they are an option. Small blocks cost most where memory is short: a
-block that is not cached costs a disk read whatever its size. Ribbon filters would save a third of 1.25 bytes
-a row; the binding does not offer them.
-"""
+No block cache: it would only copy the operating system's cache, and hot rows are in the tiers above. No
+mapped files by default: they are a seventh faster, but if the disk fails or a file is cut short, a
+signal ends the process where a read would return an error. Small blocks, because memory may be short: a
+block that is not cached costs one disk read whatever its size. Ribbon filters would save a third of the
+1.25 bytes per row, but the binding does not offer them."""
 
 from __future__ import annotations
 
@@ -50,21 +50,22 @@ from hps.tiers.rocksdb.errors import NAME, translate_rocksdb_error
 Access = Literal["primary", "read_only", "secondary"]
 OnLostWrites = Literal["refuse", "accept"]
 
-# Memory for unflushed rows, over all tables together: when it is used up, the oldest buffer is flushed, and
-# counts until its file is written. A table's full buffer is flushed immediately: RocksDB leaves alone those
-# that are to be flushed together, and each table may have some. A row's place is found in one buffer,
-# faster the more of it is in the processor's cache: a streamed row costs 3.9 µs with buffers of 4 MiB, 4.8
-# with 16, 6 with 64.
+# Memory for unflushed rows, over all tables together. When it is used up, the oldest buffer is flushed, and
+# counts until its file is written. A table's full buffer is flushed immediately. RocksDB does not merge
+# buffers that wait for a flush, so a table may have several. Small buffers are faster, because more of a
+# buffer is in the processor's cache when a row's place is searched: a streamed row costs 3.9 µs with
+# buffers of 4 MiB, 4.8 with 16, 6 with 64.
 _WRITE_BUFFERS = 64 << 20
 _WRITE_BUFFER, _MOST_BUFFERS = 4 << 20, 8
-# Each compaction of new files rewrites the overlapping files of the first level, up to 256 MiB.
+# New files per compaction: each compaction also rewrites the overlapping files of the first level, up to
+# 256 MiB.
 _NEW_FILES = 8
 _ARENA_BLOCK = 64 << 10
 _MAX_WAL = 256 << 20
 # RocksDB gives a quarter of its jobs to flushes. Two flushes at a time write the many small tables of
 # a model five times as fast as one; `threads` bounds the compactions (see open_database).
 _BACKGROUND_JOBS = 8
-# The user's and the group's.
+# Access for the user and the group.
 PRIVATE = 0o770
 _MANIFEST_NOTE = "hps-manifest.json"
 _BINDING_FILE = "rocksdict-config.json"
@@ -89,7 +90,7 @@ class RocksDbTuning:
 
 @dataclass(frozen=True, slots=True)
 class OpenSettings:
-    """Settings of one opening.
+    """Settings with which a database is opened.
 
     ``on_lost_writes``: a primary's reaction to acknowledged writes that are missing from its log.
     ``repair``: open a primary although table files are damaged."""
@@ -102,14 +103,14 @@ class OpenSettings:
 
 
 def make_options(settings: OpenSettings, families: int) -> Options:
-    """Make one option object for the database and every column family: they share the block cache."""
+    """Make one options object for the database and all its column families, which share its block cache."""
     tuning, writes = settings.tuning, settings.access == "primary"
     options = Options(raw_mode=True)
     options.set_block_based_table_factory(_block_options(tuning))
     options.set_paranoid_checks(not settings.repair)
     options.create_if_missing(writes)
     options.create_missing_column_families(writes)
-    # Vectors are noise to a compressor: it would cost time and save nothing.
+    # Vectors do not compress: compression would cost time and save nothing.
     options.set_compression_type(DBCompressionType.none())
     options.set_allow_mmap_reads(tuning.mmap_reads)
     options.set_max_background_jobs(_BACKGROUND_JOBS)
@@ -119,7 +120,7 @@ def make_options(settings: OpenSettings, families: int) -> Options:
     options.set_level_zero_file_num_compaction_trigger(_NEW_FILES)
     options.set_arena_block_size(_ARENA_BLOCK)
     options.set_max_total_wal_size(_MAX_WAL)
-    # The primary removes files that a reader may still need; only open ones stay readable.
+    # A reader keeps all files open: the primary may remove one, and only an open file stays readable.
     options.set_max_open_files(_open_files(families) if writes else -1)
     options.set_keep_log_file_num(4)
     options.set_max_log_file_size(8 << 20)
@@ -142,10 +143,10 @@ def _block_options(tuning: RocksDbTuning) -> BlockBasedOptions:
 
 
 def _open_files(families: int) -> int:
-    """Return how many table files may stay open; others are opened when they are read.
+    """Return how many table files may stay open; the others are opened at each read.
 
-    A new column family holds a handle as well. If the handles exceed the process's soft limit, it is
-    raised towards the hard one; otherwise half of the handles are left to the rest of the process."""
+    Raises the process's soft limit of file handles towards the hard one if necessary. A new column family
+    needs a handle too; half of the other handles are left to the rest of the process. -1: no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return -1
@@ -163,8 +164,8 @@ def existing_families(path: Path) -> list[str]:
     try:
         if (path / "CURRENT").exists():
             return list(Rdict.list_cf(str(path)))
-        # A database has a log from the start. A lone MANIFEST was left by a process that was killed while
-        # it created the database.
+        # A complete database has a log. A MANIFEST alone was left by a process that was killed while it
+        # created the database.
         left = next((f for f in path.glob("*") if f.suffix in (".sst", ".log")), None)
     except Exception as error:
         raise translate_rocksdb_error(error, path) from error
@@ -229,14 +230,15 @@ def note_manifest(path: Path) -> None:
         part.write_text(json.dumps({"name": name, "bytes": size}))
         part.replace(path / _MANIFEST_NOTE)
     except OSError:
-        # Not an error, only a check less at the next start: the disk may be full.
+        # Not an error: without the record (the disk may be full) the next start only skips a check.
         return
 
 
 def check_manifest(path: Path) -> None:
     """Raise TierError if the MANIFEST is shorter than recorded.
 
-    RocksDB would take the rest for an earlier state, and delete the table files that are not in it."""
+    RocksDB would take a shortened MANIFEST for an earlier state, and delete all table files that it does
+    not list."""
     try:
         noted = json.loads((path / _MANIFEST_NOTE).read_text())
         name = (path / "CURRENT").read_text().strip()
@@ -249,11 +251,11 @@ def check_manifest(path: Path) -> None:
 
 
 def folder_beside(settings: OpenSettings) -> TemporaryDirectory[str] | None:
-    """Return the temporary folder that a reader needs.
+    """Make the temporary folder that a reader needs; None for a primary.
 
-    For a read-only one it holds links to the database's files: RocksDB's binding writes a settings file
-    at every opening, even read-only; this way the database folder is never written to and may be on a
-    read-only file system. A secondary keeps its log there."""
+    ``read_only``: a folder of links to the database's files. RocksDB's binding writes a settings file at
+    every opening, even read-only; with the links the database folder is never written to, and may be on a
+    read-only file system. ``secondary``: the folder of its log."""
     if settings.access == "primary":
         return None
     folder = TemporaryDirectory(prefix="hps-rocksdb-")

@@ -1,4 +1,4 @@
-"""RocksDB's messages as errors with the cause and the remedy, and the owner of a locked folder."""
+"""Translation of RocksDB's messages to errors with cause and remedy, such as a lock's owner."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _REMEDY = (
 
 
 def full_disk(path: Path, needed: int, why: str, remedy: str = _REMEDY) -> TierError:
-    """Error for a lack of disk space; ``needed`` bytes, 0 = unknown."""
+    """Return the error for a full disk. ``needed``: bytes, 0 if unknown."""
     try:
         free = shutil.disk_usage(nearest_folder(path)).free
     except OSError:
@@ -93,16 +93,16 @@ def full_disk(path: Path, needed: int, why: str, remedy: str = _REMEDY) -> TierE
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the folder, or its closest existing parent."""
+    """Return ``path`` if it is an existing folder, else its closest existing parent."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
 
 def _lock_owner(path: Path) -> str:
-    """Return the process that holds the lock, from the kernel.
+    """Return a description of the process that holds the lock, as the kernel reports it.
 
-    Call only if another process does: closing the lock file in the owning process would release the lock."""
+    Call only if another process holds it: closing the lock file in the owning process releases the lock."""
     try:
         fd = os.open(path / "LOCK", os.O_RDWR)
     except OSError:
@@ -124,5 +124,5 @@ def _lock_owner(path: Path) -> str:
     except (OSError, UnicodeDecodeError):
         return f"process {pid}"
     command = command.strip()
-    # Long enough for the file of `hps serve --config FILE`, short enough for a line.
+    # 400 characters include the file of `hps serve --config FILE` and still fit a log line.
     return f"process {pid} ({command if len(command) <= 400 else command[:399] + '…'})"

@@ -1,13 +1,13 @@
 """High-water marks: a write newer than every earlier one needs no read.
 
 Streams bring rows nearly in the order of their versions, and reading a stored version costs more than
-the rest of an update. So the highest version ever written is kept per bucket of a table's keys: a write
-that is not older applies, whatever is stored. A write older than its bucket's mark may still be newer
-than its own key's row; it costs a read.
+the rest of an update. So the highest version ever written is kept per bucket of a table's keys. A write
+that is not older than its bucket's mark applies, whatever is stored. A write that is older may still be
+newer than the stored row of its key, so the stored version is read.
 
-Marks are in memory. An upper bound of them is in the column family ``default`` under ``highest:<column
-family>``, u64 little-endian; it is written before the rows it covers, and the next start begins with
-it. If a table was written to without one, its marks are unknown."""
+Marks are in memory. Their upper bound is stored in the column family ``default`` under ``highest:<column
+family>``, u64 little-endian. It is written before the rows it covers, and after a start all marks begin at
+it. If a table was written to without a bound, its marks are unknown, and every write costs a read."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Write = Callable[[Callable[[WriteBatch], None]], None]
 
 _MOST_BUCKETS, _LEAST_BUCKETS = 1 << 16, 1 << 6
 _ROWS_A_BUCKET = 8
-# Versions by which the stored bound is ahead of the marks: ten seconds (`make_version`). This is how often
-# it is written, and how long a stream costs reads after a start.
+# How far the stored bound is ahead of the marks, in versions: ten seconds (`make_version`). The bound is
+# written once in that time; after a start, a stream costs reads for as long.
 _AHEAD = 10_000 << 20
 _HIGHEST = 2**64 - 1
 _SPREAD = np.uint64(0x9E37_79B9_7F4A_7C15)  # 2^64 / the golden ratio: spreads neighbours far apart
@@ -48,14 +48,17 @@ class HighWaterMarks:
         self._bound = 0
 
     def surpassed(self, code: CodeArray, versions: VersionArray) -> NDArray[np.bool_]:
-        """Return which writes of ``versions (n,)`` to ``code (n,)`` are not older than their buckets'
-        marks."""
+        """Return a mask (n,) of the writes that need no read: not older than their bucket's mark.
+
+        ``code (n,)`` and ``versions (n,)``: the writes."""
         marks = self._known()
         newer: NDArray[np.bool_] = versions >= marks[_buckets(code, len(marks))]
         return newer
 
     def rise(self, code: CodeArray, versions: VersionArray, write: Write) -> None:
-        """Raise the marks; call it before ``versions (n,)`` are written to ``code``."""
+        """Raise the marks for writes of ``versions (n,)`` to ``code (n,)``; call it before the writes.
+
+        ``write`` stores a new upper bound if that is necessary."""
         if not len(code):
             return
         marks = self._known()
@@ -67,7 +70,7 @@ class HighWaterMarks:
         np.maximum.at(marks, _buckets(code, len(marks)), versions)
 
     def renew(self) -> None:
-        """Reset after a new bulk load: its rows have another version."""
+        """Read the marks' start again after a bulk load, whose rows have another version."""
         self._marks = None
 
     def clear(self) -> None:

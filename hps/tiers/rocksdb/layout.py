@@ -1,13 +1,12 @@
-"""Rows in RocksDB: the two layouts, as pure array functions.
+"""Encoding of keys and rows in RocksDB, in both layouts, as pure array functions.
 
 A *code* is the integer whose big-endian bytes are the stored key, so that sorting codes sorts the
 stored keys:
 
-* ``native``: code = key with its sign bit flipped, hence stored keys (8 bytes) are in the numeric order
-  of the signed key. Values are versioned (`hps.tiers.row_values`).
-* ``hps``: HPS's own layout. The stored key is the key's 8 (with 32-bit keys 4) little-endian bytes, the
-  value the bare row.
-"""
+* ``native``: the code is the key with its sign bit flipped, so that stored keys (8 bytes) are in the
+  numeric order of the signed keys. Values are versioned (`hps.tiers.row_values`).
+* ``hps``: HPS's own layout. The stored key has the key's 8 (with 32-bit keys 4) little-endian bytes, the
+  value is the bare row."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _SIGN = np.uint64(1 << 63)
 
 
 def family_name(table: EmbeddingTable, layout: Layout) -> str:
-    """Return the table's column family. HPS's names have no version."""
+    """Return the name of the table's column family; in the ``hps`` layout without a version."""
     return f"hps_et.{table.model}.{table.name}" if layout == "hps" else table.id
 
 
@@ -41,7 +40,7 @@ class RowCodec(RowValueCodec):
         """Bytes of a stored key."""
 
     def codes(self, keys: KeyArray) -> CodeArray:
-        """Convert (n,) int64 to (n,) uint64 whose ascending order is the order of the stored keys."""
+        """Convert (n,) int64 keys to (n,) uint64 codes, whose order is that of the stored keys."""
         if self.versioned:
             native: CodeArray = self._table.narrow(keys).view(np.uint64) ^ _SIGN
             return native
@@ -50,8 +49,9 @@ class RowCodec(RowValueCodec):
         return keys.view(np.uint64).byteswap()
 
     def keys(self, stored: bytes) -> KeyArray:
-        """Convert n joined stored keys to (n,) int64. 32-bit keys of the ``hps`` layout are unsigned, as
-        in HPS."""
+        """Convert n stored keys, joined, to (n,) int64.
+
+        32-bit keys of the ``hps`` layout are unsigned, as in HPS."""
         if self.versioned:
             return (np.frombuffer(stored, ">u8").astype(np.uint64) ^ _SIGN).view(np.int64)
         return np.frombuffer(stored, "<u4" if self.key_bytes == 4 else "<i8").astype(np.int64)

@@ -1,10 +1,10 @@
 """Bulk load into RocksDB: sorted rows become SST files, linked into the table one by one.
 
-A load record per table is in the column family ``default`` under ``load:<column family>``. It is
-written as incomplete before the first row and as complete after the last one, so the next start
-recognises a killed load, and continues behind the last linked file if it is the same load of the same
-files. ``streamed:<column family>`` marks a table that has been written to since. Stream positions
-(`hps.tiers.rocksdb.positions`) go with that mark."""
+Each table has a load record in the column family ``default`` under ``load:<column family>``. It is written
+as incomplete before the first row and as complete after the last one, so the next start detects a killed
+load. If it is the same load of the same files, it continues after the last linked file.
+``streamed:<column family>`` marks a table that has been written to since its load. A new load removes that
+mark and the stream positions (`hps.tiers.rocksdb.positions`)."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ _FILE_BYTES = 256 << 20
 _READ_AHEAD = 128 << 10
 _SYNC_BYTES = 16 << 20
 _SMALL_BYTES = 256 << 10
-# Rows encoded at a time: small enough to stay in the processor's cache, large enough to amortise.
+# Rows encoded at a time: few enough to stay in the processor's cache, enough to amortise the call.
 _BLOCK_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """A bulk load of a table.
+    """The record of a table's bulk load.
 
-    ``digest`` of its files; ``rows`` (before the load: expected; after: actual); the rows' ``version``
-    (see hps.types.make_version); and the time of the load. ``stamp`` changes with every write to the
-    files: a killed load is continued only if it is equal; if empty, it starts again."""
+    ``digest``: of the files. ``rows``: expected before the load, actual after it. ``version``: of the
+    rows (see hps.types.make_version). ``loaded_unix``: time of the load. ``stamp``: changes with every
+    write to the files; a killed load is continued only if it is equal and not empty."""
 
     digest: str
     rows: int = 0
@@ -77,7 +77,7 @@ class LoadRecord:
 
 
 class LoadRecords:
-    """Load records in the column family ``default``."""
+    """The load records of all tables, in the column family ``default``."""
 
     def __init__(self, db: Callable[[], Rdict]) -> None:
         self._db = db
@@ -111,11 +111,11 @@ class LoadRecords:
         at.status()
 
     def distrust(self, families: Iterable[str], *, versioned: bool) -> None:
-        """Invalidate the records of ``families``, which may be older or newer than the rows.
+        """Invalidate all records after lost writes: they may be older or newer than the rows.
 
-        ``families`` must be all that exist. Streams are read again, each write reads the stored version,
-        and small tables, whose load went through the log, are loaded again (``versioned``: that keeps
-        newer rows)."""
+        ``families`` must be all that exist. Afterwards streams are read again from their start, and
+        each write reads the stored version. With ``versioned`` rows, small tables, whose loads went
+        through the log, are loaded again, which keeps newer rows."""
         batch = WriteBatch(raw_mode=True)
         for family in families:
             record = self.get(family)
@@ -140,14 +140,15 @@ class LoadRecords:
 
 
 def position_prefix(family: str) -> bytes:
-    """Return the name prefix of a table's stream positions; see `hps.tiers.rocksdb.positions`."""
+    """Return the prefix of a table's stream positions; see `hps.tiers.rocksdb.positions`."""
     return f"position:{family}:".encode()
 
 
 def loaded_until(found: LoadRecord | None, record: LoadRecord, family: Rdict) -> int:
-    """Return the greatest code that a killed load of the same ``record`` has loaded; -1 if none.
+    """Return the greatest code that a killed load has loaded; -1 if it can't be continued.
 
-    ``found`` is the stored record. Only for tables without other rows."""
+    ``found``: the stored record. ``record``: that of the new load, which must be the same load. Only for
+    tables without other rows."""
     if not record.stamp or found != record.started():
         return -1
     last = family.iter()
@@ -169,9 +170,9 @@ def ingest_folder(path: Path) -> Path:
 
 
 class BulkLoad:
-    """Writes one table's rows to SST files next to the database and links each into the table.
+    """Writes one table's rows to SST files next to the database, and links each file into the table.
 
-    Holds ``lock`` for that, like other writers."""
+    Takes ``lock``, like other writers, to link a file."""
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class BulkLoad:
         self._codec = codec
         self._version = version
         self._lock = lock
-        # Rows up to this code are loaded already.
+        # A continued load skips rows up to this code.
         self._since = since
         self._files: list[str] = []
         self._in_file = 0
@@ -204,10 +205,10 @@ class BulkLoad:
         handle: ColumnFamily,
         progress: Callable[[int], None],
     ) -> int:
-        """Load the rows and return their number; ``expected`` is an estimate, 0 = unknown.
+        """Load the rows and return their number. ``expected``: an estimate of it, 0 if unknown.
 
-        A small table is written like an update: an SST file costs four waits for the disk, which adds
-        up for a model of thousands of tables."""
+        A small table is written like an update: an SST file waits four times for the disk, which adds
+        up in a model of thousands of tables."""
         if not 0 < expected * self._codec.value_bytes <= _SMALL_BYTES:
             return self._ingest(chunks, family, progress)
         rows, last = 0, -1
@@ -225,7 +226,7 @@ class BulkLoad:
         handle: ColumnFamily,
         last: int,
     ) -> int:
-        """Write through the log; returns the greatest code."""
+        """Write rows through the log; return the greatest code."""
         if not len(code):
             return last
         if int(code[0]) <= last or not (code[1:] > code[:-1]).all():
@@ -265,7 +266,7 @@ class BulkLoad:
             self._writer = SstFileWriter(self._options)
             self._writer.open(self._files[-1])
         values = self._codec.encode(vectors, self._version)
-        # A loop in C: one call per row without the interpreter's loop.
+        # The loop over rows runs in C.
         deque(map(self._writer.__setitem__, self._codec.stored_keys(code), values), 0)
         written = len(code) * (self._codec.value_bytes + 8)
         self._in_file += written
@@ -275,7 +276,7 @@ class BulkLoad:
             self._syncing = pool.submit(_sync, self._files[-1])
 
     def _finish_file(self, family: Rdict, pool: Executor) -> None:
-        """Link the file into the table, where it stays even if the rest of the load fails."""
+        """Finish the file and link it into the table; it stays linked even if the rest of the load fails."""
         if self._writer is None:
             return
         self._writer.finish()
@@ -286,7 +287,8 @@ class BulkLoad:
         try:
             options = IngestExternalFileOptions()
             options.set_move_files(True)
-            # RocksDB numbers it as a write before it has recorded the file: do not acknowledge that number.
+            # RocksDB numbers the file as a write before it has recorded it, so this number is not
+            # acknowledged.
             with self._lock:
                 family.ingest_external_file(self._files[-1:], options)
         finally:
@@ -299,9 +301,9 @@ class BulkLoad:
 
 
 def _sync(file: str) -> None:
-    """Start writing a file back to disk before it is finished.
+    """Start writing a file's pages to disk before the file is finished.
 
-    RocksDB syncs it only at the end, holding the interpreter lock for as long as 256 MB take."""
+    RocksDB would write them only at the end, and hold the interpreter lock while it syncs up to 256 MB."""
     handle = os.open(file, os.O_RDONLY)
     try:
         os.fdatasync(handle)
@@ -312,8 +314,8 @@ def _sync(file: str) -> None:
 def _read_back(handle: int) -> None:
     """Read a finished file into the operating system's cache, unless memory is short.
 
-    RocksDB drops its SST writer's output from that cache, and a read from the disk costs 140 µs instead
-    of 5: the first requests after a load would be slower."""
+    RocksDB's SST writer drops its output from that cache. A read from disk costs 140 µs instead of 5, so
+    the first requests after a load would be slow."""
     try:
         size = os.fstat(handle).st_size
         if size * 4 > _available_bytes():

@@ -1,8 +1,8 @@
 """Stream positions in RocksDB: how far a table contains each partition of a topic.
 
 They are in the column family ``default`` under ``position:<column family>:<topic>/<partition>`` and are
-written after their rows, through the same log: after a crash they never claim more than the rows. Under
-the same name with the suffix ``/id`` is Kafka's ID of the topic. A new bulk load, which loses streamed
+written after their rows, through the same log: after a crash a position never covers rows that are missing.
+The same name with the suffix ``/id`` holds Kafka's ID of the topic. A new bulk load, which removes streamed
 rows, removes both."""
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class RocksDbStreamPositions:
 
 
 def _last_word(changes: TableChanges) -> IndexArray:
-    """Return the deletions that no insertion of a higher version overrides.
+    """Return the positions of the deletions that take effect: no insertion has a higher version.
 
-    A store without versions cannot decide that itself."""
+    For a store without versions, which cannot decide that itself."""
     keys = np.concatenate([changes.keys, changes.deleted])
     at = newest_of_each(keys, np.concatenate([changes.versions, changes.deleted_versions]))
     if at is None:

@@ -1,16 +1,19 @@
 """Opening a primary: replay of the write-ahead log, and detection of lost acknowledged writes.
 
-RocksDB alone takes a log that ends early for complete. So the log is replayed with absolute
-consistency, which rejects every incomplete record, and the result is compared with the record of
-acknowledged writes (`hps.tiers.rocksdb.acknowledged_writes`). A killed process may leave a part of the
-one write that it had not acknowledged: that is no loss. After a power failure the newest writes may be
-missing, as docs/model-repository.md says. Every other loss is damage, and `OpenSettings.on_lost_writes`
-decides. A reader compares the end of its log with the record too, unless a primary is writing: that one
-has compared it.
+RocksDB alone would accept a log whose end is missing. So the log is replayed with absolute consistency,
+which rejects every incomplete record, and the result is compared with the record of acknowledged writes
+(`hps.tiers.rocksdb.acknowledged_writes`). Of the writes that are missing:
 
-Not detected: the loss of a log file, or of its end after a whole record, if it was made or written to
-within the last second before the process ended, and is not the newest one. A reader does not detect the
-loss of a log file that is not the newest one."""
+* A part of one unacknowledged write, left by a killed process, is no loss.
+* After a power failure the newest writes may be missing, as docs/model-repository.md says.
+* Every other loss is damage, and `OpenSettings.on_lost_writes` decides.
+
+A reader also compares the end of its log with the record, unless a primary is writing, which has
+compared it.
+
+Not detected: the loss of a log file, or of its end after a whole record, if the file was made or written to
+in the last second before the process ended and is not the newest one. A reader does not detect the loss of
+any log file but the newest one."""
 
 from __future__ import annotations
 
@@ -42,9 +45,8 @@ _LOSS = "Rows that came by a stream are read from it again; rows written by call
 class LostWrites:
     """Acknowledged writes that are missing.
 
-    ``most``: an upper bound of their number (rows, deletions and the store's own records), None if
-    unknown. ``later``: writes after the lost ones may exist, so stream positions may be ahead of the
-    rows."""
+    ``most``: an upper bound of their number (rows, deletions and the store's own records); None if unknown.
+    ``later``: writes from after the lost ones may exist, so stream positions may be ahead of the rows."""
 
     most: int | None
     later: bool
@@ -53,7 +55,7 @@ class LostWrites:
 def lost_by_reader(
     settings: OpenSettings, known: AcknowledgedRecord, end: int
 ) -> LostWrites | None:
-    """Return the acknowledged writes that a reader did not find.
+    """Return the acknowledged writes that a reader did not find; None if it found all.
 
     ``known``: the record. ``end``: the number of the reader's last write. Raises TierError if the loss
     is not accepted."""
@@ -65,7 +67,7 @@ def lost_by_reader(
 
 
 def _report(settings: OpenSettings, most: int | None, fault: str, *, stopped: bool) -> None:
-    """Log a loss of up to ``most`` writes (None: unknown). Raises TierError if it is not accepted.
+    """Log a loss of up to ``most`` writes (None: unknown), or raise TierError if it is not accepted.
 
     ``stopped``: the machine was restarted, and only its newest writes are missing."""
     number = "an unknown number of" if most is None else f"up to {most:,}"
@@ -84,7 +86,7 @@ def _report(settings: OpenSettings, most: int | None, fault: str, *, stopped: bo
 
 
 class LogRecovery:
-    """Recovery of one primary, opened with ``options`` and these column ``families``."""
+    """Opens one primary with ``options`` and the column ``families``, and finds its lost writes."""
 
     def __init__(self, settings: OpenSettings, options: Options, families: Iterable[str]) -> None:
         self._settings = settings
@@ -95,14 +97,14 @@ class LogRecovery:
         """Lost writes, once the database is open."""
 
     def open(self) -> Rdict:
-        """Open the database. Raises TierError, also for missing acknowledged writes that are not accepted.
+        """Open the database. Raises TierError, also for lost acknowledged writes that are not accepted.
 
-        In that case the log files stay unchanged, unless what is left of them is intact."""
+        After such an error the log files are unchanged, unless what is left of them is intact."""
         known, missing = self._noted, self._missing()
         fault = ", ".join(missing.values())
         if not missing:
             mode = DBRecoveryMode.absolute_consistency()
-            if known is None:  # an older version kept no record
+            if known is None:  # written by a version of hps that kept no record
                 mode = DBRecoveryMode.tolerate_corrupted_tail_records()
             try:
                 db = self._open(mode)
@@ -115,7 +117,7 @@ class LogRecovery:
                 fault = "its end is missing"
         end = self._readable_end()
         if known and end is not None and end >= known.sequence and not missing:
-            return self._open(DBRecoveryMode.point_in_time())  # without unacknowledged writes
+            return self._open(DBRecoveryMode.point_in_time())  # drops only unacknowledged writes
         if known is None or end is None or any(name != known.newest for name in missing):
             return self._open_with_loss(known, None, fault)
         return self._open_with_loss(known, end, fault)
@@ -137,8 +139,7 @@ class LogRecovery:
         return db
 
     def _missing(self) -> dict[str, str]:
-        """Return the log files that are missing or too short and hold unflushed writes, each with its
-        fault."""
+        """Return the log files with unflushed writes that are missing or too short, each with its fault."""
         if self._noted is None:
             return {}
         files = log_files(self._settings.path)
@@ -153,15 +154,14 @@ class LogRecovery:
         }
 
     def _oldest_needed(self) -> int:
-        """Return the number of the oldest log file with writes that are in no table file."""
+        """Return the number of the oldest log file whose writes are not all in table files."""
         with self._reading(with_logs=False) as db:
             return int(db.property_int_value("rocksdb.min-log-number-to-keep") or 0)
 
     def _readable_end(self) -> int | None:
-        """Return the number of the last write before the first damaged record; None if table files have
-        later ones.
+        """Return the number of the last write before the log's first damaged record.
 
-        Raises DamagedFileError if anything but the log is damaged."""
+        None if table files have later writes. Raises DamagedFileError if anything but the log is damaged."""
         try:
             with self._reading() as db:
                 return db.latest_sequence_number()
@@ -176,7 +176,7 @@ class LogRecovery:
 
     @contextmanager
     def _reading(self, *, with_logs: bool = True) -> Iterator[Rdict]:
-        """Open the database up to its first damaged record, without changes in its folder."""
+        """Open the database up to the log's first damaged record, without changing its folder."""
         self._options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
         reading = replace(self._settings, access="read_only")
         links = folder_beside(reading)

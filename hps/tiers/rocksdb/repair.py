@@ -1,9 +1,9 @@
 """Repair of damaged tables: salvage the readable entries and recreate the column family.
 
-RocksDB cannot repair a single column family, but can drop one without reading it. So the readable
+RocksDB cannot repair a single column family, but it can drop one without reading it. So the readable
 entries of a damaged table are written to SST files in the folder `hps-repair`, the column family is
-dropped and created again, these files are linked into it, and the caller inserts the rest from the
-model's files. If killed at any point, it continues when run again; until then the database is not
+dropped and created again, the files are linked into it, and the caller inserts the missing rows from the
+model's files. A repair that is killed continues when it is run again; until then the database can't be
 opened for anything else."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def unreadable_ranges(database: RocksDbDatabase, family: TableFamily) -> list[Un
 def _readable(
     database: RocksDbDatabase, data: Rdict, name: str, width: int, gaps: list[UnreadableRange]
 ) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Yield keys and values of all readable entries, in order, and add the ranges between to ``gaps``.
+    """Yield keys and values of all readable entries, in order; add the unreadable ranges to ``gaps``.
 
     Keys have ``width`` bytes."""
     start, end, last = 0, (1 << 8 * width) - 1, -1
@@ -91,9 +91,9 @@ def _readable(
 
 
 def _after(data: Rdict, first: int, end: int, width: int) -> int:
-    """Return the smallest readable code behind a damaged part that begins at ``first``.
+    """Return the smallest readable code after a damaged part that begins at ``first``.
 
-    Searched with doubled, then halved steps; ``end + 1`` if everything up to the end is damaged."""
+    Searches with doubled, then halved steps. ``end + 1`` if everything up to the end is damaged."""
 
     def good(code: int) -> bool:
         at = data.iter()
@@ -119,7 +119,7 @@ def _after(data: Rdict, first: int, end: int, width: int) -> int:
 
 
 class TableRepair:
-    """Repair of one table of a database opened for it.
+    """Repair of one table, in a database opened for repair.
 
     Call `save`, then `put_back`, insert the rows of `lost`, then call `finish`."""
 
@@ -132,14 +132,15 @@ class TableRepair:
 
     @property
     def begun(self) -> bool:
-        """Return whether a repair was interrupted after its entries were saved."""
+        """True if an earlier repair was interrupted after it had saved the entries."""
         return (self._folder / _DONE).exists()
 
     def save(self, keys: Iterable[KeyArray]) -> SalvagedTable:
         """Write the readable entries to files.
 
-        ``keys``: those of the model's files, in chunks. A key in a gap is looked up separately: a newer
-        row of it may be in another file. After an interruption, returns what was saved then."""
+        ``keys``: the keys of the model's files, in chunks. Each of them that is in a gap is looked up
+        separately, because another table file may have a newer row of it. After an interruption,
+        returns what was saved before it."""
         if self.begun:
             saved = json.loads((self._folder / _DONE).read_text())
             record = saved["record"] and LoadRecord(**saved["record"])
@@ -164,7 +165,7 @@ class TableRepair:
 
     @property
     def lost(self) -> CodeArray:
-        """(n,) ascending codes of the keys passed to `save` that could not be read."""
+        """The codes (n,), ascending, of the keys passed to `save` that could not be read."""
         lost: CodeArray = np.load(self._folder / _LOST)
         return lost
 
@@ -186,7 +187,7 @@ class TableRepair:
             database.acknowledge()
 
     def finish(self, saved: SalvagedTable) -> None:
-        """Restore the load record, and end the repair."""
+        """Write the load record again, and end the repair."""
         database = self._database
         with database.lock, database.errors():
             family = database.family(self._table)
@@ -201,14 +202,14 @@ class TableRepair:
             self._folder.parent.rmdir()
 
     def _link(self, file: Path) -> str:
-        """A second name for a file, for RocksDB to take over."""
+        """Make a second name for a file, because RocksDB takes over the file that it is given."""
         target = ingest_folder(self._database.settings.path) / file.name
         target.unlink(missing_ok=True)
         os.link(file, target)
         return str(target)
 
     def _write(self, turn: str, parts: Iterable[tuple[list[bytes], list[bytes]]]) -> int:
-        """Entries in ascending order into files of bounded size; returns how many."""
+        """Write entries, which ascend, to files of bounded size; return the number of entries."""
         number, writer, size = 0, None, 0
         for names, values in parts:
             if writer is None:
@@ -228,7 +229,9 @@ class TableRepair:
     def _look_up(
         self, family: TableFamily, gaps: list[UnreadableRange], keys: Iterable[KeyArray]
     ) -> tuple[tuple[list[bytes], list[bytes]], CodeArray]:
-        """The entries of ``keys`` in ``gaps`` that can be read, in order, and the codes of the others."""
+        """Look up ``keys`` that are in ``gaps``.
+
+        Returns the readable entries, in order, and the codes of the others."""
         inside = (
             [code[_within(code, gaps)] for code in map(family.codec.codes, keys)] if gaps else []
         )
@@ -248,7 +251,7 @@ class TableRepair:
 
 
 def _within(code: CodeArray, gaps: list[UnreadableRange]) -> Any:
-    """Mask of the ``code (n,)`` that lie in one of the ``gaps``, which ascend."""
+    """Return a mask of ``code (n,)`` in one of the ``gaps``, which ascend."""
     firsts = np.array([gap.first for gap in gaps], np.uint64)
     lasts = np.array([gap.last for gap in gaps], np.uint64)
     at = np.searchsorted(firsts, code, "right") - 1

@@ -27,8 +27,9 @@ from hps.types import (
     oldest_tombstone,
 )
 
-# rocksdict holds the interpreter lock while it writes (2 µs per row of 128 bytes): larger batches would
-# keep request threads waiting. Rows are encoded in larger chunks, at half the cost.
+# Rows per write: rocksdict holds the interpreter lock while it writes (2 µs per row of 128 bytes), so
+# larger batches would keep request threads waiting. Rows are encoded in larger chunks, which halves that
+# cost.
 _WRITE_SLICE, _ENCODE_SLICE = 64, 512
 _SCAN_ROWS = 4096
 
@@ -52,8 +53,7 @@ def scan_entries(
         names, values = map(list, zip(*some, strict=True))
         last = names[-1]
         yield names, values
-    # The binding's loop ends the same way at a damaged block and at the end; only this shows the
-    # difference.
+    # The binding's loop ends without an error at a damaged block too; only the status shows the difference.
     at = data.iter()
     at.seek_to_first() if last is None else at.seek(last)
     if at.valid():
@@ -72,7 +72,7 @@ class VersionedRows:
         self._clock = clock
 
     def read(self, family: TableFamily, code: CodeArray) -> tuple[StoredRows, bool]:
-        """Read the values under ascending codes; return them and whether all were readable.
+        """Read the values of ascending codes; return them, and whether all keys were readable.
 
         Keys in a damaged part of a table file count as not stored."""
         keys, whole = family.codec.stored_keys(code), True
@@ -116,7 +116,7 @@ class VersionedRows:
                 yield family.codec.keys(b"".join(names)), _decode(family, values)
 
     def check_first(self, family: TableFamily) -> None:
-        """Raise TierError if the table's first row does not have the length of its dim and dtype."""
+        """Raise TierError if the length of the table's first row does not match its dim and dtype."""
         with self._database.errors():
             first = family.data.iter()
             first.seek_to_first()
@@ -129,12 +129,13 @@ class VersionedRows:
                 self._database.pass_over(error, family.table.id)
 
     def unexpired(self, table: EmbeddingTable, versions: VersionArray) -> NDArray[np.bool_]:
-        """Return which tombstones are not older than the table's ``tombstone_ttl_s``."""
+        """Return a mask of the tombstones that are not older than the table's ``tombstone_ttl_s``."""
         return versions >= np.uint64(oldest_tombstone(table, self._clock()))
 
     def reaching(self, table: EmbeddingTable, keys: KeyArray, version: int) -> IndexArray:
-        """Return the positions of the ``keys (n,)`` that may be stored with ``version`` (above 0) or
-        higher."""
+        """Return the positions of the ``keys (n,)`` whose stored version may be ``version`` or higher.
+
+        ``version`` is above 0. Reads no rows: decided by the high-water marks."""
         with self._database.lock, self._database.errors():
             family = self._database.family(table)
             below = np.full(len(keys), version - 1, np.uint64)
@@ -149,17 +150,17 @@ class VersionedRows:
         *,
         resident_only: bool,
     ) -> None:
-        """Upsert, or delete if ``vectors`` is None, writes that are not older than the stored ones.
+        """Upsert the rows, or delete them if ``vectors`` is None, unless a stored version is newer.
 
-        Also removes expired tombstones, at most as many as there are keys: so they never pile up, and
-        no write takes long."""
+        Also removes expired tombstones, at most as many as there are keys: so they do not pile up, and
+        no single write takes long."""
         if not len(keys):
             return
         with self._database.lock, self._database.errors():
             family = self._database.family(table)
             self._database.writable(len(keys) * family.codec.value_bytes)
             keys = table.narrow(keys)
-            # Without stored versions the last of equal keys wins, whatever its version.
+            # Without stored versions, the last write of a key wins, whatever its version.
             ranks = versions if family.codec.versioned else np.zeros(len(keys), np.uint64)
             at = newest_of_each(keys, ranks)
             if at is None:
@@ -183,7 +184,7 @@ class VersionedRows:
     def _applicable(
         self, family: TableFamily, code: CodeArray, versions: VersionArray, *, resident_only: bool
     ) -> NDArray[np.bool_]:
-        """Return which writes are not older than the stored ones.
+        """Return a mask of the writes that apply: no stored version is newer.
 
         An unexpired tombstone is resident: an update restores its key."""
         mask = np.zeros(len(code), bool)
@@ -191,7 +192,7 @@ class VersionedRows:
             mask = family.marks.surpassed(code, versions)
         unsure = np.flatnonzero(~mask)
         if len(unsure):
-            # An unreadable row must not block a new one.
+            # An unreadable row counts as absent, so that it can be overwritten.
             stored, _ = self.read(family, code[unsure])
             live = self.unexpired(family.table, stored.tombstone_versions)
             tombstone_at = stored.tombstone_at[live]
@@ -207,7 +208,7 @@ class VersionedRows:
         return mask
 
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Remove rows and tombstones, leaving no tombstone."""
+        """Remove rows and tombstones without a trace."""
         with self._database.lock, self._database.errors():
             self._database.writable()
             family = self._database.family(table)
@@ -216,7 +217,7 @@ class VersionedRows:
     def _put(
         self, family: TableFamily, code: CodeArray, values: Callable[[slice], list[bytes]] | None
     ) -> None:
-        """Write (or, without ``values``, remove) in slices of bounded length."""
+        """Write entries in slices of bounded length; without ``values``, remove them."""
         handle = repeat(family.handle)
 
         def fill(part: slice, batch: WriteBatch) -> None:

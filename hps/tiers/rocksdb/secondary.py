@@ -1,4 +1,4 @@
-"""A reader's view of the writes of a concurrent primary."""
+"""Catch-up of a reader with the writes of a concurrent primary."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class SecondaryCatchUp:
         self._follows = database.settings.access == "secondary"
         self._owns = database.settings.access == "primary"
         self._caught_up = time.monotonic()
-        # Requested tables that the primary created after this reader opened, if ever.
+        # Requested tables that this reader does not have: the primary may create them later.
         self._unknown: set[str] = set()
 
     def find(self, table: EmbeddingTable) -> TableFamily | None:
-        """Return the table's column family; None if a reader's database does not have it (yet)."""
+        """Return the table's column family; None if a reader does not have it (yet)."""
         database = self._database
         if not self._owns and not database.known(table):
             self._unknown.add(family_name(table, database.layout))
@@ -32,7 +32,7 @@ class SecondaryCatchUp:
         return database.family(table)
 
     def keep_up(self) -> None:
-        """Catch up if it is due and no other thread is doing so."""
+        """Catch up if that is due and no other thread is doing so."""
         if not self._follows:
             return
         if time.monotonic() - self._caught_up < self._database.settings.tuning.catch_up_s:
@@ -46,8 +46,8 @@ class SecondaryCatchUp:
     def catch_up(self) -> None:
         """Read the primary's new writes.
 
-        Reopens if that is not enough: another database is at the path now, or a requested table was
-        created."""
+        Reopens the database if that is not enough: another database is at the path now, or the primary has
+        created a requested table."""
         database = self._database
         if not self._follows:
             return

@@ -1,6 +1,6 @@
 """HPS's ``.sst`` dumps of a table: files of RocksDB's ``SstFileWriter`` in the layout `hps`.
 
-RocksDB's binding has no reader for such files, so a temporary database ingests the file and is scanned."""
+RocksDB's binding cannot read such a file directly, so a temporary database ingests it and is scanned."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def open_sst(path: Path) -> Iterator[SstDump]:
     """Open the file, which stays unchanged. Raises ModelError if RocksDB cannot read it."""
     if not path.is_file():
         raise ModelError(f"cannot read {path}: No such file")
-    # Next to the file a hard link is enough; on another file system the file is copied.
+    # On the same file system a hard link is enough; elsewhere RocksDB copies the file.
     folder = path.absolute().parent
     where = folder if os.access(folder, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix=".hps-sst-", dir=where) as scratch:

@@ -1,10 +1,10 @@
-"""RocksDB: the store that holds every row of a node, in one column family per table.
+"""RocksDbTier: the store of all rows of a node, in one column family per table.
 
 Reads are sorted by stored key before one batched get per table; values are copied into the caller's
 array by one join and one scatter. Writes go through the write-ahead log without fsync: acknowledged
-rows survive ``kill -9`` of the process; a power loss may take the last writes that the operating system
-had not yet written, but leaves a consistent earlier state. A start detects other missing acknowledged
-writes (`hps.tiers.rocksdb.recovery`). ``sync()`` makes everything so far survive a power loss too.
+rows survive ``kill -9`` of the process. A power loss may take the last writes that the operating system
+had not written yet, but leaves a consistent earlier state. A start detects other missing acknowledged
+writes (`hps.tiers.rocksdb.recovery`). After ``sync()`` all earlier writes survive a power loss too.
 
 ``fetch`` may be called from many threads in parallel with a writer. The mutating verbs are serialized
 by a lock."""
@@ -37,15 +37,15 @@ from hps.tiers.row_values import Layout
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
 
 _TUNING = RocksDbTuning()
-# The rows of one slice are still in the processor's cache when they are copied out: saves 13 % of a fetch
-# of 100,000 keys. Each slice waits once for the interpreter lock, so it is not much smaller. Of mapped
-# files every row is on a separate page, and so many exceed the nearest cache: a sixth more CPU in slices of
-# 4096.
+# Keys per slice of a fetch. The rows of one slice are still in the processor's cache when they are copied
+# out, which saves 13 % of a fetch of 100,000 keys. Each slice waits once for the interpreter lock, so
+# slices are not much smaller. With mapped files each row is on a separate page, and larger slices exceed
+# the nearest cache: slices of 4096 take a sixth more CPU.
 _READ_SLICE, _MAPPED_SLICE = 4096, 512
 
 
 class RocksDbTier:
-    """Implements `Tier` and `PositionedStore`.
+    """Rows in RocksDB, as a `Tier` and a `PositionedStore`.
 
     One instance, the primary, owns ``path``; a second one gets a TierError. Readers may run in parallel
     in other processes: ``access="read_only"`` sees the rows as they were when it was opened and never
@@ -105,8 +105,8 @@ class RocksDbTier:
     def open_tables(self, tables: Sequence[EmbeddingTable]) -> None:
         """Open these tables; missing column families are created.
 
-        Before the first use of the tier all are created together; later one by one, which is slow with
-        hundreds of tables: at a start, pass the tables of all models in one call."""
+        Before the tier's first use, one call creates all of them together. Later each creation is slow with
+        hundreds of tables, so pass the tables of all models in one call at a start."""
         self._database.open_tables(tables)
 
     def families(self) -> list[str]:
@@ -114,22 +114,24 @@ class RocksDbTier:
         return sorted(self._database.opened.families)
 
     def check(self, table: EmbeddingTable) -> None:
-        """Raise TierError if the rows do not fit the table; in a lookup that would be a fault of the tier."""
+        """Raise TierError if the stored rows do not fit the table.
+
+        A lookup would report the same as a fault of the tier."""
         self._rows.check_first(self._database.family(table))
 
     def loaded(self, table: EmbeddingTable) -> LoadRecord | None:
-        """The record of the table's last complete bulk load, or None."""
+        """Return the record of the table's last complete bulk load, or None."""
         record = self._database.record(table)
         return record if record is not None and record.complete else None
 
     def streamed(self, table: EmbeddingTable) -> bool:
-        """Return whether rows were written or deleted since the table was loaded (or ever, if it was not)."""
+        """Return whether the table was written to since its load, or ever if it was not loaded."""
         return self._database.family(table).streamed
 
     def rows(self, table: EmbeddingTable) -> int:
-        """Number of rows; an estimate once the table was written to (see `rows_exact`).
+        """Return the number of rows; an estimate once the table was written to (see `rows_exact`).
 
-        Then added rows count from their compaction on, and unexpired tombstones count too."""
+        The estimate counts added rows only after their compaction, and counts unexpired tombstones."""
         with self._database.errors():
             record = self.loaded(table)
             if record is None:
@@ -139,13 +141,13 @@ class RocksDbTier:
             return max(record.rows, compacted_rows(self._database.family(table).data))
 
     def rows_exact(self, table: EmbeddingTable) -> bool:
-        """Return whether `rows` is exact: the rows of the load, with no write since."""
+        """Return whether `rows` is exact: the table was loaded, and not written to since."""
         return (
             self._layout == "native" and not self.streamed(table) and self.loaded(table) is not None
         )
 
     def entries(self, table: EmbeddingTable) -> int:
-        """Upper bound of the number of rows, with tombstones and with overwritten rows not yet compacted."""
+        """Return an upper bound of the rows: with tombstones, and overwritten rows not yet compacted."""
         with self._database.errors():
             return entries_in(self._database.family(table).data)
 
@@ -173,16 +175,16 @@ class RocksDbTier:
 
         For codes see `codes`. In the ``hps`` layout other rows stay, as in HPS.
 
-        Crash-safe: the record is written first as incomplete, then the rows are linked a file at a
-        time, and last the record becomes complete; a table with an incomplete record counts as not
-        loaded. A load that did not end is continued by the next one with an equal record and a
-        ``stamp`` (``native`` layout). Returns the record with the number of rows. ``progress`` receives
-        rows. Other tables may be read and written meanwhile, this one must not."""
+        Crash-safe: the record is written as incomplete, then the rows are linked file by file, then the
+        record is written as complete. A table with an incomplete record counts as not loaded. In the
+        ``native`` layout, a load with an equal record and a ``stamp`` continues a killed load. Returns
+        the record with the number of rows. ``progress`` receives rows. Other tables may be read and
+        written meanwhile, this one must not."""
         database = self._database
         with database.errors():
             database.writable(record.rows * database.family(table).codec.value_bytes)
             family, loaded_code = self._begin_load(table, record)
-            # Without the lock: other tables may be written to meanwhile.
+            # Without holding the lock, so that other tables can be written to meanwhile.
             job = BulkLoad(
                 self.path,
                 database.options,
@@ -202,7 +204,7 @@ class RocksDbTier:
             return done
 
     def _begin_load(self, table: EmbeddingTable, record: LoadRecord) -> tuple[TableFamily, int]:
-        """Record the load as incomplete; return the code up to which a killed load got, or -1."""
+        """Record the load as incomplete; return the code after which it continues a killed load, or -1."""
         database = self._database
         with database.lock:
             family = database.family(table)
@@ -220,11 +222,12 @@ class RocksDbTier:
     def flush(self) -> None:
         """Write everything so far into table files.
 
-        It saves the next start the replay of the log, which is slow after a load of many small tables."""
+        Otherwise the next start would replay it from the log, which is slow after a load of many small
+        tables."""
         self._database.flush()
 
     def adopt(self, table: EmbeddingTable, record: LoadRecord, rows: int) -> LoadRecord:
-        """Record a load that `insert` did because the table held rows already."""
+        """Record a load whose rows were written by `insert`, because the table held rows already."""
         database = self._database
         with database.lock, database.errors():
             database.writable()
@@ -236,7 +239,7 @@ class RocksDbTier:
     # -- reading ----------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """Read the primary's new writes (a secondary only); `fetch` does so every ``catch_up_s`` seconds."""
+        """Read the primary's new writes on a secondary; `fetch` also does so every ``catch_up_s`` seconds."""
         self._follower.catch_up()
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
@@ -250,13 +253,13 @@ class RocksDbTier:
     def scan(self, table: EmbeddingTable, *, start: int | None = None) -> Iterator[ScannedRows]:
         """Yield every row in the order of the stored keys, from key ``start`` on, as of the first step.
 
-        Keys (n,), vectors (n, dim) and versions (n,) (0 in the ``hps`` layout); without tombstones.
-        Other calls may run meanwhile. Raises TierError; it never ends early without an error."""
+        Keys (n,), vectors (n, dim) and versions (n,) (0 in the ``hps`` layout), without tombstones. Other
+        calls may run meanwhile. Raises TierError; a scan that cannot read on never ends silently."""
         family = self._follower.find(table)
         return iter(()) if family is None else self._rows.scan(family, start)
 
     def tombstones(self, table: EmbeddingTable) -> Iterator[tuple[KeyArray, VersionArray]]:
-        """Yield the unexpired deletions like `scan`: keys (n,), versions (n,)."""
+        """Yield the unexpired tombstones like `scan`: keys (n,), versions (n,)."""
         family = self._follower.find(table)
         return iter(()) if family is None else self._rows.tombstones(family)
 
@@ -289,7 +292,7 @@ class RocksDbTier:
         return self._database.figures()
 
     def checkpoint(self, folder: Path | str) -> None:
-        """Copy the served database to ``folder`` (empty or missing); `restore` makes a writable one of it."""
+        """Copy the served database to ``folder``, empty or missing; see `restore`."""
         checkpoint(self._database, Path(folder))
 
     def _fetch_part(self, part: Part) -> bool:
@@ -315,9 +318,9 @@ class RocksDbTier:
     def _fetch_slice(
         self, family: TableFamily, part: Part, code: CodeArray, order: IndexArray
     ) -> tuple[IndexArray, bool]:
-        """Fetch ascending codes, which are at ``order`` of the part's misses.
+        """Fetch ascending codes. ``order``: their positions in ``part.missing``.
 
-        Returns the answered ones of ``order``, and whether all were readable."""
+        Returns those of ``order`` that were answered, and whether all were readable."""
         stored, whole = self._rows.read(family, code)
         at = order[stored.at]
         found = part.missing[at]
@@ -357,7 +360,7 @@ class RocksDbTier:
             self._database.acknowledge()
 
     def evict(self, table: EmbeddingTable, keys: KeyArray) -> None:
-        """Remove rows and tombstones, leaving no tombstone. For a store this means losing them."""
+        """Remove rows and tombstones without a trace. In a store the rows are lost."""
         check_keys(table, keys)
         self._rows.remove(table, keys)
         self._database.acknowledge()
@@ -390,7 +393,7 @@ class RocksDbTier:
         return self._positions.positions(table)
 
     def sync(self) -> None:
-        """Make every acknowledged write survive a power loss too."""
+        """Make every acknowledged write survive a power loss."""
         self._database.sync()
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """Index of tombstones by age, to find and remove the expired ones.
 
-RocksDB itself would drop them in a compaction filter, which its Python binding does not offer. So each
-has an entry in the column family ``default``, written in one batch with it: key ``dead:<column
-family>:``, then version and code, both big-endian; no value. An entry whose key was written again is
-stale and removed when it expires."""
+RocksDB could drop them in a compaction filter, but its Python binding does not offer one. So each tombstone
+has an index entry in the column family ``default``, written in the same batch: key ``dead:<column
+family>:``, then version and code, both big-endian; no value. If the key is written again, the entry becomes
+stale; it is removed when it expires."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TombstoneIndex:
     def __init__(self, db: Callable[[], Rdict], family: str) -> None:
         self._db = db
         self._prefix = f"dead:{family}:".encode()
-        # No entry is older; unknown at the start.
+        # No entry is older than this version; unknown at the start.
         self._oldest = 0
 
     def note(self, batch: WriteBatch, code: CodeArray, versions: VersionArray) -> None:
-        """Add to ``batch``, which writes these tombstones, their entries."""
+        """Add to ``batch``, which writes these tombstones, their index entries."""
         entries = np.empty(len(code), _ENTRY)
         entries["version"], entries["code"] = versions, code
         keys = map(self._prefix.__add__, entries.view(f"V{_ENTRY.itemsize}").tolist())
@@ -40,13 +40,13 @@ class TombstoneIndex:
         self._oldest = min(self._oldest, int(versions.min()))
 
     def expired(self, before: int, most: int) -> NDArray[np.void]:
-        """Return the oldest ``most`` entries of versions below ``before``, by version and code.
+        """Return the ``most`` oldest entries of versions below ``before``, by version and code.
 
-        The caller must remove them: the next search begins behind them."""
+        The caller must remove them: the next search begins after them."""
         found: list[bytes] = []
         if before > self._oldest:
             start = len(self._prefix)
-            # Not from the start: RocksDB would scan the entries removed last.
+            # Start at the last position: from the beginning, RocksDB would scan all entries removed before.
             at = self._db().iter()
             at.seek(self._prefix + self._oldest.to_bytes(8, "big"))
             self._oldest = _NONE

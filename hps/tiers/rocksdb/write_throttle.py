@@ -1,9 +1,9 @@
-"""Write throttle: disk space, and compactions that keep up with writes.
+"""Write throttle: keeps disk space free, and waits for compactions that fall behind.
 
-A full disk stops writes, not reads; RocksDB itself accepts writes again within five seconds of free
-space. RocksDB also stops writes while compactions are too far behind, and the binding would hold the
-interpreter lock, and so every thread of the node, for as long; so `write` asks RocksDB to reject such a
-write and waits without the lock."""
+A full disk stops writes, not reads; RocksDB itself accepts writes again within five seconds of free space.
+RocksDB also stops writes while compactions are too far behind. The binding would hold the interpreter lock
+for as long, and so stop every thread of the node. Therefore `write` makes RocksDB reject such a write, and
+waits without the lock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rocksdict import Rdict, WriteBatch, WriteOptions
 from hps.errors import TierError
 from hps.tiers.rocksdb.errors import NAME, full_disk, nearest_folder
 
-# The longest wait of a batch for compactions.
+# The longest time that a batch waits for compactions.
 STALL_SECONDS = 10.0
 _POLL_SECONDS = 0.005
 
@@ -56,7 +56,7 @@ class StoreFigures:
 
 
 class WriteThrottle:
-    """The throttle of one database. `write` is called by one thread at a time; the rest is thread-safe."""
+    """The throttle of one database. `write` is for one thread at a time; the rest is thread-safe."""
 
     def __init__(self, db: Callable[[], Rdict], path: Path, min_free_bytes: int) -> None:
         self._db = db
@@ -89,7 +89,8 @@ class WriteThrottle:
                 if options is _SLOW or "write stall" not in str(error).lower():
                     raise
             self._wait()
-            # The rest is a slow-down of some milliseconds, which lets compactions catch up.
+            # From now on RocksDB may slow the write down by some milliseconds, which lets compactions catch
+            # up.
             options = _SLOW
 
     def _wait(self) -> None:
