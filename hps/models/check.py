@@ -87,7 +87,7 @@ def _repeated(files: TableFiles, key_bits: int) -> VersionFinding:
     what = f"table {files.name}: keys"
     if count := repeated_keys(files, key_bits):
         return VersionFinding(what, "WARN", repeated_text(count))
-    return VersionFinding(what, "OK", "each stands once")
+    return VersionFinding(what, "OK", "no key is repeated")
 
 
 def repeated_text(count: int) -> str:
@@ -133,9 +133,9 @@ def check_disjoint_tables(files: TableFiles, key_bits: int) -> None:
     if between := repeated_keys(files, key_bits) - within:
         folders = ", ".join(str(part.folder) for part in files.parts)
         raise ModelError(
-            f"table '{files.name}': {between:,} keys stand in several of {folders}, but fuse_embedding_table "
-            "keeps these as one table: give each table keys of its own, or set fuse_embedding_table to "
-            "false, in HPS too, which then has to load its databases anew"
+            f"table '{files.name}': {between:,} keys are in several of {folders}, but fuse_embedding_table "
+            "joins them into one table: give each table its own range of keys, or set fuse_embedding_table "
+            "to false, in HPS too, which must then load its databases again"
         )
 
 
@@ -146,7 +146,9 @@ def _key_bits(version: ModelVersion, table: str) -> int:
 
 def _dense(version: ModelVersion) -> VersionFinding:
     if version.dense is None:
-        return VersionFinding("dense.onnx", "WARN", "missing: only a Triton can run the network")
+        return VersionFinding(
+            "dense.onnx", "WARN", "missing: only a Triton server can run the network"
+        )
     entry = version.manifest.dense if version.manifest else None
     if entry is None:
         return VersionFinding("dense.onnx", "WARN", "no checksum to compare with")

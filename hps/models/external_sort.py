@@ -77,14 +77,14 @@ def _gathered(
     scratch: Path,
 ) -> Generator[Chunk, None, None]:
     code, at = sort_last(to_codes(files.keys()), duplicates)
-    vectors, step = _apart(files, scratch), block_rows(files.dim)
+    vectors, step = _private_vectors(files, scratch), block_rows(files.dim)
     for start in range(0, len(code), step):
         rows = np.empty((min(step, len(code) - start), files.dim), np.float32)
         np.take(vectors, at[start : start + step], axis=0, out=rows, mode="clip")
         yield code[start : start + step], rows
 
 
-def _apart(files: TableFiles, scratch: Path) -> NDArray[np.float32]:
+def _private_vectors(files: TableFiles, scratch: Path) -> NDArray[np.float32]:
     """Return a copy of the vectors (rows, dim) that no other process can change."""
     size = files.rows * files.dim * 4
     if size <= BUCKET_BYTES:

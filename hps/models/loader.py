@@ -126,7 +126,7 @@ def _load(
     if store.access != "primary":
         raise TierError(
             store.info.name,
-            f"table {table.id} is not loaded into {store.path}, and access: {store.access} forbids it; "
+            f"table {table.id} is not loaded into {store.path}, and access: {store.access} forbids loading; "
             "load it once with access: primary",
         )
     check_disjoint_tables(files, table.key_bits)
@@ -166,7 +166,7 @@ def _decide(files: TableFiles, table: EmbeddingTable, store: RocksDbTier, *, reb
     raise ModelError(
         f"table {table.id}: the files in {files.folder} are not the ones loaded into {store.path}, and "
         "rows were streamed into that table since, which a new load would lose. Publish the files "
-        "as a new version; or, to give those rows up, remove the database: everything is loaded again"
+        "as a new version; or, to lose those rows, remove the database: everything is loaded again"
     )
 
 

@@ -246,7 +246,7 @@ def check_unchanged(served: ModelVersion, found: ModelVersion) -> None:
         raise ModelError(
             f"version {served.version} of model '{served.name}' is served, and its files were changed "
             f"after it was loaded: {', '.join(sorted(changed))}. Files of a version must not change: "
-            "publish them as a new version (`hps model import`) and load that, or put the former ones back"
+            "publish them as a new version (`hps model import`) and load that, or restore the previous files"
         )
 
 

@@ -16,7 +16,7 @@ from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 BLOCK = 1 << 16
-"""Rows per step of such work."""
+"""Rows per step of work over a whole table."""
 
 
 class TableRows(NamedTuple):

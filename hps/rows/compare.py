@@ -15,8 +15,8 @@ from hps.types import EmbeddingTable, KeyArray, Progress
 
 Kind = Literal["missing", "deleted", "older", "newer", "other", "extra"]
 KINDS: tuple[Kind, ...] = ("missing", "deleted", "older", "newer", "other", "extra")
-"""How a row can differ: it is not there; there is a tombstone instead; it has an older or a newer
-version; it has the same version (or one has none) and another vector; it is there only."""
+"""Kinds of difference of a row, seen from ``store``: missing; a tombstone; an older version; a newer version;
+another vector with the same version (or without versions); extra, only in ``store``."""
 EXAMPLES = 10
 
 
@@ -73,7 +73,9 @@ def compare(
     if extra:
         total = store.entries(table) if sample is None else len(sample)
         here = store.scan(table) if sample is None else store.sample(table, sample)
-        with progress.task(f"looking for rows of {table.name} that are here only", total) as step:
+        with progress.task(
+            f"searching rows of {table.name} that only the store has", total
+        ) as step:
             for keys in against.missing_keys(other, _keys(here, step)):
                 found._note("extra", keys)
     return found

@@ -85,7 +85,7 @@ def check_format(path: Path) -> None:
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: name the file one of *{', *'.join(FORMATS)}")
     if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}")
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist")
 
 
 def _newer(source: Iterable[TableRows], since: int | None) -> Iterator[TableRows]:

@@ -52,7 +52,7 @@ class TierRows:
 
     def _absent(self, table: EmbeddingTable, where: str) -> NotFound:
         layout, other = self._tier.layout, self.other_layout(table)
-        remedy = "`hps store ls` lists what is there, `hps store load` loads a model's files"
+        remedy = "`hps store ls` lists the tables, `hps store load` loads a model's files"
         if other:
             remedy = f"it exists in the {other} layout: set tiers.{self.name}.layout to that"
         return NotFound(f"{where} holds no table {table.id} in the {layout} layout; {remedy}")

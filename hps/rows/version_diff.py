@@ -16,15 +16,15 @@ Step = Callable[[int], None]
 _NONE = np.empty(0, np.int64)
 
 
-def _unheard(_rows: int) -> None:
+def _ignore_progress(_rows: int) -> None:
     pass
 
 
 def all_rows(
-    files: FileRows, table: EmbeddingTable, version: int, step: Step = _unheard
+    files: FileRows, table: EmbeddingTable, version: int, step: Step = _ignore_progress
 ) -> Iterator[TableChanges]:
     """Yield every row of the files as changes. ``step`` gets the number of rows read."""
-    for rows in _told(files.scan(table), step):
+    for rows in _with_progress(files.scan(table), step):
         yield _changes(rows, _NONE, version)
 
 
@@ -34,13 +34,15 @@ def diff_versions(
     new: FileRows,
     table: EmbeddingTable,
     version: int,
-    step: Step = _unheard,
+    step: Step = _ignore_progress,
 ) -> Iterator[TableChanges]:
     """Yield the changes that turn ``base`` into ``new``, by ascending keys, each with ``version``.
 
     Inserts rows of ``new`` that ``base`` misses or has with other bits; deletes keys that only ``base``
     has. Both tables have the same dim and dtype. A yielded step may be empty."""
-    for rows, gone in diff_scans(_told(base.scan(base_table), step), _told(new.scan(table), step)):
+    for rows, gone in diff_scans(
+        _with_progress(base.scan(base_table), step), _with_progress(new.scan(table), step)
+    ):
         yield _changes(rows, gone, version)
 
 
@@ -87,7 +89,7 @@ class _TableScan:
         return taken
 
 
-def _told(parts: Iterable[TableRows], step: Step) -> Iterator[TableRows]:
+def _with_progress(parts: Iterable[TableRows], step: Step) -> Iterator[TableRows]:
     for rows in parts:
         yield rows
         step(len(rows.keys))

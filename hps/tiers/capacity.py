@@ -9,7 +9,7 @@ from hps.errors import ConfigError
 from hps.types import EmbeddingTable
 
 ROW_EXTRA_BYTES = 35
-"""Bytes per row besides the vector: version, key, and the key's share of the buckets."""
+"""Bytes per row besides the vector: version, key, and its share of the buckets' overhead."""
 
 TABLE_BYTES = 512
 """Bytes per table regardless of its rows, rounded up."""

@@ -86,8 +86,8 @@ def check_bags(bags: Bags) -> None:
     ends = (int(bags.offsets[0]), int(bags.offsets[-1]))
     if ends != (0, n) or (bags.offsets[1:] < bags.offsets[:-1]).any():
         raise BadRequest(
-            f"table {table.id}: offsets must rise from 0 to the number of keys, {n}, and run from "
-            f"{ends[0]} to {ends[1]}"
+            f"table {table.id}: offsets must ascend from 0 to the number of keys, {n}; the first is "
+            f"{ends[0]}, the last {ends[1]}"
         )
 
 

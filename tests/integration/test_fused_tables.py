@@ -201,13 +201,13 @@ def test_requests_count_the_keys_of_the_tables_as_they_were(configure, model):
 def test_overlapping_keys_are_refused(configure, document, model, tmp_path, initialize):
     document["persistent_db"]["initialize_after_startup"] = initialize
     np.array(range(5, 15), "<i8").tofile(tmp_path / "shop" / "key")
-    with pytest.raises(ModelError, match=r"5 keys stand in several of .*user, .*shop, but fuse_"):
+    with pytest.raises(ModelError, match=r"5 keys are in several of .*user, .*shop, but fuse_"):
         hps.open(configure())
     told = CliRunner().invoke(
         app, ["model", "import", str(tmp_path / "ps.json"), "--to", str(tmp_path / "r")]
     )
     assert told.exit_code != 0
-    assert "keys stand in several" in told.output
+    assert "keys are in several" in told.output
 
 
 def test_an_import_keeps_the_fused_tables_and_the_requests(configure, model, tmp_path):

@@ -77,7 +77,7 @@ def _kind(path: Path, format: str | None) -> str:
     if not path.exists():
         raise ModelError(f"{path} is missing")
     if not path.is_file() and not path.is_dir():  # a pipe or a device may have no end
-        raise ModelError(f"{path} is neither a file nor a folder; copy what it gives into a file")
+        raise ModelError(f"{path} is neither a file nor a folder; copy its contents to a file")
     kind = format or detect(path)
     if kind not in SOURCES:
         raise ModelError(f"no format '{kind}'; expected one of {', '.join(SOURCES)}")
@@ -108,7 +108,7 @@ def _with_keys_of(file: Path, choice: TableChoice) -> TableChoice:
         return choice
     if Path(named) != file:
         raise ModelError(
-            f"the keys of table '{choice.name}' are of {named}, its vectors of {file}; put both into one file"
+            f"the keys of table '{choice.name}' are in {named}, its vectors in {file}; put both into one file"
         )
     return replace(choice, keys=array)
 

@@ -21,7 +21,7 @@ from hps.models.importers.torch_pickle import TorchTensor, read_pickle
 
 _MAX_PICKLE = 64 << 20
 _MAX_DEPTH = 64
-_MEND = "save the state_dict alone: torch.save(model.state_dict(), path)"
+_REMEDY = "save the state_dict alone: torch.save(model.state_dict(), path)"
 
 
 def open_torch(path: Path) -> ArrayFile:
@@ -33,7 +33,7 @@ def open_torch(path: Path) -> ArrayFile:
         entries = {e.filename: e for e in archive.infolist()}
     tensors = {name or path.stem: tensor for name, tensor in _tensors(path, tree)}
     if not tensors:
-        raise ModelError(f"{path} holds no tensors; {_MEND}")
+        raise ModelError(f"{path} holds no tensors; {_REMEDY}")
     return ArrayFile(
         path,
         {
@@ -65,7 +65,7 @@ def _prefix(path: Path, archive: zipfile.ZipFile) -> str:
         raise ModelError(f"{path} is a zip archive without a data.pkl: not a PyTorch checkpoint")
     prefix = found[0].removesuffix("data.pkl")
     if f"{prefix}constants.pkl" in archive.namelist():
-        raise ModelError(f"{path} is a TorchScript archive, which holds code; {_MEND}")
+        raise ModelError(f"{path} is a TorchScript archive, which holds code; {_REMEDY}")
     return prefix
 
 
@@ -86,7 +86,7 @@ def _read(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
     except pickle.UnpicklingError as error:
         raise ModelError(
             f"{path}: {error}. Only tensors, dicts, lists and numbers are read, nothing is executed; "
-            f"{_MEND}"
+            f"{_REMEDY}"
         ) from error
 
 
@@ -102,7 +102,9 @@ def _tensors(path: Path, tree: Any) -> Iterator[tuple[str, TorchTensor]]:
             yield name, node
         elif isinstance(node, (Mapping, list, tuple)) and id(node) not in seen:
             if depth == _MAX_DEPTH:
-                raise ModelError(f"{path} nests deeper than {_MAX_DEPTH} dicts and lists; {_MEND}")
+                raise ModelError(
+                    f"{path} nests deeper than {_MAX_DEPTH} dicts and lists; {_REMEDY}"
+                )
             seen.add(id(node))
             items = node.items() if isinstance(node, Mapping) else enumerate(node)
             children = [(v, f"{name}.{key}" if name else str(key), depth + 1) for key, v in items]
@@ -124,7 +126,7 @@ def _array(
     if entry is None:
         raise ModelError(f"{path}: the bytes of '{name}' (data/{tensor.storage.key}) are missing")
     if entry.compress_type != zipfile.ZIP_STORED:
-        raise ModelError(f"{path}: '{name}' is compressed, which torch.save never does; {_MEND}")
+        raise ModelError(f"{path}: '{name}' is compressed, which torch.save never does; {_REMEDY}")
     last = tensor.offset + sum(
         (n - 1) * step for n, step in zip(tensor.size, tensor.stride, strict=True)
     )

@@ -156,7 +156,7 @@ def _named(module: str, name: str) -> _AllowedGlobal | _StorageType | _DType:
         return _StorageType(*STORAGES[name])
     if module == "torch" and name in DTYPES:
         return _DType(name)
-    raise ForbiddenPickle(f"the pickle names {text[:200]}")
+    raise ForbiddenPickle(f"the pickle uses the global name {text[:200]}")
 
 
 def _is_key(key: Any) -> bool:
@@ -180,13 +180,13 @@ class _PickleMachine:
 
     def pop(self) -> Any:
         if len(self.stack) <= (self.marks[-1] if self.marks else 0):
-            raise IndexError("nothing is on its stack")
+            raise IndexError("its stack is empty")
         return self.stack.pop()
 
     def top(self, kind: type) -> Any:
         """Return the container on top of the stack, which is to be filled. Raises unless it is a ``kind``."""
         if type(self.stack[-1]) is not kind:
-            raise ForbiddenPickle(f"the pickle wants to alter what is no {kind.__name__}")
+            raise ForbiddenPickle(f"the pickle fills an object that is not a {kind.__name__}")
         return self.stack[-1]
 
     def since_mark(self) -> list[Any]:
@@ -207,9 +207,9 @@ class _PickleMachine:
     def reduce(self) -> Any:
         args, function = self.pop(), self.pop()
         if type(function) is not _AllowedGlobal or type(args) is not tuple:
-            raise ForbiddenPickle("the pickle calls what is no function")
+            raise ForbiddenPickle("the pickle calls an object that is not a function")
         if function.call is dict and args:
-            raise ForbiddenPickle("the pickle fills an OrderedDict at once")
+            raise ForbiddenPickle("the pickle makes an OrderedDict with arguments")
         return function.call(*args)
 
     def build(self) -> None:
@@ -220,7 +220,7 @@ class _PickleMachine:
     def stack_global(self) -> Any:
         name, module = self.pop(), self.pop()
         if type(name) is not str or type(module) is not str:
-            raise ForbiddenPickle("the pickle names what is no text")
+            raise ForbiddenPickle("the pickle has a name that is not a string")
         return _named(module, name)
 
     def memoize(self, number: int) -> None:
@@ -231,7 +231,7 @@ def _storage(pid: Any) -> TorchStorage:
     match pid:
         case ("storage", _StorageType() as kind, str(key), str(), int(count)) if count >= 0:
             return TorchStorage(key, kind.dtype, kind.stored, count)
-    raise ForbiddenPickle("the pickle refers to something that is no storage")
+    raise ForbiddenPickle("the pickle refers to an object that is not a storage")
 
 
 def _values(*names: str) -> dict[str, Callable[[_PickleMachine, Any], Any]]:

@@ -18,8 +18,8 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 __all__ = ["CacheMemory", "CacheStats", "CpuCache", "Eviction", "plan_capacity"]
 
 Eviction = Literal["lru", "lfu", "random", "fifo"]
-"""What makes room: the row whose last use is longest ago, the one used least (uses fade), any row, the
-one inserted first."""
+"""Eviction policy: drops the least recently used row, the least frequently used one (use counts fade), a
+random one, or the one inserted first."""
 
 
 class CpuCache(CacheReads):

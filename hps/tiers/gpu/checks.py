@@ -19,7 +19,7 @@ from hps.tiers.base import Part
 from hps.types import EmbeddingTable, JaggedKeys
 
 _ON_HOST, _ON_DEVICE = (1, 3), 2
-"""DLPack's kinds of memory: a CPU's and what CUDA pinned of it, CUDA's."""
+"""DLPack's memory types: of the CPU, plain or pinned by CUDA; and of CUDA devices."""
 _INT64, _UINT64 = np.dtype(np.int64), np.dtype(np.uint64)
 _UINT32, _UINT8 = np.dtype(np.uint32), np.dtype(np.uint8)
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -109,8 +109,8 @@ def check_writable(held: GpuTable, *, scored: bool = False) -> None:
         raise BadRequest(f"table {held.table.id} is static in the GPU cache: it can't be changed")
     if scored and not held.shape.scored:
         raise BadRequest(
-            f"table {held.table.id}: its rows make room by {held.policy.name}, so no scores are taken; "
-            "leave them out, or add the table with Policy.SCORE"
+            f"table {held.table.id}: it evicts by {held.policy.name}, so scores are rejected; "
+            "leave them out, or add the table with EvictionPolicy.SCORE"
         )
 
 

@@ -41,7 +41,7 @@ class DeviceSpace:
     """Allocates and copies on one device. Thread-safe."""
 
     kind = "cuda"
-    """ONNX Runtime's name for where the arrays lie."""
+    """ONNX Runtime's name of the memory that the arrays are in."""
 
     def __init__(self, device: int) -> None:
         self._cupy = cupy()

@@ -113,7 +113,7 @@ class HostBridge:
 
 
 _DistinctKeys = tuple[KeyArray, IndexArray | None]
-"""Distinct keys, and which of them each place wants; None when that is the i-th."""
+"""Distinct keys (u,), and for each missing key its index (n,) in them; None: they are the missing keys."""
 
 
 def _once(keys: KeyArray) -> _DistinctKeys:

@@ -26,8 +26,11 @@ _REPLACED_S = 10.0
 _CHECK_S = 0.05
 
 Report = Mapping[str, Any]
-"""``process``: its number; ``holds``, ``serves``: tokens; ``failed``: by token, whether it was refused, and
-why it could not be opened; ``leaves``: whether it ends voluntarily."""
+"""An attached process's report.
+
+``process``: its ID. ``holds``, ``serves``: tokens of its open and its served versions. ``failed``: by token
+of a version that it could not open, whether it rejected the version, and the reason. ``leaves``: whether
+it is shutting down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class AttachedProcesses:
     def __init__(self, served: Mapping[str, int]) -> None:
         self._served = {name: LoadedVersion(name, version) for name, version in served.items()}
         self.fingerprints: dict[str, str] = {}
-        """Versions that are served or may be served next, by `ModelVersion.key`; processes open no others."""
-        self._coming: LoadedVersion | None = None
+        """Fingerprint by `ModelVersion.key`, of the versions that processes may open."""
+        self._next: LoadedVersion | None = None
         self._followers: dict[Hashable, _AttachedProcess] = {}
         # Processes killed before they opened the next version, with the time.
         self._deaths: list[tuple[float, _AttachedProcess]] = []
@@ -73,7 +76,7 @@ class AttachedProcesses:
 
         ``who``: the process's connection."""
         with self._changed:
-            wanted = [*self._served.values(), *([self._coming] if self._coming else [])]
+            wanted = [*self._served.values(), *([self._next] if self._next else [])]
             self._replaced |= bool(self._deaths) and who not in self._followers
             self._followers[who] = _AttachedProcess(
                 report["process"],
@@ -85,15 +88,15 @@ class AttachedProcesses:
             )
             self._changed.notify_all()
             return {
-                "serve": _described(self._served.values()),
-                "open": _described([self._coming] if self._coming else []),
+                "serve": _as_json(self._served.values()),
+                "open": _as_json([self._next] if self._next else []),
             }
 
     def left(self, who: Hashable) -> None:
         """Record that the connection of ``who`` has ended, if it is an attached process."""
         with self._changed:
             follower = self._followers.pop(who, None)
-            if follower is not None and not follower.leaves and self._lacks(follower):
+            if follower is not None and not follower.leaves and self._has_not_opened(follower):
                 self._deaths.append((time.monotonic(), follower))
             self._changed.notify_all()
 
@@ -114,12 +117,12 @@ class AttachedProcesses:
         ``check``, which is called repeatedly."""
         until = time.monotonic() + _OPEN_S
         with self._changed:
-            self._coming = LoadedVersion(model, version)
+            self._next = LoadedVersion(model, version)
             self._deaths, self._replaced = [], False
             while True:
                 check()
-                waiting = [each for each in self._followers.values() if self._lacks(each)]
-                self._require(waiting, time.monotonic() > until)
+                waiting = [each for each in self._followers.values() if self._has_not_opened(each)]
+                self._check_waiting(waiting, time.monotonic() > until)
                 if not waiting and not self._may_be_replaced():
                     return
                 self._changed.wait(_CHECK_S)
@@ -127,15 +130,15 @@ class AttachedProcesses:
     def withdraw(self) -> None:
         """Make the processes close the version that they opened. Idempotent."""
         with self._changed:
-            self._coming = None
+            self._next = None
 
     def switch(self) -> LoadedVersion | None:
         """Make the processes serve the version that they opened; return the replaced one."""
         with self._changed:
-            coming, self._coming = self._coming, None
-            assert coming is not None
-            former = self._served.get(coming.model)
-            self._served = {**self._served, coming.model: coming}
+            next_version, self._next = self._next, None
+            assert next_version is not None
+            former = self._served.get(next_version.model)
+            self._served = {**self._served, next_version.model: next_version}
             return former
 
     def drop(self, model: str) -> LoadedVersion:
@@ -159,7 +162,9 @@ class AttachedProcesses:
                     return
                 if time.monotonic() > until:
                     numbers = ", ".join(str(each.process) for each in late)
-                    log.warning("still on the models of before: process %s", numbers)
+                    log.warning(
+                        "attached processes still serve their previous versions: %s", numbers
+                    )
                     return
                 self._changed.wait(_CHECK_S)
 
@@ -168,8 +173,8 @@ class AttachedProcesses:
         with self._changed:
             return any(loaded.token in each.may_hold for each in self._followers.values())
 
-    def _lacks(self, follower: _AttachedProcess) -> bool:
-        return self._coming is not None and self._coming.token not in follower.holds
+    def _has_not_opened(self, follower: _AttachedProcess) -> bool:
+        return self._next is not None and self._next.token not in follower.holds
 
     def _may_be_replaced(self) -> bool:
         """Return whether a replacement for a process killed recently is still expected."""
@@ -177,29 +182,29 @@ class AttachedProcesses:
             return False
         return time.monotonic() < self._deaths[0][0] + _REPLACED_S
 
-    def _require(self, waiting: Iterable[_AttachedProcess], late: bool) -> None:
+    def _check_waiting(self, waiting: Iterable[_AttachedProcess], late: bool) -> None:
         """Raise if a process in ``waiting`` failed, two were killed, or the wait is too long (``late``)."""
-        coming = self._coming
-        assert coming is not None
-        what = f"version {coming.version} of model '{coming.model}'"
+        next_version = self._next
+        assert next_version is not None
+        what = f"version {next_version.version} of model '{next_version.model}'"
         if len(self._deaths) > 1:
             killed = " and ".join(str(each.process) for _, each in self._deaths)
             raise Unavailable(
-                f"processes {killed}, attached to this node, have ended before they had opened {what}, which "
-                "may be why; the served version stays"
+                f"attached processes {killed} ended before they opened {what}, which may be the cause; "
+                "the previous version is still served"
             )
         for each in waiting:
-            if coming.token in each.failed:
-                refused, why = each.failed[coming.token]
+            if next_version.token in each.failed:
+                refused, why = each.failed[next_version.token]
                 raise (Unsupported if refused else Unavailable)(
-                    f"process {each.process}, attached to this node, can't open {what}: {why}"
+                    f"attached process {each.process} failed to open {what}: {why}"
                 )
             if late:
                 raise Unavailable(
-                    f"process {each.process}, attached to this node, has not opened {what} within "
-                    f"{_OPEN_S:g} s; end it or let it continue, then load again"
+                    f"attached process {each.process} has not opened {what} within {_OPEN_S:g} s; "
+                    "end or resume the process, then load the version again"
                 )
 
 
-def _described(versions: Iterable[LoadedVersion]) -> list[tuple[str, int, str]]:
+def _as_json(versions: Iterable[LoadedVersion]) -> list[tuple[str, int, str]]:
     return [(each.model, each.version, each.token) for each in versions]

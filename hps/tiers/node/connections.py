@@ -17,7 +17,7 @@ from hps.tiers.node.frames import FrameKind, Pieces
 from hps.types import EmbeddingTable
 
 NAME = "node"
-"""Of the tier that asks, in errors, metrics and answers."""
+"""Name of `NodeTier` in errors, metrics and answers."""
 _CONNECT_S = 5.0
 
 
@@ -125,13 +125,13 @@ class _NodeConnection:
         if answer["protocol"] != hello["protocol"]:
             raise TierMisfit(
                 NAME,
-                f"the node speaks version {answer['protocol']} of its protocol, this process version "
+                f"the node uses protocol version {answer['protocol']}, this process version "
                 f"{hello['protocol']}; run both from one installation",
             )
         if answer["lacking"]:
             names = ", ".join(hello["tables"][i][0] for i in answer["lacking"][:3])
             raise TierMisfit(
-                NAME, f"the node no longer serves {names} as this process does; start it again"
+                NAME, f"the node no longer serves {names} with the same shape; restart this process"
             )
 
     def request(self, kind: FrameKind, pieces: Pieces, until: float) -> tuple[int, bytearray]:

@@ -50,7 +50,7 @@ _SPARE = 4096
 
 Buffer = bytes | bytearray | memoryview
 Pieces = list[Any]
-"""What a payload is made of: bytes and C-contiguous arrays."""
+"""A payload in pieces: bytes and C-contiguous arrays."""
 
 
 class FrameKind(IntEnum):
@@ -91,7 +91,7 @@ def receive_head(of: socket.socket) -> tuple[int, int]:
     head = bytearray(_HEAD.size)
     got = of.recv_into(head)
     if not got:
-        raise ConnectionEnded("the other side has closed the connection")
+        raise ConnectionEnded("the peer closed the connection")
     _fill(of, memoryview(head)[got:])
     size, kind = _HEAD.unpack(head)
     if size > MAX_PAYLOAD:
@@ -154,9 +154,9 @@ def read_fetch(
             parts.append(Part.make(table, np.frombuffer(payload, np.int64, n, at)))
             at += 8 * n
     except (struct.error, ValueError, IndexError) as error:
-        raise BadFrame(f"a damaged fetch: {error}") from None
+        raise BadFrame(f"invalid fetch: {error}") from None
     if at != len(payload):
-        raise BadFrame("a fetch of another size than it says")
+        raise BadFrame("the size of a fetch does not match its number of keys")
     return parts, None if math.isnan(left_s) else left_s
 
 
@@ -202,7 +202,7 @@ def read_fetch_answer(
     for i, (part, positions) in enumerate(requests):
         hits = np.flatnonzero(sources[i])
         if len(hits) != counts[i]:
-            raise BadFrame("an answer with other rows than it says")
+            raise BadFrame("an answer's number of rows does not match its sources")
         if len(hits) == len(positions):
             part.out[positions] = rows[i]
             part.versions[positions] = versions[i]
@@ -229,7 +229,7 @@ class _PayloadReader:
         try:
             values = np.frombuffer(self._payload, dtype, count, self._at)
         except ValueError as error:
-            raise BadFrame(f"a damaged answer: {error}") from None
+            raise BadFrame(f"invalid answer: {error}") from None
         self._at += values.nbytes
         return values
 
@@ -253,7 +253,7 @@ def read_promote(
         table = tables[number]
         keys = np.frombuffer(payload, np.int64, -1, _PROMOTE.size)
     except (struct.error, ValueError, IndexError) as error:
-        raise BadFrame(f"a damaged promotion: {error}") from None
+        raise BadFrame(f"invalid promotion: {error}") from None
     if table is None:
         raise BadFrame(f"table {number} is not served")
     return table, keys
@@ -268,4 +268,4 @@ def read_json(payload: Buffer) -> Any:
     try:
         return orjson.loads(payload)
     except orjson.JSONDecodeError as error:
-        raise BadFrame(f"no JSON: {error}") from None
+        raise BadFrame(f"invalid JSON: {error}") from None

@@ -28,12 +28,12 @@ MAX_CONNECTIONS = 1_024
 _STALLED_S = 30.0
 # If a fetch waited longer than this for a thread, the caches are checked first: other requests may have
 # loaded its rows meanwhile.
-_ASK_AGAIN_S = 0.002
+_RECHECK_CACHES_S = 0.002
 # The most bytes of a Unix socket's path.
-_MOST_PATH = 107
+_MAX_PATH_BYTES = 107
 
 Answer = Callable[[Mapping[str, Any]], Any]
-"""Answers a question with a JSON object as argument; its result must be serializable as JSON."""
+"""Handler of an ASK request: takes its JSON object, returns a value that JSON can represent."""
 
 
 class NodeServer:
@@ -102,7 +102,9 @@ class NodeServer:
                 time.sleep(0.1)  # possibly out of file descriptors
                 continue
             if len(self._connections) >= MAX_CONNECTIONS:
-                log.warning("%d processes' connections are open; refused another", MAX_CONNECTIONS)
+                log.warning(
+                    "rejected a connection: %d connections are open, the maximum", MAX_CONNECTIONS
+                )
                 connection.close()
                 continue
             self._connections.add(connection)
@@ -110,7 +112,7 @@ class NodeServer:
             try:
                 threading.Thread(target=work, name="hps-node-connection", daemon=True).start()
             except RuntimeError as error:  # possibly out of threads
-                log.warning("a connection to %s was refused: %s", self.path, error)
+                log.warning("rejected a connection to %s: %s", self.path, error)
                 self._connections.discard(connection)
                 connection.close()
 
@@ -133,9 +135,9 @@ class NodeServer:
             pass  # the client ended or closed the connection
         except (OSError, frames.BadFrame) as error:
             if not self._closed:
-                log.warning("a connection to %s ended: %s", self.path, error)
+                log.warning("closing a connection to %s: %s", self.path, error)
         except Exception:
-            log.exception("a connection to %s was given up", self.path)
+            log.exception("closing a connection to %s after an unexpected error", self.path)
         finally:
             self._connections.discard(connection)
             self._followers.left(connection)
@@ -171,20 +173,20 @@ class NodeServer:
             known[:] = [tables.get(tuple(each)) for each in hello["tables"]]
             missing = [i for i, table in enumerate(known) if table is None]
             return frames.as_json({"protocol": frames.PROTOCOL, "lacking": missing})
-        raise frames.BadFrame(f"a frame of kind {kind}")
+        raise frames.BadFrame(f"unknown frame kind {kind}")
 
     def _fetch(self, parts: list[Part], left_s: float | None) -> Pieces:
-        came = time.monotonic()
-        ctx = FetchContext(None if left_s is None else came + left_s)
-        self._lane.submit(partial(self._fetch_misses, parts, ctx, came), ctx.deadline).result()
+        arrived = time.monotonic()
+        ctx = FetchContext(None if left_s is None else arrived + left_s)
+        self._lane.submit(partial(self._fetch_misses, parts, ctx, arrived), ctx.deadline).result()
         for part in parts:
             # With the other miss policy, the client itself asks for promotions.
             if part.table.miss.kind == "wait" and len(found := part.source.nonzero()[0]):
                 self._promote(part.table, part.keys[found])
         return frames.fetch_answer(parts, ctx.degraded)
 
-    def _fetch_misses(self, parts: list[Part], ctx: FetchContext, came: float) -> None:
-        if time.monotonic() - came > _ASK_AGAIN_S:
+    def _fetch_misses(self, parts: list[Part], ctx: FetchContext, arrived: float) -> None:
+        if time.monotonic() - arrived > _RECHECK_CACHES_S:
             self._caches.fetch(parts, ctx)
         if waiting := [part for part in parts if len(part.missing)]:
             self._stores.fetch(waiting, ctx)
@@ -209,9 +211,9 @@ def private_folder(folder: Path) -> None:
         # A symbolic link of another user is as unsafe as a folder of another user.
         found, named = folder.stat(), folder.lstat()
     except OSError as error:
-        remedy = "name a folder that can be, on a file system that is not read-only"
+        remedy = "name a folder that this user can create, on a writable file system"
         raise ConfigError(
-            f"server.runtime {folder} cannot be made: {error.strerror}; {remedy}"
+            f"server.runtime {folder} cannot be created: {error.strerror}; {remedy}"
         ) from None
     if {found.st_uid, named.st_uid} != {os.getuid()}:
         raise ConfigError(f"server.runtime {folder} belongs to another user; choose another folder")
@@ -233,7 +235,7 @@ class _FolderLock:
                 self._made = True  # the previous owner has just removed it
             except BlockingIOError:
                 raise ConfigError(
-                    f"another node that runs has its socket in {folder}; give this one another "
+                    f"another running node has its socket in {folder}; give this node another "
                     "server.runtime"
                 ) from None
             else:
@@ -249,9 +251,9 @@ class _FolderLock:
 
 
 def _listen(path: Path) -> socket.socket:
-    if len(os.fsencode(path)) > _MOST_PATH:
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         raise ConfigError(
-            f"{path} is too long for a socket ({_MOST_PATH} bytes); set server.runtime to a shorter one"
+            f"{path} is too long for a socket ({_MAX_PATH_BYTES} bytes); set server.runtime to a shorter one"
         )
     path.unlink(missing_ok=True)  # left by a killed node: this process holds the lock
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -261,5 +263,5 @@ def _listen(path: Path) -> socket.socket:
         listener.listen(MAX_CONNECTIONS)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"no socket can be made at {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot create a socket at {path}: {error.strerror}") from None
     return listener

@@ -22,7 +22,7 @@ _INFO = TierInfo(NAME, Source.REMOTE, blocking=True)
 _ANSWER_BYTES = 8 << 20
 _PROMOTIONS_WAITING = 1_024
 _Way = tuple[NodeConnectionPool, int]
-"""The connections that serve a table, and its number there."""
+"""The pool that serves a table, and the table's number in it."""
 
 
 class NodeTier:
@@ -92,7 +92,7 @@ class NodeTier:
         if ctx.deadline is not None:
             left_s = ctx.deadline - time.monotonic()
             if left_s <= 0:
-                raise TierTimeout(NAME, "the request's deadline is exceeded")
+                raise TierTimeout(NAME, "the request's deadline exceeded")
         keys = [(numbers[part.table], part.keys[positions]) for part, positions in portion]
         request = frames.fetch_request(keys, left_s)
         answer = connections.request(FrameKind.FETCH, request, ctx.deadline)
@@ -150,7 +150,7 @@ class NodeTier:
 
 
 def _refused(table: EmbeddingTable) -> TierError:
-    return TierError(NAME, f"rows of {table.id} are changed by the node alone")
+    return TierError(NAME, f"only the node may change rows of {table.id}")
 
 
 def _portions(parts: Sequence[Part]) -> Iterator[list[tuple[Part, IndexArray]]]:

@@ -23,7 +23,7 @@ class RedisCommand:
     about: Any = None
     reply: Any = None
     asking: Address | None = None
-    """The node that a migrating slot's server named for this one command."""
+    """The node to which an ASK redirection sent this command; for one attempt."""
 
 
 # Redis 6 reports errors inside a script as plain script errors.

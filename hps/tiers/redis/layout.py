@@ -41,7 +41,7 @@ from hps.types import EmbeddingTable, IndexArray, KeyArray
 Policy = Literal["random", "least_used", "oldest"]
 
 READ_SLICE = 2048
-"""Fields per HMGET: the server answers others in between."""
+"""Fields per HMGET, so that the server answers other clients in between."""
 WRITE_SLICE = 1000
 """Rows per script call, for the same reason, and because Lua's stack holds 8,000 values."""
 

@@ -33,7 +33,7 @@ _AT_ONCE = 2
 _FIELD = "loaded"
 
 Seen = NDArray[np.int64]
-"""(partitions,) how many rows of a source a partition has been given its share of."""
+"""(partitions,) per partition: it has its share of this many first rows of the source."""
 
 
 class _InsertFunction(Protocol):
@@ -152,7 +152,7 @@ class RedisLoads:
             if not opened.lost:
                 continue
             if not was:
-                log.error("table %s: Redis lost rows it was given", opened.layout.table.id)
+                log.error("table %s: Redis lost loaded rows", opened.layout.table.id)
             if source.repeatable:
                 with suppress(Unavailable):  # a reload is already in flight
                     self._again.submit(partial(self._repair, opened, source))
@@ -181,10 +181,10 @@ class RedisLoads:
         try:
             if self._lost(opened, source, self._done[opened][1]):
                 rows = self.load(opened, source)
-                log.warning("table %s: %d rows loaded into Redis again", table.id, rows)
+                log.warning("table %s: reloaded %d rows into Redis", table.id, rows)
             opened.lost = False
         except (HpsError, OSError) as error:
-            log.warning("table %s: not loaded into Redis again yet (%s)", table.id, error)
+            log.warning("table %s: reload into Redis failed, retrying: %s", table.id, error)
 
 
 def _noted(client: RedisClient, opened: RedisTable, name: str) -> Seen:

@@ -31,9 +31,9 @@ class PartRead:
     oldest_row: int
     oldest_tombstone: int
     left: NDArray[np.bool_] = field(init=False)
-    """(n,) of the part's keys: requested, and not found."""
+    """Mask (n,) of the part's keys that were requested and not found."""
     wrong_length: int = 0
-    """The length of a value that is no row of this table; 0 when all were."""
+    """Length of a value that does not fit the table; 0 if all values fit."""
 
     def __post_init__(self) -> None:
         self.left = np.zeros(len(self.part.keys), bool)

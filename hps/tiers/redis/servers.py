@@ -32,7 +32,7 @@ from hps.tiers.redis.topology import RedisTopology
 
 log = logging.getLogger(__name__)
 
-_ASK_AGAIN_S = 0.25
+_PROBE_EVERY_S = 0.25
 # If a call had less than this share of the guard's deadline, its timeout says nothing about the server.
 _FAIR_SHARE = 0.25
 
@@ -197,7 +197,7 @@ class RedisServers:
                 self._watcher.submit(self._watch)
 
     def _watch(self) -> None:
-        while not self._closed.wait(_ASK_AGAIN_S):
+        while not self._closed.wait(_PROBE_EVERY_S):
             with suppress(RedisError):
                 self._topology.refresh(time.monotonic() + self._connect_s)
                 self.forget(self._topology.addresses())
@@ -223,6 +223,6 @@ class RedisServers:
             leg.clean = True
             self.losses += 1
             self.was_well(node)
-            log.info("%s:%d answers again", *node.address)
+            log.info("%s:%d responds again", *node.address)
         finally:
             self.give_back(leg)

@@ -58,7 +58,7 @@ class RedisTable:
         self.slots = [client.slot(key) for key in layout.rows_keys]
         self.facts_slot = client.slot(layout.facts_key)
         self.entries: list[int] = [0] * layout.partitions
-        """Of each partition, tombstones included, as last seen."""
+        """Entries per partition at the last count, with tombstones."""
         self.refused: str | None = None
         self.recorded = False
         self.floors = False
@@ -303,7 +303,7 @@ def _refusal(table: RedisTable, what: str, found: Any, expected: Any) -> str:
         "set tiers.redis.partitions to that" if what == "partitions" else "serve another version"
     )
     if layout.layout == "hps" and what != "partitions":
-        remedy = "erase it there, or take another Redis"
+        remedy = "erase the table in Redis, or use another Redis"
     return (
         f"table {layout.table.id}: {what} in Redis: {found}, here: {expected} "
         f"({layout.facts_key.decode()}); {remedy}"

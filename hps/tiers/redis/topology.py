@@ -29,7 +29,7 @@ class RedisTopology(Protocol):
 
     fixed: bool
     away: Away
-    """Truthy for a server to be queried last, because it is known to be down."""
+    """Returns a true value for a server that is known to be down, to query it last."""
 
     def address(self, slot: int, deadline: float) -> Address:
         """Return the address of ``slot``; asks the servers if it is unknown."""
@@ -242,7 +242,7 @@ class RedisClusterTopology(_QueriedTopology):
             slots[first : last + 1] = [found[0]] * (last + 1 - first)
             nodes.update(dict.fromkeys(found))
         if not nodes:
-            raise ResponseError("the cluster has not given out its slots yet")
+            raise ResponseError("the cluster has not assigned its slots yet")
         self._slots, self._nodes = slots, list(nodes)
 
 

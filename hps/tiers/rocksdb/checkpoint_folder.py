@@ -36,7 +36,7 @@ class CheckpointFolder:
 
         Raises TierError, or Unavailable while another checkpoint is being made."""
         if not self._busy.acquire(blocking=False):
-            raise Unavailable("a checkpoint is being made already; ask again when it is there")
+            raise Unavailable("another checkpoint is in progress; retry when it is complete")
         try:
             target = self.folder / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now()))
             shutil.rmtree(self._beside, ignore_errors=True)  # left by a killed attempt

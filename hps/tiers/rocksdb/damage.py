@@ -22,7 +22,7 @@ class DamagedFiles:
         self._tables: dict[str, str] = {}
         self._lock = threading.Lock()
         self.changed: Callable[[], None] = lambda: None
-        """Called when another one is found, on the thread that finds it."""
+        """Called for each new damaged file, on the thread that found it."""
 
     def found(self, error: Exception, table_of: Callable[[int], str]) -> None:
         """Record the file that RocksDB's ``error`` names, if any, with its table.

@@ -22,7 +22,7 @@ from hps.tiers.rocksdb.load import LoadRecords
 from hps.types import IndexArray, VersionArray
 
 Write = Callable[[Callable[[WriteBatch], None]], None]
-"""``write(fill)``: a batch, through the log."""
+"""``write(fill)`` writes the batch that ``fill`` fills, through the log."""
 
 _MOST_BUCKETS, _LEAST_BUCKETS = 1 << 16, 1 << 6
 _ROWS_A_BUCKET = 8

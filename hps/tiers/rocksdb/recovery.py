@@ -38,7 +38,9 @@ from hps.tiers.rocksdb.errors import NAME, DamagedFileError
 log = logging.getLogger(__name__)
 
 _AHEAD = "SST file is ahead of WALs"
-_LOSS = "Rows that came by a stream are read from it again; rows written by calls are lost: write them again"
+_LOSS = (
+    "Streamed rows are read from the stream again; rows written by calls are lost: write them again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,13 @@ def _report(settings: OpenSettings, most: int | None, fault: str, *, stopped: bo
     number = "an unknown number of" if most is None else f"up to {most:,}"
     what = f"{number} acknowledged writes are missing from the write-ahead log ({fault})"
     if stopped:
-        log.error("rocksdb %s: after a stop of the machine, %s. %s", settings.path, what, _LOSS)
+        log.error("rocksdb %s: after a restart of the machine, %s. %s", settings.path, what, _LOSS)
     elif settings.on_lost_writes == "accept":
         log.error("rocksdb %s: %s. %s", settings.path, what, _LOSS)
     else:
         raise TierError(
             NAME,
-            f"{settings.path} is damaged: {what}. Bring back the log files or a checkpoint; or keep what "
+            f"{settings.path} is damaged: {what}. Restore the log files or a checkpoint; or keep what "
             "can be read: `hps store verify --repair`, or tiers.rocksdb.on_lost_writes: accept. "
             f"{_LOSS}",
         )
@@ -94,7 +96,7 @@ class LogRecovery:
         self._families = list(families)
         self._noted = read_acknowledged(settings.path)
         self.lost: LostWrites | None = None
-        """Lost writes, once the database is open."""
+        """The lost writes, set by `open`; None if there are none."""
 
     def open(self) -> Rdict:
         """Open the database. Raises TierError, also for lost acknowledged writes that are not accepted.

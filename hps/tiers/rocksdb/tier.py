@@ -114,9 +114,7 @@ class RocksDbTier:
         return sorted(self._database.opened.families)
 
     def check(self, table: EmbeddingTable) -> None:
-        """Raise TierError if the stored rows do not fit the table.
-
-        A lookup would report the same as a fault of the tier."""
+        """Raise TierError if the stored rows do not fit the table; a lookup would count it as a fault."""
         self._rows.check_first(self._database.family(table))
 
     def loaded(self, table: EmbeddingTable) -> LoadRecord | None:

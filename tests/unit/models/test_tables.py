@@ -135,9 +135,9 @@ class TestFused:
         files, _ = self.open(tmp_path / "apart", [5, 3, 5], [9, 9])
         check_disjoint_tables(files, 64)
         files, _ = self.open(tmp_path / "both", [5, 3, 5], [9, 5, 3])
-        with pytest.raises(ModelError, match=r"2 keys stand in several of .*t0, .*t1, but fuse_"):
+        with pytest.raises(ModelError, match=r"2 keys are in several of .*t0, .*t1, but fuse_"):
             check_disjoint_tables(files, 64)
         files, _ = self.open(tmp_path / "narrow", [5], [5 + 2**32])
         check_disjoint_tables(files, 64)
-        with pytest.raises(ModelError, match="1 keys stand in several"):
+        with pytest.raises(ModelError, match="1 keys are in several"):
             check_disjoint_tables(files, 32)

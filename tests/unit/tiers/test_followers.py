@@ -60,7 +60,7 @@ def started(node, version=2, model="words", check=lambda: None):
 
     thread = threading.Thread(target=load)
     thread.start()
-    until(lambda: node._coming is not None)
+    until(lambda: node._next is not None)
     return thread, ended
 
 
@@ -131,7 +131,7 @@ def test_one_that_cannot_open_it_fails_the_load(node, refused, raised):
     process.report()
     thread.join()
     assert type(ended[0]) is raised
-    assert "process 77, attached to this node, can't open version 2" in str(ended[0])
+    assert "attached process 77 failed to open version 2" in str(ended[0])
     node.withdraw()
     assert not process.report()["open"]
     assert process.orders["serve"][0][:2] == ("words", 1)
@@ -169,7 +169,7 @@ def test_load_fails_when_version_kills_processes_but_not_when_they_leave(node):
     Process(node, 4).end()
     thread.join()
     assert isinstance(ended[0], Unavailable)
-    assert "processes 3 and 4, attached to this node, have ended before" in str(ended[0])
+    assert "attached processes 3 and 4 ended before" in str(ended[0])
 
 
 def test_one_that_hangs_fails_the_load_in_the_end(node, monkeypatch):
@@ -207,4 +207,4 @@ def test_a_change_is_waited_for_but_not_for_ever(node, monkeypatch, caplog):
     monkeypatch.setattr(followers, "_SERVE_S", 0.0)
     node.drop("words")
     node.settle(lambda: None)
-    assert "still on the models of before: process 9" in caplog.text
+    assert "attached processes still serve their previous versions: 9" in caplog.text

@@ -103,7 +103,7 @@ def test_the_socket_is_for_this_user_alone(ends, folder):
 
 
 def test_a_second_node_is_refused_and_one_that_was_killed_leaves_room(ends, folder, store):
-    with pytest.raises(ConfigError, match="another node that runs"):
+    with pytest.raises(ConfigError, match="another running node"):
         Ends(folder, store)
     ends.server.close()
     (folder / "node.sock").touch()  # as a killed one leaves it

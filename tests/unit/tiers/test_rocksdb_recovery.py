@@ -204,7 +204,7 @@ def test_after_a_power_failure_an_earlier_state_is_opened_and_reported(folder, m
     found = there(tier)
     assert 100 < np.count_nonzero(found) < 900
     assert tier.figures().lost_writes > 200
-    assert "after a stop of the machine, up to" in caplog.text
+    assert "after a restart of the machine, up to" in caplog.text
     assert found[: tier.applied(A, "stream", 0)].all()
     tier.close()
 

@@ -147,7 +147,8 @@ class TestNothingIsExecuted:
             plain = b"\x80\x02cbuiltins\ngetattr\n(cos\nsystem\nU\x04nametR."
         save_torch(path, None, pickled=plain)
         with pytest.raises(
-            ModelError, match=r"the pickle names .*nothing is executed; save the state_dict"
+            ModelError,
+            match=r"the pickle uses the global name .*nothing is executed; save the state_dict",
         ):
             open_torch(path)
 

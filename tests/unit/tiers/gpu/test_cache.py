@@ -366,7 +366,7 @@ def test_scores_are_accepted_only_by_score_policy():
     table, keys = EmbeddingTable.make("t", 4), np.arange(3)
     rows, versions = distinct_rows(table, keys), versions_of(keys)
     cache = GpuCache({table: 100})
-    with pytest.raises(BadRequest, match="make room by LRU, so no scores are taken"):
+    with pytest.raises(BadRequest, match="it evicts by LRU, so scores are rejected"):
         cache.insert(table, keys, rows, versions, np.ones(3, np.uint64))
     cache.add_table(table, 100, policy=EvictionPolicy.SCORE)
     with pytest.raises(BadRequest, match=r"scores must be \(3,\) uint64"):
