@@ -252,7 +252,7 @@ def test_without_checkpoints_a_node_begins_by_itself(tmp_path):
 
 def test_one_checkpoint_at_a_time(tier, tmp_path):
     def make(folder):
-        with pytest.raises(Unavailable, match="being made already"):
+        with pytest.raises(Unavailable, match="another checkpoint is in progress"):
             checkpoints.add(1)
         tier.checkpoint(folder)
 
