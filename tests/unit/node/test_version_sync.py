@@ -184,7 +184,7 @@ def test_failed_open_in_one_process_keeps_all_on_the_served_version(node, attach
     with hps.attach(settings) as other:
         other.require(refuse)
         with pytest.raises(
-            Unsupported, match=r"can't open version 2.*: the ensemble is of version 1"
+            Unsupported, match=r"failed to open version 2.*: the ensemble is of version 1"
         ):
             node.load("words", 2)
         assert {values(each) for each in (node, attached, other)} == {1000}
