@@ -94,7 +94,7 @@ refused, since one of the two would silently not act.
 {{- if and $there (kindIs "map" $value) (kindIs "map" (get $.base $key)) -}}
 {{- include "hps.overlay" (dict "base" (get $.base $key) "over" $value "path" $below) -}}
 {{- else if and $there $.path -}}
-{{- fail (printf "%s is set by the chart from another value: leave it out of config (docs/kubernetes.md, The configuration)" $below) -}}
+{{- fail (printf "%s is set by the chart from another value: remove it from config (docs/kubernetes.md, The configuration)" $below) -}}
 {{- else -}}
 {{- $_ := set $.base $key $value -}}
 {{- end -}}
@@ -135,13 +135,13 @@ refused, since one of the two would silently not act.
 {{- fail "tls.mtls: needs tls.enabled=true" -}}
 {{- end -}}
 {{- if and $values.tls.existingSecret (not $values.tls.enabled) -}}
-{{- fail "tls.existingSecret: acts with tls.enabled=true; set that, or leave the Secret out" -}}
+{{- fail "tls.existingSecret: requires tls.enabled=true; set that, or remove the Secret" -}}
 {{- end -}}
 {{- range $role := list "lookup" "frontend" -}}
 {{- $own := index $values $role -}}
 {{- $runs := or (eq $role "lookup") $values.frontend.enabled -}}
 {{- if and $runs (gt (int $own.gpu.count) 0) $values.image.digest (not $values.image.gpuDigest) -}}
-{{- fail (printf "image.gpuDigest: %s.gpu.count asks for the image with CUDA, and image.digest is the one without; say the digest of the other" $role) -}}
+{{- fail (printf "image.gpuDigest: %s.gpu.count needs the image with CUDA, but image.digest is the one without; set its digest" $role) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $values.dev.redis.enabled $values.redis.addresses -}}
@@ -152,75 +152,75 @@ refused, since one of the two would silently not act.
 {{- end -}}
 {{- $redis := or (include "hps.redis" . | fromJsonArray) (dig "tiers" "redis" dict $values.config) -}}
 {{- if and $values.redis.existingSecret (not $redis) -}}
-{{- fail "redis.existingSecret: is a password for no Redis; set redis.addresses" -}}
+{{- fail "redis.existingSecret: has no effect without a Redis; set redis.addresses" -}}
 {{- end -}}
 {{- if and $values.redis.tls.existingSecret (not $values.redis.tls.enabled) -}}
-{{- fail "redis.tls.existingSecret: acts with redis.tls.enabled=true; set that, or leave the Secret out" -}}
+{{- fail "redis.tls.existingSecret: requires redis.tls.enabled=true; set that, or remove the Secret" -}}
 {{- end -}}
 {{- if and $values.redis.tls.enabled (not $redis) -}}
-{{- fail "redis.tls.enabled: there is no Redis; set redis.addresses" -}}
+{{- fail "redis.tls.enabled: has no effect without a Redis; set redis.addresses" -}}
 {{- end -}}
 {{- $kafka := or (include "hps.kafka" .) (dig "updates" "kafka" dict $values.config) -}}
 {{- if and (hasPrefix "SASL_" $values.kafka.security.protocol) (not (and $values.kafka.security.mechanism $values.kafka.security.existingSecret)) -}}
 {{- fail (printf "kafka.security: protocol %s needs mechanism and existingSecret" $values.kafka.security.protocol) -}}
 {{- end -}}
 {{- if and $values.kafka.security.mechanism (not (hasPrefix "SASL_" $values.kafka.security.protocol)) -}}
-{{- fail "kafka.security.mechanism: is SASL's; set kafka.security.protocol to SASL_SSL or SASL_PLAINTEXT" -}}
+{{- fail "kafka.security.mechanism: requires SASL; set kafka.security.protocol to SASL_SSL or SASL_PLAINTEXT" -}}
 {{- end -}}
 {{- with $values.kafka.security -}}
 {{- if and .caKey (not (or .caSecret .existingSecret)) -}}
-{{- fail "kafka.security.caKey: is a key of kafka.security.caSecret or existingSecret; set one of them" -}}
+{{- fail "kafka.security.caKey: requires kafka.security.caSecret or existingSecret; set one of them" -}}
 {{- end -}}
 {{- if and .caSecret (not .caKey) -}}
-{{- fail "kafka.security.caSecret: say by kafka.security.caKey which of its keys are the roots" -}}
+{{- fail "kafka.security.caSecret: requires kafka.security.caKey; set it to the key of the roots" -}}
 {{- end -}}
 {{- if ne (empty .certificateKey) (empty .keyKey) -}}
-{{- fail "kafka.security.certificateKey: goes with kafka.security.keyKey; set both or neither" -}}
+{{- fail "kafka.security.certificateKey: requires kafka.security.keyKey, and vice versa; set both or neither" -}}
 {{- end -}}
 {{- if and .certificateKey (not .existingSecret) -}}
-{{- fail "kafka.security.certificateKey: is a key of kafka.security.existingSecret; set that" -}}
+{{- fail "kafka.security.certificateKey: requires kafka.security.existingSecret; set that" -}}
 {{- end -}}
 {{- if and (or .caKey .certificateKey) (not (has .protocol (list "SSL" "SASL_SSL"))) -}}
-{{- fail (printf "kafka.security.protocol: %s has no certificates; set SSL or SASL_SSL, or leave out caKey and certificateKey" .protocol) -}}
+{{- fail (printf "kafka.security.protocol: %s uses no certificates; set SSL or SASL_SSL, or remove caKey and certificateKey" .protocol) -}}
 {{- end -}}
 {{- end -}}
 {{- if and (ne $values.kafka.security.protocol "PLAINTEXT") (not $kafka) -}}
-{{- fail "kafka.security: there is no Kafka; set kafka.bootstrapServers" -}}
+{{- fail "kafka.security: has no effect without a Kafka; set kafka.bootstrapServers" -}}
 {{- end -}}
 {{- if and $values.ingest.enabled (not $values.existingConfigMap) (not (and $redis $kafka)) -}}
 {{- fail "ingest.enabled: ingest writes what Kafka streams into Redis; set kafka.bootstrapServers and redis.addresses" -}}
 {{- end -}}
 {{- if and (eq $values.triton.mode "external") (not $values.triton.url) -}}
-{{- fail "triton.url: say host:port of the external Triton, or set triton.mode=none" -}}
+{{- fail "triton.url: set host:port of the external Triton, or set triton.mode=none" -}}
 {{- end -}}
 {{- if and $values.triton.url (ne $values.triton.mode "external") -}}
-{{- fail (printf "triton.url: acts with triton.mode=external, found %s" $values.triton.mode) -}}
+{{- fail (printf "triton.url: requires triton.mode=external, found %s" $values.triton.mode) -}}
 {{- end -}}
 {{- if and (eq $values.triton.mode "sidecar") (not $values.triton.modelRepository.volume) -}}
-{{- fail "triton.modelRepository.volume: say where the sidecar's models are (hps triton export writes them)" -}}
+{{- fail "triton.modelRepository.volume: set the volume with the sidecar's models (hps triton export writes them)" -}}
 {{- end -}}
 {{- if and $values.lookup.checkpoints.enabled (not $values.lookup.checkpoints.volume) -}}
-{{- fail "lookup.checkpoints.volume: say where checkpoints are kept, a claim with ReadWriteMany" -}}
+{{- fail "lookup.checkpoints.volume: set the volume for checkpoints, a claim with ReadWriteMany" -}}
 {{- end -}}
 {{- if and $values.service.headless (ne $values.service.type "ClusterIP") -}}
-{{- fail (printf "service.headless: a %s has an address; set service.type=ClusterIP" $values.service.type) -}}
+{{- fail (printf "service.headless: a %s has a cluster IP; set service.type=ClusterIP" $values.service.type) -}}
 {{- end -}}
 {{- if and $values.gateway.enabled (not $values.gateway.parentRefs) -}}
-{{- fail "gateway.parentRefs: name the Gateway, as [{name: public, namespace: gateways}]" -}}
+{{- fail "gateway.parentRefs: name the Gateway, for example [{name: public, namespace: gateways}]" -}}
 {{- end -}}
 {{- if and $values.gateway.enabled (not (or $values.gateway.hosts $values.gateway.grpcHosts)) -}}
 {{- fail "gateway.hosts: name the hosts for HTTP, or gateway.grpcHosts those for gRPC" -}}
 {{- end -}}
 {{- range $host := $values.gateway.hosts -}}
 {{- if has $host $values.gateway.grpcHosts -}}
-{{- fail (printf "gateway.grpcHosts: %s is in gateway.hosts too, and a Gateway takes one kind of route for a name; give gRPC a separate name" $host) -}}
+{{- fail (printf "gateway.grpcHosts: %s is in gateway.hosts too, and a Gateway accepts one kind of route for a name; give gRPC a separate name" $host) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $values.existingConfigMap $values.config -}}
-{{- fail "config: existingConfigMap takes its place; use one of the two" -}}
+{{- fail "config: existingConfigMap replaces it; use one of the two" -}}
 {{- end -}}
 {{- if and $values.existingConfigMap $values.networkPolicy.enabled (not $values.networkPolicy.stores) -}}
-{{- fail "networkPolicy.stores: say where Redis, Kafka and Triton are, as [{ipBlock: {cidr: 192.0.2.0/24}}]; the chart cannot read their ports in existingConfigMap" -}}
+{{- fail "networkPolicy.stores: list the peers of Redis, Kafka and Triton, for example [{ipBlock: {cidr: 192.0.2.0/24}}]; the chart cannot read their ports in existingConfigMap" -}}
 {{- end -}}
 {{- if and $values.frontend.enabled (dig "server" "workers" 0 $values.config) -}}
 {{- fail "config.server.workers: front ends are single processes; give lookup nodes theirs by lookup.extraArgs={--workers,N}, and have more front ends by frontend.replicaCount" -}}
@@ -237,7 +237,7 @@ refused, since one of the two would silently not act.
 {{- end -}}
 {{- with $own.keda -}}
 {{- if and .enabled (not (or .threshold .targetCPU .triggers)) -}}
-{{- fail (printf "%s.keda: there is no trigger; set threshold, targetCPU or triggers" $role) -}}
+{{- fail (printf "%s.keda: no trigger is selected; set threshold, targetCPU or triggers" $role) -}}
 {{- end -}}
 {{- if and .enabled (eq (int .minReplicas) 0) (not .triggers) -}}
 {{- fail (printf "%s.keda.minReplicas: with 0 no pod would start again, since the load is measured at the pods; set 1, or triggers that do not depend on them" $role) -}}
