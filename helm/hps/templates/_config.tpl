@@ -80,12 +80,12 @@ refused, since one of the two would silently not act.
 {{- $set | toJson -}}
 {{- end -}}
 
-{{/* Whether rows come by Kafka, so far as the values know. */}}
+{{/* Whether the values configure update streams from Kafka. */}}
 {{- define "hps.streams" -}}
 {{- if or (include "hps.kafka" .) (dig "updates" "kafka" dict .Values.config) -}}yes{{- end -}}
 {{- end -}}
 
-{{/* Lays `over` over `base`, in place. With `path` a setting that is in both is refused. */}}
+{{/* Merges `over` into `base`, in place. With `path`, a setting that is in both is an error. */}}
 {{- define "hps.overlay" -}}
 {{- range $key, $value := .over -}}
 {{- $there := hasKey $.base $key -}}
@@ -104,7 +104,7 @@ refused, since one of the two would silently not act.
 {{- define "hps.config" -}}
 {{- $config := dict "server" (dict "log_format" "json") "tiers" (dict "cpu_cache" (dict "snapshot" (dict "path" "/var/lib/hps/data/hot-keys"))) -}}
 {{- if include "hps.streams" . -}}
-{{- /* Releases that share a Kafka would share its partitions, too, if their groups had one name. */ -}}
+{{- /* Releases that share a Kafka need different groups, or they would share its partitions. */ -}}
 {{- $group := printf "hps.%s.%s" .Release.Namespace (include "hps.fullname" .) -}}
 {{- $_ := set $config "updates" (dict "kafka" (dict "shared_group" $group)) -}}
 {{- end -}}
@@ -113,7 +113,7 @@ refused, since one of the two would silently not act.
 {{- $config | toYaml -}}
 {{- end -}}
 
-{{/* Values that don't go together: each message names the values and what to do. */}}
+{{/* Contradictory values: each message names the values and the remedy. */}}
 {{- define "hps.check" -}}
 {{- $values := .Values -}}
 {{- $models := $values.models -}}

@@ -1,4 +1,4 @@
-{{/* Names, labels, images: what all objects share. */}}
+{{/* Names, labels and images that all objects share. */}}
 
 {{- define "hps.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
@@ -14,7 +14,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* By which services and workloads find pods; with a role those of one. */}}
+{{/* Selector labels of services and workloads; with a role, of that role's pods. */}}
 {{- define "hps.selector" -}}
 app.kubernetes.io/name: {{ include "hps.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -23,7 +23,7 @@ app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* Of pods: nothing that another version of the chart alone would change, since that replaces them. */}}
+{{/* Labels of pods: without the chart's version, whose change would replace the pods. */}}
 {{- define "hps.podLabels" -}}
 {{ include "hps.selector" . }}
 {{- with .root.Values.commonLabels }}
@@ -65,7 +65,7 @@ annotations:
 {{- end -}}
 {{- end -}}
 
-{{/* Where pods may be: root, and a role's own values if it has any. */}}
+{{/* Scheduling of pods: takes root, and a role's own values if it has any. */}}
 {{- define "hps.placement" -}}
 {{- $own := default (dict) .own -}}
 {{- with merge (dict) (default (dict) $own.nodeSelector) .root.Values.nodeSelector }}
@@ -92,12 +92,12 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- ternary "https" "http" .Values.tls.enabled -}}
 {{- end -}}
 
-{{/* The role that clients ask, and that has the networks. */}}
+{{/* The role that serves clients and runs the networks. */}}
 {{- define "hps.way-in" -}}
 {{- ternary "frontend" "lookup" .Values.frontend.enabled -}}
 {{- end -}}
 
-{{/* Prometheus' job of the release: alerts know jobs of ours by `hps` in their names. */}}
+{{/* Prometheus job of the release: alerts recognise hps' jobs by `hps` in their names. */}}
 {{- define "hps.job-name" -}}
 {{- $name := include "hps.fullname" . -}}
 {{- contains "hps" $name | ternary $name (printf "hps-%s" $name) -}}

@@ -1,4 +1,4 @@
-{{/* What the release's own jobs have alike: they ask servers, and hold nothing. */}}
+{{/* Common parts of the release's jobs, which send requests to servers and store nothing. */}}
 
 {{- define "hps.job" -}}
 restartPolicy: Never
@@ -20,7 +20,7 @@ volumes:
   {{- end }}
 {{- end -}}
 
-{{/* How the command line knows itself: takes root and key. */}}
+{{/* API key of the command line: takes root and key. */}}
 {{- define "hps.job.env" -}}
 - {name: HOME, value: /tmp}
 {{- if .root.Values.auth.enabled }}
@@ -33,7 +33,7 @@ volumes:
 {{- end }}
 {{- end -}}
 
-{{/* How it speaks TLS: takes the certificates' folder, and mtls. */}}
+{{/* TLS of the command line: takes the certificates' folder, and mtls. */}}
 {{- define "hps.tls.tools" -}}
 ca={{ .folder }}/ca.crt{{ if .mtls }},certificate={{ .folder }}/tls.crt,key={{ .folder }}/tls.key{{ end }}
 {{- end -}}

@@ -1,6 +1,6 @@
 {{/* A role's pod. Takes root and role. */}}
 
-{{/* Everything below /etc/hps: one projected volume, so that a Secret that changes is seen. */}}
+{{/* Everything below /etc/hps: one projected volume, so that pods see a changed Secret. */}}
 {{- define "hps.volume.etc" -}}
 {{- $values := .Values -}}
 name: etc
@@ -92,7 +92,7 @@ httpGet:
 {{ omit .probe "path" | toYaml }}
 {{- end -}}
 
-{{/* What runs before the server, in its order. */}}
+{{/* Init containers, in their order. */}}
 {{- define "hps.initContainers" -}}
 {{- $values := .root.Values -}}
 {{- $own := index $values .role -}}
@@ -137,7 +137,7 @@ httpGet:
 - name: bootstrap
   image: {{ .image }}
   imagePullPolicy: {{ $values.image.pullPolicy }}
-  # The newest checkpoint where there is no database yet; nothing otherwise.
+  # Restores the newest checkpoint if there is no database yet.
   args: [store, restore, /var/lib/hps/checkpoints, --bootstrap, --config, /etc/hps/config.yaml]
   securityContext: {{- toYaml $values.securityContext | nindent 4 }}
   resources: {requests: {cpu: 100m, memory: 256Mi}, limits: {memory: 1Gi}}
@@ -232,14 +232,14 @@ lacks it. */}}
   {{- $env := concat $values.extraEnv $own.extraEnv }}
   {{- $given := dict }}
   {{- range $env }}{{ $_ := set $given .name true }}{{ end }}
-  {{- /* Not an argument: for whatever is run beside the server, as `kubectl exec … hps doctor`, too. */}}
+  {{- /* Not an argument, so that commands such as `kubectl exec … hps doctor` have it, too. */}}
   {{- $env = prepend $env (dict "name" "HPS__SERVER__ROLE" "value" (ternary "all" .role $whole)) }}
   {{- if and $values.tls.enabled (not (hasKey $given "HPS_TLS")) }}
   {{- $env = append $env (dict "name" "HPS_TLS" "value" (include "hps.tls.tools" (dict "folder" "/etc/hps/tls" "mtls" $values.tls.mtls))) }}
   {{- end }}
   {{- $grouped := hasKey (dig "updates" "kafka" dict $values.config) "group" }}
   {{- if and (eq .role "lookup") (include "hps.streams" .root) (not (or $grouped $values.existingConfigMap)) }}
-  {{- /* A node's name among the readers of Kafka, whatever the releases are that share one. */}}
+  {{- /* The node's name among the readers of a Kafka that several releases may share. */}}
   {{- $pod := dict "name" "POD_NAME" "valueFrom" (dict "fieldRef" (dict "fieldPath" "metadata.name")) }}
   {{- $group := dict "name" "HPS__UPDATES__KAFKA__GROUP" "value" (printf "%s.$(POD_NAME)" .root.Release.Namespace) }}
   {{- $env = concat (list $pod $group) $env }}
@@ -299,7 +299,7 @@ lacks it. */}}
 metadata:
   labels:
     {{- include "hps.podLabels" . | nindent 4 }}
-    # Of servers, in contrast to the release's jobs.
+    # Marks servers, in contrast to the release's jobs.
     hps.metrics: "true"
     {{- with $own.podLabels }}
     {{- toYaml . | nindent 4 }}
@@ -316,7 +316,7 @@ metadata:
 spec:
   serviceAccountName: {{ include "hps.serviceAccount" .root }}
   automountServiceAccountToken: {{ $values.serviceAccount.automountToken }}
-  # Variables of Kubernetes' own, as HPS_PORT, would look like settings.
+  # Kubernetes' service variables, such as HPS_PORT, would look like settings.
   enableServiceLinks: false
   {{- with $values.imagePullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
