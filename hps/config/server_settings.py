@@ -95,7 +95,7 @@ class ServerSettings(StrictModel):
     admin: AdminSettings = AdminSettings()
     """The port of status, metrics and administration."""
     role: Literal["all", "frontend", "lookup", "ingest"] = "all"
-    """`frontend` asks `lookup.nodes` for rows, `lookup` is one; `all`: both; `ingest`: `hps ingest`."""
+    """`lookup`: rows; `frontend`: networks, rows by `lookup.nodes`; `all`: both; `ingest`: `hps ingest`."""
     workers: int = Field(0, ge=0, le=256)
     """Processes that answer requests from the node's cache; 0: the node's process answers them."""
     worker_timeout_s: float = Field(10.0, ge=1)

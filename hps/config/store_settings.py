@@ -50,7 +50,7 @@ class RocksDbSettings(StrictModel):
     """`primary` owns the folder. Others may read tables it has loaded: `read_only` as they are when it
     opens, `secondary` following the primary's writes."""
     on_corruption: Literal["degrade", "not_ready"] = "degrade"
-    """When a table file is damaged: mark answers without its rows `degrade`d, or be `not_ready`, too."""
+    """On a damaged table file, mark answers without its rows degraded; `not_ready`: also be not ready."""
     on_lost_writes: Literal["refuse", "accept"] = "refuse"
     """When acknowledged writes are missing from the write-ahead log: `refuse` to start, or `accept` that."""
     catch_up_s: float = Field(1.0, ge=0)

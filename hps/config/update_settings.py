@@ -98,7 +98,7 @@ class UpdatesSettings(StrictModel):
     max_staleness_s: float | None = Field(None, gt=0)
     """Age of unapplied updates from which served rows count as stale; null: never."""
     on_stale: Literal["flag", "refuse"] = "flag"
-    """Handling of requests then: answered, with `hps_stale_s` in the answer, or rejected (503)."""
+    """Treatment of requests while rows are stale: answered with `hps_stale_s`, or rejected (503)."""
     promote_queue_keys: int = Field(1 << 20, ge=1)
     """Queued keys for promotion into the caches; more are dropped and counted."""
     kafka: KafkaSettings | None = None

@@ -2,9 +2,9 @@
 
 The requests of a run are not independent: a pause of the server makes many slow together. So whole slices
 of the run are resampled, not single requests (a block bootstrap; Künsch, The Jackknife and the Bootstrap
-for General Stationary Observations, 1989). A ratio of two quantiles counts as a difference when 1 lies
-outside its interval, of 95 % for all that is compared together (Bonferroni), and when it exceeds what
-buckets of the histogram can hide."""
+for General Stationary Observations, 1989). A ratio of two quantiles counts as a difference if 1 is outside
+its 95 % interval, corrected for all compared quantities (Bonferroni), and if it exceeds the error that
+buckets of the histogram may cause."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hps.tools.bench.report import QUANTILES, slices_of
 
 _DRAWS = 4000
 LEVEL = 0.05
-# Fewer slices with answers do not show how much slices vary.
+# With fewer slices with answers, their variation is unknown.
 _FEWEST = 10
-# Two buckets' worth.
+# Largest error that buckets may cause: the width of two.
 _HIDDEN = 0.002
 # A quantile needs this many durations beyond it.
 _BEYOND = 10
@@ -80,7 +80,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[BenchDi
 def _judged(
     name: str, before: float, after: float, ratios: NDArray[Any], level: float, worse: int
 ) -> BenchDifference:
-    """``worse``: 1 where more is slower, -1 where more is faster."""
+    """Judge one quantity; ``worse``: 1 if more is slower (latency), -1 if more is faster (throughput)."""
     low, high = (float(value) for value in np.quantile(ratios, [level / 2, 1 - level / 2]))
     if low <= 1 <= high or abs(after / before - 1) <= _HIDDEN:
         return BenchDifference(name, before, after, low, high, "none")

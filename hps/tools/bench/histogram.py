@@ -1,8 +1,8 @@
 """Histogram of durations; buckets are at most a thousandth of their value wide.
 
 The layout is HdrHistogram's (Gil Tene, https://hdrhistogram.org) with 1,024 buckets for each doubling:
-there is no upper limit, and histograms are added by adding their counts. Its Python package is not used:
-this is all that is needed of it."""
+there is no upper limit, and histograms are added by adding their counts. HdrHistogram's Python package is
+not used, since this module is all that is needed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LatencyHistogram:
 
     @property
     def mean(self) -> float | None:
-        """Seconds."""
+        """Mean in seconds; None when empty."""
         total = self.total
         return (
             sum(highest(n) * count for n, count in self.counts.items()) / total * 1e-9

@@ -68,7 +68,7 @@ def made_requests(
     if source.file is not None:
         return from_file(source.file, described, recipe.batch), f"of {source.file.name}"
     if any(tensor["name"] == "NUMKEYS" for tensor in described["inputs"]):
-        # A model without a dense part describes itself in HPS's form; `<model>.lookup` has the features.
+        # The metadata of a model without a network has HPS's format; `<model>.lookup` names the features.
         described = {**metadata(f"{model}.lookup"), "name": model}
     pools = hot_pools(model, hot_keys) if recipe.asks_for_hot_keys else HotKeyPools()
     return from_metadata(described, recipe, pools.keys), _said(recipe, pools)

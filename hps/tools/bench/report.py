@@ -16,12 +16,12 @@ from hps.tools.bench.run import BenchResult
 FORMAT = "hps-bench-2"
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 _LAYOUT = "hdr-1024-ns"
-# A busier Python process is late with its measurements.
+# A Python process that is busier than this measures late.
 BUSY = 0.85
 
 
 def report(outcome: BenchResult, load: Mapping[str, Any]) -> dict[str, Any]:
-    """``load``: the server, and the requests that were sent."""
+    """Build the report; ``load`` describes the server and the requests that were sent."""
     whole = LatencyHistogram.summed(outcome.slices)
     seconds = outcome.seconds
     per_s = outcome.answered / seconds if seconds else 0.0
@@ -49,7 +49,7 @@ def report(outcome: BenchResult, load: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantiles(histogram: LatencyHistogram) -> dict[str, float | None]:
-    """Seconds; None for a quantile with too few durations."""
+    """Quantiles in seconds; None for a quantile with too few durations."""
     total = histogram.total
     return {
         name: histogram.quantile(share) if total * (1 - share) >= 1 else None

@@ -35,8 +35,8 @@ _KINDS_KEPT = 50
 class BenchPlan:
     """Settings of a run.
 
-    ``concurrency``: callers of a closed loop, or the most requests in flight of an open one. ``rate`` None:
-    closed loop. ``requests`` None: as many as the time allows."""
+    ``concurrency``: callers of a closed loop, or the limit of requests in flight of an open one. ``rate``
+    None: closed loop. ``requests``: limit on measured requests; None: no limit."""
 
     duration_s: float
     warmup_s: float

@@ -37,13 +37,13 @@ class Sender(Protocol):
 
 
 def open_sender(url: str, api_key: str | None, tls: Tls | None, connections: int = 1) -> Sender:
-    """``connections``: of gRPC. Raises ConfigError."""
+    """Open a sender for the address; ``connections``: number of gRPC connections. Raises ConfigError."""
     at = address(url, tls)
     return GrpcSender(at, api_key, connections) if at.is_grpc else HttpSender(at, api_key)
 
 
 class GrpcSender:
-    """Requests take turns on several connections: one alone reaches one of a server's processes."""
+    """Sends over gRPC connections in turn: a single one would reach only one of a server's processes."""
 
     def __init__(self, at: ServerAddress, api_key: str | None, connections: int = 1) -> None:
         from hps.client.grpc import AsyncGrpcChannel, GrpcCodec
@@ -64,7 +64,7 @@ class GrpcSender:
 
 
 class HttpSender:
-    """One connection for each request in flight, kept for the next one."""
+    """Sends over HTTP; one connection for each request in flight, kept for the next one."""
 
     def __init__(self, at: ServerAddress, api_key: str | None) -> None:
         self._at = at

@@ -1,11 +1,11 @@
 """Checks of the Open Inference Protocol with Triton's extensions, for any server that claims it.
 
 The list is in `hps.tools.conformance.checks`. Each check runs on a `CheckedServer` and returns, raises
-`Deviation` when the server deviates from the protocol, or `NotOffered` when it does not claim the
-extension in question. Checks expect what the protocol's text says; where that is silent, what Triton's
-and KServe's clients need.
+`Deviation` if the server deviates from the protocol, or `NotOffered` if it does not claim the extension.
+Checks expect what the protocol's text says; where the text says nothing, what Triton's and KServe's clients
+need.
 
-The package imports nothing of our server."""
+The package imports nothing of the hps server."""
 
 from hps.tools.conformance.target import (
     CheckedServer,

@@ -88,7 +88,7 @@ def _drive(kind: Any, client: Any, target: CheckedServer, **forms: Any) -> None:
         found = head["id"] if isinstance(head, dict) else head.id
         require(found == "r-7", f"id {found!r}")
         for name, options in forms.items():
-            # The client writes codings into the headers that it gets.
+            # The client adds content codings to the headers that it receives.
             result = client.infer(sample.model, inputs, **ask, **options, headers={**headers})
             same({n: result.as_numpy(n) for n in sample.outputs}, expected, name)
     if "statistics" in extensions:
@@ -121,7 +121,7 @@ _CODED = {
 
 
 def _codings(target: CheckedServer) -> dict[str, Any]:
-    """Those of ``_CODED`` that the server accepts for bodies."""
+    """The arguments in ``_CODED`` whose coding the server accepts for bodies."""
     with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         head = {"Content-Encoding": "gzip"}

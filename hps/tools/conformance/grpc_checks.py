@@ -1,4 +1,4 @@
-"""The protocol over gRPC: what a server must answer, and what it must refuse."""
+"""Checks over gRPC: what a server must answer, and what it must reject."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class GrpcProbe:
         self.channel.close()
 
     def ask(self, call: str, request: Any = None, **options: Any) -> Any:
-        """The call's answer; ``request`` by default an empty one."""
+        """Make a call and return its answer; ``request`` None: an empty one."""
         request = getattr(pb, f"{call}Request")() if request is None else request
         options = {"timeout": PATIENCE_S, "metadata": self.metadata, **options}
         return getattr(self._stub, call)(request, **options)
@@ -78,7 +78,7 @@ def credentials(tls: Tls) -> grpc.ChannelCredentials:
 
 @contextmanager
 def skip_unimplemented(what: str) -> Iterator[None]:
-    """Calls of a service that is no part of the protocol: NotOffered where it is UNIMPLEMENTED."""
+    """Raise NotOffered if a service that is not part of the protocol is UNIMPLEMENTED."""
     try:
         yield
     except grpc.RpcError as error:
@@ -87,7 +87,7 @@ def skip_unimplemented(what: str) -> Iterator[None]:
 
 
 def expect_error(call: Callable[[], Any], *codes: str, what: str = "a request at fault") -> str:
-    """The text of the error of ``call``; notes a code that is not in ``codes``, and a success."""
+    """Return the text of the error that ``call`` raises; note other codes, and a success."""
     try:
         call()
     except grpc.RpcError as error:
@@ -99,7 +99,7 @@ def expect_error(call: Callable[[], Any], *codes: str, what: str = "a request at
 
 
 def request(sample: SampleRequest, *, raw: bool = True, **fields: Any) -> Any:
-    """``raw``: all inputs raw, else in protobuf's types, which exclude FP16."""
+    """Build a request; ``raw``: all inputs raw, else in protobuf's types, which exclude FP16."""
     made = pb.ModelInferRequest(model_name=sample.model, **fields)
     for name, array in sample.inputs.items():
         datatype = sample.datatype(name)

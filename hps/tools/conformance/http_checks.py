@@ -1,4 +1,4 @@
-"""The protocol over HTTP: what a server must answer."""
+"""Checks over HTTP: what a server must answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hps.tools.conformance.target import (
 )
 
 SUITE = CheckSuite("http")
-# Statistics without which perf_analyzer ends.
+# Statistics that perf_analyzer requires.
 TIMES = (
     *("success", "queue", "compute_input", "compute_infer", "compute_output"),
     *("cache_hit", "cache_miss"),

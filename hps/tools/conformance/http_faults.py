@@ -1,4 +1,4 @@
-"""The protocol over HTTP: what a server must refuse, how, and that it continues."""
+"""Checks over HTTP: what a server must reject, how, and that it continues."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class HttpResponse:
             require(False, f"no JSON: {self.body[:300]!r}")
 
     def refused(self, *statuses: int) -> str:
-        """The text of an error with one of ``statuses``; notes deviations."""
+        """Return the text of an error with one of ``statuses``; note deviations."""
         wanted = " or ".join(map(str, statuses))
         # FastAPI answers 422 instead of 400.
         status = 400 if self.status == 422 else self.status
@@ -113,7 +113,9 @@ class HttpProbe:
         body: bytes | Iterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> HttpResponse:
-        """``body`` in pieces goes chunked. An answer before the server has read all of it counts, too."""
+        """Send a request; a ``body`` in pieces is sent chunked.
+
+        An answer is accepted even if it arrives before the server has read the whole body."""
         chunked = body is not None and not isinstance(body, bytes)
         sent = {**self._headers, **(headers or {})}
         if chunked:

@@ -55,6 +55,6 @@ def known_of(server: str) -> Known:
 
 
 def reasons(known: Known, check: str, found: Sequence[str]) -> list[str]:
-    """The reason for each text of ``found``; "" for one that is not known."""
+    """For each text of ``found``, the reason if it is known of the server, else ""."""
     patterns = known.get(check, {})
     return [next((why for p, why in patterns.items() if re.search(p, text)), "") for text in found]

@@ -35,8 +35,10 @@ class NotOffered(Exception):
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request that ``model`` answers: ``inputs`` by name, the batch first, and the ``outputs`` it asks for.
-    BYTES tensors are arrays of objects."""
+    """A request that ``model`` answers.
+
+    ``inputs`` by name, the batch first; ``outputs``: the requested ones. BYTES tensors are arrays of
+    objects."""
 
     model: str
     inputs: Mapping[str, NDArray[Any]]
@@ -48,10 +50,11 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class CheckedServer:
-    """A server: ``host:port`` of its protocols, and requests that it answers.
+    """The server under test: ``host:port`` of its protocols, and requests that it answers.
 
-    Most checks send the first sample. Every request has ``headers`` (``x-api-key``, say). Each protocol has
-    certificates, or None in plain text. ``binary``: its HTTP has tensors in binary form."""
+    Most checks send the first sample. Every request has ``headers``, for example ``x-api-key``. Each
+    protocol
+    has TLS settings, or None for plain text. ``binary``: its HTTP accepts tensors in binary form."""
 
     http: str
     grpc: str
@@ -68,8 +71,9 @@ class CheckedServer:
 
 @dataclass(frozen=True)
 class ConformanceCheck:
-    """``text`` states the requirement in a sentence; ``body`` tests it. ``changes``: it changes what is
-    served."""
+    """One check: ``text`` states the requirement in a sentence, ``body`` tests it.
+
+    ``changes``: it unloads and loads a model."""
 
     name: str
     protocol: Protocol
@@ -106,7 +110,7 @@ class ConformanceCheck:
 
 
 class CheckSuite:
-    """Checks of one protocol, in the order in which they are written down."""
+    """Checks of one protocol, in the order of their definition."""
 
     def __init__(self, protocol: Protocol) -> None:
         self.protocol = protocol
@@ -136,13 +140,13 @@ def note(holds: object, text: str) -> None:
 
 
 def needs(offered: object, what: str) -> None:
-    """Raises NotOffered unless ``offered``."""
+    """Raise NotOffered unless ``offered``."""
     if not offered:
         raise NotOffered(what)
 
 
 def require(holds: object, text: str) -> None:
-    """Raises Deviation with ``text`` unless ``holds``."""
+    """Raise Deviation with ``text`` unless ``holds``."""
     if not holds:
         raise Deviation(text)
 
@@ -153,7 +157,9 @@ def unknown_version(versions: Collection[str]) -> str:
 
 
 def settled(read: Callable[[], T], wanted: Callable[[T], bool]) -> T:
-    """The value of ``read`` once it is ``wanted``, or the last one: servers may count after the answer."""
+    """Call ``read`` until its value is ``wanted``, or a timeout; return the last value.
+
+    Servers may count a request after its answer."""
     end = time.monotonic() + _SETTLES_S
     while not wanted(found := read()) and time.monotonic() < end:
         time.sleep(_PAUSE_S)
@@ -161,7 +167,9 @@ def settled(read: Callable[[], T], wanted: Callable[[T], bool]) -> T:
 
 
 def steady(read: Callable[[], T]) -> T:
-    """The value that ``read`` returns twice in a row, or the last one if other clients send requests."""
+    """Call ``read`` until it returns the same value twice in a row, or a timeout; return the last value.
+
+    Other clients' requests may change it all the time."""
     end = time.monotonic() + _SETTLES_S
     last = read()
     time.sleep(_PAUSE_S)
@@ -174,7 +182,7 @@ def steady(read: Callable[[], T]) -> T:
 def same(
     found: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]], what: str
 ) -> None:
-    """Raises Deviation unless both have the same arrays, to the bit."""
+    """Raise Deviation unless both have the same arrays, to the bit."""
     require(set(found) == set(expected), f"{what}: outputs {list(found)} for {list(expected)}")
     for name, array in expected.items():
         other = found[name]

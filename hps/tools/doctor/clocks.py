@@ -1,7 +1,7 @@
-"""Clock skew between other machines and this one.
+"""Checks of the clock skew between other machines and this one.
 
 Row versions are times, freshness is counted from them, and certificates and keys expire by the clock: a
-wrong clock causes faults that do not point to it."""
+wrong clock causes faults whose messages do not mention it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ClockSkew:
 
 
 def skew(ask: Callable[[], float], resolution_s: float = 0.0) -> ClockSkew:
-    """``ask`` returns the other clock's Unix seconds, cut to ``resolution_s``."""
+    """Measure the skew; ``ask`` returns the other clock's Unix seconds, truncated to ``resolution_s``."""
     before = time.time()
     reported = ask()
     after = time.time()
@@ -34,7 +34,7 @@ def skew(ask: Callable[[], float], resolution_s: float = 0.0) -> ClockSkew:
 
 
 def least_skew(ask: Callable[[], float], resolution_s: float = 0.0, looks: int = 4) -> ClockSkew:
-    """The smallest skew of up to ``looks`` measurements; the first one within the tolerance ends them.
+    """Smallest skew of up to ``looks`` measurements; stops at the first one within the tolerance.
 
     A busy server reports a time that has passed."""
     found = skew(ask, resolution_s)

@@ -20,7 +20,9 @@ SHM_BYTES = 256 << 20
 
 
 def machine(*, alone: bool = True) -> Iterator[DoctorCheck]:
-    """``alone``: there is no configuration, which would say whether memory is shared."""
+    """Check this machine.
+
+    ``alone``: without a configuration, so it is unknown whether memory is shared."""
     yield python()
     yield version()
     yield packages()
@@ -116,7 +118,7 @@ def networks() -> DoctorCheck:
 
 
 def open_files(limit: int) -> DoctorCheck:
-    """RocksDB keeps its table files open; each connection is one more."""
+    """Check the limit of open files: RocksDB keeps its table files open; each connection is one more."""
     if limit == resource.RLIM_INFINITY or limit >= OPEN_FILES:
         return DoctorCheck("open files", "OK", "unlimited" if limit < 0 else f"up to {limit}")
     remedy = "raise the limit: ulimit -n 65536, or LimitNOFILE= of the service"

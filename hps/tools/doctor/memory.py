@@ -1,4 +1,4 @@
-"""Memory that the configuration needs, against what the process may use: total, shared, locked."""
+"""Checks of memory: what the configuration needs, and what the process may use."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _CGROUPS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-# The rest is for requests, networks and the process itself.
+# Share of memory for caches; the rest is for requests, networks and the process itself.
 _FOR_CACHES = 0.8
 
 
 def memory(settings: Settings, table_bytes: int) -> Iterator[DoctorCheck]:
-    """``table_bytes``: of all rows that are served."""
+    """Check total, shared and locked memory; ``table_bytes``: size of all served rows."""
     yield processes(settings, table_bytes)
     wanted = cache_bytes(settings, table_bytes) + settings.tiers.rocksdb.block_cache_bytes
     pinned = pinned_bytes(settings) if machine.has_gpu() else 0
@@ -158,7 +158,9 @@ def processes(settings: Settings, table_bytes: int = 0) -> DoctorCheck:
 
 
 def _taken(folder: Path, name: str | None) -> int:
-    """Bytes of the cache of a running node; ``name`` None: any node's, for the name is made at its start."""
+    """Bytes of the cache of a running node.
+
+    ``name`` None: of any node, since the name is chosen at the start."""
     sizes = []
     for table in folder.glob(f"hps.{name or '*'}/*.table"):
         with suppress(OSError):  # removed meanwhile

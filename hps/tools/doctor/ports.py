@@ -59,7 +59,7 @@ def port(
     api_key: str | None = None,
     tls: Tls | None = None,
 ) -> DoctorCheck:
-    """Free, or taken by this configuration's server (both are OK), or taken by another process."""
+    """Check that a port is free or used by this configuration's server, not by another process."""
     host, number = at.host, at.port
     if number == 0:
         return DoctorCheck(name, "OK", "any free one")
@@ -124,9 +124,9 @@ def _holder(name: str, at: Listener, api_key: str | None, tls: Tls | None) -> Do
 class RunningServer:
     """The server at a configuration's admin port.
 
-    ``is_own``: whether it is this configuration's; None if unknown, ``why`` says why not. ``ports``: all that
-    it listens on.
-    """
+    ``is_own``: whether it runs this configuration; None if unknown, for the reason ``why``. ``ports``:
+    all on
+    which it listens."""
 
     is_own: bool | None
     why: str

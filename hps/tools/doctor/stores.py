@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from hps.tiers.redis.client import RedisClient
     from hps.types import EmbeddingTable
 
-# Tables lie on disk twice while they are loaded: once in the model's files, once in the database;
-# compaction needs room beside that.
+# While tables are loaded, they are on disk twice: in the model's files and in the database; compaction
+# needs
+# more space.
 DISK_FACTOR = 2
 _PATIENCE_MS = 2000.0
 _MEND = "start it, or correct tiers.redis"
-# Above this share of maxmemory, evictions or refused writes are near.
+# Above this share of maxmemory, evictions or rejected writes are near.
 _FULL = 0.9
 _SAVING = {"rdb_last_bgsave_status": "its last snapshot", "aof_last_write_status": "its last write"}
 

@@ -26,7 +26,7 @@ LAG_WARN = 100_000
 def kafka(
     settings: KafkaSettings, groups: Sequence[str], tables: Sequence[EmbeddingTable]
 ) -> Iterator[DoctorCheck]:
-    """``groups``: the consumer groups of this deployment. Raises nothing."""
+    """Check Kafka; ``groups``: the consumer groups of this deployment. Raises nothing."""
     from hps.updates.kafka.overview import KafkaReport
     from hps.updates.topics import TopicTables
 
@@ -114,7 +114,7 @@ def _groups(
 def _lag(
     group: str, found: GroupView, begins: dict[Place, int], ends: dict[Place, int]
 ) -> DoctorCheck:
-    """``begins`` and ``ends``: of the messages kept in each partition."""
+    """Check a group's lag; ``begins`` and ``ends``: offsets of the messages kept in each partition."""
     from hps.config.update_settings import NODE
 
     name = f"group {group}"
@@ -130,7 +130,9 @@ def _lag(
     at = {place: found.committed.get(place, begin) for place, begin in begins.items()}
     lag = sum(max(0, end - max(at[place], begins[place])) for place, end in ends.items())
     reads = f"{count(lag)} messages behind"
-    if is_shared := not group.startswith(NODE):  # a node's own reader is no member
+    if is_shared := not group.startswith(
+        NODE
+    ):  # a node's reader assigns partitions itself and is no member
         reads = f"{plural(found.members, 'member')}, {reads}"
     beyond = sum(at[place] > end for place, end in ends.items())
     if beyond:
