@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class BackgroundValue(Generic[T]):
-    """The last result of ``look``, a function that may block and may raise TierError.
+    """The last result of ``read``, a function that may block and may raise TierError.
 
     Reading never blocks: a value older than ``every_s`` is returned as it is, and refreshed on a thread.
     Thread-safe."""
 
-    def __init__(self, look: Callable[[], T], every_s: float, name: str) -> None:
-        self._look = look
+    def __init__(self, read: Callable[[], T], every_s: float, name: str) -> None:
+        self._read = read
         self._every_s = every_s
         self._workers = BoundedThreadPool(1, 1, name=name)
         self._lock = Lock()
@@ -32,21 +32,21 @@ class BackgroundValue(Generic[T]):
     @property
     def value(self) -> T | None:
         """The last result, even if later attempts failed; None before the first one."""
-        self._renew()
+        self._refresh_if_due()
         return self._value
 
     @property
     def error(self) -> str | None:
         """The error of the last attempt; None if it succeeded or there was none yet."""
-        self._renew()
+        self._refresh_if_due()
         return self._error
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Refresh now and wait for the result."""
         with self._lock:
             self._due = time.monotonic() + self._every_s
         try:
-            self._value, self._error = self._look(), None
+            self._value, self._error = self._read(), None
         except TierError as error:
             self._error = str(error)
 
@@ -54,10 +54,10 @@ class BackgroundValue(Generic[T]):
         """Stop refreshing; waits at most a second for a running attempt. Idempotent."""
         self._workers.close(1.0)
 
-    def _renew(self) -> None:
+    def _refresh_if_due(self) -> None:
         with self._lock:
             if time.monotonic() < self._due:
                 return
             self._due = time.monotonic() + self._every_s
         with suppress(Unavailable):
-            self._workers.submit(self.look)
+            self._workers.submit(self.refresh)

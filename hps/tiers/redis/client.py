@@ -271,14 +271,14 @@ class RedisClient:
             assert leg.wire is not None
             receive(leg.wire, leg.commands, until)
             leg.clean = True
-            self._nodes.was_well(leg.node)
+            self._nodes.record_reply(leg.node)
 
         while waiting:
             some = waiting if len(waiting) == 1 else readable_servers(waiting, until) or waiting
             for leg in some:
                 self._attempt(leg, read, _until(until, partly and len(waiting) > 1))
                 if isinstance(error := leg.commands[0].reply, Late):
-                    self._nodes.was_late(leg.node, error, until - began)
+                    self._nodes.record_timeout(leg.node, error, until - began)
             waiting = [leg for leg in waiting if leg not in some]
 
     def _attempt(self, leg: ServerBatch, step: Callable[[Any, float], None], until: float) -> None:
@@ -311,7 +311,7 @@ class RedisClient:
     def _send(self, leg: ServerBatch, until: float) -> None:
         leg.wire = wire = self._nodes.take(leg.node, until)
         if self._scripts and not leg.node.scripts_loaded:
-            wire.until(until)
+            wire.set_deadline(until)
             wire.send_packed_command([pack("SCRIPT", "LOAD", each) for each in self._scripts])
             for _ in self._scripts:
                 wire.read_response()
@@ -321,7 +321,7 @@ class RedisClient:
             if command.asking:
                 requests.append(_ASKING)
             requests.append(command.request)
-        wire.until(until)
+        wire.set_deadline(until)
         wire.send_packed_command([b"".join(requests)], check_health=False)
 
 

@@ -36,7 +36,7 @@ Receive = Callable[[RedisConnection, Sequence[RedisCommand], float], None]
 def read_replies(wire: RedisConnection, commands: Sequence[RedisCommand], deadline: float) -> None:
     """Read replies of any kind as Python objects."""
     for command in commands:
-        wire.until(deadline)
+        wire.set_deadline(deadline)
         if command.asking:
             wire.read_response()
         try:

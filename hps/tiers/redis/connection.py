@@ -66,7 +66,7 @@ class RedisConnection(Connection):
                     return super()._connect()
                 except (OSError, RedisError) as error:
                     failure = error
-            self._names.doubt(self._name)
+            self._names.invalidate(self._name)
             raise failure
         finally:
             self.host = self._name
@@ -91,7 +91,7 @@ class RedisConnection(Connection):
         sock: Any = self._sock
         return int(sock.fileno())
 
-    def until(self, deadline: float) -> None:
+    def set_deadline(self, deadline: float) -> None:
         """Set the deadline of the next read or write, which fails with redis-py's timeout after it."""
         sock: Any = self._sock
         if sock is None:

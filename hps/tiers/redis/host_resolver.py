@@ -28,7 +28,7 @@ _SHARE_FOR_NEW = 0.5
 class _ResolvedHost:
     addresses: list[str]
     at: float
-    doubted: bool = False
+    is_suspect: bool = False
 
 
 class HostResolver:
@@ -48,10 +48,10 @@ class HostResolver:
         if _is_address(host):
             return [host]
         resolved, now = self._found.get(host), time.monotonic()
-        if resolved is not None and not resolved.doubted and now < resolved.at + _FRESH_S:
+        if resolved is not None and not resolved.is_suspect and now < resolved.at + _FRESH_S:
             return resolved.addresses
         lookup = self._look_up_async(host)
-        if resolved is not None and not resolved.doubted:
+        if resolved is not None and not resolved.is_suspect:
             return resolved.addresses
         left = max(0.0, until - now) * (1.0 if resolved is None else _SHARE_FOR_NEW)
         try:
@@ -64,11 +64,11 @@ class HostResolver:
             return resolved.addresses
         raise Late(f"the name {host!r} was not resolved in time; check the name server")
 
-    def doubt(self, host: str) -> None:
+    def invalidate(self, host: str) -> None:
         """Resolve ``host`` again at its next use, because none of its addresses answered."""
         resolved = self._found.get(host)
         if resolved is not None:
-            resolved.doubted = True
+            resolved.is_suspect = True
 
     def close(self) -> None:
         """Stop without waiting for lookups in flight. Idempotent."""

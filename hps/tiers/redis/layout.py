@@ -128,7 +128,7 @@ class TableLayout:
         hashed = partition_hash(self.table.narrow(keys))
         return (hashed % np.uint64(self.partitions)).astype(np.uint16)
 
-    def belong(self, keys: KeyArray, share: float) -> NDArray[np.bool_]:
+    def in_share(self, keys: KeyArray, share: float) -> NDArray[np.bool_]:
         """Return a mask (n,) of the keys (n,) that are part of a ``share`` of all keys.
 
         Keys are chosen by their hash: every node chooses the same ones each time, spread evenly over the

@@ -32,7 +32,7 @@ _CHUNK = 32_768
 _AT_ONCE = 2
 _FIELD = "loaded"
 
-Seen = NDArray[np.int64]
+LoadProgress = NDArray[np.int64]
 """(partitions,) per partition: it has its share of this many first rows of the source."""
 
 
@@ -70,7 +70,7 @@ class _PendingInserts:
 
     ``store`` saves the progress of each partition; ``had`` is the progress at the start."""
 
-    def __init__(self, store: Callable[[Seen], None] | None, had: Seen) -> None:
+    def __init__(self, store: Callable[[LoadProgress], None] | None, had: LoadProgress) -> None:
         self.inserted = 0
         self._store = store
         self._had = had
@@ -112,11 +112,11 @@ class RedisLoads:
         With a mark, partitions skip the rows that an earlier load of the same source wrote. Returns the
         number of rows inserted. Raises TierError; the next call continues from the stored progress."""
         table, client = opened.layout.table, self._client
-        had = _noted(client, opened, source.name)
+        had = _read_progress(client, opened, source.name)
         # While the server processes one chunk, the next one is packed. The queue has room for twice as
         # many, because a new thread may not have taken its job yet.
         workers = BoundedThreadPool(_AT_ONCE, 2 * _AT_ONCE, name="redis-load")
-        store = partial(_note, client, opened, source.name) if source.name else None
+        store = partial(_store_progress, client, opened, source.name) if source.name else None
         pending = _PendingInserts(store, had)
         total, checked = 0, False
 
@@ -142,7 +142,7 @@ class RedisLoads:
             self._done[opened] = source, total
         return pending.inserted
 
-    def look(self) -> None:
+    def check_losses(self) -> None:
         """Check whether tables that were loaded completely have lost rows.
 
         A table with losses is marked `lost` until its rows are loaded again; that starts here, in the
@@ -160,7 +160,7 @@ class RedisLoads:
     def may_have_lost(self, opened: RedisTable, *, sure: bool) -> bool:
         """Return whether a row missing from Redis may have been loaded and then lost.
 
-        ``sure``: nothing was lost since the last `look`."""
+        ``sure``: nothing was lost since the last `check_losses`."""
         return opened.lost or (not sure and opened in self._done)
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class RedisLoads:
         return len(keys)
 
     def _lost(self, opened: RedisTable, source: RedisLoadSource, total: int) -> bool:
-        return bool((_noted(self._client, opened, source.name) < total).any())
+        return bool((_read_progress(self._client, opened, source.name) < total).any())
 
     def _repair(self, opened: RedisTable, source: RedisLoadSource) -> None:
         table = opened.layout.table
@@ -187,7 +187,7 @@ class RedisLoads:
             log.warning("table %s: reload into Redis failed, retrying: %s", table.id, error)
 
 
-def _noted(client: RedisClient, opened: RedisTable, name: str) -> Seen:
+def _read_progress(client: RedisClient, opened: RedisTable, name: str) -> LoadProgress:
     """Return the stored progress of each partition; 0 if it is another source's, or rows are missing."""
     layout = opened.layout
     if not name:
@@ -205,7 +205,7 @@ def _noted(client: RedisClient, opened: RedisTable, name: str) -> Seen:
     return seen
 
 
-def _note(client: RedisClient, opened: RedisTable, name: str, seen: Seen) -> None:
+def _store_progress(client: RedisClient, opened: RedisTable, name: str, seen: LoadProgress) -> None:
     client.call_all(
         (key, ("HSET", key, _FIELD, f"{name}:{number}"))
         for key, number in zip(opened.layout.positions_keys, seen.tolist(), strict=True)
@@ -216,7 +216,7 @@ def _chosen(
     opened: RedisTable, keys: KeyArray, share: float, partitions: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return the positions of the keys that belong to the share and to one of the partitions."""
-    chosen = opened.layout.belong(keys, share)
+    chosen = opened.layout.in_share(keys, share)
     if len(partitions) < opened.layout.partitions:
         chosen &= np.isin(opened.layout.partition_of(keys), partitions)
     return np.flatnonzero(chosen)

@@ -96,7 +96,7 @@ def receive_rows(wire: RedisConnection, commands: Sequence[RedisCommand], deadli
             if replies.done:
                 break
             begin, end = _room(wire, begin, end)
-            wire.until(deadline)
+            wire.set_deadline(deadline)
             end += wire.receive(end)
         _settle(wire, read, requests, replies)
     if begin != end:

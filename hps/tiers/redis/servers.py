@@ -134,7 +134,7 @@ class RedisServers:
         except RedisError as error:
             wire.disconnect()
             if isinstance(error, Late):
-                self.was_late(node, error, until - began)
+                self.record_timeout(node, error, until - began)
             else:
                 self._keep_out(node, error)
             raise
@@ -167,11 +167,11 @@ class RedisServers:
 
     # -- health -----------------------------------------------------------------------------------
 
-    def was_well(self, node: RedisServer) -> None:
+    def record_reply(self, node: RedisServer) -> None:
         if node.late or node.problem is not None:
             node.late, node.problem = 0, None
 
-    def was_late(self, node: RedisServer, error: RedisError, had_s: float) -> None:
+    def record_timeout(self, node: RedisServer, error: RedisError, had_s: float) -> None:
         """Record a timeout of the server, which had ``had_s`` to answer; skip it after several in a row."""
         if had_s < _FAIR_SHARE * self._deadline_s:
             return
@@ -214,7 +214,7 @@ class RedisServers:
         leg.wire = wire = self._wires.to_server(node.address)
         try:
             wire.open(time.monotonic() + self._connect_s, self._connect_s)
-            wire.until(time.monotonic() + self._deadline_s)
+            wire.set_deadline(time.monotonic() + self._deadline_s)
             wire.send_command("PING", check_health=False)
             wire.read_response()
         except RedisError as error:
@@ -222,7 +222,7 @@ class RedisServers:
         else:
             leg.clean = True
             self.losses += 1
-            self.was_well(node)
+            self.record_reply(node)
             log.info("%s:%d responds again", *node.address)
         finally:
             self.give_back(leg)

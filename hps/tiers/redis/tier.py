@@ -61,7 +61,9 @@ class RedisTier:
         self._client = RedisClient(settings, SCRIPTS)
         self._tables = RedisTables(self._client, settings)
         self._loads = RedisLoads(self, self._client)
-        self._maintenance = RedisMaintenance(self._client, self._tables, settings, self._loads.look)
+        self._maintenance = RedisMaintenance(
+            self._client, self._tables, settings, self._loads.check_losses
+        )
         self._writes = RedisWriter(self._client, self._tables, self._maintenance)
         positions = RedisStreamPositions(self._client, self._tables)
         self.applied, self.identify = positions.applied, positions.identify

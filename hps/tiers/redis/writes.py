@@ -111,9 +111,9 @@ class RedisWriter:
                 self.remove(table, keys[dead])
 
         if share < 1:
-            belong = layout.belong(keys[at], share)
-            self._run_in_blocks(opened, list(sliced(at[~belong])), only="resident")
-            at = at[belong]
+            in_share = layout.in_share(keys[at], share)
+            self._run_in_blocks(opened, list(sliced(at[~in_share])), only="resident")
+            at = at[in_share]
         slices = list(sliced(at))
         last: dict[int, Slice] = {
             i: (i, keys[:0], np.empty(0, layout.values.record)) for i in range(layout.partitions)

@@ -73,7 +73,7 @@ class RocksDbDatabase:
             clean_leftovers(settings.path)
             if self.opened.lost is not None and self.opened.lost.later:
                 tables = self.opened.families - {"default"}
-                self.records.distrust(tables, versioned=layout == "native")
+                self.records.invalidate_all(tables, versioned=layout == "native")
 
     @property
     def opened(self) -> DatabaseHandle:
@@ -128,7 +128,7 @@ class RocksDbDatabase:
                 return family.table.id
         return "(unknown)"
 
-    def pass_over(self, error: Exception, table: str) -> None:
+    def report_damage(self, error: Exception, table: str) -> None:
         """Report the damaged table file that made a read of ``table`` fail, so that the read can continue.
 
         Raises TierError for every other error. On a secondary, a file that the primary has replaced may be

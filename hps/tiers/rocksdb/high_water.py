@@ -47,7 +47,7 @@ class HighWaterMarks:
         self._marks: VersionArray | None = None
         self._bound = 0
 
-    def surpassed(self, code: CodeArray, versions: VersionArray) -> NDArray[np.bool_]:
+    def at_or_above(self, code: CodeArray, versions: VersionArray) -> NDArray[np.bool_]:
         """Return a mask (n,) of the writes that need no read: not older than their bucket's mark.
 
         ``code (n,)`` and ``versions (n,)``: the writes."""

@@ -110,7 +110,7 @@ class LoadRecords:
             at.next()
         at.status()
 
-    def distrust(self, families: Iterable[str], *, versioned: bool) -> None:
+    def invalidate_all(self, families: Iterable[str], *, versioned: bool) -> None:
         """Invalidate all records after lost writes: they may be older or newer than the rows.
 
         ``families`` must be all that exist. Afterwards streams are read again from their start, and

@@ -82,7 +82,7 @@ def _readable(
                 yield names, values
             return
         except Exception as error:
-            database.pass_over(error, name)
+            database.report_damage(error, name)
         first = max(start, last + 1)
         start = _after(data, first, end, width)
         gaps.append(UnreadableRange(first, start - 1))
@@ -241,7 +241,7 @@ class TableRepair:
             try:
                 value: Any = family.data.get(name)
             except Exception as error:
-                self._database.pass_over(error, self._table.id)
+                self._database.report_damage(error, self._table.id)
                 lost[number] = True
                 continue
             if value is not None:

@@ -79,7 +79,7 @@ class VersionedRows:
         try:
             values: Any = family.data.get(keys, b"")
         except Exception as error:
-            self._database.pass_over(error, family.table.id)
+            self._database.report_damage(error, family.table.id)
             values, whole = self._read_singly(family, keys), False
         return _decode(family, values), whole
 
@@ -89,7 +89,7 @@ class VersionedRows:
             try:
                 values.append(family.data.get(key, b""))
             except Exception as error:
-                self._database.pass_over(error, family.table.id)
+                self._database.report_damage(error, family.table.id)
                 values.append(b"")
         return values
 
@@ -126,7 +126,7 @@ class VersionedRows:
             try:
                 first.status()
             except Exception as error:
-                self._database.pass_over(error, family.table.id)
+                self._database.report_damage(error, family.table.id)
 
     def unexpired(self, table: EmbeddingTable, versions: VersionArray) -> NDArray[np.bool_]:
         """Return a mask of the tombstones that are not older than the table's ``tombstone_ttl_s``."""
@@ -139,7 +139,7 @@ class VersionedRows:
         with self._database.lock, self._database.errors():
             family = self._database.family(table)
             below = np.full(len(keys), version - 1, np.uint64)
-            return np.flatnonzero(~family.marks.surpassed(family.codec.codes(keys), below))
+            return np.flatnonzero(~family.marks.at_or_above(family.codec.codes(keys), below))
 
     def write(
         self,
@@ -189,7 +189,7 @@ class VersionedRows:
         An unexpired tombstone is resident: an update restores its key."""
         mask = np.zeros(len(code), bool)
         if not resident_only:
-            mask = family.marks.surpassed(code, versions)
+            mask = family.marks.at_or_above(code, versions)
         unsure = np.flatnonzero(~mask)
         if len(unsure):
             # An unreadable row counts as absent, so that it can be overwritten.

@@ -31,7 +31,7 @@ class SecondaryCatchUp:
             return None
         return database.family(table)
 
-    def keep_up(self) -> None:
+    def catch_up_if_due(self) -> None:
         """Catch up if that is due and no other thread is doing so."""
         if not self._follows:
             return

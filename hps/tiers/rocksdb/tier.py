@@ -242,7 +242,7 @@ class RocksDbTier:
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         """See `Tier`. Unreadable rows of a damaged table file stay missing and degrade the answer."""
-        self._follower.keep_up()
+        self._follower.catch_up_if_due()
         for part in parts:
             check_part(part)
             if len(part.missing) and not self._fetch_part(part) and NAME not in ctx.degraded:
@@ -387,7 +387,7 @@ class RocksDbTier:
 
     def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
         """See `hps.tiers.positions.PositionedStore`."""
-        self._follower.keep_up()
+        self._follower.catch_up_if_due()
         return self._positions.positions(table)
 
     def sync(self) -> None:

@@ -34,7 +34,7 @@ def test_asking_never_waits(remember):
 def test_it_is_renewed_when_it_is_old_and_not_before(remember):
     looked = []
     young = remember(lambda: looked.append(1) or len(looked), every_s=1000)
-    young.look()
+    young.refresh()
     assert [young.value for _ in range(5)] == [1] * 5
     time.sleep(0.05)
     assert len(looked) == 1
@@ -53,9 +53,9 @@ def test_last_value_outlives_reported_failure(remember):
 
     kept = remember(look, every_s=1000)
     assert (kept._value, kept._error) == (None, None)
-    kept.look()
+    kept.refresh()
     assert (kept.value, kept.error) == (5, None)
-    kept.look()
+    kept.refresh()
     assert (kept.value, kept.error) == (5, "redis: gone")
-    kept.look()
+    kept.refresh()
     assert (kept.value, kept.error) == (6, None)

@@ -13,7 +13,7 @@ class Refusing(RedisConnection):
         super().__init__(names=HostResolver())
         self.message = message
 
-    def until(self, _deadline):
+    def set_deadline(self, _deadline):
         pass
 
     def read_response(self):

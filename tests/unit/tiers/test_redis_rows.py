@@ -24,7 +24,7 @@ class ScriptedConnection(RedisConnection):
         self.data, self.piece = data, piece
         self.buffer = np.empty(room, np.uint8)
 
-    def until(self, _deadline):
+    def set_deadline(self, _deadline):
         if not self.data:
             raise Lost("Connection closed by server.")
 
