@@ -71,10 +71,10 @@ def lookup(options: LookupOptions) -> None:
     numbers = [parse_key(text) for text in options.keys]
     if options.config is not None:
         with open_here(options.config, options.overrides) as node:
-            report = here(node, options.model, options.table, numbers)
+            report = rows_of_node(node, options.model, options.table, numbers)
     else:
         reject_overrides(options.overrides)
-        report = asked(
+        report = rows_of_server(
             open_admin(options.server, options.credentials),
             options.model,
             options.table,
@@ -88,7 +88,7 @@ def lookup(options: LookupOptions) -> None:
         show(report, options.explain)
 
 
-def asked(admin: Admin, model: str, table: str, keys: list[int]) -> dict[str, Any]:
+def rows_of_server(admin: Admin, model: str, table: str, keys: list[int]) -> dict[str, Any]:
     """Query a server for the rows, in several calls if the URL would be too long."""
     path = f"/v1/tables/{quote(model, safe='')}/{quote(table, safe='')}/rows?keys="
     report: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def asked(admin: Admin, model: str, table: str, keys: list[int]) -> dict[str, An
     return report
 
 
-def here(node: Node, model: str, table: str, keys: list[int]) -> dict[str, Any]:
+def rows_of_node(node: Node, model: str, table: str, keys: list[int]) -> dict[str, Any]:
     """Look the rows up in a node of this process; the same report as of a server."""
     import numpy as np
 

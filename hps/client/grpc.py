@@ -64,7 +64,7 @@ class _Channel:
         method, content, metadata = message
         return getattr(self._stub, method)(content, timeout=left_s(until), metadata=metadata)
 
-    def _told(self, error: Any) -> HpsError:
+    def _hps_error(self, error: Any) -> HpsError:
         pushback = dict(error.trailing_metadata() or ()).get("grpc-retry-pushback-ms")
         return grpc_error(self._at.base, error.code().name, error.details() or "", pushback)
 
@@ -81,7 +81,7 @@ class GrpcChannel(_Channel):
         try:
             return self._call(message, until)
         except grpc.RpcError as error:
-            raise self._told(error) from None
+            raise self._hps_error(error) from None
         except ValueError as error:  # closed by another thread, for example
             raise HpsError(f"the request to {self._at.base} was not sent: {error}") from None
 
@@ -99,7 +99,7 @@ class AsyncGrpcChannel(_Channel):
         try:
             return await self._call(message, until)
         except grpc.RpcError as error:
-            raise self._told(error) from None
+            raise self._hps_error(error) from None
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None

@@ -16,7 +16,7 @@ _WANTED = 65_536
 # Share of the process's open files for the connections of one port.
 _PART = 8
 _FEWEST = 64
-_TELL_EVERY_S = 60.0
+_LOG_EVERY_S = 60.0
 
 
 def most_connections() -> int:
@@ -38,7 +38,7 @@ class ConnectionLimit:
         self._open = 0
         self._of: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._told = 0.0
+        self._next_log = 0.0
 
     def enter(self, client: str) -> bool:
         """Count a connection of ``client``; False if there are too many."""
@@ -47,10 +47,10 @@ class ConnectionLimit:
                 self._open += 1
                 self._of[client] += 1
                 return True
-            tell = time.monotonic() > self._told
-            if tell:
-                self._told = time.monotonic() + _TELL_EVERY_S
-        if tell:
+            is_due = time.monotonic() > self._next_log
+            if is_due:
+                self._next_log = time.monotonic() + _LOG_EVERY_S
+        if is_due:
             about = fields(client=client, open=self._open, of_client=self._of[client])
             log.warning(
                 "refused connections: too many for the limit of open files (ulimit -n) %s",

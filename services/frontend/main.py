@@ -141,7 +141,7 @@ class FrontendServer(ServerProcess[OpenModels]):
         if self._settings.role == "frontend":
             return self._connect(progress)
         node = self._open_node(self._configuration, progress)
-        self._heed(node)
+        self._follow_readiness(node)
         if self._workers is not None and node.socket is not None:
             node.metrics.include(self._workers.metrics)
             node.metrics.on_release(self._workers.forget)
@@ -149,7 +149,7 @@ class FrontendServer(ServerProcess[OpenModels]):
             self.state.sum_up(self._sums)
         return node
 
-    def _heed(self, node: Node) -> None:
+    def _follow_readiness(self, node: Node) -> None:
         """Make the server not ready whenever the node is not ready."""
         workers, of_workers = self._workers, self.state.hindrance
         self.state.hindrance = lambda: of_workers() or node.not_ready_reason()

@@ -21,16 +21,16 @@ def index(state: FrontendState, *, only_ready: bool = False) -> list[dict[str, s
     if only_ready and not ready:
         return []
     served = "READY" if ready else "UNAVAILABLE"
-    found = [_told(entry.name, entry.version, served) for entry in state.entries.values()]
+    found = [_index_entry(entry.name, entry.version, served) for entry in state.entries.values()]
     control = _control_of(state)
     if control is None or only_ready:
         return found
     names = {entry.served.name for entry in state.entries.values()}
     for name, version in control.loading.items():
-        found.append(_told(name, str(version), "LOADING"))
+        found.append(_index_entry(name, str(version), "LOADING"))
     for name, versions in control.available().items():
         if name not in names and name not in control.loading and versions:
-            found.append(_told(name, str(versions[-1]), "UNAVAILABLE", "unloaded"))
+            found.append(_index_entry(name, str(versions[-1]), "UNAVAILABLE", "unloaded"))
     return found
 
 
@@ -64,7 +64,7 @@ def _change(state: FrontendState) -> Iterator[None]:
         state.renew()
 
 
-def _told(name: str, version: str, state: str, reason: str = "") -> dict[str, str]:
+def _index_entry(name: str, version: str, state: str, reason: str = "") -> dict[str, str]:
     return {"name": name, "version": version, "state": state, "reason": reason}
 
 

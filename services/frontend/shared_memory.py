@@ -140,7 +140,7 @@ class SharedMemoryRegistry:
         region = self._region(tensor, place)
         array = np.empty(place.size // dtype.itemsize, dtype)
         left, at = array.view(np.uint8).data, region.offset + place.offset
-        with _told_of(region.key), self._opened(region, os.O_RDONLY) as file:
+        with _as_bad_request(region.key), self._opened(region, os.O_RDONLY) as file:
             while left:
                 read = os.preadv(file, [left], at)
                 if not read:
@@ -160,7 +160,7 @@ class SharedMemoryRegistry:
         with region.busy:
             if self._regions.get(region.name) is not region:
                 raise NotFound(f"shared memory region '{region.name}' was unregistered meanwhile")
-            with _told_of(region.key), self._opened(region, os.O_WRONLY) as file:
+            with _as_bad_request(region.key), self._opened(region, os.O_WRONLY) as file:
                 # A write must not extend a file that was truncated.
                 if os.fstat(file).st_size < at + array.nbytes:
                     raise _short(region.key)
@@ -181,7 +181,7 @@ class SharedMemoryRegistry:
             raise BadRequest(
                 f"'byte_size' must be positive, 'offset' not negative; got {size}, {offset}"
             )
-        with _told_of(key):
+        with _as_bad_request(key):
             file = os.open(self._folder / plain, os.O_RDWR | _FLAGS)
             try:
                 found = os.fstat(file)
@@ -211,7 +211,7 @@ class SharedMemoryRegistry:
 
 
 @contextmanager
-def _told_of(key: str) -> Iterator[None]:
+def _as_bad_request(key: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -25,7 +25,7 @@ _REASONS = {
 }
 _SUCCESSES = ("200", "OK")
 # Triton's name, the key of `Statistics.numbers`, and the unit in nanoseconds.
-_TOLD = {
+_COUNTS_BY_METRIC = {
     "nv_inference_request_success": ("success_count", 1),
     "nv_inference_count": ("inferences", 1),
     "nv_inference_exec_count": ("executions", 1),
@@ -52,7 +52,7 @@ def triton_numbers(
     values = MetricValues({spec.name: {} for spec in TRITON})
     for known_as, numbers in statistics().items():
         if known_as in served:
-            for metric, (what, unit) in _TOLD.items():
+            for metric, (what, unit) in _COUNTS_BY_METRIC.items():
                 values[metric][served[known_as]] = numbers[what] // unit
     waiting = found.get(m.QUEUE_REQUESTS, {})
     for name, version in served.values():

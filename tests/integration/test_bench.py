@@ -165,10 +165,10 @@ def test_a_server_that_wants_to_be_asked_later_is_one_line(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--server", "http://x:1", "--compare", "a", "b"], "leave the server and the model out"),
-        (["m", "--compare", "a", "b"], "leave the server and the model out"),
+        (["--server", "http://x:1", "--compare", "a", "b"], "remove the server and the model"),
+        (["m", "--compare", "a", "b"], "remove the server and the model"),
         (["m", "--requests", "a", "--repository", "b"], "exclude each other"),
-        (["m", "n"], "give one model"),
+        (["m", "n"], "expected one model"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(words: list[str], says: str) -> None:

@@ -137,7 +137,7 @@ def test_profile_errors_are_one_line(small_server: Hps) -> None:
         (["clicks", "-s", admin, "--set", "a=b"], 2, "give --config FILE"),
         (["clicks", "-s", admin, "--batch", "65"], 1, "65"),
         (["clicks", "--config", "none.yaml"], 2, "none.yaml"),
-        (["clicks", "words", "-s", admin], 2, "give one model"),
+        (["clicks", "words", "-s", admin], 2, "expected one model"),
     ):
         done = CliRunner().invoke(app, ["profile", *words])
         assert (done.exit_code, says in done.stderr) == (code, True), (words, done.output)

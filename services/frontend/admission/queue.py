@@ -110,9 +110,9 @@ class AdmissionQueue:
     def forget(self, size: int) -> None:
         """Cancel a reservation of ``size`` bytes."""
         with self._lock:
-            self._has_come(size)
+            self._release_reservation(size)
 
-    def _has_come(self, size: int | None) -> None:
+    def _release_reservation(self, size: int | None) -> None:
         """Release the reservation of a request that has arrived, if it had one."""
         if size is not None:
             self._expected -= 1
@@ -165,7 +165,7 @@ class AdmissionQueue:
         with self._lock:
             if self._line or self.running >= self.most_running:
                 return False
-            self._has_come(expected)
+            self._release_reservation(expected)
             self._enter()
             return True
 
@@ -217,7 +217,7 @@ class AdmissionQueue:
                     self._room.require(size - expected, expected)
                 self._require_time(deadline)
             finally:
-                self._has_come(expected)
+                self._release_reservation(expected)
             waiting = QueuedRequest(self.expire, start, deadline, size)
             self._line.append(waiting)
             self._room.add(size)

@@ -76,7 +76,7 @@ def test_a_first_argument_that_looks_like_an_address_or_a_file_is_a_target() -> 
     assert former_target("clicks.lookup", None) == (None, "clicks.lookup")
     assert former_target("localhost:8000", "m") == ("localhost:8000", "m")
     assert former_target("config.yaml", None) == ("config.yaml", None)
-    with pytest.raises(ConfigError, match="give one model"):
+    with pytest.raises(ConfigError, match="expected one model"):
         former_target("m", "n")
 
 
