@@ -169,7 +169,7 @@ OF_SERVE: dict[str, Wrong] = {
     ),
     "a folder that cannot be made": (
         {"tiers": {"rocksdb": {"path": "/proc/none/rocksdb"}}},
-        "rocksdb: /proc/none/rocksdb cannot be made (No such file or directory: /proc/none); set tiers",
+        "rocksdb: /proc/none/rocksdb cannot be created (No such file or directory: /proc/none); set tiers",
     ),
     "hot keys below a file": (
         {"tiers": {"cpu_cache": {"snapshot": {"path": "{empty_file}/hot"}}}},

@@ -99,7 +99,7 @@ class RedisLoads:
         self._tier = tier
         self._client = client
         self._done: dict[RedisTable, tuple[RedisLoadSource, int]] = {}
-        self._again = BoundedThreadPool(1, 1, name="redis-load-again")
+        self._reloads = BoundedThreadPool(1, 1, name="redis-load-again")
 
     def load(
         self,
@@ -155,7 +155,7 @@ class RedisLoads:
                 log.error("table %s: Redis lost loaded rows", opened.layout.table.id)
             if source.repeatable:
                 with suppress(Unavailable):  # a reload is already in flight
-                    self._again.submit(partial(self._repair, opened, source))
+                    self._reloads.submit(partial(self._repair, opened, source))
 
     def may_have_lost(self, opened: RedisTable, *, sure: bool) -> bool:
         """Return whether a row missing from Redis may have been loaded and then lost.
@@ -165,7 +165,7 @@ class RedisLoads:
 
     def close(self) -> None:
         """Stop; a load in flight fails. Idempotent."""
-        self._again.close(1.0)
+        self._reloads.close(1.0)
 
     def _insert(
         self, table: EmbeddingTable, keys: KeyArray, rows: VectorArray, version: int

@@ -79,7 +79,7 @@ class RedisMaintenance:
         self._workers = BoundedThreadPool(1, 1, name=f"{NAME}-maintenance")
         self._also = also
         self._last = time.monotonic()
-        self._losses = self._looked_after = 0
+        self._losses = self._losses_handled = 0
         self._lock = threading.Lock()
 
     @property
@@ -173,7 +173,7 @@ class RedisMaintenance:
     @property
     def is_current(self) -> bool:
         """True if no connection or server was lost since the last background work."""
-        return self._client.losses == self._looked_after
+        return self._client.losses == self._losses_handled
 
     def _background(self) -> None:
         losses = self._client.losses
@@ -181,7 +181,7 @@ class RedisMaintenance:
             tables = [each for each in self._tables.opened() if each.checked_at]
             self._tables.check_tables(tables, self._client.deadline())
             self._also()
-            self._looked_after = losses
+            self._losses_handled = losses
             for table in tables:
                 self.expire(table, _EVERY_S)
         except TierError as error:

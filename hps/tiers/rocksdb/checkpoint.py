@@ -31,7 +31,7 @@ from hps.tiers.rocksdb.errors import (
     translate_rocksdb_error,
 )
 
-_REMEDY = "Free some, or name a folder on another disk; the database itself is unchanged"
+_REMEDY = "Free some space, or name a folder on another disk; the database itself is unchanged"
 _TABLE_FILES = {".sst", ".blob"}
 
 

@@ -189,7 +189,7 @@ class RocksDbDatabase:
                     raise TierError(
                         NAME,
                         f"{self.settings.path} holds no table {missing[0]}, and access: "
-                        f"{self.settings.access} forbids to create it; load it once with access: primary",
+                        f"{self.settings.access} does not create it; load it once with access: primary",
                     )
                 self.writable()
                 self._create(missing)

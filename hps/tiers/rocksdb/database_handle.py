@@ -69,7 +69,7 @@ class DatabaseHandle:
             if not self.families:
                 raise TierError(
                     NAME,
-                    f"{settings.path} holds no database, and access: {settings.access} forbids to create "
+                    f"{settings.path} holds no database, and access: {settings.access} does not create "
                     "one; load it once with access: primary",
                 )
             # A reader must tolerate a partial last record: the primary may be writing it.

@@ -211,7 +211,7 @@ def make_private(path: Path, remedy: str = "name another folder", *, exist_ok: b
         path.mkdir(mode=PRIVATE, parents=True, exist_ok=exist_ok)
     except FileNotFoundError as error:
         why = f"{error.strerror}: {error.filename}"
-        raise TierError(NAME, f"{path} cannot be made ({why}); {remedy}") from None
+        raise TierError(NAME, f"{path} cannot be created ({why}); {remedy}") from None
 
 
 def repair_folder(path: Path) -> Path:

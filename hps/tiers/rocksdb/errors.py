@@ -74,8 +74,8 @@ def is_full(error: BaseException) -> bool:
 
 
 _REMEDY = (
-    "Free some, or move tiers.rocksdb.path to a larger disk; rows are still served, and writes resume by "
-    "itself within seconds once there is space"
+    "Free some space, or move tiers.rocksdb.path to a larger disk; rows are still served, and writes resume "
+    "by themselves within seconds once there is space"
 )
 
 

@@ -731,7 +731,7 @@ def test_a_folder_that_cannot_be_made():
     """The error does not report damage."""
     path = Path("/proc/self/none/db")
     with pytest.raises(
-        TierError, match=r"none/db cannot be made \(No such file or directory: "
+        TierError, match=r"none/db cannot be created \(No such file or directory: "
     ) as caught:
         RocksDbTier(path)
     assert "set tiers.rocksdb.path to another folder" in str(caught.value)
