@@ -73,7 +73,7 @@ def test_what_is_no_frame_ends_the_channel_for_both():
         frames.send(ours, frames.FrameKind.ASK, [b"{,}"])
         assert alone.wait(60)
         frames.send(theirs, frames.FrameKind.OK, [b"{,}"])
-        with pytest.raises(OSError, match="no JSON"):
+        with pytest.raises(OSError, match="invalid JSON"):
             ControlChannelSupervisor(ours).first_message()
         theirs.settimeout(60)
         assert theirs.recv(1) == b""  # who answers there would be alone
