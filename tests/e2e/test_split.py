@@ -262,14 +262,15 @@ def test_scores_follow_updates_and_are_the_same_by_all_ways(
 # What dashboards show of other deployments: with GPUs, workers, batches, certificates, failures, refusals;
 # of models that were served a day ago.
 ELSEWHERE = {
-    *("gpus: Fetch (p99)", "gpus: Hit rate by table and version", "gpus: How full"),
-    *("gpus: Of it our caches, and pinned host memory", "gpus: Taken", "gpus: Taken, in bytes"),
-    *("models: Failures by version", "models: Mean now and a day ago"),
-    "models: Runs that wait, and that Triton left to us",
+    *("gpus: Fetch (p99)", "gpus: Hit rate by table and version", "gpus: Fill level"),
+    "gpus: Memory of GPU caches, and pinned host memory",
+    *("gpus: Memory used, share", "gpus: Memory used, bytes"),
+    *("models: Failures by version", "models: Mean score, now and a day ago"),
+    "models: Queued runs, and fallback runs without Triton",
     *("overview: Certificates: days left", "overview: Errors", "overview: Failures by code"),
-    *("overview: Failures by role", "overview: Refused", "overview: Workers"),
-    "overview: Requests answered together (mean)",
-    *("tiers: Degraded lookups", "tiers: Fetches that passed over a tier"),
+    *("overview: Failures by role", "overview: Rejected requests", "overview: Workers"),
+    "overview: Batch size (mean)",
+    *("tiers: Degraded lookups", "tiers: Fetches that skipped a tier"),
 }
 # Alerts that a slow or crowded machine may be right to raise.
 OF_THE_MACHINE = {
