@@ -162,7 +162,7 @@ def test_a_row_promoted_before_the_stream_was_read_gets_the_updates_since(tmp_pa
             fleet.send(2.0)
             fleet.feed(store, 2.0, 2)
             (stream,) = node.streams._readers.streams
-            assert stream.ingestor._places.start_offset(fleet.topic, 0) == 1
+            assert stream.ingestor._positions.start_offset(fleet.topic, 0) == 1
 
 
 def test_a_row_promoted_before_a_primary_has_its_update_does_not_stay(tmp_path):

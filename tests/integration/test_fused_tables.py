@@ -161,7 +161,7 @@ def test_rows_of_hpss_topics_are_applied_and_others_are_letters(configure, model
         # Messages of no table are not missing from a store: the stream is not read again for them.
         (stream,) = node.streams._readers.streams
         for _ in range(4):
-            assert stream.ingestor._places.loss() == ""
+            assert stream.ingestor._positions.loss() == ""
         assert "read again" not in caplog.text
 
 
