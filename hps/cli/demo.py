@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 PORT = 8000
-"""Of requests, where a server has its usual one."""
+"""The demo's port for requests: the server's default."""
 
 EXAMPLES = """\b
 Examples:

@@ -114,7 +114,7 @@ UNANSWERED = 255
 """A source code for scatter: the key has neither row nor version."""
 
 GPU_CODE = 1
-"""What fetch writes as the source of a row: `Source.GPU`."""
+"""Source code that fetch writes for a row: `Source.GPU`."""
 
 ROWS, TIER, NUMBERS = 0, 1, 2
 """Forms of fetch: rows only; rows, versions and sources; row numbers."""

@@ -37,8 +37,8 @@ from hps.observability.metrics import BatchedCounters, Counter, MetricHistogram,
 from hps.types import EmbeddingTable, Source
 
 Answers = Sequence[tuple[EmbeddingTable, bytes, Sequence[tuple[str, int]]]]
-"""What a lookup answered: each table with one ``Source`` code per key (not per unique key), and the features
-they belong to, in their order, with how many keys each has."""
+"""A lookup's answered keys: for each table one ``Source`` code per key (not per unique key), and the features
+in the order of the keys, each with its number of keys."""
 
 _DEFAULT = int(Source.DEFAULT)
 

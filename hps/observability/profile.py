@@ -26,7 +26,7 @@ class Profile(RequestContext):
         super().__init__()
         self.name = name
         self.ns: int | None = None
-        """How long it took; None while it has not ended."""
+        """Duration in nanoseconds; None while it runs."""
         self.parts: list[Profile] = []
         self.about: dict[str, Any] = {}
         self._began = perf_counter_ns() if began is None else began

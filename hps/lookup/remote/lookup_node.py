@@ -17,7 +17,7 @@ from hps.v1 import lookup_pb2 as pb
 
 Standing = Literal["ready", "not ready", "unreachable"]
 LATE_S = 5.0
-"""How long a node that was ready still counts as serving after a poll of it timed out."""
+"""Seconds for which a ready node still counts as serving after one of its polls timed out."""
 
 
 class ClientTls(NamedTuple):

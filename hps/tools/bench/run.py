@@ -25,8 +25,8 @@ from hps.tools.bench.histogram import LatencyHistogram
 from hps.tools.bench.senders import Sender
 
 SLICES = 20
-"""Parts of what is measured, of the same time or, where so many requests were asked for, of the same number,
-each with a histogram: their variation shows how significant a difference between two runs is."""
+"""Slices of a run, of equal time or, with a number of requests, of equal number, each with a histogram: their
+variation shows whether a difference between two runs is significant."""
 _WARMING_UP = -1
 _KINDS_KEPT = 50
 

@@ -36,7 +36,7 @@ class UnaryHandler:
     role: Role | None = "read"
     """The role that callers need, whatever the message; None: all callers."""
     is_auxiliary = False
-    """Whether its calls have a limit of their own, apart from requests, as health checks do."""
+    """True if a separate limit applies to its calls, not that of requests, as for health checks."""
     experimental_thread_pool: ThreadPoolExecutor | None = None
     """The pool on which grpc calls the handler, if it does; grpc defines the name."""
 

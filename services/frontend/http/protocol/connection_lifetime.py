@@ -32,7 +32,7 @@ class ConnectionLifetime(HttpToolsProtocol):
     _reads: Literal["nothing", "head", "body"] = "nothing"
     _arrivals, _requests = 0, 0
     _last = False
-    """Whether the next answer is its last."""
+    """True if the connection closes after the next answer."""
     _entered = False
     _give_up: Callable[[], None] | None = None
     # State at the last sweep: arrivals, bytes that the client had not taken, the request still arriving.

@@ -54,7 +54,7 @@ class HttpParsing(ConnectionLifetime):
     # Of the request being read: its target and fields so far, and bytes since the parser reported progress.
     _head_size, _pending = 0, 0
     _found = False
-    """Whether the last feed ended a head or a request, or had bytes of a body."""
+    """True if the last feed completed a head or a request, or contained bytes of a body."""
     _body_read = 0
     """Bytes received of the body of the request being read."""
     _unparsed = b""
