@@ -182,7 +182,7 @@ def test_demo_reports_a_taken_port(small_demo: Path) -> None:
         port = taken.getsockname()[1]
         done = demo("--once", "--model", small_demo, "--port", str(port))
     assert done.returncode == 2
-    assert f"port {port} is taken" in done.stderr
+    assert f"port {port} is in use" in done.stderr
 
 
 def test_the_port_in_place_of_a_taken_one_is_named(
@@ -197,7 +197,7 @@ def test_the_port_in_place_of_a_taken_one_is_named(
         port = taken.getsockname()[1]
         monkeypatch.setattr(module, "PORTS", {"http": port, "grpc": 0, "admin": 0})
         shown = CliRunner().invoke(app, ["--once", "--model", str(small_demo)]).stdout
-    named = re.search(rf"Port {port} is taken; the http port is (\d+)\.", shown)
+    named = re.search(rf"Port {port} is in use; the http port is (\d+)\.", shown)
     assert named is not None, shown
     assert f"It answers at http://127.0.0.1:{named[1]}, gRPC at 127.0.0.1:" in shown
     assert f"curl -s http://127.0.0.1:{named[1]}/" in shown

@@ -149,7 +149,10 @@ WRONG = {
     "ragged": ({"keys": [1, 2], "vectors": [[1, 1], [1]]}, "list of lists"),
     "text": ({"keys": [1], "vectors": "no"}, "list of lists"),
     "too large": ({"keys": [1], "vectors": [[1e300, 0]]}, "not finite in float32"),
-    "both": ({"keys": [1], "vectors": [[1, 1]], "deleted": [1]}, "key 1 is to be written and"),
+    "both": (
+        {"keys": [1], "vectors": [[1, 1]], "deleted": [1]},
+        "key 1 is in both keys and deleted",
+    ),
     "float key": ({"keys": [1.5], "vectors": [[1, 1]]}, "'keys' must be a list of integers"),
     "true": ({"keys": [True], "vectors": [[1, 1]]}, "'keys' must be a list of integers"),
     "field": ({"key": [1]}, "is not a field here; did you mean 'keys'"),
