@@ -338,6 +338,7 @@ def test_waiting_member_stays_in_the_group_and_loses_nothing(
     assert "maximum poll interval" not in caplog.text
 
 
+@pytest.mark.alone
 def test_no_more_is_fetched_ahead_of_a_slow_store_than_allowed(
     broker, model, tmp_path, monkeypatch
 ):

@@ -111,6 +111,7 @@ def test_random_keys_of_all_64_bits(small_server, client):
     assert after[1] == before[1]
 
 
+@pytest.mark.alone
 def test_tensors_in_shared_memory(small_server, client):
     steps = [({"KEYS": keys(0, 1000, 26), "NUMKEYS": np.array([26], np.int32)}, {})]
     room = ("--shared-memory", "system", "--output-shared-memory-size", "1024")

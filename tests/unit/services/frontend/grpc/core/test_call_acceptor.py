@@ -223,6 +223,7 @@ def test_a_fault_of_ours_does_not_end_the_server(serve, small, monkeypatch):
         client.infer("words.lookup", [keys("left", 1)])
 
 
+@pytest.mark.alone
 def test_calls_that_ended_are_not_counted_any_more(serve, small):
     server = serve()
     state, requests = server.server._server._state, server.server.acceptor.requests.open
