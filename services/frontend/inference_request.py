@@ -19,7 +19,7 @@ class RequestTemplate:
 
     ``shapes`` of all inputs. ``outputs``: requested names; None: all. ``timeout_us`` 0: the server's
     default.
-    ``elsewhere``: tensors in shared memory.
+    ``memory_refs``: tensors in shared memory.
 
     A ``kept`` template is shared by requests that differ only in their elements. ``prepared`` is then the
     endpoint's prepared form of them, and their batch size."""

@@ -64,7 +64,7 @@ def open_sst(path: Path) -> Iterator[SstDump]:
     """Open the file, which stays unchanged. Raises ModelError if RocksDB cannot read it."""
     if not path.is_file():
         raise ModelError(f"cannot read {path}: No such file")
-    # On the same file system a hard link is enough; elsewhere RocksDB copies the file.
+    # On the same file system a hard link is enough; on another one RocksDB copies the file.
     folder = path.absolute().parent
     where = folder if os.access(folder, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix=".hps-sst-", dir=where) as scratch:
