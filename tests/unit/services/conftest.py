@@ -176,7 +176,8 @@ def make_small() -> Small:
     node._resources.callback(writer.close)
     state = FrontendState()
     state.serve(node)
-    return Small(node, memory, store, state, ServerSettings())
+    # A machine that stands still for seconds must not fail a test that is not about timeouts.
+    return Small(node, memory, store, state, ServerSettings(request_timeout_ms=60_000))
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 
 from hps.config import Settings
 from hps.config.admission_settings import AdmissionSettings, ClientSettings
-from hps.config.server_settings import ServerSettings
 from hps.errors import Unauthenticated
 from hps.observability import metric_names as m
 from services.frontend.auth import NoAuthorizer
@@ -23,7 +22,7 @@ def limited(small):
 
     def make(guard=None, **settings):
         admission = AdmissionSettings(**{"running": 2, "queue": 3, **settings})
-        chosen = ServerSettings(admission=admission)
+        chosen = small.settings.model_copy(update={"admission": admission})
         state = FrontendState(settings=Settings(server=chosen))
         state.serve(small.node)
         return data_app(state, chosen, guard or NoAuthorizer())
