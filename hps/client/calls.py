@@ -1,12 +1,11 @@
-"""Operations of both clients, independent of the transport.
+"""Operations of both clients, independent of protocol and transport.
 
-Nothing here waits or connects: a `Flow` yields the next step, receives the reply or the error, and returns
-the result."""
+They are coroutines; all that waits is passed to them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from operator import index
 from typing import Any, NamedTuple, TypeVar
@@ -22,17 +21,6 @@ from hps.types import LookupResult, PredictResult
 
 _BACKOFF = Backoff(0.05, 2.0)
 T = TypeVar("T")
-
-
-class SendStep(NamedTuple):
-    """A message to send; its reply is due at ``until``, an instant of ``time.monotonic``."""
-
-    message: Any
-    until: float
-
-
-Flow = Generator[SendStep | float, Any, T]
-"""Messages to be sent and, as numbers, seconds to wait; ends with a result."""
 
 
 class InferCall(NamedTuple):
@@ -67,14 +55,27 @@ class _ModelTensors(NamedTuple):
 
 
 class ClientOperations:
-    """Operations of both clients. ``wire`` writes messages and reads replies, as `HttpCodec` does."""
+    """Operations of a client.
 
-    def __init__(self, wire: Any, timeout_s: float, retries: int) -> None:
-        self._wire, self._timeout_s, self._retries = wire, timeout_s, retries
+    ``codec`` writes messages and reads replies, as `HttpCodec` does. ``transport`` and ``sleep`` do all
+    that waits: ``await transport.send(message, until)`` returns the reply, which is due at ``until``, an
+    instant of ``time.monotonic``."""
+
+    def __init__(
+        self,
+        codec: Any,
+        transport: Any,
+        sleep: Callable[[float], Awaitable[None]],
+        *,
+        timeout_s: float,
+        retries: int,
+    ) -> None:
+        self._codec, self._transport, self._sleep = codec, transport, sleep
+        self._timeout_s, self._retries = timeout_s, retries
         self._known: dict[str, _ModelTensors] = {}
-        self.closed = False
+        self._closed = False
 
-    def predict(
+    async def predict(
         self,
         model: str,
         features: Mapping[str, Keys],
@@ -84,46 +85,34 @@ class ClientOperations:
         want_source: bool = False,
         request_id: str = "",
         timeout_s: float | None = None,
-    ) -> Flow[PredictResult]:
+    ) -> PredictResult:
         """Score a batch: keys per feature and the named dense tensors in, named outputs out.
 
         ``top_k`` keeps the k best and adds ``top_k_index``; context features may then have batch 1.
         ``want_source`` adds the tier's code of every key. ``timeout_s`` limits this call, and is also sent
         to the server."""
-        patience = self._patience(timeout_s)
+        deadline = self._deadline(timeout_s)
         try:
             parameters = {"top_k": index(top_k)} if top_k else {}
         except TypeError:
             raise BadRequest(f"top_k must be a whole number, got {top_k!r}") from None
+        tensors = tensors_of(features)
 
-        def ask(about: _ModelTensors) -> Flow[Answer]:
-            inputs = tensors_of(features)
+        def call(known: _ModelTensors) -> InferCall:
+            inputs = dict(tensors)
             for name, value in (dense or {}).items():  # cast to the model's types
-                inputs[name] = np.ascontiguousarray(value, about.inputs.get(name))
+                inputs[name] = np.ascontiguousarray(value, known.inputs.get(name))
             best = ["top_k_index"] if top_k else []
-            outputs = [*about.outputs, *best, *_sources(features)] if want_source else None
-            call = InferCall(model, inputs, outputs, parameters, request_id, timeout_s)
-            return self._infer(call, patience)
+            outputs = [*known.outputs, *best, *_sources(features)] if want_source else None
+            return InferCall(model, inputs, outputs, parameters, request_id, timeout_s)
 
-        if not dense and not want_source:
-            answer = yield from ask(_ModelTensors())
-            return PredictResult(*_split(answer), **answer.account)
-        about = self._known.get(model) or (yield from self._about(model, patience))
-        try:
-            answer = yield from ask(about)
-        except BadRequest as error:
-            newer = yield from self._about(model, patience)
-            if newer.same(about):
-                raise error
-            answer = yield from ask(newer)
+        if dense or want_source:
+            answer = await self._infer_known(model, call, deadline)
         else:
-            if not about.of_version(answer.model_version):
-                newer = yield from self._about(model, patience)
-                if not newer.same(about):
-                    answer = yield from ask(newer)
+            answer = await self._infer(call(_ModelTensors()), deadline)
         return PredictResult(*_split(answer), **answer.account)
 
-    def lookup(
+    async def lookup(
         self,
         model: str,
         features: Mapping[str, Keys],
@@ -131,15 +120,15 @@ class ClientOperations:
         want_source: bool = False,
         request_id: str = "",
         timeout_s: float | None = None,
-    ) -> Flow[LookupResult]:
+    ) -> LookupResult:
         """Look up pooled vectors per feature; ``want_source`` adds the tier's code of every key."""
         wanted = [*features, *(_sources(features) if want_source else ())]
         inputs = tensors_of(features)
         call = InferCall(f"{model}.lookup", inputs, wanted, {}, request_id, timeout_s)
-        answer = yield from self._infer(call, self._patience(timeout_s))
+        answer = await self._infer(call, self._deadline(timeout_s))
         return LookupResult(*_split(answer), **answer.account)
 
-    def infer(
+    async def infer(
         self,
         model: str,
         inputs: Mapping[str, NDArray[Any]],
@@ -148,49 +137,73 @@ class ClientOperations:
         parameters: Mapping[str, Any] | None = None,
         request_id: str = "",
         timeout_s: float | None = None,
-    ) -> Flow[Answer]:
+    ) -> Answer:
         """Send one request of the Open Inference Protocol; tensors are binary and unchanged."""
         call = InferCall(model, inputs, outputs, parameters or {}, request_id, timeout_s)
-        return (yield from self._infer(call, self._patience(timeout_s)))
+        return await self._infer(call, self._deadline(timeout_s))
 
-    def metadata(self, model: str) -> Flow[dict[str, Any]]:
+    async def metadata(self, model: str) -> dict[str, Any]:
         """A model's inputs and outputs, as the protocol describes them."""
-        return self._ask("metadata", model, self._patience())
+        return await self._query("metadata", model, self._deadline())
 
-    def config(self, model: str) -> Flow[dict[str, Any]]:
+    async def config(self, model: str) -> dict[str, Any]:
         """A model's configuration in Triton's form, ``max_batch_size`` for one."""
-        return self._ask("config", model, self._patience())
+        return await self._query("config", model, self._deadline())
 
-    def about(self) -> Flow[dict[str, Any]]:
+    async def about(self) -> dict[str, Any]:
         """The server's name, version and extensions, as the protocol describes them."""
-        return self._ask("server", "", self._patience())
+        return await self._query("server", "", self._deadline())
 
-    def is_hps(self) -> Flow[bool]:
+    async def is_hps(self) -> bool:
         """Whether the server is an hps server, by the name it reports."""
-        reply = yield from self.about()
+        reply = await self.about()
         return str(reply.get("name", "")).startswith("hps")
 
-    def models(self) -> Flow[list[str]]:
+    async def models(self) -> list[str]:
         """The models that are ready, from the server's repository index."""
-        reply = yield from self._ask("models", "", self._patience())
+        reply = await self._query("models", "", self._deadline())
         ready = (m for m in reply.get("models", ()) if m.get("state", "READY") == "READY")
         return list(dict.fromkeys(str(model["name"]) for model in ready))
 
-    def ready(self) -> Flow[bool]:
+    async def ready(self) -> bool:
         """Whether the server is ready. Raises Unavailable if it does not answer.
 
         Loads and connects what requests need."""
         try:
-            reply = yield from self._ask("ready", "", RetryDeadline(self._timeout_s, 0))
+            reply = await self._query("ready", "", RetryDeadline(self._timeout_s, 0))
         except ServerUnreachable:
             raise
         except Unavailable:  # it responds, and is not ready
             return False
         return bool(reply["ready"])
 
-    def _about(self, model: str, patience: RetryDeadline) -> Flow[_ModelTensors]:
+    async def close(self) -> None:
+        """Close the connections permanently; idempotent."""
+        self._closed = True
+        await self._transport.close()
+
+    async def _infer_known(
+        self, model: str, call: Callable[[_ModelTensors], InferCall], deadline: RetryDeadline
+    ) -> Answer:
+        """Send ``call``, which depends on the model's metadata; again if that was outdated."""
+        known = self._known.get(model) or await self._model_tensors(model, deadline)
+        try:
+            answer = await self._infer(call(known), deadline)
+        except BadRequest as error:
+            newer = await self._model_tensors(model, deadline)
+            if newer.same(known):
+                raise error
+        else:
+            if known.of_version(answer.model_version):
+                return answer
+            newer = await self._model_tensors(model, deadline)
+            if newer.same(known):
+                return answer
+        return await self._infer(call(newer), deadline)
+
+    async def _model_tensors(self, model: str, deadline: RetryDeadline) -> _ModelTensors:
         """The server's current metadata of the model."""
-        reply = yield from self._ask("metadata", model, patience)
+        reply = await self._query("metadata", model, deadline)
         found = self._known[model] = _ModelTensors(
             {t["name"]: numpy_type(t["datatype"]) for t in reply["inputs"]},
             tuple(t["name"] for t in reply["outputs"]),
@@ -198,24 +211,25 @@ class ClientOperations:
         )
         return found
 
-    def _infer(self, call: InferCall, patience: RetryDeadline) -> Flow[Answer]:
-        return self._sent(self._wire.request(call), self._wire.answer, patience)
+    async def _infer(self, call: InferCall, deadline: RetryDeadline) -> Answer:
+        return await self._exchange(self._codec.request(call), self._codec.answer, deadline)
 
-    def _ask(self, what: str, model: str, patience: RetryDeadline) -> Flow[dict[str, Any]]:
-        read = partial(self._wire.decode, what)
-        return self._sent(self._wire.question(what, model), read, patience)
+    async def _query(self, kind: str, model: str, deadline: RetryDeadline) -> dict[str, Any]:
+        read = partial(self._codec.decode, kind)
+        return await self._exchange(self._codec.query(kind, model), read, deadline)
 
-    def _sent(self, message: Any, read: Callable[[Any], T], patience: RetryDeadline) -> Flow[T]:
+    async def _exchange(self, message: Any, read: Callable[[Any], T], deadline: RetryDeadline) -> T:
+        """Send until a reply can be ``read``; other errors than an unavailable server are raised."""
         while True:
-            if self.closed:
+            if self._closed:
                 raise HpsError("this client was closed; make another one")
             try:
-                return read((yield SendStep(message, patience.until)))
+                return read(await self._transport.send(message, deadline.until))
             except HpsError as error:
-                pause_s = patience.pause_s(error)
-            yield pause_s
+                pause_s = deadline.pause_s(error)
+            await self._sleep(pause_s)
 
-    def _patience(self, timeout_s: float | None = None) -> RetryDeadline:
+    def _deadline(self, timeout_s: float | None = None) -> RetryDeadline:
         return RetryDeadline(self._timeout_s if timeout_s is None else timeout_s, self._retries)
 
 

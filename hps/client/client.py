@@ -1,4 +1,4 @@
-"""Clients for threads and for asyncio; both run the steps of `ClientOperations`."""
+"""Clients for threads and for asyncio: `ClientOperations` over blocking and over awaited transports."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from hps.client.address import ServerAddress, Tls, address
-from hps.client.calls import ClientOperations, Flow, SendStep
+from hps.client.calls import ClientOperations
 from hps.client.http_wire import HttpCodec
-from hps.errors import HpsError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _opened(at: ServerAddress, api_key: str | None, *, aio: bool) -> tuple[Any, Any]:
+def _open(at: ServerAddress, api_key: str | None, *, aio: bool) -> tuple[Any, Any]:
     """Codec and transport of a client, such as a ``HttpCodec`` and a ``HttpConnectionPool``.
 
     Imports only the ones that it returns."""
@@ -25,20 +24,78 @@ def _opened(at: ServerAddress, api_key: str | None, *, aio: bool) -> tuple[Any, 
         from hps.client.grpc import AsyncGrpcChannel, GrpcChannel, GrpcCodec
 
         return GrpcCodec(api_key), AsyncGrpcChannel(at) if aio else GrpcChannel(at)
-    wire = HttpCodec(at.base, api_key)
+    codec = HttpCodec(at.base, api_key)
     if aio:
         from hps.client.rest_aio import AsyncHttpConnectionPool
 
-        return wire, AsyncHttpConnectionPool(at)
+        return codec, AsyncHttpConnectionPool(at)
     from hps.client.rest import HttpConnectionPool
 
-    return wire, HttpConnectionPool(at)
+    return codec, HttpConnectionPool(at)
 
 
-class _ClientBase:
-    """Base of both clients."""
+class AsyncClient(ClientOperations):
+    """``Client`` for asyncio: the same methods, awaited. Used on one event loop."""
 
-    _aio = False
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8000",
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 30.0,
+        retries: int = 2,
+        tls: Tls | None = None,
+    ) -> None:
+        """See `Client`."""
+        at = address(url, tls)
+        self.url = at.base
+        codec, transport = _open(at, api_key, aio=True)
+        super().__init__(codec, transport, asyncio.sleep, timeout_s=timeout_s, retries=retries)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+
+class _BlockingTransport:
+    """A blocking transport as an awaited one: its coroutines never suspend."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    async def send(self, message: Any, until: float) -> Any:
+        return self._transport.send(message, until)
+
+    async def close(self) -> None:
+        self._transport.close()
+
+
+async def _sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _blocking(
+    operation: Callable[Concatenate[ClientOperations, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    @wraps(operation)
+    def run(client: Client, /, *args: P.args, **options: P.kwargs) -> T:
+        try:
+            operation(client._operations, *args, **options).send(None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        raise AssertionError("an operation suspended over a blocking transport")
+
+    return run
+
+
+class Client:
+    """Client of one server. Thread-safe.
+
+    Every failure is an ``HpsError``: ``Unavailable`` if the server does not answer, ``DeadlineExceeded``
+    if it does not answer in time, else the class that fits its reply."""
 
     def __init__(
         self,
@@ -57,25 +114,11 @@ class _ClientBase:
         and are never shorter than the server asks for."""
         at = address(url, tls)
         self.url = at.base
-        wire, self._line = _opened(at, api_key, aio=self._aio)
-        self._calls = ClientOperations(wire, timeout_s, retries)
-
-
-def _blocking(
-    flow: Callable[Concatenate[ClientOperations, P], Flow[T]],
-) -> Callable[Concatenate[Client, P], T]:
-    @wraps(flow)
-    def ask(client: Client, /, *args: P.args, **given: P.kwargs) -> T:
-        return client._run(flow(client._calls, *args, **given))
-
-    return ask
-
-
-class Client(_ClientBase):
-    """Client of one server. Thread-safe.
-
-    Every failure is an ``HpsError``: ``Unavailable`` if the server does not answer, ``DeadlineExceeded``
-    if it does not answer in time, else the class that fits its reply."""
+        codec, self._transport = _open(at, api_key, aio=False)
+        transport = _BlockingTransport(self._transport)
+        self._operations = ClientOperations(
+            codec, transport, _sleep, timeout_s=timeout_s, retries=retries
+        )
 
     predict = _blocking(ClientOperations.predict)
     lookup = _blocking(ClientOperations.lookup)
@@ -86,91 +129,10 @@ class Client(_ClientBase):
     about = _blocking(ClientOperations.about)
     is_hps = _blocking(ClientOperations.is_hps)
     models = _blocking(ClientOperations.models)
-
-    def _run(self, flow: Flow[T]) -> T:
-        try:
-            step = next(flow)
-            while True:
-                try:
-                    reply = self._do(step)
-                except HpsError as error:
-                    step = flow.throw(error)
-                else:
-                    step = flow.send(reply)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-    def _do(self, step: SendStep | float) -> Any:
-        if isinstance(step, SendStep):
-            return self._line.send(*step)
-        time.sleep(step)
-        return None
+    close = _blocking(ClientOperations.close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Close the connections permanently; idempotent."""
-        self._calls.closed = True
-        self._line.close()
-
-
-def _awaited(
-    flow: Callable[Concatenate[ClientOperations, P], Flow[T]],
-) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    @wraps(flow)
-    async def ask(client: AsyncClient, /, *args: P.args, **given: P.kwargs) -> T:
-        return await client._run(flow(client._calls, *args, **given))
-
-    return ask
-
-
-class AsyncClient(_ClientBase):
-    """``Client`` for asyncio: the same methods, awaited. Used on one event loop."""
-
-    _aio = True
-
-    predict = _awaited(ClientOperations.predict)
-    lookup = _awaited(ClientOperations.lookup)
-    infer = _awaited(ClientOperations.infer)
-    metadata = _awaited(ClientOperations.metadata)
-    config = _awaited(ClientOperations.config)
-    ready = _awaited(ClientOperations.ready)
-    about = _awaited(ClientOperations.about)
-    is_hps = _awaited(ClientOperations.is_hps)
-    models = _awaited(ClientOperations.models)
-
-    async def _run(self, flow: Flow[T]) -> T:
-        try:
-            step = next(flow)
-            while True:
-                try:
-                    reply = await self._do(step)
-                except HpsError as error:
-                    step = flow.throw(error)
-                else:
-                    step = flow.send(reply)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-    async def _do(self, step: SendStep | float) -> Any:
-        if isinstance(step, SendStep):
-            return await self._line.send(*step)
-        await asyncio.sleep(step)
-        return None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections permanently; idempotent."""
-        self._calls.closed = True
-        await self._line.close()

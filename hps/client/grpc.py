@@ -24,7 +24,7 @@ _OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 5_000),  # bound on one connection attempt
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
-_QUESTIONS = {
+_QUERIES = {
     "server": ("ServerMetadata", pb.ServerMetadataRequest),
     "ready": ("ServerReady", pb.ServerReadyRequest),
     "metadata": ("ModelMetadata", pb.ModelMetadataRequest),
@@ -113,19 +113,19 @@ class GrpcCodec:
     def __init__(self, api_key: str | None) -> None:
         self._metadata = (("x-api-key", checked_key(api_key)),) if api_key else ()
 
-    def question(self, what: str, model: str) -> GrpcMessage:
-        method, request = _QUESTIONS[what]
+    def query(self, kind: str, model: str) -> GrpcMessage:
+        method, request = _QUERIES[kind]
         return GrpcMessage(method, request(name=model) if model else request(), self._metadata)
 
-    def decode(self, what: str, response: Any) -> dict[str, Any]:
+    def decode(self, kind: str, response: Any) -> dict[str, Any]:
         """Decode as over HTTP: protobuf's JSON form has 64-bit numbers as text and omits false values."""
-        if what == "ready":
+        if kind == "ready":
             return {"ready": response.ready}
         found: dict[str, Any] = MessageToDict(response, preserving_proto_field_name=True)
-        if what == "metadata":
+        if kind == "metadata":
             for tensor in (*found.get("inputs", ()), *found.get("outputs", ())):
                 tensor["shape"] = [int(size) for size in tensor["shape"]]
-        return dict(found["config"]) if what == "config" else found
+        return dict(found["config"]) if kind == "config" else found
 
     def request(self, call: InferCall) -> GrpcMessage:
         """Build the message of a call, with its timeout."""

@@ -36,18 +36,18 @@ class HttpCodec:
         self._url = url
         self._headers = key_headers(api_key)
 
-    def question(self, what: str, model: str) -> Request:
-        path = _PATHS[what].format(quote(model, safe=""))
-        if what == "models":
+    def query(self, kind: str, model: str) -> Request:
+        path = _PATHS[kind].format(quote(model, safe=""))
+        if kind == "models":
             return Request("POST", path, self._headers, b"{}")
         return Request("GET", path, self._headers)
 
-    def decode(self, what: str, reply: Reply) -> dict[str, Any]:
+    def decode(self, kind: str, reply: Reply) -> dict[str, Any]:
         """Decode the JSON of a reply. Triton reports readiness only by the status."""
         found = reply.json(self._url)
-        if what == "models":
+        if kind == "models":
             return {"models": found}
-        return {"ready": True} if what == "ready" else dict(found)
+        return {"ready": True} if kind == "ready" else dict(found)
 
     def request(self, call: InferCall) -> Request:
         inputs: list[Any] = []

@@ -202,15 +202,15 @@ def test_connections_are_reused_unless_closed(script):
     with Client(script.url, retries=0) as client:
         for _ in range(2):
             client.lookup("m", {"f": [1]})
-        assert client._line._idle != []
-        kept = client._line._idle[0]
+        assert client._transport._idle != []
+        kept = client._transport._idle[0]
         with pytest.raises(HpsError, match="violates the protocol"):
             client.lookup("m", {"f": [1]})
         assert kept.fileno() == -1
         # The server closes an idle connection; the next call has another.
         script.answers = [OK, OK]
         client.lookup("m", {"f": [1]})
-        client._line._idle[0].shutdown(socket.SHUT_RD)
+        client._transport._idle[0].shutdown(socket.SHUT_RD)
         client.lookup("m", {"f": [1]})
 
 

@@ -143,7 +143,7 @@ def test_a_client_that_was_closed(client):
 
 def test_a_channel_that_another_thread_closes(model):
     with Client(model.url) as client:
-        closing = threading.Thread(target=client._line.close)
+        closing = threading.Thread(target=client._transport.close)
         closing.start()
         closing.join()
         with pytest.raises(HpsError, match=f"the request to {model.url} was not sent"):

@@ -183,16 +183,16 @@ def test_our_client_asks_again_where_a_call_was_cut_off(serve):
         client = Client(f"grpc://{ends[0]}", retries=4)
         other = Client(f"grpc://{ends[1]}")
         clients.extend([client, other])
-        send, go_over = client._line.send, other._line.send
+        send, go_over = client._transport.send, other._transport.send
 
         def either(message, until):
             try:
                 return send(message, until)
             except Exception:
-                client._line.send = go_over
+                client._transport.send = go_over
                 raise
 
-        client._line.send = either
+        client._transport.send = either
         return lambda: client.lookup("words", {"left": [1]})
 
     with load(ask):
