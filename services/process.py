@@ -48,8 +48,8 @@ class PortServer(Protocol):
         """Serve until ``stop``, then answer accepted requests."""
         ...
 
-    def stop(self, *, at_once: bool = False) -> None:
-        """Start the shutdown; ``at_once`` drops requests that are being answered."""
+    def stop(self, *, force: bool = False) -> None:
+        """Start the shutdown; ``force`` drops requests that are being answered."""
         ...
 
 
@@ -67,10 +67,10 @@ class ServerProcess(ABC, Generic[Node]):
         self._state = state
         self._progress = LoadProgress(state.loading, progress or NoProgress())
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._told_early = False
+        self._stopped_before_start = False
         self._lock = threading.Lock()
         self._stopping = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._forced = asyncio.Event()
         self._drain_delay_s = self._settings.drain_delay_s
         self._servers: dict[str, PortServer] = {}
         self._owns_process = False
@@ -83,7 +83,7 @@ class ServerProcess(ABC, Generic[Node]):
     def _app(self, port: str) -> PortApplication:
         """The application of a port."""
 
-    def _others(self) -> Mapping[str, PortServer]:
+    def _other_servers(self) -> Mapping[str, PortServer]:
         """Servers of other protocols, already listening. Raises ``ConfigError`` if one can't listen."""
         return {}
 
@@ -97,7 +97,7 @@ class ServerProcess(ABC, Generic[Node]):
         for warning in node.warnings:
             log.warning("configuration %s", fields(warning=warning))
 
-    async def _settle(self) -> None:
+    async def _wait_until_ready(self) -> None:
         """Wait, after the node is open, until the server can be ready."""
 
     def _run(self, on_ready: OnUrls | None, on_listening: OnUrls | None) -> None:
@@ -123,16 +123,16 @@ class ServerProcess(ABC, Generic[Node]):
         The second call drops open requests. A call before ``run`` ends the server as soon as it runs."""
         with self._lock:
             if self._loop is None:
-                self._told_early = True
+                self._stopped_before_start = True
                 self._progress.cancel()
             elif not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:
         if self._stopping.is_set():
-            self._hurry.set()
+            self._forced.set()
             for server in self._servers.values():
-                server.stop(at_once=True)
+                server.stop(force=True)
             return
         log.info("stopping %s", fields(drain_s=self._settings.drain_s))
         self._state.stop()
@@ -142,7 +142,7 @@ class ServerProcess(ABC, Generic[Node]):
     async def _serve(self, on_ready: OnUrls | None, on_listening: OnUrls | None) -> None:
         with self._lock:
             self._loop = asyncio.get_running_loop()
-        if self._told_early:
+        if self._stopped_before_start:
             self._stop()
         self._owns_process = threading.current_thread() is threading.main_thread()
         if self._owns_process:
@@ -160,17 +160,17 @@ class ServerProcess(ABC, Generic[Node]):
                 # A server that ends unexpectedly ends the whole process.
                 task.add_done_callback(lambda _: self._stopping.set())
             log.info("listening %s", fields(**urls))
-            await _call(on_listening, urls)
+            await _notify(on_listening, urls)
             await self._load()
             if not self._stopping.is_set():
-                await _call(on_ready, urls)
+                await _notify(on_ready, urls)
             await self._stopping.wait()
             if not any(task.done() for task in tasks):
-                await self._linger()
+                await self._wait_drain_delay()
         finally:
-            await self._end(tasks)
+            await self._shut_down(tasks)
 
-    async def _linger(self) -> None:
+    async def _wait_drain_delay(self) -> None:
         """Accept requests for `server.drain_delay_s` while not ready, until load balancers notice."""
         delay_s = self._drain_delay_s
         if not delay_s or self._state.node is None:
@@ -178,11 +178,11 @@ class ServerProcess(ABC, Generic[Node]):
         self._state.stop()
         for server in self._servers.values():
             if isinstance(server, HttpServer):
-                server.leave()
+                server.end_keep_alive()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), delay_s)
+            await asyncio.wait_for(self._forced.wait(), delay_s)
 
-    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+    async def _shut_down(self, tasks: list[asyncio.Task[None]]) -> None:
         self._state.stop()
         # The data ports close first: probes on the admin port observe their end.
         *data, last = zip(self._servers.values(), tasks, strict=True)
@@ -200,18 +200,18 @@ class ServerProcess(ABC, Generic[Node]):
     def _listen(self) -> None:
         sockets: dict[str, socket.socket] = {}
         ports = self._ports()
-        shown = {name: server_context(at, f"server.{name}") for name, at in ports.items()}
+        tls_contexts = {name: server_context(at, f"server.{name}") for name, at in ports.items()}
         try:
             for name, at in ports.items():
                 sockets[name] = listen(at.host, at.port, f"server.{name}")
-            self._servers.update(self._others())
+            self._servers.update(self._other_servers())
         except ConfigError:
             for each in sockets.values():
                 each.close()
             raise
         for name, each in sockets.items():
             app = self._app(name)
-            self._servers[name] = HttpServer(app, each, self._settings.drain_s, shown[name])
+            self._servers[name] = HttpServer(app, each, self._settings.drain_s, tls_contexts[name])
 
     async def _load(self) -> None:
         node = await open_in_background(
@@ -220,7 +220,7 @@ class ServerProcess(ABC, Generic[Node]):
         if node is None:
             return
         self._opened(node)
-        await self._settle()
+        await self._wait_until_ready()
         if self._owns_process:
             # Loaded objects live as long as the process; exclude them from garbage collection.
             gc.collect()
@@ -229,6 +229,6 @@ class ServerProcess(ABC, Generic[Node]):
             log.error("not ready %s", fields(reason=self._state.reason))
 
 
-async def _call(callback: Callable[[Urls], Any] | None, urls: Urls) -> None:
+async def _notify(callback: Callable[[Urls], Any] | None, urls: Urls) -> None:
     if callback is not None:
         await asyncio.to_thread(callback, urls)

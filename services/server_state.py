@@ -50,11 +50,11 @@ class ServerState(Generic[Node]):
     def __init__(self, role: str, settings: Settings | None = None) -> None:
         """``role``: the role of this process in the deployment."""
         self._settings = settings or Settings()
-        self.hindrance: Callable[[], str] = str
+        self.not_ready_reason: Callable[[], str] = str
         """Reason why the server is not ready although its backend is open; empty if it is ready."""
-        self.processes: Callable[[], list[dict[str, Any]]] = list
+        self.other_processes: Callable[[], list[dict[str, Any]]] = list
         """Status of the other processes, as JSON."""
-        self.spread_level: Callable[[Any], None] | None = lambda _level: None
+        self.propagate_log_level: Callable[[Any], None] | None = lambda _level: None
         """Sets the log level of the other processes; None: the node's process does that."""
         self.role = role
         self._phase: Phase = "starting"
@@ -75,15 +75,15 @@ class ServerState(Generic[Node]):
     @phase.setter
     def phase(self, phase: Phase) -> None:
         self._phase = phase
-        self.tell()
+        self.notify_phase_watchers()
 
-    def tell(self) -> None:
+    def notify_phase_watchers(self) -> None:
         """Notify the watchers of the readiness."""
         for changed in self._phase_watchers:
             changed()
 
-    def watch_phase(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` now and after each change of the phase."""
+    def on_phase_changed(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` now and after each change of the phase or the readiness."""
         self._phase_watchers.append(changed)
         changed()
 
@@ -110,14 +110,14 @@ class ServerState(Generic[Node]):
 
     @property
     def ready(self) -> bool:
-        return self.phase == "ready" and not self.hindrance()
+        return self.phase == "ready" and not self.not_ready_reason()
 
     @property
     def reason(self) -> str:
         """Reason why the server is not ready."""
         if self.phase in ("starting", "stopping"):
             return _REASONS[self.phase]
-        return self.hindrance() or _REASONS.get(self.phase, "")
+        return self.not_ready_reason() or _REASONS.get(self.phase, "")
 
     def require_node(self) -> Node:
         """The node; raises ``Unavailable`` until it is open."""
@@ -131,7 +131,7 @@ class ServerState(Generic[Node]):
         status: dict[str, Any] = {
             "phase": self.phase,
             "ready": self.ready,
-            "processes": [me, *self.processes()],
+            "processes": [me, *self.other_processes()],
             "server": {"urls": dict(self.urls), **deployment_identity(self._settings)},
         }
         if self.node is not None:

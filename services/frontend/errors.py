@@ -155,9 +155,9 @@ def client_error(error: BaseException, request_id: str) -> HpsError:
         if http_status(error) == 500:
             log.error("request failed %s", fields(request_id=request_id, error=str(error)))
         return redact_error(error)
-    known_as = request_id or secrets.token_hex(8)
-    log.error("internal error %s", fields(request_id=known_as), exc_info=error)
-    return HpsError(f"internal error; the server's log has it under id {known_as}")
+    error_id = request_id or secrets.token_hex(8)
+    log.error("internal error %s", fields(request_id=error_id), exc_info=error)
+    return HpsError(f"internal error; the server's log has it under id {error_id}")
 
 
 def short_value(value: Any) -> str:

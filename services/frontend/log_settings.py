@@ -26,7 +26,7 @@ def change_log_settings(given: Mapping[str, Any], state: ServerState[Any]) -> di
     """Change the settings in ``given`` in all of the server's processes; return the settings.
 
     Raises ``BadRequest`` or ``Unsupported``."""
-    if state.spread_level is None:
+    if state.propagate_log_level is None:
         raise Unsupported("this is one of several processes; use the admin port, which changes all")
     settings = log_settings()
     for name, value in given.items():
@@ -35,7 +35,7 @@ def change_log_settings(given: Mapping[str, Any], state: ServerState[Any]) -> di
     wanted = _level(settings)
     if wanted != level():
         set_level(wanted)
-        state.spread_level(wanted)
+        state.propagate_log_level(wanted)
         log.warning("changed the log level to %s", wanted)
     return log_settings()
 

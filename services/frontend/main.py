@@ -33,7 +33,7 @@ from services.frontend.workers.supervisor import Supervisor, WorkerOwnedPort
 from services.process import OnUrls, PortServer, ServerProcess
 
 # Seconds between checks of the workers' readiness.
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 OpenNode = Callable[[Configuration, Progress], Node]
 
@@ -79,11 +79,11 @@ class FrontendServer(ServerProcess[OpenModels]):
     ) -> None:
         role = configuration.settings.server.role
         self.state = FrontendState("node" if role == "all" else role, configuration.settings)
-        self._own_runtime: Path | None = None
+        self._created_runtime: Path | None = None
         if configuration.settings.server.workers:
-            given = configuration.settings.server.runtime
             settings = for_workers(configuration.settings)
-            self._own_runtime = settings.server.runtime if given is None else None
+            if configuration.settings.server.runtime is None:
+                self._created_runtime = settings.server.runtime
             configuration = replace(configuration, settings=settings)
         super().__init__(configuration, self.state, progress)
         self._open_node = open_node or _open_node
@@ -97,9 +97,9 @@ class FrontendServer(ServerProcess[OpenModels]):
         try:
             self._run(_with_urls(on_ready), _with_urls(on_listening))
         finally:
-            if self._own_runtime is not None:
+            if self._created_runtime is not None:
                 with suppress(OSError):
-                    self._own_runtime.rmdir()
+                    self._created_runtime.rmdir()
         if self._workers is not None and self._workers.broken:
             raise ConfigError("a worker process failed to start; see its log line")
 
@@ -108,14 +108,14 @@ class FrontendServer(ServerProcess[OpenModels]):
             return {"admin": self._settings.admin}
         return {"http": self._settings.http, "admin": self._settings.admin}
 
-    def _others(self) -> Mapping[str, PortServer]:
+    def _other_servers(self) -> Mapping[str, PortServer]:
         at = self._settings.grpc
         if self._settings.workers:
             workers = self._workers = Supervisor(self._configuration)
             self._drain_delay_s = 0.0  # the workers wait instead
-            self.state.hindrance = lambda: workers.hindrance
-            self.state.spread_level = workers.set_level
-            self.state.processes = lambda: [worker.describe() for worker in workers.workers]
+            self.state.not_ready_reason = lambda: workers.not_ready_reason
+            self.state.propagate_log_level = workers.set_level
+            self.state.other_processes = lambda: [worker.describe() for worker in workers.workers]
             if self._settings.role == "lookup":
                 return {"grpc": workers, **self._grpc_admin()}
             by_workers = {"grpc": WorkerOwnedPort(workers.grpc_url)} if workers.grpc_url else {}
@@ -132,10 +132,10 @@ class FrontendServer(ServerProcess[OpenModels]):
         return {"grpc_admin": AdminPort(at.admin, self.state, self._settings, self._guard)}
 
     def _app(self, port: str) -> PortApplication:
-        given = self.state, self._settings, self._guard
+        arguments = self.state, self._settings, self._guard
         if port == "http":
-            return data_app(*given)
-        return admin_app(*given, {"grpc": grpc_wire(self.state, self._settings)})
+            return data_app(*arguments)
+        return admin_app(*arguments, {"grpc": grpc_wire(self.state, self._settings)})
 
     def _open(self, progress: Progress) -> OpenModels:
         if self._settings.role == "frontend":
@@ -144,18 +144,18 @@ class FrontendServer(ServerProcess[OpenModels]):
         self._follow_readiness(node)
         if self._workers is not None and node.socket is not None:
             node.metrics.include(self._workers.metrics)
-            node.metrics.on_release(self._workers.forget)
-            node.socket.answers["statistics"] = lambda _given: self._sums()
-            self.state.sum_up(self._sums)
+            node.metrics.on_release(self._workers.drop_version)
+            node.socket.answers["statistics"] = lambda _given: self._summed_statistics()
+            self.state.set_statistics_source(self._summed_statistics)
         return node
 
     def _follow_readiness(self, node: Node) -> None:
         """Make the server not ready whenever the node is not ready."""
-        workers, of_workers = self._workers, self.state.hindrance
-        self.state.hindrance = lambda: of_workers() or node.not_ready_reason()
+        workers, workers_reason = self._workers, self.state.not_ready_reason
+        self.state.not_ready_reason = lambda: workers_reason() or node.not_ready_reason()
 
         def changed() -> None:
-            self.state.tell()
+            self.state.notify_phase_watchers()
             if workers is not None:
                 workers.set_not_ready(node.not_ready_reason())
 
@@ -167,7 +167,7 @@ class FrontendServer(ServerProcess[OpenModels]):
         super()._opened(node)
         self.state.loop = asyncio.get_running_loop()
         if self._settings.role == "frontend":
-            self._changed()  # for changes since the first check
+            self._refresh_models()  # for changes since the first check
         for entry in self.state.entries.values():
             log.info("serving %s", fields(model=entry.name, version=entry.version))
 
@@ -178,38 +178,38 @@ class FrontendServer(ServerProcess[OpenModels]):
         from hps.node.connected import connect
 
         connected = connect(self._configuration, wait_s=None, progress=progress)
-        self.state.hindrance = lambda: connected.problem
-        connected.watch(self._changed)
-        connected.watch_nodes(self.state.tell)
+        self.state.not_ready_reason = lambda: connected.problem
+        connected.watch(self._refresh_models)
+        connected.watch_nodes(self.state.notify_phase_watchers)
         return connected
 
-    def _changed(self) -> None:
+    def _refresh_models(self) -> None:
         """Refresh the endpoints after a change of a front end's models."""
         loop, node = self.state.loop, self.state.node
         if loop is not None and node is not None:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self.state.serve, node)
 
-    async def _settle(self) -> None:
+    async def _wait_until_ready(self) -> None:
         """Wait until all workers answer, or a front end has lookup nodes."""
-        asks = self._settings.role == "frontend"
-        if asks and not self.state.ready:
+        is_frontend = self._settings.role == "frontend"
+        if is_frontend and not self.state.ready:
             log.warning("not ready yet %s", fields(reason=self.state.reason))
         while not (self.state.ready or self._stopping.is_set()):
-            if not (asks or self.state.hindrance()):
+            if not (is_frontend or self.state.not_ready_reason()):
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
-    def _sums(self) -> Mapping[str, dict[str, Any]]:
+    def _summed_statistics(self) -> Mapping[str, dict[str, Any]]:
         """Statistics of the served names, of this process and its workers."""
         assert self._workers is not None
         sums: dict[str, dict[str, Any]] = {}
         by_workers = self._workers.statistics()
-        for known_as, own in self.state.own_statistics().items():
+        for statistics_key, own in self.state.own_statistics().items():
             total = Statistics()
-            for values in (own, *by_workers.get(known_as, ())):
+            for values in (own, *by_workers.get(statistics_key, ())):
                 total.add(values)
-            sums[known_as] = total.numbers()
+            sums[statistics_key] = total.numbers()
         return sums
 
 

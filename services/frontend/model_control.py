@@ -55,13 +55,13 @@ def _change(state: FrontendState) -> Iterator[None]:
     """Run a change of the models; afterwards serve those of the node, even if it failed.
 
     Each change occupies a thread that also answers health requests, so only a few may wait."""
-    if not state.changes.acquire(blocking=False):
+    if not state.model_changes.acquire(blocking=False):
         raise Unavailable("a load is running and another is queued; retry when it has ended")
     try:
         yield
     finally:
-        state.changes.release()
-        state.renew()
+        state.model_changes.release()
+        state.refresh_models()
 
 
 def _index_entry(name: str, version: str, state: str, reason: str = "") -> dict[str, str]:

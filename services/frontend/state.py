@@ -26,12 +26,12 @@ from services.frontend.triton_metric_values import triton_numbers
 from services.server_state import ServerState
 
 # Limit on concurrent requests with dynamic batching; requests that wait for their batch count.
-_BATCHED = 64
+_MAX_BATCHED = 64
 # Limit on concurrent changes of models: one that runs, and one that waits.
-_CHANGES = 2
+_MAX_MODEL_CHANGES = 2
 
-Sums = Callable[[], Mapping[str, dict[str, Any]] | None]
-"""The numbers of `Statistics` of all processes together, by `ServedEndpoint.known_as`; None when this
+StatisticsSource = Callable[[], Mapping[str, dict[str, Any]] | None]
+"""The numbers of `Statistics` of all processes together, by `ServedEndpoint.statistics_key`; None when this
 one is alone."""
 
 
@@ -51,7 +51,7 @@ class ServedEndpoint:
         self.freshness = served.freshness
         self.name = endpoint.name
         self.version = endpoint.version
-        self.known_as = f"{self.name}/{self.version}"
+        self.statistics_key = f"{self.name}/{self.version}"
         """Key of its statistics between processes."""
         self.statistics = Statistics()
 
@@ -62,20 +62,20 @@ class FrontendState(ServerState[OpenModels]):
     def __init__(self, role: str = "node", settings: Settings | None = None) -> None:
         settings = settings or Settings()
         self.entries: dict[str, ServedEndpoint] = {}
-        self._sums: Sums = lambda: None
+        self._statistics_source: StatisticsSource = lambda: None
         super().__init__(role, settings)
         self.admission = AdmissionController(settings.server.admission)
         server = settings.server
         self.regions = SharedMemoryRegistry(
             on=server.shared_memory, most_bytes=server.max_body_bytes
         )
-        self.control_everywhere = settings.models.control == "all"
+        self.control_on_data_port = settings.models.control == "all"
         """True if every port may load and unload models, not only those of administration."""
         self.linger_s = settings.models.linger_s
-        self.changes = threading.BoundedSemaphore(_CHANGES)
+        self.model_changes = threading.BoundedSemaphore(_MAX_MODEL_CHANGES)
         """Held while a model is loaded or unloaded."""
         self.observer = RequestObserver(settings.server.access_log)
-        self._watchers: list[Callable[[], None]] = []
+        self._model_watchers: list[Callable[[], None]] = []
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop, which alone changes the entries while it runs."""
 
@@ -88,11 +88,11 @@ class FrontendState(ServerState[OpenModels]):
         self.entries = {
             entry.name: entry
             for served in node.models.values()
-            for entry in self._kept(served) or self._entries(served, node.metrics)
+            for entry in self._unchanged_entries(served) or self._new_entries(served, node.metrics)
         }
-        self.admission.keep(self.entries)
+        self.admission.retain(self.entries)
         self.node = node
-        for changed in self._watchers:
+        for changed in self._model_watchers:
             changed()
         if self.phase != "stopping":
             self.phase = "ready" if node.models else "empty"
@@ -104,12 +104,12 @@ class FrontendState(ServerState[OpenModels]):
                 TRITON,
                 lambda found: triton_numbers(
                     found,
-                    {e.known_as: (e.name, e.version) for e in self.entries.values()},
-                    lambda: self._sums() or self.own_statistics(),
+                    {e.statistics_key: (e.name, e.version) for e in self.entries.values()},
+                    lambda: self._statistics_source() or self.own_statistics(),
                 ),
             )
 
-    def renew(self) -> None:
+    def refresh_models(self) -> None:
         """Serve the node's current models. The event loop does the work: call it on another thread."""
         done: Future[None] = Future()
 
@@ -127,49 +127,51 @@ class FrontendState(ServerState[OpenModels]):
             self.loop.call_soon_threadsafe(now)
         done.result()
 
-    def later(self, seconds: float, work: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, work: Callable[[], None]) -> None:
         """Run ``work`` on the event loop after ``seconds``; immediately if there is none."""
         if self.loop is None:
             work()
         else:
             self.loop.call_soon_threadsafe(self.loop.call_later, seconds, work)
 
-    def watch(self, changed: Callable[[], None]) -> None:
+    def on_models_changed(self, changed: Callable[[], None]) -> None:
         """Call ``changed`` now and after each change of ``entries``, before the server is ready."""
-        self._watchers.append(changed)
+        self._model_watchers.append(changed)
         changed()
 
-    def _kept(self, served: ServedModel) -> list[ServedEndpoint]:
+    def _unchanged_entries(self, served: ServedModel) -> list[ServedEndpoint]:
         return [entry for entry in self.entries.values() if entry.served is served]
 
-    def _entries(self, served: ServedModel, metrics: Metrics) -> list[ServedEndpoint]:
+    def _new_entries(self, served: ServedModel, metrics: Metrics) -> list[ServedEndpoint]:
         """The names of a model, each behind its queue."""
         settings = self._settings
         threads = max(settings.tiers.lookup_threads, dense_concurrency(settings.dense))
-        running = threads if settings.server.batching is None else max(threads, _BATCHED)
+        running = threads if settings.server.batching is None else max(threads, _MAX_BATCHED)
         found, lookup = endpoints(served, settings.server, metrics)
         return [
-            ServedEndpoint(served, self.admission.line(endpoint, running, metrics), info, lookup)
+            ServedEndpoint(
+                served, self.admission.add_queue(endpoint, running, metrics), info, lookup
+            )
             for endpoint, info in found
         ]
 
     def own_statistics(self) -> dict[str, dict[str, Any]]:
-        """Values of this process's `Statistics`, by `ServedEndpoint.known_as`."""
-        return {entry.known_as: entry.statistics.numbers() for entry in self.entries.values()}
+        """Values of this process's `Statistics`, by `ServedEndpoint.statistics_key`."""
+        return {entry.statistics_key: entry.statistics.numbers() for entry in self.entries.values()}
 
-    def sum_up(self, sums: Sums) -> None:
-        """Make `statistics` cover all processes; ``sums`` returns their values and may wait."""
-        self._sums = sums
+    def set_statistics_source(self, source: StatisticsSource) -> None:
+        """Make `statistics` cover all processes; ``source`` returns their values and may wait."""
+        self._statistics_source = source
 
     def statistics(self, entries: Iterable[ServedEndpoint]) -> list[dict[str, Any]]:
         """``model_stats`` of ``entries``, over all processes; may wait for the other processes."""
-        sums = self._sums() or {}
+        sums = self._statistics_source() or {}
         model_stats = []
         for entry in entries:
             counted = entry.statistics
-            if entry.known_as in sums:
+            if entry.statistics_key in sums:
                 counted = Statistics()
-                counted.add(sums[entry.known_as])
+                counted.add(sums[entry.statistics_key])
             model_stats.append(counted.as_json(entry.name, entry.version))
         return model_stats
 
@@ -178,7 +180,7 @@ class FrontendState(ServerState[OpenModels]):
         self.require_node()
         entry = self.entries.get(name)
         if entry is None:
-            if not self.entries and self.hindrance():
+            if not self.entries and self.not_ready_reason():
                 raise Unavailable(self.reason)
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         if version not in (None, entry.version):

@@ -50,10 +50,10 @@ def triton_numbers(
 
     ``served`` and ``statistics`` have the keys of `Statistics`; ``found`` are hps's metrics."""
     values = MetricValues({spec.name: {} for spec in TRITON})
-    for known_as, numbers in statistics().items():
-        if known_as in served:
+    for statistics_key, numbers in statistics().items():
+        if statistics_key in served:
             for metric, (what, unit) in _COUNTS_BY_METRIC.items():
-                values[metric][served[known_as]] = numbers[what] // unit
+                values[metric][served[statistics_key]] = numbers[what] // unit
     waiting = found.get(m.QUEUE_REQUESTS, {})
     for name, version in served.values():
         values["nv_inference_pending_request_count"][name, version] = waiting.get((name,), 0)

@@ -40,7 +40,7 @@ def ports(node):
     running = [Running(GrpcServer(at, state, ServerSettings(), NoAuthorizer())) for _ in range(2)]
     yield [each.server.url for each in running]
     for each in running:
-        each.stop(at_once=True)
+        each.stop(force=True)
         each.join()
 
 
@@ -169,7 +169,7 @@ def test_models_come_when_the_nodes_do(front, node):
     state.serve(node)
     first = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), NoAuthorizer()))
     url = first.server.url
-    first.stop(at_once=True)
+    first.stop(force=True)
     first.join()
     with hps.connect(settings_of(front, [url]), wait_s=None) as opened:
         assert not opened.models
@@ -184,7 +184,7 @@ def test_models_come_when_the_nodes_do(front, node):
             assert opened.problem == ""
             assert opened.lookup("words", {"word": [3]}).vectors["word"][0, 0] == 3.0
         finally:
-            again.stop(at_once=True)
+            again.stop(force=True)
             again.join()
 
 

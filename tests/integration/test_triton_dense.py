@@ -149,7 +149,7 @@ def test_behind_a_front_end(opened, triton, small_repository, way):
                 for name, values in ours.items():
                     np.testing.assert_allclose(theirs[name], values, atol=1e-6)
     finally:
-        node.stop(at_once=True)
+        node.stop(force=True)
         node.join()
 
 

@@ -24,10 +24,10 @@ class Running:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def stop(self, *, at_once: bool = False) -> None:
+    def stop(self, *, force: bool = False) -> None:
         """Begin the end, if that has not come."""
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(lambda: self.server.stop(at_once=at_once))
+            self._loop.call_soon_threadsafe(lambda: self.server.stop(force=force))
 
     def join(self) -> None:
         self._thread.join(60)

@@ -19,25 +19,26 @@ _LEAST_S = 0.001
 class ByteBudget:
     """Bounded total size of queued requests and of those being received. Thread-safe."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.held = 0
         self._lock = threading.Lock()
 
-    def require(self, size: int, own: int = 0) -> None:
-        """Raise ``Overloaded`` unless ``size`` more bytes fit; the request already holds ``own`` bytes.
+    def require(self, size: int, held_by_request: int = 0) -> None:
+        """Raise ``Overloaded`` unless ``size`` more bytes fit.
 
-        A request larger than the whole budget is admitted if no other is held."""
-        refusal = self.refusal(size, own)
+        The request already holds ``held_by_request`` bytes. One that is larger than the whole budget is
+        admitted if no other holds any."""
+        rejection = self.rejection(size, held_by_request)
         try:
-            if refusal is not None:
-                raise refusal
+            if rejection is not None:
+                raise rejection
         finally:
-            del refusal  # break the reference cycle: the error's traceback refers to this frame
+            del rejection  # break the reference cycle: the error's traceback refers to this frame
 
-    def refusal(self, size: int, own: int = 0) -> Overloaded | None:
+    def rejection(self, size: int, held_by_request: int = 0) -> Overloaded | None:
         """The error that `require` would raise, or None."""
-        if self.held > own and self.held + size > self.most:
+        if self.held > held_by_request and self.held + size > self.limit:
             return Overloaded(
                 f"overloaded: queued requests hold {self.held} bytes (server.admission.queue_bytes); "
                 "retry later, or ask another replica",
@@ -54,21 +55,21 @@ class ByteBudget:
 class ByteReservation:
     """The bytes of one request, released at the end of the context."""
 
-    def __init__(self, room: ByteBudget) -> None:
-        self._room = room
+    def __init__(self, budget: ByteBudget) -> None:
+        self._budget = budget
         self._own = 0
 
     def grow(self, size: int) -> None:
         """Reserve ``size`` bytes more. Raises ``Overloaded`` if they do not fit."""
-        self._room.require(size, self._own)
-        self._room.add(size)
+        self._budget.require(size, self._own)
+        self._budget.add(size)
         self._own += size
 
     def __enter__(self) -> ByteReservation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._room.add(-self._own)
+        self._budget.add(-self._own)
         self._own = 0
 
 
@@ -92,38 +93,38 @@ class QueueTimeout:
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
-        self._line: deque[ReferenceType[ExpiringItem]] = deque()
+        self._items: deque[ReferenceType[ExpiringItem]] = deque()
         # An item that is added while the thread sleeps is not due before it wakes, so `add` does not wake
         # it.
-        self._looking = PeriodicThread(
-            self._end_late, self._next_s, "hps-expiry", idle_rounds=SWEEP_IDLE_ROUNDS
+        self._sweeper = PeriodicThread(
+            self._expire_due, self._next_s, "hps-expiry", idle_rounds=SWEEP_IDLE_ROUNDS
         )
 
-    def add(self, waiting: ExpiringItem) -> None:
-        """Start the timeout of ``waiting``."""
-        self._line.append(ref(waiting))
-        self._looking.start()
+    def add(self, item: ExpiringItem) -> None:
+        """Start the timeout of ``item``."""
+        self._items.append(ref(item))
+        self._sweeper.start()
 
     def _next_s(self) -> float:
         """Seconds until the first item is due."""
-        if not self._line:
+        if not self._items:
             return self._after_s
-        found = self._line[0]()
+        found = self._items[0]()
         left_s = 0.0 if found is None else found.since + self._after_s - time.monotonic()
         return max(_LEAST_S, left_s)
 
-    def _end_late(self) -> bool:
+    def _expire_due(self) -> bool:
         # While one thread ends, two may sweep at the same time: each has the items that it took.
-        while self._line:
+        while self._items:
             try:
-                first = self._line.popleft()
+                first = self._items.popleft()
             except IndexError:
                 break
             found = first()
             if found is None or found.has_ended:
                 continue
             if found.since + self._after_s > time.monotonic():
-                self._line.appendleft(first)
+                self._items.appendleft(first)
                 return True
             _expire(found)
         return False

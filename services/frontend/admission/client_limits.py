@@ -11,7 +11,7 @@ from hps.config.admission_settings import ClientSettings
 from services.frontend.errors import Overloaded, TooManyRequests
 
 # Clients to keep; beyond that, idle ones are dropped.
-_KEPT = 4096
+_MAX_CLIENTS = 4096
 
 
 @dataclass(slots=True)
@@ -29,22 +29,22 @@ class ClientLimits:
     """Requests in flight by client, an API key's name or an address. Thread-safe."""
 
     def __init__(self, settings: ClientSettings) -> None:
-        self._most = settings.running or math.inf
+        self._max_running = settings.running or math.inf
         self._rate = settings.per_second or math.inf
         self._burst = max(1.0, settings.burst or self._rate)
-        self._known: dict[str, _ClientState] = {}
+        self._clients: dict[str, _ClientState] = {}
         self._lock = threading.Lock()
 
     def enter(self, name: str) -> None:
         """Count a request of ``name``. Raises ``TooManyRequests`` if it exceeds a limit."""
         now = time.monotonic()
         with self._lock:
-            client = self._known.get(name)
+            client = self._clients.get(name)
             if client is None:
-                if len(self._known) >= _KEPT:
-                    self._forget(now)
-                client = self._known[name] = _ClientState(self._burst, now)
-            if client.running >= self._most:
+                if len(self._clients) >= _MAX_CLIENTS:
+                    self._drop_idle(now)
+                client = self._clients[name] = _ClientState(self._burst, now)
+            if client.running >= self._max_running:
                 raise TooManyRequests(
                     f"{client.running} requests of yours are in flight, the limit per client "
                     "(server.admission.client.running); wait for an answer",
@@ -66,7 +66,7 @@ class ClientLimits:
 
         A request that the server rejected because of an overload does not count against the rate."""
         with self._lock:
-            client = self._known[name]
+            client = self._clients[name]
             client.running -= 1
             if isinstance(error, Overloaded):
                 client.allowed += 1
@@ -74,18 +74,18 @@ class ClientLimits:
     def undo(self, name: str) -> None:
         """Undo `enter`: the request begins again, or was rejected."""
         with self._lock:
-            self._known[name].running -= 1
-            self._known[name].allowed += 1
+            self._clients[name].running -= 1
+            self._clients[name].allowed += 1
 
     def _allowed(self, client: _ClientState, now: float) -> float:
         if self._rate == math.inf:
             return self._burst
         return min(self._burst, client.allowed + (now - client.since) * self._rate)
 
-    def _forget(self, now: float) -> None:
+    def _drop_idle(self, now: float) -> None:
         """Drop clients without requests in flight and with a full token bucket."""
-        self._known = {
+        self._clients = {
             name: client
-            for name, client in self._known.items()
+            for name, client in self._clients.items()
             if client.running or self._allowed(client, now) < self._burst
         }

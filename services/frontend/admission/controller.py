@@ -22,37 +22,37 @@ class AdmissionController:
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self._settings = settings
-        self.room = ByteBudget(settings.queue_bytes)
-        self.expiry = QueueTimeout(settings.max_wait_ms / 1e3)
+        self.byte_budget = ByteBudget(settings.queue_bytes)
+        self.timeout = QueueTimeout(settings.max_wait_ms / 1e3)
         bounds = settings.client
         self.clients: ClientLimits | None = None
         if bounds.running is not None or bounds.per_second is not None:
             self.clients = ClientLimits(bounds)
-        self._lines: dict[str, AdmissionQueue] = {}
+        self._queues: dict[str, AdmissionQueue] = {}
         self._published: Metrics | None = None
 
-    def line(self, endpoint: Endpoint, running: int, metrics: Metrics) -> AdmissionQueue:
+    def add_queue(self, endpoint: Endpoint, running: int, metrics: Metrics) -> AdmissionQueue:
         """Put ``endpoint`` behind a queue; ``running`` is the default of the setting."""
-        line = AdmissionQueue(
+        queue = AdmissionQueue(
             endpoint,
             self._settings,
             self._settings.running or running,
-            self.room,
-            self.expiry,
+            self.byte_budget,
+            self.timeout,
             metrics,
         )
-        self._lines[endpoint.name] = line
+        self._queues[endpoint.name] = queue
         if metrics is not self._published:
             self._published = metrics
-            metrics.gauges(m.QUEUE_REQUESTS, lambda: self._each("waiting"))
-            metrics.gauges(m.RUNNING_REQUESTS, lambda: self._each("running"))
-            metrics.gauges(m.RUNNING_LIMIT, lambda: self._each("most_running"))
-            metrics.gauge(m.QUEUE_BYTES, lambda: self.room.held)
-        return line
+            metrics.gauges(m.QUEUE_REQUESTS, lambda: self._values("queued"))
+            metrics.gauges(m.RUNNING_REQUESTS, lambda: self._values("running"))
+            metrics.gauges(m.RUNNING_LIMIT, lambda: self._values("max_running"))
+            metrics.gauge(m.QUEUE_BYTES, lambda: self.byte_budget.held)
+        return queue
 
-    def keep(self, names: Container[str]) -> None:
+    def retain(self, names: Container[str]) -> None:
         """Stop exporting metrics of queues whose name is not in ``names``."""
-        self._lines = {name: line for name, line in self._lines.items() if name in names}
+        self._queues = {name: queue for name, queue in self._queues.items() if name in names}
 
-    def _each(self, what: str) -> Iterable[tuple[tuple[str, ...], float]]:
-        return [((name,), getattr(line, what)) for name, line in list(self._lines.items())]
+    def _values(self, attribute: str) -> Iterable[tuple[tuple[str, ...], float]]:
+        return [((name,), getattr(queue, attribute)) for name, queue in list(self._queues.items())]

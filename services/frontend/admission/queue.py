@@ -26,7 +26,7 @@ from services.frontend.errors import Overloaded
 from services.frontend.inference_request import InferenceRequest
 
 # Share of a request's remaining time that it may spend queued: running it may take longer than expected.
-_OF_DEADLINE = 0.5
+_MAX_DEADLINE_SHARE = 0.5
 
 
 class AdmissionQueue:
@@ -37,8 +37,8 @@ class AdmissionQueue:
         endpoint: Endpoint,
         settings: AdmissionSettings,
         running: int,
-        room: ByteBudget,
-        expiry: QueueTimeout,
+        byte_budget: ByteBudget,
+        timeout: QueueTimeout,
         metrics: Metrics,
     ) -> None:
         self.name = endpoint.name
@@ -46,33 +46,33 @@ class AdmissionQueue:
         self.raw_input = endpoint.raw_input
         self.is_long = endpoint.is_long
         self._endpoint = endpoint
-        self.most_running = running
-        self._most_waiting = settings.queue
+        self.max_running = running
+        self._max_queued = settings.queue
         self._max_wait_s = settings.max_wait_ms / 1e3
-        self._too_long = (
+        self._wait_too_long = (
             f"overloaded: a request to '{self.name}' would wait longer than {settings.max_wait_ms:g} ms "
             "(server.admission.max_wait_ms), than ten others take, or than its deadline allows; retry later, "
             "or ask another replica"
         )
-        self._room = room
-        self._expiry = expiry
+        self._byte_budget = byte_budget
+        self._timeout = timeout
         self._observe = metrics.histogram(m.QUEUE_SECONDS, endpoint.name).observe
-        self._line: deque[QueuedRequest] = deque()
+        self._queue: deque[QueuedRequest] = deque()
         self._lock = threading.Lock()
         self.running = 0
-        self._expected = 0
+        self._reserved = 0
         self._estimate = WaitEstimate(running)
         self._bound = WaitBound(self._max_wait_s, self._estimate)
 
     @property
-    def waiting(self) -> int:
+    def queued(self) -> int:
         """Number of queued requests."""
-        return len(self._line)
+        return len(self._queue)
 
     @property
-    def is_busy(self) -> bool:
-        """True if running and expected (reserved) requests take all slots."""
-        return self.running + self._expected >= self.most_running
+    def is_saturated(self) -> bool:
+        """True if running and reserved requests take all slots."""
+        return self.running + self._reserved >= self.max_running
 
     @property
     def rules(self) -> Mapping[str, InputRule]:
@@ -82,32 +82,32 @@ class AdmissionQueue:
         """See ``Endpoint.outputs``."""
         return self._endpoint.outputs(call, result)
 
-    def require_room(self, size: int = 0) -> None:
+    def require_capacity(self, size: int = 0) -> None:
         """Raise ``Overloaded`` if a request of ``size`` bytes would be rejected now."""
-        refusal = self.refusal(size)
+        rejection = self.rejection(size)
         try:
-            if refusal is not None:
-                raise refusal
+            if rejection is not None:
+                raise rejection
         finally:
-            del refusal  # break the reference cycle: the error's traceback refers to this frame
+            del rejection  # break the reference cycle: the error's traceback refers to this frame
 
-    def expect(self, size: int) -> Overloaded | None:
+    def reserve(self, size: int) -> Overloaded | None:
         """Reserve a slot for a request of ``size`` bytes; return the error if it is rejected.
 
-        Another thread decodes the request first, and then passes ``size`` to `submit` as ``expected``, or
-        calls `forget`. Without a reservation, requests that arrive meanwhile could fill the queue, and the
-        decoding would be wasted."""
+        Another thread decodes the request first, and then passes ``size`` to `submit` as ``reserved``, or
+        calls `cancel_reservation`. Without a reservation, requests that arrive meanwhile could fill the
+        queue, and the decoding would be wasted."""
         with self._lock:
-            if (refusal := self.refusal(size)) is None:
-                self._expected += 1
-                self._room.add(size)
-            return refusal
+            if (rejection := self.rejection(size)) is None:
+                self._reserved += 1
+                self._byte_budget.add(size)
+            return rejection
 
-    def require_bytes(self, size: int, expected: int) -> None:
-        """Raise ``Overloaded`` if ``size`` more bytes do not fit; ``expected`` bytes are reserved already."""
-        self._room.require(size, expected)
+    def require_bytes(self, size: int, reserved: int) -> None:
+        """Raise ``Overloaded`` if ``size`` more bytes do not fit; ``reserved`` bytes are reserved already."""
+        self._byte_budget.require(size, reserved)
 
-    def forget(self, size: int) -> None:
+    def cancel_reservation(self, size: int) -> None:
         """Cancel a reservation of ``size`` bytes."""
         with self._lock:
             self._release_reservation(size)
@@ -115,194 +115,194 @@ class AdmissionQueue:
     def _release_reservation(self, size: int | None) -> None:
         """Release the reservation of a request that has arrived, if it had one."""
         if size is not None:
-            self._expected -= 1
-            self._room.add(-size)
+            self._reserved -= 1
+            self._byte_budget.add(-size)
 
-    def refusal(self, size: int = 0) -> Overloaded | None:
-        """The error that `require_room` would raise, or None: cheaper than an exception."""
-        ahead = len(self._line) + self._expected
-        waiting = ahead - max(0, self.most_running - self.running)
-        if waiting >= self._most_waiting and self.is_busy:
+    def rejection(self, size: int = 0) -> Overloaded | None:
+        """The error that `require_capacity` would raise, or None: cheaper than an exception."""
+        ahead = len(self._queue) + self._reserved
+        queued = ahead - max(0, self.max_running - self.running)
+        if queued >= self._max_queued and self.is_saturated:
             return Overloaded(
-                f"overloaded: Exceeds maximum queue size ({waiting} requests to '{self.name}' are queued, "
+                f"overloaded: Exceeds maximum queue size ({queued} requests to '{self.name}' are queued, "
                 "server.admission.queue); retry later, or ask another replica",
                 "queue_full",
             )
         if not self._bound.allows(self._estimate.wait_s(ahead)):
-            return Overloaded(self._too_long, "queue_wait")
-        return self._room.refusal(size)
+            return Overloaded(self._wait_too_long, "queue_wait")
+        return self._byte_budget.rejection(size)
 
     def _require_time(self, deadline: float) -> None:
         """Raise ``Overloaded`` if a request would spend too much of its time until ``deadline`` queued."""
         left_s = deadline - time.monotonic()
-        wait_s = self._estimate.wait_s(len(self._line))
-        if 0 < _OF_DEADLINE * left_s < wait_s:
+        wait_s = self._estimate.wait_s(len(self._queue))
+        if 0 < _MAX_DEADLINE_SHARE * left_s < wait_s:
             self._bound.shrink(wait_s)
-            raise Overloaded(self._too_long, "queue_wait")
+            raise Overloaded(self._wait_too_long, "queue_wait")
 
     def submit(
-        self, call: InferenceRequest, deadline: float, *, expected: int | None = None
+        self, call: InferenceRequest, deadline: float, *, reserved: int | None = None
     ) -> Future[Any]:
         """See ``Endpoint.submit``. Raises ``Overloaded`` if the request may not be queued.
 
-        ``expected``: the bytes that were reserved for it by `expect`; it may need more by now."""
-        if self.running < self.most_running and not self._line:
-            if expected is None and not self._endpoint.is_long:
-                return self._began(self._endpoint.submit(call, deadline))
-            if self._has_entered(expected):
-                return self._submitted(call, deadline)
+        ``reserved``: the bytes that `reserve` reserved for it; it may need more by now."""
+        if self.running < self.max_running and not self._queue:
+            if reserved is None and not self._endpoint.is_long:
+                return self._track(self._endpoint.submit(call, deadline))
+            if self._take_free_slot(reserved):
+                return self._submit_running(call, deadline)
         size = sum(array.nbytes for array in call.inputs.values())
         start = partial(self._endpoint.submit, call, deadline)
-        return self._wait(start, size, deadline, expected=expected)
+        return self._enqueue(start, size, deadline, reserved=reserved)
 
     def admit(self, start: Callable[[], Future[Any]], size: int, deadline: float) -> Future[Any]:
         """Admit a request of another kind, of ``size`` bytes, which ``start`` begins; see ``submit``."""
-        if self.running < self.most_running and not self._line:
-            return self._began(start())
-        return self._wait(start, size, deadline)
+        if self.running < self.max_running and not self._queue:
+            return self._track(start())
+        return self._enqueue(start, size, deadline)
 
-    def _has_entered(self, expected: int | None) -> bool:
+    def _take_free_slot(self, reserved: int | None) -> bool:
         with self._lock:
-            if self._line or self.running >= self.most_running:
+            if self._queue or self.running >= self.max_running:
                 return False
-            self._release_reservation(expected)
-            self._enter()
+            self._release_reservation(reserved)
+            self._count_start()
             return True
 
-    def _submitted(self, call: InferenceRequest, deadline: float) -> Future[Any]:
+    def _submit_running(self, call: InferenceRequest, deadline: float) -> Future[Any]:
         """Submit a request that counts as running to the endpoint."""
         try:
             work = self._endpoint.submit(call, deadline)
         except BaseException:
-            self._leave_at_once()
-            self._begin()
+            self._count_immediate_end()
+            self._start_queued()
             raise
-        work.add_done_callback(self._end)
+        work.add_done_callback(self._finish)
         return work
 
-    def _began(self, work: Future[Any]) -> Future[Any]:
+    def _track(self, work: Future[Any]) -> Future[Any]:
         if not work.done():
             with self._lock:
-                self._enter()
-            work.add_done_callback(self._end)
+                self._count_start()
+            work.add_done_callback(self._finish)
         return work
 
-    def _enter(self) -> None:
+    def _count_start(self) -> None:
         self.running += 1
         self._estimate.begin()
 
-    def _leave(self) -> None:
+    def _count_end(self) -> None:
         self.running -= 1
         self._estimate.end()
 
-    def _leave_at_once(self) -> None:
+    def _count_immediate_end(self) -> None:
         """End a request that took no time."""
         with self._lock:
             self.running -= 1
-            self._estimate.end_at_once()
+            self._estimate.end_immediately()
 
-    def _wait(
+    def _enqueue(
         self,
         start: Callable[[], Future[Any]],
         size: int,
         deadline: float,
         *,
-        expected: int | None = None,
+        reserved: int | None = None,
     ) -> Future[Any]:
         with self._lock:
             try:
-                if expected is None:
-                    self.require_room(size)
+                if reserved is None:
+                    self.require_capacity(size)
                 else:
-                    self._room.require(size - expected, expected)
+                    self._byte_budget.require(size - reserved, reserved)
                 self._require_time(deadline)
             finally:
-                self._release_reservation(expected)
-            waiting = QueuedRequest(self.expire, start, deadline, size)
-            self._line.append(waiting)
-            self._room.add(size)
-        waiting.add_done_callback(self._give_up)
-        self._expiry.add(waiting)
-        self._begin()  # a slot may have become free meanwhile
-        return waiting
+                self._release_reservation(reserved)
+            request = QueuedRequest(self.expire, start, deadline, size)
+            self._queue.append(request)
+            self._byte_budget.add(size)
+        request.add_done_callback(self._on_done)
+        self._timeout.add(request)
+        self._start_queued()  # a slot may have become free meanwhile
+        return request
 
-    def _end(self, _: Future[Any]) -> None:
+    def _finish(self, _: Future[Any]) -> None:
         with self._lock:
-            self._leave()
-        self._begin()
+            self._count_end()
+        self._start_queued()
 
-    def _end_of(self, waiting: QueuedRequest, work: Future[Any]) -> None:
-        """Complete ``waiting``. Free its slot first: its client may send the next request immediately."""
+    def _complete(self, request: QueuedRequest, work: Future[Any]) -> None:
+        """Complete ``request``. Free its slot first: its client may send the next request immediately."""
         with self._lock:
-            self._leave()
-        waiting.copy(work)
-        self._begin()
+            self._count_end()
+        request.copy(work)
+        self._start_queued()
 
-    def _begin(self) -> None:
+    def _start_queued(self) -> None:
         """Start queued requests while slots are free. A loop, since a request may end as it starts."""
-        while (waiting := self._next()) is not None:
-            work = self._start(waiting)
+        while (request := self._dequeue()) is not None:
+            work = self._start(request)
             if work.done():
-                self._leave_at_once()
-                waiting.copy(work)
+                self._count_immediate_end()
+                request.copy(work)
             else:
-                work.add_done_callback(partial(self._end_of, waiting))
+                work.add_done_callback(partial(self._complete, request))
 
-    def _next(self) -> QueuedRequest | None:
+    def _dequeue(self) -> QueuedRequest | None:
         """Remove the next request from the queue; it counts as running."""
         with self._lock:
-            while self._line and self.running < self.most_running:
-                waiting = self._line.popleft()
-                self._room.add(-waiting.size)
-                if waiting.set_running_or_notify_cancel():
-                    self._enter()
+            while self._queue and self.running < self.max_running:
+                request = self._queue.popleft()
+                self._byte_budget.add(-request.size)
+                if request.set_running_or_notify_cancel():
+                    self._count_start()
                     break
             else:
-                if not self._line and not self.is_busy:
+                if not self._queue and not self.is_saturated:
                     self._bound.relax()
                 return None
-        self._learn(waiting)
-        return waiting
+        self._record_wait(request)
+        return request
 
-    def _learn(self, waiting: QueuedRequest) -> None:
-        waited_s = time.monotonic() - waiting.since
-        waiting.queued_ns = int(waited_s * 1e9)
+    def _record_wait(self, request: QueuedRequest) -> None:
+        waited_s = time.monotonic() - request.since
+        request.queued_ns = int(waited_s * 1e9)
         self._observe(waited_s)
 
-    def _start(self, waiting: QueuedRequest) -> Future[Any]:
+    def _start(self, request: QueuedRequest) -> Future[Any]:
         """Start a queued request; return the future of its work, failed if it could not start."""
         try:
-            if time.monotonic() > waiting.deadline:
-                self._bound.shrink(waiting.queued_ns * 1e-9)
+            if time.monotonic() > request.deadline:
+                self._bound.shrink(request.queued_ns * 1e-9)
                 raise DeadlineExceeded("the deadline passed while the request was queued")
-            waiting.work = work = waiting.start()
+            request.work = work = request.start()
             return work
         except BaseException as error:  # any error must reach the caller
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed
 
-    def _give_up(self, future: Future[Any]) -> None:
+    def _on_done(self, future: Future[Any]) -> None:
         """Remove a cancelled request from the queue."""
         assert isinstance(future, QueuedRequest)
         if future.cancelled() and self._remove(future):
             self._bound.shrink(time.monotonic() - future.since)
 
-    def _remove(self, waiting: QueuedRequest) -> bool:
+    def _remove(self, request: QueuedRequest) -> bool:
         with self._lock:
             try:
-                self._line.remove(waiting)
+                self._queue.remove(request)
             except ValueError:
                 return False
-            self._room.add(-waiting.size)
+            self._byte_budget.add(-request.size)
             return True
 
-    def expire(self, waiting: QueuedRequest) -> None:
-        """Fail ``waiting``: its wait has timed out."""
-        if self._remove(waiting) and waiting.set_running_or_notify_cancel():
-            self._learn(waiting)
+    def expire(self, request: QueuedRequest) -> None:
+        """Fail ``request``: its wait has timed out."""
+        if self._remove(request) and request.set_running_or_notify_cancel():
+            self._record_wait(request)
             self._bound.shrink(self._max_wait_s)
-            waiting.set_exception(
+            request.set_exception(
                 Overloaded(
                     f"overloaded: the request to '{self.name}' has waited for {self._max_wait_s * 1e3:g} ms "
                     "(server.admission.max_wait_ms); retry later, or ask another replica",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 # Weight of the latest duration in the average.
-_LATEST = 0.1
+_LATEST_WEIGHT = 0.1
 # In an overload, a request may wait for the duration of this many. If requests take equally long and
 # arrive at random, at 0.8 of the capacity, 0.3 % would wait longer.
 _TURNS = 10
@@ -36,13 +36,13 @@ class WaitEstimate:
 
     def end(self) -> None:
         took_s = time.monotonic() - self.begun.pop(0)
-        self.work_s += _LATEST * (took_s - self.work_s)
-        self.turn_s += _LATEST * (took_s - self.turn_s)
+        self.work_s += _LATEST_WEIGHT * (took_s - self.work_s)
+        self.turn_s += _LATEST_WEIGHT * (took_s - self.turn_s)
 
-    def end_at_once(self) -> None:
+    def end_immediately(self) -> None:
         """End the request that began last; it took no time."""
         self.begun.pop()
-        self.turn_s -= _LATEST * self.turn_s
+        self.turn_s -= _LATEST_WEIGHT * self.turn_s
 
     def wait_s(self, ahead: int) -> float:
         """Expected wait of a request behind ``ahead`` others in the queue."""

@@ -46,7 +46,7 @@ class GrpcHealth:
         self.servicer = HealthServicer()
         self.servicer.Check = self._check
         self.servicer.Watch = ServerStreamHandler(self._watch, pool)
-        state.watch_phase(self._notify)
+        state.on_phase_changed(self._notify)
 
     def stop(self) -> None:
         """Report NOT_SERVING from now on."""

@@ -80,7 +80,7 @@ class GrpcInferenceService:
         self._streams = StreamLimit()
         self._clients = state.admission.clients
         self._routes: dict[str, GrpcRoute] = {}
-        state.watch(self._find_routes)
+        state.on_models_changed(self._find_routes)
 
     def _find_routes(self) -> None:
         """Update the routes to the served names; an unchanged name keeps its route."""
@@ -147,9 +147,9 @@ class GrpcInferenceService:
             expected = size if endpoint.is_long else None
             refusal = None
             if expected is not None:
-                refusal = endpoint.expect(expected)
-            elif endpoint.is_busy:
-                refusal = endpoint.refusal(size)
+                refusal = endpoint.reserve(expected)
+            elif endpoint.is_saturated:
+                refusal = endpoint.rejection(size)
             if refusal is not None:
                 fail(refusal, reply, self._state, "infer", route.entry, started, request_id)
                 return
@@ -177,11 +177,11 @@ class GrpcInferenceService:
             deadline = call_deadline(reply.context, call.form.timeout_us * 1e-6 or self._timeout_s)
         except Exception as error:
             if expected is not None:
-                endpoint.forget(expected)
+                endpoint.cancel_reservation(expected)
             fail(error, reply, self._state, "infer", route.entry, started, to.id)
             return
         try:
-            future = endpoint.submit(call, deadline, expected=expected)
+            future = endpoint.submit(call, deadline, reserved=expected)
         except Exception as error:
             fail(error, reply, self._state, "infer", route.entry, started, to.id, call.origin)
             return
@@ -202,8 +202,8 @@ class GrpcInferenceService:
             endpoint = route.entry.endpoint
             if expected is not None:
                 endpoint.require_bytes(refs.size, expected)
-            elif endpoint.is_busy:
-                endpoint.require_room(refs.size)
+            elif endpoint.is_saturated:
+                endpoint.require_capacity(refs.size)
             caller = address_of(reply.context)
             inputs, call.targets = self._state.regions.take(refs, caller)
             call.inputs.update(inputs)

@@ -107,7 +107,7 @@ class GrpcPort:
         # Handlers whose calls are rejected at shutdown.
         self._behaviors: list[UnaryHandler | BidiStreamHandler] = []
         self._stopping = asyncio.Event()
-        self._at_once = asyncio.Event()
+        self._forced = asyncio.Event()
 
     def _listen(self, services: Mapping[str, Handlers]) -> None:
         """Register ``services``, by name, with health and reflection, and listen. Raises ``ConfigError``."""
@@ -178,9 +178,9 @@ class GrpcPort:
         self._health.end()
         ended = self._server.stop(self._drain_s)
         waiting = asyncio.create_task(asyncio.to_thread(ended.wait))
-        at_once = asyncio.create_task(self._at_once.wait())
-        await asyncio.wait({waiting, at_once}, return_when=asyncio.FIRST_COMPLETED)
-        at_once.cancel()
+        forced = asyncio.create_task(self._forced.wait())
+        await asyncio.wait({waiting, forced}, return_when=asyncio.FIRST_COMPLETED)
+        forced.cancel()
         if not waiting.done():
             await asyncio.to_thread(self._server.stop, None)  # blocks until the calls are cancelled
             await waiting
@@ -198,13 +198,13 @@ class GrpcPort:
         for behavior in self._behaviors:
             behavior.refuse(error)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._at_once.wait(), _REFUSING_S)
+            await asyncio.wait_for(self._forced.wait(), _REFUSING_S)
 
-    def stop(self, *, at_once: bool = False) -> None:
-        """Start the shutdown; ``at_once`` drops calls in flight. Call it on the event loop."""
+    def stop(self, *, force: bool = False) -> None:
+        """Start the shutdown; ``force`` drops calls in flight. Call it on the event loop."""
         self._stopping.set()
-        if at_once:
-            self._at_once.set()
+        if force:
+            self._forced.set()
 
 
 def _call_acceptor(guard: Authorizer) -> Any:

@@ -71,7 +71,7 @@ class LookupService:
         self._asked_by_version: set[ServedEndpoint] = set()
         # Parsers by the bytes of `Asked`. They keep references to entries.
         self._parsers: dict[bytes, LookupRequestParser] = {}
-        state.watch(self._describe_all)
+        state.on_models_changed(self._describe_all)
 
     def _describe_all(self) -> None:
         lookups = [each for each in self._state.entries.values() if each.name.endswith(_LOOKUP)]
@@ -85,7 +85,7 @@ class LookupService:
         self._keep(
             {of: each for of, each in self._former.items() if of not in self._current} | replaced
         )
-        self._state.later(self._state.linger_s, lambda: self._drop(replaced))
+        self._state.call_later(self._state.linger_s, lambda: self._drop(replaced))
 
     def _keep(self, former: dict[Version, ServedEndpoint]) -> None:
         self._former = former

@@ -84,7 +84,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
     def ServerMetadata(self, request: Any, context: CallContext) -> Any:
         state = self._state
         metadata = server_metadata(
-            __version__, control=state.control_everywhere, shared_memory=state.regions.on
+            __version__, control=state.control_on_data_port, shared_memory=state.regions.on
         )
         return ParseDict(metadata, pb.ServerMetadataResponse())
 
@@ -147,7 +147,7 @@ class InferenceService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # g
         return pb.CudaSharedMemoryUnregisterResponse()
 
     def _require_control(self, request: Any, call: str) -> None:
-        if not self._state.control_everywhere:
+        if not self._state.control_on_data_port:
             raise Unsupported(
                 f"{call} is not offered here; use the admin port, or set models.control: all"
             )

@@ -35,7 +35,7 @@ _ERRORS = ' Every error is `{"error": "<cause and remedy>"}`.'
 
 def data_app(state: FrontendState, settings: ServerSettings, guard: Authorizer) -> InferApp:
     """Create the data port's application: inference and model information."""
-    api = _api("hps", state, settings, guard, control=state.control_everywhere)
+    api = _api("hps", state, settings, guard, control=state.control_on_data_port)
     return InferApp(state, settings, guard, ErrorBoundary(api))
 
 

@@ -52,7 +52,7 @@ class RequestHead:
     @property
     def is_crowded(self) -> bool:
         """True if the requests in flight to the model have reached their limit."""
-        return self.route is not None and self.route.entry.endpoint.is_busy
+        return self.route is not None and self.route.entry.endpoint.is_saturated
 
     @property
     def is_cacheable(self) -> bool:

@@ -50,7 +50,7 @@ class InferApp:
         self._routes: dict[str, HttpRoute] = {}
         # Parsed heads by their bytes. They keep references to their routes.
         self._heads: dict[bytes, RequestHead] = {}
-        state.watch(self._find_routes)
+        state.on_models_changed(self._find_routes)
 
     def _find_routes(self) -> None:
         """Update the routes to the served names; an unchanged name keeps its route and cached templates."""
@@ -78,10 +78,10 @@ class InferApp:
         body: bytes | None = None
         try:
             client = self._enter(self._check(head, peer), peer)
-            if route.entry.endpoint.is_busy:
-                route.entry.endpoint.require_room(_announced(head.headers))
+            if route.entry.endpoint.is_saturated:
+                route.entry.endpoint.require_capacity(_announced(head.headers))
             admitted = True
-            room = self.state.admission.room
+            room = self.state.admission.byte_budget
             body = await read_body(receive, head.headers, self._max_body, self.timeout_s, room)
             if (coding := head.headers.get(b"content-encoding")) is not None:
                 body = await decompress(body, coding.decode("latin-1"), self._max_body, room)
@@ -141,7 +141,7 @@ class InferApp:
     def early_refusal(self, scope: Mapping[str, Any]) -> HttpReply | None:
         """`refusal` for a request whose head is not cached."""
         route = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
-        if route is None or not route.entry.endpoint.is_busy:
+        if route is None or not route.entry.endpoint.is_saturated:
             return None
         head = RequestHead(route, dict(scope["headers"]))
         if b"expect" in head.headers:  # the body may be withheld
@@ -156,7 +156,7 @@ class InferApp:
             self._check(head, peer)
         except HpsError:
             return None  # reported on the slow path
-        refusal = head.route.entry.endpoint.refusal(head.body_size)
+        refusal = head.route.entry.endpoint.rejection(head.body_size)
         return None if refusal is None else self.refuse(head, refusal)
 
     def refuse(self, head: RequestHead, error: Exception) -> HttpReply:

@@ -73,16 +73,16 @@ class HttpInference:
         self._started = started
         route = head.route
         assert route is not None
-        if route.entry.endpoint.is_busy:
-            route.entry.endpoint.require_room(len(body))
+        if route.entry.endpoint.is_saturated:
+            route.entry.endpoint.require_capacity(len(body))
         size = header_size(head.headers.get(b"inference-header-content-length"), len(body))
         if size == 0:
             call = route.parser.raw(body, route.entry.endpoint.raw_input)
         else:
             call = route.parser.parse(body, size)
         if (refs := call.form.memory_refs) is not None:
-            if route.entry.endpoint.is_busy:
-                route.entry.endpoint.require_room(refs.size)
+            if route.entry.endpoint.is_saturated:
+                route.entry.endpoint.require_capacity(refs.size)
             inputs, call.targets = app.state.regions.take(refs, peer.host)
             call.inputs.update(inputs)
         self._call = call

@@ -129,16 +129,16 @@ class HttpServer(uvicorn.Server):
         finally:
             sweeper.cancel()
 
-    def leave(self) -> None:
+    def end_keep_alive(self) -> None:
         """Make the next answer on each connection its last."""
         connections: list[Any] = list(self.server_state.connections)
         for connection in connections:
             connection.leave()
 
-    def stop(self, *, at_once: bool = False) -> None:
-        """Start the shutdown; ``at_once`` drops requests in flight."""
+    def stop(self, *, force: bool = False) -> None:
+        """Start the shutdown; ``force`` drops requests in flight."""
         self.should_exit = True
-        self.force_exit = self.force_exit or at_once
+        self.force_exit = self.force_exit or force
 
     async def _sweep(self) -> None:
         """Close stalled connections periodically, without a timer per request."""

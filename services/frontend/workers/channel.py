@@ -14,7 +14,7 @@ from hps.tiers.node import frames
 from hps.tiers.node.frames import FrameKind
 from services.frontend.logs import log
 
-Answer = Callable[..., Any]
+QueryHandler = Callable[..., Any]
 
 
 class ControlChannelSupervisor:
@@ -23,33 +23,35 @@ class ControlChannelSupervisor:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
-        self._asked = 0
+        self._send_lock = threading.Lock()
+        self._last_number = 0
 
-    def send(self, payload: bytes) -> None:
+    def send_first(self, payload: bytes) -> None:
         """Send the first message, before any query. Raises OSError."""
         frames.send(self._end, FrameKind.HELLO, [payload])
 
-    def first_message(self) -> Any:
+    def receive_first(self) -> Any:
         """Wait for the worker's first message. Raises OSError if the worker has ended."""
         return self._received()[1]
 
-    def ask(self, what: str, timeout_s: float | None, *given: Any) -> Any:
+    def query(self, name: str, timeout_s: float | None, *arguments: Any) -> Any:
         """Query the worker. Raises OSError if it has ended or timed out."""
         with self._lock:
             self._end.settimeout(timeout_s)
-            asked = self.tell(what, *given)
+            sent = self.notify(name, *arguments)
             while True:
                 number, answer = self._received()
-                if number == asked:  # other numbers answer notifications: drop them
+                if number == sent:  # other numbers answer notifications: drop them
                     return answer
 
-    def tell(self, what: str, *given: Any) -> int:
+    def notify(self, name: str, *arguments: Any) -> int:
         """Send a query without waiting; return its number. Raises OSError if the worker has ended."""
-        with self._sending:
-            self._asked += 1
-            frames.send(self._end, FrameKind.ASK, frames.as_json([self._asked, what, given]))
-            return self._asked
+        with self._send_lock:
+            self._last_number += 1
+            frames.send(
+                self._end, FrameKind.ASK, frames.as_json([self._last_number, name, arguments])
+            )
+            return self._last_number
 
     def close(self) -> None:
         self._end.close()
@@ -63,40 +65,40 @@ class ControlChannelSupervisor:
 
 
 class ControlChannelWorker:
-    """The worker's end; its thread answers queries. Calls ``alone`` when the channel fails or closes."""
+    """The worker's end; its thread answers queries. Calls ``on_closed`` when the channel fails or closes."""
 
-    def __init__(self, end: socket.socket, alone: Callable[[], None]) -> None:
+    def __init__(self, end: socket.socket, on_closed: Callable[[], None]) -> None:
         self._end = end
-        self._alone = alone
+        self._on_closed = on_closed
 
     def receive(self) -> bytearray:
         """Wait for the supervisor's first message. Raises OSError."""
         _, size = frames.receive_head(self._end)
         return frames.receive_payload(self._end, size)
 
-    def start(self, answers: Mapping[str, Answer]) -> None:
+    def start(self, handlers: Mapping[str, QueryHandler]) -> None:
         """Start answering queries."""
-        work = threading.Thread(target=self._run, args=(answers,), name="hps-worker", daemon=True)
+        work = threading.Thread(target=self._run, args=(handlers,), name="hps-worker", daemon=True)
         work.start()
 
-    def tell(self, what: str) -> None:
+    def send_first(self, message: str) -> None:
         """Send the first message, before any query. Lost if the node's process has ended."""
         with suppress(OSError):
-            frames.send(self._end, FrameKind.OK, frames.as_json([0, what]))
+            frames.send(self._end, FrameKind.OK, frames.as_json([0, message]))
 
-    def _run(self, answers: Mapping[str, Answer]) -> None:
+    def _run(self, handlers: Mapping[str, QueryHandler]) -> None:
         try:
             while True:
-                number, what, given = _received(self._end)
+                number, name, arguments = _received(self._end)
                 frames.send(
-                    self._end, FrameKind.OK, frames.as_json([number, answers[what](*given)])
+                    self._end, FrameKind.OK, frames.as_json([number, handlers[name](*arguments)])
                 )
         except OSError:
             pass  # the node's process has ended
         except Exception:
             log.exception("failed to answer the node's process")
         finally:
-            self._alone()
+            self._on_closed()
 
 
 def _received(end: socket.socket) -> Any:

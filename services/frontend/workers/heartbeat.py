@@ -29,7 +29,7 @@ class HeartbeatTransport(Protocol):
 
     name: str
 
-    def answered(self, wait_s: float) -> bool:
+    def beat(self, wait_s: float) -> bool:
         """Send a request unless one is unanswered; return True if it is answered within ``wait_s``."""
         ...
 
@@ -43,22 +43,22 @@ class HttpHeartbeat:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._got: bytes | None = None  # bytes of the answer; None: no request is in flight
+        self._received: bytes | None = None  # bytes of the answer; None: no request is in flight
 
-    def answered(self, wait_s: float) -> bool:
+    def beat(self, wait_s: float) -> bool:
         try:
             self._connection.settimeout(max(wait_s, 1e-3))
-            if self._got is None:
+            if self._received is None:
                 self._connection.sendall(_REQUEST)
-                self._got = b""
-            while not self._got.endswith(b"}"):  # ends every answer, and occurs in no head
+                self._received = b""
+            while not self._received.endswith(b"}"):  # ends every answer, and occurs in no head
                 piece = self._connection.recv(4096)
                 if not piece:
                     return False
-                self._got += piece
+                self._received += piece
         except OSError:
             return False
-        self._got = None
+        self._received = None
         return True
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class GrpcHeartbeat:
         self._beat = self._channel.unary_unary(_METHOD)
         self._call: grpc.Future | None = None
 
-    def answered(self, wait_s: float) -> bool:
+    def beat(self, wait_s: float) -> bool:
         if self._call is None:
             self._call = self._beat.future(b"", wait_for_ready=True)
         try:
@@ -92,15 +92,15 @@ class GrpcHeartbeat:
 class Heartbeat:
     """The heartbeat of process ``pid``. One thread calls `check` periodically."""
 
-    def __init__(self, pid: int, ways: Sequence[HeartbeatTransport]) -> None:
-        self.silent: Sequence[str] = ()
+    def __init__(self, pid: int, transports: Sequence[HeartbeatTransport]) -> None:
+        self.unanswered: Sequence[str] = ()
         """The protocols over which it has not answered; empty: it has answered."""
-        self.silent_s = 0.0
+        self.unanswered_s = 0.0
         """Seconds since it last answered on all."""
         self.stuck_s = 0.0
         """Seconds of them in which it could have run: see `_RunnableTime`."""
-        self._ways = ways
-        self._opportunity = _RunnableTime(pid)
+        self._transports = transports
+        self._runnable = _RunnableTime(pid)
         self._checked = time.monotonic()
 
     def check(self, most_s: float = math.inf) -> None:
@@ -108,19 +108,23 @@ class Heartbeat:
 
         At most ``most_s`` have passed since the last check, unless this process was stopped meanwhile."""
         until = time.monotonic() + WAIT_S
-        late = [way.name for way in self._ways if not way.answered(until - time.monotonic())]
+        late = [
+            transport.name
+            for transport in self._transports
+            if not transport.beat(until - time.monotonic())
+        ]
         now = time.monotonic()
         passed_s, self._checked = now - self._checked, now
-        self.silent = late
+        self.unanswered = late
         if not late:
-            self.silent_s = self.stuck_s = 0.0
+            self.unanswered_s = self.stuck_s = 0.0
             return
-        self.silent_s += passed_s
-        self.stuck_s += self._opportunity.since(min(passed_s, most_s))
+        self.unanswered_s += passed_s
+        self.stuck_s += self._runnable.in_last(min(passed_s, most_s))
 
     def close(self) -> None:
-        for way in self._ways:
-            way.close()
+        for transport in self._transports:
+            transport.close()
 
 
 class _RunnableTime:
@@ -133,7 +137,7 @@ class _RunnableTime:
         self._folder = Path(f"/proc/{pid}")
         self._cpu_s = 0.0
 
-    def since(self, passed_s: float) -> float:
+    def in_last(self, passed_s: float) -> float:
         """Runnable time in the last ``passed_s``."""
         try:
             if _TRACED.search((self._folder / "status").read_bytes()):

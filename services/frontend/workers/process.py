@@ -43,7 +43,7 @@ from services.process import PortServer, ServerProcess
 BROKEN = 2
 """Exit code: the configuration or a model is wrong, so that a restart would fail, too."""
 # No timeout: the node may load for any time, and when it ends, its workers notice.
-_PATIENCE_S = 1e9
+_NO_TIMEOUT_S = 1e9
 
 
 class WorkerProcess(ServerProcess[OpenModels]):
@@ -65,7 +65,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
         """``heartbeat``: its connection; ``grpc_heartbeat``: the path of its socket."""
         self.state = FrontendState("worker", configuration.settings)
         super().__init__(configuration, self.state, None)
-        self.state.spread_level = None  # the node's process sets it in all workers
+        self.state.propagate_log_level = None  # the node's process sets it in all workers
         self._number, self._listeners = number, listeners
         self._heartbeat, self._grpc_heartbeat = heartbeat, grpc_heartbeat
         self._http: WorkerServer | None = None
@@ -79,7 +79,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
             {
                 "numbers": self._numbers,
                 "log": logs.set_level,
-                "cover": self._cover,
+                "accept_for": self._accept_for,
                 "set_not_ready": self._set_not_ready,
             }
         )
@@ -88,9 +88,9 @@ class WorkerProcess(ServerProcess[OpenModels]):
             with suppress(Unavailable):
                 self._attached = self._attach(self._progress)
                 self.state.serve(self._attached)
-        self._run(lambda _: control.tell("ready"), None)
+        self._run(lambda _: control.send_first("ready"), None)
 
-    def alone(self) -> None:
+    def on_channel_closed(self) -> None:
         """Drain and end: the control channel has closed, usually because the node's process has ended."""
         log.info("the control channel to the node's process has closed")
         if self._grpc_heartbeat is not None:
@@ -102,7 +102,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
     def _ports(self) -> Mapping[str, Listener]:
         return {}
 
-    def _others(self) -> Mapping[str, PortServer]:
+    def _other_servers(self) -> Mapping[str, PortServer]:
         settings = self._settings
         servers: dict[str, PortServer] = {}
         if self._listeners:
@@ -135,25 +135,25 @@ class WorkerProcess(ServerProcess[OpenModels]):
     def _opened(self, node: OpenModels) -> None:
         assert self._attached is not None
         self.state.loop = asyncio.get_running_loop()
-        self._attached.watch(self.state.renew)
+        self._attached.watch(self.state.refresh_models)
         super()._opened(node)
 
     def _attach(self, progress: Progress) -> Attached:
-        attached = attach(self._configuration, wait_s=_PATIENCE_S, progress=progress)
-        self.state.sum_up(partial(_sums, attached))
+        attached = attach(self._configuration, wait_s=_NO_TIMEOUT_S, progress=progress)
+        self.state.set_statistics_source(partial(_node_statistics, attached))
         self._attached = attached
         return attached
 
-    def _cover(self, numbers: Collection[int]) -> None:
+    def _accept_for(self, numbers: Collection[int]) -> None:
         """Also accept connections for exactly these other workers. Thread-safe."""
         if self._http is not None and self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._http.cover(numbers), self._loop)
+            asyncio.run_coroutine_threadsafe(self._http.accept_for(numbers), self._loop)
 
-    def _set_not_ready(self, hindrance: str) -> None:
+    def _set_not_ready(self, reason: str) -> None:
         """Set the reason for not being ready; empty: ready."""
-        if self.state.hindrance() != hindrance:
-            self.state.hindrance = lambda: hindrance
-            self.state.tell()
+        if self.state.not_ready_reason() != reason:
+            self.state.not_ready_reason = lambda: reason
+            self.state.notify_phase_watchers()
 
     def _trace(self, tracer: Tracer) -> None:
         self.state.observer = RequestObserver(self._settings.access_log, tracer)
@@ -166,7 +166,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
         }
 
 
-def _sums(attached: Attached) -> Mapping[str, Any] | None:
+def _node_statistics(attached: Attached) -> Mapping[str, Any] | None:
     """The statistics of all processes; None if they are not available."""
     try:
         found: Mapping[str, Any] = attached.ask_node("statistics")
@@ -180,7 +180,9 @@ def main() -> None:
     # The node's process requests the stacks of all threads, on standard error.
     faulthandler.register(signal.SIGUSR1)
     number, control, *http = map(int, sys.argv[1:])
-    channel = ControlChannelWorker(socket.socket(fileno=control), lambda: worker.alone())
+    channel = ControlChannelWorker(
+        socket.socket(fileno=control), lambda: worker.on_channel_closed()
+    )
     configuration, grpc_heartbeat, replaces = pickle.loads(channel.receive())
     logs.setup_logging(configuration.settings.server, worker=number)
     try:

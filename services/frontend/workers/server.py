@@ -13,7 +13,7 @@ from services.frontend.http.server import BACKLOG, HttpServer
 
 
 class WorkerServer(HttpServer):
-    """Accepts connections of worker ``number``, and of workers that it covers.
+    """Accepts connections of worker ``number``, and of workers that it accepts for.
 
     Sockets are identified by the worker's number, from 1."""
 
@@ -32,17 +32,17 @@ class WorkerServer(HttpServer):
         super().__init__(app, listeners[number - 1], drain_s, tls)
         self._others = {n: each for n, each in enumerate(listeners, 1) if n != number}
         self._heartbeat = heartbeat
-        self._covered: dict[int, asyncio.Server] = {}
-        self._covering = asyncio.Lock()
+        self._accepting_for: dict[int, asyncio.Server] = {}
+        self._accept_lock = asyncio.Lock()
 
-    async def cover(self, numbers: Collection[int]) -> None:
+    async def accept_for(self, numbers: Collection[int]) -> None:
         """Also accept connections for exactly these other workers. Call it on the event loop."""
-        async with self._covering:
-            for number in self._covered.keys() - numbers:
-                self._covered.pop(number).close()
-            for number in self._others.keys() & set(numbers) - self._covered.keys():
+        async with self._accept_lock:
+            for number in self._accepting_for.keys() - numbers:
+                self._accepting_for.pop(number).close()
+            for number in self._others.keys() & set(numbers) - self._accepting_for.keys():
                 if not self.should_exit:
-                    self._covered[number] = await self._accept(self._others[number])
+                    self._accepting_for[number] = await self._accept(self._others[number])
 
     async def _accept(self, listener: socket.socket) -> asyncio.Server:
         loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ class WorkerServer(HttpServer):
 
     async def shutdown(self, sockets: Any = None) -> None:
         """See uvicorn's ``Server``; it stops accepting first."""
-        await self.cover(())
+        await self.accept_for(())
         for listener in self._others.values():
             listener.close()
         await super().shutdown(sockets)

@@ -31,9 +31,9 @@ from services.frontend.workers.worker_watch import WorkerWatch
 
 _BACKOFF = Backoff(0.1, 5.0)
 # A worker that ran for this long did not fail because of its start.
-_LASTED_S = 60.0
+_STABLE_S = 60.0
 # Timeout for fetching a worker's metrics; after it, the last ones are used.
-_PATIENCE_S = 2.0
+_QUERY_TIMEOUT_S = 2.0
 
 
 class SupervisedWorker:
@@ -41,9 +41,9 @@ class SupervisedWorker:
 
     ``listeners``: sockets of all workers, if they answer HTTP; the kernel sends the worker the
     connections of
-    its number. ``grpc_heartbeat``: path of the socket to create, if it answers gRPC. ``broke`` is
+    its number. ``grpc_heartbeat``: path of the socket to create, if it answers gRPC. ``on_broken`` is
     called on a
-    thread if it can't start because its configuration is wrong, ``changed`` when it becomes ready or not
+    thread if it can't start because its configuration is wrong, ``on_change`` when it becomes ready or not
     ready. A worker that was ready once is always replaced, and its start retried."""
 
     def __init__(
@@ -52,8 +52,8 @@ class SupervisedWorker:
         configuration: Configuration,
         listeners: Sequence[socket.socket],
         grpc_heartbeat: Path | None,
-        broke: Callable[[], None],
-        changed: Callable[[], None],
+        on_broken: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self.number = number
         self.ready = False
@@ -65,15 +65,15 @@ class SupervisedWorker:
         self.watch = WorkerWatch(
             number, configuration.settings.server.worker_timeout_s, self._set_ready
         )
-        self._broke, self._changed = broke, changed
+        self._on_broken, self._on_change = on_broken, on_change
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: ControlChannelSupervisor | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._counted: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._metrics_before = MetricValues()
         self._statistics_before: dict[str, Statistics] = {}
-        self._thread = threading.Thread(target=self._live, name=f"hps-worker-{number}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"hps-worker-{number}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -114,9 +114,9 @@ class SupervisedWorker:
 
     def metrics(self) -> MetricValues:
         """Metrics of the worker and its predecessors."""
-        self._ask()
-        with self._lock:  # `_remember` moves the worker's metrics to the predecessors'
-            found = MetricValues.from_json(self._counted.get("metrics", {}))
+        self._fetch_values()
+        with self._lock:  # `_keep_last_values` moves the worker's metrics to the predecessors'
+            found = MetricValues.from_json(self._values.get("metrics", {}))
             if not self.ready:
                 found = found.grown()
             found.add(self._metrics_before)
@@ -124,24 +124,24 @@ class SupervisedWorker:
 
     def statistics(self) -> dict[str, list[Any]]:
         """Values of `Statistics` by key, of the worker and its predecessors."""
-        self._ask()
+        self._fetch_values()
         with self._lock:
             found = {
-                name: [reported] for name, reported in self._counted.get("statistics", {}).items()
+                name: [reported] for name, reported in self._values.get("statistics", {}).items()
             }
             for name, before in self._statistics_before.items():
                 found.setdefault(name, []).append(before.numbers())
         return found
 
-    def forget(self, model: str, version: int) -> None:
+    def drop_version(self, model: str, version: int) -> None:
         """Drop a version that no process serves any more."""
         with self._lock:
-            reported = MetricValues.from_json(self._counted.get("metrics", {}))
+            reported = MetricValues.from_json(self._values.get("metrics", {}))
             for numbers in (reported, self._metrics_before):
                 numbers.drop(model, version)
-            self._counted = {**self._counted, "metrics": reported.as_json()}
+            self._values = {**self._values, "metrics": reported.as_json()}
             for name in names_of(model):
-                self._counted.get("statistics", {}).pop(f"{name}/{version}", None)
+                self._values.get("statistics", {}).pop(f"{name}/{version}", None)
                 self._statistics_before.pop(f"{name}/{version}", None)
 
     def set_level(self, level: Level) -> None:
@@ -153,61 +153,61 @@ class SupervisedWorker:
         channel = self._channel
         if self.ready and channel is not None:
             with suppress(OSError):  # it has ended, or is stuck
-                channel.ask("log", _PATIENCE_S, level)
+                channel.query("log", _QUERY_TIMEOUT_S, level)
 
-    def cover(self, numbers: Collection[int]) -> None:
+    def accept_for(self, numbers: Collection[int]) -> None:
         """Make the worker also accept connections for exactly these other workers."""
         channel = self._channel
         if self.ready and channel is not None:
             with suppress(OSError):  # it has ended
-                channel.tell("cover", list(numbers))
+                channel.notify("accept_for", list(numbers))
 
-    def set_not_ready(self, hindrance: str) -> None:
+    def set_not_ready(self, reason: str) -> None:
         """Set the worker's reason for not being ready; empty: ready."""
         channel = self._channel
         if self.ready and channel is not None:
             with suppress(OSError):  # it has ended
-                channel.tell("set_not_ready", hindrance)
+                channel.notify("set_not_ready", reason)
 
-    def _ask(self) -> None:
+    def _fetch_values(self) -> None:
         """Fetch the worker's current metrics and statistics, if it answers."""
         channel = self._channel
         if self.ready and channel is not None:
             try:
-                reported = channel.ask("numbers", _PATIENCE_S)
+                reported = channel.query("numbers", _QUERY_TIMEOUT_S)
             except OSError:
                 pass  # it has ended, or is stuck
             else:
                 with self._lock:
                     if self._channel is channel:
-                        self._counted = reported
+                        self._values = reported
 
-    def _remember(self) -> None:
+    def _keep_last_values(self) -> None:
         """Keep the last values of an ended worker: sums must not decrease."""
         with self._lock:
             self._channel = None
-            counted, self._counted = self._counted, {}
-            self._metrics_before.add(MetricValues.from_json(counted.get("metrics", {})).grown())
-            for name, reported in counted.get("statistics", {}).items():
+            values, self._values = self._values, {}
+            self._metrics_before.add(MetricValues.from_json(values.get("metrics", {})).grown())
+            for name, reported in values.get("statistics", {}).items():
                 self._statistics_before.setdefault(name, Statistics()).add(reported)
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         failures = 0
         while not self._stopping.is_set():
             began = time.monotonic()
             try:
-                end: dict[str, Any] = {"exit_code": self._one_life()}
+                end: dict[str, Any] = {"exit_code": self._run_process()}
             except OSError as error:
                 end = {"error": error}
             if self._stopping.is_set():
                 return
             if end.get("exit_code") == BROKEN and not self._was_ready:
                 self.broken = True
-                self._broke()
+                self._on_broken()
                 return
-            if time.monotonic() - began > _LASTED_S:
+            if time.monotonic() - began > _STABLE_S:
                 failures = 0
             failures += 1
             self.restarts += 1
@@ -216,48 +216,48 @@ class SupervisedWorker:
             log.error("worker ended %s", event)
             self._stopping.wait(pause_s)
 
-    def _one_life(self) -> int:
+    def _run_process(self) -> int:
         """Run one worker process; return its exit code.
 
         Raises OSError if the system cannot create another process or file."""
         with ExitStack() as ours:
             with ExitStack() as theirs:
-                end, control = _pair(ours, theirs)
-                channel, files, ways = (
+                end, control = _socket_pair(ours, theirs)
+                channel, files, transports = (
                     ControlChannelSupervisor(end),
                     [control],
                     list[HeartbeatTransport](),
                 )
                 if self._listeners:
-                    end, answering = _pair(ours, theirs)
+                    end, answering = _socket_pair(ours, theirs)
                     files += [answering, *self._listeners]
-                    ways.append(HttpHeartbeat(end))
+                    transports.append(HttpHeartbeat(end))
                 process = self._start(channel, [each.fileno() for each in files])
             if process is None:
                 return 0
             if self._grpc_heartbeat is not None:
                 ours.callback(self._grpc_heartbeat.unlink, missing_ok=True)
-                ways.append(GrpcHeartbeat(self._grpc_heartbeat))
-            heartbeat = ours.enter_context(closing(Heartbeat(process.pid, ways)))
+                transports.append(GrpcHeartbeat(self._grpc_heartbeat))
+            heartbeat = ours.enter_context(closing(Heartbeat(process.pid, transports)))
             try:
-                given = self._configuration, self._grpc_heartbeat, self.restarts > 0
-                channel.send(pickle.dumps(given))
-                channel.first_message()
+                startup = self._configuration, self._grpc_heartbeat, self.restarts > 0
+                channel.send_first(pickle.dumps(startup))
+                channel.receive_first()
             except OSError:
                 code = process.wait()  # the exit code has the reason
             else:
                 self._was_ready = True
                 log.info("worker ready %s", fields(worker=self.number, pid=process.pid))
                 self._set_ready(True)
-                code = self.watch.until_it_ends(process, heartbeat, self._stopping)
+                code = self.watch.wait(process, heartbeat, self._stopping)
             self._set_ready(False)
-            self._remember()
+            self._keep_last_values()
             return code
 
     def _set_ready(self, ready: bool) -> None:
         if ready != self.ready:
             self.ready = ready
-            self._changed()
+            self._on_change()
 
     def _start(
         self, channel: ControlChannelSupervisor, files: Sequence[int]
@@ -278,7 +278,7 @@ class SupervisedWorker:
             return process
 
 
-def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
+def _socket_pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
     """Two connected sockets, each closed with its stack."""
     end, other = socket.socketpair()
     return ours.enter_context(end), theirs.enter_context(other)

@@ -26,7 +26,7 @@ from services.frontend.logs import Level
 from services.frontend.workers.supervised_worker import SupervisedWorker
 
 # Added to the worker's drain time, for its process to exit.
-_GRACE_S = 5.0
+_EXIT_S = 5.0
 
 
 class Supervisor:
@@ -60,20 +60,20 @@ class Supervisor:
             self.url = url_of(listeners[0], secured=server.http.tls is not None)
         settings = configuration.settings.model_copy(update={"server": server})
         worker_configuration = replace(configuration, settings=settings, origins={})
-        self._folder = _beside(server.runtime) if server.grpc is not None else None
+        self._folder = _socket_folder(server.runtime) if server.grpc is not None else None
         self.workers = [
             SupervisedWorker(
                 number,
                 worker_configuration,
                 listeners,
                 self._folder and self._folder / str(number),
-                self._broke,
-                self._spread,
+                self._stop_broken,
+                self._update_workers,
             )
             for number in range(1, server.workers + 1)
         ]
-        self._spreading = threading.Lock()
-        self._not_ready_reason = ""
+        self._update_lock = threading.Lock()
+        self._node_reason = ""
         self.started = False
         self._stopping = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,38 +120,38 @@ class Supervisor:
         return any(worker.broken for worker in self.workers)
 
     def _join(self) -> None:
-        until = time.monotonic() + max(1.0, self._drain_s) + _GRACE_S
+        until = time.monotonic() + max(1.0, self._drain_s) + _EXIT_S
         for worker in self.workers:
             worker.join(max(0.0, until - time.monotonic()))
 
-    def stop(self, *, at_once: bool = False) -> None:
-        """Stop the workers; ``at_once`` drops the requests that they still answer. On the event loop."""
+    def stop(self, *, force: bool = False) -> None:
+        """Stop the workers; ``force`` drops the requests that they still answer. On the event loop."""
         self._stopping.set()
-        if at_once:
+        if force:
             for worker in self.workers:
                 worker.stop()  # a second call drops its requests
 
-    def _spread(self) -> None:
+    def _update_workers(self) -> None:
         """Make ready workers accept the connections of the others."""
-        with self._spreading:
-            away = [worker.number for worker in self.workers if not worker.ready]
+        with self._update_lock:
+            unready = [worker.number for worker in self.workers if not worker.ready]
             for worker in self.workers:
-                worker.cover(away)
-                worker.set_not_ready(self._not_ready_reason)
+                worker.accept_for(unready)
+                worker.set_not_ready(self._node_reason)
 
-    def set_not_ready(self, hindrance: str) -> None:
+    def set_not_ready(self, reason: str) -> None:
         """Set the reason why all workers, and future ones, are not ready; empty: ready."""
-        self._not_ready_reason = hindrance
-        self._spread()
+        self._node_reason = reason
+        self._update_workers()
 
-    def _broke(self) -> None:
+    def _stop_broken(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     # -- state of the workers ---------------------------------------------------------------------
 
     @property
-    def hindrance(self) -> str:
+    def not_ready_reason(self) -> str:
         """The reason why not all workers answer; empty if they do."""
         ready = sum(worker.ready for worker in self.workers)
         if ready == len(self.workers):
@@ -175,10 +175,10 @@ class Supervisor:
             found.add(worker.metrics())
         return found
 
-    def forget(self, model: str, version: int) -> None:
+    def drop_version(self, model: str, version: int) -> None:
         """Drop the values of a released version that ended workers have counted."""
         for worker in self.workers:
-            worker.forget(model, version)
+            worker.drop_version(model, version)
 
     def set_level(self, level: Level) -> None:
         """Set the log level of all workers, and future ones."""
@@ -205,11 +205,11 @@ class WorkerOwnedPort:
     async def serve(self) -> None:
         await self._stopping.wait()
 
-    def stop(self, *, at_once: bool = False) -> None:
+    def stop(self, *, force: bool = False) -> None:
         self._stopping.set()
 
 
-def _beside(runtime: Path | None) -> Path:
+def _socket_folder(runtime: Path | None) -> Path:
     """A unique folder for the workers' sockets."""
     assert runtime is not None  # `for_workers` sets it
     return runtime.parent / f"hps-{secrets.token_hex(4)}"

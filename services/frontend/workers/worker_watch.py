@@ -31,7 +31,7 @@ class WorkerWatch:
         self.unresponsive = False
         self._number, self._timeout_s, self._ready = number, timeout_s, ready
 
-    def until_it_ends(
+    def wait(
         self, process: subprocess.Popen[bytes], heartbeat: Heartbeat, stopping: threading.Event
     ) -> int:
         """Watch until the process ends; return its exit code. A stopping process is only awaited."""
@@ -41,16 +41,16 @@ class WorkerWatch:
                     return process.wait(None if stopping.is_set() else BEAT_S)
                 heartbeat.check(BEAT_S + WAIT_S)
                 if not stopping.is_set() and process.poll() is None:
-                    self._judge(process, heartbeat)
+                    self._check(process, heartbeat)
         finally:
             self.unresponsive = False
 
-    def _judge(self, process: subprocess.Popen[bytes], heartbeat: Heartbeat) -> None:
+    def _check(self, process: subprocess.Popen[bytes], heartbeat: Heartbeat) -> None:
         event = fields(
             worker=self._number,
             pid=process.pid,
-            silent_s=round(heartbeat.silent_s, 1),
-            on=",".join(heartbeat.silent),
+            silent_s=round(heartbeat.unanswered_s, 1),
+            on=",".join(heartbeat.unanswered),
         )
         if heartbeat.stuck_s > self._timeout_s:
             self.timeouts += 1
@@ -61,7 +61,7 @@ class WorkerWatch:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_TRACE_S)
             process.kill()
-        unresponsive = heartbeat.silent_s > min(UNREADY_S, self._timeout_s)
+        unresponsive = heartbeat.unanswered_s > min(UNREADY_S, self._timeout_s)
         if unresponsive != self.unresponsive:
             self.unresponsive = unresponsive
             if unresponsive:

@@ -66,7 +66,7 @@ def levels():
 
 def test_the_level_is_changed_while_the_server_runs(levels):
     state, spread = ServerState("node"), []
-    state.spread_level = spread.append
+    state.propagate_log_level = spread.append
     logs.set_level("info")
     assert log_settings.log_settings()["log_verbose_level"] == 0
     now = log_settings.change_log_settings({"log_verbose_level": 1}, state)
@@ -87,7 +87,7 @@ def test_the_level_is_changed_while_the_server_runs(levels):
     }.items():
         with pytest.raises(kind):
             log_settings.change_log_settings(dict([wrong]), state)
-    state.spread_level = None
+    state.propagate_log_level = None
     with pytest.raises(Unsupported, match="use the admin port"):
         log_settings.change_log_settings({"log_info": True}, state)
 

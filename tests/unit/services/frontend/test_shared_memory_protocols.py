@@ -100,7 +100,7 @@ def _serve_rest(small: Any) -> Iterator[str]:
     server = HttpServer(app, listen(Listener(port=0).host, 0, "server.http"), 60)
     serving = Running(server, uvloop.new_event_loop())
     yield server.url.removeprefix("http://")
-    serving.stop(at_once=True)
+    serving.stop(force=True)
     serving.join()
 
 

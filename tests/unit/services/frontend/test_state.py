@@ -27,7 +27,7 @@ def test_names_whose_model_is_the_same_keep_what_was_counted(small):
 
 def test_who_watches_is_told_before_the_server_is_ready(small):
     state, seen = FrontendState(), []
-    state.watch(lambda: seen.append((list(state.entries)[:1], state.ready)))
+    state.on_models_changed(lambda: seen.append((list(state.entries)[:1], state.ready)))
     state.serve(small.node)
     assert seen == [([], False), (["ctr"], False)]
     assert state.ready
@@ -60,19 +60,19 @@ def test_statistics_are_those_of_all_processes(small):
     other.failed(0, 5)
     other.add(entry.statistics.numbers())
     assert state.statistics([entry])[0]["inference_count"] == 4
-    state.sum_up(lambda: {"words/1": other.numbers(), "ctr/7": other.numbers()})
+    state.set_statistics_source(lambda: {"words/1": other.numbers(), "ctr/7": other.numbers()})
     told = state.statistics([entry, state.entries["ctr"]])
     assert [each["inference_count"] for each in told] == [17, 0]
     assert told[0]["inference_stats"]["success"] == {"count": 3, "ns": 72}
     assert told[0]["inference_stats"]["fail"]["count"] == 1
     assert [b["batch_size"] for b in told[0]["batch_stats"]] == [4, 9]
     assert told[0]["batch_stats"][0]["compute_infer"] == {"count": 2, "ns": 22}
-    state.sum_up(lambda: None)
+    state.set_statistics_source(lambda: None)
     assert state.statistics([entry])[0]["inference_count"] == 4
 
 
 def test_a_server_whose_workers_are_not_there_is_not_ready(small):
     assert small.state.ready
-    small.state.hindrance = lambda: "1 of 2 worker processes answer"
+    small.state.not_ready_reason = lambda: "1 of 2 worker processes answer"
     assert not small.state.ready
     assert small.state.reason == "1 of 2 worker processes answer"

@@ -54,12 +54,12 @@ class Works:
 
     def end(self):
         """The work that began first ends."""
-        known_as, future = self.begun.pop(0)
-        future.set_result(known_as)
+        statistics_key, future = self.begun.pop(0)
+        future.set_result(statistics_key)
 
 
-def call(known_as="", size=1):
-    return InferenceRequest(RequestTemplate(), {"x": np.zeros(size, np.uint8)}, known_as)
+def call(statistics_key="", size=1):
+    return InferenceRequest(RequestTemplate(), {"x": np.zeros(size, np.uint8)}, statistics_key)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def made():
     def make(**settings):
         works, metrics = Works(), Metrics()
         shared = AdmissionController(AdmissionSettings(**{"running": 1, **settings}))
-        return works, shared.line(works, 16, metrics), shared, metrics
+        return works, shared.add_queue(works, 16, metrics), shared, metrics
 
     return make
 
@@ -88,7 +88,7 @@ def test_work_is_bounded_and_the_rest_waits_in_order(made):
     for i in range(5):
         works.end()
         assert futures[i].result(0) == str(i)
-    assert (line.running, line.waiting, shared.room.held) == (0, 0, 0)
+    assert (line.running, line.queued, shared.byte_budget.held) == (0, 0, 0)
     assert sum(metrics.histogram(m.QUEUE_SECONDS, "m").read()[0]) == 3
     assert [queued_ns(future) > 0 for future in futures] == [False, False, True, True, True]
 
@@ -152,31 +152,31 @@ def test_a_full_line_refuses(made):
     assert refused.value.reason == "queue_full"
     assert status_of(refused.value) == (503, "UNAVAILABLE")
     with pytest.raises(Overloaded):
-        line.require_room()
+        line.require_capacity()
 
 
 def test_a_place_is_kept_for_who_is_expected(made):
     works, line, *_ = made(queue=1, max_wait_ms=60_000)
-    assert line.expect(1) is None
-    assert line.is_busy
-    assert line.expect(1) is None  # it would wait
+    assert line.reserve(1) is None
+    assert line.is_saturated
+    assert line.reserve(1) is None  # it would wait
     with pytest.raises(Overloaded, match=r"1 requests to 'm' are queued"):
-        line.require_room()
-    assert "1 requests to 'm' are queued" in str(line.expect(1))
-    first, second = (line.submit(call(known_as), FAR, expected=1) for known_as in "12")
-    assert (line.running, line.waiting) == (1, 1)
+        line.require_capacity()
+    assert "1 requests to 'm' are queued" in str(line.reserve(1))
+    first, second = (line.submit(call(statistics_key), FAR, reserved=1) for statistics_key in "12")
+    assert (line.running, line.queued) == (1, 1)
     for future in (first, second):
         works.end()
         future.result(0)
-    assert not line.is_busy
+    assert not line.is_saturated
 
 
 def test_who_was_expected_is_not_refused_when_it_comes(made):
     works, line, *_ = made(queue=0)
-    assert line.expect(1) is None
+    assert line.reserve(1) is None
     line.admit(lambda: works.submit(call("other"), FAR), 1, FAR)  # answered where it came
-    waits = line.submit(call("expected"), FAR, expected=1)
-    assert line.waiting == 1
+    waits = line.submit(call("expected"), FAR, reserved=1)
+    assert line.queued == 1
     works.end()
     works.end()
     assert waits.result(0) == "expected"
@@ -185,38 +185,38 @@ def test_who_was_expected_is_not_refused_when_it_comes(made):
 def test_the_bytes_of_the_expected_are_held(made):
     _, line, shared, _ = made(running=2, queue_bytes=100 * 2**20)
     mib = [n * 2**20 for n in range(101)]
-    assert line.expect(mib[80]) is None
-    assert f"hold {mib[80]} bytes" in str(line.expect(mib[80]))
-    line.submit(call(size=mib[80]), FAR, expected=mib[80])
-    assert shared.room.held == 0
+    assert line.reserve(mib[80]) is None
+    assert f"hold {mib[80]} bytes" in str(line.reserve(mib[80]))
+    line.submit(call(size=mib[80]), FAR, reserved=mib[80])
+    assert shared.byte_budget.held == 0
     line.submit(call(), FAR)
-    assert [line.expect(mib[40]), line.expect(mib[40])] == [None, None]
+    assert [line.reserve(mib[40]), line.reserve(mib[40])] == [None, None]
     with pytest.raises(Overloaded, match=f"hold {mib[80]} bytes"):  # larger than its message
-        line.submit(call(size=mib[90]), FAR, expected=mib[40])
-    line.forget(mib[40])
-    assert shared.room.held == 0
+        line.submit(call(size=mib[90]), FAR, reserved=mib[40])
+    line.cancel_reservation(mib[40])
+    assert shared.byte_budget.held == 0
 
 
 def test_an_expected_request_larger_than_all_there_is_may_come_alone(made):
     works, line, shared, _ = made(queue_bytes=2**20)
-    assert line.expect(200) is None
+    assert line.reserve(200) is None
     line.require_bytes(2**21, 200)  # in shared memory
-    line.submit(call(size=2**21), FAR, expected=200)
-    assert line.expect(200) is None
-    waits = line.submit(call("large", size=2**21), FAR, expected=200)
-    assert shared.room.held == 2**21
+    line.submit(call(size=2**21), FAR, reserved=200)
+    assert line.reserve(200) is None
+    waits = line.submit(call("large", size=2**21), FAR, reserved=200)
+    assert shared.byte_budget.held == 2**21
     works.end()
     works.end()
     assert waits.result(0) == "large"
-    assert shared.room.held == 0
+    assert shared.byte_budget.held == 0
 
 
 def test_one_that_does_not_come_gives_its_place_back(made):
     _, line, *_ = made(queue=0)
-    assert line.expect(1) is None
-    assert line.expect(1) is not None
-    line.forget(1)
-    assert line.expect(1) is None
+    assert line.reserve(1) is None
+    assert line.reserve(1) is not None
+    line.cancel_reservation(1)
+    assert line.reserve(1) is None
 
 
 def test_refusals_hold_nothing(made):
@@ -226,7 +226,7 @@ def test_refusals_hold_nothing(made):
     gc.disable()
     try:
         with pytest.raises(Overloaded) as caught:
-            line.require_room()
+            line.require_capacity()
         error = ref(caught.value)
         del caught
         assert error() is None
@@ -245,7 +245,7 @@ def test_no_line_at_all(made):
 
 def test_bytes_are_bounded_over_all_lines(made):
     _, line, shared, metrics = made(queue_bytes=1 << 20)
-    other = shared.line(Works(), 1, metrics)
+    other = shared.add_queue(Works(), 1, metrics)
     for each in (line, other):
         each.submit(call(), FAR)
     line.submit(call(size=2 << 20), FAR)  # alone it may be larger
@@ -254,7 +254,7 @@ def test_bytes_are_bounded_over_all_lines(made):
             each.submit(call(), FAR)
         assert refused.value.reason == "queue_bytes"
     with pytest.raises(Overloaded):
-        other.require_room(1)
+        other.require_capacity(1)
 
 
 def _clock(monkeypatch):
@@ -265,7 +265,7 @@ def _clock(monkeypatch):
     return clock
 
 
-def test_who_would_wait_too_long_is_refused_at_once(made, monkeypatch):
+def test_who_would_wait_too_long_is_refused_forced(made, monkeypatch):
     """By how long those under way will still take, and those that wait before it."""
     clock = _clock(monkeypatch)
     _, line, *_ = made(running=2, max_wait_ms=30_000)
@@ -280,12 +280,12 @@ def test_who_would_wait_too_long_is_refused_at_once(made, monkeypatch):
     clock[0] += 4  # 30 s
     line.submit(call(), FAR)
     with pytest.raises(Overloaded):  # behind that one: 35 s, when the second is over
-        line.require_room()
+        line.require_capacity()
     clock[0] += 5
     line.submit(call(), FAR)
     with pytest.raises(Overloaded):  # the third of the line: the first place again, 25 + 40 s
-        line.require_room()
-    assert line.waiting == 2
+        line.require_capacity()
+    assert line.queued == 2
 
 
 def test_who_takes_longer_than_others_may_be_over_at_any_time(made, monkeypatch):
@@ -294,10 +294,10 @@ def test_who_takes_longer_than_others_may_be_over_at_any_time(made, monkeypatch)
     line._estimate.work_s = 40.0
     line.submit(call(), FAR)
     with pytest.raises(Overloaded):
-        line.require_room()
+        line.require_capacity()
     clock[0] += 100
     line.submit(call(), FAR)
-    assert line.waiting == 1
+    assert line.queued == 1
 
 
 def test_what_is_over_when_it_begins_is_not_waited_for(made, monkeypatch):
@@ -314,7 +314,7 @@ def test_what_is_over_when_it_begins_is_not_waited_for(made, monkeypatch):
     line.submit(call(), FAR)
     for _ in range(4):  # 4 s each would be too long
         line.submit(InferenceRequest(RequestTemplate(), {}), FAR)
-    assert line.waiting == 4
+    assert line.queued == 4
 
 
 def test_nobody_is_refused_for_a_wait_while_a_place_is_free(made, monkeypatch):
@@ -322,11 +322,11 @@ def test_nobody_is_refused_for_a_wait_while_a_place_is_free(made, monkeypatch):
     _, line, *_ = made(running=2, max_wait_ms=10_000)
     line._estimate.work_s = line._estimate.turn_s = 40.0
     line.submit(call(), FAR)
-    line.require_room()  # as if the second had ended since somebody found the line busy
+    line.require_capacity()  # as if the second had ended since somebody found the line busy
     assert [line._estimate.wait_s(ahead) for ahead in range(4)] == [0, 40, 40, 80]
     line.submit(call(), FAR)
     with pytest.raises(Overloaded):
-        line.require_room()
+        line.require_capacity()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -345,7 +345,7 @@ def test_who_asks_again_when_answered_finds_the_place_free(made, monkeypatch, at
         clock[0] += 25
         works.end()
     assert [name for name, _ in works.begun] == ["again"]
-    assert (line.running, line.waiting) == (1, 0)
+    assert (line.running, line.queued) == (1, 0)
 
 
 def test_a_line_learns_how_long_work_takes(made, monkeypatch):
@@ -360,7 +360,7 @@ def test_a_line_learns_how_long_work_takes(made, monkeypatch):
     assert 5 < line._estimate.work_s < 10
     line.submit(call(), FAR)
     line.submit(call(), FAR)
-    assert line.waiting == 1
+    assert line.queued == 1
 
 
 def test_work_that_ends_while_it_begins_is_counted_out(made):
@@ -390,7 +390,7 @@ def test_long_work_takes_its_place_before_it_is_submitted(made, monkeypatch):
         first = pool.submit(line.submit, call("first"), FAR)
         assert submitting.wait(60)
         second = line.submit(call("second"), FAR)
-        assert (line.running, line.waiting) == (1, 1)
+        assert (line.running, line.queued) == (1, 1)
         let_on.set()
         answer = first.result(60)
     works.end()
@@ -426,7 +426,7 @@ def test_what_has_waited_too_long_is_refused(made):
         with pytest.raises(Overloaded, match="has waited for 20 ms") as refused:
             each.result(60)
         assert refused.value.reason == "queue_wait"
-    assert (line.waiting, shared.room.held) == (0, 0)
+    assert (line.queued, shared.byte_budget.held) == (0, 0)
 
 
 def test_what_was_answered_in_time_is_let_go(made):
@@ -476,7 +476,7 @@ class Stays:
 
 def test_who_is_due_is_not_missed_for_one_that_is_gone():
     expiry = QueueTimeout(1000.0)
-    expiry._looking = SimpleNamespace(start=lambda: None)
+    expiry._sweeper = SimpleNamespace(start=lambda: None)
     assert expiry._next_s() == 1000.0
     now = time.monotonic()
     gone, late, early = Stays(now - 900), Stays(now - 2000), Stays(now)
@@ -485,11 +485,11 @@ def test_who_is_due_is_not_missed_for_one_that_is_gone():
     assert 50 < expiry._next_s() < 150
     del each, gone
     assert expiry._next_s() < 1
-    assert expiry._end_late()
+    assert expiry._expire_due()
     assert (late.expired, early.expired) == (True, False)
     assert 900 < expiry._next_s() <= 1000
     early.has_ended = True
-    assert not expiry._end_late()
+    assert not expiry._expire_due()
 
 
 def test_deadlines_hold_in_the_line(made):
@@ -509,7 +509,7 @@ def test_who_gives_up_makes_room(made):
     line.submit(call(), FAR)
     gone = line.submit(call("gone"), FAR)
     assert gone.cancel()
-    assert shared.room.held == 0
+    assert shared.byte_budget.held == 0
     stays = line.submit(call("stays"), FAR)
     works.end()
     assert [name for name, _ in works.begun] == ["stays"]
@@ -563,12 +563,12 @@ def test_nothing_is_lost_under_concurrency(made):
     finally:
         over.set()
         finisher.join(60)
-    until(lambda: (line.running, line.waiting, shared.room.held) == (0, 0, 0))
+    until(lambda: (line.running, line.queued, shared.byte_budget.held) == (0, 0, 0))
 
 
 def test_names_that_are_gone_are_told_of_no_more(made):
     _, _, shared, metrics = made()
-    shared.keep([])
+    shared.retain([])
     assert gauge(metrics, m.QUEUE_REQUESTS) == {}
 
 
@@ -610,6 +610,6 @@ def test_clients_that_ask_no_more_are_forgotten():
     for i in range(10_000):
         clients.enter(str(i))
         clients.leave(str(i))
-    assert len(clients._known) <= 4097
+    assert len(clients._clients) <= 4097
     with pytest.raises(TooManyRequests):
         clients.enter("busy")

@@ -75,8 +75,8 @@ class Simulated:
             monkeypatch.setattr(module, "time", clock)
         self.works = Works()
         shared = AdmissionController(AdmissionSettings(running=1))
-        monkeypatch.setattr(shared.expiry, "add", lambda _: None)  # which has a clock of its own
-        self.line = shared.line(self.works, 1, Metrics())
+        monkeypatch.setattr(shared.timeout, "add", lambda _: None)  # which has a clock of its own
+        self.line = shared.add_queue(self.works, 1, Metrics())
         self._random, self._events = random.Random(1), []
 
     def run(self, times, patience_s, *, tells):

@@ -26,7 +26,7 @@ def running(small: Any, guard: Any = None, **settings: Any) -> Iterator[Running]
     try:
         yield server
     finally:
-        server.stop(at_once=True)
+        server.stop(force=True)
         server.join()
 
 

@@ -54,7 +54,7 @@ def serve(small):
     yield serve
     for running, channel in open_ones:
         channel.close()
-        running.stop(at_once=True)
+        running.stop(force=True)
         running.join()
 
 
@@ -252,7 +252,7 @@ def test_a_port_that_is_taken_is_named(small):
     with pytest.raises(ConfigError, match=r"server\.grpc\.admin: cannot listen .*\.admin\.port"):
         AdminPort(again, small.state, small.settings, NoAuthorizer())
     running = Running(taken)
-    running.stop(at_once=True)
+    running.stop(force=True)
     running.join()
 
 

@@ -41,7 +41,7 @@ def admin(small, by_certificate, tls):
     at = GrpcAdminSettings(port=0, tls=tls)
     server = Running(AdminPort(at, small.state, small.settings, by_certificate))
     yield server.server.url
-    server.stop(at_once=True)
+    server.stop(force=True)
     server.join()
 
 

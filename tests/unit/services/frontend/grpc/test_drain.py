@@ -225,7 +225,7 @@ def test_work_that_cannot_be_stopped_does_not_hold_up_the_end(
             call = stub.ModelInfer.future(predict(), timeout=600)
             until(lambda: slow.runs)
         running.stop()
-        running.stop(at_once=at_once)
+        running.stop(force=at_once)
         running.join()
         assert call.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
     leave.set()

@@ -74,7 +74,7 @@ def test_an_overloaded_model_refuses_at_once_and_answers_the_others(small, slow,
     service = stub()
     line = small.state.entries["ctr"].endpoint
     taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
-    until(lambda: (line.running, line.waiting) == (2, 3))
+    until(lambda: (line.running, line.queued) == (2, 3))
     # All of this while not one prediction has ended.
     for call in [service.ModelInfer.future(predict(), timeout=60) for _ in range(80)]:
         assert call.code() is grpc.StatusCode.UNAVAILABLE
@@ -93,14 +93,14 @@ def test_large_requests_are_refused_without_a_thread_of_their_own(small, slow, s
     service = stub()
     line = small.state.entries["ctr"].endpoint
     taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
-    until(lambda: (line.running, line.waiting) == (2, 3))
-    asked, refusal = [], type(line).refusal
+    until(lambda: (line.running, line.queued) == (2, 3))
+    asked, refusal = [], type(line).rejection
 
     def noted(self, size=0):
         asked.append(threading.current_thread().name)
         return refusal(self, size)
 
-    monkeypatch.setattr(type(line), "refusal", noted)
+    monkeypatch.setattr(type(line), "rejection", noted)
     for call in [service.ModelInfer.future(predict(), timeout=60) for _ in range(9)]:
         assert call.code() is grpc.StatusCode.UNAVAILABLE
     slow.leave.set()
@@ -131,7 +131,7 @@ def test_large_requests_have_their_places_before_they_are_read(small, slow, stub
     slow.leave.set()
     read.set()
     assert all(call.result().outputs for call in taken)
-    assert not small.state.entries["ctr"].endpoint.is_busy
+    assert not small.state.entries["ctr"].endpoint.is_saturated
 
 
 def test_what_cannot_be_read_gives_its_place_back(small, slow, stub):
@@ -182,7 +182,7 @@ def test_lookups_for_other_nodes_wait_in_the_same_line(small, stub):
             lookup_pb2.LookupResponse.FromString,
         )
         calls = [lookup.future(asked, timeout=60) for _ in range(2)]
-        until(lambda: (entry.endpoint.running, entry.endpoint.waiting) == (1, 1))
+        until(lambda: (entry.endpoint.running, entry.endpoint.queued) == (1, 1))
         small.store.gate.set()
         for call in calls:
             assert len(call.result().vectors) == 3 * 4
@@ -195,7 +195,7 @@ def test_the_bounds_are_those_of_all_ports_together(small, slow, stub, call):
     service = stub()
     line = small.state.entries["ctr"].endpoint
     taken = [service.ModelInfer.future(predict(), timeout=60) for _ in range(5)]
-    until(lambda: (line.running, line.waiting) == (2, 3))
+    until(lambda: (line.running, line.queued) == (2, 3))
     app = data_app(small.state, small.settings, NoAuthorizer())
     inputs = [
         {"name": name, "shape": [1, 1], "datatype": "INT64", "data": [1]}
@@ -219,9 +219,9 @@ def test_deadlines_and_clients_that_leave_while_they_wait(small, slow, stub):
     late = service.ModelInfer.future(predict(), timeout=0.05)
     assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     leaves = service.ModelInfer.future(predict(), timeout=60)
-    until(lambda: line.waiting == 1)
+    until(lambda: line.queued == 1)
     leaves.cancel()
-    until(lambda: line.waiting == 0)
+    until(lambda: line.queued == 0)
     slow.leave.set()
     assert all(call.result().outputs for call in taken)
     assert slow.runs == 2
@@ -237,7 +237,7 @@ def test_a_request_has_so_much_time_in_the_line(small, slow, stub):
     hasty.parameters["timeout"].int64_param = 50_000
     late = service.ModelInfer.future(hasty, timeout=60)
     assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    until(lambda: line.waiting == 0)
+    until(lambda: line.queued == 0)
     slow.leave.set()
     assert all(call.result().outputs for call in taken)
     assert slow.runs == 2

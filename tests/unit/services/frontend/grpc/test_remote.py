@@ -199,7 +199,7 @@ def test_lookups_spread_over_nodes_and_survive_one(small, connect):
         counted = small.state.entries["words.lookup"].statistics
         for key in range(10):
             assert remote.lookup(left(key)).vectors["left"].tolist() == [row(key, 3)]
-        one.stop(at_once=True)
+        one.stop(force=True)
         one.join()
         for key in range(10):
             assert remote.lookup(left(key)).vectors["left"].tolist() == [row(key, 3)]

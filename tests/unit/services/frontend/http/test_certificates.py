@@ -45,7 +45,7 @@ def serve(small):
             server = HttpServer(answers, listen(at.host, 0, "server.admin"), 60, context)
             ran = Running(server, uvloop.new_event_loop())
             stack.callback(ran.join)
-            stack.callback(ran.stop, at_once=True)
+            stack.callback(ran.stop, force=True)
             return Server(ran)
 
         yield serve

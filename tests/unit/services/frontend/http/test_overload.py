@@ -66,7 +66,7 @@ def test_an_overloaded_model_refuses_at_once_and_answers_the_others(small, slow,
         assert [wire.statuses for wire in wires] == [[]] * 5 + [[503]] * 35
         assert b"retry-after: 1\r\n" in wires[-1].data
         assert b"Exceeds maximum queue size" in wires[-1].data
-        assert (line.running, line.waiting) == (2, 3)
+        assert (line.running, line.queued) == (2, 3)
         protocol, wire = http.connect(app)
         await http.read(protocol, b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
         await http.until(lambda: wire.statuses)
@@ -75,7 +75,7 @@ def test_an_overloaded_model_refuses_at_once_and_answers_the_others(small, slow,
         slow.leave.set()
         await http.until(lambda: all(wire.statuses for wire in wires))
         assert [wire.statuses for wire in wires[:5]] == [[200]] * 5
-        await http.until(lambda: (line.running, line.waiting) == (0, 0))
+        await http.until(lambda: (line.running, line.queued) == (0, 0))
 
     http.run(overload)
     assert slow.runs == 5
@@ -218,12 +218,12 @@ def test_bodies_that_are_coming_hold_room(small, limited, http):
         second, other = http.connect(app)
         await http.read(first, head + b"{" * 800_000)
         await http.read(second, head + b"{")  # what is only announced holds nothing
-        await http.until(lambda: app.state.admission.room.held == 800_001)
+        await http.until(lambda: app.state.admission.byte_budget.held == 800_001)
         await http.read(second, b"{" * 400_000)
         await http.until(lambda: other.statuses)
         assert (one.statuses, other.statuses) == ([], [503])
         first.connection_lost(None)
-        await http.until(lambda: app.state.admission.room.held == 0)
+        await http.until(lambda: app.state.admission.byte_budget.held == 0)
 
     http.run(two_bodies)
     assert refused(small) == {"queue_bytes": 1}
@@ -237,9 +237,9 @@ def test_a_client_that_hangs_up_leaves_the_line(small, slow, limited, http):
         connections = [http.connect(app)[0] for _ in range(3)]
         for protocol in connections:
             await http.read(protocol, predict(http))
-        await http.until(lambda: line.waiting == 2)
+        await http.until(lambda: line.queued == 2)
         connections[1].connection_lost(None)
-        assert line.waiting == 1
+        assert line.queued == 1
         slow.leave.set()
         await http.until(lambda: line.running == 0)
 
@@ -257,7 +257,7 @@ def test_a_requests_time_runs_while_it_waits(small, slow, limited, http):
         await http.read(protocol, predict(http, timeout_us=2000))
         await http.until(lambda: wire.statuses)
         assert wire.statuses == [504]
-        assert line_of(app).waiting == 0
+        assert line_of(app).queued == 0
 
     http.run(late)
 
@@ -365,4 +365,4 @@ def test_a_faulty_request_counts_once(small, limited, http):
         assert wire.statuses == [200]
 
     http.run(ask)
-    assert not any(c.running for c in app.state.admission.clients._known.values())
+    assert not any(c.running for c in app.state.admission.clients._clients.values())

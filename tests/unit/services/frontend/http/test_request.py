@@ -275,7 +275,7 @@ def test_what_is_wrong_with_bytes_is_named(case):
         parsed(head + bytes(sent), len(head))
 
 
-def test_data_and_bytes_at_once():
+def test_data_and_bytes_forced():
     head = dumps(tensor(binary_data_size=16))
     with pytest.raises(BadRequest, match="both 'data' and 'binary_data_size'"):
         parsed(head + bytes(16), len(head))

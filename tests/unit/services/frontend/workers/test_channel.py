@@ -22,14 +22,14 @@ def test_questions_are_answered_until_one_side_ends(ends):
     asking, theirs = ends
     alone = threading.Event()
     answering = ControlChannelWorker(theirs, alone.set)
-    asking.send(b"settings")
+    asking.send_first(b"settings")
     assert answering.receive() == b"settings"
     given = []
     answering.start({"numbers": lambda: {"a": [1, 2]}, "take": given.append})
-    answering.tell("ready")
-    assert asking.first_message() == "ready"
-    asking.tell("take", [3, 4])
-    assert asking.ask("numbers", 60) == {"a": [1, 2]}
+    answering.send_first("ready")
+    assert asking.receive_first() == "ready"
+    asking.notify("take", [3, 4])
+    assert asking.query("numbers", 60) == {"a": [1, 2]}
     assert given == [[3, 4]]
     assert not alone.is_set()
     asking.close()
@@ -43,16 +43,16 @@ def test_an_answer_that_was_waited_for_in_vain_is_not_taken_for_another(ends):
         {"slow": lambda: go.wait(60), "quick": lambda: "here"}
     )
     with pytest.raises(TimeoutError):
-        asking.ask("slow", 0.05)
+        asking.query("slow", 0.05)
     go.set()
-    assert asking.ask("quick", 60) == "here"
+    assert asking.query("quick", 60) == "here"
 
 
 def test_who_asks_a_worker_that_has_ended_is_told(ends):
     asking, theirs = ends
     theirs.close()
     with pytest.raises(OSError, match=r"pipe|closed"):
-        asking.ask("ready", 60)
+        asking.query("ready", 60)
 
 
 def test_a_worker_that_cannot_answer_is_alone_too(ends, caplog):
@@ -60,7 +60,7 @@ def test_a_worker_that_cannot_answer_is_alone_too(ends, caplog):
     alone = threading.Event()
     ControlChannelWorker(theirs, alone.set).start({"broken": lambda: 1 // 0})
     with pytest.raises(TimeoutError):
-        asking.ask("broken", 0.05)
+        asking.query("broken", 0.05)
     assert alone.wait(60)
     assert "ZeroDivisionError" in caplog.text
 
@@ -74,7 +74,7 @@ def test_what_is_no_frame_ends_the_channel_for_both():
         assert alone.wait(60)
         frames.send(theirs, frames.FrameKind.OK, [b"{,}"])
         with pytest.raises(OSError, match="invalid JSON"):
-            ControlChannelSupervisor(ours).first_message()
+            ControlChannelSupervisor(ours).receive_first()
         theirs.settimeout(60)
         assert theirs.recv(1) == b""  # who answers there would be alone
 
@@ -82,4 +82,4 @@ def test_what_is_no_frame_ends_the_channel_for_both():
 def test_nobody_hears_what_is_told_to_a_process_that_has_ended(ends):
     asking, theirs = ends
     asking.close()
-    ControlChannelWorker(theirs, lambda: None).tell("ready")
+    ControlChannelWorker(theirs, lambda: None).send_first("ready")

@@ -40,14 +40,14 @@ def stack():
 def started(stack, server, loop):
     running = Running(server, loop)
     stack.callback(running.join)
-    stack.callback(running.stop, at_once=True)
+    stack.callback(running.stop, force=True)
     until(lambda: server.started)
     return running
 
 
 @pytest.fixture
 def over_http(data, stack):
-    """The way to a worker, and its event loop."""
+    """The transport to a worker, and its event loop."""
     loop = uvloop.new_event_loop()
     ours, theirs = socket.socketpair()
     listener = listen("127.0.0.1", 0, "server.http")
@@ -56,17 +56,17 @@ def over_http(data, stack):
 
 
 def test_the_event_loop_answers(over_http):
-    way, loop = over_http
-    assert all(way.answered(60) for _ in range(3))
+    transport, loop = over_http
+    assert all(transport.beat(60) for _ in range(3))
     goes_on = threading.Event()
     loop.call_soon_threadsafe(goes_on.wait)
     try:
-        assert not way.answered(0.05)
-        assert not way.answered(0.05)
+        assert not transport.beat(0.05)
+        assert not transport.beat(0.05)
     finally:
         goes_on.set()
-    assert way.answered(60)  # the one that was late
-    assert way.answered(60)
+    assert transport.beat(60)  # the one that was late
+    assert transport.beat(60)
 
 
 def test_the_thread_that_begins_calls_answers(small, stack, tmp_path, monkeypatch):
@@ -74,8 +74,8 @@ def test_the_thread_that_begins_calls_answers(small, stack, tmp_path, monkeypatc
     at = GrpcSettings(port=0)
     server = GrpcServer(at, small.state, small.settings, NoAuthorizer(), also_at="beat")
     started(stack, server, None)
-    way = stack.enter_context(closing(GrpcHeartbeat("beat")))
-    assert all(way.answered(60) for _ in range(3))
+    transport = stack.enter_context(closing(GrpcHeartbeat("beat")))
+    assert all(transport.beat(60) for _ in range(3))
     begun, goes_on = threading.Event(), threading.Event()
     (infer,) = [each for name, each in server._one_request.items() if name.endswith("/ModelInfer")]
     begin = infer.begin
@@ -90,48 +90,48 @@ def test_the_thread_that_begins_calls_answers(small, stack, tmp_path, monkeypatc
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer").future(b"")
         assert begun.wait(60)
         try:
-            assert not way.answered(0.05)
-            assert not way.answered(0.05)
+            assert not transport.beat(0.05)
+            assert not transport.beat(0.05)
         finally:
             goes_on.set()
-        assert way.answered(60)
+        assert transport.beat(60)
         assert call.exception(60).code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_a_way_whose_other_end_is_gone_does_not_answer(stack):
     ours, theirs = socket.socketpair()
-    way = stack.enter_context(closing(HttpHeartbeat(ours)))
+    transport = stack.enter_context(closing(HttpHeartbeat(ours)))
     theirs.close()
-    assert not way.answered(60)
-    assert not way.answered(60)
+    assert not transport.beat(60)
+    assert not transport.beat(60)
 
 
 class Played:
-    """A way, which is answered or not."""
+    """A transport, which is answered or not."""
 
     name = "http"
     is_answered = True
 
-    def answered(self, _wait_s):
+    def beat(self, _wait_s):
         return self.is_answered
 
 
 def test_time_without_an_answer_counts_until_there_is_one():
-    way = Played()
-    heartbeat = Heartbeat(os.getpid(), [way, Played()])
+    transport = Played()
+    heartbeat = Heartbeat(os.getpid(), [transport, Played()])
     heartbeat.check()
-    assert (heartbeat.silent, heartbeat.silent_s, heartbeat.stuck_s) == ([], 0.0, 0.0)
-    way.is_answered = False
+    assert (heartbeat.unanswered, heartbeat.unanswered_s, heartbeat.stuck_s) == ([], 0.0, 0.0)
+    transport.is_answered = False
     time.sleep(0.02)
     heartbeat.check(most_s=0.001)
-    assert heartbeat.silent == ["http"]
-    assert heartbeat.silent_s >= 0.02
+    assert heartbeat.unanswered == ["http"]
+    assert heartbeat.unanswered_s >= 0.02
     assert (
         heartbeat.stuck_s <= 0.001
     )  # as if this process had been stopped for the rest of the time
-    way.is_answered = True
+    transport.is_answered = True
     heartbeat.check()
-    assert (heartbeat.silent, heartbeat.silent_s, heartbeat.stuck_s) == ([], 0.0, 0.0)
+    assert (heartbeat.unanswered, heartbeat.unanswered_s, heartbeat.stuck_s) == ([], 0.0, 0.0)
 
 
 # -- the time in which a process could have worked -------------------------------------------------
@@ -158,18 +158,18 @@ def process(stack):
 
 def test_a_process_that_waits_could_have_worked(process):
     opportunity = _RunnableTime(process(SLEEP).pid)
-    until(lambda: opportunity.since(7.0) == 7.0)
+    until(lambda: opportunity.in_last(7.0) == 7.0)
 
 
 def test_a_stopped_process_could_have_worked(process):
     child = process(LOOP)
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    assert _RunnableTime(child.pid).since(7.0) == 7.0
+    assert _RunnableTime(child.pid).in_last(7.0) == 7.0
 
 
 def test_a_process_that_a_debugger_holds_could_not_have_worked(process):
-    assert _RunnableTime(process(TRACED).pid).since(7.0) == 0.0
+    assert _RunnableTime(process(TRACED).pid).in_last(7.0) == 0.0
 
 
 def test_a_process_that_waits_for_a_core_could_have_worked_as_long_as_it_had_one(process):
@@ -177,16 +177,16 @@ def test_a_process_that_waits_for_a_core_could_have_worked_as_long_as_it_had_one
     core = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
     process(LOOP, *core)
     opportunity = _RunnableTime(process(LOOP, *core, "chrt", "--idle", "0").pid)
-    opportunity.since(0.0)
+    opportunity.in_last(0.0)
     time.sleep(0.5)
-    assert opportunity.since(7.0) < 0.3
+    assert opportunity.in_last(7.0) < 0.3
 
 
 def test_a_process_that_has_ended_is_none_that_waits_for_a_core(process):
     child = process(SLEEP)
     child.kill()
     child.wait()
-    assert _RunnableTime(child.pid).since(7.0) == 7.0
+    assert _RunnableTime(child.pid).in_last(7.0) == 7.0
 
 
 # -- what becomes of a worker ----------------------------------------------------------------------
@@ -197,10 +197,10 @@ class Silent:
 
     def __init__(self, *seconds):
         self._left = list(seconds)
-        self.silent, self.silent_s, self.stuck_s = ["http"], 0.0, 0.0
+        self.unanswered, self.unanswered_s, self.stuck_s = ["http"], 0.0, 0.0
 
     def check(self, _most_s):
-        self.silent_s = self.stuck_s = self._left.pop(0) if self._left else self.silent_s
+        self.unanswered_s = self.stuck_s = self._left.pop(0) if self._left else self.unanswered_s
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def watched(process, monkeypatch):
         ends = threading.Timer(0.3, child.kill) if seconds[-1] <= 10 else None
         if ends is not None:
             ends.start()
-        code = watch.until_it_ends(child, Silent(*seconds), stopping)
+        code = watch.wait(child, Silent(*seconds), stopping)
         return watch, told, code
 
     return watch

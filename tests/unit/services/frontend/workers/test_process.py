@@ -33,7 +33,7 @@ class Started:
             worker = self.worker = WorkerProcess(
                 configuration, 1, None, [listener], replaces=self._replaces
             )
-            worker.run(ControlChannelWorker(self._theirs, worker.alone))
+            worker.run(ControlChannelWorker(self._theirs, worker.on_channel_closed))
 
     def waits(self) -> bool:
         return self.worker is not None and bool(self.worker.state.loading)

@@ -1,4 +1,4 @@
-"""The data port of a worker: its own listening socket, and those of others while it covers for them."""
+"""The data port of a worker: its own listening socket, and those of others while it accepts for them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Worker:
         self.running = Running(self.server, self._loop)
         until(lambda: self.server.started)
 
-    def cover(self, *numbers):
-        asyncio.run_coroutine_threadsafe(self.server.cover(numbers), self._loop).result(60)
+    def accept_for(self, *numbers):
+        asyncio.run_coroutine_threadsafe(self.server.accept_for(numbers), self._loop).result(60)
 
     def end(self):
-        self.running.stop(at_once=True)
+        self.running.stop(force=True)
         self.running.join()
         for each in self.listeners:
             each.close()
@@ -67,24 +67,24 @@ def test_connections_of_others_are_accepted_while_it_covers_for_them(worker):
     with asking(own) as mine, asking(second) as theirs:
         assert is_answered(mine)
         assert not is_answered(theirs, 0.1)
-        worker.cover(2)
+        worker.accept_for(2)
         assert is_answered(theirs)
         with asking(second) as one, asking(third) as another:
             assert is_answered(one)
-            worker.cover(3)
+            worker.accept_for(3)
             assert is_answered(another)
-    worker.cover()
+    worker.accept_for()
     with asking(second) as theirs, asking(third) as another, asking(own) as mine:
         assert is_answered(mine)
         assert not is_answered(theirs, 0.1)
         assert not is_answered(another, 0.1)
-        worker.cover(1, 2, 3)  # its own number is nothing to cover
+        worker.accept_for(1, 2, 3)  # its own number is nothing to cover
         assert is_answered(another)
 
 
 def test_a_worker_that_stops_leaves_all_sockets(worker):
     """Else their connections would still come, and be lost with its process."""
-    worker.cover(2)
+    worker.accept_for(2)
     worker.running.stop()
     worker.running.join()
     for each in worker.listeners:

@@ -34,7 +34,7 @@ class Life:
     def begin(self, end: socket.socket) -> Life:
         self._end = end
         if self._ready:
-            ControlChannelWorker(end, lambda: None).tell("ready")
+            ControlChannelWorker(end, lambda: None).send_first("ready")
         else:
             end.close()
         return self
@@ -122,19 +122,19 @@ def test_a_wrong_configuration_ends_the_server_before_it_was_ready_alone(monkeyp
 def test_what_a_worker_counted_counts_once_when_it_ends_while_it_is_asked(monkeypatch):
     def ended_meanwhile():
         told = ask()
-        worker._remember()
+        worker._keep_last_values()
         return told
 
     class Channel:
-        def ask(self, *_):
+        def query(self, *_):
             own = Statistics()
             own.succeeded(1, 0, 1, 2, 3)
             metrics = {m.LOOKUP_KEYS: [[["words", "cpu"], 7]]}
             return {"metrics": metrics, "statistics": {"words": own.numbers()}}
 
     worker = SupervisedWorker(1, as_configuration({}), [], None, lambda: None, lambda: None)
-    ask = worker._ask
-    monkeypatch.setattr(worker, "_ask", ended_meanwhile)
+    ask = worker._fetch_values
+    monkeypatch.setattr(worker, "_fetch_values", ended_meanwhile)
     worker._channel, worker.ready = Channel(), True
     assert worker.metrics()[m.LOOKUP_KEYS] == {("words", "cpu"): 7}
     worker._channel = Channel()
@@ -154,11 +154,11 @@ def test_what_ended_workers_counted_goes_with_the_version():
 
     worker = SupervisedWorker(1, as_configuration({}), [], None, lambda: None, lambda: None)
     for version in ("1", "2"):
-        worker._counted = told(version)
-        worker._remember()
-    worker._counted = told("1")
+        worker._values = told(version)
+        worker._keep_last_values()
+    worker._values = told("1")
     assert len(worker.statistics()["words/1"]) == 2
-    worker.forget("words", 1)
+    worker.drop_version("words", 1)
     assert worker.metrics()[m.LOOKUP_KEYS] == {("words", "2", "words", "cpu"): 7}
     assert worker.statistics().keys() == {"words/2", "words.lookup/2"}
     assert worker.statistics()["words/2"][0]["success_count"] == 1

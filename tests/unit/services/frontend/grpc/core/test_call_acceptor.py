@@ -155,7 +155,7 @@ def test_messages_of_strangers_are_not_waited_for(serve, key_guard, method):
             client.load_model("words", headers=known)
 
 
-def test_a_callers_key_is_looked_at_once(serve, key_guard, monkeypatch):
+def test_a_callers_key_is_looked_forced(serve, key_guard, monkeypatch):
     monkeypatch.setattr(module, "_RECHECK_S", 600.0)
     asked = []
     check = key_guard.check
