@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import (
     HTTP,
     Credentials,
@@ -50,128 +50,54 @@ class ArrivalProcess(StrEnum):
 class BenchOptions:
     """Arguments and options of ``hps bench``."""
 
-    model: Annotated[
-        str | None, typer.Argument(help="The model to measure; required if the server has several.")
-    ] = None
-    second: Annotated[str | None, typer.Argument(hidden=True)] = None
-    server: Annotated[
-        str | None,
-        typer.Option(
-            "--server",
-            "-s",
-            metavar="URL",
-            help="The server: http://host:port or grpc://host:port.",
-            show_default=HTTP,
-        ),
-    ] = None
-    duration: Annotated[
-        float, typer.Option(min=0.01, max=_DAY, help="Length of the measurement in seconds.")
-    ] = 10.0
-    warmup: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            max=_DAY,
-            help="Seconds of requests before the measurement, which are not counted.",
-        ),
-    ] = 2.0
-    count: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Stop after this many measured requests, or at the end of --duration.",
-            show_default=False,
-        ),
-    ] = None
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            "--concurrency",
-            "-n",
-            min=1,
-            help="Requests in flight: callers that each wait for their answer; with --rate the limit.",
-            show_default=f"{CALLERS}, with --rate {MOST_DUE}",
-        ),
-    ] = None
-    connections: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1024,
-            help="gRPC connections, used in turn; HTTP uses one per request in flight.",
-            show_default=f"{CONNECTIONS}, or --concurrency if less",
-        ),
-    ] = None
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            max=1e6,
-            help="Send this many requests per second, however fast the server answers (open loop).",
-        ),
-    ] = None
-    arrivals: Annotated[
-        ArrivalProcess,
-        typer.Option(help="Intervals between requests with --rate: random (poisson) or constant."),
-    ] = ArrivalProcess.poisson
-    batch: Annotated[int, typer.Option(min=1, help="Samples per request.")] = 1
-    keys: Annotated[
-        str,
-        typer.Option(
-            help="Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."
-        ),
-    ] = "zipf:1.2"
+    model: str | None = argument(None)
+    """The model to measure; required if the server has several."""
+    second: str | None = argument(None, hidden=True)
+    server: str | None = option(None, "--server", "-s", metavar="URL", show_default=HTTP)
+    """The server: http://host:port or grpc://host:port."""
+    duration: float = option(10.0, min=0.01, max=_DAY)
+    """Length of the measurement in seconds."""
+    warmup: float = option(2.0, min=0.0, max=_DAY)
+    """Seconds of requests before the measurement, which are not counted."""
+    count: int | None = option(None, min=1, show_default=False)
+    """Stop after this many measured requests, or at the end of --duration."""
+    concurrency: int | None = option(
+        None, "--concurrency", "-n", min=1, show_default=f"{CALLERS}, with --rate {MOST_DUE}"
+    )
+    """Requests in flight: callers that each wait for their answer; with --rate the limit."""
+    connections: int | None = option(
+        None, min=1, max=1024, show_default=f"{CONNECTIONS}, or --concurrency if less"
+    )
+    """gRPC connections, used in turn; HTTP uses one per request in flight."""
+    rate: float | None = option(None, min=0.01, max=1e6)
+    """Send this many requests per second, however fast the server answers (open loop)."""
+    arrivals: ArrivalProcess = option(ArrivalProcess.poisson)
+    """Intervals between requests with --rate: random (poisson) or constant."""
+    batch: int = option(1, min=1)
+    """Samples per request."""
+    keys: str = option("zipf:1.2")
+    """Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."""
     rows: RowsOption = None
-    keys_from: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Admin address to get the hottest keys from.",
-            show_default="the same host, port 8002",
-        ),
-    ] = None
-    hotness: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Keys per sample of features for which the model does not fix it."
-        ),
-    ] = 1
-    distinct: Annotated[
-        int, typer.Option(min=1, help="Number of different requests, sent in turn.")
-    ] = 1024
-    repository: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Model repository; send keys of the rows that the model has there."
-        ),
-    ] = None
-    version: Annotated[
-        int | None,
-        typer.Option(min=1, help="The model's version in --repository; default: the highest."),
-    ] = None
-    requests: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Send the requests of this file, written by hps generate requests."
-        ),
-    ] = None
-    timeout: Annotated[
-        float, typer.Option(min=0.001, max=3600, help="Timeout of a request in seconds.")
-    ] = 10.0
-    seed: Annotated[
-        int,
-        typer.Option(min=0, help="Seed of the random requests; the same seed gives the same ones."),
-    ] = 1
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Also write the result to this file."),
-    ] = None
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(
-            metavar="BEFORE AFTER", help="Compare two results of --json; sends no requests."
-        ),
-    ] = None
+    keys_from: str | None = option(None, metavar="URL", show_default="the same host, port 8002")
+    """Admin address to get the hottest keys from."""
+    hotness: int = option(1, min=1)
+    """Keys per sample of features for which the model does not fix it."""
+    distinct: int = option(1024, min=1)
+    """Number of different requests, sent in turn."""
+    repository: Path | None = option(None, metavar="DIR")
+    """Model repository; send keys of the rows that the model has there."""
+    version: int | None = option(None, min=1)
+    """The model's version in --repository; default: the highest."""
+    requests: Path | None = option(None, metavar="FILE")
+    """Send the requests of this file, written by hps generate requests."""
+    timeout: float = option(10.0, min=0.001, max=3600)
+    """Timeout of a request in seconds."""
+    seed: int = option(1, min=0)
+    """Seed of the random requests; the same seed gives the same ones."""
+    json: Path | None = option(None, metavar="FILE")
+    """Also write the result to this file."""
+    compare: tuple[Path, Path] | None = option(None, metavar="BEFORE AFTER")
+    """Compare two results of --json; sends no requests."""
     credentials: Credentials
 
 

@@ -1,21 +1,43 @@
 """Options of a command as frozen dataclasses: one command's, or a group that several commands share.
 
-Typer reads a command's options from the signature of a function, one parameter per option."""
+A field made by `option` or `argument` is a parameter of the command, and the field's docstring is its
+help. Typer itself reads options from the signature of a function, one parameter per option."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import linecache
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from dataclasses import MISSING, Field, field, fields, is_dataclass
+from itertools import pairwise
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+_TYPER = "typer"
+
+
+def option(default: Any = MISSING, *flags: str, **attributes: Any) -> Any:
+    """A field that is an option: its default, its flags and other arguments of ``typer.Option``.
+
+    The flag defaults to the field's name, for booleans too: ``typer.Option`` would add ``--no-NAME``."""
+    return field(default=default, metadata={_TYPER: (typer.Option, flags, attributes)})
+
+
+def argument(default: Any = MISSING, **attributes: Any) -> Any:
+    """A field that is an argument: its default and the arguments of ``typer.Argument``."""
+    return field(default=default, metadata={_TYPER: (typer.Argument, (), attributes)})
 
 
 def expand_options(function: Callable[..., None]) -> Callable[..., None]:
     """Replace parameters that are dataclasses by their fields, in the order of declaration.
 
-    A field is ``Annotated[..., typer.Option(...)]`` or another dataclass. Field names must be unique in the
-    command, since Typer derives option names and metavars from them; raises ValueError otherwise."""
+    Other fields than those of `option` and `argument` are ``Annotated[..., typer.Option(...)]`` or another
+    dataclass. Field names must be unique in the command, since Typer derives option names and metavars
+    from them; raises ValueError otherwise."""
     hints = get_type_hints(function, include_extras=True)
     given = inspect.signature(function).parameters
     parameters = [
@@ -41,9 +63,42 @@ def _parameters(name: str, hint: Any, default: Any) -> Iterator[inspect.Paramete
         )
         return
     hints = get_type_hints(hint, include_extras=True)
-    for field in fields(hint):
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        yield from _parameters(field.name, hints[field.name], default)
+    for each in fields(hint):
+        default = inspect.Parameter.empty if each.default is MISSING else each.default
+        yield from _parameters(each.name, _annotation(hint, each, hints[each.name]), default)
+
+
+def _annotation(owner: Any, each: Field[Any], hint: Any) -> Any:
+    """The field's type with Typer's description of the parameter."""
+    if _TYPER not in each.metadata:
+        return hint
+    kind, flags, attributes = each.metadata[_TYPER]
+    if kind is typer.Option and not flags:
+        flags = (f"--{each.name.replace('_', '-')}",)
+    *owners, _object = owner.__mro__
+    docs = (_field_docs(base.__module__).get(base.__name__, {}) for base in owners)
+    doc = next((found[each.name] for found in docs if each.name in found), None)
+    return Annotated[hint, kind(*flags, **{"help": doc, **attributes})]
+
+
+@functools.cache
+def _field_docs(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Docstrings of the fields of a module's classes, on one line each; empty without its source."""
+    source = sys.modules[module]
+    tree = ast.parse("".join(linecache.getlines(source.__file__ or "", vars(source))))
+    return {
+        node.name: {
+            each.target.id: " ".join(doc.value.value.split())
+            for each, doc in pairwise(node.body)
+            if isinstance(each, ast.AnnAssign)
+            and isinstance(each.target, ast.Name)
+            and isinstance(doc, ast.Expr)
+            and isinstance(doc.value, ast.Constant)
+            and isinstance(doc.value.value, str)
+        }
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def _value(name: str, hint: Any, values: Mapping[str, Any]) -> Any:
@@ -51,6 +106,4 @@ def _value(name: str, hint: Any, values: Mapping[str, Any]) -> Any:
         return values[name]
     hints = get_type_hints(hint, include_extras=True)
     made: Any = hint
-    return made(
-        **{field.name: _value(field.name, hints[field.name], values) for field in fields(hint)}
-    )
+    return made(**{each.name: _value(each.name, hints[each.name], values) for each in fields(hint)})

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import HTTP, Credentials, former_urls
 from hps.errors import ConfigError, Unavailable
 from hps.tools.output import (
@@ -61,35 +61,18 @@ def _checked(values: list[str] | None) -> list[str] | None:
 class ConformanceOptions:
     """Arguments and options of ``hps conformance``."""
 
-    urls: Annotated[list[str] | None, typer.Argument(hidden=True, callback=_checked)] = None
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--server",
-            "-s",
-            metavar="URL",
-            help="The server's HTTP or gRPC address; give the option twice for both. Without a scheme, the "
-            "first one is HTTP.",
-            show_default=HTTP,
-            callback=_checked,
-        ),
-    ] = None
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Check only this model; default: all that are ready; repeatable."
-        ),
-    ] = None
-    changing: Annotated[
-        bool,
-        typer.Option(
-            "--changing",
-            help="Also check unloading and loading a model; it is unavailable meanwhile.",
-        ),
-    ] = False
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Known deviations of the server fail, too.")
-    ] = False
+    urls: list[str] | None = argument(None, hidden=True, callback=_checked)
+    server: list[str] | None = option(
+        None, "--server", "-s", metavar="URL", show_default=HTTP, callback=_checked
+    )
+    """The server's HTTP or gRPC address; give the option twice for both. Without a scheme, the
+    first one is HTTP."""
+    model: list[str] | None = option(None, metavar="NAME")
+    """Check only this model; default: all that are ready; repeatable."""
+    changing: bool = option(False)
+    """Also check unloading and loading a model; it is unavailable meanwhile."""
+    strict: bool = option(False)
+    """Known deviations of the server fail, too."""
     credentials: Credentials
     output: Output = OutputFormat.table
     json: JsonOption = False

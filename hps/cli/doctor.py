@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import expand_options, option
 from hps.cli.options import Credentials, SetOption
 from hps.tools.output import (
     VERDICT_STYLES,
@@ -42,26 +42,11 @@ Examples:
 class DoctorOptions:
     """Arguments and options of ``hps doctor``."""
 
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            "-c",
-            envvar="HPS_CONFIG",
-            metavar="FILE",
-            help="Check this configuration, and the files and services that it names.",
-        ),
-    ] = None
+    config: Path | None = option(None, "--config", "-c", envvar="HPS_CONFIG", metavar="FILE")
+    """Check this configuration, and the files and services that it names."""
     overrides: SetOption = None
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--server",
-            "-s",
-            metavar="URL",
-            help="Also check this running server; its admin address gives the most details. Repeatable.",
-        ),
-    ] = None
+    server: list[str] | None = option(None, "--server", "-s", metavar="URL")
+    """Also check this running server; its admin address gives the most details. Repeatable."""
     credentials: Credentials
     output: Output = OutputFormat.table
     json: JsonOption = False

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.model import RepositoryOption, VersionOption
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.tools.output import count, print_line
@@ -44,35 +44,23 @@ Examples:
 class GenerateModelOptions:
     """Arguments and options of ``hps generate model``."""
 
-    name: Annotated[str, typer.Argument(help="Name of the new model.")]
+    name: str = argument()
+    """Name of the new model."""
     repository: RepositoryOption = DEFAULT_REPOSITORY
-    preset: Annotated[
-        Preset, typer.Option(help="Shape of the model; hugectr: 26 tables, 13 dense values.")
-    ] = Preset.none
-    tables: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1000, help="Number of tables, each with one feature.", show_default="2"
-        ),
-    ] = None
-    rows: Annotated[int, typer.Option(min=1, help="Number of rows per table.")] = 100_000
-    dim: Annotated[int, typer.Option(min=1, help="Number of values per row.")] = 16
-    hotness: Annotated[
-        int | None,
-        typer.Option(min=1, help="Fixed number of keys per sample and feature.", show_default="1"),
-    ] = None
-    ragged: Annotated[
-        bool,
-        typer.Option(
-            "--ragged", help="Accept any number of keys per sample, instead of --hotness."
-        ),
-    ] = False
-    dense: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Number of dense input values per sample; 0: no network.", show_default="4"
-        ),
-    ] = None
+    preset: Preset = option(Preset.none)
+    """Shape of the model; hugectr: 26 tables, 13 dense values."""
+    tables: int | None = option(None, min=1, max=1000, show_default="2")
+    """Number of tables, each with one feature."""
+    rows: int = option(100_000, min=1)
+    """Number of rows per table."""
+    dim: int = option(16, min=1)
+    """Number of values per row."""
+    hotness: int | None = option(None, min=1, show_default="1")
+    """Fixed number of keys per sample and feature."""
+    ragged: bool = option(False)
+    """Accept any number of keys per sample, instead of --hotness."""
+    dense: int | None = option(None, min=0, show_default="4")
+    """Number of dense input values per sample; 0: no network."""
     seed: SeedOption = 1
 
 
@@ -119,49 +107,26 @@ perf_analyzer puts samples together by itself (-b); an .npz has whole requests, 
 class GenerateRequestsOptions:
     """Arguments and options of ``hps generate requests``."""
 
-    model: Annotated[
-        str, typer.Argument(help="A model of the repository; its tables give the keys.")
-    ]
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="Output file: .json (single samples, also for perf_analyzer) or .npz (batches).",
-        ),
-    ]
+    model: str = argument()
+    """A model of the repository; its tables give the keys."""
+    out: Path = option(metavar="FILE")
+    """Output file: .json (single samples, also for perf_analyzer) or .npz (batches)."""
     repository: RepositoryOption = DEFAULT_REPOSITORY
     version: VersionOption = None
-    count: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 100
-    batch: Annotated[int, typer.Option(min=1, help="Samples per request.")] = 1
-    form: Annotated[
-        RequestForm,
-        typer.Option(
-            help="Tensors of the requests: one per feature, or HPS's KEYS and NUMKEYS (tables)."
-        ),
-    ] = RequestForm.features
-    distribution: Annotated[
-        str,
-        typer.Option(
-            help="Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."
-        ),
-    ] = "zipf:1.2"
-    hotness: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Keys per sample, where the model does not say.", show_default="1"
-        ),
-    ] = None
-    ragged: Annotated[
-        bool,
-        typer.Option(
-            "--ragged",
-            help="Random number of keys per sample, 1 to --hotness, for these features (jagged).",
-        ),
-    ] = False
-    unknown: Annotated[
-        float, typer.Option(help="Share of unknown keys (without a row), from 0 to 1.")
-    ] = 0.0
+    count: int = option(100, min=1)
+    """Number of requests."""
+    batch: int = option(1, min=1)
+    """Samples per request."""
+    form: RequestForm = option(RequestForm.features)
+    """Tensors of the requests: one per feature, or HPS's KEYS and NUMKEYS (tables)."""
+    distribution: str = option("zipf:1.2")
+    """Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."""
+    hotness: int | None = option(None, min=1, show_default="1")
+    """Keys per sample, where the model does not say."""
+    ragged: bool = option(False)
+    """Random number of keys per sample, 1 to --hotness, for these features (jagged)."""
+    unknown: float = option(0.0)
+    """Share of unknown keys (without a row), from 0 to 1."""
     seed: SeedOption = 1
 
 

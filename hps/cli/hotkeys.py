@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import (
     AdminServer,
 )
@@ -30,15 +30,14 @@ HIGHEST = 255
 class HotKeysOptions:
     """Arguments and options of ``hps hotkeys``."""
 
-    model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None
-    table: Annotated[str | None, typer.Argument(help="Only this table of the model.")] = None
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of keys per table.")] = 20
-    snapshot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Read this snapshot file (tiers.cpu_cache.snapshot.path) instead of asking a server."
-        ),
-    ] = None
+    model: str | None = argument(None)
+    """Only this model's tables."""
+    table: str | None = argument(None)
+    """Only this table of the model."""
+    limit: int = option(20, min=1, max=1000)
+    """Number of keys per table."""
+    snapshot: Path | None = option(None)
+    """Read this snapshot file (tiers.cpu_cache.snapshot.path) instead of asking a server."""
     admin: AdminServer
     output: Output = OutputFormat.table
 

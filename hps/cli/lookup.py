@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import (
     ADMIN,
     AdminOption,
@@ -44,15 +44,14 @@ KEYS_PER_CALL = 200
 class LookupOptions:
     """Arguments and options of ``hps lookup``."""
 
-    model: Annotated[str, typer.Argument(help="The model.")]
-    table: Annotated[str, typer.Argument(help="One of its tables; hps tables lists them.")]
-    keys: Annotated[
-        list[str],
-        typer.Argument(
-            help="Keys of the table, from -2^63 to 2^64-1; 0x… is hexadecimal.", metavar="KEY"
-        ),
-    ]
-    explain: Annotated[bool, typer.Option("--explain", help="Add each row's tier and age.")] = False
+    model: str = argument()
+    """The model."""
+    table: str = argument()
+    """One of its tables; hps tables lists them."""
+    keys: list[str] = argument(metavar="KEY")
+    """Keys of the table, from -2^63 to 2^64-1; 0x… is hexadecimal."""
+    explain: bool = option(False)
+    """Add each row's tier and age."""
     server: AdminOption = ADMIN
     _admin: FormerAdminOption = None
     config: ConfigOption = None

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
-
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.errors import ConfigError
 from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, warn
 
@@ -49,102 +47,44 @@ version too, unless --spec, --feature or --default say otherwise.
 class ImportOptions:
     """Arguments and options of ``hps model import``."""
 
-    source: Annotated[
-        Path,
-        typer.Argument(
-            help="Sources: ps.json, HugeCTR folders, .npz, .parquet, .safetensors, or PyTorch .pt/.pth files."
-        ),
-    ]
-    repository: Annotated[
-        Path, typer.Option("--to", "-r", metavar="DIR", help="The model repository to write to.")
-    ] = DEFAULT_REPOSITORY
-    name: Annotated[
-        str | None, typer.Option("--name", "-n", help="The model's name in the repository.")
-    ] = None
-    version: Annotated[
-        int | None,
-        typer.Option("--version", "-v", min=1, help="The new version; default: the next one."),
-    ] = None
-    format_: Annotated[
-        str | None,
-        typer.Option("--format", help="Source format (default: inferred from the file name)."),
-    ] = None
-    model: Annotated[
-        str | None, typer.Option("--model", help="Import only this model of a ps.json.")
-    ] = None
-    table: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--table",
-            "-t",
-            metavar="NAME=SOURCE[,...]",
-            help="A table and its SOURCE: an array, a file or a folder; several are stacked. Repeatable.",
-        ),
-    ] = None
-    keys: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keys",
-            metavar="TABLE=SOURCE",
-            help="Array or column that holds a table's keys. Repeatable.",
-        ),
-    ] = None
-    vectors: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--vectors",
-            metavar="TABLE=PATTERN",
-            help="Parquet columns that hold a table's vectors. Repeatable.",
-        ),
-    ] = None
-    feature: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--feature",
-            "-f",
-            metavar="NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]",
-            help="A feature of requests: its tables take the same keys, to which the offset is added. "
-            "OPTION: sum, mean or none (pooling), context, hotness=N, max_hotness=N. Repeatable.",
-        ),
-    ] = None
-    default: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--default",
-            metavar="TABLE=VALUE[,...]",
-            help="The vector of unknown keys: one number, or as many as the table's dim. Repeatable.",
-        ),
-    ] = None
-    spec: Annotated[
-        Path | None,
-        typer.Option(
-            "--spec", metavar="FILE", help="A model.yaml to use as the model's description."
-        ),
-    ] = None
-    dense: Annotated[
-        Path | None, typer.Option("--dense", metavar="FILE", help="The network: an .onnx file.")
-    ] = None
-    metadata: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--metadata",
-            metavar="KEY=VALUE",
-            help="An entry to store in the version's manifest. Repeatable.",
-        ),
-    ] = None
-    allow_nan: Annotated[
-        bool,
-        typer.Option(
-            "--allow-nan",
-            help="Import NaN and infinite values unchanged instead of rejecting them.",
-        ),
-    ] = False
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Replace the version if it exists.")
-    ] = False
-    replace_spec: Annotated[
-        bool, typer.Option("--replace-spec", help="Replace an existing model.yaml that differs.")
-    ] = False
+    source: Path = argument()
+    """Sources: ps.json, HugeCTR folders, .npz, .parquet, .safetensors, or PyTorch .pt/.pth
+    files."""
+    repository: Path = option(DEFAULT_REPOSITORY, "--to", "-r", metavar="DIR")
+    """The model repository to write to."""
+    name: str | None = option(None, "--name", "-n")
+    """The model's name in the repository."""
+    version: int | None = option(None, "--version", "-v", min=1)
+    """The new version; default: the next one."""
+    format_: str | None = option(None, "--format")
+    """Source format (default: inferred from the file name)."""
+    model: str | None = option(None)
+    """Import only this model of a ps.json."""
+    table: list[str] | None = option(None, "--table", "-t", metavar="NAME=SOURCE[,...]")
+    """A table and its SOURCE: an array, a file or a folder; several are stacked. Repeatable."""
+    keys: list[str] | None = option(None, metavar="TABLE=SOURCE")
+    """Array or column that holds a table's keys. Repeatable."""
+    vectors: list[str] | None = option(None, metavar="TABLE=PATTERN")
+    """Parquet columns that hold a table's vectors. Repeatable."""
+    feature: list[str] | None = option(
+        None, "--feature", "-f", metavar="NAME=TABLE[,TABLE...][+OFFSET][:OPTION...]"
+    )
+    """A feature of requests: its tables take the same keys, to which the offset is added. OPTION:
+    sum, mean or none (pooling), context, hotness=N, max_hotness=N. Repeatable."""
+    default: list[str] | None = option(None, metavar="TABLE=VALUE[,...]")
+    """The vector of unknown keys: one number, or as many as the table's dim. Repeatable."""
+    spec: Path | None = option(None, metavar="FILE")
+    """A model.yaml to use as the model's description."""
+    dense: Path | None = option(None, metavar="FILE")
+    """The network: an .onnx file."""
+    metadata: list[str] | None = option(None, metavar="KEY=VALUE")
+    """An entry to store in the version's manifest. Repeatable."""
+    allow_nan: bool = option(False)
+    """Import NaN and infinite values unchanged instead of rejecting them."""
+    replace: bool = option(False)
+    """Replace the version if it exists."""
+    replace_spec: bool = option(False)
+    """Replace an existing model.yaml that differs."""
     output: Output = OutputFormat.table
 
 

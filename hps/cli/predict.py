@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import (
     HTTP,
     ConfigOption,
@@ -63,63 +63,29 @@ IN_FLIGHT = 4
 class PredictOptions:
     """Arguments and options of ``hps predict``."""
 
-    model: Annotated[str, typer.Argument(help="The model to score with.")]
-    file: Annotated[
-        Path | None,
-        typer.Argument(help="File of samples to score: *.parquet, *.csv, *.tsv or *.jsonl."),
-    ] = None
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", help="File to write the scores to: *.parquet, *.csv, *.jsonl or *.npz."
-        ),
-    ] = None
-    json_text: Annotated[
-        str | None, typer.Option("--json", help="One request as JSON; - reads it from stdin.")
-    ] = None
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            "-i",
-            metavar="NAME=VALUES",
-            help="One input of a single request; repeat for each input.",
-        ),
-    ] = None
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="Also show the vectors, the tiers of their rows, and the dense inputs.",
-        ),
-    ] = False
-    top_k: Annotated[
-        int | None,
-        typer.Option("--top-k", min=1, help="Return only the k samples with the highest scores."),
-    ] = None
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="Samples per request, for a file.")
-    ] = 1024
-    columns: Annotated[
-        str | None,
-        typer.Option(
-            "--columns",
-            metavar="NAME[,NAME...]",
-            help="Names of all columns, for a CSV or TSV file without a header line.",
-        ),
-    ] = None
-    hex_keys: Annotated[
-        bool,
-        typer.Option("--hex-keys", help="Keys in text are hexadecimal, with or without 0x."),
-    ] = False
-    missing: Annotated[
-        EmptyCells,
-        typer.Option(
-            "--missing",
-            help="Treat an empty cell or null of a feature as a sample without keys (empty), or as an "
-            "unknown key (default).",
-        ),
-    ] = EmptyCells.empty
+    model: str = argument()
+    """The model to score with."""
+    file: Path | None = argument(None)
+    """File of samples to score: *.parquet, *.csv, *.tsv or *.jsonl."""
+    out: Path | None = option(None)
+    """File to write the scores to: *.parquet, *.csv, *.jsonl or *.npz."""
+    json_text: str | None = option(None, "--json")
+    """One request as JSON; - reads it from stdin."""
+    inputs: list[str] | None = option(None, "--input", "-i", metavar="NAME=VALUES")
+    """One input of a single request; repeat for each input."""
+    explain: bool = option(False)
+    """Also show the vectors, the tiers of their rows, and the dense inputs."""
+    top_k: int | None = option(None, min=1)
+    """Return only the k samples with the highest scores."""
+    batch_size: int = option(1024, min=1)
+    """Samples per request, for a file."""
+    columns: str | None = option(None, metavar="NAME[,NAME...]")
+    """Names of all columns, for a CSV or TSV file without a header line."""
+    hex_keys: bool = option(False)
+    """Keys in text are hexadecimal, with or without 0x."""
+    missing: EmptyCells = option(EmptyCells.empty)
+    """Treat an empty cell or null of a feature as a sample without keys (empty), or as an unknown
+    key (default)."""
     server: ServerOption = HTTP
     config: ConfigOption = None
     overrides: SetOption = None

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import (
     ADMIN,
     AdminOption,
@@ -93,50 +93,30 @@ class ProfileTarget(Protocol):
 class ProfileOptions:
     """Arguments and options of ``hps profile``."""
 
-    model: Annotated[
-        str | None, typer.Argument(help="The model to profile; required if there are several.")
-    ] = None
-    second: Annotated[str | None, typer.Argument(hidden=True)] = None
+    model: str | None = argument(None)
+    """The model to profile; required if there are several."""
+    second: str | None = argument(None, hidden=True)
     server: AdminOption = ADMIN
     config: ConfigOption = None
-    count: Annotated[int, typer.Option(min=1, help="Number of requests to profile.")] = 200
-    warmup: Annotated[
-        int, typer.Option(min=0, help="Requests before them, which are not profiled.")
-    ] = 20
-    batch: Annotated[int, typer.Option(min=1, help="Samples per request.")] = 1
-    keys: Annotated[
-        str,
-        typer.Option(
-            help="Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."
-        ),
-    ] = "zipf:1.2"
+    count: int = option(200, min=1)
+    """Number of requests to profile."""
+    warmup: int = option(20, min=0)
+    """Requests before them, which are not profiled."""
+    batch: int = option(1, min=1)
+    """Samples per request."""
+    keys: str = option("zipf:1.2")
+    """Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."""
     rows: RowsOption = None
-    hotness: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Keys per sample of features for which the model does not fix it."
-        ),
-    ] = 1
-    repository: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Model repository; send keys of the rows that the model has there."
-        ),
-    ] = None
-    requests: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Send the requests of this file, written by hps generate requests."
-        ),
-    ] = None
-    protocol: Annotated[
-        WireProtocol,
-        typer.Option(help="Encoding of the requests: HTTP with binary tensors, or gRPC messages."),
-    ] = WireProtocol.http
-    seed: Annotated[
-        int,
-        typer.Option(min=0, help="Seed of the random requests; the same seed gives the same ones."),
-    ] = 1
+    hotness: int = option(1, min=1)
+    """Keys per sample of features for which the model does not fix it."""
+    repository: Path | None = option(None, metavar="DIR")
+    """Model repository; send keys of the rows that the model has there."""
+    requests: Path | None = option(None, metavar="FILE")
+    """Send the requests of this file, written by hps generate requests."""
+    protocol: WireProtocol = option(WireProtocol.http)
+    """Encoding of the requests: HTTP with binary tensors, or gRPC messages."""
+    seed: int = option(1, min=0)
+    """Seed of the random requests; the same seed gives the same ones."""
     overrides: SetOption = None
     credentials: Credentials
     output: Output = OutputFormat.table

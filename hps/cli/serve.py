@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import expand_options, option
 from hps.cli.options import SetOption
 from hps.cli.tables import flatten
 from hps.cli.tables import show as show_tables
@@ -48,33 +48,13 @@ Examples:
 class ServeOptions:
     """Options of ``hps serve``."""
 
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            "-c",
-            envvar="HPS_CONFIG",
-            metavar="FILE",
-            help="hps YAML file, or HPS's ps.json.",
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            "-w",
-            min=0,
-            help="Number of worker processes that answer requests; 0: this process answers them.",
-        ),
-    ] = None
-    role: Annotated[
-        Role | None,
-        typer.Option(
-            "--role",
-            help="all: one process does everything; lookup: rows, for front ends; frontend: requests, with "
-            "rows from lookup nodes.",
-        ),
-    ] = None
+    config: Path | None = option(None, "--config", "-c", envvar="HPS_CONFIG", metavar="FILE")
+    """hps YAML file, or HPS's ps.json."""
+    workers: int | None = option(None, "--workers", "-w", min=0)
+    """Number of worker processes that answer requests; 0: this process answers them."""
+    role: Role | None = option(None)
+    """all: one process does everything; lookup: rows, for front ends; frontend: requests, with rows
+    from lookup nodes."""
     overrides: SetOption = None
     output: Output = OutputFormat.table
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hps.cli import store_backup, store_compare, store_copy, store_rows
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import SetOption
 from hps.cli.store_open import (
     ConfigFile,
@@ -185,16 +185,16 @@ Examples:
 class EraseOptions:
     """Arguments and options of ``hps store erase``."""
 
-    model: Annotated[str, typer.Argument(help="The model; it need not be configured.")]
+    model: str = argument()
+    """The model; it need not be configured."""
     config: ConfigFile
-    version: Annotated[
-        int | None, typer.Option("--version", "-v", help="Only this version; default: all.")
-    ] = None
-    table: Annotated[str | None, typer.Option("--table", help="Only this table.")] = None
+    version: int | None = option(None, "--version", "-v")
+    """Only this version; default: all."""
+    table: str | None = option(None)
+    """Only this table."""
     tier: TierOption = None
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Erase without asking for confirmation.")
-    ] = False
+    yes: bool = option(False, "--yes", "-y")
+    """Erase without asking for confirmation."""
     overrides: SetOption = None
     output: Output = OutputFormat.table
 

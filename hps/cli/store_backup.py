@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import (
     Credentials,
     FormerAdminOption,
@@ -56,24 +56,15 @@ Examples:
 class CheckpointOptions:
     """Arguments and options of ``hps store checkpoint``."""
 
-    folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="FOLDER", help="Folder of the new checkpoint, with --config."),
-    ] = None
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="Configuration of a stopped node."),
-    ] = None
+    folder: Path | None = argument(None, metavar="FOLDER")
+    """Folder of the new checkpoint, with --config."""
+    config: Path | None = option(None, "--config", "-c", metavar="FILE")
+    """Configuration of a stopped node."""
     overrides: SetOption = None
     server: SomeAdminOption = None
     _admin: FormerAdminOption = None
-    keep: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="With --server: number of newest checkpoints to keep; older ones are removed.",
-        ),
-    ] = 1
+    keep: int = option(1, min=1)
+    """With --server: number of newest checkpoints to keep; older ones are removed."""
     credentials: Credentials
     output: Output = OutputFormat.table
 

@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import expand_options, option
 from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
@@ -85,34 +85,14 @@ class DiffOptions:
     model: SomeModel = None
     table: SomeTable = None
     tier: OneTierOption = None
-    against: Annotated[
-        CompareTarget,
-        typer.Option(
-            "--against",
-            "-a",
-            help="Other side of the comparison: another store, or the model's files.",
-        ),
-    ] = CompareTarget.files
-    other: Annotated[
-        Path | None,
-        typer.Option(
-            "--other",
-            metavar="FILE",
-            help="Configuration of the other side (--against); default: --config.",
-        ),
-    ] = None
-    sample: Annotated[
-        int | None,
-        typer.Option(
-            "--sample", "-n", min=1, help="Compare only about this many random rows per table."
-        ),
-    ] = None
-    ignore: Annotated[
-        list[DifferenceKind] | None,
-        typer.Option(
-            "--ignore", help="Kind of difference that does not cause exit code 1; repeatable."
-        ),
-    ] = None
+    against: CompareTarget = option(CompareTarget.files, "--against", "-a")
+    """Other side of the comparison: another store, or the model's files."""
+    other: Path | None = option(None, metavar="FILE")
+    """Configuration of the other side (--against); default: --config."""
+    sample: int | None = option(None, "--sample", "-n", min=1)
+    """Compare only about this many random rows per table."""
+    ignore: list[DifferenceKind] | None = option(None)
+    """Kind of difference that does not cause exit code 1; repeatable."""
     overrides: SetOption = None
     output: Output = OutputFormat.table
 
@@ -240,9 +220,8 @@ class VerifyOptions:
     model: SomeModel = None
     table: SomeTable = None
     tier: OneTierOption = None
-    repair: Annotated[
-        bool, typer.Option("--repair", help="RocksDB: first repair all damaged tables.")
-    ] = False
+    repair: bool = option(False)
+    """RocksDB: first repair all damaged tables."""
     overrides: SetOption = None
     output: Output = OutputFormat.table
 

@@ -6,11 +6,9 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import expand_options, option
 from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
@@ -66,13 +64,8 @@ class LoadOptions:
     model: SomeModel = None
     table: SomeTable = None
     tier: OneTierOption = None
-    rebuild: Annotated[
-        bool,
-        typer.Option(
-            "--rebuild",
-            help="RocksDB: load again from the files; rows streamed since the load are lost.",
-        ),
-    ] = False
+    rebuild: bool = option(False)
+    """RocksDB: load again from the files; rows streamed since the load are lost."""
     overrides: SetOption = None
     output: Output = OutputFormat.table
 
@@ -147,15 +140,10 @@ class ExportOptions:
     model: ModelArgument
     table: TableArgument
     config: ConfigFile
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="Output file, .parquet or .npz.")
-    ]
-    since: Annotated[
-        str | None,
-        typer.Option(
-            "--since", metavar="VERSION", help="Export only rows newer than this version or time."
-        ),
-    ] = None
+    out: Path = option(metavar="FILE")
+    """Output file, .parquet or .npz."""
+    since: str | None = option(None, metavar="VERSION")
+    """Export only rows newer than this version or time."""
     tier: OneTierOption = None
     overrides: SetOption = None
     output: Output = OutputFormat.table
@@ -221,12 +209,8 @@ class ConvertOptions:
     """Arguments and options of ``hps store convert``."""
 
     config: ConfigFile
-    into: Annotated[
-        Path,
-        typer.Option(
-            "--into", metavar="FILE", help="Configuration of the new stores, with layout: native."
-        ),
-    ]
+    into: Path = option(metavar="FILE")
+    """Configuration of the new stores, with layout: native."""
     model: SomeModel = None
     table: SomeTable = None
     tier: TierOption = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import SetOption
 from hps.cli.store_open import (
     ConfigFile,
@@ -71,13 +71,10 @@ class ScanOptions:
     table: TableArgument
     config: ConfigFile
     tier: OneTierOption = None
-    start: Annotated[
-        str | None,
-        typer.Option(
-            "--from", metavar="KEY", help="Start at this key; RocksDB only: Redis has no order."
-        ),
-    ] = None
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Maximum number of rows.")] = 20
+    start: str | None = option(None, "--from", metavar="KEY")
+    """Start at this key; RocksDB only: Redis has no order."""
+    limit: int = option(20, "--limit", "-n", min=1)
+    """Maximum number of rows."""
     overrides: SetOption = None
     output: Output = OutputFormat.table
 
@@ -138,10 +135,8 @@ class GetOptions:
 
     model: ModelArgument
     table: TableArgument
-    keys: Annotated[
-        list[str],
-        typer.Argument(help="Keys, from -2^63 to 2^64-1; 0x… is hexadecimal.", metavar="KEY"),
-    ]
+    keys: list[str] = argument(metavar="KEY")
+    """Keys, from -2^63 to 2^64-1; 0x… is hexadecimal."""
     config: ConfigFile
     tier: TierOption = None
     overrides: SetOption = None
@@ -249,8 +244,10 @@ class PutOptions:
 
     model: ModelArgument
     table: TableArgument
-    key: Annotated[str, typer.Argument(help="The key, from -2^63 to 2^64-1; 0x… is hexadecimal.")]
-    vector: Annotated[str, typer.Option("--vector", metavar="NUMBERS", help="The row's values.")]
+    key: str = argument()
+    """The key, from -2^63 to 2^64-1; 0x… is hexadecimal."""
+    vector: str = option(metavar="NUMBERS")
+    """The row's values."""
     config: ConfigFile
     tier: TierOption = None
     version: VersionOption = None
@@ -280,7 +277,8 @@ class DeleteOptions:
 
     model: ModelArgument
     table: TableArgument
-    keys: Annotated[list[str], typer.Argument(help="The keys.", metavar="KEY")]
+    keys: list[str] = argument(metavar="KEY")
+    """The keys."""
     config: ConfigFile
     tier: TierOption = None
     version: VersionOption = None

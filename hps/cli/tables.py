@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options
 from hps.cli.options import (
     ADMIN,
     AdminOption,
@@ -47,7 +47,8 @@ ITEM_BYTES = {"float32": 4, "float16": 2}
 class TablesOptions:
     """Arguments and options of ``hps tables``."""
 
-    model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None
+    model: str | None = argument(None)
+    """Only this model's tables."""
     server: AdminOption = ADMIN
     _admin: FormerAdminOption = None
     config: ConfigOption = None

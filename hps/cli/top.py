@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import ADMIN, Credentials, former_urls, open_admin
 from hps.cli.top_screen import screen
 from hps.errors import HpsError
@@ -41,27 +41,13 @@ _OURS = "hps_"
 class TopOptions:
     """Arguments and options of ``hps top``."""
 
-    urls: Annotated[list[str] | None, typer.Argument(hidden=True)] = None
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--server",
-            "-s",
-            metavar="URL",
-            help="A server's admin address; repeatable.",
-            show_default=ADMIN,
-        ),
-    ] = None
-    interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds between two updates of the screen.")
-    ] = 2.0
-    once: Annotated[
-        bool,
-        typer.Option(
-            "--once",
-            help="Measure one interval, print it and exit; default if stdout is not a terminal.",
-        ),
-    ] = False
+    urls: list[str] | None = argument(None, hidden=True)
+    server: list[str] | None = option(None, "--server", "-s", metavar="URL", show_default=ADMIN)
+    """A server's admin address; repeatable."""
+    interval: float = option(2.0, min=0.1, max=3600)
+    """Seconds between two updates of the screen."""
+    once: bool = option(False)
+    """Measure one interval, print it and exit; default if stdout is not a terminal."""
     credentials: Credentials
     output: Output = OutputFormat.table
     json: JsonOption = False

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.model import RepositoryOption, VersionOption
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.config import load_config
@@ -47,49 +46,23 @@ def triton() -> None:
 class TritonExportOptions:
     """Arguments and options of ``hps triton export``."""
 
-    model: Annotated[
-        str, typer.Argument(help="The model; without a network only its lookups, with --config.")
-    ]
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out", metavar="FOLDER", help="Triton's model repository; created if missing."
-        ),
-    ]
+    model: str = argument()
+    """The model; without a network only its lookups, with --config."""
+    out: Path = option(metavar="FOLDER")
+    """Triton's model repository; created if missing."""
     repository: RepositoryOption = DEFAULT_REPOSITORY
     version: VersionOption = None
-    dense: Annotated[
-        DenseTarget,
-        typer.Option(
-            help="Triton's backend for the network; python if Triton has no onnxruntime. The last three need "
-            "a network in their format, which you must put there."
-        ),
-    ] = DenseTarget.onnxruntime
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            "-c",
-            metavar="FILE",
-            help="The node's configuration; also exports lookups and the ensemble.",
-        ),
-    ] = None
-    config_at: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", help="Path of the --config file on Triton's machine, if it differs."
-        ),
-    ] = None
-    instances: Annotated[
-        int, typer.Option(min=1, help="Number of lookup instances in Triton, with --config.")
-    ] = 1
-    gpu: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="DEVICE",
-            help="Run lookup instances on this GPU; vectors stay in its memory. Repeatable.",
-        ),
-    ] = None
+    dense: DenseTarget = option(DenseTarget.onnxruntime)
+    """Triton's backend for the network; python if Triton has no onnxruntime. The last three need a
+    network in their format, which you must put there."""
+    config: Path | None = option(None, "--config", "-c", metavar="FILE")
+    """The node's configuration; also exports lookups and the ensemble."""
+    config_at: Path | None = option(None, metavar="PATH")
+    """Path of the --config file on Triton's machine, if it differs."""
+    instances: int = option(1, min=1)
+    """Number of lookup instances in Triton, with --config."""
+    gpu: list[int] | None = option(None, metavar="DEVICE")
+    """Run lookup instances on this GPU; vectors stay in its memory. Repeatable."""
 
 
 @app.command(epilog=EXAMPLES)

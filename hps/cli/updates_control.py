@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options
 from hps.cli.options import (
     AdminServer,
 )
@@ -82,9 +82,12 @@ def resume(
 class SeekOptions:
     """Arguments and options of ``hps updates seek``."""
 
-    topic: Annotated[str, typer.Argument(help="Topic, as `hps updates status` shows it.")]
-    partition: Annotated[int, typer.Argument(min=0, help="Number of the partition.")]
-    offset: Annotated[int, typer.Argument(min=0, help="Offset of the next message to read.")]
+    topic: str = argument()
+    """Topic, as `hps updates status` shows it."""
+    partition: int = argument(min=0)
+    """Number of the partition."""
+    offset: int = argument(min=0)
+    """Offset of the next message to read."""
     group: GroupOption = None
     admin: AdminServer
     output: Output = OutputFormat.table

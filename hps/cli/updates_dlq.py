@@ -6,11 +6,11 @@ import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import expand_options, option
 from hps.cli.options import SetOption
 from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
 from hps.tools.output import (
@@ -55,30 +55,17 @@ class DeadLetterOptions:
 
     brokers: BrokersOption = None
     config: SomeConfig = None
-    topic: Annotated[
-        str | None,
-        typer.Option("--topic", help="Topic of dead letters; default: updates.kafka.dead_letters."),
-    ] = None
-    reason: Annotated[
-        list[DeadLetterReason] | None,
-        typer.Option(
-            "--reason",
-            metavar="REASON",
-            help=f"Only these: {', '.join(DeadLetterReason)}. Repeatable.",
-        ),
-    ] = None
-    limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help="Only the newest N letters.")
-    ] = None
-    again: Annotated[
-        bool, typer.Option("--all", help="Also show letters that were already sent again.")
-    ] = False
-    requeue: Annotated[
-        bool,
-        typer.Option(
-            "--requeue", help="Send the letters again to their original topic and partition."
-        ),
-    ] = False
+    topic: str | None = option(None)
+    """Topic of dead letters; default: updates.kafka.dead_letters."""
+    reason: list[DeadLetterReason] | None = option(
+        None, metavar="REASON", help=f"Only these: {', '.join(DeadLetterReason)}. Repeatable."
+    )
+    limit: int | None = option(None, "--limit", "-n", min=1)
+    """Only the newest N letters."""
+    again: bool = option(False, "--all")
+    """Also show letters that were already sent again."""
+    requeue: bool = option(False)
+    """Send the letters again to their original topic and partition."""
     overrides: SetOption = None
     output: Output = OutputFormat.table
 

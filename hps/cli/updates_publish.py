@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
@@ -62,72 +62,36 @@ class KeyBits(StrEnum):
 class PublishOptions:
     """Arguments and options of ``hps updates publish``."""
 
-    model: Annotated[str, typer.Argument(help="The model.")]
-    table: Annotated[str | None, typer.Argument(help="Only this table.")] = None
-    new: Annotated[
-        int | None,
-        typer.Option("--new", "-n", min=1, help="Send the rows of this version of the model."),
-    ] = None
-    base: Annotated[
-        int | None,
-        typer.Option("--base", min=1, help="Send only the changes from this version to --new."),
-    ] = None
-    file: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--file", "-f", help="Send the rows of this .parquet or .npz file; repeatable."
-        ),
-    ] = None
-    repository: Annotated[
-        Path | None,
-        typer.Option(
-            "--repository",
-            "-r",
-            metavar="DIR",
-            help="Model repository; default: the configuration's, else models.",
-        ),
-    ] = None
+    model: str = argument()
+    """The model."""
+    table: str | None = argument(None)
+    """Only this table."""
+    new: int | None = option(None, "--new", "-n", min=1)
+    """Send the rows of this version of the model."""
+    base: int | None = option(None, min=1)
+    """Send only the changes from this version to --new."""
+    file: list[Path] | None = option(None, "--file", "-f")
+    """Send the rows of this .parquet or .npz file; repeatable."""
+    repository: Path | None = option(None, "--repository", "-r", metavar="DIR")
+    """Model repository; default: the configuration's, else models."""
     brokers: BrokersOption = None
     config: SomeConfig = None
-    format: Annotated[WireFormat, typer.Option("--format", help="Format of the messages.")] = (
-        WireFormat.native
-    )
-    partitions: Annotated[
-        int,
-        typer.Option(
-            "--partitions", min=1, help="Number of key groups; must be that of HPS's producers."
-        ),
-    ] = 8
-    key_bits: Annotated[
-        KeyBits | None,
-        typer.Option(
-            "--key-bits", help="Size of keys in HPS's format; default: the table's, 64 for --file."
-        ),
-    ] = None
-    at: Annotated[
-        str | None,
-        typer.Option(
-            "--at", metavar="VERSION", help="Version of the rows: a number, a time or now."
-        ),
-    ] = None
-    ttl: Annotated[
-        int,
-        typer.Option(
-            "--ttl",
-            min=0,
-            metavar="SECONDS",
-            help="Nodes skip the rows if they read them later than this after publishing; 0: never.",
-        ),
-    ] = 0
-    deletions: Annotated[
-        bool, typer.Option("--deletions/--no-deletions", help="Whether to send deletions.")
-    ] = True
-    rate: Annotated[
-        int | None, typer.Option("--rate", min=1, help="Maximum number of rows per second.")
-    ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the rows; send nothing.")] = (
-        False
-    )
+    format: WireFormat = option(WireFormat.native)
+    """Format of the messages."""
+    partitions: int = option(8, min=1)
+    """Number of key groups; must be that of HPS's producers."""
+    key_bits: KeyBits | None = option(None)
+    """Size of keys in HPS's format; default: the table's, 64 for --file."""
+    at: str | None = option(None, metavar="VERSION")
+    """Version of the rows: a number, a time or now."""
+    ttl: int = option(0, min=0, metavar="SECONDS")
+    """Nodes skip the rows if they read them later than this after publishing; 0: never."""
+    deletions: bool = option(True, "--deletions/--no-deletions")
+    """Whether to send deletions."""
+    rate: int | None = option(None, min=1)
+    """Maximum number of rows per second."""
+    dry_run: bool = option(False)
+    """Count the rows; send nothing."""
     overrides: SetOption = None
     output: Output = OutputFormat.table
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import argument, expand_options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,34 @@ class Server:
 class Target:
     server: Server
     batch: Annotated[int, typer.Option(min=1)] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    name: str = argument()
+    """Name of the
+    model."""
+    batch_size: int = option(1, min=1)
+    """Samples."""
+    dry_run: bool = option(False)
+    """Send nothing."""
+    kind: str = option("a", "--kind", "-k", help="An explicit help.")
+    """Not the help."""
+
+
+@expand_options
+def declared(options: Declared) -> None:
+    """Ask a server."""
+    print(options)
+
+
+def annotated(
+    name: Annotated[str, typer.Argument(help="Name of the model.")],
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Send nothing.")] = False,
+    kind: Annotated[str, typer.Option("--kind", "-k", help="An explicit help.")] = "a",
+) -> None:
+    """Ask a server."""
 
 
 def run(function: object, *words: str, **environment: str) -> tuple[int, str]:
@@ -66,6 +94,23 @@ def test_defaults_are_those_of_the_fields() -> None:
 def test_help_and_errors_equal_those_of_a_plain_signature(words: tuple[str, ...]) -> None:
     plain.__name__ = ask.__name__  # which the usage line shows
     assert run(ask, *words) == run(plain, *words)
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), (), ("m", "--no-dry-run"), ("m", "--batch-size", "0")]
+)
+def test_declared_fields_have_their_names_as_flags_and_docstrings_as_help(
+    words: tuple[str, ...],
+) -> None:
+    annotated.__name__ = declared.__name__
+    assert run(declared, *words) == run(annotated, *words)
+
+
+def test_declared_fields_get_their_values() -> None:
+    assert run(declared, "m", "--dry-run", "-k", "b") == (
+        0,
+        f"{Declared(name='m', batch_size=1, dry_run=True, kind='b')}\n",
+    )
 
 
 def test_two_fields_of_one_name_are_refused() -> None:
