@@ -36,6 +36,7 @@ class PeriodicThread:
         self._requested = False  # `start` was called since the last round began
         self._runs = threading.Lock()  # held while a thread exists
         self._closed = threading.Event()
+        self._wake = threading.Event()
         self._logged: set[type[Exception]] = set()
         self._thread: threading.Thread | None = None
 
@@ -57,6 +58,10 @@ class PeriodicThread:
         else:
             self._thread = thread
 
+    def wake(self) -> None:
+        """End the current wait, so that the next round runs now. The next interval is computed again."""
+        self._wake.set()
+
     def wait(self, seconds: float) -> bool:
         """Wait for ``seconds``, or until closed; return whether it is closed."""
         return self._closed.wait(seconds)
@@ -64,6 +69,7 @@ class PeriodicThread:
     def close(self, timeout_s: float | None = 1.0) -> None:
         """Stop, and wait up to ``timeout_s`` for a running round. Idempotent."""
         self._closed.set()
+        self._wake.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
@@ -71,7 +77,7 @@ class PeriodicThread:
     def _run(self, after_s: float | None) -> None:
         idle = 0
         pause_s = self._interval_s() if after_s is None else after_s
-        while not self._closed.wait(pause_s):
+        while not self._is_closed_after(pause_s):
             self._requested = False
             idle = 0 if self._round() else idle + 1
             if idle == self._idle_rounds:
@@ -80,6 +86,11 @@ class PeriodicThread:
         self._runs.release()
         if self._requested and not self._closed.is_set():  # while this thread was exiting
             self.start()
+
+    def _is_closed_after(self, pause_s: float) -> bool:
+        self._wake.wait(pause_s)
+        self._wake.clear()
+        return self._closed.is_set()
 
     def _round(self) -> bool:
         """False if there was nothing to do."""

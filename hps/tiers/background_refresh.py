@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from threading import Lock
 from typing import Generic, TypeVar
 
-from hps.errors import TierError, Unavailable
-from hps.threads import BoundedThreadPool
+from hps.errors import TierError
+from hps.periodic import PeriodicThread
 
 T = TypeVar("T")
 
@@ -23,7 +22,7 @@ class BackgroundValue(Generic[T]):
     def __init__(self, read: Callable[[], T], every_s: float, name: str) -> None:
         self._read = read
         self._every_s = every_s
-        self._workers = BoundedThreadPool(1, 1, name=name)
+        self._thread = PeriodicThread(self._refresh_once, every_s, name, idle_rounds=1)
         self._lock = Lock()
         self._due = 0.0
         self._value: T | None = None
@@ -52,12 +51,15 @@ class BackgroundValue(Generic[T]):
 
     def close(self) -> None:
         """Stop refreshing; waits at most a second for a running attempt. Idempotent."""
-        self._workers.close(1.0)
+        self._thread.close(1.0)
 
     def _refresh_if_due(self) -> None:
         with self._lock:
             if time.monotonic() < self._due:
                 return
             self._due = time.monotonic() + self._every_s
-        with suppress(Unavailable):
-            self._workers.submit(self.refresh)
+        self._thread.start(0)
+
+    def _refresh_once(self) -> bool:
+        self.refresh()
+        return False  # ends the thread

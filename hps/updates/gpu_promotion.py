@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -11,11 +10,11 @@ from functools import partial
 import numpy as np
 
 from hps.native import dedup
+from hps.periodic import SWEEP_IDLE_ROUNDS, PeriodicThread
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, KeyArray
 from hps.updates.cache_writer import CacheWriter, Count
 
-log = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S = 0.02
 # Between two copies, requests get the processor. Dropped keys that are in use are queued again.
 _PAUSES_PER_COPY = 4.0
@@ -45,23 +44,28 @@ class GpuPromotion:
         self._target = target
         self._queue_keys = queue_keys
         self._count = count
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._keys: dict[EmbeddingTable, list[KeyArray]] = {}
         self._waiting = 0
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hps-gpu-promote", daemon=True)
-        self._thread.start()
+        self._is_closed = False
+        self._pause_s = _SHORTEST_PAUSE_S
+        self._thread = PeriodicThread(
+            self._copy_queued,
+            lambda: self._pause_s,
+            "hps-gpu-promote",
+            idle_rounds=SWEEP_IDLE_ROUNDS,
+        )
 
     def promote(self, table: EmbeddingTable, keys: KeyArray) -> None:
         """Queue the rows of ``keys (n,)`` for a copy. Never blocks."""
-        with self._changed:
-            fits = self._waiting + len(keys) <= self._queue_keys and not self._closed.is_set()
+        with self._lock:
+            fits = not self._is_closed and self._waiting + len(keys) <= self._queue_keys
             if fits:
-                if not self._waiting:
-                    self._changed.notify()
                 self._keys.setdefault(table, []).append(keys)
                 self._waiting += len(keys)
-        if not fits:
+        if fits:
+            self._thread.start()
+        else:
             self._count("dropped", len(keys))
 
     def promote_now(self, table: EmbeddingTable, keys: KeyArray) -> None:
@@ -72,7 +76,7 @@ class GpuPromotion:
 
     def flush(self) -> None:
         """Copy all queued rows and wait."""
-        with self._changed:
+        with self._lock:
             keys, self._keys, self._waiting = self._keys, {}, 0
         try:
             for table, gathered in keys.items():
@@ -82,27 +86,21 @@ class GpuPromotion:
 
     def close(self) -> None:
         """Drop queued keys and end the thread. Idempotent."""
-        with self._changed:
-            self._closed.set()
-            self._changed.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        with self._lock:
+            self._is_closed = True
+        self._thread.close(timeout_s=None)
 
-    def _run(self) -> None:
-        pause = _SHORTEST_PAUSE_S
-        while self._wait_for_keys() and not self._closed.wait(pause):
-            started = time.monotonic()
-            try:
-                self.flush()
-            except Exception:
-                log.exception("copying rows from one cache to another failed")
-            pause = max(_SHORTEST_PAUSE_S, _PAUSES_PER_COPY * (time.monotonic() - started))
-
-    def _wait_for_keys(self) -> bool:
-        """False once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed.is_set())
-        return not self._closed.is_set()
+    def _copy_queued(self) -> bool:
+        """False if no key is queued."""
+        if not self._waiting:
+            return False
+        started = time.monotonic()
+        try:
+            self.flush()
+        finally:
+            took_s = time.monotonic() - started
+            self._pause_s = max(_SHORTEST_PAUSE_S, _PAUSES_PER_COPY * took_s)
+        return True
 
     def _copy(self, table: EmbeddingTable, keys: KeyArray) -> None:
         part = Part.make(table, dedup(keys)[0])

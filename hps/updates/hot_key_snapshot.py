@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hps.periodic import PeriodicThread
 from hps.tiers.ranking import HotKeys, RankedCache
 from hps.types import EmbeddingTable
 
@@ -108,21 +108,16 @@ class HotKeySnapshots:
         self._cache = cache
         self._tables = tables
         self._path = path
-        self._interval_s = interval_s
         self._most = most
         self._bytes_per_s = bytes_per_s
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hps-hot-keys", daemon=True)
+        self._thread = PeriodicThread(self._write, interval_s, "hps-hot-keys")
         self._thread.start()
 
     def close(self) -> None:
         """Write a last snapshot. The cache must still be open. Idempotent."""
-        self._closed.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closed.wait(self._interval_s):
-            self._write()
+        if self._thread.wait(0):
+            return
+        self._thread.close(timeout_s=None)
         self._write()
 
     def _write(self) -> None:
@@ -134,7 +129,7 @@ class HotKeySnapshots:
             if not any(len(keys) for keys, _ in hot.values()):
                 return  # nothing was served: keep the earlier snapshot
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_hot_keys(self._path, hot, self._bytes_per_s, self._closed.wait)
+            write_hot_keys(self._path, hot, self._bytes_per_s, self._thread.wait)
         except OSError as error:
             log.warning("writing the hot keys to %s failed: %s", self._path, error)
         except Exception:

@@ -108,6 +108,17 @@ def test_retry_runs_until_work_returns_false():
     assert len(tries) == 4
 
 
+def test_wake_runs_the_next_round_now():
+    rounds = []
+    thread = PeriodicThread(lambda: rounds.append(1), 1000, "eighth")
+    thread.start()
+    for expected in (1, 2):
+        thread.wake()
+        until(lambda expected=expected: len(rounds) == expected)
+    thread.close()
+    assert not running("eighth")
+
+
 def test_close_ends_the_thread_and_forbids_another():
     rounds = []
     thread = PeriodicThread(lambda: rounds.append(1), 0.001, "seventh")

@@ -59,13 +59,12 @@ class NodeRegistry:
         self._logged: dict[str, str] = {}
         self._unknown: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._wake = threading.Event()
         self._changed = threading.Event()
         self._closed = False
+        self._thread = PeriodicThread(self._round, self._pause_s, "hps-lookup-nodes")
         self._resolve_nodes()
         self._start_polls()
         self._await_first()
-        self._thread = threading.Thread(target=self._run, name="hps-lookup-nodes", daemon=True)
         self._thread.start()
         self._resolving = None
         if self._addresses.may_change:
@@ -87,7 +86,7 @@ class NodeRegistry:
         ``notify``: subscribers are called even if nothing changed."""
         if notify:
             self._changed.set()
-        self._wake.set()
+        self._thread.wake()
 
     def later(self, seconds: float, work: Callable[[], None]) -> bool:
         """Run ``work``, which must not block, after ``seconds``; False if the registry is closed."""
@@ -95,7 +94,7 @@ class NodeRegistry:
             if self._closed:
                 return False
             self._due.append((time.monotonic() + seconds, work))
-        self._wake.set()
+        self._thread.wake()
         return True
 
     @property
@@ -110,8 +109,7 @@ class NodeRegistry:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        self._wake.set()
-        self._thread.join(2.0)
+        self._thread.close(2.0)
         self._run_due(float("inf"))
         if self._resolving is not None:
             self._resolving.close()
@@ -120,18 +118,16 @@ class NodeRegistry:
 
     # -- thread ------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                self._poll_and_notify()
-                self._run_due(time.monotonic())
-            except Exception:  # any error; the next round may succeed
-                log.exception("polling the lookup nodes failed; retrying")
-            next_s = min((due for due, _ in [*self._due]), default=float("inf")) - time.monotonic()
-            woken = self._wake.wait(min(POLL_S, max(_MIN_INTERVAL_S, next_s)))
-            self._wake.clear()
-            if woken and not self._changed.is_set() and not self._closed:
-                time.sleep(_MIN_INTERVAL_S)
+    def _round(self) -> None:
+        self._run_due(time.monotonic())
+        if not self._changed.is_set():
+            self._thread.wait(_MIN_INTERVAL_S)
+        self._poll_and_notify()
+
+    def _pause_s(self) -> float:
+        """Time to the next poll, or to what is due before it."""
+        due = min((due for due, _ in [*self._due]), default=float("inf"))
+        return min(POLL_S, max(_MIN_INTERVAL_S, due - time.monotonic()))
 
     def _run_due(self, now: float) -> None:
         """Run everything that is due."""
@@ -166,7 +162,7 @@ class NodeRegistry:
             self._leaving += gone
         if gone or len(found) > len(known) or before != self._addresses.problems:
             self._changed.set()
-            self._wake.set()
+            self._thread.wake()
 
     def _start_polls(self) -> None:
         """Poll each node that has answered its last poll."""
@@ -194,7 +190,7 @@ class NodeRegistry:
         try:
             if target.finish_poll(poll) and not self._closed:
                 self._changed.set()
-                self._wake.set()
+                self._thread.wake()
                 if target.standing == "unreachable" and target.may_serve:
                     self.later(LATE_S, partial(self.poll_soon, notify=True))
         finally:

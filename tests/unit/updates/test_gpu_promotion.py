@@ -44,6 +44,10 @@ def world():
     writer.close()
 
 
+def running():
+    return [each for each in threading.enumerate() if each.name == "hps-gpu-promote"]
+
+
 def test_rows_arrive_once_and_by_the_writer(world):
     _, above, _, promotion, counted = world
     promotion.promote(TABLE, np.array([50, 3, 51]))
@@ -87,30 +91,31 @@ def test_closed_writer_ends_the_promotion_thread(world):
     _, above, writer, promotion, _ = world
     writer.close()
     promotion.promote(TABLE, np.array([50]))
-    until(lambda: not promotion._thread.is_alive())
+    until(lambda: not running())
     assert above.writes == []
 
 
-class ClosedAfterTheLook(threading.Event):
-    """Event of `GpuPromotion.close`; closes when the thread has just seen that it is not set."""
+class ClosedAfterCheck(threading.Event):
+    """Event of `PeriodicThread.close`; closes when the thread has just seen that it is not set."""
 
     def __init__(self, promotion):
         super().__init__()
         self.closer = threading.Thread(target=promotion.close, daemon=True)
 
-    def wait(self, timeout=None):
-        found = super().wait(timeout)
+    def is_set(self):
+        found = super().is_set()
         if not found and not self.closer.is_alive():
             self.closer.start()
-            super().wait(60)
+            self.wait(60)
             self.closer.join(0.05)  # until it waits for the thread
         return found
 
 
 def test_close_ends_a_thread_that_is_about_to_copy(world):
     _, _, _, promotion, _ = world
-    promotion._closed = closed = ClosedAfterTheLook(promotion)
+    promotion._thread._closed = closed = ClosedAfterCheck(promotion)
     promotion.promote(TABLE, np.array([1]))
-    until(closed.is_set)
+    assert closed.wait(10)
     closed.closer.join(10)
     assert not closed.closer.is_alive()
+    assert not running()
