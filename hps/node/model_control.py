@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from hps.node.model_opening import OpenedModel, open_model, watermarks_of
 from hps.node.node import Node, ServedModel
 from hps.node.serving_context import ServingContext, freshness_of
 from hps.node.stores import NodeStores
-from hps.node.version_retirement import VersionRetirement
+from hps.node.version_retirement import LastRequest, ReplacedVersion, VersionRetirement
 from hps.observability import metric_names as m
 from hps.tiers.node import AttachedProcesses, LoadedVersion
 from hps.types import EmbeddingTable, NoProgress, Progress
@@ -84,8 +83,8 @@ class ModelControl:
         self._closed = threading.Event()
         self._to_close = resources
         self._resources: dict[str, ExitStack] = {}  # of versions loaded later, by model
-        self._retiring = VersionRetirement(
-            parts.stores, self._forget, self._version_of, self._changing, self._closed
+        self._retirement = VersionRetirement(
+            parts.stores, self._forget, self._version_of, self._changing
         )
         self.loading: dict[str, int] = {}
         """Versions being loaded, by model."""
@@ -154,7 +153,7 @@ class ModelControl:
         self._closed.set()
         with self._changing:
             pass
-        self._retiring.close()
+        self._retirement.close()
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -266,8 +265,9 @@ class ModelControl:
         remote: LoadedVersion,
     ) -> None:
         """Free ``served`` once no request uses it, in this process or a remote one."""
-        used = partial(self._followers.uses, remote)
-        self._retiring.retire(old, resources, weakref.ref(served.engine), used)
+        is_used = partial(self._followers.uses, remote)
+        last = LastRequest(served.engine)
+        self._retirement.retire(ReplacedVersion(old, resources, last, is_used))
 
     def _warn(self, name: str, warning: str) -> None:
         others = {model: text for model, text in self.warnings.items() if model != name}

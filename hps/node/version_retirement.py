@@ -12,25 +12,48 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hps.errors import HpsError
+from hps.lookup.base import Lookup
 from hps.node.model_opening import OpenedModel
 from hps.node.stores import NodeStores
+from hps.periodic import PeriodicThread
 
 log = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 0.05
-# Garbage cycles may hold the last reference to a finished request.
 _COLLECT_EVERY_S = 2.0
 _DROP_AGAIN_S = 30.0
 
 
+class LastRequest:
+    """Detects the end of the last request on a version: nothing refers to its ``lookup`` any more."""
+
+    _collect_at: ClassVar[float] = 0.0
+
+    def __init__(self, lookup: Lookup) -> None:
+        self._lookup = weakref.ref(lookup)
+        LastRequest._collect_at = time.monotonic() + _COLLECT_EVERY_S
+
+    def has_finished(self) -> bool:
+        """Poll. Collects garbage at times: cycles may hold the last reference to a finished request."""
+        if self._lookup() is not None and time.monotonic() > LastRequest._collect_at:
+            gc.collect()
+            LastRequest._collect_at = time.monotonic() + _COLLECT_EVERY_S
+        return self._lookup() is None
+
+
 @dataclass(eq=False, slots=True)
-class _ReplacedVersion:
-    """A version that was served. ``ended``: no request uses it any more."""
+class ReplacedVersion:
+    """A version that was served, and its network's ``resources``.
+
+    ``is_used_remotely`` returns whether another process uses it."""
 
     model: OpenedModel
-    ended: bool = False
+    resources: ExitStack | None
+    last_request: LastRequest
+    is_used_remotely: Callable[[], bool]
 
     @property
     def name(self) -> str:
@@ -42,10 +65,10 @@ class _ReplacedVersion:
 
 
 class VersionRetirement:
-    """Retirement of one node's versions.
+    """Retirement of one node's versions, on a thread.
 
     Callers of `retire` must hold ``turn``, under which no version is loaded or unloaded; ``served``
-    returns the served version of a model, or None. ``closed`` ends all waiting."""
+    returns the served version of a model, or None."""
 
     def __init__(
         self,
@@ -53,86 +76,77 @@ class VersionRetirement:
         forget: Callable[[OpenedModel], None],
         served: Callable[[str], int | None],
         turn: threading.Lock,
-        closed: threading.Event,
     ) -> None:
         """``forget`` removes a model's tables from the caches, and its metrics."""
         self._stores = stores
         self._forget = forget
         self._served = served
         self._turn = turn
-        self._closed = closed
         # In the order of replacement; without those whose rows are no longer in RocksDB.
-        self._former: list[_ReplacedVersion] = []
-        self.threads: list[threading.Thread] = []
+        self._replaced: list[ReplacedVersion] = []
+        self._in_use: list[ReplacedVersion] = []
+        self._drop_at: dict[str, float] = {}  # by model
+        self._thread = PeriodicThread(self._sweep, _CHECK_EVERY_S, "hps-retire", idle_rounds=1)
 
-    def retire(
-        self,
-        old: OpenedModel,
-        resources: ExitStack | None,
-        engine: weakref.ref[object],
-        used_elsewhere: Callable[[], bool],
-    ) -> None:
-        """Free a version and its network's ``resources`` once no request uses it.
+    @property
+    def is_idle(self) -> bool:
+        """True if no version is to be freed and no rows are to be dropped."""
+        return not (self._in_use or self._drop_at)
 
-        That is when nothing refers to ``engine``, its lookups, and no other process uses it."""
-        former = _ReplacedVersion(old)
-
-        def wait() -> None:
-            self._wait_for_last_request(engine)
-            while used_elsewhere() and not self._closed.wait(_CHECK_EVERY_S):
-                pass
-            try:
-                self._release(former, resources)
-            finally:
-                while not self._closed.is_set() and not self._drop_old_rows(former.name):
-                    self._closed.wait(_DROP_AGAIN_S)
-
-        thread = threading.Thread(target=wait, name="hps-retire", daemon=True)
-        self.threads = [*(each for each in self.threads if each.is_alive()), thread]
-        self._former.append(former)
-        thread.start()
+    def retire(self, replaced: ReplacedVersion) -> None:
+        """Free a version once no request uses it, in this process or another one."""
+        self._replaced.append(replaced)
+        self._in_use.append(replaced)
+        self._thread.start()
 
     def close(self) -> None:
-        """Wait for running retirements. ``closed`` must be set."""
-        for thread in self.threads:
-            thread.join()
+        """Free all replaced versions. No request may be in flight any more."""
+        self._thread.close(timeout_s=None)
+        for each in self._in_use:
+            self._free(each)
 
-    def _wait_for_last_request(self, engine: weakref.ref[object]) -> None:
-        collect = time.monotonic() + _COLLECT_EVERY_S
-        while engine() is not None and not self._closed.wait(_CHECK_EVERY_S):
-            if time.monotonic() > collect:
-                gc.collect()
-                collect = time.monotonic() + _COLLECT_EVERY_S
+    def _sweep(self) -> bool:
+        for each in [*self._in_use]:
+            if each.last_request.has_finished() and not each.is_used_remotely():
+                self._drop_at[each.name] = 0.0
+                self._in_use.remove(each)
+                self._free(each)
+        for name, due in [*self._drop_at.items()]:
+            # While a version is loaded, the next sweep tries again.
+            if time.monotonic() >= due and self._turn.acquire(blocking=False):
+                try:
+                    self._drop_old_rows(name)
+                finally:
+                    self._turn.release()
+        return not self.is_idle
 
-    def _release(self, former: _ReplacedVersion, resources: ExitStack | None) -> None:
-        self._forget(former.model)
-        self._stores.remove(former.model)
-        if resources is not None:
-            resources.close()
-        former.ended = True
-        log.info("model %s: version %d is retired", former.name, former.version)
+    def _free(self, replaced: ReplacedVersion) -> None:
+        self._forget(replaced.model)
+        self._stores.remove(replaced.model)
+        if replaced.resources is not None:
+            replaced.resources.close()
+        log.info("model %s: version %d is retired", replaced.name, replaced.version)
 
-    def _drop_old_rows(self, name: str) -> bool:
+    def _drop_old_rows(self, name: str) -> None:
         """Drop the rows of old versions from RocksDB, except those of versions that may still be needed.
 
-        Kept are the served version, the one before it, and any that requests use. False if it must be
-        retried."""
-        with self._turn:
-            former = [each for each in self._former if each.name == name]
-            busy = {each.version for each in former if not each.ended}
-            for each in former[:-1]:
-                if each.version in busy or self._closed.is_set():
-                    continue
-                if each.version not in (self._served(name), former[-1].version):
-                    try:
-                        self._stores.remove(each.model, drop=True)
-                    except HpsError as error:
-                        log.warning(
-                            "model %s: dropping the rows of version %d failed, retrying later: %s",
-                            name,
-                            each.version,
-                            error,
-                        )
-                        return False
-                self._former.remove(each)
-            return True
+        Kept are the served version, the one before it, and any that requests use."""
+        replaced = [each for each in self._replaced if each.name == name]
+        in_use = {each.version for each in self._in_use if each.name == name}
+        for each in replaced[:-1]:
+            if each.version in in_use:
+                continue
+            if each.version not in (self._served(name), replaced[-1].version):
+                try:
+                    self._stores.remove(each.model, drop=True)
+                except HpsError as error:
+                    log.warning(
+                        "model %s: dropping the rows of version %d failed, retrying later: %s",
+                        name,
+                        each.version,
+                        error,
+                    )
+                    self._drop_at[name] = time.monotonic() + _DROP_AGAIN_S
+                    return
+            self._replaced.remove(each)
+        del self._drop_at[name]

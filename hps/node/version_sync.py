@@ -6,12 +6,10 @@ is freed when nothing refers to its lookups any more, and the node is notified."
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import Any, Protocol
 
 from hps.errors import TierError, Unavailable, Unsupported
 from hps.node.served_models import OpenModels, ServedModel
+from hps.node.version_retirement import LastRequest
 
 log = logging.getLogger(__name__)
 SYNC_EVERY_S = 0.1
@@ -27,8 +26,6 @@ SYNC_EVERY_S = 0.1
 _ANSWER_S = 10.0
 # Retry interval for a version that could not be opened.
 _TRY_AGAIN_S = 5.0
-# Garbage cycles may hold the last reference to a finished request.
-_COLLECT_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +66,8 @@ class VersionSync:
         self._open_version = open_version
         self._opened: dict[str, OpenedVersion] = {}  # by token, as the dictionaries below
         self._served: dict[str, str] = {}  # tokens by model
-        self._retiring: dict[str, tuple[weakref.ref[Any], Callable[[], None]]] = {}
+        self._retiring: dict[str, tuple[LastRequest, Callable[[], None]]] = {}
         self._failed: dict[str, tuple[Exception, float]] = {}
-        self._collect_at = 0.0
         self._lock = threading.Lock()
 
     @property
@@ -171,19 +167,12 @@ class VersionSync:
     def _free(self, keep: set[str]) -> None:
         """Free versions that are not in ``keep``, once nothing refers to their lookups."""
         for token in self._opened.keys() - keep:
-            self._retiring[token] = _retirement_of(self._opened.pop(token))
-            self._collect_at = time.monotonic() + _COLLECT_EVERY_S
-        if self._retiring and time.monotonic() > self._collect_at:
-            gc.collect()
-            self._collect_at = time.monotonic() + _COLLECT_EVERY_S
-        for token, (engine, close) in [*self._retiring.items()]:
-            if engine() is None:
+            last_request = LastRequest(self._opened[token].served.engine)
+            self._retiring[token] = last_request, self._opened.pop(token).close
+        for token, (last_request, close) in [*self._retiring.items()]:
+            if last_request.has_finished():
                 close()
                 del self._retiring[token]
-
-
-def _retirement_of(opened: OpenedVersion) -> tuple[weakref.ref[Any], Callable[[], None]]:
-    return weakref.ref(opened.served.engine), opened.close
 
 
 class SyncedModels(OpenModels):

@@ -11,7 +11,7 @@ from benchmarks.peers.process import free_ports
 from hps.config.model_schema import ModelSpec
 from hps.errors import ModelError, NotFound, TierError, Unavailable, Unsupported
 from hps.models.version_writer import write_version
-from hps.node import version_retirement as retiring
+from hps.node import version_retirement
 from hps.node.streams import UpdateStreams
 from hps.observability import metric_names as m
 from hps.observability.metric_table import METRICS
@@ -70,7 +70,7 @@ def families(node):
 
 def settled(node):
     """Wait until retired versions are freed."""
-    until(lambda: not any(thread.is_alive() for thread in node.control._retiring.threads))
+    until(lambda: node.control._retirement.is_idle)
 
 
 def cached(node):
@@ -272,7 +272,7 @@ def test_rows_a_request_was_on_are_dropped_when_it_ends(node, repository):
 
 
 def test_rows_that_cannot_be_dropped_now_are_dropped_later(node, repository, monkeypatch):
-    monkeypatch.setattr(retiring, "_DROP_AGAIN_S", 0.01)
+    monkeypatch.setattr(version_retirement, "_DROP_AGAIN_S", 0.01)
     rocksdb = node.control._stores._rocksdb
     drop, refused = rocksdb.drop, []
 

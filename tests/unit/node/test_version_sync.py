@@ -79,7 +79,7 @@ def cached(tier):
 
 
 def gone(node):
-    until(lambda: not any(thread.is_alive() for thread in node.control._retiring.threads))
+    until(lambda: node.control._retirement.is_idle)
 
 
 def test_a_switch_reaches_all_that_are_attached(node, attached, settings):
