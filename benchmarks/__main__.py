@@ -17,16 +17,17 @@ from benchmarks.common import make_table
 HERE = Path(__file__).parent
 # Halves, which `frontend` and `stores` run.
 PARTS = {"frontend_servers", "frontend_triton", "stores_redis", "stores_rocksdb"}
-# By their text: some of what they import is there only where they can run.
+# Found by their text: some import packages that exist only where they can run.
 SCRIPTS = {path.stem for path in HERE.glob("*.py") if "\nBENCHMARK = " in path.read_text()}
 NAMES = sorted(SCRIPTS - PARTS)
 
 
 def main() -> int:
-    """Each script runs in a process of its own; exit status 1 when one breaks, or under ``--check``."""
+    """Run each script in a separate process; exit status 1 when one fails, or misses a bar under
+    ``--check``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--quick", action="store_true", help="under a minute each, for a glance")
+    parser.add_argument("--quick", action="store_true", help="shorter runs, under a minute each")
     parser.add_argument("--check", action="store_true", help="exit status 1 when a bar is not met")
     parser.add_argument(
         "--json", type=Path, metavar="FOLDER", help="keep every script's figures there"
@@ -47,7 +48,7 @@ def main() -> int:
 
 
 def run(name: str, file: Path, *, quick: bool) -> list[dict[str, Any]]:
-    """The bars of one script's run; empty when it broke (it has said why)."""
+    """Run one script and return its bars; empty when it failed, which it has reported."""
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(file)]
     done = subprocess.run([*command, "--quick"] if quick else command)

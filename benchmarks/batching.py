@@ -1,16 +1,16 @@
-"""What batching requests together gains, and what it costs where there is nothing to batch.
+"""Throughput of dynamic batching, and its cost where there is nothing to batch.
 
 Predictions of few samples by a network of 0.5 M parameters in the process (overload_scene.py), one and 32 in
-flight, asked of servers that differ in `server.batching`:
+flight, are sent to servers that differ in `server.batching`:
 
 * off, the default;
-* on: batches of what waits already;
-* on with a delay of 1 ms for others to come;
+* on: batches of the requests that are already queued;
+* on with a delay of 1 ms for further requests;
 
-and lookups of 26 keys from memory, which wait for nothing, one in flight. The servers have one core, the load
-generator another; they take turns. The floor is the server without batching. The bars are that batching loses
-nothing here; where a run has a price of its own (a GPU, another process) it is not measured.
-"""
+and lookups of 26 keys from memory, which never wait, one in flight. The servers share one core, the load
+generator has another; the servers run alternately. The floor is the server without batching. The bars require
+that batching costs nothing here. Networks with a fixed cost per run (a GPU, another process) are not
+measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import orjson
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.load import http_request
 from benchmarks.measure import Spread, alternate, ratio, versions
-from benchmarks.open_loop import Seen, closed_loop
+from benchmarks.open_loop import LoadResult, closed_loop
 from benchmarks.overload_scene import FEATURES, ROWS, rest_request, write_model
 from benchmarks.peers.hps_server import start_hps
 from benchmarks.peers.process import cores
@@ -70,12 +70,12 @@ def run(options: Options) -> Report:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         core, client = cores()
-        asked: dict[str, str] = {}
+        addresses: dict[str, str] = {}
         for i, (name, batching) in enumerate(SERVERS.items()):
             home = folder / str(i)
             write_model(home / "models")
             server = start_hps(home, limits={"batching": batching}, core=core)
-            asked[name] = stack.enter_context(server).address
+            addresses[name] = stack.enter_context(server).address
         if client is not None:
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
             os.sched_setaffinity(0, {client})
@@ -86,9 +86,9 @@ def run(options: Options) -> Report:
             ("one", f"predictions of {SAMPLES} samples, one in flight", scores, 1),
             ("lookup", f"lookups of {FEATURES} keys, one in flight", keys, 1),
         ):
-            runs: dict[str, Callable[[], Seen]] = {
+            runs: dict[str, Callable[[], LoadResult]] = {
                 name: partial(closed_loop, address, requests, connections, seconds)
-                for name, address in asked.items()
+                for name, address in addresses.items()
             }
             for each in runs.values():
                 each()
@@ -97,9 +97,11 @@ def run(options: Options) -> Report:
     return report
 
 
-def record(report: Report, value: str, title: str, seen: dict[str, list[Seen]]) -> None:
-    rates = {name: [run.goodput for run in runs] for name, runs in seen.items()}
-    medians = {n: [float(np.median(run.of(ok=True))) for run in runs] for n, runs in seen.items()}
+def record(report: Report, value: str, title: str, results: dict[str, list[LoadResult]]) -> None:
+    rates = {name: [run.goodput for run in runs] for name, runs in results.items()}
+    medians = {
+        n: [float(np.median(run.of(ok=True))) for run in runs] for n, runs in results.items()
+    }
     judged = rates if value == "many" else medians
     report.values[value] = ratio(judged["on"], judged["off"]).median
     report.tables[title] = [
@@ -110,7 +112,7 @@ def record(report: Report, value: str, title: str, seen: dict[str, list[Seen]]) 
             "p50 ms": f"{Spread.of(medians[name]).median * 1e3:.3f}",
             "p99 ms": f"{np.median([np.quantile(r.of(ok=True), 0.99) for r in runs]) * 1e3:.3f}",
         }
-        for name, runs in seen.items()
+        for name, runs in results.items()
     ]
     report.figures[value] = {"per_second": rates, "median_s": medians}
 

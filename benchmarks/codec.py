@@ -1,15 +1,15 @@
-"""What decoding and encoding update messages costs: HPS's wire format and the native one.
+"""Speed of decoding and encoding update messages: HPS's wire format and the native one.
 
 Polls of 16,384 rows of dim 32, in messages as full as producers make them (256 KiB) and in messages of
-4 KiB, as they come when rows are sent at once; million rows per second of CPU time on one thread, all sides
-taking turns.
+4 KiB, as when rows are sent immediately; million rows per second of CPU time on one thread. The sides
+alternate.
 
 Peers: a plain NumPy decoder, message by message (`numpy.frombuffer` with a record type, then one
 concatenation; for the native format the NumPy twin), and `struct`, row by row. Floor: a copy of the same
-bytes into memory that is there already; ours allocates what it returns, and checks what it reads.
+bytes into memory that is already allocated; ours allocates its results and checks its input.
 
-Bars: of the copy's speed, ours must reach half with HPS's format and a third with the native one, whose
-checksum reads everything once more. In messages of 4 KiB it must be 8 times as fast as NumPy.
+Bars: ours must reach half of the copy's speed with HPS's format, and a third with the native one, whose
+checksum reads everything a second time. In messages of 4 KiB it must be 8 times as fast as NumPy.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def timed(call: Callable[[], object], times: int) -> Callable[[], float]:
 def sides(
     kind: str, full: int, changes: TableChanges, quick: bool
 ) -> dict[str, Callable[[], float]]:
-    """What takes turns, for one format and size of message."""
+    """Functions to compare, for one format and size of message."""
     keys, vectors = changes.keys, changes.vectors
 
     def encode() -> list[bytes]:

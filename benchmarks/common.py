@@ -1,6 +1,6 @@
-"""What every benchmark shares: arguments, bars, digests, tables, verdicts.
+"""Arguments, bars, digests, tables and verdicts of every benchmark.
 
-A script describes itself as data and hands over a function that measures::
+A script describes itself as data and passes a function that measures::
 
     BENCHMARK = Benchmark(
         name="rest", title="…", run=run, measured=("hps", "services"),
@@ -81,7 +81,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Options:
-    """``quick``: under a minute, for a glance. ``seed`` makes the keys."""
+    """``quick``: a shorter run, under a minute. ``seed``: of the random keys."""
 
     quick: bool = False
     seed: int = 1
@@ -89,7 +89,7 @@ class Options:
 
 @dataclass
 class Report:
-    """What a run found. ``values``: bar name -> value. ``tables``: title -> rows, each a mapping from
+    """Results of a run. ``values``: bar name -> value. ``tables``: title -> rows, each a mapping from
     column to text or number. ``figures``: everything else worth recording, JSON-able."""
 
     values: dict[str, float] = field(default_factory=dict)
@@ -102,8 +102,9 @@ class Report:
 class Benchmark:
     """``measured`` are the paths, relative to the repository, whose change makes a recording stale.
 
-    ``helpers`` are what it measures with. ``lacking()`` says what this machine lacks to run it (a GPU,
-    say), or None; then a recording in ``benchmarks/results/NAME.json`` is judged instead.
+    ``helpers`` are the paths of the load generators and peers. ``missing_requirement()`` returns what this
+    machine is missing to run it (a GPU, say), or None; if it is missing, the recording in
+    ``benchmarks/results/NAME.json`` is judged instead.
     """
 
     name: str
@@ -111,7 +112,7 @@ class Benchmark:
     run: Callable[[Options], Report]
     bars: tuple[Bar, ...]
     measured: tuple[str, ...]
-    lacking: Callable[[], str | None] = lambda: None
+    missing_requirement: Callable[[], str | None] = lambda: None
     helpers: tuple[str, ...] = HELPERS
 
     @property
@@ -119,7 +120,7 @@ class Benchmark:
         return ROOT / "benchmarks/results" / f"{self.name}.json"
 
     def digest(self) -> str:
-        """Of the script, its helpers and the measured sources."""
+        """SHA-256 of the script, its helpers and the measured sources."""
         files = {ROOT / "benchmarks" / f"{self.name}.py"}
         for place in (*self.helpers, *self.measured):
             path = ROOT / place
@@ -136,9 +137,10 @@ class Benchmark:
 
 
 def main(benchmark: Benchmark, arguments: Sequence[str] | None = None) -> int:
-    """Run (or read), print, judge. Exit status 1 under ``--check`` when a bar is not met."""
+    """Run the benchmark, or read a recording; print and judge it. Exit status 1 under ``--check`` when a bar
+    is not met."""
     options = _parse(benchmark, arguments)
-    if options.results is None and (reason := benchmark.lacking()):
+    if options.results is None and (reason := benchmark.missing_requirement()):
         print(f"{benchmark.name}: {reason}; judging the recording instead", file=sys.stderr)
         options.results = benchmark.recording
     if options.results is not None:
@@ -161,7 +163,7 @@ def _parse(benchmark: Benchmark, arguments: Sequence[str] | None) -> argparse.Na
         prog=f"python -m benchmarks.{benchmark.name}", description=benchmark.title
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="under a minute, for a glance")
+    add("--quick", action="store_true", help="a shorter run, under a minute")
     add("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     add("--check", action="store_true", help="exit status 1 when a bar is missed or unmeasured")
     add("--results", type=Path, metavar="FILE", help="judge a recorded file instead of running")
@@ -191,7 +193,7 @@ def _measure(benchmark: Benchmark, options: Options) -> dict[str, Any]:
 
 
 def judge(bars: Sequence[Bar], values: Mapping[str, float]) -> list[dict[str, Any]]:
-    """One row per bar. Raises ValueError for a value that no bar asked for (a misspelt name)."""
+    """One row per bar. Raises ValueError for a value without a bar (a misspelt name)."""
     unknown = set(values) - {bar.name for bar in bars}
     if unknown:
         raise ValueError(f"values without a bar: {sorted(unknown)}")
@@ -208,7 +210,7 @@ def judge(bars: Sequence[Bar], values: Mapping[str, float]) -> list[dict[str, An
 
 
 def read_record(benchmark: Benchmark, path: Path) -> dict[str, Any]:
-    """A recorded run, judged by today's bars; every bar counts as missed when the sources changed."""
+    """A recorded run, judged by the present bars; every bar counts as missed when the sources changed."""
     try:
         record: dict[str, Any] = json.loads(path.read_text())
         values = {row["name"]: row["value"] for row in record["bars"] if row["value"] is not None}

@@ -1,4 +1,4 @@
-"""Who uses the cores: the CPU time of threads and processes, as the kernel counts it."""
+"""CPU time of threads and processes, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import psutil
 
 
 class CoreTimes:
-    """CPU seconds until now, of this process' threads by name and of the processes that it started, some of
-    which have the names given: ``processes``."""
+    """CPU seconds until now of this process' threads and of its child processes, by name.
+
+    ``processes``: name -> PID of children that are not to be listed under their program's name."""
 
     def __init__(self, processes: Mapping[str, int]) -> None:
         self._used: dict[str, float] = {}

@@ -1,27 +1,27 @@
-"""What a row in the CPU cache costs, against the memory's own speed.
+"""Cost of reading a row from the CPU cache, relative to the speed of memory.
 
 A table of 5 million rows of float32 (dim 128: two million where memory is short; ``--quick``: half a
 million, one thread), all in the cache, keys any int64; batches of 26 × 64 and 26 × 1,024 keys,
 Zipf-distributed with s = 0.85 (and 1.05, and uniform) over rows in random order; one thread, and two.
-Recency is kept, readers are safe beside a writer.
+Recency is kept; readers are safe while a writer runs.
 
-* hps: `CpuCache.gather`, the way of a request whose every row is in memory;
+* hps: `CpuCache.gather`, which serves requests whose every row is in memory;
 * hps fetch: `CpuCache.fetch`, which reports each key's version and source too;
 * the floor: rows copied by numbers known in advance, with prefetch, the same instructions, in huge
-  pages as the cache's are: what is left of a lookup when nothing has to be found;
+  pages like the cache's: a lookup without its search;
 * numpy: ``searchsorted`` on sorted keys, then ``take``;
-* fbgemm, embedding_bag: FBGEMM's and PyTorch's embedding bags on dense row numbers, which look for no
-  key; in an environment and processes of their own (``make bench-peers``). ``benchmarks/cpu_pooling.py``
-  has what is compared with them. They are judged as they are installed, because that is what their users
-  get: PyTorch leaves its tables in pages of 4 KiB, whose walks cost it more the longer a row is. The
-  cache asks for huge pages by itself (`tiers.cpu_cache.huge_pages`). Told to do the same
-  (``THP_MEM_ALLOC_ENABLE=1``) PyTorch stands in columns of its own, which no bar judges.
+* fbgemm, embedding_bag: FBGEMM's and PyTorch's embedding bags on dense row numbers, which search for no
+  key; in a separate environment and separate processes (``make bench-peers``), by
+  ``benchmarks/cpu_pooling.py``. They are judged as installed, because their users run them so: PyTorch
+  leaves its tables in pages of 4 KiB, and page walks cost more the longer a row is. The cache requests
+  huge pages itself (`tiers.cpu_cache.huge_pages`). PyTorch configured to do the same
+  (``THP_MEM_ALLOC_ENABLE=1``) has separate columns, which no bar judges.
 
-Sides take turns, round by round; the figure is CPU time of the calling thread per key, each round over
+Sides alternate, round by round; the figure is CPU time of the calling thread per key, each round over
 batches that no cache of the processor holds; ratios are taken round by round and their median is judged.
 The whole call from Python is the best of many (the least disturbed). p99 is of single calls, 26 × 64
-keys, while a thread of the same process inserts 200,000 rows/s, against the same without, in turns.
-What a whole request costs a server whose rows are in this cache is measured by ``benchmarks/rest.py``.
+keys, while a thread of the same process inserts 200,000 rows/s, relative to the same calls without it.
+``benchmarks/rest.py`` measures the cost of a whole request to a server whose rows are in this cache.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ BARS = (
     Bar("memory_32", "dim 32: bytes / raw bytes of keys, versions, rows", at_most=1.15),
     Bar("memory_128", "dim 128: bytes / raw bytes of keys, versions, rows", at_most=1.15),
     Bar("call", "the whole call from Python for 26 keys, µs (bar: over the C++ call)", at_most=2),
-    Bar("p99", "26 × 64 keys: p99 beside a writer / without", at_most=2),
+    Bar("p99", "26 × 64 keys: p99 with a writer / without", at_most=2),
     *POOLING_BARS,
     Bar("fbgemm_32", "dim 32, 26 × 1,024 keys: FBGEMM on row numbers / hps", at_least=1.15),
     Bar("fbgemm_128", "dim 128, 26 × 1,024 keys: FBGEMM on row numbers / hps", at_least=1.4),
@@ -73,21 +73,21 @@ def sides(
 ) -> dict[str, Callable[[], float]]:
     """Every side's measurement over ``numbers (batches, keys)`` of rows."""
     batches, n = numbers.shape
-    asked = scene.keys[numbers]
+    keys = scene.keys[numbers]
     out = aligned(n, scene.table.dim)
-    part = Part.make(scene.table, asked[0], out)
+    part = Part.make(scene.table, keys[0], out)
     everything = part.missing
 
     def hps(batch: int) -> None:
-        if not scene.cache.gather([(scene.table, asked[batch], out)]):
+        if not scene.cache.gather([(scene.table, keys[batch], out)]):
             raise RuntimeError("a row is missing")
 
     def fetch(batch: int) -> None:
-        part.keys, part.missing = asked[batch], everything
+        part.keys, part.missing = keys[batch], everything
         scene.cache.fetch([part], FetchContext())
 
     def numpy(batch: int) -> None:
-        at = scene.order[np.searchsorted(scene.sorted_keys, asked[batch])]
+        at = scene.order[np.searchsorted(scene.sorted_keys, keys[batch])]
         np.take(scene.rows, at, axis=0, out=out, mode="clip")
 
     hps(0)
@@ -146,7 +146,7 @@ def _fbgemm_bar(dim: int, keys: int) -> str:
 
 
 def call_us(scene: Scene) -> float:
-    """The best of many calls for 26 keys."""
+    """Shortest of many calls for 26 keys, µs."""
     asks = [(scene.table, scene.keys[:26], np.empty((26, scene.table.dim), np.float32))]
     best = sys.maxsize
     for _ in range(20_000):
@@ -158,8 +158,8 @@ def call_us(scene: Scene) -> float:
 
 @contextmanager
 def writing(scene: Scene) -> Iterator[None]:
-    """Meanwhile another thread inserts WRITES_PER_S rows a second: half of them new versions, half new
-    keys, in steps of 1,000."""
+    """Insert WRITES_PER_S rows a second on another thread until the block ends: half new versions, half
+    new keys, in steps of 1,000."""
     stop = threading.Event()
 
     def write() -> None:
@@ -183,7 +183,7 @@ def writing(scene: Scene) -> Iterator[None]:
 
 
 def p99_us(scene: Scene, numbers: NDArray[np.int64], *, written: bool) -> float:
-    """Of the wall time of single fetches; a key that the writer drove out is a miss like others."""
+    """99th percentile of the wall time of single fetches, µs; a key that the writer evicted is a miss."""
     part = Part.make(scene.table, scene.keys[numbers[0]])
     everything, took = part.missing, []
 
@@ -202,18 +202,18 @@ def p99_us(scene: Scene, numbers: NDArray[np.int64], *, written: bool) -> float:
     return float(np.percentile(took, 99)) / 1e3
 
 
-def beside_a_writer(
+def compare_with_writer(
     scene: Scene, report: Report, random: np.random.Generator, *, quick: bool
 ) -> None:
     numbers = zipf_keys(random, len(scene.keys), (1_000 if quick else 4_000, SMALL))
     took = alternate(
         {
             "alone": partial(p99_us, scene, numbers, written=False),
-            "beside a writer": partial(p99_us, scene, numbers, written=True),
+            "with a writer": partial(p99_us, scene, numbers, written=True),
         },
         3 if quick else 7,
     )
-    report.values["p99"] = ratio(took["beside a writer"], took["alone"]).median
+    report.values["p99"] = ratio(took["with a writer"], took["alone"]).median
     report.figures["p99 µs"] = took
     report.tables["26 × 64 keys: p99 of a fetch, µs"] = [
         {name: f"{Spread.of(times):.0f}" for name, times in took.items()}
@@ -223,8 +223,8 @@ def beside_a_writer(
 def run(options: Options) -> Report:
     report = Report(figures={"versions": versions("numpy"), "kernels": _core.cache_kernels()})
     random, quick = np.random.default_rng(options.seed), options.quick
-    everywhere = os.sched_getaffinity(0)
-    one = {max(everywhere)}
+    all_cores = os.sched_getaffinity(0)
+    one = {max(all_cores)}
     os.sched_setaffinity(0, one)  # the peers inherit it
     with peers(report) as bags:
         for dim in (32, 128):
@@ -235,11 +235,11 @@ def run(options: Options) -> Report:
             compare_pooling(scene, report, random, bags, quick=quick)
             if dim == 32:
                 report.values["call"] = call_us(scene)
-                os.sched_setaffinity(0, everywhere)  # the writer has a core of its own
-                beside_a_writer(scene, report, random, quick=quick)
+                os.sched_setaffinity(0, all_cores)  # the writer has a separate core
+                compare_with_writer(scene, report, random, quick=quick)
                 os.sched_setaffinity(0, one)
             del scene
-    os.sched_setaffinity(0, everywhere)
+    os.sched_setaffinity(0, all_cores)
     if not quick:
         compare_threads(report, random)
     return report
@@ -258,7 +258,7 @@ BENCHMARK = Benchmark(
     bars=BARS,
     measured=("hps/native", "hps/tiers/cpu/cache.py", "hps/tiers/cpu/cache_reads.py"),
     helpers=(*HELPERS, "benchmarks/cpu_pooling.py", "benchmarks/cpu_scene.py"),
-    lacking=lambda: None if COMPILED else "the native core is not built",
+    missing_requirement=lambda: None if COMPILED else "the native core is not built",
 )
 
 if __name__ == "__main__":

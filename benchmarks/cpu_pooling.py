@@ -1,4 +1,4 @@
-"""What `benchmarks.cpu_cache` compares with embedding bags on dense row numbers: sums, and two threads."""
+"""Sums of rows, and two threads, against embedding bags on dense row numbers; part of `cpu_cache`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class Peers:
         total: float,
         threads: int = 1,
     ) -> dict[str, Callable[[], float]]:
-        """Measurements over ``numbers (batches, n)`` of rows. Raises RuntimeError unless everyone's answer
-        to the first batch adds up to ``total``."""
+        """Measurements over ``numbers (batches, n)`` of rows.
+
+        Raises RuntimeError unless every side's result for the first batch adds up to ``total``."""
         sides: dict[str, Callable[[], float]] = {}
         for pages, each in self._processes.items():
             sums = each.keys(numbers, hotness)
@@ -67,7 +68,7 @@ class Peers:
 
 @contextmanager
 def peers(report: Report) -> Iterator[Peers | None]:
-    """None, and a note, where they were not set up."""
+    """Start the peers; yields None, and adds a note, if they are not set up."""
     try:
         python = require("fbgemm").python
     except PeerMissing as missing:
@@ -117,11 +118,11 @@ def _sides(
     scene: Scene, numbers: NDArray[np.int64], hotness: int, bags: Peers | None
 ) -> dict[str, Callable[[], float]]:
     batches, n = numbers.shape
-    asked = scene.keys[numbers]
+    keys = scene.keys[numbers]
     out = aligned(n // hotness, scene.table.dim)
 
     def hps(batch: int) -> None:
-        ours = Bags(scene.table, asked[batch], out)
+        ours = Bags(scene.table, keys[batch], out)
         if not scene.cache.gather([], [ours]) or ours.missing is not None:
             raise RuntimeError("a row is missing")
 
@@ -133,7 +134,7 @@ def _sides(
 
 
 def compare_threads(report: Report, random: np.random.Generator) -> None:
-    """Two threads: time per key by the wall, 26 × 1,024 keys, dim 32, Zipf 0.85, rows and sums of 20."""
+    """Two threads: wall time per key, 26 × 1,024 keys, dim 32, Zipf 0.85, rows and sums of 20."""
     if len(os.sched_getaffinity(0)) < 2:
         report.notes.append("One core: two threads were not measured.")
         return
@@ -141,7 +142,7 @@ def compare_threads(report: Report, random: np.random.Generator) -> None:
     with peers(report) as bags:
         if bags is not None:
             bags.table(len(scene.keys), 32)
-        report.tables["dim 32, two threads: ns of the wall's clock per key"] = [
+        report.tables["dim 32, two threads: ns of wall time per key"] = [
             _threads(scene, report, random, bags, hotness) for hotness in (1, 20)
         ]
 
@@ -155,9 +156,9 @@ def _threads(
 ) -> dict[str, str]:
     n = BAGS * 16 if hotness == 1 else BAGS * hotness
     numbers = zipf_keys(random, len(scene.keys), (4_000_000 // n, n))
-    asked, out = scene.keys[numbers], aligned(n // hotness, 32)
+    batches, out = scene.keys[numbers], aligned(n // hotness, 32)
 
-    def ask(keys: NDArray[np.int64]) -> None:
+    def read(keys: NDArray[np.int64]) -> None:
         if hotness == 1:
             scene.cache.gather([(scene.table, keys, out)])
         else:
@@ -165,13 +166,13 @@ def _threads(
 
     def hps() -> float:
         start = time.perf_counter_ns()
-        for keys in asked:
-            ask(keys)
-        return (time.perf_counter_ns() - start) / asked.size
+        for keys in batches:
+            read(keys)
+        return (time.perf_counter_ns() - start) / batches.size
 
     sides: dict[str, Callable[[], float]] = {"hps": hps}
     if bags is not None:
-        ask(asked[0])
+        read(batches[0])
         sides |= bags.sides(SIDES, numbers, hotness, out.astype(np.float64).sum(), threads=2)
     took = alternate(sides, 5)
     report.figures[f"two threads, hotness {hotness}"] = took

@@ -1,4 +1,4 @@
-"""What `benchmarks.cpu_cache` measures on: a full cache, and the same rows by number."""
+"""Data of `benchmarks.cpu_cache`: a full cache, and the same rows by number."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray
 
 
 def aligned(count: int, dim: int) -> VectorArray:
-    """(count, dim) float32 at the start of a huge page; NumPy asks for huge pages itself. Elsewhere rows
-    of 128 bytes would lie across three cache lines, and the floor be too high."""
+    """(count, dim) float32 at the start of a huge page; NumPy requests huge pages itself.
+
+    Unaligned rows of 128 bytes would span three cache lines and make the floor too slow."""
     memory = np.empty(count * dim * 4 + (2 << 20), np.uint8)
     start = -memory.ctypes.data % (2 << 20)
     return memory[start : start + count * dim * 4].view(np.float32).reshape(count, dim)
@@ -23,7 +24,7 @@ def aligned(count: int, dim: int) -> VectorArray:
 
 @dataclass(frozen=True)
 class Scene:
-    """A full cache, the same rows by number, and what NumPy needs."""
+    """A full cache, the same rows by number, and the sorted keys that NumPy needs."""
 
     table: EmbeddingTable
     cache: CpuCache
@@ -46,7 +47,7 @@ class Scene:
                 table, some, rows[start : start + len(some)], np.ones(len(some), np.uint64)
             )
         if cache.size(table) != count:
-            raise RuntimeError(f"{count - cache.size(table)} of {count} rows found no room")
+            raise RuntimeError(f"{count - cache.size(table)} of {count} rows do not fit")
         order = np.argsort(keys)
         return Scene(table, cache, keys, rows, order, keys[order])
 
@@ -60,5 +61,5 @@ def cpu_ns(work: Callable[[int], object], batches: int, keys: int) -> float:
 
 
 def rounds(s: float, *, quick: bool) -> int:
-    """How many times the sides take turns; bars judge Zipf 0.85."""
+    """Number of rounds; the bars judge Zipf 0.85."""
     return 5 if s == 0.85 and not quick else 3

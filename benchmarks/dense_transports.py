@@ -1,4 +1,4 @@
-"""What a run of the dense network costs: in the process, or in a Triton by each of the ways to ask it.
+"""Latency of a run of the dense network: in the process, or in Triton over each transport.
 
 A network of half a million parameters (845 inputs, of which 832 are pooled vectors; layers of 512, 128 and 1)
 is run for batches of 1, 64 and 1,024 samples by
@@ -8,10 +8,9 @@ is run for batches of 1, 64 and 1,024 samples by
 * HTTP + memory, gRPC + memory: its tensors in memory shared with Triton.
 
 Triton runs it in a Python model over the same ONNX Runtime with one thread (`hps triton export --dense
-python`), dynamic batching on; `make bench-peers` sets it up. One caller at a time, so the figure is what a
-request waits. The ways take turns for several rounds; a round's figure is the median of its runs, and ratios
-are taken round by round.
-"""
+python`), dynamic batching on; `make bench-peers` sets it up. There is one caller at a time, so the figure is
+a request's latency. The transports alternate for several rounds; a round's figure is the median of its runs,
+and ratios are taken round by round."""
 
 from __future__ import annotations
 
@@ -57,17 +56,17 @@ SPEC = {
     "max_batch_size": max(BATCHES),
 }
 
-# What docs/triton.md advises.
+# The advice of docs/triton.md.
 BARS = (
     Bar("small", "batch 1: HTTP / gRPC", at_most=1.0),
     Bar("middle", "batch 64: HTTP / gRPC", at_most=1.0),
     Bar("large", "batch 1,024: gRPC + memory / gRPC", at_most=0.9),
-    Bar("exact", "largest difference of a score from the process's own, in 1e-6", at_most=1.0),
+    Bar("exact", "largest difference of a score from that of the process, in 1e-6", at_most=1.0),
 )
 
 
 def network(random: np.random.Generator) -> bytes:
-    """An MLP with ReLU between its layers and a sigmoid behind them."""
+    """An MLP with ReLU between its layers and a sigmoid at the end, as ONNX."""
     from onnx import TensorProto, helper, numpy_helper
 
     def tensor(name: str, width: int) -> Any:
@@ -90,8 +89,8 @@ def network(random: np.random.Generator) -> bytes:
 
 
 @contextmanager
-def ways(random: np.random.Generator) -> Iterator[dict[str, DenseModel]]:
-    """The same network, by the way it is asked."""
+def transports(random: np.random.Generator) -> Iterator[dict[str, DenseModel]]:
+    """The same network by the name of its transport."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rows = {"vectors": (np.arange(1), np.zeros((1, VECTORS), np.float32))}
@@ -126,7 +125,7 @@ def ways(random: np.random.Generator) -> Iterator[dict[str, DenseModel]]:
 
 
 def timed(model: DenseModel, inputs: Inputs, seconds: float) -> float:
-    """The median of a run, in ms."""
+    """Median time of a run, ms."""
     took: list[float] = []
     until = time.perf_counter() + seconds
     while (begun := time.perf_counter()) < until or len(took) < 5:
@@ -141,7 +140,7 @@ def run(options: Options) -> Report:
     report = Report()
     found: dict[int, Mapping[str, list[float]]] = {}
     worst = 0.0
-    with ways(random) as models:
+    with transports(random) as models:
         for batch in BATCHES:
             inputs = {
                 "vectors": random.standard_normal((batch, VECTORS), np.float32),
@@ -171,7 +170,7 @@ def run(options: Options) -> Report:
     return report
 
 
-def _lacking() -> str | None:
+def _missing_requirement() -> str | None:
     return (
         None if ENVIRONMENTS["triton"].ready() else "Triton is not set up: run `make bench-peers`"
     )
@@ -183,7 +182,7 @@ BENCHMARK = Benchmark(
     run=run,
     bars=BARS,
     measured=("hps/dense", "hps/triton"),
-    lacking=_lacking,
+    missing_requirement=_missing_requirement,
 )
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""One process against front ends and lookup nodes on the same machine: what the way between them costs.
+"""One process against front ends and lookup nodes on the same machine: the cost of the network hop.
 
-Requests over REST, by connections that last:
+Requests over REST, on keep-alive connections:
 
 * predictions of 8 samples (26 features, 13 dense numbers, a network of 0.5 M parameters) and lookups of 26
-  keys, one in flight: what the hop adds to the median;
-* lookups of 26 × 256 keys, one in flight: the same where vectors are what is sent (416 KiB of them);
+  keys, one in flight: the time that the hop adds to the median;
+* lookups of 26 × 256 keys, one in flight: the same for large answers (416 KiB of vectors);
 * predictions, 16 in flight: CPU time of all processes a request, and answers a second, of one process and of
   a front end over 1, 2 and 4 lookup nodes.
 
-All servers share one core, the load generator has another; they take turns. So several lookup nodes can't be
-quicker here, and the core changes between more processes: what is judged is that the front end spreads over
-them for nothing. Rows are in every node's memory.
+All servers share one core, the load generator has another; the servers run alternately. Several lookup nodes
+cannot be faster here, since the core switches between more processes: the bars require that spreading lookups
+over them costs the front end nothing. Rows are in every node's memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import orjson
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.load import http_request
 from benchmarks.measure import Spread, alternate, ratio, versions
-from benchmarks.open_loop import Seen, closed_loop
+from benchmarks.open_loop import LoadResult, closed_loop
 from benchmarks.overload_scene import FEATURES, ROWS, rest_request, write_model
 from benchmarks.peers.hps_server import Hps, start_hps
 from benchmarks.peers.process import cores
@@ -52,40 +52,40 @@ BARS = (
 class Side:
     """A front end, or a server that does everything, and the lookup nodes behind it."""
 
-    asked: Hps
+    server: Hps
     nodes: Sequence[Hps] = ()
 
     def run(self, requests: Sequence[bytes], connections: int, seconds: float) -> Run:
-        before = [server.cpu_seconds() for server in (self.asked, *self.nodes)]
-        seen = closed_loop(self.asked.address, requests, connections, seconds)
-        after = [server.cpu_seconds() for server in (self.asked, *self.nodes)]
+        before = [server.cpu_seconds() for server in (self.server, *self.nodes)]
+        load = closed_loop(self.server.address, requests, connections, seconds)
+        after = [server.cpu_seconds() for server in (self.server, *self.nodes)]
         front, *nodes = [b - a for a, b in zip(before, after, strict=True)]
-        return Run(seen, front, sum(nodes))
+        return Run(load, front, sum(nodes))
 
 
 @dataclass(frozen=True)
 class Run:
-    """CPU seconds of the process that is asked, and of the nodes together."""
+    """Result of a run; CPU seconds of the process that received the requests, and of the nodes together."""
 
-    seen: Seen
+    load: LoadResult
     front_s: float
     nodes_s: float
 
     def __post_init__(self) -> None:
-        if set(self.seen.statuses) != {200}:
-            raise RuntimeError(f"answers other than 200: {set(self.seen.statuses)}")
+        if set(self.load.statuses) != {200}:
+            raise RuntimeError(f"answers other than 200: {set(self.load.statuses)}")
 
     @property
     def median_s(self) -> float:
-        return float(np.median(self.seen.latencies))
+        return float(np.median(self.load.latencies))
 
     @property
     def cpu_us(self) -> float:
-        return (self.front_s + self.nodes_s) / len(self.seen.statuses) * 1e6
+        return (self.front_s + self.nodes_s) / len(self.load.statuses) * 1e6
 
     @property
     def nodes_us(self) -> float:
-        return self.nodes_s / len(self.seen.statuses) * 1e6
+        return self.nodes_s / len(self.load.statuses) * 1e6
 
 
 def lookup_request(seed: int, keys: int) -> bytes:
@@ -118,8 +118,8 @@ def start(folder: Path, core: int | None, stack: ExitStack) -> dict[str, Side]:
     sides = {ALONE: Side(server("alone", "all"))}
     nodes = [server(f"lookup-{i}", "lookup") for i in range(max(NODES))]
     for count in NODES:
-        asked = {"nodes": [node.grpc for node in nodes[:count]]}
-        front = server(f"frontend-{count}", "frontend", lookup=asked)
+        lookup = {"nodes": [node.grpc for node in nodes[:count]]}
+        front = server(f"frontend-{count}", "frontend", lookup=lookup)
         sides[f"split, {count} lookup node{'s' * (count > 1)}"] = Side(front, nodes[:count])
     return sides
 
@@ -162,7 +162,7 @@ def lookups(keys: int) -> list[bytes]:
 
 
 def added(found: dict[str, list[Run]], alone: str, split: str) -> list[float]:
-    """By how many ms the median is longer, round by round."""
+    """Ms that the hop adds to the median, round by round."""
     pairs = zip(found[split], found[alone], strict=True)
     return [(one.median_s - other.median_s) * 1e3 for one, other in pairs]
 
@@ -183,8 +183,8 @@ def show(report: Report, title: str, found: dict[str, list[Run]]) -> None:
             "": name,
             "p50 ms": f"{Spread.of([run.median_s * 1e3 for run in runs]):.3f}",
             "added ms": "" if name == ALONE else f"{Spread.of(added(found, ALONE, name)):.3f}",
-            "p99 ms": f"{np.median([np.quantile(run.seen.latencies, 0.99) for run in runs]) * 1e3:.3f}",
-            "answers/s": f"{Spread.of([run.seen.goodput for run in runs]).median:.0f}",
+            "p99 ms": f"{np.median([np.quantile(run.load.latencies, 0.99) for run in runs]) * 1e3:.3f}",
+            "answers/s": f"{Spread.of([run.load.goodput for run in runs]).median:.0f}",
             "CPU µs": f"{Spread.of([run.cpu_us for run in runs]).median:.0f}",
             "at nodes": f"{Spread.of([run.nodes_us for run in runs]).median:.0f}",
         }
@@ -193,7 +193,7 @@ def show(report: Report, title: str, found: dict[str, list[Run]]) -> None:
     report.figures[title] = {
         name: {
             "median_s": [run.median_s for run in runs],
-            "per_second": [run.seen.goodput for run in runs],
+            "per_second": [run.load.goodput for run in runs],
             "cpu_us": [run.cpu_us for run in runs],
             "nodes_us": [run.nodes_us for run in runs],
         }

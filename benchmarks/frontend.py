@@ -1,9 +1,8 @@
-"""Our front end beside others that do the same work: Triton's, KServe's, MLServer's.
+"""The front end compared with others that do the same work: Triton's, KServe's, MLServer's.
 
-What is measured, against what and with which bars stands at the head of each half, which run alone as well:
-`benchmarks.frontend_triton`, where NVIDIA's perf_analyzer asks hps and Triton, and
-`benchmarks.frontend_servers`, where one small load generator asks all four.
-"""
+Each half describes its measurements and bars, and can run alone: `benchmarks.frontend_triton` sends requests
+to hps and Triton by NVIDIA's perf_analyzer, `benchmarks.frontend_servers` to all four by a small load
+generator."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ HALVES = (frontend_triton, frontend_servers)
 def run(options: Options) -> Report:
     report = Report()
     for half in HALVES:
-        if missing := half.BENCHMARK.lacking():
+        if missing := half.BENCHMARK.missing_requirement():
             report.notes.append(f"{half.BENCHMARK.name} was not measured: {missing}")
             continue
         found = half.run(options)
@@ -31,7 +30,7 @@ def run(options: Options) -> Report:
 
 BENCHMARK = Benchmark(
     name="frontend",
-    title="The front end beside Triton's, KServe's and MLServer's",
+    title="The front end against Triton's, KServe's and MLServer's",
     run=run,
     bars=tuple(bar for half in HALVES for bar in half.BARS),
     measured=(*frontend_servers.BENCHMARK.measured, "benchmarks/frontend_servers.py"),

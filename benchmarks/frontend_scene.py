@@ -2,7 +2,7 @@
 
 Two tables, 200,000 rows × 16 and 20,000 × 832 (1,024 rows of it are an answer of 3.4 MB), and a network of
 two layers over 8 features' vectors of 16. Ours finds rows by their keys in its CPU cache; the peers' custom
-models do the least a lookup can be, ``table[row_numbers]`` in NumPy, and run the network in ONNX Runtime with
+models do the minimal lookup, ``table[row_numbers]`` in NumPy, and run the network in ONNX Runtime with
 one thread, as ours does.
 """
 
@@ -36,7 +36,7 @@ MODELS = HERE / "benchmarks/peers/triton_frontend"
 ROWS, DIM, WIDE_ROWS, WIDE = 200_000, 16, 20_000, 832
 FEATURES, BATCH, HIDDEN, DISTINCT = 8, 64, 64, 64
 SHARED = 128 << 20
-"""Bytes between Triton and a Python model at first, so that they need not grow for large answers."""
+"""Initial bytes of memory shared by Triton and a Python model, so that it need not grow for large answers."""
 Keys = dict[str, NDArray[np.int64]]
 SPEC = {
     "name": "ctr",
@@ -49,8 +49,8 @@ SPEC = {
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked: our model's name and the peers', and the tensors of each request, with their batch
-    dimension. A lookup's one tensor has another name at each."""
+    """Requests: the model's name at hps and at the peers, and the tensors of each request, with their batch
+    dimension. The single tensor of a lookup is named KEYS at the peers."""
 
     title: str
     ours: str
@@ -64,12 +64,12 @@ class Work:
         return self.ours if ours else self.theirs
 
     def http(self, *, ours: bool, binary: bool = True) -> list[bytes]:
-        """The bytes of its HTTP requests; MLServer takes and gives JSON alone."""
+        """The bytes of its HTTP requests; MLServer accepts and returns only JSON."""
         path = f"/v2/models/{self.model(ours=ours)}/infer"
         return [_http(path, self.tensors(each, ours=ours), binary) for each in self.requests]
 
     def grpc(self, *, ours: bool) -> list[bytes]:
-        """Its messages."""
+        """Its gRPC messages."""
         return [
             _grpc(self.model(ours=ours), self.tensors(each, ours=ours)) for each in self.requests
         ]
@@ -105,7 +105,7 @@ def _grpc(model: str, tensors: Keys) -> bytes:
 
 
 def works(seed: int) -> dict[str, Work]:
-    """The four, by name."""
+    """The four workloads by name."""
     random = np.random.default_rng(seed)
 
     def lookup(table: str, rows: int, n: int, title: str, distinct: int = DISTINCT) -> Work:
@@ -123,7 +123,7 @@ def works(seed: int) -> dict[str, Work]:
 
 
 def write_scene(folder: Path, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Tables, networks and everybody's models; returns the tables."""
+    """Write tables, networks and all servers' models; returns the tables."""
     random = np.random.default_rng(seed)
     tables = {
         "rows": random.standard_normal((ROWS, DIM), dtype=np.float32),
@@ -145,7 +145,7 @@ def write_scene(folder: Path, seed: int) -> dict[str, NDArray[np.float32]]:
 
 
 def network(weights: Sequence[NDArray[np.float32]], parts: tuple[str, ...]) -> bytes:
-    """Two layers over ``x``, or over ``parts`` side by side: ONNX."""
+    """Two layers over ``x``, or over ``parts`` concatenated, as ONNX."""
     from onnx import TensorProto, helper, numpy_helper
 
     def tensor(name: str, width: int) -> Any:
@@ -167,9 +167,10 @@ def network(weights: Sequence[NDArray[np.float32]], parts: tuple[str, ...]) -> b
 
 
 def write_triton(folder: Path) -> None:
-    """Python models, and the ensemble that `hps triton export` would write if its lookup were this one.
-    Dynamic batching is on, because it makes Triton cheaper: several requests share a hop to Python; it makes
-    answers of megabytes dearer."""
+    """Write Python models, and the ensemble that `hps triton export` would write with this lookup.
+
+    Dynamic batching is on, because several requests then share a hop to Python, which makes Triton cheaper;
+    it is off for answers of megabytes, which it makes more expensive."""
     ids = [(f"f{i}", "INT64", 1) for i in range(FEATURES)]
     vectors, score = ("x", "FP32", FEATURES * DIM), ("score", "FP32", 1)
     dense = HERE / "hps/triton/files/dense_model.py"
@@ -222,7 +223,7 @@ def sides(
     folder: Path, names: Sequence[str], core: int | None, notes: list[str]
 ) -> Iterator[Mapping[str, Side]]:
     """Start ``names`` of hps, Triton, KServe and MLServer on ``folder``'s models; a peer that is not set up
-    is left out and said in ``notes``."""
+    is skipped, with an entry in ``notes``."""
     env = {"BENCH_FOLDER": str(folder), "BENCH_PACKAGES": sysconfig.get_path("purelib")}
     with ExitStack() as stack:
         running: dict[str, Side] = {}

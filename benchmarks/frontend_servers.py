@@ -1,16 +1,16 @@
-"""Our front end, Triton's, KServe's and MLServer's, asked by one small load generator.
+"""The front ends of hps, Triton, KServe and MLServer under one small load generator.
 
-One of `benchmarks.frontend`'s two halves; what is asked and of whom stands in `benchmarks/frontend_scene.py`.
-KServe 0.21 and MLServer 1.7 have custom models that do the same work in the server's process; they lack a
-call that perf_analyzer insists on, so all four are asked alike here: HTTP by `benchmarks/open_loop.py`, gRPC
-by `benchmarks/grpc_load.py`, keep-alive connections with one request each. Tensors are binary where the
-server has that: all but MLServer's HTTP, which has JSON alone. Every server is pinned to one core, the
-generator to another.
+One of the two halves of `benchmarks.frontend`; `benchmarks/frontend_scene.py` has requests and servers.
+KServe 0.21 and MLServer 1.7 have custom models that do the same work in the server's process. They do not
+implement a call that perf_analyzer requires, so all four get the same load here: HTTP by
+`benchmarks/open_loop.py`, gRPC by `benchmarks/grpc_load.py`, keep-alive connections with one request each.
+Tensors are binary except for MLServer's HTTP, which supports only JSON. Every server is pinned to one core,
+the generator to another.
 
-Sides take turns, several rounds, fewer and shorter where there is no bar; ratios are taken round by round
+Sides alternate for several rounds, fewer and shorter where there is no bar; ratios are taken round by round
 against the peer's better protocol, and the median over the rounds is judged. infer/s is answers over the time
 from the first request to the last answer; CPU is user + system time of the server's processes over those
-answers. Every answer's form is checked once against the tables before anything is measured.
+answers. One answer of every form is compared with the tables before anything is measured.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import asdict
 from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -32,7 +33,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.frontend_scene import Side, Work, client_on, sides, works, write_scene
-from benchmarks.frontend_triton import CONCURRENCY, WAYS, Measured, table
+from benchmarks.frontend_triton import CONCURRENCY, PROTOCOLS, Measured, table
 from benchmarks.grpc_load import grpc_closed
 from benchmarks.measure import Spread, alternate, ratio, versions
 from benchmarks.open_loop import closed_loop
@@ -41,8 +42,16 @@ from benchmarks.peers.process import cores
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 SERVERS = ("hps", "Triton", "KServe", "MLServer")
 LEAST = {"KServe": 3.0, "MLServer": 5.0}
-GLANCE = (2, 0.5)
-"""Rounds, and seconds each, at most, of works that have no bar here."""
+WITHOUT_BAR = (2, 0.5)
+"""Most rounds, and seconds of each, of workloads without a bar."""
+
+
+class Requests(NamedTuple):
+    """The messages of one protocol, ``http`` or ``grpc``."""
+
+    protocol: str
+    messages: list[bytes]
+
 
 BARS = tuple(
     bar
@@ -58,23 +67,24 @@ BARS = tuple(
 )
 
 
-def measure(side: Side, work: Work, way: str, requests: list[bytes], n: int, s: float) -> Measured:
-    """Keep ``n`` requests in flight for ``s`` seconds. Raises RuntimeError for any answer but a good one."""
+def measure(side: Side, work: Work, requests: Requests, n: int, s: float) -> Measured:
+    """Keep ``n`` requests in flight for ``s`` seconds. Raises RuntimeError for a failed request."""
     cpu = side.server.cpu_seconds()
-    if way == "grpc":
-        seen = grpc_closed(side.grpc, METHOD, requests, n, s)
+    if requests.protocol == "grpc":
+        load = grpc_closed(side.grpc, METHOD, requests.messages, n, s)
     else:
-        seen = closed_loop(side.server.address, requests, n, s)
+        load = closed_loop(side.server.address, requests.messages, n, s)
     cpu = side.server.cpu_seconds() - cpu
-    if set(seen.statuses) != {200}:
-        raise RuntimeError(f"{work.title}: answered with {set(seen.statuses)}")
-    p50, p99 = np.quantile(seen.of(ok=True), [0.5, 0.99]) * 1e3
-    return Measured(seen.goodput, float(p50), float(p99), cpu / len(seen.statuses) * 1e6)
+    if set(load.statuses) != {200}:
+        raise RuntimeError(f"{work.title}: answered with {set(load.statuses)}")
+    p50, p99 = np.quantile(load.of(ok=True), [0.5, 0.99]) * 1e3
+    return Measured(load.goodput, float(p50), float(p99), cpu / len(load.statuses) * 1e6)
 
 
-def first_answer(side: Side, way: str, request: bytes) -> NDArray[np.float32]:
-    """The values of the one tensor that answers ``request``, flat."""
-    if way == "http":
+def first_answer(side: Side, requests: Requests) -> NDArray[np.float32]:
+    """The values of the single tensor of the first request's answer, flat."""
+    request = requests.messages[0]
+    if requests.protocol == "http":
         host, _, port = side.server.address.rpartition(":")
         with socket.create_connection((host, int(port)), 30) as connection:
             connection.sendall(request)
@@ -95,22 +105,22 @@ def first_answer(side: Side, way: str, request: bytes) -> NDArray[np.float32]:
     return np.array(message.outputs[0].contents.fp32_contents, np.float32)
 
 
-def asked(work: Work, running: Mapping[str, Side]) -> dict[str, tuple[Side, str, list[bytes]]]:
-    """By server and protocol: whom, how, and with what."""
+def targets(work: Work, running: Mapping[str, Side]) -> dict[str, tuple[Side, Requests]]:
+    """Servers and their requests, by server and protocol."""
     found = {}
     for server, side in running.items():
-        for way, name in WAYS.items():
-            requests = (
+        for protocol, name in PROTOCOLS.items():
+            messages = (
                 work.grpc(ours=side.ours)
-                if way == "grpc"
+                if protocol == "grpc"
                 else work.http(ours=side.ours, binary=side.binary)
             )
-            found[f"{server} {name}"] = (side, way, requests)
+            found[f"{server} {name}"] = (side, Requests(protocol, messages))
     return found
 
 
 def run(options: Options) -> Report:
-    """All works; with ``--quick`` the one that bars judge."""
+    """All workloads; with ``--quick`` only the one with bars."""
     names = ("26",) if options.quick else ("26", "1024", "predict")
     return measured(options, names, 1 if options.quick else 3)
 
@@ -127,30 +137,30 @@ def measured(options: Options, names: tuple[str, ...], rounds: int) -> Report:
         client_on(stack, client)
         for name in names:
             work = found[name]
-            them = asked(work, running)
-            check(work, them, rows)
-            turns, s = rounds, seconds
+            compared = targets(work, running)
+            check(work, compared, rows)
+            count, s = rounds, seconds
             if name != "26":
-                turns, s = min(rounds, GLANCE[0]), min(seconds, GLANCE[1])
+                count, s = min(rounds, WITHOUT_BAR[0]), min(seconds, WITHOUT_BAR[1])
             for n in CONCURRENCY:
                 runs: dict[str, Callable[[], Measured]] = {
-                    key: partial(measure, side, work, way, requests, n, s)
-                    for key, (side, way, requests) in them.items()
+                    key: partial(measure, side, work, requests, n, s)
+                    for key, (side, requests) in compared.items()
                 }
-                record(report, name, work.title, n, alternate(runs, turns))
+                record(report, name, work.title, n, alternate(runs, count))
     report.figures["versions"] = versions("numpy", "onnxruntime", "grpcio", "uvicorn")
     return report
 
 
 def check(
-    work: Work, them: Mapping[str, tuple[Side, str, list[bytes]]], rows: NDArray[np.float32]
+    work: Work, compared: Mapping[str, tuple[Side, Requests]], rows: NDArray[np.float32]
 ) -> None:
-    """Lookups give the table's rows bit for bit, predictions agree to 1e-6. Raises RuntimeError."""
+    """Raise RuntimeError unless lookups return the table's rows bit for bit and predictions agree to 1e-6."""
     expected = None
     if "f" in work.requests[0]:
         expected = rows[work.requests[0]["f"]].ravel()
-    for name, (side, way, requests) in them.items():
-        answer = first_answer(side, way, requests[0])
+    for name, (side, requests) in compared.items():
+        answer = first_answer(side, requests)
         expected = answer if expected is None else expected
         if not np.allclose(answer, expected, rtol=0, atol=1e-6 if work.ours == "ctr" else 0):
             raise RuntimeError(f"{name}: wrong answer to {work.title}")
@@ -167,10 +177,10 @@ def record(
         return
     ours = runs["hps REST"]
     for peer in LEAST:
-        ways = [runs[key] for key in runs if key.startswith(f"{peer} ")]
-        if not ways:
+        theirs = [runs[key] for key in runs if key.startswith(f"{peer} ")]
+        if not theirs:
             continue
-        best = max(ways, key=lambda way: Spread.of([each.per_second for each in way]).median)
+        best = max(theirs, key=lambda run: Spread.of([each.per_second for each in run]).median)
         pairs = {"": "per_second", "_p99": "p99_ms"}
         for suffix, field in pairs.items():
             report.values[f"{peer.lower()}_{n}{suffix}"] = ratio(

@@ -1,19 +1,18 @@
-"""Our front end and a real Triton's, asked by NVIDIA's perf_analyzer.
+"""The front ends of hps and of a real Triton under NVIDIA's perf_analyzer.
 
-One of `benchmarks.frontend`'s two halves; what is asked and of whom stands in `benchmarks/frontend_scene.py`.
-hps serves with its defaults and ``server.shared_memory`` from one process, Triton 2.51 with python models
-(one instance each, dynamic batching on but for the large answers, which it makes slower), predictions by an
+One of the two halves of `benchmarks.frontend`; `benchmarks/frontend_scene.py` has requests and servers. hps
+serves with its defaults and ``server.shared_memory`` from one process, Triton 2.51 with python models (one
+instance each, dynamic batching on except for the large answers, which it makes slower), predictions by an
 ensemble lookup → dense. They and perf_analyzer share the machine's cores, nothing is pinned; perf_analyzer is
-synchronous, its default: with ``--async`` its one thread for HTTP is what is measured.
+synchronous, its default: with ``--async`` its single thread for HTTP would be the limit.
 
-Sides take turns, several rounds; ratios are taken round by round, and the median over the rounds is judged.
-Large answers are measured in system shared memory, too, over gRPC; no bar is on that.
+Sides alternate for several rounds; ratios are taken round by round, and the median over the rounds is judged.
+Large answers are measured in system shared memory, too, over gRPC, without a bar.
 
-infer/s is what was answered within three windows of time over their length (``--measurement-interval``, three
-``--max-trials`` merged), not ``--request-count``, whose time perf_analyzer looks at so seldom that short runs
-give 2,000, 2,400, 3,000 or 4,000. p50 and p99 are over the same answers. CPU is user + system time of the
-server's processes over the requests that the server's own statistics counted meanwhile.
-"""
+infer/s is the number of answers in three time windows over their length (``--measurement-interval``, three
+``--max-trials`` merged). ``--request-count`` is not used: perf_analyzer reads its clock so rarely then that
+short runs report 2,000, 2,400, 3,000 or 4,000. p50 and p99 are over the same answers. CPU is user + system
+time of the server's processes over the requests that the server's statistics counted in that time."""
 
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ from benchmarks.peers.environments import ENVIRONMENTS
 from benchmarks.peers.perf_analyzer import Tensors, perf_analyzer
 
 CONCURRENCY = (1, 8, 32, 128)
-WAYS = {"http": "REST", "grpc": "gRPC"}
+PROTOCOLS = {"http": "REST", "grpc": "gRPC"}
 LARGE = 8
-"""In flight, of the large answers."""
+"""Requests in flight with the large answers."""
 SAMPLES = 512
-"""The most that perf_analyzer is given: it copies all of them for each request in flight before it begins,
-which takes 25 s for 4,096 at 32 in flight."""
+"""Most samples for perf_analyzer: it first copies all of them for each request in flight, which takes 25 s
+for 4,096 samples at 32 in flight."""
 SHARED = ("--shared-memory", "system", "--output-shared-memory-size", str(1024 * WIDE * 4))
 """Tensors in memory that perf_analyzer and the server share."""
 
@@ -67,14 +66,14 @@ BARS = _bars()
 JUDGED = {bar.name for bar in BARS}
 
 
-def bar_of(way: str, work: str, n: int) -> str:
-    """The name of the bar on a work's throughput, where there is one."""
-    return f"{way.lower()}_{work}_{n}"
+def bar_of(protocol: str, work: str, n: int) -> str:
+    """The name of the bar on a workload's throughput, if it has one."""
+    return f"{protocol.lower()}_{work}_{n}"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run."""
+    """Throughput, latencies and server CPU time per request of one run."""
 
     per_second: float
     p50_ms: float
@@ -82,46 +81,50 @@ class Measured:
     cpu_us: float
 
 
-def steps_of(work: Work, *, ours: bool) -> tuple[list[tuple[Tensors, Tensors]], int]:
-    """The requests as perf_analyzer takes them, sample by sample, and the samples of a request."""
+def perf_analyzer_steps(work: Work, *, ours: bool) -> tuple[list[tuple[Tensors, Tensors]], int]:
+    """The requests as perf_analyzer expects them, sample by sample, and the samples of a request."""
     batch = len(next(iter(work.requests[0].values())))
     requests = [work.tensors(each, ours=ours) for each in work.requests[: SAMPLES // batch]]
     samples = [{k: v[i] for k, v in each.items()} for each in requests for i in range(batch)]
     return [(sample, {}) for sample in samples], batch
 
 
-def in_tables_form(work: Work) -> Work:
-    """The same lookup of ours by table, as HPS has it. perf_analyzer makes room for an output by the model's
-    metadata: a vector for each sample of a feature, while this form's output may have any size."""
+def as_table_lookup(work: Work) -> Work:
+    """The same lookup by table, as in HPS's interface.
+
+    perf_analyzer sizes outputs by the model's metadata: a vector for each sample of a feature; the output of
+    a lookup by table may have any size."""
     keys = [request["f"] for request in work.requests]
     requests = [{"KEYS": each, "NUMKEYS": np.array([[each.size]])} for each in keys]
     return replace(work, ours=work.ours.removesuffix(".lookup"), requests=requests)
 
 
 def measure(
-    side: Side, work: Work, way: str, concurrency: int, window_ms: int, *arguments: str
+    side: Side, work: Work, protocol: str, concurrency: int, window_ms: int, *arguments: str
 ) -> Measured:
-    """Ask ``side`` for three windows. Raises RuntimeError for any answer but a good one, and when nothing was
-    answered within a window, three times over: a busy host may stop the machine for as long."""
-    steps, batch = steps_of(work, ours=side.ours)
+    """Load ``side`` for three windows.
+
+    Raises RuntimeError for a failed request, or after three attempts with a window without an answer: a busy
+    host may stop the machine for that long."""
+    steps, batch = perf_analyzer_steps(work, ours=side.ours)
     model = work.model(ours=side.ours)
     cpu, count = side.server.cpu_seconds(), answered(side, model)
-    ask = partial(
+    run_once = partial(
         perf_analyzer,
-        side.grpc if way == "grpc" else side.server.address,
+        side.grpc if protocol == "grpc" else side.server.address,
         model,
         steps,
         *("-b", str(batch)),
         *("--measurement-interval", str(window_ms), "--max-trials", "3"),
         *arguments,
-        protocol=way,
+        protocol=protocol,
         requests=None,
         concurrency=concurrency,
     )
     row = None
     for last in (False, False, True):
         try:
-            row = ask()
+            row = run_once()
             break
         except RuntimeError as error:
             if last or "Failed to obtain stable measurement" not in str(error):
@@ -135,7 +138,7 @@ def measure(
 
 
 def answered(side: Side, model: str) -> int:
-    """Requests that the server has answered, by its own statistics."""
+    """Number of requests that the server has answered, from its statistics."""
     url = f"http://{side.server.address}/v2/models/{model}/stats"
     with urllib.request.urlopen(url, timeout=10) as answer:
         stats = json.load(answer)["model_stats"]
@@ -143,29 +146,29 @@ def answered(side: Side, model: str) -> int:
 
 
 def run(options: Options) -> Report:
-    """All works and ways; with ``--quick`` those that bars judge."""
+    """All workloads and protocols; with ``--quick`` only those with bars."""
     return measured(options, ("26", "1024", "predict", "large"), 1 if options.quick else 3)
 
 
-def measured(options: Options, asked: tuple[str, ...], rounds: int) -> Report:
+def measured(options: Options, names: tuple[str, ...], rounds: int) -> Report:
     window_ms = 200 if options.quick else 500
     report = Report()
     found = works(options.seed)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         write_scene(folder, options.seed)
         with sides(folder, ("hps", "Triton"), None, report.notes) as running:
-            for name in asked:
+            for name in names:
                 for n in (LARGE,) if name == "large" else CONCURRENCY:
                     runs: dict[str, Callable[[], Measured]] = {
-                        f"{server} {way}": partial(measure, side, found[name], key, n, window_ms)
+                        f"{server} {title}": partial(measure, side, found[name], key, n, window_ms)
                         for server, side in running.items()
-                        for key, way in WAYS.items()
-                        if not options.quick or bar_of(way, name, n) in JUDGED
+                        for key, title in PROTOCOLS.items()
+                        if not options.quick or bar_of(title, name, n) in JUDGED
                     }
                     if name == "large" and not options.quick:
                         for server, side in running.items():
-                            work = in_tables_form(found[name]) if side.ours else found[name]
+                            work = as_table_lookup(found[name]) if side.ours else found[name]
                             runs[f"{server} gRPC, shared memory"] = partial(
                                 measure, side, work, "grpc", n, window_ms, *SHARED
                             )
@@ -180,9 +183,9 @@ def record(
 ) -> None:
     report.tables[f"{title}, {n} in flight"] = table(runs)
     report.figures[f"{work}_{n}"] = {k: [asdict(each) for each in v] for k, v in runs.items()}
-    for way in WAYS.values():
-        ours, theirs = runs.get(f"hps {way}"), runs.get(f"Triton {way}")
-        name = bar_of(way, work, n)
+    for protocol in PROTOCOLS.values():
+        ours, theirs = runs.get(f"hps {protocol}"), runs.get(f"Triton {protocol}")
+        name = bar_of(protocol, work, n)
         if ours is None or theirs is None or name not in JUDGED:
             continue
         report.values[name] = ratio(
@@ -210,7 +213,7 @@ def table(runs: Mapping[str, list[Measured]]) -> list[Mapping[str, str]]:
     return rows
 
 
-def _lacking() -> str | None:
+def _missing_requirement() -> str | None:
     missing = [each for each in ("triton", "perf_analyzer") if not ENVIRONMENTS[each].ready()]
     return f"{' and '.join(missing)} not set up: run `make bench-peers`" if missing else None
 
@@ -221,7 +224,7 @@ BENCHMARK = Benchmark(
     run=run,
     bars=BARS,
     measured=("hps", "services", "benchmarks/frontend_scene.py"),
-    lacking=_lacking,
+    missing_requirement=_missing_requirement,
 )
 
 if __name__ == "__main__":

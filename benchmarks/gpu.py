@@ -1,4 +1,4 @@
-"""What the GPU cache's benchmark measures with: a clock on the device, filled tables."""
+"""Device clock and filled tables of the GPU cache's benchmark."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SPIN_CYCLES = 600_000  # a third of a millisecond: more than the host takes for 
 NOW = make_version(time.time_ns() // 1_000_000)
 
 
-class Clock:
-    """Times work on the current stream."""
+class DeviceClock:
+    """Timer of work on the current stream, by CUDA events."""
 
     def __init__(self) -> None:
         cp = cupy()
@@ -37,7 +37,7 @@ class Clock:
         self._start, self._end = cp.cuda.Event(), cp.cuda.Event()
 
     def median(self, prepare: Callable[[], Any], work: Callable[[Any], None]) -> float:
-        """Seconds that ``work`` of what ``prepare`` returns takes on the device."""
+        """Median seconds on the device of ``work(prepare())``."""
         cp = cupy()
         times = []
         for turn in range(WARM_UP + ROUNDS):
@@ -53,23 +53,23 @@ class Clock:
 
 
 @dataclass
-class Filled:
+class FilledTable:
     """A cache of one table that holds most of the keys from ``first`` to ``first + held - 1``."""
 
     cache: GpuCache
     table: EmbeddingTable
     held: int
-    clock: Clock
+    clock: DeviceClock
     version: int = NOW
     first: int = 0
 
     @staticmethod
-    def make(dim: int, capacity: int, **options: Any) -> Filled:
+    def make(dim: int, capacity: int, **options: Any) -> FilledTable:
         """Three quarters full; a static table has just so many rows."""
         held = int(capacity * 0.75)
         table, cache = EmbeddingTable.make("bench", dim), GpuCache({})
         cache.add_table(table, held if options.get("static") else capacity, **options)
-        filled = Filled(cache, table, held, Clock())
+        filled = FilledTable(cache, table, held, DeviceClock())
         for start in range(0, held, CALL):
             filled.write(np.arange(start, min(start + CALL, held)))
         if options.get("static"):
@@ -84,7 +84,7 @@ class Filled:
         getattr(self.cache, verb)(self.table, keys, vectors, stamps, self.scores(stamps))
 
     def scores(self, stamps: Any) -> Any:
-        """What rows are worth where the caller says it: the later, the more."""
+        """Eviction scores of new rows under the SCORE policy, higher for newer rows; else None."""
         scored = self.cache.held(self.table).policy is EvictionPolicy.SCORE
         return stamps if scored else None
 
@@ -99,8 +99,7 @@ class Filled:
     def fetch_time(
         self, n: int, *, form: int = launch.ROWS, advance: str = "", by: int = 1
     ) -> float:
-        """Seconds of a fetch of ``n`` keys; ``advance`` is what of the table goes on ``by`` so much before
-        each."""
+        """Seconds of a fetch of ``n`` keys; the table's attribute ``advance`` grows by ``by`` before each."""
         cp, held = cupy(), self.cache.held(self.table)
         numbers = form == launch.NUMBERS
         out = cp.empty(n if numbers else (n, self.table.dim), np.uint32 if numbers else np.float32)
@@ -120,7 +119,7 @@ class Filled:
         )
 
     def settle(self) -> None:
-        """Let every row have the current stamp, as when the clock has stood still for a while."""
+        """Give every row the current stamp, as after a period without clock ticks."""
         cp, held = cupy(), self.cache.held(self.table)
         out, misses = cp.empty((CALL, self.table.dim), np.float32), cp.zeros(4 + CALL, np.uint32)
         end = self.first + self.held
@@ -130,7 +129,7 @@ class Filled:
         cp.cuda.get_current_stream().synchronize()
 
     def floor_time(self, n: int, first: int = 0) -> float:
-        """Of a gather of rows whose numbers, from ``first`` on, are known."""
+        """Seconds of a gather of rows by known row numbers, from ``first`` up."""
         cp, held = cupy(), self.cache.held(self.table)
         out = cp.empty((n, self.table.dim), np.float32)
         stream = cp.cuda.get_current_stream()
@@ -140,8 +139,8 @@ class Filled:
         )
 
     def write_rate(self, verb: str, calls: int, *, new: bool = False) -> float:
-        """B rows/s of ``calls`` calls by the host's clock (writes block it), input ready on the device, each
-        of unique keys and newer than all before."""
+        """Billion rows/s of ``calls`` calls by the host's clock (writes block it), input ready on the device,
+        each of unique keys and newer than all before."""
         cp, times = cupy(), []
         for _ in range(calls + 1):
             self.version += 1
@@ -151,15 +150,15 @@ class Filled:
             stamps = cp.full(CALL, self.version, np.uint64)
             cp.cuda.get_current_stream().synchronize()
             start = time.perf_counter()
-            given = keys, vectors, stamps, self.scores(stamps)
-            getattr(self.cache, verb)(self.table, *given, unique=True)
+            rows = keys, vectors, stamps, self.scores(stamps)
+            getattr(self.cache, verb)(self.table, *rows, unique=True)
             times.append(time.perf_counter() - start)
         return CALL / statistics.median(times[1:]) / 1e9
 
     def export_rate(self, calls: int) -> float:
-        """B rows/s of ``calls`` exports of the whole table, likewise."""
+        """Billion rows/s of ``calls`` exports of the whole table, likewise."""
         times = []
-        for _ in range(calls + 1):  # the first finds no memory set aside
+        for _ in range(calls + 1):  # the first allocates memory
             start = time.perf_counter()
             exported = self.cache.export(self.table, with_versions=False)
             times.append(time.perf_counter() - start)
@@ -173,15 +172,15 @@ class Filled:
         cupy().get_default_pinned_memory_pool().free_all_blocks()
 
 
-def part_of(table: EmbeddingTable, keys: Any) -> Part:
-    """A fresh part whose answers lie on the device."""
+def device_part(table: EmbeddingTable, keys: Any) -> Part:
+    """A new part whose results are on the device."""
     cp, n = cupy(), len(keys)
     out = cp.empty((n, table.dim), table.dtype)
     return Part(table, keys, out, cp.zeros(n, np.uint64), cp.zeros(n, np.uint8), np.arange(n))
 
 
 def percentiles(times: list[float]) -> dict[str, float]:
-    """Of seconds, in ms; the first tenth is left out."""
+    """p50 and p99, in ms, of times in seconds; the first tenth is skipped as warm-up."""
     warm = sorted(times[len(times) // 10 :])
     return {
         "p50 ms": statistics.median(warm) * 1e3,

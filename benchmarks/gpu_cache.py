@@ -1,14 +1,13 @@
-"""What does a fetch from the GPU cache cost, beside a gather of rows whose numbers are known, NVE's ecache,
-HierarchicalKV and HPS's gpu_cache?
+"""Fetches from the GPU cache, against a gather by known row numbers, NVE's ecache, HierarchicalKV and HPS.
 
 The keys of each call are fresh and random among the keys held; tables are three quarters full. Reads are
 timed by CUDA events around the product's own launch, medians of 30 calls after a warm-up, with the
 device kept busy before each so that the host's launch is not in them; writes by the host's clock. The
-peers run in the same run, each in a process of its own that asks the same (`benchmarks/peers/gpu.py`).
-NVE has two lookups, of which the faster at each dim is the bar. HierarchicalKV with half of its rows in host
-memory is asked at our size, and its 0.19 B keys/s at a larger one stand where that is less.
+peers run in the same run, each in a separate process with the same keys (`benchmarks/peers/gpu.py`). NVE has
+two lookups; the faster one at each dim is the bar. HierarchicalKV with half of its rows in host memory is
+measured at our size; its 0.19 billion keys/s at a larger size is used if that is more.
 The floor is our gather. It is faster than other gathers of rows this wide, and fetch at dim 128 moves
-1.08 times its bytes, so the bar of 0.97 of it is out of reach; it stands because it was set.
+1.08 times its bytes, so the bar of 0.97 cannot be reached; it is kept because it was agreed.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from benchmarks.gpu import (
     ROUNDS,
     SMALL_CALL,
     WARM_UP,
-    Filled,
-    part_of,
+    FilledTable,
+    device_part,
     percentiles,
 )
 from benchmarks.gpu_policies import measure_hit_rates, measure_policies
@@ -97,7 +96,7 @@ BARS = (
 def measure_fetch(report: Report, capacity: int, dims: tuple[int, ...]) -> None:
     rows = []
     for dim in dims:
-        filled = Filled.make(dim, capacity)
+        filled = FilledTable.make(dim, capacity)
         filled.settle()
         floor, still = filled.floor_time(CALL), filled.fetch_time(CALL)
         small = filled.fetch_time(SMALL_CALL)
@@ -119,7 +118,7 @@ def measure_fetch(report: Report, capacity: int, dims: tuple[int, ...]) -> None:
             if dim in (32, 128):
                 report.values[f"small_{dim}"] = small * 1e6
             if dim == 32:
-                report.values["beside_writer"] = beside_writer(report, filled, still)
+                report.values["beside_writer"] = measure_with_writer(report, filled, still)
             row["static B/s"] = fetch_static(report, dim, still)
         elif dim == 128:
             report.values["floor_128"] = floor / still
@@ -130,7 +129,7 @@ def measure_fetch(report: Report, capacity: int, dims: tuple[int, ...]) -> None:
 
 
 def fetch_static(report: Report, dim: int, dynamic: float) -> float:
-    filled = Filled.make(dim, SMALL, static=True)
+    filled = FilledTable.make(dim, SMALL, static=True)
     took = filled.fetch_time(CALL)
     filled.close()
     worst = report.values.get("static", np.inf)
@@ -166,16 +165,18 @@ def against_peers(
     return row
 
 
-def beside_writer(report: Report, filled: Filled, quiet: float) -> float:
-    """Fetch beside a thread that updates 1 % of the rows, then replaces 1 %, in turns: one such write begins
-    with each fetch and ends before the next. A figure tells of a writer that makes no pause. The table
-    stays three quarters full: rows that only came would fill it, and fetches from a full table take longer
-    with nobody beside. Rows that replace others have not the places of those that came first; a figure
-    tells what that alone costs."""
+def measure_with_writer(report: Report, filled: FilledTable, quiet: float) -> float:
+    """Fetch rate while a thread alternately updates and replaces 1 % of the rows, relative to ``quiet``.
+
+    One write begins with each fetch and ends before the next; a figure reports a writer without pauses. The
+    table stays three quarters full, since fetches from a full table take longer even without a writer. New
+    rows have other positions than the rows they replace; a figure reports the cost of that alone."""
     changes = Changes(filled)
-    busy = fetch_beside(changes, paced=True)
+    busy = fetch_during_writes(changes, paced=True)
     before = changes.rounds
-    report.figures["writer without a pause: of the quiet rate"] = quiet / fetch_beside(changes)
+    report.figures["writer without a pause: of the quiet rate"] = quiet / fetch_during_writes(
+        changes
+    )
     writes = (changes.rounds - before) / (ROUNDS + WARM_UP)
     report.figures["writer without a pause: writes of 1 % a fetch"] = writes
     filled.settle()
@@ -187,7 +188,7 @@ def beside_writer(report: Report, filled: Filled, quiet: float) -> float:
 class Changes:
     """Writes of 1 % of a table's rows."""
 
-    def __init__(self, filled: Filled) -> None:
+    def __init__(self, filled: FilledTable) -> None:
         self.filled = filled
         self.rounds = 0
 
@@ -205,8 +206,8 @@ class Changes:
         self.rounds += 1
 
 
-def fetch_beside(changes: Changes, *, paced: bool = False) -> float:
-    """Seconds of a fetch beside a thread that writes: once with each fetch, or without a pause."""
+def fetch_during_writes(changes: Changes, *, paced: bool = False) -> float:
+    """Seconds of a fetch while a thread writes: once per fetch if ``paced``, else without a pause."""
     cp, filled = cupy(), changes.filled
     stop, begun = threading.Event(), cp.cuda.Event()
     go, written = threading.Semaphore(0), threading.Semaphore(1)
@@ -221,7 +222,7 @@ def fetch_beside(changes: Changes, *, paced: bool = False) -> float:
                 written.release()
 
     usual = sys.getswitchinterval()
-    sys.setswitchinterval(2e-5)  # the writer's Python must not hold up the launch that is timed
+    sys.setswitchinterval(2e-5)  # the writer's Python must not delay the launch that is timed
     writer = threading.Thread(target=write)
     writer.start()
     with cp.cuda.Stream(non_blocking=True):
@@ -254,7 +255,7 @@ def fetch_beside(changes: Changes, *, paced: bool = False) -> float:
 def measure_writes(report: Report, capacity: int, dims: tuple[int, ...]) -> None:
     rows: list[dict[str, Any]] = []
     for dim in dims:
-        filled, cp = Filled.make(dim, capacity), cupy()
+        filled, cp = FilledTable.make(dim, capacity), cupy()
         rates: dict[str, Any] = {"dim": dim}
         rates["update"] = filled.write_rate("update", 20)
         rates["contains"] = CALL / filled.fetch_time(CALL, form=launch.NUMBERS) / 1e9
@@ -278,16 +279,18 @@ def measure_writes(report: Report, capacity: int, dims: tuple[int, ...]) -> None
 
 
 def measure_pinned(report: Report) -> None:
-    """What rows in pinned host memory cost a fetch. What the bus gives for rows at random places is told by a
-    gather of them with known numbers, beside the copy of one large piece that is the bar."""
+    """Fetches of rows in pinned host memory.
+
+    The bar is the copy of one large block; a gather by known row numbers shows the bus rate for random
+    rows."""
     rows = []
     for name, dim, host_rows in (
-        ("none of the rows in pinned host memory", 32, 0),
-        ("all of them", 32, SMALL),
-        ("all of them", 64, SMALL),
-        ("half of them", 64, SMALL // 2),
+        ("no rows in pinned host memory", 32, 0),
+        ("all rows there", 32, SMALL),
+        ("all rows there", 64, SMALL),
+        ("half of the rows there", 64, SMALL // 2),
     ):
-        filled = Filled.make(dim, SMALL, host_rows=host_rows)
+        filled = FilledTable.make(dim, SMALL, host_rows=host_rows)
         filled.settle()
         rate = CALL / filled.fetch_time(CALL) / 1e9
         all_there = host_rows == SMALL
@@ -307,7 +310,7 @@ def measure_pinned(report: Report) -> None:
     report.tables["rows in pinned host memory, 4 M rows, three quarters full"] = rows
 
 
-def bus_rate(filled: Filled) -> float:
+def bus_rate(filled: FilledTable) -> float:
     """GB/s of a large copy from pinned host memory."""
     cp, size = cupy(), 1 << 28
     pinned, there = cp.cuda.alloc_pinned_memory(size), cp.empty(size, np.uint8)
@@ -320,7 +323,7 @@ def bus_rate(filled: Filled) -> float:
 
 
 def measure_host(report: Report) -> None:
-    """Host keys in, vectors on the device; misses from the CPU cache go up by the bridge."""
+    """Lookups with host keys and vectors on the device; misses come from the CPU cache by the host bridge."""
     cp, rng = cupy(), np.random.default_rng(1)
     table = EmbeddingTable.make("bench", 16)
     gpu, cpu = GpuCache({table: 1_300_000}), CpuCache({table: 2_000_000})
@@ -331,8 +334,8 @@ def measure_host(report: Report) -> None:
     cpu.insert(table, keys, rows, stamps)
     gpu.insert(table, keys[:850_000], rows[:850_000], stamps[:850_000])
     stream, times = cp.cuda.get_current_stream(), []
-    asked = [part_of(table, np.unique(rng.choice(len(keys), 2002))) for _ in range(400)]
-    for part in asked:
+    parts = [device_part(table, np.unique(rng.choice(len(keys), 2002))) for _ in range(400)]
+    for part in parts:
         stream.synchronize()
         start, context = time.perf_counter(), FetchContext()
         gpu.fetch([part], context)
@@ -375,8 +378,7 @@ BENCHMARK = Benchmark(
     bars=BARS,
     measured=(
         "hps/cuda",
-        *(f"hps/tiers/{name}.py" for name in ("gpu_cache", "gpu_tables", "gpu_asks", "gpu_checks")),
-        *("hps/tiers/gpu/host_bridge.py", "hps/tiers/gpu/device_space.py"),
+        "hps/tiers/gpu",
         *("hps/predict/device_path.py", "hps/dense/lanes.py"),
         *("hps/lookup/gpu/miss_fill.py", "hps/lookup/gpu/prepared_lookups.py"),
     ),
@@ -386,7 +388,7 @@ BENCHMARK = Benchmark(
         *(f"benchmarks/peers/gpu{name}" for name in (".py", "_common.cuh")),
         *(f"benchmarks/peers/gpu_{peer.name}.cu" for peer in peers.PEERS),
     ),
-    lacking=missing_requirement,
+    missing_requirement=missing_requirement,
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the GPU cache's policies cost, and how many of the keys of two traces each finds."""
+"""Cost and hit rate on two traces of the GPU cache's eviction policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import Report
-from benchmarks.gpu import CALL, NOW, Filled, part_of
+from benchmarks.gpu import CALL, NOW, FilledTable, device_part
 from benchmarks.measure import zipf_keys
 from hps.cuda.layout import EvictionPolicy
 from hps.tiers.base import FetchContext
@@ -23,7 +23,7 @@ BATCH = 1024
 
 
 def measure_policies(report: Report, capacity: int) -> None:
-    """What each policy's fetch takes when nothing changes and when its clock or epoch does before every call,
+    """Rate of each policy's fetch, with and without a new clock or epoch before every call, and of its update
     and its insert into a full table."""
     rows = []
     for policy, advance in (
@@ -32,7 +32,7 @@ def measure_policies(report: Report, capacity: int) -> None:
         (EvictionPolicy.LFU, "epoch"),
         (EvictionPolicy.SCORE, ""),
     ):
-        filled = Filled.make(32, capacity, policy=policy)
+        filled = FilledTable.make(32, capacity, policy=policy)
         filled.settle()
         row: dict[str, Any] = {
             "policy": policy.name,
@@ -49,13 +49,13 @@ def measure_policies(report: Report, capacity: int) -> None:
 
 
 def measure_hit_rates(report: Report, seed: int) -> None:
-    """At 1, 5 and 20 % of the distinct keys, asked and filled in batches of 1,024 accesses. An epoch is ten
-    times as many accesses as there are rows kept."""
+    """Hit rates at 1, 5 and 20 % of the distinct keys, in batches of 1,024 accesses whose misses are
+    inserted. An epoch is ten times as many accesses as there are rows in the cache."""
     rng = np.random.default_rng(seed)
     traces = {"Zipf 0.85": zipf_keys(rng, 300_000, (1_000_000,))}
     recorded = scarab()
     if recorded is None:
-        report.notes.append("The Scarab trace was not there.")
+        report.notes.append("The Scarab trace was not found.")
     else:
         traces["Scarab"] = recorded
     rows, worst = [], 0.0
@@ -77,8 +77,8 @@ def measure_hit_rates(report: Report, seed: int) -> None:
 
 def scarab() -> NDArray[np.int64] | None:
     """The keys of the Scarab trace, in time order, from ``HPS_SHARED_DATA`` or ``../shared/data``."""
-    stated = os.environ.get("HPS_SHARED_DATA")
-    folder = Path(stated) if stated else Path(__file__).parents[2] / "shared" / "data"
+    shared = os.environ.get("HPS_SHARED_DATA")
+    folder = Path(shared) if shared else Path(__file__).parents[2] / "shared" / "data"
     file = folder / "scarab" / "scarab-recs.trace.xz"
     if not file.is_file():
         return None
@@ -91,7 +91,7 @@ def batches_of(trace: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 
 
 def exact_lru(trace: NDArray[np.int64], capacity: int) -> float:
-    """Hit rate of exact LRU over the accesses, asked and filled batch by batch."""
+    """Hit rate of exact LRU over the accesses, batch by batch."""
     held: OrderedDict[int, None] = OrderedDict()
     missed = 0
     for batch in batches_of(trace):
@@ -116,12 +116,12 @@ def hit_rate(
     """Hit rate of the GPU cache, likewise; with epochs of ten times as many accesses as it has rows."""
     table, cache = EmbeddingTable.make("trace", 4), GpuCache({})
     cache.add_table(table, capacity, policy=policy)
-    held, turns = cache.held(table), max(1, 10 * capacity // BATCH)
+    held, epoch_batches = cache.held(table), max(1, 10 * capacity // BATCH)
     vectors, stamps = np.zeros((BATCH, 4), np.float32), np.full(BATCH, NOW, np.uint64)
     missed = 0
     for turn, keys in enumerate(batches_of(trace)):
-        held.epoch = turn // turns if epochs else 0
-        part = part_of(table, keys)
+        held.epoch = turn // epoch_batches if epochs else 0
+        part = device_part(table, keys)
         cache.fetch([part], FetchContext())
         left = keys[part.missing]
         missed += len(left)

@@ -1,7 +1,7 @@
-"""What a node on a GPU takes end to end, from Python: lookups whose vectors stay there, whole predictions.
+"""End-to-end latency of a node on a GPU, from Python: lookups whose vectors stay there, and predictions.
 
-26 tables of 32-wide rows as in DLRM-v2, one key each per sample, and an 845-1024-1024-512-1 network. Two
-nodes on the same files, one on the GPU and one on the CPU, take turns.
+26 tables of 32-wide rows as in DLRM-v2, one key each per sample, and an 845-1024-1024-512-1 network. Nodes
+on the same files, on the GPU and on the CPU, alternate.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def measure_predictions(report: Report, seed: int, nodes: dict[str, Any], host: 
     rows, rng = [], np.random.default_rng(seed)
     for batch in BATCHES:
         sides = {**{name: n.predict for name, n in nodes.items()}, "CPU": host.predict}
-        times = _take_turns(sides, lambda b=batch: ("m", *_asked(rng, b)), _calls(batch))
+        times = _alternate_calls(
+            sides, lambda b=batch: ("m", *_random_request(rng, b)), _calls(batch)
+        )
         row: dict[str, Any] = {"batch": batch}
         for name, taken in times.items():
             row |= {f"{name} {key}": value for key, value in percentiles(taken).items()}
@@ -58,7 +60,7 @@ def measure_predictions(report: Report, seed: int, nodes: dict[str, Any], host: 
         rows.append(row)
         if batch == 1024:
             report.values["predict_1024"] = row["GPU p50 ms"]
-        asked = ("m", *_asked(rng, batch))
+        asked = ("m", *_random_request(rng, batch))
         right = host.predict(*asked).outputs["score"]
         off = [
             np.abs(node.predict(*asked).outputs["score"] - right).max() for node in nodes.values()
@@ -75,7 +77,9 @@ def measure_lookups(report: Report, seed: int, nodes: dict[str, Any], host: Any)
             "GPU, 85 % of the rows": nodes["GPU, 85 % of the rows"].lookup_on_device,
             "to the host, from the CPU cache": host.lookup,
         }
-        times = _take_turns(sides, lambda b=batch: ("m", _asked(rng, b)[0]), _calls(batch))
+        times = _alternate_calls(
+            sides, lambda b=batch: ("m", _random_request(rng, b)[0]), _calls(batch)
+        )
         row: dict[str, Any] = {"batch": batch}
         for name, taken in times.items():
             row |= {f"{name} {key}": value for key, value in percentiles(taken).items()}
@@ -84,7 +88,7 @@ def measure_lookups(report: Report, seed: int, nodes: dict[str, Any], host: Any)
 
 
 def open_node(folder: str, name: str, gpu: dict[str, Any], **dense: Any) -> Any:
-    """A node on the model in ``folder`` with a database of its own."""
+    """A node on the model in ``folder`` with a separate database."""
     tiers = {"gpu": gpu, "cpu_cache": {"share": 1.0}, "rocksdb": {"path": f"{folder}/{name}"}}
     models = {"repository": f"{folder}/models"}
     return hps.open({"models": models, "tiers": tiers, "dense": {"inline_us": 1e6, **dense}})
@@ -108,7 +112,7 @@ def write_model(folder: Path) -> None:
 
 
 def network(rng: np.random.Generator) -> bytes:
-    """All features side by side through linear layers with ReLU between, and a sigmoid."""
+    """All features concatenated, linear layers with ReLU between them, and a sigmoid."""
     from onnx import TensorProto, helper, numpy_helper
 
     def tensor(name: str, width: int) -> Any:
@@ -131,7 +135,7 @@ def network(rng: np.random.Generator) -> bytes:
     return bytes(model.SerializeToString())
 
 
-def _asked(rng: np.random.Generator, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _random_request(rng: np.random.Generator, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
     features = {name: rng.integers(0, ROWS, batch) for name in NAMES}
     return features, {"dense": rng.standard_normal((batch, 13), np.float32)}
 
@@ -140,13 +144,14 @@ def _calls(batch: int) -> int:
     return 100 if batch < 5000 else 10
 
 
-def _take_turns(
+def _alternate_calls(
     sides: dict[str, Callable[..., Any]], make: Callable[[], tuple[Any, ...]], calls: int
 ) -> dict[str, list[float]]:
-    """Seconds of each call, every side on requests of its own, ``calls`` in a row by turns. What one side
-    still does when it has answered, rows on their way to the GPU and threads that spin, ends before. A
-    GPU that had nothing to do takes a while to get up to speed, so all requests are made beforehand: to
-    make one takes as long as to answer it."""
+    """Seconds of each call; the sides alternate, each with other requests, ``calls`` in a row.
+
+    A rest before each side lets the previous one finish its background work: rows on their way to the GPU,
+    threads that spin. An idle GPU takes a while to reach full speed, so all requests are made in advance:
+    making one takes as long as answering it."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(ROUNDS):
         for name, call in sides.items():

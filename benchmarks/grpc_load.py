@@ -1,10 +1,8 @@
 """A light gRPC load generator: unary calls over plain sockets, one thread, ready-made messages.
 
-gRPC's own client takes more of a core for a call than some of the servers under test, and tells of an answer
-when it comes round to it. What a server sends is read as far as needed (RFC 9113): windows, pings and
-settings are answered, a call is over with its trailers, and what has not been sent of its message by then is
-not sent any more. Every connection has one call at a time.
-"""
+gRPC's Python client uses more CPU per call than some of the servers under test, and reports answers late.
+Only the necessary frames are read (RFC 9113): windows, pings and settings are acknowledged, a call ends with
+its trailers, and the unsent rest of its message is dropped. Every connection has one call at a time."""
 
 from __future__ import annotations
 
@@ -14,28 +12,28 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.open_loop import Seen, connected, run_closed, run_open
+from benchmarks.open_loop import LoadResult, connected, run_closed, run_open
 
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _LARGEST_FRAME, _FIRST_WINDOW, _MOST_WINDOW = 16_384, 65_535, (1 << 31) - 1
-# Frames beyond so many bytes are made when those before them have been sent.
+# Further frames are made once fewer than this many bytes are unsent.
 _READY = 1 << 16
 _STATUS = b"\x0bgrpc-status"
 
 
 def grpc_open(
     address: str, method: str, messages: Sequence[bytes], arrivals: Sequence[float]
-) -> Seen:
+) -> LoadResult:
     """As `benchmarks.open_loop.open_loop`; statuses are 200 for OK, else gRPC's numbers. Raises RuntimeError
-    when the server ends a connection, or a call in a way that is not gRPC's."""
+    when the server closes a connection, or ends a call without a gRPC status."""
     connect = partial(_Connection, address, _head(method, address))
     return run_open(connect, [_framed(message) for message in messages], arrivals)
 
 
 def grpc_closed(
     address: str, method: str, messages: Sequence[bytes], connections: int, seconds: float
-) -> Seen:
+) -> LoadResult:
     """As `benchmarks.open_loop.closed_loop`; statuses and errors as above."""
     connect = partial(_Connection, address, _head(method, address))
     return run_closed(connect, [_framed(message) for message in messages], connections, seconds)
@@ -74,8 +72,10 @@ def _head(method: str, address: str) -> bytes:
 
 
 def _status(trailers: bytes) -> int:
-    """200 for OK, else gRPC's number. The server was told to keep no dynamic table, and gRPC's write
-    headers without Huffman's code."""
+    """200 for OK, else gRPC's number.
+
+    Our settings allow the server no dynamic table, and gRPC's servers write headers without Huffman
+    coding."""
     at = trailers.find(_STATUS) + len(_STATUS)
     size = trailers[at] if at > len(_STATUS) else 0
     text = trailers[at + 1 : at + 1 + size]
@@ -92,11 +92,11 @@ class _Connection:
         self.since = self.sent = 0.0
         self._head, self._stream = head, -1
         self._got, self._wire = bytearray(), bytearray()
-        self._left = memoryview(b"")  # of the message, what is in no frame yet
+        self._left = memoryview(b"")  # the part of the message that is in no frame yet
         self._answered, self._waits = True, False
         self._message = 0
         self._taken = 0
-        # How much the server takes: of all calls, of the one under way, of one at its beginning.
+        # Send windows: of the connection, of the present call, of a new call.
         self._window = self._own_window = self._new_window = _FIRST_WINDOW
         settings = struct.pack("!HIHI", 1, 0, 4, _MOST_WINDOW)
         window = struct.pack("!I", _MOST_WINDOW - _FIRST_WINDOW)
@@ -120,7 +120,7 @@ class _Connection:
         self._write(poll)
 
     def _write(self, poll: select.epoll) -> None:
-        """Send what the server and the system take."""
+        """Send as much as the server's windows and the socket accept."""
         try:
             while self._fill():
                 del self._wire[: self.socket.send(self._wire)]
@@ -132,7 +132,7 @@ class _Connection:
             poll.modify(self.socket.fileno(), select.EPOLLIN | more)
 
     def _fill(self) -> bool:
-        """Make frames of the message as far as the server has room for it; whether there are any to send."""
+        """Make frames of the message within the server's windows; True if there are bytes to send."""
         while self._left and len(self._wire) < _READY:
             size = min(len(self._left), self._window, self._own_window, _LARGEST_FRAME)
             if size <= 0:
@@ -145,7 +145,7 @@ class _Connection:
             self._left = self._left[size:]
         return bool(self._wire)
 
-    def go_on(self, events: int, poll: select.epoll) -> int:
+    def handle_events(self, events: int, poll: select.epoll) -> int:
         """See ``Connection``."""
         status = self._receive() if events & ~select.EPOLLOUT else 0
         if self._wire or self._left:
@@ -153,7 +153,7 @@ class _Connection:
         return status
 
     def _receive(self) -> int:
-        """Read what is there; the status of the call if that ends it, else 0."""
+        """Read available frames; returns the call's status if they end it, else 0."""
         data = self.socket.recv(1 << 18)
         if not data:
             raise RuntimeError("the server closed the connection")

@@ -1,7 +1,7 @@
-"""A light closed-loop HTTP/1.1 load generator: keep-alive sockets, one thread, no parsing to speak of.
+"""A light closed-loop HTTP/1.1 load generator: keep-alive sockets, one thread, almost no parsing.
 
-It costs a fraction of what the servers under test cost per request, so that the server, not the
-client, is what is measured.
+It uses a fraction of the CPU time per request of the servers under test, so that the server, not the
+client, is measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SILENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Load:
-    """What a run saw. CPU seconds are user + system time; the server's include its children."""
+    """Result of a run. CPU seconds are user + system time; the server's include its children."""
 
     requests: int
     wall_s: float
@@ -60,10 +60,10 @@ def exchange(address: str, request: bytes, timeout_s: float = 30.0) -> tuple[byt
 def drive(server: Server, requests: Sequence[bytes], *, connections: int, seconds: float) -> Load:
     """Keep ``connections`` requests in flight for ``seconds``, cycling through ``requests``.
 
-    It never sleeps: a client that does must be woken with every answer, and on a virtual machine that
-    costs the server as much as the answer itself, but only if it is slower than the client.
+    It never sleeps: a sleeping client must be woken for every answer, which on a virtual machine costs the
+    server as much as the answer itself, but only a server that is slower than the client.
 
-    Raises RuntimeError on any answer but 200, TimeoutError when the server stays silent.
+    Raises RuntimeError for a status other than 200, TimeoutError when the server does not respond.
     """
     clients = [_Connection(server.address, SILENCE_S) for _ in range(connections)]
     poll = select.epoll()
@@ -118,7 +118,7 @@ class _Connection:
         self._have = 0
 
     def receive(self) -> bool:
-        """Read what is there; True when it completes an answer. Raises RuntimeError unless 200."""
+        """Read available bytes; True when they complete an answer. Raises RuntimeError unless 200."""
         data = self.socket.recv(1 << 18)
         if not data:
             raise RuntimeError(f"the server closed the connection: {self.last!r}")
@@ -136,7 +136,7 @@ class _Connection:
         return True
 
     def _start(self, data: bytes) -> None:
-        """Find out how long the answer is, once its head is complete."""
+        """Read the answer's length, once its head is complete."""
         head = data.find(b"\r\n\r\n")
         if head < 0:
             return

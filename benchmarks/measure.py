@@ -1,4 +1,4 @@
-"""Runs that take turns, their spread and their ratios, and what the figures depend on."""
+"""Alternating runs, their spread and ratios, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Spread:
 
 
 def alternate(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Run every side once per round; the order rotates, so that none is always first."""
+    """Run every side once per round; the order rotates, so that no side is always first."""
     results: dict[str, list[T]] = {name: [] for name in sides}
     names = list(sides)
     for turn in range(rounds):
@@ -46,22 +46,22 @@ def alternate(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, li
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Ours / theirs round by round: what disturbs a whole round cancels out."""
+    """Ours / theirs round by round: a disturbance of a whole round cancels out."""
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def zipf_keys(
     random: np.random.Generator, rows: int, shape: tuple[int, ...], s: float = 0.85
 ) -> NDArray[np.int64]:
-    """Keys ``0 … rows - 1``, the k-th most frequent with a probability ∝ ``k ** -s``; which key is the
-    how-manieth is drawn too, so that frequent keys do not lie side by side."""
+    """Keys ``0 … rows - 1``, the k-th most frequent with a probability ∝ ``k ** -s``; the ranks of
+    keys are random, so that frequent keys are not adjacent."""
     cumulated = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -s)
     ranks = np.searchsorted(cumulated, random.random(shape) * cumulated[-1], side="right")
     return random.permutation(rows)[np.minimum(ranks, rows - 1)]
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on, without anything that names the machine."""
+    """Properties of the machine that figures depend on, none of which identifies it."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

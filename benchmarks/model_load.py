@@ -1,16 +1,17 @@
-"""How fast a model's files become a RocksDB that is ready to serve, and how fast the next start is.
+"""Time to load a model's files into a RocksDB that is ready to serve, and time of the next start.
 
 One table of 10 million rows × 32 float32 (1.4 GB) with random int64 keys in random order, from the
 files of the model repository: checksums, sort, SST files, ingest, until a lookup is answered. Each load
-runs in a process of its own, into an empty folder.
+runs in a separate process, into an empty folder.
 
-* the floor: the same rows, sorted in memory already, through the bare SST writer and ingested;
-* the peer: HPS's way, write batches of 65,536 rows in the files' order, the log flushed after each.
+* the floor: the same rows, already sorted in memory, through the bare SST writer and ingested;
+* the peer: as HPS loads, write batches of 65,536 rows in the files' order, the log flushed after each.
 
-Then the next start, which must find the rows loaded; the memory a load takes beside what the process had
-before (anonymous pages; of a large table's vectors a copy is mapped); a model of 2,000 tables of 100 rows.
+Then the next start, which must find the rows loaded; the memory a load takes in addition to what the process
+had before (anonymous pages; a copy of a large table's vectors is mapped); a model of 2,000 tables of 100
+rows.
 
-The rate is wall time, because the bar is; ``CPU s`` tells how much of it was waiting for others.
+The rate is wall time, as the bar is; ``CPU s`` shows how much of it was spent waiting.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _CHUNK = 1 << 17
 
 BARS = (
     Bar("rate", f"{ROWS:,} rows x {DIM}: million rows/s from files to ready", at_least=0.5),
-    Bar("peer", "rows/s: ours / HPS's way of loading", at_least=3.0),
+    Bar("peer", "rows/s: ours / HPS's loading", at_least=3.0),
     Bar("next_start_s", "next start: seconds until the rows are ready", at_most=2.0),
     Bar("extra_mb", "memory a load takes, MB", at_most=512.0),
     Bar("tables_next_start_s", f"{TABLES:,} small tables: seconds of the next start", at_most=15.0),
@@ -95,9 +96,9 @@ def _compare(folder: Path, rows: int, options: RunOptions, report: Report) -> No
 
         return once
 
-    sides = {"ours": side(_start), "HPS's way": side(_hps_way), "floor: bare SST": side(_bare)}
+    sides = {"ours": side(_start), "HPS": side(_load_as_hps), "floor: bare SST": side(_bare)}
     rates = alternate(sides, 1 if options.quick else ROUNDS)
-    report.values["peer"] = ratio(rates["ours"], rates["HPS's way"]).median
+    report.values["peer"] = ratio(rates["ours"], rates["HPS"]).median
     report.tables[f"{rows:,} rows, million rows/s"] = [
         {"": name, "rate": f"{Spread.of(found)}"} for name, found in rates.items()
     ]
@@ -138,7 +139,7 @@ def _load(folder: Path, name: str) -> dict[str, float]:
 
 
 def _alone(how: Callable[..., Any], *arguments: object) -> dict[str, float]:
-    """Run in a fresh process: seconds, CPU seconds and MB beside what it had before."""
+    """Run in a new process: seconds, CPU seconds and additional MB of anonymous memory."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(_measured, how, *arguments).result()
@@ -168,7 +169,7 @@ def _anonymous_mb() -> float:
 
 
 def _start(models: Path, db: Path, _rows: int) -> None:
-    """What a node does at its start, up to the first answer."""
+    """Do the work of a node's start, up to the first answer."""
     version = Repository(models).open("m")
     tables = version.embedding_tables()
     store = RocksDbTier(db)
@@ -183,7 +184,7 @@ def _start(models: Path, db: Path, _rows: int) -> None:
     store.close()
 
 
-def _hps_way(models: Path, db: Path, _rows: int) -> None:
+def _load_as_hps(models: Path, db: Path, _rows: int) -> None:
     files = Repository(models).open("m").tables["t"]
     options = Options(raw_mode=True)
     options.optimize_level_style_compaction(512 << 20)

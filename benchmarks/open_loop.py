@@ -1,8 +1,8 @@
-"""A load generator whose requests come when they come, not when the server has answered the last ones.
+"""An open-loop load generator: requests are sent at given times, whether earlier ones are answered or not.
 
-Latencies count from the instant a request was to be sent, so a server that falls behind is not spared. How
-soon a refusal comes is counted from when the request was sent. A refused request's body is sent to its end,
-as HTTP/1.1 wants. `benchmarks/grpc_load.py` has the connections for gRPC.
+Latencies count from the instant a request was due, so that a server that falls behind is charged for it
+(coordinated omission). The time of a rejection counts from when the request was sent. The body of a rejected
+request is sent to its end, as HTTP/1.1 requires. `benchmarks/grpc_load.py` has the connections for gRPC.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ SILENCE_S = 30.0
 
 
 @dataclass
-class Seen:
-    """Statuses and latencies in seconds, in the order of the answers; ``late`` is how late each request was
-    sent, ``wall_s`` from the first request to the last answer, ``ends`` when each answer came."""
+class LoadResult:
+    """Statuses and latencies in seconds, in the order of the answers.
+
+    ``late``: the delay with which each request was sent; ``wall_s``: from the first request to the last
+    answer; ``ends``: when each answer arrived. All in seconds."""
 
     statuses: list[int] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
@@ -42,9 +44,9 @@ class Seen:
         ]
         return np.array(kept)
 
-    def __add__(self, other: Seen) -> Seen:
+    def __add__(self, other: LoadResult) -> LoadResult:
         """Both runs as one."""
-        return Seen(
+        return LoadResult(
             self.statuses + other.statuses,
             self.latencies + other.latencies,
             self.late + other.late,
@@ -53,19 +55,19 @@ class Seen:
         )
 
     @property
-    def refusals(self) -> np.ndarray:
-        """How long each refusal took from when its request was sent."""
-        told = zip(self.latencies, self.late, self.statuses, strict=True)
-        return np.array([s - late for s, late, status in told if status != 200])
+    def rejection_times(self) -> np.ndarray:
+        """Seconds from sending a request to its rejection, of each rejected one."""
+        answers = zip(self.latencies, self.late, self.statuses, strict=True)
+        return np.array([s - late for s, late, status in answers if status != 200])
 
     @property
     def goodput(self) -> float:
-        """Answers a second."""
+        """Answers with status 200 per second."""
         return self.statuses.count(200) / self.wall_s
 
 
 def poisson(rate: float, seconds: float, seed: int) -> list[float]:
-    """When requests come, in seconds from the start."""
+    """Arrival times of a Poisson process, in seconds from the start."""
     random = np.random.default_rng(seed)
     gaps = random.exponential(1 / rate, int(rate * seconds * 1.3) + 50)
     times = np.cumsum(gaps)
@@ -73,7 +75,7 @@ def poisson(rate: float, seconds: float, seed: int) -> list[float]:
 
 
 class Connection(Protocol):
-    """One with one request at a time: when that ``since`` was to be sent, and when it was ``sent``."""
+    """A connection with one request at a time: due at ``since``, sent at ``sent`` (monotonic seconds)."""
 
     socket: socket.socket
     since: float
@@ -81,38 +83,40 @@ class Connection(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether the next request may be sent."""
+        """True if the next request may be sent."""
         ...
 
     def send(self, request: bytes, since: float, poll: select.epoll) -> None: ...
 
-    def go_on(self, events: int, poll: select.epoll) -> int:
-        """Send and receive what can be; the status of an answer that is complete now, else 0."""
+    def handle_events(self, events: int, poll: select.epoll) -> int:
+        """Send and receive without blocking; returns the status of an answer that is complete now, else 0."""
         ...
 
 
 Connect = Callable[[], Connection]
 
 
-def open_loop(address: str, requests: Sequence[bytes], arrivals: Sequence[float]) -> Seen:
-    """Send a request at each of ``arrivals``. Raises TimeoutError when the server stays silent."""
+def open_loop(address: str, requests: Sequence[bytes], arrivals: Sequence[float]) -> LoadResult:
+    """Send a request at each of ``arrivals``. Raises TimeoutError when the server does not respond."""
     return run_open(partial(_Connection, address), requests, arrivals)
 
 
-def closed_loop(address: str, requests: Sequence[bytes], connections: int, seconds: float) -> Seen:
-    """Keep ``connections`` requests in flight. Raises TimeoutError when the server stays silent."""
+def closed_loop(
+    address: str, requests: Sequence[bytes], connections: int, seconds: float
+) -> LoadResult:
+    """Keep ``connections`` requests in flight. Raises TimeoutError when the server does not respond."""
     return run_closed(partial(_Connection, address), requests, connections, seconds)
 
 
-def run_open(connect: Connect, requests: Sequence[bytes], arrivals: Sequence[float]) -> Seen:
-    """As `open_loop` over other connections."""
+def run_open(connect: Connect, requests: Sequence[bytes], arrivals: Sequence[float]) -> LoadResult:
+    """As `open_loop`, over connections that ``connect`` makes."""
     return _Run(connect, requests).run(iter(arrivals))
 
 
 def run_closed(
     connect: Connect, requests: Sequence[bytes], connections: int, seconds: float
-) -> Seen:
-    """As `closed_loop` over other connections."""
+) -> LoadResult:
+    """As `closed_loop`, over connections that ``connect`` makes."""
     run = _Run(connect, requests)
     end = time.monotonic() + seconds
     run.again = lambda: time.monotonic() < end
@@ -128,7 +132,7 @@ class _Run:
         self._free: list[Connection] = []
         self.again: Callable[[], bool] = lambda: False
 
-    def run(self, arrivals: Iterator[float]) -> Seen:
+    def run(self, arrivals: Iterator[float]) -> LoadResult:
         try:
             return self._run(arrivals)
         finally:
@@ -136,8 +140,8 @@ class _Run:
                 connection.socket.close()
             self._poll.close()
 
-    def _run(self, arrivals: Iterator[float]) -> Seen:
-        seen = Seen()
+    def _run(self, arrivals: Iterator[float]) -> LoadResult:
+        result = LoadResult()
         start = last = heard = time.monotonic()
         due = next(arrivals, None)
         while due is not None or len(self._free) < len(self._open):
@@ -153,20 +157,20 @@ class _Run:
             for number, what in events:
                 connection = self._open[number]
                 was_free = connection.is_free
-                status = connection.go_on(what, self._poll)
+                status = connection.handle_events(what, self._poll)
                 if status:
                     last = time.monotonic()
-                    seen.statuses.append(status)
-                    seen.latencies.append(last - connection.since)
-                    seen.late.append(connection.sent - connection.since)
-                    seen.ends.append(last - start)
+                    result.statuses.append(status)
+                    result.latencies.append(last - connection.since)
+                    result.late.append(connection.sent - connection.since)
+                    result.ends.append(last - start)
                 if connection.is_free and not was_free:
                     if self.again():
                         connection.send(next(self._supply), time.monotonic(), self._poll)
                     else:
                         self._free.append(connection)
-        seen.wall_s = last - start
-        return seen
+        result.wall_s = last - start
+        return result
 
     def _send(self, since: float) -> None:
         if self._free:
@@ -181,7 +185,7 @@ class _Run:
 
 
 def connected(address: str) -> socket.socket:
-    """Without Nagle's waits."""
+    """Connect with Nagle's algorithm off."""
     host, _, port = address.rpartition(":")
     made = socket.create_connection((host, int(port)), 10)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -189,7 +193,7 @@ def connected(address: str) -> socket.socket:
 
 
 class _Connection:
-    """HTTP/1.1, kept alive."""
+    """A keep-alive HTTP/1.1 connection."""
 
     def __init__(self, address: str) -> None:
         self.socket = connected(address)
@@ -217,7 +221,7 @@ class _Connection:
             return
         poll.modify(self.socket.fileno(), select.EPOLLIN)
 
-    def go_on(self, events: int, poll: select.epoll) -> int:
+    def handle_events(self, events: int, poll: select.epoll) -> int:
         """See `Connection`."""
         if events & select.EPOLLOUT:
             self._write(poll)
@@ -225,7 +229,7 @@ class _Connection:
             return 0
         data = self.socket.recv(1 << 18)
         if not data:
-            raise RuntimeError(f"the server hung up after {bytes(self._got[:200])!r}")
+            raise RuntimeError(f"the server closed the connection after {bytes(self._got[:200])!r}")
         self._got += data
         end = self._got.find(b"\r\n\r\n")
         if end < 0:
@@ -238,8 +242,9 @@ class _Connection:
         return int(head[9:12])
 
     def _is_whole(self, head: bytes, start: int) -> bool:
-        """Whether the body, which begins at ``start``, is all there. Nothing follows an answer before the
-        next request, so what ends like the last chunk is it."""
+        """True if the body, which begins at ``start``, is complete.
+
+        Nothing follows an answer before the next request, so bytes that end like the last chunk are it."""
         at = head.find(b"\r\ncontent-length: ") + 18
         if at >= 18:
             return len(self._got) >= start + int(head[at : head.index(b"\r", at)])

@@ -1,27 +1,27 @@
-"""A server that is asked for four times of what it can do.
+"""A server under four times the load that it can answer.
 
 Predictions of 1,024 samples (26 features, 13 dense numbers, a network of 0.5 M parameters in the process).
-The server has one core, the load generator another. Its capacity is what it answers with as many requests in
-flight as `server.admission` lets be worked at, closed loop. Overload is requests that come at random at four
-times that rate, whether answered or not; over REST and over gRPC. First capacity and overload take turns of a
-few seconds, since a shared machine is not as fast in one minute as in the next. Then overload lasts for a
-minute, and capacity is measured once more. A run in which fewer than 3.8 times of it were sent fails.
+The server has one core, the load generator another. Its capacity is its closed-loop rate with as many
+requests in flight as `server.admission` runs. Overload is a Poisson process of four times that rate, open
+loop; over REST and over gRPC. First capacity and overload alternate every few seconds, since a shared machine
+is not as fast in one minute as in the next. Then overload lasts for a minute, and capacity is measured again.
+A run in which fewer than 3.8 times the capacity were sent fails.
 
-* goodput: answers a second / capacity, each over all of its turns;
-* recovery: capacity after the minute / in the turns;
-* p99: 99th percentile of the minute's accepted / of capacity's, both from the instant a request was to be
-  sent;
-* refused: the slowest refusal since its request was sent, and whether all had the right code (503,
+* goodput: answers a second / capacity, each over all of its intervals;
+* recovery: capacity after the minute / in the intervals;
+* p99: 99th percentile of the minute's accepted / of capacity's, both from the instant a request was
+  due;
+* refused: the slowest rejection since its request was sent, and whether all had the right code (503,
   UNAVAILABLE);
-* memory: the server's resident bytes at most in the second half of the minute / in its first quarter;
-* health: the slowest answer to a readiness probe, one a second meanwhile.
+* memory: the server's most resident bytes in the second half of the minute / in its first quarter;
+* health: the slowest answer to a readiness probe, one a second during the minute.
 
 Another server has the default admission settings (`overload_defaults.py`):
 
-* refused: part of the requests that are refused at 0.8 times the capacity, as few as there are;
+* refused: share of the requests that are rejected at 0.8 times the capacity;
 * goodput: answers within half a second, at four times the capacity / capacity.
 
-There is no peer: the floor is the same server asked for no more than it can do.
+There is no peer: the floor is the same server at its capacity.
 """
 
 from __future__ import annotations
@@ -44,39 +44,43 @@ from benchmarks import overload_defaults
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.grpc_load import grpc_closed, grpc_open
 from benchmarks.measure import versions
-from benchmarks.open_loop import Seen, closed_loop, open_loop, poisson
+from benchmarks.open_loop import LoadResult, closed_loop, open_loop, poisson
 from benchmarks.overload_scene import BATCH, grpc_request, rest_request, write_model
 from benchmarks.peers.hps_server import Hps, start_hps
 from benchmarks.peers.process import cores
 
-TIMES, DISTINCT = 4.0, 16
-# Of capacity, so much must really have been asked for.
+OVERLOAD_FACTOR, DISTINCT = 4.0, 16
+# Least load of a valid run, relative to capacity.
 OFFERED = 3.8
-REFUSED = {"rest": 503, "grpc": grpc.StatusCode.UNAVAILABLE.value[0]}
+REJECTED = {"rest": 503, "grpc": grpc.StatusCode.UNAVAILABLE.value[0]}
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
-# As docs/overload.md says for a network that runs in the process: twice the cores, a short wait.
+# As docs/overload.md recommends for a network in the process: twice the cores, a short wait.
 RUNNING, MAX_WAIT_MS = 2, 10.0
 
 BARS = tuple(
     bar
-    for way, name in (("rest", "REST"), ("grpc", "gRPC"))
+    for protocol, name in (("rest", "REST"), ("grpc", "gRPC"))
     for bar in (
-        Bar(f"goodput_{way}", f"{name}: goodput / capacity, by turns", at_least=0.9),
-        Bar(f"recovery_{way}", f"{name}: capacity after the minute / before", at_least=0.9),
-        Bar(f"p99_{way}", f"{name}: accepted p99 / p99 at capacity", at_most=2.0),
-        Bar(f"refused_ms_{way}", f"{name}: slowest refusal, ms", at_most=50.0),
-        Bar(f"codes_{way}", f"{name}: refusals with the right code", at_least=1.0),
-        Bar(f"memory_{way}", f"{name}: resident memory, later / early", at_most=1.05),
-        Bar(f"health_ms_{way}", f"{name}: slowest readiness probe, ms", at_most=100.0),
-        Bar(f"default_refused_{way}", f"{name}, defaults: refused at 0.8", at_most=0.01),
-        Bar(f"default_goodput_{way}", f"{name}, defaults: in time at 4 / capacity", at_least=0.9),
+        Bar(f"goodput_{protocol}", f"{name}: goodput / capacity, alternating", at_least=0.9),
+        Bar(f"recovery_{protocol}", f"{name}: capacity after the minute / before", at_least=0.9),
+        Bar(f"p99_{protocol}", f"{name}: accepted p99 / p99 at capacity", at_most=2.0),
+        Bar(f"refused_ms_{protocol}", f"{name}: slowest rejection, ms", at_most=50.0),
+        Bar(f"codes_{protocol}", f"{name}: rejections with the right code", at_least=1.0),
+        Bar(f"memory_{protocol}", f"{name}: resident memory, later / early", at_most=1.05),
+        Bar(f"health_ms_{protocol}", f"{name}: slowest readiness probe, ms", at_most=100.0),
+        Bar(f"default_refused_{protocol}", f"{name}, defaults: rejected at 0.8", at_most=0.01),
+        Bar(
+            f"default_goodput_{protocol}",
+            f"{name}, defaults: in time at 4 / capacity",
+            at_least=0.9,
+        ),
     )
 )
 
 
-class Watch:
-    """Looks at the server once a second while it is entered: its memory, and how long a readiness probe
-    takes."""
+class ServerSampler:
+    """Sampler of the server's memory and of the time of a readiness probe, once a second in a ``with``
+    block."""
 
     def __init__(self, server: Hps) -> None:
         self._server = server
@@ -85,15 +89,15 @@ class Watch:
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(1, "watch")
 
-    def __enter__(self) -> Watch:
-        self._looking = self._pool.submit(self._run)
+    def __enter__(self) -> ServerSampler:
+        self._sampling = self._pool.submit(self._run)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Raises what kept it from looking."""
+        """Raises the error of a failed sample."""
         self._over.set()
         self._pool.shutdown()
-        self._looking.result()
+        self._sampling.result()
 
     def _run(self) -> None:
         while not self._over.wait(1):
@@ -125,31 +129,32 @@ def run(options: Options) -> Report:
         limits = {"admission": {"running": RUNNING, "max_wait_ms": MAX_WAIT_MS}}
         with start_hps(folder, limits=limits, core=core) as server:
             closed_loop(server.address, requests["rest"], RUNNING, 3.0)
-            for way, asked in requests.items():
-                _measure(report, Load(server, way, asked), options)
+            for protocol, messages in requests.items():
+                _measure(report, Load(server, protocol, messages), options)
         with start_hps(folder, core=core) as server:
-            for way, asked in requests.items():
-                _measure_defaults(report, Load(server, way, asked), options)
+            for protocol, messages in requests.items():
+                _measure_defaults(report, Load(server, protocol, messages), options)
     report.figures["versions"] = versions("numpy", "onnxruntime", "grpcio", "uvicorn")
     return report
 
 
 def _measure(report: Report, load: Load, options: Options) -> None:
     seconds = 10.0 if options.quick else 60.0
-    before, by_turns = in_turns(load, *((3, 2.0) if options.quick else (12, 4.0)))
-    arrivals = poisson(TIMES * before.goodput, seconds, options.seed)
-    with Watch(load.server) as watch:
+    before, alternating = alternate_with_capacity(load, *((3, 2.0) if options.quick else (12, 4.0)))
+    arrivals = poisson(OVERLOAD_FACTOR * before.goodput, seconds, options.seed)
+    with ServerSampler(load.server) as sampler:
         minute = load.open(arrivals)
     after = load.capacity(seconds / 6)
-    record(report, load.way, before, by_turns, minute, after, watch)
+    runs = OverloadRuns(before, alternating, minute, after)
+    record(report, load.protocol, runs, sampler)
 
 
 def _measure_defaults(report: Report, load: Load, options: Options) -> None:
     load.capacity(1.0)
-    turns = overload_defaults.in_turns(load, 1 if options.quick else 3, 8.0)
-    report.values[f"default_refused_{load.way}"] = turns.refused
-    report.values[f"default_goodput_{load.way}"] = turns.goodput
-    report.tables[f"default admission, {load.way}"] = [turns.row()]
+    result = overload_defaults.alternate_with_capacity(load, 1 if options.quick else 3, 8.0)
+    report.values[f"default_refused_{load.protocol}"] = result.rejected_share
+    report.values[f"default_goodput_{load.protocol}"] = result.goodput
+    report.tables[f"default admission, {load.protocol}"] = [result.row()]
 
 
 @dataclass(frozen=True)
@@ -157,101 +162,109 @@ class Load:
     """The requests of one protocol to ``server``."""
 
     server: Hps
-    way: str
+    protocol: str
     requests: list[bytes]
 
-    def open(self, arrivals: list[float]) -> Seen:
-        if self.way == "grpc":
+    def open(self, arrivals: list[float]) -> LoadResult:
+        if self.protocol == "grpc":
             return grpc_open(self.server.grpc, METHOD, self.requests, arrivals)
         return open_loop(self.server.address, self.requests, arrivals)
 
-    def capacity(self, seconds: float) -> Seen:
-        if self.way == "grpc":
-            seen = grpc_closed(self.server.grpc, METHOD, self.requests, RUNNING, seconds)
+    def capacity(self, seconds: float) -> LoadResult:
+        if self.protocol == "grpc":
+            result = grpc_closed(self.server.grpc, METHOD, self.requests, RUNNING, seconds)
         else:
-            seen = closed_loop(self.server.address, self.requests, RUNNING, seconds)
-        if set(seen.statuses) != {200}:
-            raise RuntimeError(f"refused without overload: {set(seen.statuses)}")
-        return seen
+            result = closed_loop(self.server.address, self.requests, RUNNING, seconds)
+        if set(result.statuses) != {200}:
+            raise RuntimeError(f"rejected without overload: {set(result.statuses)}")
+        return result
 
 
-def in_turns(load: Load, turns: int, seconds: float) -> tuple[Seen, Seen]:
-    """Capacity and overload over ``turns`` turns each; those of capacity take half of ``seconds`` each and
-    lie around the others."""
+def alternate_with_capacity(
+    load: Load, turns: int, seconds: float
+) -> tuple[LoadResult, LoadResult]:
+    """Results at capacity and under overload, alternating ``turns`` times.
+
+    An interval of overload takes ``seconds``; half of that is spent at capacity around it."""
     last = load.capacity(seconds / 4)
-    able, asked = last, Seen()
+    capacity, overload = last, LoadResult()
     for turn in range(turns):
-        asked += load.open(poisson(TIMES * last.goodput, seconds, turn))
+        overload += load.open(poisson(OVERLOAD_FACTOR * last.goodput, seconds, turn))
         last = load.capacity(seconds / (4 if turn == turns - 1 else 2))
-        able += last
-    return able, asked
+        capacity += last
+    return capacity, overload
 
 
-def record(
-    report: Report,
-    way: str,
-    before: Seen,
-    by_turns: Seen,
-    minute: Seen,
-    after: Seen,
-    watch: Watch,
-) -> None:
-    """Raises RuntimeError when the load generator has not kept up."""
+@dataclass(frozen=True)
+class OverloadRuns:
+    """Capacity before, overload alternating with it, the minute of overload, capacity after."""
+
+    before: LoadResult
+    alternating: LoadResult
+    minute: LoadResult
+    after: LoadResult
+
+
+def record(report: Report, protocol: str, runs: OverloadRuns, sampler: ServerSampler) -> None:
+    """Add the results to ``report``. Raises RuntimeError when the load generator has not kept up."""
+    before, minute = runs.before, runs.minute
     offered = len(minute.statuses) / minute.wall_s
     if offered < OFFERED * before.goodput:
         raise RuntimeError(
-            f"{way}: {offered:.0f} requests a second were sent, {offered / before.goodput:.2f} times of "
-            f"{before.goodput:.0f}: the load generator has not kept up"
+            f"{protocol}: the load generator has not kept up: it sent {offered:.0f} requests a second, "
+            f"{offered / before.goodput:.2f} times the capacity of {before.goodput:.0f}"
         )
-    taken, refused, floor = minute.of(ok=True), minute.refusals, before.of(ok=True)
-    codes = {status for status in by_turns.statuses + minute.statuses if status != 200}
+    taken, rejected, floor = minute.of(ok=True), minute.rejection_times, before.of(ok=True)
+    codes = {status for status in runs.alternating.statuses + minute.statuses if status != 200}
     values = {
-        "goodput": by_turns.goodput / before.goodput,
-        "recovery": after.goodput / before.goodput,
+        "goodput": runs.alternating.goodput / before.goodput,
+        "recovery": runs.after.goodput / before.goodput,
         "p99": float(np.quantile(taken, 0.99) / np.quantile(floor, 0.99)),
-        "refused_ms": float(refused.max() * 1e3),
-        "codes": float(codes <= {REFUSED[way]}),
-        "memory": watch.growth,
-        "health_ms": max(watch.health_s) * 1e3,
+        "refused_ms": float(rejected.max() * 1e3),
+        "codes": float(codes <= {REJECTED[protocol]}),
+        "memory": sampler.growth,
+        "health_ms": max(sampler.health_s) * 1e3,
     }
-    report.values |= {f"{name}_{way}": value for name, value in values.items()}
-    report.tables[f"predictions of {BATCH} samples, {way}"] = [
+    report.values |= {f"{name}_{protocol}": value for name, value in values.items()}
+    report.tables[f"predictions of {BATCH} samples, {protocol}"] = [
         {"load": f"capacity, {RUNNING} in flight", **_row(before, floor, floor)},
         {
-            "load": f"{TIMES:g} × capacity, by turns with it",
-            **_row(by_turns, by_turns.of(ok=True), by_turns.refusals),
+            "load": f"{OVERLOAD_FACTOR:g} × capacity, alternating with it",
+            **_row(
+                runs.alternating, runs.alternating.of(ok=True), runs.alternating.rejection_times
+            ),
         },
-        {"load": f"{TIMES:g} × capacity, the minute", **_row(minute, taken, refused)},
+        {"load": f"{OVERLOAD_FACTOR:g} × capacity, the minute", **_row(minute, taken, rejected)},
     ]
-    report.figures[way] = {
+    report.figures[protocol] = {
         "answers": len(taken),
-        "refusals": len(refused),
+        "rejections": len(rejected),
         "codes": sorted(codes),
         "generator_lag_ms": max(minute.late) * 1e3,
-        "rss": watch.rss,
-        "health_ms": [round(s * 1e3, 2) for s in watch.health_s],
-        "capacity": {"before": before.goodput, "after": after.goodput},
+        "rss": sampler.rss,
+        "health_ms": [round(s * 1e3, 2) for s in sampler.health_s],
+        "capacity": {"before": before.goodput, "after": runs.after.goodput},
         "offered": offered,
     }
 
 
-def _row(seen: Seen, taken: np.ndarray, refused: np.ndarray) -> dict[str, str]:
+def _row(result: LoadResult, taken: np.ndarray, rejected: np.ndarray) -> dict[str, str]:
     p50, p99 = np.quantile(taken, [0.5, 0.99]) * 1e3
-    row = {"answers/s": f"{seen.goodput:.1f}", "p50 ms": f"{p50:.1f}", "p99 ms": f"{p99:.1f}"}
-    if refused is taken:
-        return {**row, "refused/s": "0", "p50, p99, max ms": "", "generator's lag ms": ""}
-    p50, p99, most = np.quantile(refused, [0.5, 0.99, 1]) * 1e3
+    row = {"answers/s": f"{result.goodput:.1f}", "p50 ms": f"{p50:.1f}", "p99 ms": f"{p99:.1f}"}
+    if rejected is taken:
+        return {**row, "rejected/s": "0", "p50, p99, max ms": "", "generator's lag ms": ""}
+    p50, p99, most = np.quantile(rejected, [0.5, 0.99, 1]) * 1e3
     return {
         **row,
-        "refused/s": f"{len(refused) / seen.wall_s:.0f}",
+        "rejected/s": f"{len(rejected) / result.wall_s:.0f}",
         "p50, p99, max ms": f"{p50:.1f}, {p99:.1f}, {most:.1f}",
-        "generator's lag ms": f"{max(seen.late) * 1e3:.1f}",
+        "generator's lag ms": f"{max(result.late) * 1e3:.1f}",
     }
 
 
 BENCHMARK = Benchmark(
     name="overload",
-    title="Four times of what the server can do",
+    title="Four times the load that a server can answer",
     run=run,
     bars=BARS,
     measured=(

@@ -1,8 +1,8 @@
 """A server with the default admission settings below and above its capacity; part of overload.py.
 
-Requests come at random at 0.8 times and at four times the capacity, in turns with it. Answers count that come
-within half a second, as for clients that wait no longer. An overload's first two seconds do not count: until
-the queue is full, nothing says that there is one.
+Requests arrive as a Poisson process of 0.8 times and of four times the capacity, alternating with it. Only
+answers within half a second count, as for clients with that timeout. An overload's first two seconds do not
+count: it cannot be detected until the queue is full.
 """
 
 from __future__ import annotations
@@ -11,67 +11,70 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from benchmarks.open_loop import Seen, poisson
+from benchmarks.open_loop import LoadResult, poisson
 
 BELOW, ABOVE = 0.8, 4.0
-PATIENCE_S, BEGINNING_S = 0.5, 2.0
+DEADLINE_S, WARM_UP_S = 0.5, 2.0
 
 
 class Load(Protocol):
     """Requests to a server."""
 
-    def open(self, arrivals: list[float]) -> Seen: ...
+    def open(self, arrivals: list[float]) -> LoadResult: ...
 
-    def capacity(self, seconds: float) -> Seen: ...
+    def capacity(self, seconds: float) -> LoadResult: ...
 
 
 @dataclass
-class Turns:
+class AdmissionResult:
     """Measurements at capacity, and for ``seconds`` each below and above it."""
 
     seconds: float
-    able: Seen = field(default_factory=Seen)
-    below: Seen = field(default_factory=Seen)
-    above: list[Seen] = field(default_factory=list)
+    capacity: LoadResult = field(default_factory=LoadResult)
+    below: LoadResult = field(default_factory=LoadResult)
+    above: list[LoadResult] = field(default_factory=list)
 
     @property
-    def refused(self) -> float:
-        """Part of the requests below capacity."""
+    def rejected_share(self) -> float:
+        """Share of the requests below capacity that were rejected."""
         return 1 - self.below.statuses.count(200) / len(self.below.statuses)
 
     @property
     def goodput(self) -> float:
-        """Answers in time above capacity, of those at capacity."""
-        in_time = sum(self._in_time(seen) for seen in self.above)
-        seconds = len(self.above) * (self.seconds - BEGINNING_S)
-        return in_time / seconds / self.able.goodput
+        """Answers in time per second above capacity, relative to capacity."""
+        in_time = sum(self._in_time(result) for result in self.above)
+        seconds = len(self.above) * (self.seconds - WARM_UP_S)
+        return in_time / seconds / self.capacity.goodput
 
-    def _in_time(self, seen: Seen) -> int:
+    def _in_time(self, result: LoadResult) -> int:
         return sum(
-            status == 200 and took_s <= PATIENCE_S and BEGINNING_S < end_s <= self.seconds
-            for status, took_s, end_s in zip(seen.statuses, seen.latencies, seen.ends, strict=True)
+            status == 200 and took_s <= DEADLINE_S and WARM_UP_S < end_s <= self.seconds
+            for status, took_s, end_s in zip(
+                result.statuses, result.latencies, result.ends, strict=True
+            )
         )
 
     def row(self) -> Mapping[str, str]:
         return {
-            "answers/s at capacity": f"{self.able.goodput:.1f}",
-            f"refused at {BELOW:g}": f"{self.refused:.4f}",
+            "answers/s at capacity": f"{self.capacity.goodput:.1f}",
+            f"rejected at {BELOW:g}": f"{self.rejected_share:.4f}",
             f"in time at {ABOVE:g}, of capacity": f"{self.goodput:.3f}",
         }
 
 
-def in_turns(load: Load, turns: int, seconds: float) -> Turns:
-    """``turns`` turns, each ``seconds`` below and above capacity. Raises RuntimeError when the load generator
-    has not kept up."""
-    found = Turns(seconds)
+def alternate_with_capacity(load: Load, turns: int, seconds: float) -> AdmissionResult:
+    """Load ``turns`` times for ``seconds`` below and ``seconds`` above capacity.
+
+    Raises RuntimeError when the load generator has not kept up."""
+    found = AdmissionResult(seconds)
     for turn in range(turns):
         last = load.capacity(1.0)
-        found.able += last
+        found.capacity += last
         found.below += load.open(poisson(BELOW * last.goodput, seconds, turn))
         last = load.capacity(1.0)
-        found.able += last
-        seen = load.open(poisson(ABOVE * last.goodput, seconds, turn))
-        if max(seen.late) > PATIENCE_S:
-            raise RuntimeError(f"a request was sent {max(seen.late):.2f} s late")
-        found.above.append(seen)
+        found.capacity += last
+        result = load.open(poisson(ABOVE * last.goodput, seconds, turn))
+        if max(result.late) > DEADLINE_S:
+            raise RuntimeError(f"a request was sent {max(result.late):.2f} s late")
+        found.above.append(result)
     return found

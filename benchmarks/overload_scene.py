@@ -1,4 +1,4 @@
-"""Predictions of overload.py and others: their model, and requests for it over REST and over gRPC."""
+"""Model of overload.py and others, and prediction requests for it over REST and gRPC."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEATURES, DENSE, DIM, ROWS, BATCH, HIDDEN = 26, 13, 16, 20_000, 1024, 512
 
 
 def network() -> bytes:
-    """Two hidden layers over everything: 0.5 M parameters, ONNX."""
+    """Two hidden layers over all inputs, 0.5 M parameters, as ONNX."""
     from onnx import TensorProto, helper, numpy_helper
 
     names = [f"f{i}" for i in range(FEATURES)]

@@ -1,20 +1,20 @@
-"""What one REST lookup costs the server, in CPU time, against three peers.
+"""Server CPU time of a REST lookup, against three peers.
 
 The same lookup (one table of 200,000 rows × 16 float32, all rows in memory; 26 or 1,024 keys a
-request, Zipf-distributed with s = 0.85 over rows in random order) is asked of
+request, Zipf-distributed with s = 0.85 over rows in random order) is sent to
 
 * hps: ``hps serve`` with its defaults (metrics, limits and statistics on), binary tensors;
-* hps traced: the same, with an ``X-Request-ID`` of its own in each request; elsewhere a client's requests
-  have one head, byte for byte, which hps reads once and then knows;
+* hps traced: the same, with a different ``X-Request-ID`` in each request; the other sides' requests have
+  identical heads, which hps parses once and then recognizes;
 * echo, the floor: a bare raw-ASGI app on uvicorn (uvloop, httptools) that reads a body and answers with
   its bytes, repeated to the size of hps's answer;
-* fastapi: the lookup written with FastAPI and pydantic models, JSON, ``table[row_numbers]``;
+* fastapi: the lookup with FastAPI and pydantic models, JSON, ``table[row_numbers]``;
 * triton: a real Triton 2.51 whose Python-backend model does ``table[row_numbers]``, binary tensors,
   dynamic batching on (`make bench-peers` sets it up).
 
-Every server is pinned to one core, the client to another; 16 keep-alive connections; the servers take
-turns for several rounds. The figure is user + system time of the server's processes per request:
-requests per second depend on what else the machine does, CPU time much less.
+Every server is pinned to one core, the client to another; 16 keep-alive connections; the servers
+alternate for several rounds. The figure is user + system time of the server's processes per request:
+requests per second depend on other load of the machine, CPU time much less.
 
 Ratios are taken round by round; the median over the rounds is judged.
 """
@@ -60,7 +60,7 @@ BARS = tuple(
 
 @dataclass(frozen=True)
 class Side:
-    """One server under load: how it is asked, and how its answer's vectors are read."""
+    """One server under load: its requests, and the parser of its answers' vectors."""
 
     server: Server
     requests: list[bytes]
@@ -84,7 +84,7 @@ def binary_request(path: str, name: str, keys: NDArray[np.int64], **headers: str
 
 
 def traced_request(path: str, name: str, keys: NDArray[np.int64]) -> bytes:
-    """As ``binary_request``, with an id that no other request has."""
+    """As ``binary_request``, with a unique request ID."""
     return binary_request(path, name, keys, **{"X-Request-ID": uuid.uuid4().hex})
 
 
@@ -108,7 +108,7 @@ def json_vectors(head: bytes, body: bytes) -> NDArray[np.float32]:
 
 @contextmanager
 def servers(table: NDArray[np.float32], report: Report) -> Iterator[dict[str, Server]]:
-    """Start every side, pinned; yields name -> server. Triton is left out when it is not set up."""
+    """Start every side, pinned; yields name -> server, without Triton if it is not set up."""
     core, client = cores()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -145,7 +145,7 @@ def answer_bytes(server: Server, n: int) -> int:
 def sides(
     running: Mapping[str, Server], n: int, keys: NDArray[np.int64], size: int
 ) -> dict[str, Side]:
-    """The requests of one size, the same keys for everyone. ``keys (requests, n)``."""
+    """The requests of one size, the same keys for every side. ``keys (requests, n)``."""
     path = "/v2/models/lookup/infer"
     forms: dict[str, tuple[Callable[[NDArray[np.int64]], bytes], Reader | None]] = {
         "hps": (lambda k: binary_request(path, "f", k), binary_vectors),
@@ -165,7 +165,7 @@ def sides(
 def check_answers(
     name: str, side: Side, table: NDArray[np.float32], keys: NDArray[np.int64]
 ) -> None:
-    """Every side must really do the lookup. Raises RuntimeError at the first wrong row."""
+    """Check that a side really does the lookup. Raises RuntimeError for a wrong row."""
     if side.vectors is None:
         return
     for request, k in zip(side.requests[:8], keys, strict=False):
@@ -182,11 +182,11 @@ def run(options: Options) -> Report:
     with servers(table, report) as running:
         for n in SIZES:
             keys = zipf_keys(random, ROWS, (DISTINCT, n))
-            asked = sides(running, n, keys, report.figures["answer_bytes"][str(n)])
-            for name, side in asked.items():
+            compared = sides(running, n, keys, report.figures["answer_bytes"][str(n)])
+            for name, side in compared.items():
                 check_answers(name, side, table, keys)
                 side.drive(0.3)
-            runs = {name: partial(side.drive, seconds) for name, side in asked.items()}
+            runs = {name: partial(side.drive, seconds) for name, side in compared.items()}
             record(report, n, alternate(runs, rounds))
     report.figures["versions"] = versions(
         "fastapi", "numpy", "orjson", "pydantic", "uvicorn", "uvloop"

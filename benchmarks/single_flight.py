@@ -1,14 +1,14 @@
-"""What single flight saves when many lookups miss the same rows, and costs when they have nothing in common.
+"""Gain of single flight when many lookups miss the same rows, and its cost when they share no keys.
 
-A node without a CPU cache over RocksDB, 4 lookup threads. 32 lookups of 1,000 keys (dim 32) are started at
-once: all of the same keys (a herd), or each of random ones of 300,000. With `SingleFlight` and past it,
-alternating in one run; medians, CPU time of the process. Then 32 fetches at once of one hot key
-and 999 random ones each, over a store that takes 20 ms: how often it is asked for the hot one. And
-the bare wrapper: a fetch alone, and beside three others under way that ask for other keys.
+A node without a CPU cache over RocksDB, 4 lookup threads. 32 lookups of 1,000 keys (dim 32) are started
+together: all of the same keys (a herd), or each of random ones of 300,000. With and without `SingleFlight`,
+alternating in one run; medians, CPU time of the process. Then 32 concurrent fetches of one hot key and 999
+random ones each, over a store that takes 20 ms: how often the hot key is fetched. And the bare wrapper: a
+fetch alone, and with three other fetches of other keys in flight.
 
-Bars: a herd must be answered in a third of the time. Lookups with next to nothing to share (some three
-keys with each other) may cost 1.15 times the CPU time at most. The hot key is asked for once, and a
-fetch takes no longer for that. Floor: the same lookups past the wrapper.
+Bars: a herd must be answered in a third of the time. Lookups that share almost no keys (about three with
+each other) may take 1.15 times the CPU time at most. The hot key is fetched once, and its fetches take no
+longer. Floor: the same lookups without the wrapper.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SPEC = ModelSpec(
     features=[FeatureSpec(name="t", table="t", pooling="none")],
 )
 BARS = (
-    Bar("herd", "32 lookups of the same 1,000 keys: past it / with it, time", at_least=3.0),
-    Bar("apart", "32 lookups of random keys: with it / past it, CPU", at_most=1.15),
-    Bar("hot", "32 fetches of a hot key and 999 random ones: times it is asked for", at_most=1.0),
-    Bar("hot_time", "the same: with it / past it, time of a fetch", at_most=1.15),
+    Bar("herd", "32 lookups of the same 1,000 keys: without / with, time", at_least=3.0),
+    Bar("apart", "32 lookups of random keys: with / without, CPU", at_most=1.15),
+    Bar("hot", "32 fetches of a hot key and 999 random ones: fetches of it", at_most=1.0),
+    Bar("hot_time", "the same: with / without, time of a fetch", at_most=1.15),
 )
 
 
@@ -70,14 +70,14 @@ def lookups(engine: Any, random: np.random.Generator, rounds: int, report: Repor
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for keys in ("the same", "random"):
-            for kind, stores in (("with", shared), ("past", shared.inner)):
+            for kind, stores in (("with", shared), ("without", shared.inner)):
                 engine._stores = stores
                 batches = [random.choice(ROWS, KEYS, replace=False) for _ in range(LOOKUPS)]
                 if keys == "the same":
                     batches = batches[:1] * LOOKUPS
                 found.setdefault((keys, kind), []).append(timed(engine, batches))
     medians = {each: np.median(np.array(times), axis=0) for each, times in found.items()}
-    report.tables["32 lookups at once"] = [
+    report.tables["32 concurrent lookups"] = [
         {
             "keys": keys,
             "single flight": kind,
@@ -87,12 +87,12 @@ def lookups(engine: Any, random: np.random.Generator, rounds: int, report: Repor
         for (keys, kind), (wall, cpu) in medians.items()
     ]
     same, apart = medians["the same", "with"], medians["random", "with"]
-    report.values["herd"] = float(medians["the same", "past"][0] / same[0])
-    report.values["apart"] = float(apart[1] / medians["random", "past"][1])
+    report.values["herd"] = float(medians["the same", "without"][0] / same[0])
+    report.values["apart"] = float(apart[1] / medians["random", "without"][1])
 
 
 def timed(engine: Any, batches: list[Any]) -> tuple[float, float]:
-    """Seconds, and seconds of CPU."""
+    """Wall seconds and CPU seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     requests = [LookupRequest({"t": JaggedKeys.dense(keys)}) for keys in batches]
     for future in [engine.submit(request) for request in requests]:
@@ -101,15 +101,15 @@ def timed(engine: Any, batches: list[Any]) -> tuple[float, float]:
 
 
 class _Slow(MemoryTier):
-    """Holds every key, takes its time, and counts how often it is asked for key 0."""
+    """A slow store that has every key and counts the fetches of key 0."""
 
     def __init__(self) -> None:
         super().__init__(TierInfo("slow", Source.ROCKSDB))
-        self.asked: list[int] = []
+        self.hot_fetches: list[int] = []
 
     def fetch(self, parts: Any, ctx: FetchContext) -> None:
         for part in parts:
-            self.asked.append(int(np.count_nonzero(part.keys[part.missing] == 0)))
+            self.hot_fetches.append(int(np.count_nonzero(part.keys[part.missing] == 0)))
         time.sleep(SLOW_S)
         for part in parts:
             part.out[part.missing] = part.keys[part.missing, None]
@@ -118,8 +118,8 @@ class _Slow(MemoryTier):
 
 
 def hot(random: np.random.Generator, rounds: int, report: Report) -> None:
-    """Key 0 in every fetch."""
-    found: dict[str, list[tuple[float, int]]] = {"with": [], "past": []}
+    """Concurrent fetches that all contain key 0."""
+    found: dict[str, list[tuple[float, int]]] = {"with": [], "without": []}
     table = EmbeddingTable.make("t", DIM)
     with ThreadPoolExecutor(LOOKUPS) as pool:
         for _ in range(rounds):
@@ -131,18 +131,20 @@ def hot(random: np.random.Generator, rounds: int, report: Report) -> None:
                 tier = SingleFlight(slow) if kind == "with" else slow
                 begin = Barrier(LOOKUPS)
                 one = partial(_fetch, tier, table, begin)
-                times.append((float(np.median(list(pool.map(one, batches)))), sum(slow.asked)))
-    report.tables["32 fetches with a hot key at once, from a store that takes 20 ms"] = [
+                times.append(
+                    (float(np.median(list(pool.map(one, batches)))), sum(slow.hot_fetches))
+                )
+    report.tables["32 concurrent fetches with a hot key, from a store that takes 20 ms"] = [
         {
             "single flight": kind,
             "a fetch, ms": f"{Spread.of([1e3 * seconds for seconds, _ in times])}",
-            "hot key asked for": f"{Spread.of([asked for _, asked in times])}",
+            "fetches of the hot key": f"{Spread.of([fetches for _, fetches in times])}",
         }
         for kind, times in found.items()
     ]
-    report.values["hot"] = float(max(asked for _, asked in found["with"]))
+    report.values["hot"] = float(max(fetches for _, fetches in found["with"]))
     took = {kind: [seconds for seconds, _ in times] for kind, times in found.items()}
-    report.values["hot_time"] = ratio(took["with"], took["past"]).median
+    report.values["hot_time"] = ratio(took["with"], took["without"]).median
 
 
 def _fetch(tier: Any, table: EmbeddingTable, begin: Barrier, keys: Any) -> float:
@@ -157,7 +159,7 @@ def _fetch(tier: Any, table: EmbeddingTable, begin: Barrier, keys: Any) -> float
 
 
 class _Nothing(MemoryTier):
-    """Answers at once that it holds nothing."""
+    """A store without rows that answers immediately."""
 
     def fetch(self, parts: Any, ctx: FetchContext) -> None:
         pass
@@ -178,19 +180,19 @@ def wrapper(random: np.random.Generator) -> list[Mapping[str, Any]]:
         alone = best(fetch)
         for _ in range(3):
             tier._claim(_Flight(next(tier._numbers)), [part(n)])
-        beside = best(fetch)
+        crowded = best(fetch)
         rows.append(
             {
                 "keys": f"{n:,}",
                 "alone": f"{alone - bare:.1f}",
-                "beside three": f"{beside - bare:.1f}",
+                "with three others": f"{crowded - bare:.1f}",
             }
         )
     return rows
 
 
 def best(call: Callable[[], object], times: int = 300) -> float:
-    """CPU time of a call in µs, the best of some rounds."""
+    """CPU time of a call in µs, the shortest of several rounds."""
     rounds = []
     for _ in range(7):
         start = time.process_time()
@@ -202,7 +204,7 @@ def best(call: Callable[[], object], times: int = 300) -> float:
 
 BENCHMARK = Benchmark(
     name="single_flight",
-    title="Rows that many lookups miss at a time",
+    title="Rows that many lookups miss at the same time",
     run=run,
     bars=BARS,
     measured=("hps/tiers", "hps/lookup", "hps/threads.py", "benchmarks/single_flight.py"),

@@ -1,8 +1,7 @@
-"""How fast the stores are read and filled, each against a program that does the same with less.
+"""Reading from and writing to the stores, each against a minimal program that does the same.
 
-What is measured, against what, on which floor and with which bars stands at the head of each half:
-`benchmarks.stores_redis` and `benchmarks.stores_rocksdb`, which run alone as well.
-"""
+`benchmarks.stores_redis` and `benchmarks.stores_rocksdb` describe their measurements, floors and bars, and
+can run alone."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ HALVES = (stores_redis, stores_rocksdb)
 def run(options: Options) -> Report:
     report = Report()
     for half in HALVES:
-        if missing := half.BENCHMARK.lacking():
+        if missing := half.BENCHMARK.missing_requirement():
             report.notes.append(f"{half.BENCHMARK.name} was not measured: {missing}")
             continue
         found = half.run(options)

@@ -5,19 +5,19 @@ rows of 128 and 512 bytes, 8 partitions, `native` layout, every key found:
 
 * ours: `RedisTier.fetch` of one part, from keys to rows, versions and sources;
 * the peer: a C program that pipelines the same HMGETs with hiredis and copies the rows out
-  (`benchmarks/peers/redis_hmget.c`); same keys, same server, taking turns batch by batch;
+  (`benchmarks/peers/redis_hmget.c`); same keys, same server, alternating batch by batch;
 * Feast's `RedisOnlineStore.online_read` of the same rows, 10,000 at a time, as it keeps them on the same
-  server (`benchmarks/peers/feast_redis.py`); making its keys and taking its values apart is not counted;
+  server (`benchmarks/peers/feast_redis.py`); making its keys and decoding its values is not counted;
 * TensorFlow Recommenders-Addons' `RedisTable.lookup` of the same rows, 10,000 at a time, in as many buckets
   (`benchmarks/peers/tfra_redis.py`); it is compiled, uses hiredis and keeps no versions. Its last release,
-  0.8.1, goes with TensorFlow 2.11 to 2.16.2 and Python up to 3.11;
-* the floor: the server's own CPU time for what we ask it.
+  0.8.1, supports TensorFlow 2.11 to 2.16.2 and Python up to 3.11;
+* the floor: the server's CPU time for our commands.
 
-"Twice TFRA or Feast" is the bar against Feast. TFRA's bar is that ours is not slower: both keep the server
-busy, which leaves room for no more.
+"Twice TFRA or Feast" is the bar against Feast. Against TFRA, the bar is that ours is not slower: both
+saturate the server.
 
-Then what writing costs: `RedisTier.insert`, whose script applies the version rule, against bare HSETs of the
-same rows in the same slices; and a bulk load, which notes how far it has come.
+Then the cost of writing: `RedisTier.insert`, whose script applies the version rule, against bare HSETs of the
+same rows in the same slices; and a bulk load, which records its progress.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from benchmarks.common import ROOT, Bar, Benchmark, Options, Report, main
 from benchmarks.measure import Spread, alternate, ratio, versions
 from benchmarks.peers.environments import PeerMissing, require
 from benchmarks.peers.process import cores
-from benchmarks.peers.redis_hmget import Lacking, build, checksum, running
-from benchmarks.peers.redis_server import RedisServer, lacking
+from benchmarks.peers.redis_hmget import ProgramUnavailable, build, checksum, running
+from benchmarks.peers.redis_server import RedisServer, missing_requirement
 from hps.config.store_settings import RedisSettings
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.redis import RedisTier
@@ -50,7 +50,7 @@ from hps.types import EmbeddingTable, version_now
 
 DIMS = (32, 128)
 BATCHES = {1_000: 600, 10_000: 90, 100_000: 21}
-"""Keys -> batches that each side is asked for."""
+"""Keys per batch -> batches of each side."""
 ROWS, QUICK_ROWS = 400_000, 100_000
 LOADED, QUICK_LOADED = 1_000_000, 200_000
 QUICK_SHARE = 6
@@ -90,7 +90,7 @@ BARS = (
 
 
 def run(options: Options) -> Report:
-    """Bars whose peer cannot be built stay unmeasured."""
+    """Measure reads and writes; bars whose peer cannot be built stay unmeasured."""
     report = Report(figures={"redis": {"versions": versions("redis", "hiredis", "numpy")}})
     with tempfile.TemporaryDirectory() as name, _server(Path(name)) as server:
         settings = RedisSettings(addresses=[server.address], timeout_ms=60_000)
@@ -111,12 +111,12 @@ def run(options: Options) -> Report:
 def _server(folder: Path) -> Iterator[RedisServer]:
     server = RedisServer(folder / "redis")
     here = os.sched_getaffinity(0)
-    served, asked = cores()
+    server_core, client_core = cores()
     try:
         server.start()
-        if served is not None and asked is not None:
-            psutil.Process(server.pid).cpu_affinity([served])
-            os.sched_setaffinity(0, {asked})
+        if server_core is not None and client_core is not None:
+            psutil.Process(server.pid).cpu_affinity([server_core])
+            os.sched_setaffinity(0, {client_core})
         yield server
     finally:
         os.sched_setaffinity(0, here)
@@ -154,7 +154,7 @@ def _reads(
     lines: list[dict[str, Any]] = []
     try:
         program = build(folder)
-    except Lacking as error:
+    except ProgramUnavailable as error:
         report.notes.append(f"The C program is missing: {error}.")
         return
     name = TableLayout(table, "native", PARTITIONS).rows_keys[0].decode().replace("p0", "p%d")
@@ -193,7 +193,7 @@ def _reads(
 def _peer(
     name: str, tier: RedisTier, server: RedisServer, options: Options, report: Report
 ) -> None:
-    """Both read the same rows, from the same server; each as it keeps them."""
+    """Compare with one peer: the same rows in the same server, each in the peer's or our layout."""
     label, table = PEERS[name], _table(DIMS[0])
     turns = PEER_TURNS // (3 if options.quick else 1)
     random = np.random.default_rng(options.seed)
@@ -211,7 +211,7 @@ def _peer(
                 },
                 turns,
             )
-    except (PeerMissing, Lacking) as error:
+    except (PeerMissing, ProgramUnavailable) as error:
         report.notes.append(f"{label} is missing: {error}")
         return
     found = ratio(rates["ours"], rates[label])
@@ -240,7 +240,7 @@ def _agree(
     read: Callable[[np.ndarray], tuple[float, int]],
     keys: np.ndarray,
 ) -> None:
-    """Both return the rows that were written."""
+    """Check that both return the rows that were written."""
     part = _fetch(tier, table, keys)[1]
     if not np.array_equal(part.out, _rows(keys, table.dim)) or read(keys)[1] != checksum(part.out):
         raise AssertionError("the rows read are not the rows written")
@@ -250,7 +250,7 @@ def _agree(
 
 
 def _writes(tier: RedisTier, server: RedisServer, options: Options, report: Report) -> None:
-    """The version rule's cost, with nothing stored yet and over older rows."""
+    """Cost of the version rule, into an empty table and over older rows."""
     n = QUICK_ROWS if options.quick else ROWS
     table, keys = EmbeddingTable.make("written", DIMS[0], model="bench"), np.arange(n)
     rows = _rows(keys, table.dim)
@@ -315,7 +315,7 @@ BENCHMARK = Benchmark(
     run=run,
     bars=BARS,
     measured=MEASURED,
-    lacking=lacking,
+    missing_requirement=missing_requirement,
 )
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""What a fetch from RocksDB costs, in batches of 1,000 to 100,000 keys and rows of 128 and 512 bytes.
+"""Fetches from RocksDB, in batches of 1,000 to 100,000 keys and rows of 128 and 512 bytes.
 
 Random keys of a table of 10 million rows (2.5 million of the wide ones), loaded in bulk, its files in the
-operating system's cache; every key is there. Ours is `RocksDbTier.fetch` into the caller's array, keys in
-no order.
+operating system's cache; every key is found. Ours is `RocksDbTier.fetch` into the caller's array, keys
+unsorted.
 
 * the peer: a C++ program, `MultiGet` of the same keys, sorted, over the same database files with the same
-  options, values copied into an array. It takes turns with ours. Debian's librocksdb reads the files that the
+  options, values copied into an array. It alternates with ours. Debian's librocksdb reads the files that the
   Python binding's RocksDB wrote; without it the bars count as unmeasured.
 
-Both ways of reading files are judged, each against a peer that reads them the same way: by system calls, and
-mapped (`tiers.rocksdb.mmap_reads`, off by default).
+Both modes of reading files are judged, each against a peer in the same mode: by system calls, and mapped
+ (`tiers.rocksdb.mmap_reads`, off by default).
 
-The figure is CPU time a key, of one thread on both sides: `keys/s` on a machine with nothing else to do.
-The load of the table, its rows in memory in the order of their keys, is wall time: it waits for the disk.
-Its CPU time, which others on the machine hardly change, stands beside it.
+The figure is CPU time a key, of one thread on both sides: `keys/s` on an otherwise idle machine. The load of
+the table, whose rows are in memory in key order, is wall time: it waits for the disk. Its CPU time, which
+depends less on other load, is reported as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier, RocksDbTuning
 from hps.types import EmbeddingTable, VectorArray
 
-# Table files of 1.5 GB each: more would be read from the disk where others use the memory as well.
+# Table files of 1.5 GB each: larger ones would be read from the disk on a machine with other load.
 ROWS = {128: 10_000_000, 512: 2_500_000}
 QUICK_ROWS = 300_000
 KEYS, QUICK_KEYS = 200_000, 100_000
@@ -49,17 +49,17 @@ BATCHES = (1_000, 10_000, 100_000)
 _CHUNK = 1 << 16
 _HEADER_BYTES = 9
 
-WAYS = ("read", "mapped")
+MODES = ("read", "mapped")
 
 BARS = (
     Bar("load", "bulk load, 128 B: million rows/s", at_least=1.0),
     *(
         Bar(
-            f"{way}_{row}_{batch}",
-            f"{row} B, {batch:,} keys, {way}: keys/s, ours / C++",
+            f"{mode}_{row}_{batch}",
+            f"{row} B, {batch:,} keys, {mode}: keys/s, ours / C++",
             at_least=0.7,
         )
-        for way in WAYS
+        for mode in MODES
         for row in ROWS
         for batch in BATCHES
     ),
@@ -68,7 +68,7 @@ BARS = (
 
 @dataclass(frozen=True)
 class Batches:
-    """The keys of one round: a row per batch, in no order; and sorted, as a file for the peer."""
+    """The keys of one round: a row per batch, unsorted; and sorted, as a file for the peer."""
 
     keys: NDArray[np.int64]
     file: Path
@@ -110,17 +110,17 @@ def _reads(
     options: RunOptions,
     report: Report,
 ) -> list[Mapping[str, Any]]:
-    """A line for each way and size of batch."""
+    """A line for each mode and batch size."""
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     total = QUICK_KEYS if options.quick else KEYS
     lines: list[Mapping[str, Any]] = []
-    for way, batch in product(WAYS, BATCHES):
-        # Others each time, so that no side finds what the last one read in the processor's cache.
+    for mode, batch in product(MODES, BATCHES):
+        # Other keys each time, so that no side finds the previous reads in the processor's cache.
         keys = np.roll(keys, total)
         drawn = _draw(keys, batch, total, rounds + 1, folder)
-        times = _compare(folder / "db", table, drawn, batch, mmap=way == "mapped")
-        name = f"{way}_{4 * table.dim}_{batch}"
-        line: dict[str, Any] = {"": way, "keys": f"{batch:,}"}
+        times = _compare(folder / "db", table, drawn, batch, mmap=mode == "mapped")
+        name = f"{mode}_{4 * table.dim}_{batch}"
+        line: dict[str, Any] = {"": mode, "keys": f"{batch:,}"}
         for side, found in times.items():
             line[f"{side}, µs a key"] = f"{Spread.of([1e6 * s / total for s in found])}"
         line["ours / C++, keys/s"] = "–"
@@ -136,7 +136,7 @@ def _reads(
 def _load(
     path: Path, table: EmbeddingTable, rows: int, seed: int
 ) -> tuple[NDArray[np.int64], float, float]:
-    """A database with ``rows`` rows; their keys, and the seconds and seconds of CPU the load took."""
+    """Load ``rows`` rows into a new database; returns their keys, and wall and CPU seconds of the load."""
     rng = np.random.default_rng(seed)
     keys = np.unique(rng.integers(-(2**63), 2**63 - 1, rows))
     vectors = rng.random((_CHUNK, table.dim), np.float32)
@@ -162,7 +162,7 @@ def _load(
 def _draw(
     keys: NDArray[np.int64], batch: int, total: int, rounds: int, folder: Path
 ) -> list[Batches]:
-    """``total`` keys a round from the start of ``keys``."""
+    """Batches of ``total`` keys a round from the start of ``keys``."""
     drawn = []
     for turn in range(rounds):
         some = keys[turn * total : (turn + 1) * total].reshape(-1, batch)
@@ -176,7 +176,7 @@ def _draw(
 def _compare(
     db: Path, table: EmbeddingTable, drawn: list[Batches], batch: int, *, mmap: bool
 ) -> dict[str, list[float]]:
-    """CPU seconds of each round but the first, which warms up."""
+    """CPU seconds of each round except the first, which warms up."""
     with ExitStack() as stack:
         tier = RocksDbTier(db, access="read_only", tuning=RocksDbTuning(mmap_reads=mmap))
         stack.callback(tier.close)
@@ -218,7 +218,7 @@ def _theirs(peer: MultiGet, batches: Batches, batch: int) -> float:
 
 BENCHMARK = Benchmark(
     name="stores_rocksdb",
-    title="What a fetch from RocksDB costs, beside a C++ MultiGet",
+    title="Fetches from RocksDB, against a C++ MultiGet",
     run=run,
     bars=BARS,
     measured=(

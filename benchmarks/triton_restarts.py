@@ -1,16 +1,15 @@
-"""A Triton that is killed and started again while networks in it are asked: what its callers see, how soon it
-is used again, and what is left behind.
+"""Restarts of Triton under load: errors that callers get, time to recovery, and leaked resources.
 
 Nodes in this process score requests without a pause; their networks run in one real Triton on this machine:
 
-* gRPC: without a fallback, so requests fail while Triton is away, each within its time and with an error that
-  says so;
+* gRPC: without a fallback, so requests fail while Triton is down, each within its deadline and with a clear
+  error;
 * HTTP: the same over HTTP, its tensors in shared memory;
-* fallback: by gRPC and shared memory, dense.onnx in the process while Triton is away: no request fails.
+* fallback: over gRPC and shared memory, dense.onnx in the process while Triton is down: no request fails.
 
-Triton is killed (``kill -9``) and ended (SIGTERM) by turns, stays away a second, and is started anew. Every
-answer is compared with the network's in the process. After each round the process's memory, file descriptors,
-threads and shared memory are looked at.
+Triton is alternately killed (``kill -9``) and terminated (SIGTERM), is down for a second, and starts again.
+Every answer is compared with that of the network in the process. After each round the process's memory, file
+descriptors, threads and shared memory are measured.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from tests.integration.conftest import write_models
 
 MODEL = "clicks"
 ROUNDS, QUICK_ROUNDS = 20, 4
-AWAY_S, TIMEOUT_MS = 1.0, 500.0
+DOWN_S, TIMEOUT_MS = 1.0, 500.0
 SHM = Path("/dev/shm")
 
 BARS = (
     Bar("recovery", "s from Triton's return until each node uses it, the worst", at_most=2.0),
-    Bar("wrong", "answers that differ by more than 1e-6, and errors of another kind", at_most=0.0),
+    Bar("wrong", "answers that differ by more than 1e-6, and unexpected errors", at_most=0.0),
     Bar("failed", "requests that failed although there is a fallback", at_most=0.0),
     Bar("late", "s that the slowest request took, of 0.5 allowed", at_most=0.75),
     Bar("memory", "MiB more at the end than after the first rounds", at_most=8.0),
@@ -55,25 +54,25 @@ BARS = (
 
 
 class Caller:
-    """A thread that asks one node again and again."""
+    """A thread that repeatedly sends requests to one node."""
 
-    def __init__(self, name: str, node: Node, asked: dict[str, Any], expected: Any) -> None:
+    def __init__(self, name: str, node: Node, request: dict[str, Any], expected: Any) -> None:
         self.name, self.node = name, node
-        self._asked, self._expected = asked, expected
+        self._request, self._expected = request, expected
         self._fallbacks = node.metrics.counter("hps_dense_fallbacks_total", MODEL)
-        self.seen: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter()
         self.faults: list[str] = []
         self.slowest_s = 0.0
         self.last_by_triton = 0.0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._ask_on)
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
 
-    def _ask_on(self) -> None:
+    def _run(self) -> None:
         while not self._stop.is_set():
             before, begun = self._fallbacks.value, time.monotonic()
             outcome = self._once()
@@ -82,12 +81,12 @@ class Caller:
                 outcome = "fell back"
             if outcome == "scored":
                 self.last_by_triton = time.monotonic()
-            self.seen[outcome] += 1
+            self.outcomes[outcome] += 1
             self._stop.wait(0.002)
 
     def _once(self) -> str:
         try:
-            found = self.node.predict(MODEL, self._asked["features"], self._asked["dense"])
+            found = self.node.predict(MODEL, self._request["features"], self._request["dense"])
         except (Unavailable, DeadlineExceeded) as error:
             return type(error).__name__
         except HpsError as error:
@@ -108,7 +107,7 @@ def callers(folder: Path, ports: tuple[int, int, int]) -> Iterator[list[Caller]]
         "fallback": {"url": grpc, "shared_memory": "system", "fallback": True},
     }
     random = np.random.default_rng(3)
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "features": {
             "user": random.integers(0, 110, (32, 1)),
             "item": random.integers(-60, 60, (32, 1)),
@@ -130,17 +129,17 @@ def callers(folder: Path, ports: tuple[int, int, int]) -> Iterator[list[Caller]]
             )
 
         here = opened("here", {})
-        expected = here.predict(MODEL, asked["features"], asked["dense"]).outputs["score"]
+        expected = here.predict(MODEL, request["features"], request["dense"]).outputs["score"]
         made = []
         for name, triton in kinds.items():
             node = opened(name, {"triton": {"timeout_ms": TIMEOUT_MS, **triton}})
-            made.append(Caller(name, node, asked, expected))
+            made.append(Caller(name, node, request, expected))
             stack.callback(made[-1].stop)
         yield made
 
 
-def used(asking: list[Caller], since: float) -> float:
-    """Seconds from ``since`` until every caller has been answered by Triton."""
+def recovery_seconds(asking: list[Caller], since: float) -> float:
+    """Wait until Triton has answered every caller; returns the seconds from ``since``."""
     while any(caller.last_by_triton < since for caller in asking):
         if time.monotonic() > since + 30:
             return float("inf")
@@ -148,7 +147,7 @@ def used(asking: list[Caller], since: float) -> float:
     return time.monotonic() - since
 
 
-def looked_at(process: psutil.Process) -> dict[str, float]:
+def resource_usage(process: psutil.Process) -> dict[str, float]:
     own = f"hps-{process.pid}-"
     return {
         "MiB": process.memory_info().rss / 2**20,
@@ -170,17 +169,17 @@ def run(options: Options) -> Report:
         with callers(folder, ports) as asking:
             for i in range(rounds):
                 with start_triton(folder / "triton", ports) as server:
-                    took = used(asking, time.monotonic())
+                    took = recovery_seconds(asking, time.monotonic())
                     time.sleep(0.5)
-                    state = looked_at(process)
+                    state = resource_usage(process)
                     kill = i % 2 == 0
                     if kill:
                         server.process.kill()
                 lines.append(
                     {"round": i, "ended by": "kill" if kill else "SIGTERM", "s": took, **state}
                 )
-                time.sleep(AWAY_S)
-        seen = {caller.name: caller.seen for caller in asking}
+                time.sleep(DOWN_S)
+        seen = {caller.name: caller.outcomes for caller in asking}
     first, last = lines[: max(2, rounds // 4)], lines[-max(2, rounds // 4) :]
 
     def more(what: str) -> float:
@@ -195,7 +194,7 @@ def run(options: Options) -> Report:
         "memory": more("MiB"),
         "left": max(more(what) for what in ("descriptors", "threads", "regions")),
     }
-    report.tables["Triton started anew"] = [*lines]
+    report.tables["Triton restarts"] = [*lines]
     outcomes = sorted({outcome for counts in seen.values() for outcome in counts})
     report.tables["requests"] = [
         {"node": name, **{outcome: counts[outcome] for outcome in outcomes}}
@@ -206,7 +205,7 @@ def run(options: Options) -> Report:
     return report
 
 
-def _lacking() -> str | None:
+def _missing_requirement() -> str | None:
     return (
         None if ENVIRONMENTS["triton"].ready() else "Triton is not set up: run `make bench-peers`"
     )
@@ -214,11 +213,11 @@ def _lacking() -> str | None:
 
 BENCHMARK = Benchmark(
     name="triton_restarts",
-    title="A Triton killed and started again under load",
+    title="Restarts of Triton under load",
     run=run,
     bars=BARS,
     measured=("hps/dense",),
-    lacking=_lacking,
+    missing_requirement=_missing_requirement,
 )
 
 if __name__ == "__main__":

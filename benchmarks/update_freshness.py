@@ -1,23 +1,22 @@
-"""How soon a row that was sent is served, and what lookups pay for it.
+"""Time from sending a row until it is served, and its cost for lookups.
 
 A producer sends 50,000 rows of dim 32 a second into a Kafka topic of two partitions; a node, in this process,
-takes them into RocksDB and its CPU cache, and `hps ingest` into Redis, which the node reads; meanwhile the
-node answers 200 lookups a second of 1,024 keys. Broker, Redis, producer, ingest and node share the machine's
-cores. The broker is given some seconds to compile its code, and the readers to catch up, before anything is
-judged.
+applies them to RocksDB and its CPU cache, and `hps ingest` to Redis, which the node reads; at the same time
+the node answers 200 lookups a second of 1,024 keys. Broker, Redis, producer, ingest and node share the
+machine's cores. Measuring starts after some seconds, when the broker's code is compiled and the readers have
+caught up.
 
 Freshness: from the producer's call to a lookup that returns the new row (CPU cache), and to a fetch from each
-store that does (asked every 20 ms, which adds 10 on average). 64 of the keys asked for are those whose rows
-tell when they were sent; each of the producer's calls, one in 10 ms, sends one of them.
+store that does (polled every 20 ms, which adds 10 on average). 64 of the keys are probes, whose rows hold the
+number of the producer's call; each call, one in 10 ms, sends one of them.
 
-What lookups pay: the 99th percentile of their time, from when they were due, beside that of as many lookups
-when the node's reader is paused while all others go on: in short stretches by turns, so that what else the
-machine does meets both; ratios are taken turn by turn, and their median is judged. Where the machine's host
-takes its cores away, turns are repeated, up to three times as many, and those judged of which it took least.
-Who spends the cores' time is told beside it, and how many messages the node is behind at the end. Then the
-same once more with the lookups in a process of their own that is attached to the node, as with
-`hps serve --workers 1`.
-"""
+Cost for lookups: the 99th percentile of their time, from when they were due, relative to that of as many
+lookups while the node's reader is paused and everything else runs. Both alternate in short stretches, so that
+other load of the machine affects both; ratios are taken pair by pair, and their median is judged. If the host
+takes cores from the machine, pairs are repeated, up to three times as many, and the least affected are
+judged. The report also has the CPU time of threads and processes, and the largest lag of the node in
+messages. All of this is repeated with the lookups in a separate process that is attached to the node, as with
+`hps serve --workers 1`."""
 
 from __future__ import annotations
 
@@ -41,9 +40,9 @@ import hps
 from benchmarks.common import Bar, Benchmark, Options, Report, main
 from benchmarks.cores import CoreTimes
 from benchmarks.measure import ratio, versions
-from benchmarks.peers.fresh_lookups import KEYS, LOOKUPS_S, AttachedLookups, Lookups, Seen
+from benchmarks.peers.fresh_lookups import KEYS, LOOKUPS_S, AttachedLookups, Lookups, TickTimes
 from benchmarks.peers.kafka_broker import KAFKA, kafka_broker
-from benchmarks.peers.redis_server import lacking, redis_server
+from benchmarks.peers.redis_server import missing_requirement, redis_server
 from benchmarks.peers.row_stream import PROBES, RowStream, stream_producer
 from hps.config.model_schema import ModelSpec, TableSpec
 from hps.models.version_writer import write_version
@@ -54,11 +53,11 @@ ROWS = 500_000
 ROWS_S = 50_000
 STRETCH_S, TURNS, QUICK_TURNS = 4.0, 8, 2
 Span = tuple[float, float]
-"""Since and until when, Unix time in seconds."""
-# The broker starts cold; whoever reads is behind then.
+"""Start and end, Unix time in seconds."""
+# The broker starts cold, and readers lag behind at first.
 _WARM_S, _CAUGHT_UP = 8.0, 100
-_ASK_EVERY_S = 0.02
-# Cores taken by the machine's host in a turn that counts as calm.
+_POLL_S = 0.02
+# Most cores that the host may take from the machine in a stretch that counts as calm.
 _CALM = 0.03
 
 BARS = (
@@ -72,11 +71,11 @@ BARS = (
 )
 
 
-class Asked:
-    """The probes fetched from one store every 20 ms."""
+class StoreProbe:
+    """A thread that fetches the probes from one store every 20 ms."""
 
     def __init__(self, fetch: Callable[[list[Part], FetchContext], None], node: hps.Node) -> None:
-        self.seen, self._ended = Seen(), False
+        self.seen, self._ended = TickTimes(), False
         table = node.models[MODEL].tables[TABLE]
 
         def run() -> None:
@@ -84,7 +83,7 @@ class Asked:
                 part = Part.make(table, np.arange(PROBES))
                 fetch([part], FetchContext())
                 self.seen.note(np.where(part.source > 0, part.out[:, 0], -1))
-                time.sleep(_ASK_EVERY_S)
+                time.sleep(_POLL_S)
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
@@ -96,7 +95,7 @@ class Asked:
 
 def _settings(folder: Path, brokers: str, redis: str) -> dict[str, Any]:
     spec = ModelSpec(name=MODEL, tables=[TableSpec(name=TABLE, dim=DIM)])
-    # No tick looks like one of these.
+    # No tick has this value.
     write_version(
         folder / "models",
         spec,
@@ -132,7 +131,7 @@ def run(options: Options) -> Report:
         stack.callback(rows_sent.kill)
         lookups = Lookups(node, MODEL, TABLE, ROWS, options.seed)
         stores = {each.tier.info.name: each.tier for each in node.tiers}
-        asked = {name: Asked(stores[name].fetch, node) for name in ("rocksdb", "redis")}
+        asked = {name: StoreProbe(stores[name].fetch, node) for name in ("rocksdb", "redis")}
         _until(lambda: all(len(e.seen.times) > PROBES for e in (lookups, *asked.values())))
         time.sleep(_WARM_S)
         _until(lambda: _behind(node) < _CAUGHT_UP)
@@ -153,29 +152,29 @@ def run(options: Options) -> Report:
         worker_seen = worker.end()
         sent = rows_sent.end()
     seen = {"cpu": lookups.seen.times, **{n: a.seen.times for n, a in asked.items()}}
-    _tell_freshness(seen, sent, spans, report)
-    _tell_freshness({"worker": worker_seen}, sent, worker_spans, report)
-    _tell_lookups("lookup", "", updating, paused, report)
-    _tell_lookups("worker_lookup", " in a worker", worker_updating, worker_paused, report)
+    _report_freshness(seen, sent, spans, report)
+    _report_freshness({"worker": worker_seen}, sent, worker_spans, report)
+    _report_lookups("lookup", "", updating, paused, report)
+    _report_lookups("worker_lookup", " in a worker", worker_updating, worker_paused, report)
     report.figures["rows_s"] = len(sent) * ROWS_S * 0.01 / (sent[-1] - sent[0])
     return report
 
 
 def _make_topic(brokers: str) -> None:
-    """As an operator would, before anything runs: else its first rows wait until readers find it."""
+    """Make the topic in advance, as an operator would: else its first rows wait until readers find it."""
     with stream_producer(brokers, MODEL) as producer:
         producer.watermark()
 
 
 def _ingest(config: Path, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """`hps ingest` by the node's settings."""
+    """Start `hps ingest` with the node's settings."""
     config.write_text(json.dumps({**settings, "server": {"admin": {"port": 0}}}))
     command = [sys.executable, "-m", "hps.cli.main", "ingest", "--config", str(config)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _behind(node: hps.Node) -> float:
-    """Messages that the node has still to read; infinite while it does not know."""
+    """Lag of the node in messages; infinite while it is unknown."""
     lags = [reader["lag"] for reader in node.streams.status()]
     return math.inf if None in lags else sum(lags)
 
@@ -184,7 +183,7 @@ def _until(done: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:
-            raise RuntimeError(f"updates did not come within {seconds:g} s")
+            raise RuntimeError(f"updates did not arrive within {seconds:g} s")
         time.sleep(0.05)
 
 
@@ -196,7 +195,7 @@ def _stretches(
     where: str,
     report: Report,
 ) -> tuple[list[list[float]], list[list[float]], list[Span]]:
-    """The lookups' times with updates and with the node's reader paused, by turns; when the first were."""
+    """Lookup times with updates and with the node's reader paused, alternating; the spans of the former."""
     shares: dict[str, list[dict[str, float]]] = {"with updates": [], "paused": []}
 
     def timed(kind: str) -> list[float]:
@@ -217,7 +216,7 @@ def _stretches(
         paused = timed("paused")
         stolen = (psutil.cpu_times().steal - stolen) / (2 * STRETCH_S)
         node.streams.resume()
-        time.sleep(2.5)  # how far it is behind was told before the pause
+        time.sleep(2.5)  # the reported lag is from before the pause
         _until(lambda: _behind(node) < _CAUGHT_UP)
         tried.append((stolen, updating, paused, span))
     calmest = sorted(tried, key=lambda each: each[0])[:turns]
@@ -228,7 +227,7 @@ def _stretches(
         if share >= 0.01
     ]
     report.notes.append(
-        f"Lookups in the {where}: {turns} turns of {len(tried)}; cores that the machine's host took then: "
+        f"Lookups in the {where}: {turns} stretches of {len(tried)}; cores that the host took in them: "
         + ", ".join(f"{each[0]:.2f}" for each in calmest)
     )
     report.figures[f"behind, lookups in the {where}"] = behind
@@ -241,13 +240,13 @@ def _stretches(
 
 
 def _mean(shares: list[dict[str, float]]) -> dict[str, float]:
-    """Of all stretches, with the sum as "all"."""
+    """Mean over all stretches, with the sum as "all"."""
     names = {name for each in shares for name in each}
     mean = {name: sum(each.get(name, 0.0) for each in shares) / len(shares) for name in names}
     return {"all": sum(mean.values())} | mean
 
 
-def _tell_freshness(
+def _report_freshness(
     seen: dict[str, dict[int, float]],
     sent: NDArray[np.float64],
     spans: list[Span],
@@ -258,7 +257,7 @@ def _tell_freshness(
     )
     lines: list[Mapping[str, Any]] = []
     for tier, times in seen.items():
-        # What was never seen counts as infinitely late.
+        # A tick that was never seen counts as infinitely late.
         waits = np.array([times.get(int(i), np.inf) - sent[i] for i in chosen]) * 1e3
         quantiles = np.quantile(waits, [0.5, 0.9, 0.99, 0.999, 1.0], method="higher")
         names = ("p50", "p90", "p99", "p99.9", "most")
@@ -269,7 +268,7 @@ def _tell_freshness(
     report.tables[f"{len(chosen):,} of the producer's calls, {', '.join(seen)}"] = lines
 
 
-def _tell_lookups(
+def _report_lookups(
     bar: str, where: str, updating: list[list[float]], paused: list[list[float]], report: Report
 ) -> None:
     kinds = {"with updates": updating, "paused": paused}
@@ -283,7 +282,7 @@ def _tell_lookups(
                 f"p{q}": float(np.quantile(np.concatenate(turns), q / 100)) * 1e3
                 for q in (50, 90, 99)
             },
-            "p99 of the turns": ", ".join(f"{each * 1e3:.1f}" for each in p99[name]),
+            "p99 of the stretches": ", ".join(f"{each * 1e3:.1f}" for each in p99[name]),
         }
         for name, turns in kinds.items()
     ]
@@ -292,13 +291,15 @@ def _tell_lookups(
     report.values[bar] = ratio(p99["with updates"], p99["paused"]).median
 
 
-def _lacking() -> str | None:
-    return lacking() if KAFKA.ready() else "Kafka is not set up: run `make test-services`"
+def _missing_requirement() -> str | None:
+    return (
+        missing_requirement() if KAFKA.ready() else "Kafka is not set up: run `make test-services`"
+    )
 
 
 BENCHMARK = Benchmark(
     name="update_freshness",
-    title="How soon a row that was sent is served",
+    title="Time from sending a row until it is served",
     run=run,
     bars=BARS,
     measured=(
@@ -310,7 +311,7 @@ BENCHMARK = Benchmark(
         "hps/node/stream_readers.py",
         "hps/node/attached.py",
     ),
-    lacking=_lacking,
+    missing_requirement=_missing_requirement,
 )
 
 if __name__ == "__main__":

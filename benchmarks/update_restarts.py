@@ -1,8 +1,8 @@
-"""Time until a server that was killed serves updates again.
+"""Time until a killed server serves updates again.
 
-A server with RocksDB, a CPU cache and a Redis that it feeds, as a member of the shared group, is killed
-(``kill -9``) and started again. Judged is the time from the moment that it is ready: until an update is
-served that was sent while it was away, and until one that was sent then is served, and is in Redis.
+A server with RocksDB, a CPU cache and a Redis that it writes to, as a member of the shared group, is killed
+(``kill -9``) and restarted. The time counts from the moment it is ready: until it serves an update that was
+sent while it was down, and until it serves one that was sent after that and has written it to Redis.
 `tests/integration/test_update_restarts.py` does the same a few times.
 """
 
@@ -22,10 +22,10 @@ KILLS, QUICK_KILLS = 30, 4
 BARS = (
     Bar(
         "missed",
-        "s until an update is served that was sent while it was away, the worst",
+        "s until it serves an update that was sent while it was down, the worst",
         at_most=2.0,
     ),
-    Bar("served", "s until one is served that was sent when it was ready, the worst", at_most=2.0),
+    Bar("served", "s until it serves one that was sent when it was ready, the worst", at_most=2.0),
     Bar("redis", "s until that one is in Redis, the worst", at_most=2.0),
 )
 
@@ -53,17 +53,17 @@ def run(options: Options) -> Report:
     return report
 
 
-def _lacking() -> str | None:
+def _missing_requirement() -> str | None:
     return None if KAFKA.ready() else "Kafka is not set up: run `make test-services`"
 
 
 BENCHMARK = Benchmark(
     name="update_restarts",
-    title="How soon a server that was killed serves updates again",
+    title="Time until a killed server serves updates again",
     run=run,
     bars=BARS,
     measured=("hps", "services", "tests/support"),
-    lacking=_lacking,
+    missing_requirement=_missing_requirement,
 )
 
 if __name__ == "__main__":

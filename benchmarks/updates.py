@@ -1,18 +1,18 @@
-"""How many streamed rows a second a node takes in: decoding, the version check, RocksDB, the CPU cache.
+"""Streamed rows a second that a node applies: decoding, the version check, RocksDB, the CPU cache.
 
 A table of 10 million rows of dim 32 in RocksDB, a tenth of it in the CPU cache. Native messages of 1,000 rows
-with random keys of the table, some of them older than what is stored, are decoded and applied as the
+with random keys of the table, some of them older than the stored rows, are decoded and applied as the
 ingestor of a node does, 8,000 rows a poll; Kafka itself is left out.
 
-* the peer: a C++ program that sorts the same rows, reads what is stored by `MultiGet`, compares versions,
+* the peer: a C++ program that sorts the same rows, reads the stored rows by `MultiGet`, compares versions,
   and writes by a `WriteBatch` through the log, over a copy of the same database with the same options. It
-  decodes nothing and has no cache; it takes turns with ours. It reads the version of every row, ours only
-  where a row is older than its bucket's mark (`hps/tiers/rocksdb/high_water.py`). It is built against
-  Debian's librocksdb; without it the bar counts as unmeasured.
+  decodes nothing and has no cache; it alternates with ours. It reads the version of every row, ours only
+  where a row is older than its bucket's high-water mark (`hps/tiers/rocksdb/high_water.py`). It is built
+  against Debian's librocksdb; without it the bar counts as unmeasured.
 
-Judged are the rows of a second of CPU time, over all threads of the process, flushes and compactions
-included, on both sides, and those of a second on the clock. Where ours goes is told by part: each part
-alone, over the same rows.
+The bars judge rows per second of CPU time, over all threads of the process, with flushes and compactions, on
+both sides, and rows per second of wall time. A table has our CPU time by part: each part alone, over the same
+rows.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Round:
     file: Path
 
 
-class Node:
-    """What applies updates in a node, over one database: ingestor, store, cache and its writer."""
+class UpdatePath:
+    """The parts of a node that apply updates to one database: ingestor, store, cache and its writer."""
 
     def __init__(self, path: Path, table: EmbeddingTable, resident: KeyArray) -> None:
         self.table = table
@@ -94,7 +94,7 @@ class Node:
             self._resources = stack.pop_all()
 
     def apply(self, messages: list[bytes]) -> None:
-        """As many as one poll brings."""
+        """Apply the messages of one poll."""
         self._offset += len(messages)
         position = StreamPosition("t", 0, self._offset)
         self.ingestor.apply(UpdateBatch(decode_native(messages).updates, [position]))
@@ -104,7 +104,7 @@ class Node:
 
 
 class _Nothing:
-    """A source that brings nothing, and dead letters that never come."""
+    """An empty update source, and an unused store of dead letters."""
 
     def poll(self, timeout_s: float) -> None: ...
     def commit(self, batch: UpdateBatch) -> None: ...
@@ -130,20 +130,20 @@ def run(options: Options) -> Report:
             sides["C++"] = lambda each: peer.run(each.file, POLL)[1:]
         except PeerMissing as error:
             print(f"C++ peer: {error}", file=sys.stderr)
-        node = Node(folder / "ours", table, np.ascontiguousarray(keys[::10]))
+        node = UpdatePath(folder / "ours", table, np.ascontiguousarray(keys[::10]))
         stack.callback(node.close)
         sides["ours"] = lambda each: _timed(lambda: _ours(node, each))
         turns = {side: iter(drawn) for side in sides}
         calls = {side: lambda s=side, f=call: f(next(turns[s])) for side, call in sides.items()}
         times = alternate(calls, len(drawn))  # type: ignore[arg-type] # bound now
-        _tell(times, len(drawn[0].keys), report)
-        report.tables["Where ours goes, µs of CPU a row"] = [_parts(node, drawn[-1])]
+        _report_rates(times, len(drawn[0].keys), report)
+        report.tables["Our parts, µs of CPU a row"] = [_parts(node, drawn[-1])]
     if options.quick:
         report.notes.append(f"--quick: {QUICK_ROWS:,} rows.")
     return report
 
 
-def _tell(times: dict[str, list[tuple[float, float]]], rows: int, report: Report) -> None:
+def _report_rates(times: dict[str, list[tuple[float, float]]], rows: int, report: Report) -> None:
     lines, cpu = [], {side: [c for c, _ in found[1:]] for side, found in times.items()}
     for side, found in times.items():
         lines.append(
@@ -164,7 +164,7 @@ def _tell(times: dict[str, list[tuple[float, float]]], rows: int, report: Report
 
 
 def _load(path: Path, table: EmbeddingTable, rows: int, seed: int) -> KeyArray:
-    """A database with ``rows`` rows, closed again; a copy lies beside it. Returns the keys."""
+    """Load ``rows`` rows into a new database, copy it to the folder ``theirs``; returns the keys."""
     random = np.random.default_rng(seed)
     keys = np.unique(random.integers(-(2**63), 2**63 - 1, rows))
     vectors = random.random((_CHUNK, table.dim), np.float32)
@@ -183,7 +183,7 @@ def _load(path: Path, table: EmbeddingTable, rows: int, seed: int) -> KeyArray:
 
 
 def _read_once(folder: Path) -> None:
-    """So that the table's files, which both have, are in the operating system's cache."""
+    """Read the table's files, which both sides share, into the operating system's page cache."""
     for file in (folder / "theirs").glob("*.sst"):
         with file.open("rb") as opened:
             while opened.read(1 << 24):
@@ -193,7 +193,7 @@ def _read_once(folder: Path) -> None:
 def _rounds(
     folder: Path, table: EmbeddingTable, keys: KeyArray, options: Options
 ) -> Iterator[Round]:
-    """One more than is judged: the first warms up."""
+    """Rounds of updates, one more than is judged: the first warms up."""
     random = np.random.default_rng(options.seed)
     count = QUICK_UPDATES if options.quick else UPDATES
     record = np.dtype([("key", ">u8"), ("version", "<u8"), ("flags", "u1"), ("row", "<f4", DIM)])
@@ -201,7 +201,7 @@ def _rounds(
     for turn in range((QUICK_ROUNDS if options.quick else ROUNDS) + 1):
         chosen = keys[random.integers(0, len(keys), count)]
         vectors = random.random((count, DIM), np.float32)
-        # Rounds overlap by half in time: of a key that came before, some updates are older.
+        # Versions of successive rounds overlap by half, so that some updates are older than the stored rows.
         stamps = np.uint64(make_version(_MADE_MS + turn)) + random.integers(
             0, 2 << 20, count
         ).astype(np.uint64)
@@ -224,14 +224,14 @@ def _timed(call: Callable[[], object]) -> tuple[float, float]:
     return time.process_time() - cpu, time.monotonic() - wall
 
 
-def _ours(node: Node, each: Round) -> None:
+def _ours(node: UpdatePath, each: Round) -> None:
     step = POLL // MESSAGE
     for at in range(0, len(each.messages), step):
         node.apply(each.messages[at : at + step])
 
 
-def _parts(node: Node, each: Round) -> dict[str, float]:
-    """Each part alone. What RocksDB reads and writes is told apart by rows that are all too old."""
+def _parts(node: UpdatePath, each: Round) -> dict[str, float]:
+    """CPU µs a row of each part alone; rows that are all too old show the cost of reading from RocksDB."""
     store, table, count = node.store, node.table, len(each.keys)
     step = POLL // MESSAGE
     newer = each.stamps + np.uint64(make_version(1))

@@ -1,9 +1,9 @@
-"""Writes helm/hps/README.md and helm/hps/values.schema.json from values.yaml and the server's own settings.
+"""Generate helm/hps/README.md and helm/hps/values.schema.json from values.yaml and the server's settings.
 
-``python tools/chart_docs.py`` renews both; a test holds the files against it. In values.yaml a comment
+``python tools/chart_docs.py`` writes both; a test compares the files with it. In values.yaml a comment
 ``# -- text`` above a key describes it, ``# @schema {…}`` adds to its JSON Schema, or replaces it (``$ref``).
-A mapping in block style is a group of values; one in braces is a value, as ``{}`` and ``[]`` are. What a role
-(`frontend`, `ingest`) does not describe is as of `lookup`.
+A mapping in block style is a group of values; one in braces is a value, as ``{}`` and ``[]`` are. A value
+without a description in a role (`frontend`, `ingest`) has the description of `lookup`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DEFS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Value:
-    """One value: its dotted key, what it is by default, its description and what `@schema` says."""
+    """One value: its dotted key, default, description, and additions to its schema (`@schema`)."""
 
     key: str
     default: Any
@@ -106,20 +106,20 @@ def _plain(node: yaml.Node) -> Any:
 
 
 def _comment(lines: list[str], line: int) -> tuple[str, dict[str, Any]]:
-    """What stands right above a key: the description, and `@schema`."""
+    """Parse the comment right above a key: the description, and `@schema`."""
     above = []
     while line > 0 and lines[line - 1].lstrip().startswith("#"):
         line -= 1
         above.insert(0, lines[line].strip().removeprefix("#").strip())
     about: list[str] = []
     extra: dict[str, Any] = {}
-    telling = False
+    in_description = False
     for text in above:
         if text.startswith("@schema"):
-            extra, telling = yaml.safe_load(text.removeprefix("@schema")), False
+            extra, in_description = yaml.safe_load(text.removeprefix("@schema")), False
         elif text.startswith("--"):
-            about, telling = [text.removeprefix("--").strip()], True
-        elif telling:
+            about, in_description = [text.removeprefix("--").strip()], True
+        elif in_description:
             about.append(text)
     return " ".join(about), extra
 
@@ -143,7 +143,7 @@ def server_schema() -> dict[str, Any]:
 
 
 def _lean(node: Any, named: bool = False) -> Any:
-    """Without titles, defaults and what is required; ``named``: the keys are names of settings."""
+    """A schema without titles, defaults and ``required``; ``named``: the keys are names of settings."""
     if isinstance(node, list):
         return [_lean(each) for each in node]
     if not isinstance(node, dict):
@@ -154,7 +154,7 @@ def _lean(node: Any, named: bool = False) -> Any:
 
 def schema_text(text: str) -> str:
     _, root = values(text)
-    # What a chart around this one gives to all of its charts.
+    # Values that a parent chart passes to all of its charts.
     root["properties"]["global"] = {"type": "object"}
     whole = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -1,1 +1,1 @@
-"""The servers and tools we are compared with, each in an environment of its own under ``.peers/``."""
+"""Servers and tools that hps is compared with, each in a separate environment under ``.peers/``."""

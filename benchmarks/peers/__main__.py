@@ -18,7 +18,7 @@ def main(names: list[str]) -> int:
         print(f"unknown peers {unknown}; known: {sorted(parts)}", file=sys.stderr)
         return 2
     failed = 0
-    # Of what only the chart's tests want some takes minutes to compile: by name.
+    # Go programs, which only the chart's tests use, take minutes to compile: only by name.
     for name in names or [each for each in parts if each not in go_made]:
         try:
             parts[name].build()

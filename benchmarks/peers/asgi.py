@@ -1,9 +1,9 @@
-"""Python servers to compare with, on uvicorn with uvloop and httptools, its other settings as they are
-(but no access log).
+"""Python servers to compare with, on uvicorn with uvloop and httptools, without access log, otherwise with
+default settings.
 
 ``python -m benchmarks.peers.asgi echo PORT SIZE…``: bare raw ASGI, the floor: it reads the body and
 answers ``POST /SIZE`` with that many bytes of it and the headers of a binary answer.
-``python -m benchmarks.peers.asgi fastapi PORT TABLE.npy``: the lookup as one writes it in FastAPI,
+``python -m benchmarks.peers.asgi fastapi PORT TABLE.npy``: the usual lookup in FastAPI,
 with pydantic models for request and response.
 """
 
@@ -23,7 +23,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 def echo(sizes: list[int]) -> Any:
-    """A raw ASGI app; answers with the request's own bytes, repeated up to the size its path names."""
+    """A raw ASGI app that answers with the request's bytes, repeated up to the size in its path."""
     starts = {}
     for size in sizes:
         headers = [

@@ -1,9 +1,8 @@
-"""FBGEMM's and PyTorch's embedding bags on dense row numbers: no key is looked for.
+"""FBGEMM's and PyTorch's embedding bags on dense row numbers, without a search for keys.
 
-Run by the interpreter of ``.peers/fbgemm`` and spoken to in lines of JSON over its standard input and
-output (`EmbeddingBags` is the other end); row numbers come in files. Both sides read the same memory:
-in pages as PyTorch asks for them, or in huge ones, which it asks for when THP_MEM_ALLOC_ENABLE says so.
-"""
+The interpreter of ``.peers/fbgemm`` runs it. `EmbeddingBags` sends it lines of JSON over its standard input
+and reads its output; row numbers are in files. Both bags read the same memory, in pages as PyTorch allocates
+them by default, or in huge pages if THP_MEM_ALLOC_ENABLE is set."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class EmbeddingBags:
-    """The running program. For one thread; raises RuntimeError when it ends."""
+    """The running program. Not thread-safe; raises RuntimeError when it has ended."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process = process
@@ -45,19 +44,20 @@ class EmbeddingBags:
         self.ask("table", rows=rows, dim=dim)
 
     def keys(self, numbers: NDArray[np.int64], hotness: int) -> Mapping[str, float]:
-        """Take row ``numbers (batches, n)``; each side's sum over the first batch's answer."""
+        """Set the row ``numbers (batches, n)``; returns each side's sum over the result of the first
+        batch."""
         np.save(self._numbers, numbers)
         found: Mapping[str, float] = self.ask("keys", file=str(self._numbers), hotness=hotness)
         return found
 
     def time(self, side: str, threads: int = 1) -> float:
-        """Time per key over all batches, in ns: of the calling thread, or with several the wall's."""
+        """Time per key over all batches, ns: CPU time of the thread, or wall time with several threads."""
         return float(self.ask("time", side=side, threads=threads))
 
 
 @contextmanager
 def running(python: Path, folder: Path, *, huge_pages: bool) -> Iterator[EmbeddingBags]:
-    """The program until the block ends; ``folder`` is for files. Without ``huge_pages``: as installed."""
+    """Run the program until the block ends; ``folder`` is for files."""
     pages = {"THP_MEM_ALLOC_ENABLE": "1" if huge_pages else "0"}
     process = subprocess.Popen(
         [str(python), "-m", "benchmarks.peers.embedding_bags"],
@@ -76,7 +76,7 @@ def running(python: Path, folder: Path, *, huge_pages: bool) -> Iterator[Embeddi
 
 
 class _Sides:
-    """What the program holds."""
+    """State of the program: both bags, row numbers and offsets."""
 
     def __init__(self) -> None:
         import torch

@@ -1,8 +1,8 @@
-"""Environments of their own for the peers: pinned packages under ``.peers/``, nothing system-wide.
+"""Python environments of the peers: pinned packages under ``.peers/``, nothing system-wide.
 
 ``python -m benchmarks.peers`` (``make bench-peers``) builds them, in seconds and without root; the
-tests and benchmarks that want one ask ``require`` for it. Shared libraries that no wheel carries are
-taken out of the distribution's own package, unpacked under ``.peers/`` rather than installed.
+tests and benchmarks get one from ``require``. Shared libraries that no wheel contains come from the
+distribution's package, which is unpacked under ``.peers/`` and not installed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = Path(os.environ.get("HPS_PEERS", HERE.parents[1] / ".peers"))
 
-RECIPE = b"2"  # raise it when the way of building changes
+RECIPE = b"2"  # raise it when the build steps change
 
 
 class PeerMissing(Exception):
-    """A peer is not set up; the message says how to set it up, or why it can't be."""
+    """A peer is not set up; the message has the remedy, or the reason why it cannot be set up."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """One peer's environment: ``finish`` completes it and raises PeerMissing with the mend."""
+    """One peer's environment: ``finish`` completes it and raises PeerMissing with the remedy."""
 
     name: str
     finish: Callable[[Path], None]
@@ -55,7 +55,7 @@ class Environment:
         return HERE / f"{self.name}.txt"
 
     def stamp(self) -> str:
-        """What the environment was built from; it is rebuilt when this changes."""
+        """Digest of the inputs of the build; the environment is rebuilt when it changes."""
         parts = [self.requirements.read_bytes(), RECIPE, sys.version.encode()]
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -64,7 +64,7 @@ class Environment:
         return done.exists() and done.read_text() == self.stamp()
 
     def build(self) -> None:
-        """Create it afresh, unless it is up to date. Raises PeerMissing."""
+        """Create it again unless it is up to date. Raises PeerMissing."""
         if self.ready():
             return
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -116,7 +116,7 @@ def _debian_library(package: str, folder: Path) -> None:
 
 
 def _finish_triton(folder: Path) -> None:
-    """Put the stub of this Python where the python backend looks for it, with its libpython."""
+    """Put the stub of this Python, and its libpython, into the python backend's folder."""
     server = TRITON.site / "pytriton/tritonserver"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
@@ -125,7 +125,7 @@ def _finish_triton(folder: Path) -> None:
             f"this Triton runs Python 3.11 and 3.12, not {version}: make PYTHON=python3.12"
         )
     shutil.copy(stub, server / "backends/python")
-    # What its Python lacks it finds in ours: models that use hps.
+    # Models that use hps import further packages from our environment.
     ours = sysconfig.get_path("purelib")
     (TRITON.site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
     name = f"libpython{version}.so.1.0"
@@ -143,8 +143,8 @@ def _finish_perf_analyzer(folder: Path) -> None:
 
 
 def _finish_kubernetes_schemas(folder: Path) -> None:
-    """The schemas that refuse unknown fields, by version, referring to one another as files do: those of the
-    package know themselves by addresses of the web."""
+    """Write the schemas that reject unknown fields, by version, with relative references instead of web
+    addresses."""
     from_package = KUBERNETES_SCHEMAS.site / "kubernetes_validate/kubernetes-json-schema"
     for strict in from_package.glob("v*-local-strict"):
         target = folder / "schemas" / strict.name.removesuffix("-local-strict")

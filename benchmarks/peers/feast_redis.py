@@ -1,11 +1,10 @@
-"""Feast's Redis online store as a peer; run by the interpreter of its own environment (``.peers/feast``).
+"""Feast's Redis online store as a peer; run by the interpreter of ``.peers/feast``.
 
     feast_redis.py PORT DIM ROWS
 
-Writes rows 0 … ROWS - 1 as one feature each, an array of DIM float32, and says ``ready``. Then reads batches
-from its input, u64 count and that many i64 keys, and prints the seconds of ``online_read`` and a checksum of
-the rows. Making Feast's key objects and taking its values apart is not counted.
-"""
+Writes rows 0 … ROWS - 1 as one feature each, an array of DIM float32, and prints ``ready``. Then reads
+batches from its input, u64 count and that many i64 keys, and prints the seconds of ``online_read`` and a
+checksum of the rows. Making Feast's key objects and taking its values apart is not counted."""
 
 import struct
 import sys

@@ -1,8 +1,8 @@
 """Programs in Go that tests use, built from pinned modules into ``.peers/``: helm, kubeconform, a Kubernetes
 API server, docker-compose.
 
-``tools/go/<name>/go.mod`` names the version of the program and of everything it is made of, ``go.sum`` their
-checksums: what the module proxy serves is that or the build fails.
+``tools/go/<name>/go.mod`` names the version of the program and of all its dependencies, ``go.sum`` their
+checksums: the build fails if the module proxy serves something else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BUILD_S = 3600
 
 @dataclass(frozen=True)
 class GoTool:
-    """A program: the ``package`` that it is, and what its linker is told."""
+    """A program: its Go ``package`` and linker ``flags``."""
 
     name: str
     package: str
@@ -37,7 +37,7 @@ class GoTool:
         return ROOT / self.name / self.name
 
     def stamp(self) -> str:
-        """What it was built from; it is built anew when this changes."""
+        """Digest of the inputs of the build; the program is rebuilt when it changes."""
         parts = [(self.module / file).read_bytes() for file in ("go.mod", "go.sum")]
         return hashlib.sha256(b"\0".join([*parts, self.flags.encode()])).hexdigest()
 
@@ -46,7 +46,7 @@ class GoTool:
         return done.exists() and done.read_text() == self.stamp()
 
     def build(self) -> None:
-        """Fetch and compile it, unless it is up to date. Raises PeerMissing with the mend."""
+        """Fetch and compile it unless it is up to date. Raises PeerMissing with the remedy."""
         if self.ready():
             return
         if not shutil.which("go"):
@@ -55,7 +55,7 @@ class GoTool:
         self.program.parent.mkdir(parents=True)
         command = ["go", "build", "-mod=readonly", "-trimpath", "-ldflags", f"-s -w {self.flags}"]
         try:
-            # Without C: a compiler and headers are not needed then.
+            # Without cgo no C compiler and headers are needed.
             done = subprocess.run(
                 [*command, "-o", str(self.program), self.package],
                 cwd=self.module,
@@ -63,8 +63,8 @@ class GoTool:
                 capture_output=True, text=True, timeout=_BUILD_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            mend = "try again, it goes on where it was"
-            raise PeerMissing(f"{self.name} took longer than {_BUILD_S} s; {mend}") from None
+            remedy = "try again, the build resumes"
+            raise PeerMissing(f"{self.name} took longer than {_BUILD_S} s; {remedy}") from None
         if done.returncode:
             raise PeerMissing(f"go cannot build {self.name}: {done.stderr.strip()[-2000:]}")
         self.program.with_name(".done").write_text(self.stamp())
@@ -72,7 +72,7 @@ class GoTool:
 
 KUBERNETES = "1.34.1"
 _VERSION = "k8s.io/component-base/version"
-# Which Kubernetes charts are rendered for, where no server is asked.
+# The version of Kubernetes that charts are rendered for without a server.
 _HELM = "helm.sh/helm/v3/pkg"
 _MINOR = f"-X {_HELM}/chartutil.k8sVersionMinor=34 -X {_HELM}/lint/rules.k8sVersionMinor=34"
 HELM = GoTool("helm", "helm.sh/helm/v3/cmd/helm", _MINOR)

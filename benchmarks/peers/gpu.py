@@ -1,8 +1,8 @@
-"""The GPU cache's peers: built from their sources, asked by drivers of ours (``gpu_*.cu`` beside this).
+"""The GPU cache's peers: built from their sources, measured by our drivers (``gpu_*.cu`` in this folder).
 
-Sources lie in ``.peers/gpu/<name>``, cloned at the commits below unless they are there; programs in
-``.peers/gpu/bin``. Building takes ``nvcc`` and two minutes; machines without a way out can be given
-either folder.
+Sources are in ``.peers/gpu/<name>``, cloned at the commits below if they are missing; programs in
+``.peers/gpu/bin``. Building needs ``nvcc`` and two minutes; for machines without network access, copy either
+folder.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ NVCC = ("nvcc", "-std=c++17", "-O3", "-arch=sm_90", "-w", f"-I{HERE}")
 
 @dataclass(frozen=True)
 class Peer:
-    """``sources`` are compiled with the driver, ``flags`` beside the common ones; paths start at the
-    peer's folder."""
+    """``sources`` are compiled with the driver, ``flags`` are added to the common ones; paths are
+    relative to the peer's folder."""
 
     name: str
     title: str
@@ -45,7 +45,7 @@ class Peer:
 
     @property
     def program(self) -> Path:
-        """The program, named by what it was built from."""
+        """The program; its name has a digest of its sources."""
         total = hashlib.sha256(repr(self).encode())
         for file in (self.driver, HERE / "gpu_common.cuh"):
             total.update(file.read_bytes())
@@ -84,15 +84,17 @@ PEERS = (
 
 
 def build() -> dict[str, str]:
-    """Build what is not built yet, side by side; why a peer can't be had, by its name."""
+    """Build missing programs in parallel; returns the errors by the peer's name."""
     with ThreadPoolExecutor(len(PEERS)) as threads:
-        failed = threads.map(_build_or_say, PEERS)
+        failed = threads.map(_build_error, PEERS)
     return {peer.name: why for peer, why in zip(PEERS, failed, strict=True) if why}
 
 
 def figures(name: str, dim: int, rows: int, *options: str) -> dict[str, float]:
-    """What the peer's driver measured with tables of ``rows`` x ``dim``, given ``options`` of its own: 10^9
-    keys/s by ``WHAT`` for calls of a million keys, ``WHAT/KEYS`` for others; empty when it can't run."""
+    """Run the peer's driver with tables of ``rows`` x ``dim`` and its ``options``.
+
+    Returns 10^9 keys/s by ``WHAT`` for calls of a million keys, ``WHAT/KEYS`` for others; empty if the
+    program is missing."""
     peer = next(peer for peer in PEERS if peer.name == name)
     if not peer.program.exists():
         return {}
@@ -107,7 +109,7 @@ def figures(name: str, dim: int, rows: int, *options: str) -> dict[str, float]:
     return found
 
 
-def _build_or_say(peer: Peer) -> str:
+def _build_error(peer: Peer) -> str:
     try:
         _build(peer)
     except PeerMissing as missing:
@@ -119,7 +121,7 @@ def _build(peer: Peer) -> None:
     if peer.program.exists():
         return
     if not shutil.which("nvcc"):
-        raise PeerMissing("nvcc is not there; install the CUDA toolkit")
+        raise PeerMissing("nvcc not found; install the CUDA toolkit")
     if not peer.folder.is_dir():
         peer.folder.parent.mkdir(parents=True, exist_ok=True)
         _run("git", "clone", "--quiet", "--filter=blob:none", peer.repository, str(peer.folder))

@@ -1,4 +1,4 @@
-"""Our own server as a process, for the benchmarks and for tests that need a real one."""
+"""``hps serve`` as a process, for benchmarks and tests that need a real server."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ class KafkaJars:
         )
 
     def build(self) -> None:
-        """Fetch them, unless they are there. Raises PeerMissing with the mend."""
+        """Fetch the jars if they are missing. Raises PeerMissing with the remedy."""
         if self.ready():
             return
         packages = {"java": "default-jre-headless", "mvn": "maven"}
-        lacking = [package for program, package in packages.items() if not shutil.which(program)]
-        if lacking and subprocess.run([str(INSTALL), *lacking], check=False).returncode:
-            raise PeerMissing(f"install {' '.join(lacking)} (their Debian names) and try again")
+        missing = [package for program, package in packages.items() if not shutil.which(program)]
+        if missing and subprocess.run([str(INSTALL), *missing], check=False).returncode:
+            raise PeerMissing(f"install {' '.join(missing)} (their Debian names) and try again")
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         copy = [
@@ -72,8 +72,8 @@ KAFKA = KafkaJars()
 
 
 class KafkaBroker:
-    """One broker on loopback ports and in a folder that stay the same over restarts, so that it
-    keeps what was acknowledged. ``options`` are server properties."""
+    """A broker whose loopback ports and folder stay the same over restarts, so that it keeps acknowledged
+    messages. ``options`` are server properties."""
 
     def __init__(self, folder: Path, options: Mapping[str, str | int] | None = None) -> None:
         self.folder = folder
@@ -97,8 +97,9 @@ class KafkaBroker:
         } | dict(options or {})  # fmt: skip
 
     def ask_for_passwords(self) -> str:
-        """Before it is started: listen at a second port where clients are users with passwords (SCRAM), which
-        can be made at the first. The second one's address."""
+        """Add a second listener, whose clients authenticate with passwords (SCRAM), and return its address.
+
+        Call it before `start`. Users are created through the first listener."""
         (port,) = free_ports(1)
         address = f"127.0.0.1:{port}"
         for name in ("listeners", "advertised.listeners"):
@@ -121,7 +122,8 @@ class KafkaBroker:
         return self.folder / "broker.log"
 
     def start(self, timeout_s: float = 180.0) -> KafkaBroker:
-        """Raises PeerMissing without the jars, RuntimeError with its log when it does not listen."""
+        """Start it. Raises PeerMissing without the jars, RuntimeError with its log when it does not
+        listen."""
         if not KAFKA.ready():
             raise PeerMissing("Kafka is not set up: run `make test-services`")
         file = self.folder / "server.properties"
@@ -150,8 +152,8 @@ class KafkaBroker:
 
     def _java(self, *arguments: str) -> list[str]:
         *flags, main, last = arguments
-        quick = ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]  # up sooner, two cores are few
-        return ["java", *quick, *flags, "-cp", f"{KAFKA.folder}/*", main, last]
+        fast_start = ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]  # starts sooner on two cores
+        return ["java", *fast_start, *flags, "-cp", f"{KAFKA.folder}/*", main, last]
 
     def _tool(self, main: str, *arguments: str) -> None:
         command = ["java", "-cp", f"{KAFKA.folder}/*", main, *arguments]
@@ -160,7 +162,7 @@ class KafkaBroker:
             raise RuntimeError(f"{main} failed: {(done.stdout + done.stderr)[-2000:]}")
 
     def pause(self) -> None:
-        """The process stands still: connections stay open, nothing answers."""
+        """Stop the process (SIGSTOP): connections stay open, requests are not answered."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -171,7 +173,7 @@ class KafkaBroker:
         os.kill(self._process.pid, number)
 
     def stop(self) -> None:
-        """End it politely, if it runs."""
+        """Stop it by SIGTERM if it runs, by SIGKILL after 20 s."""
         if self._process is not None:
             self._process.terminate()
             try:

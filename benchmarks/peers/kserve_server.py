@@ -1,5 +1,5 @@
-"""KServe with custom models: ``python -m benchmarks.peers.kserve_server HTTP_PORT GRPC_PORT`` in its own
-environment. One process, which logs no request."""
+"""KServe with custom models: ``python -m benchmarks.peers.kserve_server HTTP_PORT GRPC_PORT`` in the
+environment ``.peers/kserve``. One process, without request log."""
 
 from __future__ import annotations
 

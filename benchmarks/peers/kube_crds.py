@@ -1,5 +1,6 @@
-"""The kinds of other projects that the chart makes objects of, as those projects define them: out of their
-own Go modules, whose checksums are pinned, into ``.peers/kube_crds/``."""
+"""Custom resource definitions that the chart uses, from their projects' Go modules with pinned checksums.
+
+They are written to ``.peers/kube_crds/``."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _OPERATOR = "example/prometheus-operator-crd/monitoring.coreos.com_"
 
 @dataclass(frozen=True)
 class Module:
-    """A version of a Go module, the checksum of all its files, and which of them are taken."""
+    """A version of a Go module, the checksum of all its files, and the files to copy."""
 
     version: str
     checksum: str
@@ -65,7 +66,7 @@ class KubeCrds:
         return done.exists() and done.read_text() == self.stamp()
 
     def build(self) -> None:
-        """Fetch them, unless they are there. Raises PeerMissing with the mend."""
+        """Fetch the files if they are missing. Raises PeerMissing with the remedy."""
         if self.ready():
             return
         if not shutil.which("go"):
@@ -82,7 +83,7 @@ class KubeCrds:
         try:
             done = subprocess.run(
                 ["go", "mod", "download", "-json", module.version],
-                # Not as a part of whatever module this folder may lie in; what it asks for is pinned here.
+                # Independent of a Go module or workspace around this folder; versions are pinned here.
                 cwd=self.folder, env={**os.environ, "GOFLAGS": "-mod=mod", "GOWORK": "off"},
                 capture_output=True, text=True, timeout=_FETCH_S, check=False,
             )  # fmt: skip
@@ -90,13 +91,13 @@ class KubeCrds:
             raise PeerMissing(
                 f"{module.version} took longer than {_FETCH_S} s; try again"
             ) from None
-        told = json.loads(done.stdout) if done.stdout.strip() else {}
+        reply = json.loads(done.stdout) if done.stdout.strip() else {}
         if done.returncode:
-            why = told.get("Error") or done.stderr.strip()[-500:]
+            why = reply.get("Error") or done.stderr.strip()[-500:]
             raise PeerMissing(f"go cannot fetch {module.version}: {why}")
-        if told["Sum"] != module.checksum:
-            raise PeerMissing(f"{module.version} is not what it was: its checksum is {told['Sum']}")
-        return Path(told["Dir"])
+        if reply["Sum"] != module.checksum:
+            raise PeerMissing(f"{module.version} has another checksum than pinned: {reply['Sum']}")
+        return Path(reply["Dir"])
 
 
 KUBE_CRDS = KubeCrds()

@@ -1,8 +1,7 @@
-"""MLServer with custom models, in its own environment:
+"""MLServer with custom models, in the environment ``.peers/mlserver``:
 ``python -m benchmarks.peers.mlserver_server HTTP_PORT GRPC_PORT METRICS_PORT``.
 
-Models run in the server's process, which is quicker than workers where the work is small; no request is
-logged.
+Models run in the server's process, which is faster than workers for little work, without request log.
 """
 
 from __future__ import annotations

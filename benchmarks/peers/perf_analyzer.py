@@ -1,4 +1,4 @@
-"""NVIDIA's own perf_analyzer, run against any Open Inference Protocol server."""
+"""NVIDIA's perf_analyzer, run against any Open Inference Protocol server."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ def perf_analyzer(
     """Run it once and return the row of its report: throughput and latencies by column name.
 
     ``steps`` are the requests it cycles through (none: random numbers), each with the outputs it
-    compares bit by bit (none: not compared). When the model batches, the arrays lack the batch
-    dimension. perf_analyzer refuses to compare an output with another variable dimension.
+    compares bit by bit (none: not compared). When the model batches, the arrays have no batch
+    dimension. perf_analyzer cannot compare an output with another variable dimension.
 
-    With ``requests`` it stops after so many, and its throughput is that many over a time which it looks at
-    only now and then; None measures in windows of time, as ``arguments`` say: what was answered within each
-    of them over its length.
+    With ``requests`` it stops after that many, and measures its time only coarsely. With None it measures
+    in time windows, set by ``arguments``: the answers within each over its length.
 
     Raises PeerMissing when it is not set up, and RuntimeError with its output when it fails, a wrong
     answer included.
@@ -57,7 +56,7 @@ def perf_analyzer(
         ]
         command += ["--concurrency-range", str(concurrency)]
         command += [] if requests is None else ["--request-count", str(requests)]
-        # It repeats until its figures are stable, which on a busy machine they never are.
+        # It would repeat until its figures are stable, which they never are on a busy machine.
         command += ["--stability-percentage", "999"]
         command += ["-f", str(report), *_input_data(Path(folder), steps), *arguments]
         done = subprocess.run(

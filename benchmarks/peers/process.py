@@ -1,4 +1,4 @@
-"""Server processes for benchmarks and tests: start, wait until ready, pin, stop for certain."""
+"""Server processes for benchmarks and tests: start, wait until ready, pin to a core, stop."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Server:
         return float(sum(time.user + time.system for time in times))
 
 
-# Below those that systems give to outgoing connections, one of which could otherwise have the port of a
-# server that is about to start, or to start again. A node of a Redis cluster takes a second one, 10,000
-# above, which is below them too. In any order, so that two runs at a time do not meet.
+# Below the ephemeral ports, so that no outgoing connection takes the port of a server that is about to start
+# or restart. A node of a Redis cluster has a second port, 10,000 above, which is below them too. The order is
+# random, so that two runs at a time rarely collide.
 _PORTS = cycle(random.SystemRandom().sample(range(12_000, 22_000), 10_000))
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback interface that nobody listens on at the moment; none is returned twice."""
+    """TCP ports of the loopback interface that are free at the moment; none is returned twice."""
     found: list[int] = []
     while len(found) < count:
         port = next(_PORTS)
@@ -108,7 +108,7 @@ def _wait(server: Server, child: subprocess.Popen[bytes], path: str, timeout_s: 
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End the server and whatever it started, politely first."""
+    """Stop the server and its child processes, by SIGTERM first."""
     try:
         family = [*psutil.Process(child.pid).children(recursive=True)]
     except psutil.NoSuchProcess:

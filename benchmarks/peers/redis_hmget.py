@@ -1,4 +1,4 @@
-"""Programs that ours is compared with, fed over their input; the C one is compiled when it is needed."""
+"""Peers that read rows for keys on their standard input; the C program is compiled when needed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 SOURCE = Path(__file__).with_suffix(".c")
 
 
-class Lacking(RuntimeError):
-    """The program cannot be built here; the message says what is missing."""
+class ProgramUnavailable(RuntimeError):
+    """The program cannot be built or started; the message names what is missing."""
 
 
 def build(folder: Path) -> Path:
-    """Compile it into ``folder``. Raises Lacking."""
+    """Compile it into ``folder``. Raises ProgramUnavailable."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise Lacking("no C compiler")
+        raise ProgramUnavailable("no C compiler")
     program = folder / "redis_hmget"
     command = [compiler, "-O3", "-o", str(program), str(SOURCE), "-lhiredis"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -30,12 +30,12 @@ def build(folder: Path) -> Path:
         first = (
             done.stderr.strip().splitlines()[0] if done.stderr.strip() else "it does not compile"
         )
-        raise Lacking(f"{first} (Debian: libhiredis-dev)")
+        raise ProgramUnavailable(f"{first} (Debian: libhiredis-dev)")
     return program
 
 
 class Peer:
-    """A running program. For one thread."""
+    """A running program. Not thread-safe."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -54,13 +54,13 @@ class Peer:
 
 @contextmanager
 def running(command: Sequence[str], first_line: bytes = b"") -> Iterator[Peer]:
-    """The program until the block ends; entered when it has said ``first_line``."""
+    """Run the program until the block ends; entered when it has printed ``first_line``."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         if first_line and process.stdout.readline() != first_line:
-            raise Lacking(f"{command[1]} did not start")
+            raise ProgramUnavailable(f"{command[1]} did not start")
         yield Peer(process)
     finally:
         process.stdin.close()
@@ -69,7 +69,7 @@ def running(command: Sequence[str], first_line: bytes = b"") -> Iterator[Peer]:
 
 
 def checksum(rows: NDArray[np.float32]) -> int:
-    """Of rows (n, dim), as the peers compute it."""
+    """Checksum of rows ``(n, dim)``, as the peers compute it."""
     total = 0
     for first in np.ascontiguousarray(rows[:, 0]).view(np.uint32).tolist():
         total = (total * 31 + first) & (2**64 - 1)

@@ -21,16 +21,18 @@ PROGRAM = os.environ.get("REDIS_SERVER", "redis-server")
 """Another Redis, or one that speaks its protocol: ``REDIS_SERVER=valkey-server``."""
 
 
-def lacking() -> str | None:
-    """Remedy where there is no Redis."""
+def missing_requirement() -> str | None:
+    """The remedy if Redis is not installed, else None."""
     if shutil.which(PROGRAM):
         return None
     return f"{PROGRAM} is not installed: run `make bench-peers`, or apt-get install redis-server"
 
 
 class RedisServer:
-    """One process on a loopback port that stays the same over restarts. ``options`` are redis-server's
-    own, without the dashes; ``client`` are arguments of redis-py for whoever asks it."""
+    """A process on a loopback port that stays the same over restarts.
+
+    ``options`` are those of redis-server without the dashes; ``client``: arguments of its redis-py
+    clients."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class RedisServer:
         self._client = client or {}
         self._sentinel = sentinel
         self._process: subprocess.Popen[bytes] | None = None
-        self._asking: redis.Redis | None = None
+        self._command_client: redis.Redis | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -63,8 +65,8 @@ class RedisServer:
         return self._process.pid
 
     def start(self, timeout_s: float = 60.0) -> RedisServer:
-        """Raises RuntimeError with the server's log when it does not answer."""
-        if reason := lacking():
+        """Start it. Raises RuntimeError with the server's log when it does not answer."""
+        if reason := missing_requirement():
             raise RuntimeError(reason)
         file = self.folder / f"{self.port}.conf"  # a sentinel also keeps its state there
         file.write_text("".join(f"{name} {value}\n" for name, value in self._lines()))
@@ -94,25 +96,25 @@ class RedisServer:
 
     def client(self, **arguments: Any) -> redis.Redis:
         """A plain client, which the caller closes."""
-        given = {"protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_timeout": 60}
-        return redis.Redis(port=self.port, **{**given, **self._client, **arguments})
+        defaults = {"protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_timeout": 60}
+        return redis.Redis(port=self.port, **{**defaults, **self._client, **arguments})
 
     def ask(self, *command: Any) -> Any:
-        """The reply to one command, over a connection that is kept unless the server closes it."""
+        """Send one command and return its reply, over a connection that is reused."""
         for fresh in (False, True):
-            if self._asking is None:
-                self._asking = self.client()
+            if self._command_client is None:
+                self._command_client = self.client()
             try:
-                return self._asking.execute_command(*command)
+                return self._command_client.execute_command(*command)
             except redis.ConnectionError:
-                self._hang_up()
+                self._close_client()
                 if fresh:
                     raise
         return None
 
     def stop(self) -> None:
-        """End the process politely, if it runs."""
-        self._hang_up()
+        """Stop the process by SIGTERM if it runs, by SIGKILL after 10 s."""
+        self._close_client()
         if self._process is not None:
             self._process.terminate()
             try:
@@ -123,19 +125,19 @@ class RedisServer:
 
     def kill(self) -> None:
         """``kill -9``."""
-        self._hang_up()
+        self._close_client()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
-    def _hang_up(self) -> None:
-        if self._asking is not None:
-            self._asking.close()
-            self._asking = None
+    def _close_client(self) -> None:
+        if self._command_client is not None:
+            self._command_client.close()
+            self._command_client = None
 
     def restart(self) -> None:
-        """With nothing in it, as it keeps nothing."""
+        """Kill and start it; it is empty afterwards, since it saves nothing."""
         self.kill()
         self.start()
 

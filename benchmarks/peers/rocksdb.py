@@ -14,7 +14,7 @@ MULTIGET, UPDATES = HERE / "rocksdb_multiget.cpp", HERE / "rocksdb_updates.cpp"
 
 
 def build(source: Path = MULTIGET) -> Path:
-    """The program of ``source``, compiled when it is not yet. Raises PeerMissing."""
+    """The program of ``source``, compiled if it is missing. Raises PeerMissing."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise PeerMissing("no C++ compiler: apt-get install g++")
@@ -34,7 +34,7 @@ def build(source: Path = MULTIGET) -> Path:
 
 
 class Program:
-    """One open database. `run` may be called again and again; ends with ``with``."""
+    """A program on an open database, until the ``with`` block ends; `run` may be called repeatedly."""
 
     def __init__(self, source: Path, *arguments: object) -> None:
         command = [build(source), *arguments]
@@ -46,8 +46,8 @@ class Program:
             text=True,
         )
         if self._output.readline() != "ready\n":
-            _, said = self._process.communicate()
-            raise PeerMissing(f"the C++ peer cannot open the database: {said.strip()}")
+            _, errors = self._process.communicate()
+            raise PeerMissing(f"the C++ peer cannot open the database: {errors.strip()}")
 
     @property
     def _output(self) -> IO[str]:
@@ -55,7 +55,7 @@ class Program:
         return self._process.stdout
 
     def run(self, file: Path, batch: int) -> tuple[int, float, float]:
-        """Keys found or written, CPU seconds, seconds."""
+        """Process the keys in ``file``; returns keys found or written, CPU seconds, seconds."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{file} {batch}\n")
         self._process.stdin.flush()
@@ -70,14 +70,14 @@ class Program:
 
 
 class MultiGet(Program):
-    """Reads, of files of sorted stored keys."""
+    """Reads the rows of files of sorted stored keys."""
 
     def __init__(self, folder: Path, family: str, value_bytes: int, *, mmap: bool) -> None:
         super().__init__(MULTIGET, folder, family, value_bytes, int(mmap))
 
 
 class Updates(Program):
-    """Applies updates, of files of stored keys and values."""
+    """Applies updates from files of stored keys and values."""
 
     def __init__(self, folder: Path, family: str, value_bytes: int) -> None:
         super().__init__(UPDATES, folder, family, value_bytes)

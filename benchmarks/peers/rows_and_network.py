@@ -1,7 +1,7 @@
-"""What KServe's and MLServer's models do: rows of a table by their numbers, and a network over some of them.
+"""Models of KServe and MLServer: rows of a table by row number, and a network over some of them.
 
-Imported by both in their own environments, so it needs nothing of ours; ``onnxruntime`` is found where
-``BENCH_PACKAGES`` says. ``BENCH_FOLDER`` has the tables, ``NAME.npy``, and ``network.onnx``.
+Both import it in separate environments, so it imports nothing of hps; ``onnxruntime`` comes from the folder
+``BENCH_PACKAGES``. ``BENCH_FOLDER`` has the tables, ``NAME.npy``, and ``network.onnx``.
 """
 
 from __future__ import annotations

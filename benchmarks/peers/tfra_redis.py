@@ -1,9 +1,8 @@
-"""TensorFlow Recommenders-Addons' Redis table as a peer; run by the interpreter of its own environment
-(``.peers/tfra``).
+"""TensorFlow Recommenders-Addons' Redis table as a peer; run by the interpreter of ``.peers/tfra``.
 
     tfra_redis.py PORT DIM ROWS
 
-Writes rows 0 … ROWS - 1 of DIM float32 into eight buckets, and says ``ready``. Then reads batches from its
+Writes rows 0 … ROWS - 1 of DIM float32 into eight buckets, and prints ``ready``. Then reads batches from its
 input, u64 count and that many i64 keys, and prints the seconds of ``RedisTable.lookup`` and a checksum of
 the rows. Its lookup is compiled and uses hiredis.
 """

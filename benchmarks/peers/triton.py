@@ -14,7 +14,7 @@ from benchmarks.peers.process import Server, free_ports, serving
 
 @dataclass(frozen=True)
 class Triton(Server):
-    """A running Triton; ``address`` is its HTTP one."""
+    """A running Triton; ``address`` is that of HTTP."""
 
     grpc: str
     metrics: str

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.deploy.containers import Engine, lacking
+from tests.deploy.containers import Engine, missing_requirement
 from tests.deploy.stack import Stack, import_clicks, started
 from tests.integration.conftest import triton_ready
 from tests.support.kafka_brokers import need_kafka
@@ -17,7 +17,11 @@ __all__ = ["triton_ready"]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("containers")]
-    reason = "run by `make test-compose`" if not os.environ.get("HPS_CONTAINERS") else lacking()
+    reason = (
+        "run by `make test-compose`"
+        if not os.environ.get("HPS_CONTAINERS")
+        else missing_requirement()
+    )
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -66,7 +66,7 @@ runroot = "{store}/run"
 """
 
 
-def lacking() -> str:
+def missing_requirement() -> str:
     """What there is not, in words; empty where all is there."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     missing += [] if COMPOSE.ready() else ["docker-compose"]

@@ -1,6 +1,6 @@
-"""python wheel.py ARCHITECTURE BUILD-FOLDER FOLDER: a wheel of the checkout in FOLDER, for what zig is told.
+"""Build a wheel for zig's target: python wheel.py ARCHITECTURE BUILD-FOLDER FOLDER.
 
-Fails where the package alone would do without its compiled core.
+Fails if the wheel has no compiled core, which a normal build would allow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TOOLS = Path(__file__).resolve().parent
 def main(architecture: str, build: str, folder: str) -> None:
     define = {
         "CMAKE_CXX_COMPILER": f"{TOOLS}/zig-c++",
-        # Which nanobind takes for granted, but Python's limited API leaves out.
+        # nanobind expects <cstdio>, which Python's limited API does not include.
         "CMAKE_CXX_FLAGS": "-include cstdio -Wno-macro-redefined",
         "CMAKE_AR": f"{TOOLS}/zig-ar",
         "CMAKE_RANLIB": f"{TOOLS}/zig-ranlib",

@@ -1,4 +1,4 @@
-"""The vectors of a sample's features, side by side: what stands before the network in the ensemble."""
+"""Concatenated vectors of a sample's features: the first step of the ensemble."""
 
 import json
 import os

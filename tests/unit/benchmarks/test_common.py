@@ -13,7 +13,7 @@ HIGH = Bar("high", "fast enough", at_least=1.0)
 
 
 def benchmark(tmp_path, monkeypatch, values, **changes):
-    """A benchmark in a repository of its own, whose measured source is ``code.py``."""
+    """A benchmark in a temporary repository, whose measured source is ``code.py``."""
     monkeypatch.setattr(common, "ROOT", tmp_path)
     (tmp_path / "benchmarks").mkdir(exist_ok=True)
     for name in ("toy", "common", "measure", "load"):
@@ -43,12 +43,12 @@ def verdicts(path):
         (HIGH, float("nan"), "MISSED"),
     ],
 )
-def test_a_bar_judges_its_value(bar, value, verdict):
+def test_verdict_compares_the_value_with_the_limit(bar, value, verdict):
     assert bar.verdict(value) == verdict
 
 
 @pytest.mark.parametrize("limits", [{}, {"at_most": 1.0, "at_least": 1.0}])
-def test_a_bar_has_one_limit(limits):
+def test_bar_rejects_no_limit_and_two_limits(limits):
     with pytest.raises(ValueError, match="either at_most or at_least"):
         Bar("x", "x", **limits)
 
@@ -65,12 +65,12 @@ def test_check_passes_only_when_every_bar_is_met(tmp_path, monkeypatch, capsys):
     assert "not met: high" in capsys.readouterr().err
 
 
-def test_a_value_without_a_bar_is_an_error(tmp_path, monkeypatch):
+def test_run_fails_for_a_value_without_a_bar(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="lwo"):
         main(benchmark(tmp_path, monkeypatch, {"lwo": 1.0}), [])
 
 
-def test_a_recording_is_judged_until_the_sources_change(tmp_path, monkeypatch):
+def test_recording_is_stale_after_a_source_changed(tmp_path, monkeypatch):
     toy = benchmark(tmp_path, monkeypatch, {"low": 1.5, "high": 3.0})
     record = tmp_path / "out/toy.json"
     assert main(toy, ["--json", str(record)]) == 0
@@ -84,7 +84,7 @@ def test_a_recording_is_judged_until_the_sources_change(tmp_path, monkeypatch):
     assert verdicts(again) == {"low": "MISSED", "high": "MISSED"}
 
 
-def test_a_stricter_bar_applies_to_an_old_recording(tmp_path, monkeypatch):
+def test_recording_is_judged_by_the_present_bars(tmp_path, monkeypatch):
     toy = benchmark(tmp_path, monkeypatch, {"low": 1.5, "high": 3.0})
     record = tmp_path / "toy.json"
     main(toy, ["--json", str(record)])
@@ -93,7 +93,7 @@ def test_a_stricter_bar_applies_to_an_old_recording(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", '{"bars": 3}'])
-def test_an_unreadable_recording_leaves_every_bar_unmeasured(tmp_path, monkeypatch, text):
+def test_unreadable_recording_leaves_every_bar_unmeasured(tmp_path, monkeypatch, text):
     toy = benchmark(tmp_path, monkeypatch, {})
     record, out = tmp_path / "toy.json", tmp_path / "out.json"
     if text is not None:
@@ -102,7 +102,7 @@ def test_an_unreadable_recording_leaves_every_bar_unmeasured(tmp_path, monkeypat
     assert verdicts(out) == {"low": "unmeasured", "high": "unmeasured"}
 
 
-def test_sources_that_change_during_the_run_spoil_it(tmp_path, monkeypatch):
+def test_check_fails_when_a_source_changes_during_the_run(tmp_path, monkeypatch):
     def run(options: Options) -> Report:
         (tmp_path / "code.py").write_text("changed")
         return Report(values={"low": 1.0, "high": 2.0})
@@ -111,27 +111,27 @@ def test_sources_that_change_during_the_run_spoil_it(tmp_path, monkeypatch):
     assert main(toy, ["--check"]) == 1
 
 
-def test_a_machine_that_lacks_something_judges_the_recording(tmp_path, monkeypatch, capsys):
+def test_recording_is_judged_when_a_requirement_is_missing(tmp_path, monkeypatch, capsys):
     toy = benchmark(tmp_path, monkeypatch, {"low": 1.5, "high": 3.0})
     main(toy, ["--json", str(toy.recording)])
-    assert main(replace(toy, lacking=lambda: "needs a GPU"), ["--check"]) == 0
+    assert main(replace(toy, missing_requirement=lambda: "needs a GPU"), ["--check"]) == 0
     assert "needs a GPU" in capsys.readouterr().err
 
 
-def test_sides_take_turns_and_none_is_always_first():
+def test_alternate_rotates_the_order_of_the_sides():
     order: list[str] = []
     results = alternate({name: lambda name=name: order.append(name) or name for name in "abc"}, 3)
     assert order == list("abcbcacab")
     assert results == {"a": ["a"] * 3, "b": ["b"] * 3, "c": ["c"] * 3}
 
 
-def test_ratios_are_taken_round_by_round():
-    # The second round was disturbed for both sides; the ratio does not see it.
+def test_ratio_is_taken_round_by_round():
+    # The second round was disturbed for both sides, which the ratio cancels out.
     assert ratio([10.0, 40.0, 12.0], [5.0, 20.0, 6.0]) == Spread(2.0, 2.0, 2.0)
     assert f"{Spread.of([1.0, 5.0, 3.0]):.0f}" == "3 (1…5)"
 
 
-def test_zipf_keys_are_as_frequent_as_they_should_be():
+def test_zipf_keys_have_the_expected_frequencies():
     keys = zipf_keys(np.random.default_rng(3), 1000, (200, 1000))
     assert keys.min() >= 0
     assert keys.max() < 1000

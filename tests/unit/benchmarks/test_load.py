@@ -18,7 +18,7 @@ def echo():
 
 
 @pytest.mark.parametrize("size", [1000, 300_000])
-def test_counts_requests_and_the_servers_cpu(echo, size):
+def test_drive_counts_requests_and_server_cpu_time(echo, size):
     load = drive(echo, [http_request(f"/{size}", bytes(size))], connections=4, seconds=0.5)
     assert load.requests > 10
     assert 0.5 <= load.wall_s < 60
@@ -32,8 +32,8 @@ def test_exchange_returns_the_whole_answer(echo):
     assert b"inference-header-content-length: 100" in head
 
 
-def answering(chunks):
-    """A server that answers one request with these pieces; returns its address."""
+def serve_once(chunks):
+    """Start a server that answers one request with these pieces; returns its address."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -46,24 +46,24 @@ def answering(chunks):
     return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_an_answer_in_pieces_is_put_together():
+def test_exchange_joins_an_answer_in_pieces():
     pieces = [b"HTTP/1.1 200 OK\r\nX-Content-Length: 7\r\nContent-Le", b"ngth: 5\r\n\r\nab", b"cde"]
-    assert exchange(answering(pieces), http_request("/", b""))[1] == b"abcde"
+    assert exchange(serve_once(pieces), http_request("/", b""))[1] == b"abcde"
 
 
-def test_any_other_status_is_an_error():
+def test_exchange_fails_for_a_status_other_than_200():
     body = json.dumps({"error": "no"}).encode()
     pieces = [b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n" % len(body), body]
     with pytest.raises(RuntimeError, match="404"):
-        exchange(answering(pieces), http_request("/", b""))
+        exchange(serve_once(pieces), http_request("/", b""))
 
 
-def test_a_closed_connection_is_an_error():
+def test_exchange_fails_when_the_server_closes_the_connection():
     with pytest.raises(RuntimeError, match="closed"):
-        exchange(answering([]), http_request("/", b""))
+        exchange(serve_once([]), http_request("/", b""))
 
 
-def test_a_server_that_does_not_start_says_why():
+def test_serving_raises_with_the_output_of_a_server_that_exits():
     command = [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"]
     with (
         pytest.raises(RuntimeError, match=r"exited(.|\n)*the reason"),

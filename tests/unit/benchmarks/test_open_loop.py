@@ -1,4 +1,4 @@
-"""The load that does not wait for answers."""
+"""Tests of the open-loop load generator."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def echo():
         yield server
 
 
-def test_every_request_is_sent_and_answered(echo):
+def test_open_loop_sends_every_arrival(echo):
     requests = [http_request("/300000", bytes(300_000)), http_request("/0", b"x")]
     arrivals = poisson(100.0, 1.5, seed=1)
-    seen = open_loop(echo.address, requests, arrivals)
-    assert len(seen.statuses) == len(arrivals) == len(seen.of(ok=True))
-    assert set(seen.statuses) == {200}
-    assert seen.goodput == pytest.approx(len(arrivals) / seen.wall_s)
+    result = open_loop(echo.address, requests, arrivals)
+    assert len(result.statuses) == len(arrivals) == len(result.of(ok=True))
+    assert set(result.statuses) == {200}
+    assert result.goodput == pytest.approx(len(arrivals) / result.wall_s)
 
 
-def test_so_many_in_flight(echo):
-    seen = closed_loop(echo.address, [http_request("/0", b"x")], 3, 1.0)
-    assert len(seen.statuses) > 3
-    assert (seen + seen).goodput == pytest.approx(seen.goodput)
+def test_closed_loop_counts_answers(echo):
+    result = closed_loop(echo.address, [http_request("/0", b"x")], 3, 1.0)
+    assert len(result.statuses) > 3
+    assert (result + result).goodput == pytest.approx(result.goodput)
 
 
-def test_arrivals_are_random_at_the_rate_asked_for():
+def test_poisson_arrivals_have_the_rate():
     times = poisson(1000.0, 10.0, seed=3)
     assert times == sorted(times)
     assert 9_500 < len(times) < 10_500

@@ -1,4 +1,4 @@
-"""Messages of the stores' benchmarks where a part beside the product is missing."""
+"""Messages of the stores' benchmarks when a peer or a store is missing."""
 
 import shutil
 
@@ -10,7 +10,7 @@ from benchmarks.peers import rocksdb
 from benchmarks.peers.environments import PeerMissing
 
 
-def test_without_a_compiler_the_bars_are_unmeasured(monkeypatch, capsys):
+def test_bars_are_unmeasured_without_a_compiler(monkeypatch, capsys):
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(PeerMissing, match=r"no C\+\+ compiler"):
         rocksdb.build()
@@ -24,7 +24,7 @@ def test_without_a_compiler_the_bars_are_unmeasured(monkeypatch, capsys):
     assert "no C++ compiler" in capsys.readouterr().err
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):
+def test_build_names_the_package_when_the_library_is_missing(monkeypatch, tmp_path):
     source = tmp_path / "peer.cpp"
     source.write_text("#include <rocksdb/nothing_of_this_name.h>\n")
     monkeypatch.setattr(rocksdb, "ROOT", tmp_path)
@@ -33,7 +33,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):
     assert not list((tmp_path / "rocksdb").glob("peer-*"))
 
 
-def test_without_redis_its_bars_are_unmeasured_and_it_says_what_to_install(monkeypatch):
+def test_bars_are_unmeasured_without_redis_and_the_note_names_the_package(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     monkeypatch.setattr(stores, "HALVES", (stores_redis,))
     report = stores.run(Options(quick=True))
@@ -44,11 +44,11 @@ def test_without_redis_its_bars_are_unmeasured_and_it_says_what_to_install(monke
     )
 
 
-def test_both_ways_of_reading_are_judged():
+def test_bars_judge_both_modes_of_reading():
     names = {bar.name for bar in stores_rocksdb.BARS if bar.at_least == 0.7}
     assert names == {
-        f"{way}_{row}_{batch}"
-        for way in ("read", "mapped")
+        f"{mode}_{row}_{batch}"
+        for mode in ("read", "mapped")
         for row in (128, 512)
         for batch in (1_000, 10_000, 100_000)
     }

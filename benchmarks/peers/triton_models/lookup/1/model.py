@@ -1,4 +1,4 @@
-"""Rows of one table by row number: the least a lookup can be, without hashing and without defaults."""
+"""Rows of one table by row number: a minimal lookup without hashing and defaults."""
 
 import os
 
