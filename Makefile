@@ -52,7 +52,7 @@ test-gpu:
 	@$(GPU_PYTHON) -m pytest -m gpu tests/unit/tiers tests/unit/dense tests/unit/cuda \
 	  tests/unit/node/test_gpu_caches.py tests/unit/predict/test_device_feed.py tests/contract tests/model
 
-# The CPU cache's readers beside its writer, fetches in single flight's table, and messages that may be
+# The CPU cache's readers in parallel to its writer, fetches in single flight's table, and messages that may be
 # anything, under sanitizers:
 # make check-native SECONDS=600
 SECONDS ?= 20
@@ -67,13 +67,13 @@ check-native: setup
 	  build/$$sanitizer/fuzz_codec 10 || exit 1; \
 	done
 
-# The CPU cache shared by processes, read beside its writer while readers are killed: make soak MINUTES=10
+# The CPU cache shared by processes, read in parallel to its writer while readers are killed: make soak MINUTES=10
 MINUTES ?= 10
 soak: setup
 	@nice -n 19 $(BIN)/python tests/support/soak_cache.py $$(($(MINUTES) * 60))
 
-# The native core for 64-bit ARM: that it builds and runs, readers beside their writer. An emulator reorders
-# memory accesses no more than its host does; why the order holds is told in cache_layout.hpp. On Debian
+# The native core for 64-bit ARM: that it builds and runs, readers in parallel to their writer. An emulator reorders
+# memory accesses no more than its host does; cache_layout.hpp explains why the order holds. On Debian
 # and Ubuntu: apt-get install g++-aarch64-linux-gnu qemu-user
 check-aarch64: setup
 	@$(BIN)/cmake -S hps/native -B build/aarch64 -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \

@@ -8,26 +8,27 @@ from hps.native.twin_codec import Group
 from hps.native.twin_in_flight import Share
 
 SOURCES: str
-"""The digest of the sources it was built from, see source.py."""
+"""The digest of the sources that it was built from, see source.py."""
 
 def partition_hash(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """The HPS partition hash of each key: (n,) uint64."""
+    """See twin.partition_hash."""
 
 def dedup(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Distinct keys in order of first appearance (u,), and each key's position among them (n,)."""
+    """See twin.dedup."""
 
 def cache_bytes(capacity: int, row_bytes: int) -> int:
-    """What a table of ``capacity`` rows of ``row_bytes`` takes."""
+    """Return the bytes of a table of ``capacity`` rows of ``row_bytes``."""
 
 def copy_rows(rows: NDArray[Any], numbers: NDArray[np.int64], out: NDArray[Any]) -> None:
-    """out[i] = rows[numbers[i]], for rows (r, dim): the floor that benchmarks compare with."""
+    """Copy ``rows[numbers[i]]`` to ``out[i]``: the lower bound for benchmarks of lookups."""
 
 def cache_kernels() -> list[str]:
-    """The instruction sets the cache can be read with on this machine, the fastest first."""
+    """Return the instruction sets of the read kernels that this machine can run, the fastest first."""
 
 class CacheTable:
     """See twin_cache.CacheTable. Raises TypeError or ValueError for arrays that do not fit.
-    ``kernels``: of ``cache_kernels``; None takes the fastest."""
+
+    ``kernels``: one of ``cache_kernels()``; None selects the fastest."""
 
     def __init__(
         self,
@@ -40,18 +41,19 @@ class CacheTable:
         huge_pages: str = "try",
         numa_node: int = -1,
     ) -> None:
-        """``file``: a descriptor, made as long as the table and shared with whoever attaches to it. Raises
-        MemoryError for want of memory, RuntimeError when the system refuses pages or node."""
+        """Create the table in private memory, or in the file of the descriptor ``file``, to share it.
+
+        Raises MemoryError if memory is exhausted, RuntimeError if the system refuses pages or node."""
 
     @staticmethod
     def attach(file: int, like: NDArray[Any], code: int) -> CacheTable:
-        """The table that lies in ``file`` already. Raises ValueError when it is none, or another."""
+        """Attach to the table in ``file``. Raises ValueError if there is no table of such rows."""
 
-    def mend(self) -> bool:
-        """Make good what a writer left that was killed; False when there was nothing."""
+    def repair(self) -> bool:
+        """Complete or revert the change that a killed writer left; False if there was none."""
 
     threads: int
-    """How many threads a call with many keys may use."""
+    """The number of threads that a call with many keys may use."""
 
     @property
     def rows(self) -> int: ...
@@ -72,10 +74,10 @@ class CacheTable:
         versions: NDArray[np.uint64],
         source: NDArray[np.uint8],
     ) -> NDArray[np.int64] | None:
-        """Answer keys[missing] in place; the positions still missing (m,), or None."""
+        """See twin_cache.CacheTable.fetch."""
 
     def gather(self, keys: NDArray[np.int64], out: NDArray[Any]) -> bool:
-        """The row of every key into out (n, dim); False when one has none."""
+        """See twin_cache.CacheTable.gather."""
 
     def write(
         self,
@@ -85,17 +87,17 @@ class CacheTable:
         oldest_tombstone: int,
         resident_only: bool,
     ) -> None:
-        """Rows, or tombstones, where the version is not below the one held."""
+        """See twin_cache.CacheTable.write."""
 
     def evict(self, keys: NDArray[np.int64]) -> None:
-        """Drop the rows and tombstones of keys."""
+        """See twin_cache.CacheTable.evict."""
 
     def top_k(self, n: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """The keys (k,) of the n hottest rows, hottest first, and their scores (k,)."""
+        """See twin_cache.CacheTable.top_k."""
 
 def gather_all(
     tables: dict[Any, CacheTable],
-    asks: list[tuple[Any, NDArray[np.int64], NDArray[Any]]],
+    requests: list[tuple[Any, NDArray[np.int64], NDArray[Any]]],
     threads: int = 1,
 ) -> bool:
     """See twin_pool.gather_all."""
@@ -107,7 +109,7 @@ def pool_bags(
     weights: NDArray[np.float32] | None,
     divisors: NDArray[np.float32] | None,
     out: NDArray[Any],
-    given: NDArray[np.int64] | None = None,
+    supplied: NDArray[np.int64] | None = None,
     rows: NDArray[Any] | None = None,
 ) -> NDArray[np.int64] | None:
     """See twin_pool.pool_bags."""
@@ -121,7 +123,7 @@ def pool_rows(
     out: NDArray[Any],
     kernels: str | None = None,
 ) -> None:
-    """See twin_pool.pool_rows; rows must be float32 or float16. ``kernels``: as for `CacheTable`."""
+    """See twin_pool.pool_rows; rows must be float32 or float16. ``kernels``: as of `CacheTable`."""
 
 class InFlight:
     """See twin_in_flight.InFlight. Raises TypeError or ValueError for arguments that do not fit."""
@@ -172,12 +174,12 @@ def decode_hps(
     stamps: NDArray[np.uint64],
     key_bytes: int,
     row_bytes: int,
-    longest: int,
+    max_bytes: int,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint8]]:
     """See twin_codec.decode_hps."""
 
 def decode_native(
-    messages: Sequence[bytes | None], longest: int
+    messages: Sequence[bytes | None], max_bytes: int
 ) -> tuple[NDArray[np.uint8], list[Group]]:
     """See twin_codec.decode_native."""
 

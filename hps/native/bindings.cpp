@@ -1,6 +1,5 @@
-// Array contracts stand in the signatures of this file and its sisters, bindings_*.cpp, the only
-// ones that know Python; the GIL is released around every loop over keys that is long enough to be
-// worth it.
+// Python bindings. Only this file and bindings_*.cpp depend on Python. Signatures state the arrays'
+// contracts; the GIL is released around every loop over enough keys to pay for it.
 #include "bindings.hpp"
 
 #include <stdexcept>
@@ -18,7 +17,7 @@ auto py_partition_hash(Keys keys) {
     for (std::size_t i = 0; i < n; ++i)
       out[i] = hps::partition_hash(static_cast<std::uint64_t>(keys.data()[i]));
   });
-  return own(std::move(out), n);
+  return as_numpy(std::move(out), n);
 }
 
 auto py_dedup(Keys keys) {
@@ -28,16 +27,16 @@ auto py_dedup(Keys keys) {
   std::unique_ptr<std::int64_t[]> inverse(new std::int64_t[n]);
   std::size_t count = 0;
   without_gil(n, [&] { count = hps::dedup(keys.data(), n, unique.get(), inverse.get()); });
-  return nb::make_tuple(own(std::move(unique), count), own(std::move(inverse), n));
+  return nb::make_tuple(as_numpy(std::move(unique), count), as_numpy(std::move(inverse), n));
 }
 
 }  // namespace
 
 NB_MODULE(_core, m) {
   m.doc() = "Compiled kernels of hps; hps.native chooses between them and their NumPy twins.";
-  // A cache that a daemon thread still holds when the interpreter ends is no leak to shout about.
+  // A cache that a daemon thread still holds at the interpreter's end is not worth a warning.
   nb::set_leak_warnings(false);
-  m.attr("SOURCES") = HPS_SOURCES;  // their digest, see source.py
+  m.attr("SOURCES") = HPS_SOURCES;  // the digest of the sources, see source.py
   m.def("partition_hash", &py_partition_hash, nb::arg("keys").noconvert());
   m.def("dedup", &py_dedup, nb::arg("keys").noconvert());
   bind_cache(m);

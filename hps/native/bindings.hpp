@@ -1,4 +1,4 @@
-// What the binding files share.
+// Declarations that the binding files share.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,7 +13,7 @@ namespace nb = nanobind;
 
 using Keys = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Below this many keys handing the GIL over costs more than the work itself.
+// Below this many keys releasing the GIL costs more than the work itself.
 constexpr std::size_t kReleaseGilFrom = 4096;
 
 template <typename Work>
@@ -28,7 +28,8 @@ void without_gil(std::size_t n, Work work) {
 
 // A NumPy array that owns `data`; `capacity` may exceed `size` (the tail is never shown).
 template <typename T>
-inline nb::ndarray<nb::numpy, T, nb::ndim<1>> own(std::unique_ptr<T[]> data, std::size_t size) {
+inline nb::ndarray<nb::numpy, T, nb::ndim<1>> as_numpy(std::unique_ptr<T[]> data,
+                                                       std::size_t size) {
   T* raw = data.release();
   nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<T*>(p); });
   return nb::ndarray<nb::numpy, T, nb::ndim<1>>(raw, {size}, owner);
@@ -36,7 +37,7 @@ inline nb::ndarray<nb::numpy, T, nb::ndim<1>> own(std::unique_ptr<T[]> data, std
 
 // Adds gather_all and pool_bags.
 void bind_gather(nb::module_& m);
-// Adds CacheTable and what belongs to it.
+// Adds CacheTable and the functions that belong to it.
 void bind_cache(nb::module_& m);
 // Adds the decoders and encoders of update messages.
 void bind_codec(nb::module_& m);

@@ -25,7 +25,7 @@ hps::Pages pages_named(const std::string& name) {
   throw std::invalid_argument("huge_pages must be try, transparent, reserved or off, not " + name);
 }
 
-CacheTable* attached(int file, const ReadOnlyRows& like, std::uint8_t code) {
+CacheTable* attach(int file, const ReadOnlyRows& like, std::uint8_t code) {
   return new CacheTable(file, like, code, *hps::runnable_kernels().front());
 }
 
@@ -36,7 +36,7 @@ void py_copy_rows(const ReadOnlyRows& rows, const Keys& numbers, Rows out) {
   bool fit = true;
   for (std::size_t i = 0; i < n; ++i)
     fit &= static_cast<std::uint64_t>(numbers.data()[i]) < rows.shape(0);
-  if (!fit) throw std::invalid_argument("numbers must be those of rows");
+  if (!fit) throw std::invalid_argument("numbers must be row numbers of rows");
   without_gil(n, [&] {
     hps::runnable_kernels().front()->copy_rows(static_cast<const std::uint8_t*>(rows.data()), bytes,
                                                numbers.data(), n,
@@ -61,9 +61,9 @@ void bind_cache(nb::module_& m) {
           nb::arg("capacity"), nb::arg("like").noconvert(), nb::arg("eviction"), nb::arg("code"),
           nb::arg("kernels") = nb::none(), nb::arg("file") = -1, nb::arg("huge_pages") = "try",
           nb::arg("numa_node") = -1)
-      .def_static("attach", &attached, nb::arg("file"), nb::arg("like").noconvert(),
-                  nb::arg("code"), nb::rv_policy::take_ownership)
-      .def("mend", &CacheTable::mend)
+      .def_static("attach", &attach, nb::arg("file"), nb::arg("like").noconvert(), nb::arg("code"),
+                  nb::rv_policy::take_ownership)
+      .def("repair", &CacheTable::repair)
       .def_prop_rw("threads", &CacheTable::threads, &CacheTable::set_threads)
       .def("fetch", &CacheTable::fetch, nb::arg("keys").noconvert(), nb::arg("missing").noconvert(),
            nb::arg("oldest_tombstone"), nb::arg("out").noconvert(), nb::arg("versions").noconvert(),

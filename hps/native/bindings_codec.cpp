@@ -1,5 +1,5 @@
-// Update messages, for Python. Messages are bytes objects, which do not change, and are held while
-// the GIL is released.
+// Python binding of the codec. Messages are bytes objects, which are immutable; references to them
+// are held while the GIL is released.
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -16,13 +16,13 @@ template <typename T>
 using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = Column<std::uint8_t>;
 
-// Eight bytes are as much work as a key.
+// Counts eight bytes as the work of one key.
 template <typename Work>
 void without_gil_for(std::size_t bytes, Work work) {
   without_gil(bytes / 8, work);
 }
 
-// The payloads of a tuple of bytes objects and Nones, which must outlive them.
+// The payloads of a tuple of bytes objects and Nones; the tuple must outlive them.
 struct Payloads {
   std::vector<hps::Payload> all;
   std::size_t bytes = 0;
@@ -43,12 +43,12 @@ struct Payloads {
   }
 };
 
-hps::HpsFormat hps_format(std::size_t key_bytes, std::size_t row_bytes, std::size_t longest) {
+hps::HpsFormat hps_format(std::size_t key_bytes, std::size_t row_bytes, std::size_t max_bytes) {
   if (key_bytes != 4 && key_bytes != 8) throw std::invalid_argument("key_bytes must be 4 or 8");
   if (row_bytes == 0 || row_bytes > UINT32_MAX)
     throw std::invalid_argument("row_bytes must be at least 1 and below 2^32");
-  if (longest > UINT32_MAX) throw std::invalid_argument("longest must be below 2^32");
-  return {key_bytes, row_bytes, longest};
+  if (max_bytes > UINT32_MAX) throw std::invalid_argument("max_bytes must be below 2^32");
+  return {key_bytes, row_bytes, max_bytes};
 }
 
 auto as_bytes(std::unique_ptr<hps::Message[]> messages, std::size_t n) {
@@ -59,8 +59,8 @@ auto as_bytes(std::unique_ptr<hps::Message[]> messages, std::size_t n) {
 }
 
 auto py_decode_hps(nb::sequence sequence, Bytes keyed, Column<std::uint64_t> stamps,
-                   std::size_t key_bytes, std::size_t row_bytes, std::size_t longest) {
-  const hps::HpsFormat format = hps_format(key_bytes, row_bytes, longest);
+                   std::size_t key_bytes, std::size_t row_bytes, std::size_t max_bytes) {
+  const hps::HpsFormat format = hps_format(key_bytes, row_bytes, max_bytes);
   const nb::tuple held(sequence);
   const Payloads payloads(held);
   const std::size_t m = payloads.all.size();
@@ -95,29 +95,30 @@ auto py_decode_hps(nb::sequence sequence, Bytes keyed, Column<std::uint64_t> sta
       at += rows;
     }
   });
-  return nb::make_tuple(as_bytes(std::move(messages), m), own(std::move(keys), n),
-                        own(std::move(versions), n), own(std::move(vectors), n * row_bytes));
+  return nb::make_tuple(as_bytes(std::move(messages), m), as_numpy(std::move(keys), n),
+                        as_numpy(std::move(versions), n),
+                        as_numpy(std::move(vectors), n * row_bytes));
 }
 
-auto py_decode_native(nb::sequence sequence, std::size_t longest) {
-  if (longest > UINT32_MAX) throw std::invalid_argument("longest must be below 2^32");
+auto py_decode_native(nb::sequence sequence, std::size_t max_bytes) {
+  if (max_bytes > UINT32_MAX) throw std::invalid_argument("max_bytes must be below 2^32");
   const nb::tuple held(sequence);
   const Payloads payloads(held);
   const std::size_t m = payloads.all.size();
   std::unique_ptr<hps::Message[]> messages(new hps::Message[m]);
   std::vector<hps::Group> groups;
   without_gil_for(payloads.bytes, [&] {
-    groups = hps::decode_native(payloads.all.data(), m, longest, messages.get());
+    groups = hps::decode_native(payloads.all.data(), m, max_bytes, messages.get());
   });
-  nb::list found;
+  nb::list decoded;
   for (hps::Group& group : groups)
-    found.append(nb::make_tuple(group.table, group.dtype, group.dim,
-                                own(std::move(group.keys), group.upserts),
-                                own(std::move(group.versions), group.upserts),
-                                own(std::move(group.vectors), group.upserts * group.row_bytes),
-                                own(std::move(group.deleted), group.deletes),
-                                own(std::move(group.deleted_versions), group.deletes)));
-  return nb::make_tuple(as_bytes(std::move(messages), m), found);
+    decoded.append(nb::make_tuple(
+        group.table, group.dtype, group.dim, as_numpy(std::move(group.keys), group.upserts),
+        as_numpy(std::move(group.versions), group.upserts),
+        as_numpy(std::move(group.vectors), group.upserts * group.row_bytes),
+        as_numpy(std::move(group.deleted), group.deletes),
+        as_numpy(std::move(group.deleted_versions), group.deletes)));
+  return nb::make_tuple(as_bytes(std::move(messages), m), decoded);
 }
 
 nb::list py_encode_hps(Keys keys, Bytes vectors, std::size_t key_bytes, std::size_t row_bytes,
@@ -128,18 +129,18 @@ nb::list py_encode_hps(Keys keys, Bytes vectors, std::size_t key_bytes, std::siz
     throw std::invalid_argument("vectors must have row_bytes bytes per key");
   if (rows_per_message == 0) throw std::invalid_argument("rows_per_message must be at least 1");
   nb::list messages;
-  std::vector<std::uint8_t*> places;
+  std::vector<std::uint8_t*> outs;
   for (std::size_t at = 0; at < n; at += rows_per_message) {
     const std::size_t size = hps::hps_bytes(format, std::min(rows_per_message, n - at));
     PyObject* message = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
     if (message == nullptr) throw nb::python_error();
     messages.append(nb::steal<nb::bytes>(message));
-    places.push_back(reinterpret_cast<std::uint8_t*>(PyBytes_AsString(message)));
+    outs.push_back(reinterpret_cast<std::uint8_t*>(PyBytes_AsString(message)));
   }
   without_gil_for(n * row_bytes, [&] {
-    for (std::size_t i = 0, at = 0; i < places.size(); ++i, at += rows_per_message)
+    for (std::size_t i = 0, at = 0; i < outs.size(); ++i, at += rows_per_message)
       hps::write_hps(format, std::min(rows_per_message, n - at), keys.data() + at,
-                     vectors.data() + at * row_bytes, places[i]);
+                     vectors.data() + at * row_bytes, outs[i]);
   });
   return messages;
 }
@@ -155,8 +156,8 @@ std::uint32_t py_crc32(Bytes data, std::uint32_t crc) {
 void bind_codec(nb::module_& m) {
   m.def("decode_hps", &py_decode_hps, nb::arg("messages"), nb::arg("keyed").noconvert(),
         nb::arg("stamps").noconvert(), nb::arg("key_bytes"), nb::arg("row_bytes"),
-        nb::arg("longest"));
-  m.def("decode_native", &py_decode_native, nb::arg("messages"), nb::arg("longest"));
+        nb::arg("max_bytes"));
+  m.def("decode_native", &py_decode_native, nb::arg("messages"), nb::arg("max_bytes"));
   m.def("encode_hps", &py_encode_hps, nb::arg("keys").noconvert(), nb::arg("vectors").noconvert(),
         nb::arg("key_bytes"), nb::arg("row_bytes"), nb::arg("rows_per_message"));
   m.def("crc32", &py_crc32, nb::arg("data").noconvert(), nb::arg("crc") = 0);

@@ -4,16 +4,17 @@
 #include <Python.h>
 #include <unistd.h>
 
-// Gives the GIL up for its lifetime. A thread that wants it back while the interpreter ends waits
-// for the end of the process, as from Python 3.14 on. Before, Python unwinds the thread's stack,
-// which a destructor answers with std::terminate: a program that ended during a lookup was aborted.
+// Releases the GIL for its lifetime. A thread that reacquires it while the interpreter shuts down
+// waits for the end of the process, as in Python 3.14 and later. Earlier versions unwind the
+// thread's stack, which calls std::terminate in a destructor: a program that ended during a lookup
+// aborted.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
   ~WithoutGil() {
     try {
       PyEval_RestoreThread(state_);
-    } catch (...) {  // pthread_exit's unwinding, which must not end here
+    } catch (...) {  // pthread_exit's unwinding must not leave the destructor
       for (;;) pause();
     }
   }

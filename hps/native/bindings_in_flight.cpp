@@ -1,4 +1,4 @@
-// Single flight's table, for Python.
+// Python binding of the table of single flight.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
@@ -26,7 +26,8 @@ nb::list as_arrays(std::vector<std::vector<std::int64_t>> all) {
   return arrays;
 }
 
-// Whoever has the table's lock does not need the GIL to go on; so nobody waits for it with the GIL.
+// Runs `work` under the table's lock. The lock's owner never waits for the GIL while it holds the
+// lock, and no thread waits for the lock while it holds the GIL.
 template <typename Work>
 void locked(hps::InFlight& table, std::size_t n, Work work) {
   if (n < kReleaseGilFrom) {
@@ -44,7 +45,7 @@ std::pair<nb::list, nb::list> py_claim(hps::InFlight& table, std::uint64_t numbe
                                        const std::vector<Keys>& missing, double now) {
   if (keys.size() != tables.size() || missing.size() != tables.size())
     throw std::invalid_argument("keys and missing must have one array per table");
-  std::vector<hps::FlightAsk> asks;
+  std::vector<hps::FlightRequest> requests;
   std::size_t size = 0;
   for (std::size_t i = 0; i < tables.size(); ++i) {
     const std::size_t n = missing[i].shape(0);
@@ -53,14 +54,15 @@ std::pair<nb::list, nb::list> py_claim(hps::InFlight& table, std::uint64_t numbe
     for (std::size_t k = 0; k < n; ++k)
       fit &= static_cast<std::uint64_t>(missing[i].data()[k]) < end;
     if (!fit) throw std::invalid_argument("missing must be positions of keys, below 2^32 - 1");
-    asks.push_back({tables[i], keys[i].data(), missing[i].data(), n});
+    requests.push_back({tables[i], keys[i].data(), missing[i].data(), n});
     size += n;
   }
   hps::FlightClaim claim;
-  locked(table, size, [&] { claim = table.claim(number, asks, now); });
+  locked(table, size, [&] { claim = table.claim(number, requests, now); });
   nb::list shares;
   for (hps::FlightShare& each : claim.shares)
-    shares.append(nb::make_tuple(each.flight, each.ask, each.of, as_array(std::move(each.mine)),
+    shares.append(nb::make_tuple(each.flight, each.request, each.source_request,
+                                 as_array(std::move(each.positions)),
                                  as_array(std::move(each.places))));
   return {as_arrays(std::move(claim.own)), shares};
 }

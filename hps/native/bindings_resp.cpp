@@ -1,4 +1,4 @@
-// Rows out of Redis replies, for Python.
+// Python binding of the decoder of Redis replies.
 #include "bindings_resp.hpp"
 
 #include <nanobind/ndarray.h>
@@ -21,10 +21,10 @@ template <typename T>
 using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Below this many bytes handing the GIL over costs more than the work itself.
+// Below this many bytes releasing the GIL costs more than the work itself.
 constexpr std::size_t kReleaseGilFrom = 32768;
 
-// Keeps the arrays it writes to; they must not be resized.
+// Keeps references to the arrays it writes to; they must not be resized.
 class PyRowReplies {
  public:
   PyRowReplies(Vector<const std::int64_t> counts, Vector<const std::int64_t> positions, Rows out,

@@ -1,4 +1,4 @@
-// The table as Python holds it; the files that bind something to tables share it.
+// The Python class CacheTable, for the files that bind functions of tables.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 #include "hps/cache_table.hpp"
 #include "hps/parallel.hpp"
 
-// What one thread of several takes at a time: some 100 us.
+// The keys of one piece of work for several threads: some 100 us.
 constexpr std::size_t kPieceKeys = 4096;
 
 template <typename T>
@@ -20,21 +20,21 @@ using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ReadOnlyRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Those of this instruction set, or the fastest that this machine can run.
+// The kernels of this instruction set, or the fastest that this machine can run.
 inline const hps::ReadKernels& kernels_named(const std::optional<std::string>& name) {
   for (const hps::ReadKernels* kernels : hps::runnable_kernels())
     if (!name || *name == kernels->name) return *kernels;
   throw std::invalid_argument("this machine can't run the kernels " + *name);
 }
 
-// An array by the buffer protocol: a third of what nb::ndarray costs.
+// An array by the buffer protocol, at a third of the cost of nb::ndarray.
 class Buffer {
  public:
   Buffer(PyObject* array, bool writable) {
     const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
     if (PyObject_GetBuffer(array, &view_, flags) == 0) return;
     PyErr_Clear();
-    throw std::invalid_argument("arrays must be C-contiguous, outs writable");
+    throw std::invalid_argument("arrays must be C-contiguous, and outs writable");
   }
   ~Buffer() { PyBuffer_Release(&view_); }
   Buffer(const Buffer&) = delete;
@@ -51,7 +51,7 @@ class Buffer {
   Py_buffer view_;
 };
 
-// As the buffer protocol names it; "" for a type that has no name there.
+// The buffer protocol's name of a dtype; "" if it has none.
 inline const char* format_of(nb::dlpack::dtype type) {
   const unsigned size = type.bits == 8 ? 0 : type.bits == 16 ? 1 : type.bits == 32 ? 2 : 3;
   if (type.lanes != 1) return "";
@@ -98,16 +98,16 @@ class CacheTable {
       if (static_cast<std::uint64_t>(missing.data()[i]) >= n)
         throw std::invalid_argument("missing must hold positions of keys");
 
-    const hps::CacheAnswer answer{static_cast<std::uint8_t*>(out.data()), versions.data(),
+    const hps::FetchOutput output{static_cast<std::uint8_t*>(out.data()), versions.data(),
                                   source.data(), code_};
     std::unique_ptr<std::int64_t[]> left(new std::int64_t[m]);
     std::size_t unanswered = 0;
     without_gil(m, [&] {
       unanswered =
-          fetch_by_pieces(keys.data(), missing.data(), m, oldest_tombstone, answer, left.get());
+          fetch_by_pieces(keys.data(), missing.data(), m, oldest_tombstone, output, left.get());
     });
     if (unanswered == 0) return nb::none();
-    return nb::cast(own(std::move(left), unanswered));
+    return nb::cast(as_numpy(std::move(left), unanswered));
   }
 
   bool gather(Keys keys, Rows out) const {
@@ -125,7 +125,7 @@ class CacheTable {
     if (versions.shape(0) != n) throw std::invalid_argument("versions must have one entry per key");
     if (rows) check_rows(*rows, n);
     const std::uint8_t* from = rows ? static_cast<const std::uint8_t*>(rows->data()) : nullptr;
-    // Another writer may have to be waited for: never with the GIL.
+    // May wait for another writer, which must not happen with the GIL held.
     const WithoutGil released;
     table_.write({keys.data(), versions.data(), from, n, oldest_tombstone, resident_only});
   }
@@ -147,7 +147,8 @@ class CacheTable {
       keys[i] = hot[i].key;
       scores[i] = hot[i].score;
     }
-    return nb::make_tuple(own(std::move(keys), hot.size()), own(std::move(scores), hot.size()));
+    return nb::make_tuple(as_numpy(std::move(keys), hot.size()),
+                          as_numpy(std::move(scores), hot.size()));
   }
 
   std::uint64_t rows() const { return table_.counts().rows; }
@@ -156,10 +157,10 @@ class CacheTable {
   std::uint64_t capacity() const { return table_.header().capacity; }
   std::uint64_t bytes() const { return table_.header().bytes; }
 
-  bool mend() { return table_.mend(); }
+  bool repair() { return table_.repair(); }
   std::size_t threads() const { return threads_; }
   void set_threads(std::size_t threads) {
-    if (threads < 1) throw std::invalid_argument("a call has at least one thread");
+    if (threads < 1) throw std::invalid_argument("threads must be at least 1");
     threads_ = threads;
   }
 
@@ -170,7 +171,7 @@ class CacheTable {
     if (rows.shape(0) != n) throw std::invalid_argument("rows must have one entry per key");
   }
 
-  // Throws for keys and an out that do not fit; the GIL must be held. For `Buffer`s.
+  // Throws std::invalid_argument unless `keys` and `out` fit the table. The GIL must be held.
   void check_gather(const Buffer& keys, const Buffer& out) const {
     if (!keys.has(1, kInt64)) throw std::invalid_argument("keys must be int64 (n,)");
     if (!out.has(2, format_.c_str()) || out.size(1) != dim_ || out.size(0) != keys.size(0))
@@ -184,15 +185,15 @@ class CacheTable {
 
  private:
   std::size_t fetch_by_pieces(const std::int64_t* keys, const std::int64_t* missing, std::size_t m,
-                              std::uint64_t oldest_tombstone, const hps::CacheAnswer& answer,
+                              std::uint64_t oldest_tombstone, const hps::FetchOutput& output,
                               std::int64_t* left) const {
     if (threads_ == 1 || m < 2 * kPieceKeys)
-      return table_.fetch(keys, missing, m, oldest_tombstone, answer, left);
+      return table_.fetch(keys, missing, m, oldest_tombstone, output, left);
     const std::size_t pieces = (m + kPieceKeys - 1) / kPieceKeys;
     std::vector<std::size_t> counts(pieces);
-    hps::parallel(pieces, threads_, [&](std::size_t piece) {
+    hps::parallel_for(pieces, threads_, [&](std::size_t piece) {
       const std::size_t at = piece * kPieceKeys, n = std::min(kPieceKeys, m - at);
-      counts[piece] = table_.fetch(keys, missing + at, n, oldest_tombstone, answer, left + at);
+      counts[piece] = table_.fetch(keys, missing + at, n, oldest_tombstone, output, left + at);
     });
     std::size_t total = 0;
     for (std::size_t piece = 0; piece < pieces; ++piece) {

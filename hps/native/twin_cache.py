@@ -35,8 +35,8 @@ def homes(keys: KeyArray, buckets: int) -> IndexArray:
 
 def cache_bytes(capacity: int, row_bytes: int) -> int:
     """Return the bytes of a table of ``capacity`` rows of ``row_bytes``."""
-    beside = 256 + _buckets(capacity) * 64 + capacity * 8
-    return beside + -beside % 64 + capacity * row_bytes
+    before_rows = 256 + _buckets(capacity) * 64 + capacity * 8
+    return before_rows + -before_rows % 64 + capacity * row_bytes
 
 
 def _buckets(capacity: int) -> int:
@@ -165,9 +165,9 @@ class CacheTable:
             for key in keys.tolist():
                 with self._lock:
                     if (at := self._find_one(key)) is not None:
-                        self._free.append(self._drop(*at))
+                        self._free.append(self._clear_slot(*at))
 
-    def mend(self) -> bool:
+    def repair(self) -> bool:
         """Do nothing: no other process writes this table."""
         return False
 
@@ -211,10 +211,10 @@ class CacheTable:
         home = self._home(key)
         full = not self._free and self._fresh == self.capacity
         coldest = None
-        if self._room(home) is None or (row is None and full):
+        if self._find_free_slot(home) is None or (row is None and full):
             coldest = self._coldest(self._sequence(home))
-        number = self._expel(coldest) if coldest else self._take_row()
-        step, at = self._room(home) or (0, (0, 0))
+        number = self._evict_slot(coldest) if coldest else self._allocate_row()
+        step, at = self._find_free_slot(home) or (0, (0, 0))
         self._keys[at], self._numbers[at] = key, number
         if self._eviction == "lfu":
             self._scores[at] = 0 if row is None else FIRST_USES
@@ -256,7 +256,7 @@ class CacheTable:
         bucket, slot = self._find(np.array([key], np.int64))
         return (int(bucket[0]), int(slot[0])) if bucket[0] >= 0 else None
 
-    def _room(self, home: int) -> tuple[int, tuple[int, int]] | None:
+    def _find_free_slot(self, home: int) -> tuple[int, tuple[int, int]] | None:
         """Return the first free slot of the probe sequence from ``home``, and its step."""
         for step, bucket in enumerate(self._sequence(home)):
             free = np.flatnonzero(~self._occupied[bucket])
@@ -264,21 +264,21 @@ class CacheTable:
                 return step, (bucket, int(free[0]))
         return None
 
-    def _take_row(self) -> int:
+    def _allocate_row(self) -> int:
         if self._free:
             return self._free.pop()
         if self._fresh < self.capacity:
             self._fresh += 1
             return self._fresh - 1
-        looked_at: list[int] = []
+        sampled: list[int] = []
         seen = 0
-        while seen < SAMPLE and len(looked_at) < self._buckets:
-            looked_at.append(self._hand)
+        while seen < SAMPLE and len(sampled) < self._buckets:
+            sampled.append(self._hand)
             seen += int(self._occupied[self._hand].sum())
             self._hand = (self._hand + 1) % self._buckets
-        coldest = self._coldest(looked_at)
+        coldest = self._coldest(sampled)
         assert coldest is not None  # the table is full
-        return self._expel(coldest)
+        return self._evict_slot(coldest)
 
     def _coldest(self, buckets: Iterable[int]) -> tuple[int, int] | None:
         """Return the first of the coldest slots."""
@@ -301,11 +301,11 @@ class CacheTable:
             return int(homes(seed.view(np.int64), 255)[0])
         return (self._clock - score) % 256
 
-    def _expel(self, at: tuple[int, int]) -> int:
+    def _evict_slot(self, at: tuple[int, int]) -> int:
         self.evictions += int(self._is_row[at])
-        return self._drop(*at)
+        return self._clear_slot(*at)
 
-    def _drop(self, bucket: int, slot: int) -> int:
+    def _clear_slot(self, bucket: int, slot: int) -> int:
         """Free a slot; return its row's number."""
         at, home = (bucket, slot), self._home(int(self._keys[bucket, slot]))
         self._count(at, -1)

@@ -41,9 +41,8 @@ class Reason(IntEnum):
         return self >= Reason.TRUNCATED
 
 
-# The fields of a message; `Message` in hps/native/include/hps/codec.hpp. ``group`` is the number of its
-# group
-# of rows, or -1; ``at`` the byte of the payload that gave the reason.
+# The fields of a message, `Message` in hps/native/include/hps/codec.hpp. ``group`` is the number of its
+# group of rows, or -1; ``at`` the position of the byte that caused the reason.
 MESSAGE = np.dtype(
     {
         "names": [
@@ -82,9 +81,9 @@ def crc32(data: NDArray[np.uint8], crc: int = 0) -> int:
     return zlib.crc32(data.data, crc)
 
 
-def _check_longest(longest: int) -> None:
-    if not 0 <= longest < 2**32:
-        raise ValueError("longest must be below 2^32")
+def _check_max_bytes(max_bytes: int) -> None:
+    if not 0 <= max_bytes < 2**32:
+        raise ValueError("max_bytes must be below 2^32")
 
 
 def _check_hps(key_bytes: int, row_bytes: int) -> None:
@@ -99,11 +98,11 @@ def _check_payloads(messages: Payloads) -> None:
         raise TypeError("messages must be bytes or None")
 
 
-def _start(payload: bytes | None, magic: bytes, longest: int) -> Fault:
+def _start(payload: bytes | None, magic: bytes, max_bytes: int) -> Fault:
     if payload is None:
         return Reason.NULL, 0
-    if len(payload) > longest:
-        return Reason.OVERSIZE, longest
+    if len(payload) > max_bytes:
+        return Reason.OVERSIZE, max_bytes
     if not magic.startswith(payload[:4]):
         return Reason.BAD_MAGIC, 0
     return _OK if len(payload) >= 4 else (Reason.TRUNCATED, len(payload))
@@ -115,14 +114,14 @@ def decode_hps(
     stamps: VersionArray,
     key_bytes: int,
     row_bytes: int,
-    longest: int,
+    max_bytes: int,
 ) -> tuple[NDArray[np.uint8], KeyArray, VersionArray, NDArray[np.uint8]]:
     """Decode HPS's messages (m,) of one table.
 
     ``keyed (m,)`` marks those with a key; ``stamps (m,)`` are the versions of their rows. Returns MESSAGEs
     (m * 48,) as bytes, keys (n,), versions (n,) and rows (n * row_bytes,) as bytes."""
     _check_hps(key_bytes, row_bytes)
-    _check_longest(longest)
+    _check_max_bytes(max_bytes)
     _check_payloads(messages)
     if len(keyed) != len(messages) or len(stamps) != len(messages):
         raise ValueError("keyed and stamps must have one entry per message")
@@ -133,7 +132,7 @@ def decode_hps(
     found["group"] = -1
     for i, payload in enumerate(messages):
         found[i]["reason"], found[i]["at"] = fault = (
-            (Reason.KEYED, 0) if keyed[i] else _hps_fault(payload, row, longest)
+            (Reason.KEYED, 0) if keyed[i] else _hps_fault(payload, row, max_bytes)
         )
         if fault == _OK and payload is not None:
             found[i]["group"] = 0
@@ -148,8 +147,8 @@ def decode_hps(
     )
 
 
-def _hps_fault(payload: bytes | None, row: np.dtype[Any], longest: int) -> Fault:
-    fault = _start(payload, HPS_MAGIC, longest)
+def _hps_fault(payload: bytes | None, row: np.dtype[Any], max_bytes: int) -> Fault:
+    fault = _start(payload, HPS_MAGIC, max_bytes)
     if fault != _OK or payload is None:
         return fault
     if len(payload) < HPS_HEADER:
@@ -190,18 +189,18 @@ Group = tuple[
 ]  # table, dtype, dim; of rows: keys, versions, bytes; of deletions: keys, versions
 
 
-def decode_native(messages: Payloads, longest: int) -> tuple[NDArray[np.uint8], list[Group]]:
+def decode_native(messages: Payloads, max_bytes: int) -> tuple[NDArray[np.uint8], list[Group]]:
     """Decode native messages (m,).
 
     Returns MESSAGEs (m * 48,) as bytes, and the rows and deletions of each table and row format, in the
     messages' order."""
-    _check_longest(longest)
+    _check_max_bytes(max_bytes)
     _check_payloads(messages)
     found = np.zeros(len(messages), MESSAGE)
     found["group"] = -1
     groups: dict[tuple[str, int, int], list[list[Any]]] = {}
     for i, payload in enumerate(messages):
-        fault, fields, columns = _read_native(payload, longest)
+        fault, fields, columns = _read_native(payload, max_bytes)
         found[i]["reason"], found[i]["at"] = fault
         if fault != _OK:
             continue
@@ -219,10 +218,10 @@ def decode_native(messages: Payloads, longest: int) -> tuple[NDArray[np.uint8], 
 
 
 def _read_native(
-    payload: bytes | None, longest: int
+    payload: bytes | None, max_bytes: int
 ) -> tuple[Fault, dict[str, Any], list[NDArray[Any]]]:
     """Return the fault, the fields of MESSAGE and the columns (keys, versions, rows, deletions)."""
-    fault = _start(payload, MAGIC, longest)
+    fault = _start(payload, MAGIC, max_bytes)
     if fault != _OK or payload is None:
         return fault, {}, []
     if len(payload) > 4 and payload[4] != MAJOR:
@@ -264,9 +263,9 @@ def _read_fields(
         if wrong:
             return fault, {}, []
     ttl_s, _, step, dense_version = rest
-    said = {"upserts": up, "deletes": down, "ttl_s": ttl_s, "event_ms": event_ms}
-    said |= {"step": step, "dense_version": dense_version, "kind": (name.decode(), dtype, dim)}
+    message = {"upserts": up, "deletes": down, "ttl_s": ttl_s, "event_ms": event_ms}
+    message |= {"step": step, "dense_version": dense_version, "kind": (name.decode(), dtype, dim)}
     keys = np.frombuffer(payload, "<i8", up + down, keys_at)
     versions = np.frombuffer(payload, "<u8", up + down, keys_at + 8 * len(keys))
     rows = np.frombuffer(payload, np.uint8, up * row_bytes, keys_at + 16 * len(keys))
-    return _OK, said, [keys[:up], versions[:up], rows, keys[up:], versions[up:]]
+    return _OK, message, [keys[:up], versions[:up], rows, keys[up:], versions[up:]]

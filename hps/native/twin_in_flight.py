@@ -10,7 +10,7 @@ import numpy as np
 
 from hps.types import IndexArray, KeyArray
 
-FEW, FEW_OF_SIZE, ENOUGH, LARGER = 32, 8, 1000, 8
+FEW_KEYS, FEW_SHARE, ALWAYS_FOLLOWED, FOLLOWED_RATIO = 32, 8, 1000, 8
 Share = tuple[int, int, int, IndexArray, IndexArray]
 
 
@@ -27,10 +27,10 @@ class _TwinFlight:
 
 @dataclass(slots=True)
 class _Read:
-    """The fetch that reads a key, the key's position in its ask, and its place in the result (-1: unused)."""
+    """The fetch that reads a key, the position in its request, and the place in its result (-1: unused)."""
 
     flight: _TwinFlight
-    ask: int
+    request: int
     position: int
     place: int = -1
 
@@ -58,28 +58,29 @@ class InFlight:
         """Start fetch ``number``, which misses ``keys[i][missing[i]]`` of ``tables[i]``, an unsigned
         64-bit number.
 
-        Returns the positions, per ask, that it must read; and the keys that it leaves to earlier fetches,
-        which are reading them or hold them at the time ``now``.
+        Returns the positions, per request, that it must read; and the keys that it leaves to earlier
+        fetches, which are reading them or hold them at the time ``now``.
 
-        The latter is a list of ``(number, ask, of, positions (m,), places (m,))``: the rows of these
-        positions in its own ask will be the ``places`` of what that fetch keeps of its ask ``of``. Each of
-        these fetches must be left in the end. Raises ValueError if the number is taken.
+        The latter is a list of ``(number, request, source_request, positions (m,), places (m,))``: the rows
+        of these positions in its request ``request`` will be at ``places`` of the rows that fetch
+        ``number`` keeps of its request ``source_request``. It must `leave` each of these fetches in the
+        end. Raises ValueError if the number is in use.
         """
         with self._lock:
             return self._claim(number, tables, keys, missing, now)
 
     def land(self, number: int, until: float) -> list[IndexArray]:
-        """End the fetch; return, per ask, the positions that others wait for, in the order of their places.
+        """End the fetch; return, per request, the positions that others wait for, ordered by place.
 
         Until the time ``until`` further fetches may join, as long as one is copying. An empty list if no
         fetch waits: then it is removed. Raises ValueError if there is no such fetch.
         """
         with self._lock:
             if number not in self._flights:
-                raise ValueError("no such fetch is under way")
+                raise ValueError("no such fetch is in flight")
             flight = self._flights[number]
             if not flight.followers:
-                self._forget(flight)
+                self._erase(flight)
                 return []
             flight.landed, flight.until = True, until
             self._remove(flight, unwanted_only=True)
@@ -94,11 +95,11 @@ class InFlight:
         with self._lock:
             flight = self._flights.get(number)
             if flight is None or not flight.followers:
-                raise ValueError("nobody follows such a fetch")
+                raise ValueError("no fetch follows this number")
             flight.followers -= 1
             last = not flight.followers and flight.landed
             if last:
-                self._forget(flight)
+                self._erase(flight)
             return last
 
     def __len__(self) -> int:
@@ -114,7 +115,7 @@ class InFlight:
         now: float,
     ) -> tuple[list[IndexArray], list[Share]]:
         if number in self._flights:
-            raise ValueError("the number of this fetch is taken")
+            raise ValueError("this fetch number is in use")
         names = [
             list(zip([table] * len(at), some[at].tolist(), at.tolist(), strict=True))
             for table, some, at in zip(tables, keys, missing, strict=True)
@@ -124,14 +125,16 @@ class InFlight:
         def may_follow(read: _Read) -> bool:
             other = read.flight
             return (
-                now < other.until if other.landed else other.reading <= max(ENOUGH, LARGER * size)
+                now < other.until
+                if other.landed
+                else other.reading <= max(ALWAYS_FOLLOWED, FOLLOWED_RATIO * size)
             )
 
         common = dict.fromkeys(self._flights, 0)
         for table, key, _ in (each for some in names for each in some):
             if (read := self._reads.get((table, key))) is not None and may_follow(read):
                 common[read.flight.number] += 1
-        few, follows_one_of_few, followed = min(FEW, size // FEW_OF_SIZE), False, set()
+        few, follows_one_of_few, followed = min(FEW_KEYS, size // FEW_SHARE), False, set()
         for other, count in common.items():
             if count and (count >= few or not follows_one_of_few):
                 followed.add(other)
@@ -140,21 +143,21 @@ class InFlight:
         flight = self._flights[number] = _TwinFlight(number, [[] for _ in names])
         own: list[IndexArray] = []
         shares: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-        for ask, some in enumerate(names):
+        for request, some in enumerate(names):
             reads = []
             for table, key, position in some:
                 read = self._reads.get((table, key))
                 if read is not None and read.flight.number in followed and may_follow(read):
-                    wanted = read.flight.wanted[read.ask]
+                    wanted = read.flight.wanted[read.request]
                     if read.place < 0:
                         read.place = len(wanted)
                         wanted.append(read.position)
-                    name = (read.flight.number, ask, read.ask)
+                    name = (read.flight.number, request, read.request)
                     shares.setdefault(name, []).append((position, read.place))
                     continue
                 reads.append(position)
                 if read is None or (read.flight is not flight and not may_follow(read)):
-                    self._reads[table, key] = _Read(flight, ask, position)
+                    self._reads[table, key] = _Read(flight, request, position)
                     flight.own.append((table, key))
             own.append(np.array(reads, np.int64))
         flight.reading = sum(map(len, own))
@@ -171,6 +174,6 @@ class InFlight:
             ):
                 del self._reads[name]
 
-    def _forget(self, flight: _TwinFlight) -> None:
+    def _erase(self, flight: _TwinFlight) -> None:
         self._remove(flight, unwanted_only=False)
         del self._flights[flight.number]

@@ -16,15 +16,15 @@ Floats = NDArray[np.float32]
 
 def gather_all(
     tables: Mapping[Any, CacheTable],
-    asks: Sequence[tuple[Any, KeyArray, VectorArray]],
+    requests: Sequence[tuple[Any, KeyArray, VectorArray]],
     threads: int = 1,
 ) -> bool:
     """`CacheTable.gather` for every ``(name of a table, keys, out)``; False if a key has no row, or
     ``tables`` has no such table. The outs are undefined then."""
-    held = [tables.get(name) for name, _, _ in asks]
+    held = [tables.get(name) for name, _, _ in requests]
     return all(
         table is not None and table.gather(keys, out)
-        for table, (_, keys, out) in zip(held, asks, strict=True)
+        for table, (_, keys, out) in zip(held, requests, strict=True)
     )
 
 
@@ -35,7 +35,7 @@ def pool_bags(
     weights: Floats | None,
     divisors: Floats | None,
     out: VectorArray,
-    given: IndexArray | None = None,
+    supplied: IndexArray | None = None,
     rows: VectorArray | None = None,
 ) -> IndexArray | None:
     """Pool the rows of ``keys (n,)``, each times its entry of ``weights (n,)``, to ``out (bags, dim)``.
@@ -44,7 +44,7 @@ def pool_bags(
     for an empty bag and if the divisor is 0.
 
     Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]``, of ``offsets (bags + 1,)``; without, all have
-    equally many. ``rows (g, dim)`` are used for the keys at the ascending positions ``given (g,)``; then
+    equally many. ``rows (g, dim)`` are used for the keys at the ascending positions ``supplied (g,)``; then
     bags without any of these are left unchanged. Returns the positions of keys without a row, None if there
     are none; their bags are undefined. Counts as a use of the keys.
     """
@@ -54,10 +54,10 @@ def pool_bags(
     versions, source = np.zeros(n, np.uint64), np.zeros(n, np.uint8)
     table.fetch(keys, np.arange(n), 0, vectors, versions, source)
     has_no_row, wanted = source == 0, np.ones(bags, bool)
-    if given is not None and rows is not None:
+    if supplied is not None and rows is not None:
         wanted[:] = False
-        wanted[np.searchsorted(offsets, given, side="right") - 1] = True
-        vectors[given], has_no_row[given] = rows, False
+        wanted[np.searchsorted(offsets, supplied, side="right") - 1] = True
+        vectors[supplied], has_no_row[supplied] = rows, False
         has_no_row &= np.repeat(wanted, np.diff(offsets))
     with np.errstate(all="ignore"):
         out[wanted] = _pooled(vectors, offsets, weights, divisors)[wanted]

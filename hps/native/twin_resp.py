@@ -100,7 +100,7 @@ class RowReplies:
         end = data.find(b"\r\n", at)
         if end < 0:
             if len(data) - at > _LONGEST_LINE:
-                raise ProtocolError("a reply line does not end")
+                raise ProtocolError("a reply line has no end")
             return 0
         kind, text = data[at : at + 1], data[at + 1 : end]
         used = end + 2 - at
@@ -111,7 +111,7 @@ class RowReplies:
             self._miss()
             return used
         if kind != b"$":
-            raise ProtocolError("an element of a reply is no value")
+            raise ProtocolError("an element of a reply is not a value")
         return self._value(data, end + 2, _number(text), used)
 
     def _begin_reply(self, kind: bytes, text: bytes) -> None:
@@ -128,7 +128,7 @@ class RowReplies:
             if not count:
                 self._next_reply()
         else:
-            raise ProtocolError("a reply is not the answer to what was asked")
+            raise ProtocolError("a reply does not match the request")
 
     def _value(self, data: bytes, start: int, length: int, used: int) -> int:
         if length < 0:

@@ -102,7 +102,7 @@ def check_whole(table):
 
 
 def main(rounds):
-    mended = 0
+    repaired = 0
     like = np.empty((0, DIM), np.int64)
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         table = _core.CacheTable(ROWS, like, "lru", CODE, file=file.fileno())
@@ -117,14 +117,14 @@ def main(rounds):
             time.sleep(random.uniform(0.002, 0.006))
             kill(readers.pop())  # beside a writer
             kill(writer)
-            read(table)  # before anybody has mended it
+            read(table)  # before anybody has repaired it
             table = _core.CacheTable.attach(file.fileno(), like, CODE)
-            mended += table.mend()
-            assert not table.mend(), "mended twice"
+            repaired += table.repair()
+            assert not table.repair(), "repaired twice"
             kill(readers.pop())
             check_whole(table)
-    print(f"{rounds} rounds, {mended} mended")
-    assert mended > rounds // 20, "hardly a writer was killed in mid-work"
+    print(f"{rounds} rounds, {repaired} repaired")
+    assert repaired > rounds // 20, "hardly a writer was killed in mid-work"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ extern const ReadKernels kKernels;
 std::vector<const ReadKernels*> runnable_kernels() {
   std::vector<const ReadKernels*> found;
 #ifdef HPS_HAVE_X86_LEVELS
-  // The features of x86-64-v4 and -v3 that compilers make use of.
+  // The features of x86-64-v4 and -v3 that compilers use.
   const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
                   __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
   if (v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&

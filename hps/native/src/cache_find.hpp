@@ -1,4 +1,4 @@
-// Looking into one bucket. Part of cache_read.cpp, compiled anew for each HPS_ISA.
+// Search in one bucket. Part of cache_read.cpp and cache_pool.cpp, compiled once per HPS_ISA.
 #pragma once
 
 #include "hps/cache_layout.hpp"
@@ -16,7 +16,7 @@ namespace hps {
 namespace HPS_ISA {
 namespace {
 
-// The slots whose key equals `key`, a bit each, whether occupied or not.
+// One bit per slot whose key equals `key`, occupied or not.
 HPS_INLINE unsigned match(const Bucket& bucket, std::int64_t key) {
 #if defined(HPS_TSAN)
   unsigned found = 0;
@@ -46,9 +46,10 @@ HPS_INLINE unsigned match(const Bucket& bucket, std::int64_t key) {
 
 enum class Outcome { kMissing, kRow, kTombstone };
 
-// Where a key's row is, as of its bucket's sequence number; no score: there is no readable row.
+// The location of a key's row, valid for a sequence number of its bucket. A null score: the key has
+// no readable row.
 struct Found {
-  std::uint8_t* score;  // tells bucket and slot too
+  std::uint8_t* score;  // its address also identifies bucket and slot
   const std::uint8_t* row;
   const std::uint64_t* version;
   std::uint32_t sequence;
@@ -59,7 +60,7 @@ HPS_INLINE Bucket& bucket_of(const Found& found) {
                                     ~std::uintptr_t{63});
 }
 
-// How likely a hit raises an LFU score: 1 / 2^(score / 16).
+// Whether a hit raises an LFU score, at random with probability 1 / 2^(score / 16).
 HPS_INLINE bool raises(std::uint8_t score, std::uint64_t& random) {
   random ^= random << 13;
   random ^= random >> 7;
@@ -67,7 +68,8 @@ HPS_INLINE bool raises(std::uint8_t score, std::uint64_t& random) {
   return (random & ((1ULL << (score / 16)) - 1)) == 0;
 }
 
-// Marks the use of a slot. Most hits find the stamp up to date; not writing keeps the line clean.
+// Records the use of a slot. Most hits find an up-to-date stamp and write nothing, which keeps the
+// cache line clean.
 struct Toucher {
   Eviction eviction;
   std::uint8_t clock;

@@ -1,8 +1,8 @@
-// Gather and pool in one pass. A row is copied, to registers where its length is a usual one and
-// else to the first-level cache, found whole, and only then added to its bag. pool_rows: rows that
-// lie in an array. Whatever the kernel, the instruction set and the length of a row, a bag's rows
-// are added one by one in the order of the keys, each operation rounded to float32: so a vector's
-// bits do not depend on which of them made it.
+// Gather and pool in one pass. A row is copied, to registers if its length is a common one and else
+// to a buffer, validated, and only then added to its bag. pool_rows pools rows of an array. Every
+// kernel, for every instruction set and row length, adds a bag's rows one by one in the order of
+// the keys and rounds each operation to float32: so the bits of a vector do not depend on the
+// kernel.
 #include <cstring>
 #include <memory>
 
@@ -15,18 +15,19 @@ namespace {
 
 template <typename Element, std::size_t RowBytes>
 struct Pooling {
-  const PoolAsk& ask;
+  const PoolRequest& request;
   std::size_t dim;
-  std::unique_ptr<float[]> sum;  // of a bag of float16 rows
+  std::unique_ptr<float[]> sum;  // the sum of a bag of float16 rows
 
   std::int64_t begin_of(std::size_t bag) const {
-    return ask.offsets != nullptr ? ask.offsets[bag] : static_cast<std::int64_t>(bag) * ask.hotness;
+    return request.offsets != nullptr ? request.offsets[bag]
+                                      : static_cast<std::int64_t>(bag) * request.hotness;
   }
 
   HPS_INLINE std::size_t width() const { return RowBytes != 0 ? RowBytes / sizeof(Element) : dim; }
 
   Element* out_of(std::size_t bag) const {
-    return reinterpret_cast<Element*>(ask.out) + bag * width();
+    return reinterpret_cast<Element*>(request.out) + bag * width();
   }
 
   float* sum_of(std::size_t bag) {
@@ -36,7 +37,7 @@ struct Pooling {
 
   HPS_INLINE void add(float* __restrict to, const Element* __restrict row, std::int64_t position,
                       bool first) const {
-    if (ask.weights == nullptr) {
+    if (request.weights == nullptr) {
       if (first) {
         for (std::size_t i = 0; i < width(); ++i) to[i] = static_cast<float>(row[i]);
       } else {
@@ -44,7 +45,7 @@ struct Pooling {
       }
       return;
     }
-    const float weight = ask.weights[position];
+    const float weight = request.weights[position];
     if (first) {
       for (std::size_t i = 0; i < width(); ++i) to[i] = static_cast<float>(row[i]) * weight;
     } else {
@@ -58,8 +59,8 @@ struct Pooling {
     const bool empty = begin_of(bag) == begin_of(bag + 1);
     if (empty) {
       for (std::size_t i = 0; i < width(); ++i) total[i] = 0;
-    } else if (ask.divisors != nullptr) {
-      const float by = ask.divisors[bag];
+    } else if (request.divisors != nullptr) {
+      const float by = request.divisors[bag];
       for (std::size_t i = 0; i < width(); ++i) total[i] = by == 0 ? 0 : total[i] / by;
     }
     if constexpr (sizeof(Element) != sizeof(float)) {
@@ -70,24 +71,24 @@ struct Pooling {
 };
 
 template <typename Element, std::size_t RowBytes>
-std::size_t pool_rows(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
+std::size_t pool_rows(const CacheView& view, const PoolRequest& request, std::int64_t* left) {
   Reader<RowBytes, false> reader(view);
-  Pooling<Element, RowBytes> pooling{ask, view.row_bytes / sizeof(Element), {}};
+  Pooling<Element, RowBytes> pooling{request, view.row_bytes / sizeof(Element), {}};
   if (sizeof(Element) != sizeof(float)) pooling.sum.reset(new float[pooling.width()]);
   const std::unique_ptr<Element[]> row(new Element[pooling.width()]);
-  std::size_t unanswered = 0, bag = ask.first, given = 0;
-  const std::int64_t first = pooling.begin_of(ask.first), end = pooling.begin_of(ask.last);
-  while (given < ask.n_given && ask.given[given] < first) ++given;
+  std::size_t unanswered = 0, bag = request.first, supplied = 0;
+  const std::int64_t first = pooling.begin_of(request.first), end = pooling.begin_of(request.last);
+  while (supplied < request.n_supplied && request.supplied[supplied] < first) ++supplied;
   reader.look_up(
       static_cast<std::size_t>(end - first),
-      [&](std::size_t i) { return ask.keys[first + static_cast<std::int64_t>(i)]; },
+      [&](std::size_t i) { return request.keys[first + static_cast<std::int64_t>(i)]; },
       [&](std::size_t) { return reinterpret_cast<std::uint8_t*>(row.get()); },
       [&](std::size_t i, Outcome outcome, std::uint64_t) {
         const std::int64_t position = first + static_cast<std::int64_t>(i);
         while (pooling.begin_of(bag + 1) <= position) pooling.finish(bag++);
         const Element* found = row.get();
-        if (given < ask.n_given && ask.given[given] == position) {
-          found = reinterpret_cast<const Element*>(ask.rows) + given++ * pooling.width();
+        if (supplied < request.n_supplied && request.supplied[supplied] == position) {
+          found = reinterpret_cast<const Element*>(request.rows) + supplied++ * pooling.width();
         } else if (outcome != Outcome::kRow) {
           left[unanswered++] = position;
           return true;
@@ -95,7 +96,7 @@ std::size_t pool_rows(const CacheView& view, const PoolAsk& ask, std::int64_t* l
         pooling.add(pooling.sum_of(bag), found, position, position == pooling.begin_of(bag));
         return true;
       });
-  while (bag < ask.last) pooling.finish(bag++);
+  while (bag < request.last) pooling.finish(bag++);
   return unanswered;
 }
 
@@ -114,8 +115,8 @@ struct Row {
   static constexpr std::size_t kParts = RowBytes / kVectorBytes;
   Floats parts[kParts];
 
-  // What sums begin with: -0 + x is x, of either sign.
-  HPS_INLINE static Row nothing() {
+  // The start of a sum: -0 + x is x for either sign of zero.
+  HPS_INLINE static Row zero() {
     Row row;
     for (std::size_t i = 0; i < kParts; ++i) row.parts[i] = -Floats{};
     return row;
@@ -147,114 +148,119 @@ struct Row {
 
 // pool_rows for float32 rows that fit into registers, and their sum too.
 template <std::size_t RowBytes>
-std::size_t pool_in_registers(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
+std::size_t pool_in_registers(const CacheView& view, const PoolRequest& request,
+                              std::int64_t* left) {
   using Vector = Row<RowBytes>;
-  const Vector nothing = Vector::nothing();
+  const Vector zero = Vector::zero();
   Reader<RowBytes, false> reader(view);
-  const Pooling<float, RowBytes> bags{ask, RowBytes / sizeof(float), {}};
-  std::size_t unanswered = 0, bag = ask.first, given = 0;
-  const std::int64_t begin = bags.begin_of(ask.first), end = bags.begin_of(ask.last);
-  std::int64_t bag_end = begin;  // of the bag that is summed; before the first, nothing is
-  Vector sum = nothing;
-  const auto key_at = [&](std::size_t i) { return ask.keys[begin + static_cast<std::int64_t>(i)]; };
-  const auto put = [&](std::int64_t from) HPS_FLAT {
+  const Pooling<float, RowBytes> bags{request, RowBytes / sizeof(float), {}};
+  std::size_t unanswered = 0, bag = request.first, supplied = 0;
+  const std::int64_t begin = bags.begin_of(request.first), end = bags.begin_of(request.last);
+  std::int64_t bag_end = begin;  // of the current bag
+  Vector sum = zero;
+  const auto key_at = [&](std::size_t i) {
+    return request.keys[begin + static_cast<std::int64_t>(i)];
+  };
+  const auto put = [&](std::int64_t from) HPS_INLINE_CALLBACK {
     const bool empty = bag_end == from;
-    const float divisor = empty ? 0 : ask.divisors == nullptr ? 1 : ask.divisors[bag];
-    sum.put(ask.out + bag * RowBytes, divisor);
-    sum = nothing;
+    const float divisor = empty ? 0 : request.divisors == nullptr ? 1 : request.divisors[bag];
+    sum.put(request.out + bag * RowBytes, divisor);
+    sum = zero;
     ++bag;
   };
   std::int64_t bag_begin = begin;
-  if (bag < ask.last) bag_end = bags.begin_of(bag + 1);
-  while (given < ask.n_given && ask.given[given] < begin) ++given;
-  reader.find_all(static_cast<std::size_t>(end - begin), key_at,
-                  [&](std::size_t i, const Found& at) HPS_FLAT {
-                    const std::int64_t position = begin + static_cast<std::int64_t>(i);
-                    while (bag_end <= position) {
-                      put(bag_begin);
-                      bag_begin = bag_end;
-                      bag_end = bags.begin_of(bag + 1);
-                    }
-                    Vector row;
-                    if (__builtin_expect(given < ask.n_given && ask.given[given] == position, 0)) {
-                      row = Vector::at(ask.rows + given++ * RowBytes);
-                    } else {
-                      bool whole = at.score != nullptr;
-                      if (__builtin_expect(whole, 1)) {
-                        row = Vector::at(at.row);
-                        whole = reader.is_unchanged(at);
-                      }
-                      if (__builtin_expect(whole, 1)) {
-                        reader.touch(*at.score);
-                      } else {
-                        alignas(kVectorBytes) std::uint8_t copied[RowBytes];
-                        std::uint64_t version = 0;
-                        if (reader.look_again(key_at(i), copied, version) != Outcome::kRow) {
-                          left[unanswered++] = position;
-                          return true;
-                        }
-                        row = Vector::at(copied);
-                      }
-                    }
-                    if (ask.weights == nullptr) {
-                      sum.add(row);
-                    } else {
-                      sum.add(row, ask.weights[position]);
-                    }
-                    return true;
-                  });
-  while (bag < ask.last) {
+  if (bag < request.last) bag_end = bags.begin_of(bag + 1);
+  while (supplied < request.n_supplied && request.supplied[supplied] < begin) ++supplied;
+  reader.find_all(
+      static_cast<std::size_t>(end - begin), key_at,
+      [&](std::size_t i, const Found& at) HPS_INLINE_CALLBACK {
+        const std::int64_t position = begin + static_cast<std::int64_t>(i);
+        while (bag_end <= position) {
+          put(bag_begin);
+          bag_begin = bag_end;
+          bag_end = bags.begin_of(bag + 1);
+        }
+        Vector row;
+        if (__builtin_expect(
+                supplied < request.n_supplied && request.supplied[supplied] == position, 0)) {
+          row = Vector::at(request.rows + supplied++ * RowBytes);
+        } else {
+          bool whole = at.score != nullptr;
+          if (__builtin_expect(whole, 1)) {
+            row = Vector::at(at.row);
+            whole = reader.is_unchanged(at);
+          }
+          if (__builtin_expect(whole, 1)) {
+            reader.touch(*at.score);
+          } else {
+            alignas(kVectorBytes) std::uint8_t copied[RowBytes];
+            std::uint64_t version = 0;
+            if (reader.retry(key_at(i), copied, version) != Outcome::kRow) {
+              left[unanswered++] = position;
+              return true;
+            }
+            row = Vector::at(copied);
+          }
+        }
+        if (request.weights == nullptr) {
+          sum.add(row);
+        } else {
+          sum.add(row, request.weights[position]);
+        }
+        return true;
+      });
+  while (bag < request.last) {
     put(bag_begin);
     bag_begin = bag_end;
-    if (bag < ask.last) bag_end = bags.begin_of(bag + 1);
+    if (bag < request.last) bag_end = bags.begin_of(bag + 1);
   }
   return unanswered;
 }
 
 template <typename Element>
-std::size_t pool_of(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
+std::size_t pool_elements(const CacheView& view, const PoolRequest& request, std::int64_t* left) {
   switch (view.row_bytes) {
     case 64:
-      return pool_rows<Element, 64>(view, ask, left);
+      return pool_rows<Element, 64>(view, request, left);
     case 128:
-      return pool_rows<Element, 128>(view, ask, left);
+      return pool_rows<Element, 128>(view, request, left);
     default:
-      return pool_rows<Element, 0>(view, ask, left);
+      return pool_rows<Element, 0>(view, request, left);
   }
 }
 
-std::size_t pool_floats(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
+std::size_t pool_floats(const CacheView& view, const PoolRequest& request, std::int64_t* left) {
   switch (view.row_bytes) {
     case 64:
-      return pool_in_registers<64>(view, ask, left);
+      return pool_in_registers<64>(view, request, left);
     case 128:
-      return pool_in_registers<128>(view, ask, left);
+      return pool_in_registers<128>(view, request, left);
     case 256:
-      return pool_in_registers<256>(view, ask, left);
+      return pool_in_registers<256>(view, request, left);
     case 512:
-      return pool_in_registers<512>(view, ask, left);
+      return pool_in_registers<512>(view, request, left);
     default:
-      return pool_rows<float, 0>(view, ask, left);
+      return pool_rows<float, 0>(view, request, left);
   }
 }
 
-HPS_INLINE const std::uint8_t* row_of(const PoolAsk& ask, std::int64_t position,
+HPS_INLINE const std::uint8_t* row_of(const PoolRequest& request, std::int64_t position,
                                       std::size_t row_bytes) {
-  const std::int64_t number = ask.keys != nullptr ? ask.keys[position] : position;
-  return ask.rows + static_cast<std::size_t>(number) * row_bytes;
+  const std::int64_t number = request.keys != nullptr ? request.keys[position] : position;
+  return request.rows + static_cast<std::size_t>(number) * row_bytes;
 }
 
 template <typename Element>
-void sum_rows(const PoolAsk& ask, std::size_t row_bytes) {
-  Pooling<Element, 0> pooling{ask, row_bytes / sizeof(Element), {}};
+void sum_rows(const PoolRequest& request, std::size_t row_bytes) {
+  Pooling<Element, 0> pooling{request, row_bytes / sizeof(Element), {}};
   if (sizeof(Element) != sizeof(float)) pooling.sum.reset(new float[pooling.width()]);
-  const std::int64_t last = pooling.begin_of(ask.last);
-  for (std::size_t bag = ask.first; bag < ask.last; ++bag) {
+  const std::int64_t last = pooling.begin_of(request.last);
+  for (std::size_t bag = request.first; bag < request.last; ++bag) {
     const std::int64_t begin = pooling.begin_of(bag), end = pooling.begin_of(bag + 1);
     for (std::int64_t position = begin; position < end; ++position) {
       if (position + static_cast<std::int64_t>(kAhead) < last)
-        prefetch_row(row_of(ask, position + kAhead, row_bytes), row_bytes);
-      const auto* row = reinterpret_cast<const Element*>(row_of(ask, position, row_bytes));
+        prefetch_row(row_of(request, position + kAhead, row_bytes), row_bytes);
+      const auto* row = reinterpret_cast<const Element*>(row_of(request, position, row_bytes));
       pooling.add(pooling.sum_of(bag), row, position, position == begin);
     }
     pooling.finish(bag);
@@ -263,51 +269,52 @@ void sum_rows(const PoolAsk& ask, std::size_t row_bytes) {
 
 // sum_rows for float32 rows that fit into registers.
 template <std::size_t RowBytes>
-void sum_in_registers(const PoolAsk& ask) {
+void sum_in_registers(const PoolRequest& request) {
   using Vector = Row<RowBytes>;
-  const Pooling<float, RowBytes> bags{ask, RowBytes / sizeof(float), {}};
-  const std::int64_t last = bags.begin_of(ask.last);
-  for (std::size_t bag = ask.first; bag < ask.last; ++bag) {
+  const Pooling<float, RowBytes> bags{request, RowBytes / sizeof(float), {}};
+  const std::int64_t last = bags.begin_of(request.last);
+  for (std::size_t bag = request.first; bag < request.last; ++bag) {
     const std::int64_t begin = bags.begin_of(bag), end = bags.begin_of(bag + 1);
-    Vector sum = Vector::nothing();
+    Vector sum = Vector::zero();
     for (std::int64_t position = begin; position < end; ++position) {
       if (position + static_cast<std::int64_t>(kAhead) < last)
-        prefetch_row(row_of(ask, position + kAhead, RowBytes), RowBytes);
-      const Vector row = Vector::at(row_of(ask, position, RowBytes));
-      if (ask.weights == nullptr) {
+        prefetch_row(row_of(request, position + kAhead, RowBytes), RowBytes);
+      const Vector row = Vector::at(row_of(request, position, RowBytes));
+      if (request.weights == nullptr) {
         sum.add(row);
       } else {
-        sum.add(row, ask.weights[position]);
+        sum.add(row, request.weights[position]);
       }
     }
-    sum.put(ask.out + bag * RowBytes, begin == end              ? 0
-                                      : ask.divisors == nullptr ? 1
-                                                                : ask.divisors[bag]);
+    sum.put(request.out + bag * RowBytes, begin == end                  ? 0
+                                          : request.divisors == nullptr ? 1
+                                                                        : request.divisors[bag]);
   }
 }
 
 }  // namespace
 
-void pool_rows(const PoolAsk& ask, std::size_t row_bytes);
-void pool_rows(const PoolAsk& ask, std::size_t row_bytes) {
-  if (ask.halves) return sum_rows<Half>(ask, row_bytes);
+void pool_rows(const PoolRequest& request, std::size_t row_bytes);
+void pool_rows(const PoolRequest& request, std::size_t row_bytes) {
+  if (request.halves) return sum_rows<Half>(request, row_bytes);
   switch (row_bytes) {
     case 64:
-      return sum_in_registers<64>(ask);
+      return sum_in_registers<64>(request);
     case 128:
-      return sum_in_registers<128>(ask);
+      return sum_in_registers<128>(request);
     case 256:
-      return sum_in_registers<256>(ask);
+      return sum_in_registers<256>(request);
     case 512:
-      return sum_in_registers<512>(ask);
+      return sum_in_registers<512>(request);
     default:
-      return sum_rows<float>(ask, row_bytes);
+      return sum_rows<float>(request, row_bytes);
   }
 }
 
-std::size_t pool(const CacheView& view, const PoolAsk& ask, std::int64_t* left);
-std::size_t pool(const CacheView& view, const PoolAsk& ask, std::int64_t* left) {
-  return ask.halves ? pool_of<Half>(view, ask, left) : pool_floats(view, ask, left);
+std::size_t pool(const CacheView& view, const PoolRequest& request, std::int64_t* left);
+std::size_t pool(const CacheView& view, const PoolRequest& request, std::int64_t* left) {
+  return request.halves ? pool_elements<Half>(view, request, left)
+                        : pool_floats(view, request, left);
 }
 
 }  // namespace HPS_ISA

@@ -25,14 +25,14 @@ bool gather_rows(const CacheView& view, const std::int64_t* keys, std::size_t n,
 
 template <std::size_t RowBytes>
 std::size_t fetch_rows(const CacheView& view, const std::int64_t* keys, const std::int64_t* missing,
-                       std::size_t m, std::uint64_t oldest_tombstone, const CacheAnswer& answer,
+                       std::size_t m, std::uint64_t oldest_tombstone, const FetchOutput& output,
                        std::int64_t* left) {
   Reader<RowBytes, true> reader(view);
   std::size_t unanswered = 0;
   reader.look_up(
       m, [&](std::size_t i) { return keys[missing[i]]; },
       [&](std::size_t i) {
-        return answer.out + static_cast<std::size_t>(missing[i]) * reader.row_bytes();
+        return output.out + static_cast<std::size_t>(missing[i]) * reader.row_bytes();
       },
       [&](std::size_t i, Outcome outcome, std::uint64_t version) {
         const std::int64_t at = missing[i];
@@ -40,15 +40,15 @@ std::size_t fetch_rows(const CacheView& view, const std::int64_t* keys, const st
             (outcome == Outcome::kTombstone && version < oldest_tombstone)) {
           left[unanswered++] = at;
         } else {
-          answer.versions[at] = version;
-          if (outcome == Outcome::kRow) answer.source[at] = answer.code;
+          output.versions[at] = version;
+          if (outcome == Outcome::kRow) output.source[at] = output.code;
         }
         return true;
       });
   return unanswered;
 }
 
-// Common row lengths have copies of their own; the others take the general one.
+// Common row lengths have specialized copies; other lengths use the general one.
 bool gather(const CacheView& view, const std::int64_t* keys, std::size_t n, std::uint8_t* out) {
   switch (view.row_bytes) {
     case 32:
@@ -67,17 +67,17 @@ bool gather(const CacheView& view, const std::int64_t* keys, std::size_t n, std:
 }
 
 std::size_t fetch(const CacheView& view, const std::int64_t* keys, const std::int64_t* missing,
-                  std::size_t m, std::uint64_t oldest_tombstone, const CacheAnswer& answer,
+                  std::size_t m, std::uint64_t oldest_tombstone, const FetchOutput& output,
                   std::int64_t* left) {
   switch (view.row_bytes) {
     case 64:
-      return fetch_rows<64>(view, keys, missing, m, oldest_tombstone, answer, left);
+      return fetch_rows<64>(view, keys, missing, m, oldest_tombstone, output, left);
     case 128:
-      return fetch_rows<128>(view, keys, missing, m, oldest_tombstone, answer, left);
+      return fetch_rows<128>(view, keys, missing, m, oldest_tombstone, output, left);
     case 512:
-      return fetch_rows<512>(view, keys, missing, m, oldest_tombstone, answer, left);
+      return fetch_rows<512>(view, keys, missing, m, oldest_tombstone, output, left);
     default:
-      return fetch_rows<0>(view, keys, missing, m, oldest_tombstone, answer, left);
+      return fetch_rows<0>(view, keys, missing, m, oldest_tombstone, output, left);
   }
 }
 
@@ -109,8 +109,8 @@ void copy_rows(const std::uint8_t* rows, std::size_t row_bytes, const std::int64
 
 }  // namespace
 
-std::size_t pool(const CacheView& view, const PoolAsk& ask, std::int64_t* left);
-void pool_rows(const PoolAsk& ask, std::size_t row_bytes);
+std::size_t pool(const CacheView& view, const PoolRequest& request, std::int64_t* left);
+void pool_rows(const PoolRequest& request, std::size_t row_bytes);
 
 extern const ReadKernels kKernels;
 const ReadKernels kKernels{gather, fetch, pool, pool_rows, copy_rows, HPS_NAME(HPS_ISA)};

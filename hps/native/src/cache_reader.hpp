@@ -1,7 +1,7 @@
-// A batch goes through key by key, in four steps, so that the waits for memory overlap: ask for the
-// key's home bucket; look for the key there and ask for its row (or for the next bucket); look
-// further if it is not at home; copy the row. Between a step of a key and its next one lie the
-// steps of some other keys.
+// A batch is processed as a software pipeline, so that memory latencies overlap. Each key passes
+// four steps: prefetch its home bucket; search the key there and prefetch its row (or the next
+// bucket); search further if it is not in its home; copy the row. Between two steps of a key lie
+// the steps of other keys.
 //
 // Part of cache_read.cpp and cache_pool.cpp: HPS_ISA names the instruction set this is compiled for
 // (CMakeLists.txt).
@@ -11,25 +11,26 @@
 #include "hps/cache_layout.hpp"
 #include "hps/relaxed.hpp"
 
-#define HPS_FLAT __attribute__((always_inline))
+#define HPS_INLINE_CALLBACK __attribute__((always_inline))
 
 namespace hps {
 namespace HPS_ISA {
 namespace {
 
-// So many keys lie between asking for a row and copying it, and as many between asking for its
-// bucket and looking into it; 12 and 31 took about as long. A step for sixteen keys at a time, then
-// the next step for them, took 1.1 times as long.
+// The prefetch distance in keys, from the prefetch of a row to its copy, and from the prefetch of a
+// bucket to the search in it; 12 and 31 took about as long. Processing each step for sixteen keys
+// at a time took 1.1 times as long.
 constexpr std::size_t kAhead = 24;
 constexpr std::size_t kRing = 64;
-static_assert(kRing > 2 * kAhead, "no key may take the place of one that is not yet copied");
-// Of a longer row its first bytes are asked for; the processor sees the rest coming.
+static_assert(kRing > 2 * kAhead, "a ring entry must not be reused before its row is copied");
+// Of longer rows only the first bytes are prefetched; the hardware prefetcher fetches the rest.
 constexpr std::size_t kPrefetchBytes = 1024;
 
-// A processor waits for few lines of the first-level cache at a time, 10 to 16, but some for three
-// times as many of the second: rows of 512 bytes asked for to the first took 1.35 times as long on
-// one and 0.94 to 0.99 times on another that waits for no more of the second; of 128 bytes as long
-// on the one, 0.94 times on the other.
+// Rows up to this length are prefetched to the first-level cache, longer ones to the second. A
+// processor has 10 to 16 outstanding misses of the first level, and some have three times as many
+// of the second. On such a processor rows of 512 bytes took 1.35 times as long if prefetched to the
+// first level; on one without more misses of the second, 0.94 to 0.99 times. Rows of 128 bytes took
+// as long on the former and 0.94 times on the latter.
 constexpr std::size_t kToFirstLevel = 256;
 
 HPS_INLINE void prefetch_row(const std::uint8_t* row, std::size_t bytes) {
@@ -41,12 +42,12 @@ HPS_INLINE void prefetch_row(const std::uint8_t* row, std::size_t bytes) {
   }
 }
 
-// One call's work. RowBytes: known when compiled, or 0.
+// The state of one call. RowBytes: the row length if known at compile time, or 0.
 template <std::size_t RowBytes, bool WithVersions>
 struct Reader {
   const CacheView view;
   Toucher touch;
-  // By position modulo kRing; left as they are, because a short call uses few.
+  // Indexed by position modulo kRing. Not initialized, because a short call uses few.
   Found found[kRing];
   std::uint32_t homes[kRing];
 
@@ -59,24 +60,24 @@ struct Reader {
     return view.buckets[bucket_at(view.n_buckets, home, nearest)];
   }
 
-  HPS_INLINE Found at_slot(Bucket& there, std::uint64_t word, unsigned slots) const {
+  HPS_INLINE Found found_in_slot(Bucket& target, std::uint64_t word, unsigned slots) const {
     const auto slot = static_cast<unsigned>(__builtin_ctz(slots));
-    const std::uint32_t number = load(there.rows[slot]);
-    return {there.scores + slot, view.rows + number * row_bytes(), view.versions + number,
+    const std::uint32_t number = load(target.rows[slot]);
+    return {target.scores + slot, view.rows + number * row_bytes(), view.versions + number,
             sequence(word)};
   }
 
   // Finds a readable row.
-  HPS_INLINE bool find_in(Bucket& there, std::int64_t key, std::uint64_t& word,
+  HPS_INLINE bool find_in(Bucket& target, std::int64_t key, std::uint64_t& word,
                           Found& result) const {
-    word = load_acquire(there.word);
-    const unsigned slots = match(there, key) & readable(word);
+    word = load_acquire(target.word);
+    const unsigned slots = match(target, key) & readable(word);
     if (__builtin_expect(slots == 0, 0)) return false;
-    result = at_slot(there, word, slots);
+    result = found_in_slot(target, word, slots);
     return true;
   }
 
-  HPS_INLINE void ask_for_row(const Found& at) const {
+  HPS_INLINE void prefetch_found(const Found& at) const {
     prefetch_row(at.row, row_bytes());
     // A row may begin anywhere in a line.
     if (RowBytes == 0 && row_bytes() < kPrefetchBytes)
@@ -84,33 +85,35 @@ struct Reader {
     if (WithVersions) __builtin_prefetch(at.version);
   }
 
-  HPS_INLINE void ask_for_home(std::size_t i, std::int64_t key) {
+  HPS_INLINE void prefetch_home(std::size_t i, std::int64_t key) {
     homes[i % kRing] = static_cast<std::uint32_t>(home_of(key, view.n_buckets));
     __builtin_prefetch(view.buckets + homes[i % kRing]);
   }
 
-  HPS_INLINE void look_at_home(std::size_t i, std::int64_t key) {
+  HPS_INLINE void search_home(std::size_t i, std::int64_t key) {
     std::uint64_t word;
     Found& result = found[i % kRing];
     if (__builtin_expect(find_in(view.buckets[homes[i % kRing]], key, word, result), 1)) {
-      ask_for_row(result);
+      prefetch_found(result);
       return;
     }
     result.score = nullptr;
     if (const unsigned far = reach(word)) __builtin_prefetch(&bucket(homes[i % kRing], far));
   }
 
-  HPS_INLINE void look_beyond(std::size_t i, std::int64_t key) {
+  HPS_INLINE void search_beyond_home(std::size_t i, std::int64_t key) {
     Found& result = found[i % kRing];
-    if (__builtin_expect(result.score == nullptr, 0)) find_beyond(key, homes[i % kRing], result);
+    if (__builtin_expect(result.score == nullptr, 0))
+      find_beyond_home(key, homes[i % kRing], result);
   }
 
-  __attribute__((noinline)) void find_beyond(std::int64_t key, std::uint32_t home, Found& result) {
+  __attribute__((noinline)) void find_beyond_home(std::int64_t key, std::uint32_t home,
+                                                  Found& result) {
     unsigned steps = reach(load_acquire(view.buckets[home].word));
     for (; steps != 0; steps &= steps - 1) {
       std::uint64_t word;
       if (!find_in(bucket(home, steps), key, word, result)) continue;
-      ask_for_row(result);
+      prefetch_found(result);
       return;
     }
   }
@@ -125,9 +128,9 @@ struct Reader {
     return sequence(load(bucket_of(at).word)) == at.sequence;
   }
 
-  // Copies what was found, whole.
-  HPS_INLINE Outcome take(const Found& at, std::int64_t key, std::uint8_t* out,
-                          std::uint64_t& version) {
+  // Copies the found row, and retries if it changed during the copy.
+  HPS_INLINE Outcome copy_validated(const Found& at, std::int64_t key, std::uint8_t* out,
+                                    std::uint64_t& version) {
     if (__builtin_expect(at.score != nullptr, 1)) {
       copy(at, out, version);
       if (__builtin_expect(is_unchanged(at), 1)) {
@@ -135,13 +138,13 @@ struct Reader {
         return Outcome::kRow;
       }
     }
-    return look_again(key, out, version);
+    return retry(key, out, version);
   }
 
-  // The slow way for what the steps did not find: there is no such key, it was deleted, or a
-  // writer is at it.
-  __attribute__((noinline)) Outcome look_again(std::int64_t key, std::uint8_t* out,
-                                               std::uint64_t& version) {
+  // Slow path for keys that the pipeline did not find: the key is absent or deleted, or its row is
+  // being written.
+  __attribute__((noinline)) Outcome retry(std::int64_t key, std::uint8_t* out,
+                                          std::uint64_t& version) {
     for (unsigned tries = 0; tries < kRetries; ++tries) {
       Found at;
       std::uint64_t word;
@@ -159,7 +162,7 @@ struct Reader {
           return deleted ? Outcome::kTombstone : Outcome::kRow;
         }
       }
-      pause_a_little();
+      cpu_relax();
     }
     return Outcome::kMissing;
   }
@@ -168,11 +171,11 @@ struct Reader {
     const auto home = static_cast<std::uint32_t>(home_of(key, view.n_buckets));
     unsigned steps = reach(load_acquire(view.buckets[home].word)) | 1;
     for (; steps != 0; steps &= steps - 1) {
-      Bucket& there = bucket(home, steps);
-      word = load_acquire(there.word);
-      const unsigned slots = match(there, key) & occupied(word);
+      Bucket& target = bucket(home, steps);
+      word = load_acquire(target.word);
+      const unsigned slots = match(target, key) & occupied(word);
       if (slots == 0) continue;
-      result = at_slot(there, word, slots);
+      result = found_in_slot(target, word, slots);
       return true;
     }
     return false;
@@ -181,9 +184,9 @@ struct Reader {
   // Calls visit(i, outcome, version) for i in [0, n), in order, until it returns false.
   template <typename KeyAt, typename OutAt, typename Visit>
   HPS_INLINE void look_up(std::size_t n, KeyAt key_at, OutAt out_at, Visit visit) {
-    find_all(n, key_at, [&](std::size_t i, const Found& at) HPS_FLAT {
+    find_all(n, key_at, [&](std::size_t i, const Found& at) HPS_INLINE_CALLBACK {
       std::uint64_t version = 0;
-      const Outcome outcome = take(at, key_at(i), out_at(i), version);
+      const Outcome outcome = copy_validated(at, key_at(i), out_at(i), version);
       return visit(i, outcome, version);
     });
   }
@@ -192,13 +195,13 @@ struct Reader {
   template <typename KeyAt, typename Use>
   HPS_INLINE void find_all(std::size_t n, KeyAt key_at, Use use) {
     std::size_t i = 0;
-    for (; i < n && i < 2 * kAhead; ++i) ask_for_home(i, key_at(i));
-    for (i = 0; i < n && i < kAhead; ++i) look_at_home(i, key_at(i));
-    for (i = 0; i < n && i < kAhead / 2; ++i) look_beyond(i, key_at(i));
+    for (; i < n && i < 2 * kAhead; ++i) prefetch_home(i, key_at(i));
+    for (i = 0; i < n && i < kAhead; ++i) search_home(i, key_at(i));
+    for (i = 0; i < n && i < kAhead / 2; ++i) search_beyond_home(i, key_at(i));
     for (i = 0; i < n; ++i) {
-      if (i + 2 * kAhead < n) ask_for_home(i + 2 * kAhead, key_at(i + 2 * kAhead));
-      if (i + kAhead < n) look_at_home(i + kAhead, key_at(i + kAhead));
-      if (i + kAhead / 2 < n) look_beyond(i + kAhead / 2, key_at(i + kAhead / 2));
+      if (i + 2 * kAhead < n) prefetch_home(i + 2 * kAhead, key_at(i + 2 * kAhead));
+      if (i + kAhead < n) search_home(i + kAhead, key_at(i + kAhead));
+      if (i + kAhead / 2 < n) search_beyond_home(i + kAhead / 2, key_at(i + kAhead / 2));
       if (!use(i, found[i % kRing])) return;
     }
   }

@@ -1,4 +1,4 @@
-// What the header says of the writer's work, so that a dead writer's can be made good.
+// The record of the writer's change in progress, and the repair of a dead writer's change.
 #include <stdexcept>
 
 #include "hps/cache_table.hpp"
@@ -10,50 +10,50 @@ RowKind CacheTable::kind_at(std::uint64_t word, unsigned slot) {
   return is_tombstone(word, slot) ? RowKind::kTombstone : RowKind::kRow;
 }
 
-// From here to `end` the row `number` is in the writer's hand. `at` is where it comes from; when it
-// comes from no slot, any slot that doesn't have it.
-void CacheTable::begin(Slot at, std::uint32_t number, RowKind before) {
+// Records that the row `number` is being changed, until `end_change`. `at` is the slot that it
+// leaves; if it leaves none, any slot that does not hold it.
+void CacheTable::begin_change(Slot at, std::uint32_t number, RowKind before) {
   Header& header = *view_.header;
   store(header.held_before, header.held);
-  store(header.writing, at.bucket * kSlots + at.slot + 1);
+  store(header.pending_slot, at.bucket * kSlots + at.slot + 1);
   compiler_fence();
-  store(header.at_hand, (std::uint64_t{number} + 1) | static_cast<std::uint64_t>(before) << 40);
+  store(header.pending_row, (std::uint64_t{number} + 1) | static_cast<std::uint64_t>(before) << 40);
   compiler_fence();
 }
 
-void CacheTable::end(RowKind before, RowKind after) {
+void CacheTable::end_change(RowKind before, RowKind after) {
   Header& header = *view_.header;
   compiler_fence();
   store(header.held, header.held - held_as(before) + held_as(after));
   compiler_fence();
-  store(header.at_hand, std::uint64_t{0});
+  store(header.pending_row, std::uint64_t{0});
   compiler_fence();
 }
 
-// The row in the dead writer's hand is in its slot, or free already, or nowhere: then it becomes
-// free. A slot in which it was being replaced is given up, since half of it may be written.
-bool CacheTable::mend() {
-  const std::lock_guard<std::mutex> turn(writer_);
+// The dead writer's pending row is in its slot, or already free, or neither: then it is released. A
+// slot in which it was being replaced is cleared, because half of it may be written.
+bool CacheTable::repair() {
+  const std::lock_guard<std::mutex> lock(writer_);
   Header& header = *view_.header;
-  const std::uint64_t hand = load(header.at_hand), writing = load(header.writing);
-  if (hand == 0) return false;
-  const auto number = static_cast<std::uint32_t>((hand & ((1ULL << 33) - 1)) - 1);
-  const auto before = static_cast<RowKind>(hand >> 40);
-  if (number >= header.capacity || writing == 0 || writing > view_.n_buckets * kSlots)
-    throw std::invalid_argument("the table is broken");
-  const Slot at{(writing - 1) / kSlots, static_cast<unsigned>((writing - 1) % kSlots)};
+  const std::uint64_t pending = load(header.pending_row), pending_slot = load(header.pending_slot);
+  if (pending == 0) return false;
+  const auto number = static_cast<std::uint32_t>((pending & ((1ULL << 33) - 1)) - 1);
+  const auto before = static_cast<RowKind>(pending >> 40);
+  if (number >= header.capacity || pending_slot == 0 || pending_slot > view_.n_buckets * kSlots)
+    throw std::invalid_argument("the header of the table is corrupt");
+  const Slot at{(pending_slot - 1) / kSlots, static_cast<unsigned>((pending_slot - 1) % kSlots)};
   std::uint64_t word = load(bucket(at).word);
-  bool there = (word & occupied_bit(at.slot)) != 0 && load(bucket(at).rows[at.slot]) == number;
-  if (there && (word & busy_bit(at.slot)) != 0) {
-    drop(at);
-    there = false;
+  bool in_slot = (word & occupied_bit(at.slot)) != 0 && load(bucket(at).rows[at.slot]) == number;
+  if (in_slot && (word & busy_bit(at.slot)) != 0) {
+    clear_slot(at);
+    in_slot = false;
   }
   word = load(bucket(at).word);
-  if (!there && header.free_row != number && number < header.fresh_row) give_back(number);
-  const RowKind after = there ? kind_at(word, at.slot) : RowKind::kNone;
+  if (!in_slot && header.free_row != number && number < header.fresh_row) release_row(number);
+  const RowKind after = in_slot ? kind_at(word, at.slot) : RowKind::kNone;
   store(header.held, header.held_before - held_as(before) + held_as(after));
   compiler_fence();
-  store(header.at_hand, std::uint64_t{0});
+  store(header.pending_row, std::uint64_t{0});
   return true;
 }
 

@@ -1,4 +1,4 @@
-// Who is hot and who makes room.
+// Scores: which rows are hot, and which are evicted.
 #include <algorithm>
 
 #include "hps/cache_table.hpp"
@@ -8,20 +8,21 @@ namespace hps {
 namespace {
 
 constexpr std::uint64_t kTicksPerTurnover = 64;
-// A tick goes over this share of the buckets, so every score is seen each 16 ticks.
+// A tick sweeps one of so many parts of the buckets, so each score is swept every 16 ticks.
 constexpr std::uint64_t kSweepShare = 16;
-// Stamps have a byte: a sweep makes those older than this just so old, before they come round.
+// A stamp is one byte: a sweep limits its age to this, before the byte wraps around.
 constexpr std::uint8_t kOldest = 200;
-// A tombstone enters older than any row can be, and just as young as to be seen by a sweep before
-// it comes round: 255 - kSweepShare.
+// The initial age of a tombstone: older than any row can be, but young enough for a sweep to limit
+// it before the byte wraps around: 255 - kSweepShare.
 constexpr std::uint8_t kTombstoneAge = 239;
-// LFU: what a new row has, and what a sweep takes off: a count is halved in a turnover.
+// LFU: the initial score of a row, and the amount that a sweep subtracts: the score falls by 16 per
+// turnover, which halves the use count.
 constexpr std::uint8_t kFirstUses = 32;
 constexpr std::uint8_t kDecay = 4;
 
 }  // namespace
 
-// What goes first: the one with the highest coldness. Under FIFO stamps are never renewed.
+// The slot with the highest coldness is evicted first. Under FIFO stamps are never renewed.
 unsigned CacheTable::coldness(Slot at, std::uint64_t word) const {
   const Header& header = *view_.header;
   const std::uint8_t score = load(bucket(at).scores[at.slot]);
@@ -39,13 +40,13 @@ unsigned CacheTable::coldness(Slot at, std::uint64_t word) const {
   }
 }
 
-std::uint8_t CacheTable::first_score(bool is_tombstone) const {
+std::uint8_t CacheTable::initial_score(bool is_tombstone) const {
   const std::uint8_t clock = view_.header->clock;
   if (view_.header->eviction == Eviction::kLfu) return is_tombstone ? 0 : kFirstUses;
   return is_tombstone ? static_cast<std::uint8_t>(clock - kTombstoneAge) : clock;
 }
 
-// Counts an admission; now and then time goes on, and a part of the scores is gone over.
+// Counts an admission; periodically advances the clock and sweeps a part of the scores.
 void CacheTable::tick() {
   Header& header = *view_.header;
   if (++header.admitted * kTicksPerTurnover < header.capacity) return;

@@ -12,10 +12,10 @@ namespace {
 constexpr std::uint64_t kMagic = 0x65686361'63737068ULL;  // "hpscache"
 constexpr std::uint32_t kLayout = 2;
 
-// How many rows a victim is chosen from, in some eight buckets one after the other. The hand goes
-// on from there, so each row is looked at as often as the others. (Eight buckets each time, however
-// few rows they have: then a bucket loses rows at the same rate however few it has, stretches of
-// buckets run dry by chance, and hot rows are all that is left to choose from there.)
+// The number of rows that a victim is chosen from, in some eight consecutive buckets. The hand
+// continues behind them, so all rows are sampled equally often. (With a fixed number of buckets
+// instead, a bucket loses rows at the same rate however few it holds; some stretches of buckets
+// become nearly empty by chance, and only hot rows remain to choose from there.)
 constexpr unsigned kSample = 19;
 constexpr std::uint64_t kSampleBuckets = 8;
 
@@ -61,14 +61,14 @@ CacheTable::CacheTable(std::uint64_t capacity, std::size_t row_bytes, Eviction e
   header->bytes = made.bytes;
   header->free_row = kNoRow;
   store_release(header->magic, kMagic);
-  look();
+  map_view();
 }
 
 CacheTable::CacheTable(std::size_t row_bytes, const ReadKernels& read, int file)
     : memory_(file, sizeof(Header)), read_(read) {
   const auto* header = reinterpret_cast<const Header*>(memory_.data());
   if (load_acquire(header->magic) != kMagic || header->layout != kLayout)
-    throw std::invalid_argument("this is no cache table of this version of hps");
+    throw std::invalid_argument("the file holds no cache table of this version of hps");
   const Plan made = plan(header->capacity, header->row_bytes);
   if (header->row_bytes != row_bytes)
     throw std::invalid_argument("the table has rows of " + std::to_string(header->row_bytes) +
@@ -77,10 +77,10 @@ CacheTable::CacheTable(std::size_t row_bytes, const ReadKernels& read, int file)
       header->buckets != made.buckets || header->buckets_at != made.buckets_at ||
       header->versions_at != made.versions_at || header->rows_at != made.rows_at)
     throw std::invalid_argument("the table's header contradicts itself or its file's length");
-  look();
+  map_view();
 }
 
-void CacheTable::look() {
+void CacheTable::map_view() {
   auto* header = reinterpret_cast<Header*>(memory_.data());
   std::uint8_t* base = memory_.data();
   view_ = {header,
@@ -98,13 +98,15 @@ CacheCounts CacheTable::counts() const {
 }
 
 bool CacheTable::find(std::int64_t key, Slot& at) const {
-  const std::uint64_t from = home(key);
-  for (unsigned steps = reach(load(view_.buckets[from].word)) | 1; steps != 0; steps &= steps - 1) {
-    at.bucket = bucket_at(view_.n_buckets, from, static_cast<unsigned>(__builtin_ctz(steps)));
-    const Bucket& there = bucket(at);
-    for (unsigned slots = occupied(load(there.word)); slots != 0; slots &= slots - 1) {
+  const std::uint64_t home_bucket = home(key);
+  for (unsigned steps = reach(load(view_.buckets[home_bucket].word)) | 1; steps != 0;
+       steps &= steps - 1) {
+    at.bucket =
+        bucket_at(view_.n_buckets, home_bucket, static_cast<unsigned>(__builtin_ctz(steps)));
+    const Bucket& target = bucket(at);
+    for (unsigned slots = occupied(load(target.word)); slots != 0; slots &= slots - 1) {
       at.slot = static_cast<unsigned>(__builtin_ctz(slots));
-      if (load(there.keys[at.slot]) == key) return true;
+      if (load(target.keys[at.slot]) == key) return true;
     }
   }
   return false;
@@ -114,7 +116,7 @@ bool CacheTable::find(std::int64_t key, Slot& at) const {
 
 void CacheTable::write(const CacheWrite& write) {
   constexpr std::size_t kAhead = 8;
-  const std::lock_guard<std::mutex> turn(writer_);
+  const std::lock_guard<std::mutex> lock(writer_);
   for (std::size_t i = 0; i < write.n; ++i) {
     if (i + kAhead < write.n) __builtin_prefetch(view_.buckets + home(write.keys[i + kAhead]));
     write_one(write, i);
@@ -130,63 +132,64 @@ void CacheTable::write_one(const CacheWrite& write, std::size_t i) {
     if (!write.resident_only) admit(key, version, row);
     return;
   }
-  Bucket& there = bucket(at);
-  const std::uint64_t held = load(view_.versions[load(there.rows[at.slot])]);
-  const bool forgotten = is_tombstone(load(there.word), at.slot) && held < write.oldest_tombstone;
-  if (forgotten ? write.resident_only : version < held) return;
+  Bucket& target = bucket(at);
+  const std::uint64_t held = load(view_.versions[load(target.rows[at.slot])]);
+  const bool expired = is_tombstone(load(target.word), at.slot) && held < write.oldest_tombstone;
+  if (expired ? write.resident_only : version < held) return;
   replace(at, version, row);
   if (row != nullptr && !write.resident_only && view_.header->eviction == Eviction::kLru)
-    store(there.scores[at.slot], load(view_.header->clock));
+    store(target.scores[at.slot], load(view_.header->clock));
 }
 
-// Replaces what is there under the same key; readers who come meanwhile wait a little.
+// Replaces the row under the same key; readers of it retry meanwhile.
 void CacheTable::replace(Slot at, std::uint64_t version, const std::uint8_t* row) {
-  Bucket& there = bucket(at);
-  std::uint64_t word = load(there.word);
+  Bucket& target = bucket(at);
+  std::uint64_t word = load(target.word);
   const RowKind before = kind_at(word, at.slot);
-  begin(at, load(there.rows[at.slot]), before);
+  begin_change(at, load(target.rows[at.slot]), before);
   word = ((word & ~readable_bit(at.slot)) | busy_bit(at.slot)) + kNextSequence;
-  store(there.word, word);
+  store(target.word, word);
   release_fence();
-  fill(load(there.rows[at.slot]), version, row);
+  write_row(load(target.rows[at.slot]), version, row);
   word &= ~busy_bit(at.slot);
   if (row != nullptr) word |= readable_bit(at.slot);
-  store_release(there.word, word + kNextSequence);
-  end(before, row != nullptr ? RowKind::kRow : RowKind::kTombstone);
+  store_release(target.word, word + kNextSequence);
+  end_change(before, row != nullptr ? RowKind::kRow : RowKind::kTombstone);
 }
 
 void CacheTable::admit(std::int64_t key, std::uint64_t version, const std::uint8_t* row) {
   if (row != nullptr) tick();
-  const std::uint64_t from = home(key);
+  const std::uint64_t home_bucket = home(key);
   Slot at{0, 0};
   unsigned step = 0;
-  // A tombstone that drives somebody out finds an earlier one near its home, if there is any: so a
-  // flood of deletions takes few rows with it.
-  const bool near = !find_room(from, at, step) || (row == nullptr && !has_free_row());
+  // A tombstone that needs an eviction evicts an earlier tombstone near its home, if there is one:
+  // so a flood of deletions evicts few rows.
+  const bool evict_near_home =
+      !find_free_slot(home_bucket, at, step) || (row == nullptr && !has_free_row());
   RowKind before = RowKind::kNone;
-  std::uint32_t number = near ? make_room_near(from, before) : kNoRow;
-  if (number == kNoRow) number = take_row(before);
-  find_room(from, at, step);  // again, because a slot may have become free
-  store(view_.header->writing, at.bucket * kSlots + at.slot + 1);
+  std::uint32_t number = evict_near_home ? evict_coldest_near(home_bucket, before) : kNoRow;
+  if (number == kNoRow) number = allocate_row(before);
+  find_free_slot(home_bucket, at, step);  // again, because a slot may have become free
+  store(view_.header->pending_slot, at.bucket * kSlots + at.slot + 1);
   compiler_fence();
-  // Nobody looks at a slot that is not occupied, so this one is filled at leisure.
-  Bucket& there = bucket(at);
-  fill(number, version, row);
-  store(there.keys[at.slot], key);
-  store(there.rows[at.slot], number);
-  store(there.scores[at.slot], first_score(row == nullptr));
+  // No reader reads a slot that is not occupied, so the order of these stores is free.
+  Bucket& target = bucket(at);
+  write_row(number, version, row);
+  store(target.keys[at.slot], key);
+  store(target.rows[at.slot], number);
+  store(target.scores[at.slot], initial_score(row == nullptr));
   if (step != 0) {
-    std::uint64_t& word = view_.buckets[from].word;
+    std::uint64_t& word = view_.buckets[home_bucket].word;
     store(word, load(word) | reach_bit(step));
   }
-  std::uint64_t word = load(there.word) | occupied_bit(at.slot);
+  std::uint64_t word = load(target.word) | occupied_bit(at.slot);
   if (row != nullptr) word |= readable_bit(at.slot);
-  store_release(there.word, word + kNextSequence);
-  end(before, row != nullptr ? RowKind::kRow : RowKind::kTombstone);
+  store_release(target.word, word + kNextSequence);
+  end_change(before, row != nullptr ? RowKind::kRow : RowKind::kTombstone);
 }
 
-// The first free slot of the sequence.
-bool CacheTable::find_room(std::uint64_t home, Slot& at, unsigned& step) const {
+// The first free slot of the probe sequence.
+bool CacheTable::find_free_slot(std::uint64_t home, Slot& at, unsigned& step) const {
   const std::uint64_t steps = std::min<std::uint64_t>(kSteps, view_.n_buckets);
   for (step = 0; step < steps; ++step) {
     at.bucket = bucket_at(view_.n_buckets, home, step);
@@ -202,49 +205,49 @@ bool CacheTable::has_free_row() const {
   return view_.header->free_row != kNoRow || view_.header->fresh_row < view_.header->capacity;
 }
 
-// A row that nobody has; when there is none the coldest of a sample must give up its own, which was
-// `before`.
-std::uint32_t CacheTable::take_row(RowKind& before) {
+// A free row; if there is none, the row of the coldest slot of a sample, which is evicted. `before`
+// is what that slot held.
+std::uint32_t CacheTable::allocate_row(RowKind& before) {
   Header& header = *view_.header;
   if (const std::uint32_t row = header.free_row; row != kNoRow) {
-    begin(Slot{0, 0}, row, RowKind::kNone);
+    begin_change(Slot{0, 0}, row, RowKind::kNone);
     store(header.free_row, static_cast<std::uint32_t>(load(view_.versions[row])));
     return row;
   }
   if (header.fresh_row < header.capacity) {
-    begin(Slot{0, 0}, header.fresh_row, RowKind::kNone);
+    begin_change(Slot{0, 0}, header.fresh_row, RowKind::kNone);
     store(header.fresh_row, header.fresh_row + 1);
     return header.fresh_row - 1;
   }
-  return make_room(before);
+  return evict_coldest(before);
 }
 
-// The hand moves on until it has seen enough, or everybody: the table is full.
-std::uint32_t CacheTable::make_room(RowKind& before) {
+// Advances the hand until kSample rows or all buckets were sampled. The table is full.
+std::uint32_t CacheTable::evict_coldest(RowKind& before) {
   Header& header = *view_.header;
   Slot coldest{0, 0};
   int worst = -1;
   unsigned seen = 0;
-  for (std::uint64_t turn = 0; turn < view_.n_buckets && seen < kSample; ++turn) {
+  for (std::uint64_t i = 0; i < view_.n_buckets && seen < kSample; ++i) {
     seen += find_coldest(header.hand, coldest, worst);
     header.hand = header.hand + 1 < view_.n_buckets ? header.hand + 1 : 0;
   }
   for (std::uint64_t i = 0; i < kSampleBuckets; ++i)
-    __builtin_prefetch(view_.buckets + header.hand + i);  // for the next time
-  return expel(coldest, before);
+    __builtin_prefetch(view_.buckets + header.hand + i);  // for the next call
+  return evict_slot(coldest, before);
 }
 
-// The coldest of the sequence makes room, if there is anybody.
-std::uint32_t CacheTable::make_room_near(std::uint64_t home, RowKind& before) {
+// Evicts the coldest slot of the probe sequence; kNoRow if all its slots are free.
+std::uint32_t CacheTable::evict_coldest_near(std::uint64_t home, RowKind& before) {
   const std::uint64_t steps = std::min<std::uint64_t>(kSteps, view_.n_buckets);
   Slot coldest{0, 0};
   int worst = -1;
   for (unsigned step = 0; step < steps; ++step)
     find_coldest(bucket_at(view_.n_buckets, home, step), coldest, worst);
-  return worst < 0 ? kNoRow : expel(coldest, before);
+  return worst < 0 ? kNoRow : evict_slot(coldest, before);
 }
 
-// The first of equals. Returns how many there are in the bucket.
+// Updates `coldest` and `worst`; of equally cold slots the first wins. Returns the occupied slots.
 unsigned CacheTable::find_coldest(std::uint64_t number, Slot& coldest, int& worst) const {
   const std::uint64_t word = load(view_.buckets[number].word);
   for (unsigned slots = occupied(word); slots != 0; slots &= slots - 1) {
@@ -257,54 +260,54 @@ unsigned CacheTable::find_coldest(std::uint64_t number, Slot& coldest, int& wors
   return static_cast<unsigned>(__builtin_popcount(occupied(word)));
 }
 
-std::uint32_t CacheTable::expel(Slot at, RowKind& before) {
+std::uint32_t CacheTable::evict_slot(Slot at, RowKind& before) {
   Header& header = *view_.header;
   before = kind_at(load(bucket(at).word), at.slot);
   if (before == RowKind::kRow) store(header.evictions, header.evictions + 1);
-  begin(at, load(bucket(at).rows[at.slot]), before);
-  return drop(at);
+  begin_change(at, load(bucket(at).rows[at.slot]), before);
+  return clear_slot(at);
 }
 
-// Takes a slot out of use. What it had may be written to from here on: its row, which is returned,
-// and itself.
-std::uint32_t CacheTable::drop(Slot at) {
-  Bucket& there = bucket(at);
-  const std::uint64_t word = load(there.word), from = home(load(there.keys[at.slot]));
-  const std::uint64_t left =
+// Takes a slot out of use. Afterwards the slot and its row, whose number is returned, may be
+// written.
+std::uint32_t CacheTable::clear_slot(Slot at) {
+  Bucket& target = bucket(at);
+  const std::uint64_t word = load(target.word), home_bucket = home(load(target.keys[at.slot]));
+  const std::uint64_t word_left =
       word & ~(occupied_bit(at.slot) | readable_bit(at.slot) | busy_bit(at.slot));
-  store(there.word, left + kNextSequence);
+  store(target.word, word_left + kNextSequence);
   release_fence();
-  bool reached = from == at.bucket;
-  for (unsigned slots = occupied(left); slots != 0 && !reached; slots &= slots - 1)
-    reached = home(load(there.keys[__builtin_ctz(slots)])) == from;
-  if (!reached) {
-    std::uint64_t& home_word = view_.buckets[from].word;
+  bool still_reached = home_bucket == at.bucket;
+  for (unsigned slots = occupied(word_left); slots != 0 && !still_reached; slots &= slots - 1)
+    still_reached = home(load(target.keys[__builtin_ctz(slots)])) == home_bucket;
+  if (!still_reached) {
+    std::uint64_t& home_word = view_.buckets[home_bucket].word;
     unsigned step = 1;
-    while (bucket_at(view_.n_buckets, from, step) != at.bucket) ++step;
+    while (bucket_at(view_.n_buckets, home_bucket, step) != at.bucket) ++step;
     store(home_word, load(home_word) & ~reach_bit(step));
   }
-  return load(there.rows[at.slot]);
+  return load(target.rows[at.slot]);
 }
 
 void CacheTable::evict(const std::int64_t* keys, std::size_t n) {
-  const std::lock_guard<std::mutex> turn(writer_);
+  const std::lock_guard<std::mutex> lock(writer_);
   Slot at{0, 0};
   for (std::size_t i = 0; i < n; ++i) {
     if (!find(keys[i], at)) continue;
     const RowKind before = kind_at(load(bucket(at).word), at.slot);
-    begin(at, load(bucket(at).rows[at.slot]), before);
-    give_back(drop(at));
-    end(before, RowKind::kNone);
+    begin_change(at, load(bucket(at).rows[at.slot]), before);
+    release_row(clear_slot(at));
+    end_change(before, RowKind::kNone);
   }
 }
 
-void CacheTable::give_back(std::uint32_t row) {
+void CacheTable::release_row(std::uint32_t row) {
   store(view_.versions[row], std::uint64_t{view_.header->free_row});
   compiler_fence();
   store(view_.header->free_row, row);
 }
 
-void CacheTable::fill(std::uint32_t number, std::uint64_t version, const std::uint8_t* row) {
+void CacheTable::write_row(std::uint32_t number, std::uint64_t version, const std::uint8_t* row) {
   store(view_.versions[number], version);
   if (row != nullptr) copy_to_shared(view_.rows + number * view_.row_bytes, row, view_.row_bytes);
 }

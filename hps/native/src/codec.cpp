@@ -16,10 +16,11 @@ constexpr char kHpsMagic[] = "HCTR", kNativeMagic[] = "HPSU";
 constexpr std::size_t kNativeHeader = 64;
 constexpr std::uint8_t kMajor = 1, kMinor = 0;
 constexpr std::uint32_t kLargestDim = 1 << 20;
-constexpr std::int64_t kLatestMs = std::int64_t{1} << 44;  // a version has no room for more
-constexpr std::size_t kItemBytes[] = {4, 2};               // of float32 and float16
+constexpr std::int64_t kLatestMs = std::int64_t{1}
+                                   << 44;     // a version has no more bits for the time
+constexpr std::size_t kItemBytes[] = {4, 2};  // of float32 and float16
 
-// Where a header's fields stand.
+// Byte offsets of a header's fields.
 enum Field : std::size_t {
   kMajorAt = 4,
   kMinorAt = 5,
@@ -45,18 +46,18 @@ T read(const Payload& payload, std::size_t at) {
   return value;
 }
 
-// The checks both formats begin with: something there, not too much, and the right first bytes.
-Verdict check_start(const Payload& payload, const char* magic, std::size_t longest) {
+// The first checks of both formats: a payload that is not too long and has the right magic.
+Verdict check_start(const Payload& payload, const char* magic, std::size_t max_bytes) {
   if (payload.data == nullptr) return {Reason::kNull, 0};
-  if (payload.size > longest) return {Reason::kOversize, longest};
-  const std::size_t some = std::min<std::size_t>(payload.size, 4);
-  if (std::memcmp(payload.data, magic, some) != 0) return {Reason::kBadMagic, 0};
-  if (some < 4) return {Reason::kTruncated, payload.size};
+  if (payload.size > max_bytes) return {Reason::kOversize, max_bytes};
+  const std::size_t prefix = std::min<std::size_t>(payload.size, 4);
+  if (std::memcmp(payload.data, magic, prefix) != 0) return {Reason::kBadMagic, 0};
+  if (prefix < 4) return {Reason::kTruncated, payload.size};
   return {Reason::kOk, 0};
 }
 
-// RowBytes 0: known at run time only. A length known when this is compiled is copied without a
-// call.
+// RowBytes 0: the length is known at run time only. Rows of a length known at compile time are
+// copied without a call of memcpy.
 template <typename Key, std::size_t RowBytes>
 void read_rows(const std::uint8_t* from, std::size_t row_bytes, std::size_t rows,
                std::int64_t* keys, std::uint8_t* vectors) {
@@ -83,7 +84,7 @@ void write_rows(const std::int64_t* keys, const std::uint8_t* vectors, std::size
 }
 
 template <typename Key>
-auto reader_of(std::size_t row_bytes) {
+auto select_reader(std::size_t row_bytes) {
   switch (row_bytes) {
     case 64:
       return read_rows<Key, 64>;
@@ -97,7 +98,7 @@ auto reader_of(std::size_t row_bytes) {
 }
 
 template <typename Key>
-auto writer_of(std::size_t row_bytes) {
+auto select_writer(std::size_t row_bytes) {
   switch (row_bytes) {
     case 64:
       return write_rows<Key, 64>;
@@ -110,12 +111,12 @@ auto writer_of(std::size_t row_bytes) {
   }
 }
 
-// Of a valid message, where its columns begin.
+// Byte offsets of a valid message's columns.
 struct Columns {
   std::size_t name, keys, versions, rows;
 };
 
-// Reads the fields behind the checksum, which holds: what is wrong now, its producer got wrong.
+// Reads the fields after the checksum was verified: a fault found here is the producer's.
 Verdict check_fields(const Payload& payload, Message* message, Columns* columns) {
   if (read<std::uint8_t>(payload, kFlagsAt) != 0) return {Reason::kUnknownVersion, kFlagsAt};
   const std::uint8_t dtype = read<std::uint8_t>(payload, kDtypeAt);
@@ -148,9 +149,9 @@ Verdict check_fields(const Payload& payload, Message* message, Columns* columns)
   return {Reason::kOk, 0};
 }
 
-Verdict check_native(const Payload& payload, std::size_t longest, Message* message,
+Verdict check_native(const Payload& payload, std::size_t max_bytes, Message* message,
                      Columns* columns) {
-  const Verdict start = check_start(payload, kNativeMagic, longest);
+  const Verdict start = check_start(payload, kNativeMagic, max_bytes);
   if (start.reason != Reason::kOk) return start;
   if (payload.size > kMajorAt && payload.data[kMajorAt] != kMajor)
     return {Reason::kUnknownVersion, kMajorAt};
@@ -158,7 +159,7 @@ Verdict check_native(const Payload& payload, std::size_t longest, Message* messa
   const std::size_t size = read<std::uint32_t>(payload, kMessageBytesAt);
   if (size > payload.size) return {Reason::kTruncated, payload.size};
   if (size < payload.size) return {Reason::kMalformed, kMessageBytesAt};
-  // Of everything but itself.
+  // Over all bytes but itself.
   const std::uint32_t checksum = crc32(payload.data + kMessageBytesAt, size - kMessageBytesAt,
                                        crc32(payload.data, kChecksumAt));
   if (read<std::uint32_t>(payload, kChecksumAt) != checksum)
@@ -166,17 +167,17 @@ Verdict check_native(const Payload& payload, std::size_t longest, Message* messa
   return check_fields(payload, message, columns);
 }
 
-// The groups met so far, by table and row format.
+// The groups found so far, by table and row format.
 class Groups {
  public:
   std::vector<Group> all;
 
-  std::int32_t of(const Payload& payload, const Columns& columns) {
+  std::int32_t find_or_add(const Payload& payload, const Columns& columns) {
     const std::size_t name_bytes = read<std::uint16_t>(payload, kTableBytesAt);
     const auto* name = reinterpret_cast<const char*>(payload.data + columns.name);
     const std::uint32_t dim = read<std::uint32_t>(payload, kDimAt);
     const std::uint8_t dtype = read<std::uint8_t>(payload, kDtypeAt);
-    if (!all.empty()) {  // mostly the last one's
+    if (!all.empty()) {  // usually the same as before
       const Group& group = all[last_];
       if (group.dim == dim && group.dtype == dtype && group.table.size() == name_bytes &&
           std::memcmp(group.table.data(), name, name_bytes) == 0)
@@ -201,7 +202,7 @@ class Groups {
   std::int32_t last_ = 0;
 };
 
-void make_room(Group& group) {
+void allocate(Group& group) {
   group.keys.reset(new std::int64_t[group.upserts]);
   group.versions.reset(new std::uint64_t[group.upserts]);
   group.vectors.reset(new std::uint8_t[group.upserts * group.row_bytes]);
@@ -209,7 +210,7 @@ void make_room(Group& group) {
   group.deleted_versions.reset(new std::uint64_t[group.deletes]);
 }
 
-// Adds a message's entries to its group, whose counts say how far it is filled.
+// Appends a message's entries to its group, whose counts are the number appended so far.
 void append(const Payload& payload, const Columns& columns, const Message& message, Group& group) {
   const std::size_t up = message.upserts, down = message.deletes;
   const std::uint8_t* keys = payload.data + columns.keys;
@@ -228,14 +229,15 @@ void append(const Payload& payload, const Columns& columns, const Message& messa
 
 Verdict check_hps(const Payload& payload, const HpsFormat& format, std::size_t* rows) {
   *rows = 0;
-  const Verdict start = check_start(payload, kHpsMagic, format.longest);
+  const Verdict start = check_start(payload, kHpsMagic, format.max_bytes);
   if (start.reason != Reason::kOk) return start;
   if (payload.size < kHpsHeader) return {Reason::kTruncated, payload.size};
   if (payload.size == kHpsHeader) return {Reason::kBeacon, 0};
   if (read<std::uint32_t>(payload, 4) != format.row_bytes) return {Reason::kRowSize, 4};
   const std::size_t stride = format.key_bytes + format.row_bytes;
   const std::size_t n = (payload.size - kHpsHeader) / stride;
-  // Nothing of it is taken: a wrong length is all that tells 32-bit keys from 64-bit ones.
+  // The whole message is rejected: a wrong length is the only sign of 32-bit instead of 64-bit
+  // keys.
   if (hps_bytes(format, n) != payload.size) return {Reason::kTruncated, hps_bytes(format, n)};
   *rows = n;
   return {Reason::kOk, 0};
@@ -243,8 +245,8 @@ Verdict check_hps(const Payload& payload, const HpsFormat& format, std::size_t* 
 
 void read_hps(const Payload& payload, const HpsFormat& format, std::size_t rows, std::int64_t* keys,
               std::uint8_t* vectors) {
-  const auto reader = format.key_bytes == 8 ? reader_of<std::int64_t>(format.row_bytes)
-                                            : reader_of<std::uint32_t>(format.row_bytes);
+  const auto reader = format.key_bytes == 8 ? select_reader<std::int64_t>(format.row_bytes)
+                                            : select_reader<std::uint32_t>(format.row_bytes);
   reader(payload.data + kHpsHeader, format.row_bytes, rows, keys, vectors);
 }
 
@@ -253,35 +255,35 @@ void write_hps(const HpsFormat& format, std::size_t rows, const std::int64_t* ke
   const auto row_bytes = static_cast<std::uint32_t>(format.row_bytes);
   std::memcpy(out, kHpsMagic, 4);
   std::memcpy(out + 4, &row_bytes, 4);
-  const auto writer = format.key_bytes == 8 ? writer_of<std::int64_t>(format.row_bytes)
-                                            : writer_of<std::uint32_t>(format.row_bytes);
+  const auto writer = format.key_bytes == 8 ? select_writer<std::int64_t>(format.row_bytes)
+                                            : select_writer<std::uint32_t>(format.row_bytes);
   writer(keys, vectors, format.row_bytes, rows, out + kHpsHeader);
 }
 
-std::vector<Group> decode_native(const Payload* payloads, std::size_t n, std::size_t longest,
+std::vector<Group> decode_native(const Payload* payloads, std::size_t n, std::size_t max_bytes,
                                  Message* messages) {
   Groups groups;
   std::vector<Columns> columns(n);
   for (std::size_t i = 0; i < n; ++i) {
-    Message read_one;
-    const Verdict verdict = check_native(payloads[i], longest, &read_one, &columns[i]);
+    Message decoded;
+    const Verdict verdict = check_native(payloads[i], max_bytes, &decoded, &columns[i]);
     messages[i] = Message{};
     messages[i].reason = verdict.reason;
     messages[i].at = static_cast<std::uint32_t>(verdict.at);
     if (verdict.reason != Reason::kOk) continue;
-    messages[i].upserts = read_one.upserts;
-    messages[i].deletes = read_one.deletes;
+    messages[i].upserts = decoded.upserts;
+    messages[i].deletes = decoded.deletes;
     messages[i].ttl_s = read<std::uint32_t>(payloads[i], kTtlAt);
     messages[i].event_ms = read<std::int64_t>(payloads[i], kEventAt);
     messages[i].step = read<std::uint64_t>(payloads[i], kStepAt);
     messages[i].dense_version = read<std::uint64_t>(payloads[i], kDenseVersionAt);
-    messages[i].group = groups.of(payloads[i], columns[i]);
+    messages[i].group = groups.find_or_add(payloads[i], columns[i]);
     Group& group = groups.all[static_cast<std::size_t>(messages[i].group)];
-    group.upserts += read_one.upserts;
-    group.deletes += read_one.deletes;
+    group.upserts += decoded.upserts;
+    group.deletes += decoded.deletes;
   }
   for (Group& group : groups.all) {
-    make_room(group);
+    allocate(group);
     group.upserts = group.deletes = 0;
   }
   for (std::size_t i = 0; i < n; ++i)

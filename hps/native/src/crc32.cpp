@@ -31,7 +31,8 @@ constexpr Tables make_tables() {
 
 constexpr Tables kTables = make_tables();
 
-// Eight bytes a step, by tables (Kounavis and Berry, "slicing by 8"). `state` is the inverted sum.
+// Eight bytes per step, by tables (Kounavis and Berry, "slicing by 8"). `state` is the inverted
+// sum.
 std::uint32_t by_tables(const std::uint8_t* data, std::size_t size, std::uint32_t state) {
   for (; size >= 8; data += 8, size -= 8) {
     std::uint64_t word;
@@ -59,7 +60,7 @@ HPS_CLMUL inline __m128i fold(__m128i sum, __m128i by, __m128i next) {
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// Four times 16 bytes a step by carry-less multiplication, folded to 16 bytes that have the same
+// Four times 16 bytes per step by carry-less multiplication, folded to 16 bytes that have the same
 // remainder (Gopal et al., "Fast CRC computation for generic polynomials using PCLMULQDQ", whose
 // constants these are). Takes the multiple of 16 bytes that `size` holds; at least 64.
 HPS_CLMUL std::uint32_t by_folding(const std::uint8_t* data, std::size_t size,

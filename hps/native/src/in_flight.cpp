@@ -9,87 +9,89 @@ namespace hps {
 
 namespace {
 
-// To leave keys to another fetch costs as much as to read some thirty of them from RocksDB. Fewer,
-// unless they are an eighth of what it lacks, a fetch leaves to one other at most: the oldest, the
-// first to read a key that all lack and the first to end.
-constexpr std::size_t kFew = 32, kFewOfSize = 8;
-// Nobody waits for a read of more keys than this and so many times its own: a lookup of few keys
-// would wait for the whole of a large one.
-constexpr std::size_t kEnough = 1000, kLarger = 8;
-// More slots than these (10 MiB) are given back when most of them are empty.
-constexpr std::size_t kFewestSlots = std::size_t{1} << 10, kSlotsKept = std::size_t{1} << 18;
+// Following another fetch costs about as much as reading thirty keys from RocksDB. Of the fetches
+// that share fewer keys with it than this, and less than an eighth of its misses, a fetch follows
+// at most one: the oldest, which reads a key that all of them miss first, and ends first.
+constexpr std::size_t kFewKeys = 32, kFewShare = 8;
+// A fetch follows no read of more keys than both this number and this multiple of its misses: a
+// lookup of few keys would wait for the whole of a large one.
+constexpr std::size_t kAlwaysFollowed = 1000, kFollowedRatio = 8;
+// A table of more slots than kShrinkFrom (10 MiB) shrinks when most of them are empty.
+constexpr std::size_t kMinSlots = std::size_t{1} << 10, kShrinkFrom = std::size_t{1} << 18;
 constexpr std::uint32_t kNoPlace = UINT32_MAX;
 
-FlightShare& share_of(std::vector<FlightShare>& shares, std::uint64_t flight, std::size_t ask,
-                      std::size_t of) {
-  // The newest first: keys in common mostly follow one another.
-  for (auto each = shares.rbegin(); each != shares.rend() && each->ask == ask; ++each)
-    if (each->flight == flight && each->of == of) return *each;
-  shares.push_back({flight, ask, of, {}, {}});
+FlightShare& share_of(std::vector<FlightShare>& shares, std::uint64_t flight, std::size_t request,
+                      std::size_t source_request) {
+  // The newest first: shared keys are mostly adjacent.
+  for (auto each = shares.rbegin(); each != shares.rend() && each->request == request; ++each)
+    if (each->flight == flight && each->source_request == source_request) return *each;
+  shares.push_back({flight, request, source_request, {}, {}});
   return shares.back();
 }
 
 }  // namespace
 
-InFlight::InFlight() { resize(kFewestSlots); }
+InFlight::InFlight() { resize(kMinSlots); }
 
-FlightClaim InFlight::claim(std::uint64_t number, const std::vector<FlightAsk>& asks, double now) {
+FlightClaim InFlight::claim(std::uint64_t number, const std::vector<FlightRequest>& requests,
+                            double now) {
   std::size_t size = 0;
-  for (const FlightAsk& ask : asks) size += ask.n;
+  for (const FlightRequest& request : requests) size += request.n;
   const auto [entry, fresh] = flights_.try_emplace(number);
-  if (!fresh) throw std::invalid_argument("the number of this fetch is taken");
+  if (!fresh) throw std::invalid_argument("this fetch number is in use");
   Flight& flight = entry->second;
   flight.number = number;
   flight.claims_before = claims_++;
   flight.own.reserve(size);
-  flight.wanted.resize(asks.size());
+  flight.wanted.resize(requests.size());
   std::size_t slots = slots_.size();
   while (slots < 2 * (used_ + size)) slots *= 2;
   if (slots != slots_.size()) resize(slots);
 
-  const std::size_t longest = std::max(kEnough, kLarger * size);
+  const std::size_t most_keys = std::max(kAlwaysFollowed, kFollowedRatio * size);
   const auto may_follow = [&](const Flight& other) {
-    return other.landed ? now < other.until : other.reading <= longest;
+    return other.landed ? now < other.until : other.reading <= most_keys;
   };
-  std::vector<Flight*> met;
+  std::vector<Flight*> candidates;
   std::vector<std::size_t> at;
   at.reserve(size);
-  for (const FlightAsk& ask : asks)
-    for (std::size_t i = 0; i < ask.n; ++i) {
-      const std::int64_t key = ask.keys[ask.missing[i]];
-      at.push_back(find(home(key, ask.table), key, ask.table));
+  for (const FlightRequest& request : requests)
+    for (std::size_t i = 0; i < request.n; ++i) {
+      const std::int64_t key = request.keys[request.missing[i]];
+      at.push_back(find(home(key, request.table), key, request.table));
       Flight* other = slots_[at.back()].flight;
-      if (other != nullptr && may_follow(*other) && other->common++ == 0) met.push_back(other);
+      if (other != nullptr && may_follow(*other) && other->common++ == 0)
+        candidates.push_back(other);
     }
 
-  std::sort(met.begin(), met.end(), [](const Flight* one, const Flight* another) {
+  std::sort(candidates.begin(), candidates.end(), [](const Flight* one, const Flight* another) {
     return one->claims_before < another->claims_before;
   });
-  const std::size_t few = std::min(kFew, size / kFewOfSize);
+  const std::size_t few = std::min(kFewKeys, size / kFewShare);
   bool follows_one_of_few = false;
-  for (Flight* other : met) {
+  for (Flight* other : candidates) {
     other->followed = other->common >= few || !follows_one_of_few;
     follows_one_of_few |= other->common < few;
     other->followers += other->followed ? 1 : 0;
   }
 
   FlightClaim claim;
-  claim.own.resize(asks.size());
+  claim.own.resize(requests.size());
   const std::size_t* from = at.data();
-  for (std::size_t a = 0; a < asks.size(); ++a) {
-    const FlightAsk& ask = asks[a];
-    for (std::size_t i = 0; i < ask.n; ++i) {
-      const std::int64_t position = ask.missing[i], key = ask.keys[position];
-      Slot& slot = slots_[find(*from++, key, ask.table)];
+  for (std::size_t a = 0; a < requests.size(); ++a) {
+    const FlightRequest& request = requests[a];
+    for (std::size_t i = 0; i < request.n; ++i) {
+      const std::int64_t position = request.missing[i], key = request.keys[position];
+      Slot& slot = slots_[find(*from++, key, request.table)];
       Flight* other = slot.flight;
       if (other != nullptr && other->followed) {
-        std::vector<std::int64_t>& wanted = other->wanted[slot.ask];
+        std::vector<std::int64_t>& wanted = other->wanted[slot.request];
         if (slot.place == kNoPlace) {
           slot.place = static_cast<std::uint32_t>(wanted.size());
           wanted.push_back(slot.position);
         }
-        FlightShare& share = share_of(claim.shares, other->number, a, slot.ask);
-        share.mine.push_back(position);
+        FlightShare& share = share_of(claim.shares, other->number, a, slot.request);
+        share.positions.push_back(position);
         share.places.push_back(slot.place);
         continue;
       }
@@ -98,15 +100,15 @@ FlightClaim InFlight::claim(std::uint64_t number, const std::vector<FlightAsk>& 
       if (other != nullptr && (other == &flight || may_follow(*other))) continue;
       used_ += other == nullptr ? 1 : 0;
       slot = {key,
-              ask.table,
+              request.table,
               &flight,
               static_cast<std::uint32_t>(a),
               static_cast<std::uint32_t>(position),
               kNoPlace};
-      flight.own.push_back({key, ask.table});
+      flight.own.push_back({key, request.table});
     }
   }
-  for (Flight* other : met) {
+  for (Flight* other : candidates) {
     other->common = 0;
     other->followed = false;
   }
@@ -115,16 +117,16 @@ FlightClaim InFlight::claim(std::uint64_t number, const std::vector<FlightAsk>& 
 
 std::vector<std::vector<std::int64_t>> InFlight::land(std::uint64_t number, double until) {
   const auto entry = flights_.find(number);
-  if (entry == flights_.end()) throw std::invalid_argument("no such fetch is under way");
+  if (entry == flights_.end()) throw std::invalid_argument("no such fetch is in flight");
   Flight& flight = entry->second;
   if (flight.followers == 0) {
-    forget(number);
+    erase(number);
     return {};
   }
   flight.landed = true;
   flight.until = until;
-  std::vector<Name> kept;
-  for (const Name& name : flight.own) {
+  std::vector<TableKey> kept;
+  for (const TableKey& name : flight.own) {
     const std::size_t slot = find(name);
     if (slots_[slot].flight != &flight) continue;
     if (slots_[slot].place == kNoPlace)
@@ -139,9 +141,9 @@ std::vector<std::vector<std::int64_t>> InFlight::land(std::uint64_t number, doub
 bool InFlight::leave(std::uint64_t number) {
   const auto entry = flights_.find(number);
   if (entry == flights_.end() || entry->second.followers == 0)
-    throw std::invalid_argument("nobody follows such a fetch");
+    throw std::invalid_argument("no fetch follows this number");
   if (--entry->second.followers != 0 || !entry->second.landed) return false;
-  forget(number);
+  erase(number);
   return true;
 }
 
@@ -156,7 +158,7 @@ std::size_t InFlight::find(std::size_t slot, std::int64_t key, std::uint64_t tab
   return slot;
 }
 
-std::size_t InFlight::find(const Name& name) const {
+std::size_t InFlight::find(const TableKey& name) const {
   return find(home(name.key, name.table), name.key, name.table);
 }
 
@@ -167,7 +169,7 @@ void InFlight::resize(std::size_t slots) {
     if (slot.flight != nullptr) slots_[find({slot.key, slot.table})] = slot;
 }
 
-// Those behind it are moved up, so that no search ends at the gap.
+// Moves later entries of the probe sequence up, so that no search ends at the gap.
 void InFlight::remove(std::size_t slot) {
   const std::size_t mask = slots_.size() - 1;
   for (std::size_t next = (slot + 1) & mask; slots_[next].flight != nullptr;
@@ -181,15 +183,15 @@ void InFlight::remove(std::size_t slot) {
   --used_;
 }
 
-void InFlight::forget(std::uint64_t number) {
+void InFlight::erase(std::uint64_t number) {
   const Flight& flight = flights_.at(number);
-  for (const Name& name : flight.own) {
+  for (const TableKey& name : flight.own) {
     const std::size_t slot = find(name);
     if (slots_[slot].flight == &flight) remove(slot);
   }
   flights_.erase(number);
-  if (slots_.size() > kSlotsKept && 8 * used_ < slots_.size()) {
-    std::size_t slots = kSlotsKept;
+  if (slots_.size() > kShrinkFrom && 8 * used_ < slots_.size()) {
+    std::size_t slots = kShrinkFrom;
     while (slots < 4 * used_) slots *= 2;
     if (slots < slots_.size()) resize(slots);
   }

@@ -18,32 +18,35 @@ namespace hps {
 namespace {
 
 constexpr std::size_t kHugePage = 2 << 20;
-constexpr int kMpolBind = 2;  // of <numaif.h>, which belongs to a library
+constexpr int kMpolBind = 2;  // MPOL_BIND of <numaif.h>, a header of libnuma
 constexpr unsigned long kNodes = 1024;
 
-std::uintptr_t rounded(std::uintptr_t at) { return (at + kHugePage - 1) / kHugePage * kHugePage; }
+std::uintptr_t round_up_to_huge_page(std::uintptr_t at) {
+  return (at + kHugePage - 1) / kHugePage * kHugePage;
+}
 
 std::string reason() { return std::strerror(errno); }
 
-// What the kernel has chosen of several words, the chosen one in brackets; empty: no such file.
-std::string chosen(const std::string& setting) {
+// The active option of a kernel setting, which the kernel shows in brackets; empty: no such file.
+std::string active_option(const std::string& setting) {
   std::ifstream file("/sys/kernel/mm/transparent_hugepage/" + setting);
   for (std::string word; file >> word;)
     if (word.front() == '[') return word.substr(1, word.size() - 2);
   return "";
 }
 
-void check_transparent() {
-  const std::string is = chosen("enabled");
-  if (is == "never" || is.empty())
-    throw std::runtime_error("the system gives no transparent huge pages: " +
-                             std::string("/sys/kernel/mm/transparent_hugepage/enabled is ") +
-                             (is.empty() ? "not there" : is + ", it must be advise or always"));
+void require_transparent_pages() {
+  const std::string active = active_option("enabled");
+  if (active == "never" || active.empty())
+    throw std::runtime_error(
+        "transparent huge pages are disabled: " +
+        std::string("/sys/kernel/mm/transparent_hugepage/enabled is ") +
+        (active.empty() ? "missing" : active + "; set it to advise or always"));
 }
 
-// A file system has a setting of its own for huge pages; what it gave, the kernel tells.
-void check_transparent_file(const volatile std::uint8_t* at) {
-  static_cast<void>(*at);  // so that the page is there
+// File systems have a separate setting for huge pages; smaps shows which pages were mapped.
+void require_transparent_mapping(const volatile std::uint8_t* at) {
+  static_cast<void>(*at);  // maps the page
   char begin[20];
   std::snprintf(begin, sizeof begin, "%lx-", reinterpret_cast<unsigned long>(at));
   std::ifstream maps("/proc/self/smaps");
@@ -55,7 +58,7 @@ void check_transparent_file(const volatile std::uint8_t* at) {
         line.find_first_of("123456789") != std::string::npos)
       return;
   throw std::runtime_error(
-      "the file system of the shared table gives no transparent huge pages; mount it with "
+      "the file system of the shared table has no transparent huge pages; mount it with "
       "huge=advise (mount -o remount,huge=advise /dev/shm)");
 }
 
@@ -63,7 +66,7 @@ void check_transparent_file(const volatile std::uint8_t* at) {
 
 Memory::Memory(std::size_t bytes, const MemoryKind& kind) : bytes_(bytes) {
   if (bytes > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
-  if (kind.pages == Pages::kTransparent && kind.file < 0) check_transparent();
+  if (kind.pages == Pages::kTransparent && kind.file < 0) require_transparent_pages();
   try {
     kind.file < 0 ? map_private(kind) : map_file(kind);
   } catch (...) {
@@ -75,14 +78,15 @@ Memory::Memory(std::size_t bytes, const MemoryKind& kind) : bytes_(bytes) {
 void Memory::map_private(const MemoryKind& kind) {
   const bool reserved = kind.pages == Pages::kReserved;
   const bool large = reserved || (bytes_ >= kHugePage && kind.pages != Pages::kSmall);
-  const std::size_t wanted = reserved ? rounded(bytes_) : bytes_ + (large ? kHugePage : 0);
+  const std::size_t wanted =
+      reserved ? round_up_to_huge_page(bytes_) : bytes_ + (large ? kHugePage : 0);
   int flags = MAP_PRIVATE | MAP_ANONYMOUS;
 #ifdef MAP_HUGETLB
   if (reserved) flags |= MAP_HUGETLB;
 #endif
   void* at = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (at == MAP_FAILED && reserved)
-    throw std::runtime_error("the system has too few reserved huge pages (" + reason() +
+    throw std::runtime_error("too few reserved huge pages (" + reason() +
                              "): " + std::to_string(wanted / kHugePage) +
                              " of 2 MiB are needed; raise vm.nr_hugepages");
   if (at == MAP_FAILED) throw std::bad_alloc();
@@ -90,9 +94,10 @@ void Memory::map_private(const MemoryKind& kind) {
   mapped_bytes_ = wanted;
   data_ = static_cast<std::uint8_t*>(at);
   if (large && !reserved) {
-    data_ = reinterpret_cast<std::uint8_t*>(rounded(reinterpret_cast<std::uintptr_t>(at)));
+    data_ = reinterpret_cast<std::uint8_t*>(
+        round_up_to_huge_page(reinterpret_cast<std::uintptr_t>(at)));
 #ifdef MADV_HUGEPAGE
-    madvise(data_, bytes_, MADV_HUGEPAGE);  // advice: no harm in a refusal
+    madvise(data_, bytes_, MADV_HUGEPAGE);  // a hint: a failure is harmless
 #endif
   }
   bind(kind.numa_node);
@@ -100,7 +105,7 @@ void Memory::map_private(const MemoryKind& kind) {
 
 void Memory::map_file(const MemoryKind& kind) {
   if (ftruncate(kind.file, static_cast<off_t>(bytes_)) != 0)
-    throw std::runtime_error("the table's file can't be made so long: " + reason());
+    throw std::runtime_error("the table's file cannot be extended: " + reason());
   void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, kind.file, 0);
   if (at == MAP_FAILED) throw std::bad_alloc();
   mapped_ = at;
@@ -109,36 +114,37 @@ void Memory::map_file(const MemoryKind& kind) {
   bind(kind.numa_node);
 #if defined(MADV_HUGEPAGE) && defined(MADV_POPULATE_WRITE)
   if (kind.pages != Pages::kSmall && madvise(at, bytes_, MADV_HUGEPAGE) == 0)
-    madvise(at, bytes_, MADV_POPULATE_WRITE);  // in huge pages; what it can't do, the next one can
+    madvise(at, bytes_,
+            MADV_POPULATE_WRITE);  // huge pages if possible; posix_fallocate below fills the rest
 #endif
-  const int refused = posix_fallocate(kind.file, 0, static_cast<off_t>(bytes_));
-  if (refused == ENOSPC || refused == ENOMEM || refused == EFBIG) throw std::bad_alloc();
-  if (refused != 0)
-    throw std::runtime_error(std::string("the table's file can't be filled: ") +
-                             std::strerror(refused));
-  if (kind.pages == Pages::kTransparent && bytes_ >= kHugePage) check_transparent_file(data_);
+  const int error = posix_fallocate(kind.file, 0, static_cast<off_t>(bytes_));
+  if (error == ENOSPC || error == ENOMEM || error == EFBIG) throw std::bad_alloc();
+  if (error != 0)
+    throw std::runtime_error(std::string("the table's file cannot be allocated: ") +
+                             std::strerror(error));
+  if (kind.pages == Pages::kTransparent && bytes_ >= kHugePage) require_transparent_mapping(data_);
 }
 
 void Memory::bind(int numa_node) {
   if (numa_node < 0) return;
   unsigned long nodes[kNodes / (8 * sizeof(unsigned long))] = {};
   const auto node = static_cast<unsigned long>(numa_node);
-  long refused = -1;
+  long error = -1;
   errno = EINVAL;
 #ifdef SYS_mbind
   if (node < kNodes) {
     nodes[node / (8 * sizeof *nodes)] |= 1UL << node % (8 * sizeof *nodes);
-    refused = syscall(SYS_mbind, mapped_, mapped_bytes_, kMpolBind, nodes, kNodes + 1, 0);
+    error = syscall(SYS_mbind, mapped_, mapped_bytes_, kMpolBind, nodes, kNodes + 1, 0);
   }
 #endif
-  if (refused != 0)
-    throw std::runtime_error("memory can't be bound to NUMA node " + std::to_string(numa_node) +
-                             " (" + reason() + "); /sys/devices/system/node lists the nodes");
+  if (error != 0)
+    throw std::runtime_error("cannot bind memory to NUMA node " + std::to_string(numa_node) + " (" +
+                             reason() + "); /sys/devices/system/node lists the nodes");
 }
 
-Memory::Memory(int file, std::size_t at_least) : bytes_(0) {
+Memory::Memory(int file, std::size_t min_bytes) : bytes_(0) {
   struct stat found{};
-  if (fstat(file, &found) != 0 || static_cast<std::size_t>(found.st_size) < at_least)
+  if (fstat(file, &found) != 0 || static_cast<std::size_t>(found.st_size) < min_bytes)
     throw std::invalid_argument("the file is too short for a table");
   bytes_ = mapped_bytes_ = static_cast<std::size_t>(found.st_size);
   void* at = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);

@@ -7,10 +7,10 @@ namespace hps {
 
 namespace {
 
-constexpr std::size_t kHeaderBytes = 9;      // version and flags
-constexpr std::size_t kLongestLine = 65536;  // a line without an end is no line
+constexpr std::size_t kHeaderBytes = 9;  // version and flags
+constexpr std::size_t kLongestLine = 65536;
 
-// The line at data without its \r\n, or nullptr while its end is not there.
+// The end of the line at `data`, before \r\n; nullptr if it is not complete.
 const char* end_of_line(const char* data, std::size_t size) {
   const char* from = data;
   const char* end = data + size;
@@ -20,11 +20,11 @@ const char* end_of_line(const char* data, std::size_t size) {
     if (at[1] == '\n') return at;
     from = at + 1;
   }
-  if (size > kLongestLine) throw ProtocolError("a reply line does not end");
+  if (size > kLongestLine) throw ProtocolError("a reply line has no end");
   return nullptr;
 }
 
-std::int64_t number(const char* from, const char* to) {
+std::int64_t parse_length(const char* from, const char* to) {
   const bool negative = from != to && *from == '-';
   if (negative) ++from;
   if (from == to || to - from > 10) throw ProtocolError("a reply has no length");
@@ -57,26 +57,26 @@ std::size_t RowReplies::feed(const char* data, std::size_t size) {
       header_.size() + (target_.versioned ? kHeaderBytes : 0) + target_.row_bytes;
   while (reply_ != replies_) {
     if (skip_ != 0) {
-      const std::size_t some = std::min(skip_, size - at);
-      at += some;
-      skip_ -= some;
+      const std::size_t skipped = std::min(skip_, size - at);
+      at += skipped;
+      skip_ -= skipped;
       if (skip_ != 0) return at;
       end_element();
       continue;
     }
-    const char* here = data + at;
+    const char* next = data + at;
     const std::size_t left = size - at;
     std::size_t used = 0;
     if (element_ < 0) {
-      used = begin_reply(here, left);
-    } else if (left >= row + 2 && std::memcmp(here, header_.data(), header_.size()) == 0) {
-      if (here[row] != '\r' || here[row + 1] != '\n')
+      used = begin_reply(next, left);
+    } else if (left >= row + 2 && std::memcmp(next, header_.data(), header_.size()) == 0) {
+      if (next[row] != '\r' || next[row + 1] != '\n')
         throw ProtocolError("a value does not end where it should");
-      store(here + header_.size(), row - header_.size(), positions_[element_]);
+      store(next + header_.size(), row - header_.size(), positions_[element_]);
       end_element();
       used = row + 2;
     } else {
-      used = element(here, left);
+      used = read_element(next, left);
     }
     if (used == 0) return at;
     at += used;
@@ -97,16 +97,16 @@ std::size_t RowReplies::begin_reply(const char* data, std::size_t size) {
     next_reply();
   } else if (*data == '+' && count < 0) {
     next_reply();
-  } else if (*data == '*' && count >= 0 && number(data + 1, end) == count) {
+  } else if (*data == '*' && count >= 0 && parse_length(data + 1, end) == count) {
     element_ = 0;
     if (count == 0) next_reply();
   } else {
-    throw ProtocolError("a reply is not the answer to what was asked");
+    throw ProtocolError("a reply does not match the request");
   }
   return used;
 }
 
-std::size_t RowReplies::element(const char* data, std::size_t size) {
+std::size_t RowReplies::read_element(const char* data, std::size_t size) {
   const char* end = end_of_line(data, size);
   if (end == nullptr) return 0;
   const std::size_t line = end + 2 - data;
@@ -115,8 +115,8 @@ std::size_t RowReplies::element(const char* data, std::size_t size) {
     end_element();
     return line;
   }
-  if (*data != '$') throw ProtocolError("an element of a reply is no value");
-  const std::int64_t length = number(data + 1, end);
+  if (*data != '$') throw ProtocolError("an element of a reply is not a value");
+  const std::int64_t length = parse_length(data + 1, end);
   if (length < 0) {
     left_.push_back(positions_[element_]);
     end_element();

@@ -1,6 +1,7 @@
-// Messages that may be anything: fuzz_codec SECONDS [SEED]. Valid messages, cut, lengthened and
-// changed at random, some with the checksum put right again so that what lies behind it is reached;
-// each in a block of its own size, so that a sanitizer sees a read past its end. make check-native.
+// Fuzzer of the codec: fuzz_codec SECONDS [SEED]. Takes valid messages, truncates, extends and
+// changes them at random, and corrects the checksum of some so that later checks are reached. Each
+// message is in a block of exactly its size, so that a sanitizer reports a read past its end. Run
+// it under sanitizers: make check-native.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -68,7 +69,7 @@ void change(Message& message, Random& random) {
   if (how == 0) message.resize(random() % (message.size() + 1));
   if (how == 1) message.resize(message.size() + 1 + random() % 40);
   for (unsigned times = how < 2 ? 0 : how - 2; times != 0 && !message.empty(); --times) {
-    // Headers are where it matters.
+    // Mostly in the header.
     const std::size_t range =
         random() % 4 != 0 ? std::min<std::size_t>(message.size(), 80) : message.size();
     message[random() % range] = static_cast<std::uint8_t>(random() % 3 == 0 ? 255 : random());
@@ -80,7 +81,7 @@ void change(Message& message, Random& random) {
   }
 }
 
-// Each message in a block of its own size.
+// Messages, each in a block of exactly its size.
 struct Batch {
   std::vector<std::unique_ptr<std::uint8_t[]>> blocks;
   std::vector<hps::Payload> payloads;
@@ -92,18 +93,19 @@ struct Batch {
   }
 };
 
-std::size_t decode_all(const Batch& batch, std::size_t longest) {
+std::size_t decode_all(const Batch& batch, std::size_t max_bytes) {
   std::vector<hps::Message> messages(batch.payloads.size());
   const auto groups =
-      hps::decode_native(batch.payloads.data(), batch.payloads.size(), longest, messages.data());
+      hps::decode_native(batch.payloads.data(), batch.payloads.size(), max_bytes, messages.data());
   std::size_t rows = 0, grouped = 0, decoded = 0;
   for (const hps::Message& each : messages) {
-    if ((each.reason == hps::Reason::kOk) != (each.group >= 0)) fail("a message without its rows");
+    if ((each.reason == hps::Reason::kOk) != (each.group >= 0))
+      fail("a valid message has no group, or a faulty one has");
     rows += each.upserts;
     decoded += each.reason == hps::Reason::kOk;
   }
   for (const hps::Group& each : groups) grouped += each.upserts;
-  if (rows != grouped) fail("rows lost between messages and tables");
+  if (rows != grouped) fail("rows of messages and of groups differ in number");
   return decoded;
 }
 
@@ -117,7 +119,7 @@ std::size_t decode_hps(const Batch& batch, const hps::HpsFormat& format) {
     hps::read_hps(payload, format, rows, keys.data(), vectors.data());
     Message again(hps::hps_bytes(format, rows));
     hps::write_hps(format, rows, keys.data(), vectors.data(), again.data());
-    if (std::memcmp(again.data(), payload.data, payload.size) != 0) fail("other bytes than read");
+    if (std::memcmp(again.data(), payload.data, payload.size) != 0) fail("re-encoded bytes differ");
     ++decoded;
   }
   return decoded;
@@ -136,21 +138,21 @@ int main(int argc, char** argv) {
   std::size_t tried = 0, decoded = 0;
   while (std::chrono::steady_clock::now() < end) {
     const hps::HpsFormat format{random() % 2 == 0 ? 8U : 4U, 4 * (1 + random() % 40), 100000};
-    Batch ours, theirs;
+    Batch native, foreign;
     for (int i = 0; i < 200; ++i) {
       Message message = native_message(random), other = hps_message(random, format);
       if (i % 4 != 0) {
         change(message, random);
         change(other, random);
       }
-      ours.add(message);
-      theirs.add(other);
+      native.add(message);
+      foreign.add(other);
     }
     tried += 400;
-    decoded += decode_all(ours, random() % 8 == 0 ? 100 : 100000) + decode_hps(theirs, format);
-    if (decode_all(theirs, 100000) != 0) fail("HPS's message taken for ours");
+    decoded += decode_all(native, random() % 8 == 0 ? 100 : 100000) + decode_hps(foreign, format);
+    if (decode_all(foreign, 100000) != 0) fail("a message in HPS's format was decoded as native");
   }
-  if (decoded == 0 || decoded == tried) fail("nothing happened");
+  if (decoded == 0 || decoded == tried) fail("the run exercised nothing");
   std::printf("%.1f M messages, %.1f M of them decoded\n", static_cast<double>(tried) / 1e6,
               static_cast<double>(decoded) / 1e6);
   return 0;

@@ -1,5 +1,5 @@
-// Fetches beside each other in single flight's table: stress_in_flight SECONDS [THREADS]. Nobody
-// may be promised a row that its owner does not keep, or another key's. Meant to be run under
+// Concurrent fetches in single flight's table: stress_in_flight SECONDS [THREADS]. A follower must
+// never be promised a row that the fetch does not keep, or another key's row. Run it under
 // sanitizers: make check-native.
 #include "hps/in_flight.hpp"
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::uint64_t kTables = 3;
 
-using Answer = std::vector<std::vector<std::int64_t>>;  // per ask, keys by place
+using Answer = std::vector<std::vector<std::int64_t>>;  // per request, keys by place
 
 void fail(const char* what) {
   std::printf("%s\n", what);
@@ -33,24 +33,24 @@ struct Stress {
   std::atomic<bool> stop{false};
 
   void fetch(std::mt19937_64& random) {
-    // Mostly small, over few keys; now and then so many that the slots are made more.
+    // Mostly small, over few keys; sometimes large enough for the table of slots to grow.
     const bool large = random() % 64 == 0;
     const std::size_t keys = large ? 5000 : 1 + random() % 100;
     std::vector<std::vector<std::int64_t>> names(kTables), missing(kTables);
-    std::vector<hps::FlightAsk> asks;
+    std::vector<hps::FlightRequest> requests;
     for (std::uint64_t t = 0; t < kTables; ++t) {
       std::int64_t key = static_cast<std::int64_t>(random() % 50);
       for (std::size_t i = 0; i < keys; ++i, key += 1 + static_cast<std::int64_t>(random() % 3)) {
         names[t].push_back(key);
         if (random() % 8 != 0) missing[t].push_back(static_cast<std::int64_t>(i));
       }
-      asks.push_back({t, names[t].data(), missing[t].data(), missing[t].size()});
+      requests.push_back({t, names[t].data(), missing[t].data(), missing[t].size()});
     }
     const std::uint64_t number = numbers++;
     hps::FlightClaim claim;
     {
       const std::lock_guard<std::mutex> held(table.lock);
-      claim = table.claim(number, asks, now());
+      claim = table.claim(number, requests, now());
     }
     std::size_t total = 0;
     for (std::uint64_t t = 0; t < kTables; ++t) {
@@ -60,12 +60,12 @@ struct Stress {
     if (random() % 4 == 0) std::this_thread::yield();
     land(number, names, random() % 8 != 0);
     for (const hps::FlightShare& share : claim.shares) {
-      total += share.mine.size();
-      left += share.mine.size();
-      copy(share, names[share.ask]);
+      total += share.positions.size();
+      left += share.positions.size();
+      copy(share, names[share.request]);
     }
     for (std::uint64_t t = 0; t < kTables; ++t) total -= missing[t].size();
-    if (total != 0) fail("a key that nobody reads, or two do");
+    if (total != 0) fail("a key was read by no fetch, or by two");
     leave(claim.shares);
   }
 
@@ -76,8 +76,9 @@ struct Stress {
       wanted = table.land(number, good ? now() + 1e-4 : 0);
     }
     if (wanted.empty()) return;
-    for (std::size_t ask = 0; ask < wanted.size(); ++ask)
-      for (std::int64_t& each : wanted[ask]) each = names[ask][static_cast<std::size_t>(each)];
+    for (std::size_t request = 0; request < wanted.size(); ++request)
+      for (std::int64_t& each : wanted[request])
+        each = names[request][static_cast<std::size_t>(each)];
     {
       const std::lock_guard<std::mutex> held(lock);
       answers[number] = std::make_shared<const Answer>(std::move(wanted));
@@ -91,15 +92,16 @@ struct Stress {
       std::unique_lock<std::mutex> held(lock);
       if (!landed.wait_for(held, std::chrono::minutes(1),
                            [&] { return answers.count(share.flight) != 0; }))
-        fail("an answer that never came");
+        fail("an answer never arrived");
       answer = answers[share.flight];
     }
-    if (share.ask != share.of) fail("a key of another table");
-    const std::vector<std::int64_t>& kept = (*answer)[share.of];
-    for (std::size_t i = 0; i < share.mine.size(); ++i) {
+    if (share.request != share.source_request) fail("a share refers to another table");
+    const std::vector<std::int64_t>& kept = (*answer)[share.source_request];
+    for (std::size_t i = 0; i < share.positions.size(); ++i) {
       const auto place = static_cast<std::size_t>(share.places[i]);
-      if (place >= kept.size()) fail("a place that was not kept");
-      if (kept[place] != keys[static_cast<std::size_t>(share.mine[i])]) fail("another key's place");
+      if (place >= kept.size()) fail("a promised place was not kept");
+      if (kept[place] != keys[static_cast<std::size_t>(share.positions[i])])
+        fail("a place holds another key's row");
     }
   }
 
@@ -140,9 +142,9 @@ int main(int argc, char** argv) {
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
   stress.stop = true;
   for (std::thread& each : threads) each.join();
-  if (stress.table.size() != 0 || !stress.answers.empty()) fail("something was never forgotten");
-  if (stress.own == 0 || stress.left == 0) fail("nothing happened");
-  std::printf("%.1f M keys read, %.1f M left to others, by %.0f thousand fetches\n",
+  if (stress.table.size() != 0 || !stress.answers.empty()) fail("an entry was never erased");
+  if (stress.own == 0 || stress.left == 0) fail("the run exercised nothing");
+  std::printf("%.1f M keys read, %.1f M left to other fetches, by %.0f thousand fetches\n",
               static_cast<double>(stress.own) / 1e6, static_cast<double>(stress.left) / 1e6,
               static_cast<double>(stress.numbers) / 1e3);
   return 0;

@@ -1,5 +1,5 @@
-// Readers beside a writer: stress SECONDS [READERS [EVICTION]]. Every row tells its key and
-// version, and so does a sum of rows, so a torn or a wrong one shows itself. Meant to be run under
+// Readers in parallel to a writer: stress SECONDS [READERS [EVICTION]]. Every row encodes its key
+// and version, and so does a sum of rows, so that torn and wrong rows are detected. Run it under
 // sanitizers: make check-native.
 #include <algorithm>
 #include <atomic>
@@ -24,17 +24,19 @@ void fail(const char* what) {
 
 constexpr std::size_t kBag = 5;
 
-// A row, of whole numbers: three parts of its version, then what follows from the first two, the
-// key and the position. That is linear, so that it holds for sums too; and small enough for sums to
-// be exact: below 2^24, or 2^11 in float16, where it is known by less of version, key and position.
+// The format of rows of whole numbers: three parts of the version, then a linear function of the
+// first two, the key and the position. So the relation also holds for sums. Numbers are small
+// enough for exact sums: below 2^24, or 2^11 in float16, where fewer bits of each are encoded.
 struct Rows {
   std::size_t bytes;
   bool halves;
 
   std::size_t dim() const { return bytes / (halves ? sizeof(hps::Half) : sizeof(float)); }
-  unsigned bits() const { return halves ? 2 : 12; }  // of a part of the version
-  std::uint64_t shown(std::uint64_t version) const { return version & ((1ULL << 3 * bits()) - 1); }
-  std::int64_t shown(std::int64_t key) const { return halves ? key & 15 : key; }
+  unsigned bits() const { return halves ? 2 : 12; }  // per part of the version
+  std::uint64_t encoded(std::uint64_t version) const {
+    return version & ((1ULL << 3 * bits()) - 1);
+  }
+  std::int64_t encoded(std::int64_t key) const { return halves ? key & 15 : key; }
   float place(std::size_t i) const { return static_cast<float>(halves ? i % 32 : i); }
 
   float number(const std::uint8_t* row, std::size_t i) const {
@@ -60,10 +62,11 @@ struct Rows {
       return static_cast<float>(version >> bits() * i & ((1U << bits()) - 1));
     };
     for (std::size_t i = 0; i < dim(); ++i)
-      put(i < 3 ? part(i) : part(0) * place(i) + part(1) + static_cast<float>(shown(key)), row, i);
+      put(i < 3 ? part(i) : part(0) * place(i) + part(1) + static_cast<float>(encoded(key)), row,
+          i);
   }
 
-  // A row, or the sum of several: of keys whose shown parts add up to `keys`.
+  // Checks a row, or the sum of rows of keys whose encoded parts add up to `keys`.
   void check_sum(std::int64_t keys, const std::uint8_t* row) const {
     const float first = number(row, 0), second = number(row, 1), sum = static_cast<float>(keys);
     for (std::size_t i = 3; i < dim(); ++i) {
@@ -73,9 +76,9 @@ struct Rows {
     }
   }
 
-  // What the row shows of its version.
+  // Checks a row and returns the encoded part of its version.
   std::uint64_t check(std::int64_t key, const std::uint8_t* row) const {
-    check_sum(shown(key), row);
+    check_sum(encoded(key), row);
     std::uint64_t version = 0;
     for (unsigned i = 0; i < 3; ++i)
       version |= static_cast<std::uint64_t>(number(row, i)) << bits() * i;
@@ -118,32 +121,33 @@ struct Soak {
     }
   }
 
-  // Sums bags of kBag keys, or their means of twice the rows; bags that lack rows are given them.
+  // Sums bags of kBag keys, or takes means of doubled rows; then supplies rows to bags that miss
+  // some.
   void pool(const std::int64_t* keys, std::size_t bags, bool mean) {
     const std::vector<float> twos(bags * kBag, 2);
-    std::vector<std::uint8_t> sums(bags * row_bytes), given(kBag * row_bytes);
+    std::vector<std::uint8_t> sums(bags * row_bytes), supplied(kBag * row_bytes);
     std::vector<std::int64_t> left(bags * kBag), again(kBag);
-    hps::PoolAsk ask{};
-    ask.keys = keys;
-    ask.hotness = kBag;
-    ask.halves = format.halves;
-    ask.last = bags;
-    ask.out = sums.data();
-    if (mean) ask.weights = ask.divisors = twos.data();
-    const std::size_t n = table.pool(ask, left.data());
+    hps::PoolRequest request{};
+    request.keys = keys;
+    request.hotness = kBag;
+    request.halves = format.halves;
+    request.last = bags;
+    request.out = sums.data();
+    if (mean) request.weights = request.divisors = twos.data();
+    const std::size_t n = table.pool(request, left.data());
     for (std::size_t bag = 0, at = 0; bag < bags; ++bag) {
       const std::size_t from = at;
       for (; at < n && left[at] < static_cast<std::int64_t>((bag + 1) * kBag); ++at)
-        format.make(keys[left[at]], at, &given[(at - from) * row_bytes]);
-      hps::PoolAsk rest = ask;
+        format.make(keys[left[at]], at, &supplied[(at - from) * row_bytes]);
+      hps::PoolRequest rest = request;
       rest.first = bag;
       rest.last = bag + 1;
-      rest.given = left.data() + from;
-      rest.n_given = at - from;
-      rest.rows = given.data();
+      rest.supplied = left.data() + from;
+      rest.n_supplied = at - from;
+      rest.rows = supplied.data();
       if (at != from && table.pool(rest, again.data()) != 0) continue;  // evicted meanwhile
       std::int64_t sum = 0;
-      for (std::size_t i = bag * kBag; i < (bag + 1) * kBag; ++i) sum += format.shown(keys[i]);
+      for (std::size_t i = bag * kBag; i < (bag + 1) * kBag; ++i) sum += format.encoded(keys[i]);
       format.check_sum(sum, &sums[bag * row_bytes]);
       ++pooled;
     }
@@ -164,7 +168,7 @@ struct Soak {
       }
       const auto seen = [&](std::size_t i, std::uint64_t version) {
         std::uint64_t& last = newest[static_cast<std::size_t>(keys[i] + 5)];
-        if (version < last) fail("an older version after a newer one");
+        if (version < last) fail("an older version was read after a newer one");
         last = version;
       };
       const unsigned verb = random() % 3;
@@ -178,18 +182,18 @@ struct Soak {
             if (!format.halves) seen(i, shown);
           }
       } else {
-        const hps::CacheAnswer answer{rows.data(), versions.data(), source.data(), 2};
+        const hps::FetchOutput output{rows.data(), versions.data(), source.data(), 2};
         const std::size_t gone =
-            table.fetch(keys.data(), missing.data(), n, 0, answer, left.data());
+            table.fetch(keys.data(), missing.data(), n, 0, output, left.data());
         std::size_t unanswered = 0;
         for (std::size_t i = 0; i < n; ++i) {
           if (source[i] == 2 &&
-              format.check(keys[i], &rows[i * row_bytes]) != format.shown(versions[i]))
-            fail("a row beside another's version");
+              format.check(keys[i], &rows[i * row_bytes]) != format.encoded(versions[i]))
+            fail("a row was returned with another's version");
           if (versions[i] != 0) seen(i, versions[i]);
           unanswered += versions[i] == 0;
         }
-        if (unanswered != gone) fail("a key both answered and left");
+        if (unanswered != gone) fail("a key was both answered and reported missing");
       }
       reads += n;
     }
@@ -215,15 +219,15 @@ void soak(double seconds, unsigned readers, hps::Eviction eviction, const Rows& 
         {soak.reads.load(), soak.writes.load(), soak.pooled.load(), soak.table.counts().evictions});
   };
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
-  // A busy machine may need longer for something of everything to happen.
+  // A busy machine may need longer until everything was exercised.
   for (int tries = 0; tries < 3000 && least() == 0; ++tries)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   soak.stop = true;
   for (std::thread& thread : threads) thread.join();
   const hps::CacheCounts counts = soak.table.counts();
   if (counts.rows + counts.tombstones > 400) fail("more rows than the capacity");
-  if (soak.table.top_k(10000).size() != counts.rows) fail("the count of rows is wrong");
-  if (least() == 0) fail("nothing happened");
+  if (soak.table.top_k(10000).size() != counts.rows) fail("the row count is wrong");
+  if (least() == 0) fail("the run exercised nothing");
   const auto millions = [](std::uint64_t n) { return static_cast<double>(n) / 1e6; };
   std::printf(
       "%s, rows of %zu %s, in millions: %.1f keys read, %.1f bags, %.1f written, %.1f evicted\n",
@@ -241,7 +245,7 @@ int main(int argc, char** argv) {
   }
   const auto readers = static_cast<unsigned>(argc > 2 ? std::atoi(argv[2]) : 2);
   const hps::Eviction eviction = eviction_of(argc > 3 ? argv[3] : "lru");
-  // Lengths with a copy of their own, and those without.
+  // Row lengths with and without specialized kernels.
   const std::vector<Rows> formats{{128, false}, {512, false}, {72, false},
                                   {64, true},   {128, true},  {72, true}};
   const auto kernels = hps::runnable_kernels();

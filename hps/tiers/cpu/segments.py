@@ -118,7 +118,7 @@ class Segments:
         if (entry["rows"], entry["eviction"], entry["dim"], entry["dtype"]) == requested:
             with contextlib.suppress(OSError, ValueError):
                 held = attach(self.path, table, entry)
-                held.mend()
+                held.repair()
                 self._entries[table] = entry
                 self.publish(table)
                 return held

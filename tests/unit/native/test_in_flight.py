@@ -110,9 +110,9 @@ def test_a_key_that_stands_twice_does_not_follow_itself(table):
 
 def test_wrong_arguments_are_refused_and_leave_nothing(table):
     claim(table, 1, 5)
-    with pytest.raises(ValueError, match="taken"):
+    with pytest.raises(ValueError, match="in use"):
         claim(table, 1, 6)
-    with pytest.raises(ValueError, match="under way"):
+    with pytest.raises(ValueError, match="in flight"):
         table.land(2, 0.0)
     for number in (1, 2):
         with pytest.raises(ValueError, match="follows"):

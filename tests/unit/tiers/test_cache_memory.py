@@ -64,7 +64,7 @@ def test_the_cache_lies_on_its_node(tmp_path, shared):
 def test_transparent_huge_pages():
     before = advised_kib()
     if "[never]" in TRANSPARENT.read_text():
-        with pytest.raises(ConfigError, match="gives no transparent huge pages"):
+        with pytest.raises(ConfigError, match="transparent huge pages are disabled"):
             full(CacheMemory(huge_pages="transparent"))
         return
     plain = full(CacheMemory(huge_pages="off"))

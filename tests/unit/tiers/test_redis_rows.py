@@ -109,7 +109,7 @@ def test_excess_reply_bytes_close_connection(extra):
 
 def test_another_answer_ends_the_connection():
     _, commands = asked(2, (0, 1))
-    with pytest.raises(Lost, match="not the answer"):
+    with pytest.raises(Lost, match="does not match the request"):
         receive_rows(ScriptedConnection(reply((5, [1, 2]))), commands, 0.0)
 
 

@@ -1,5 +1,5 @@
-// Update messages: HPS's wire format and ours, out of bytes that may be anything. The formats are
-// described byte by byte in docs/wire-format.md. Little-endian machines only, as all others here.
+// Codec of update messages, in HPS's wire format and the native one. Input bytes are untrusted. The
+// formats are described byte by byte in docs/wire-format.md. Little-endian machines only.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,13 @@
 
 namespace hps {
 
-// A message's bytes; data is nullptr where it has none (Kafka's tombstone).
+// The bytes of a message; data is nullptr if it has none (Kafka's tombstone).
 struct Payload {
   const std::uint8_t* data;
   std::size_t size;
 };
 
-// What became of a message; below kTruncated nothing is wrong with it. Numbers are part of the
+// The result of decoding a message; below kTruncated it is valid. The numbers are part of the
 // Python interface (hps.native.twin_codec.Reason).
 enum class Reason : std::uint8_t {
   kOk = 0,
@@ -32,22 +32,22 @@ enum class Reason : std::uint8_t {
   kMalformed = 22,
 };
 
-// Reason, and the byte of the payload that gave it.
+// A reason, and the position of the byte that caused it.
 struct Verdict {
   Reason reason;
   std::size_t at;
 };
 
-// --- HPS's format: "HCTR", u32 row bytes, then key and row by turns ---
+// --- HPS's format: "HCTR", u32 row bytes, then a key and a row in turn ---
 
 struct HpsFormat {
   std::size_t key_bytes;  // 8, or 4: unsigned
   std::size_t row_bytes;  // at least 1
-  std::size_t longest;    // payloads beyond are refused
+  std::size_t max_bytes;  // longer payloads are rejected
 };
 
 Verdict check_hps(const Payload& payload, const HpsFormat& format, std::size_t* rows);
-// Of a payload that check_hps found to hold `rows` rows.
+// Decodes a payload that holds `rows` rows according to check_hps.
 void read_hps(const Payload& payload, const HpsFormat& format, std::size_t rows, std::int64_t* keys,
               std::uint8_t* vectors);
 // Writes hps_bytes(format, rows) bytes.
@@ -59,12 +59,12 @@ constexpr std::size_t hps_bytes(const HpsFormat& format, std::size_t rows) {
 
 // --- The native format ---
 
-// What a message is and says of itself; the layout is part of the Python interface
+// The header fields of a message; the layout is part of the Python interface
 // (hps.native.twin_codec.MESSAGE).
 struct Message {
   Reason reason = Reason::kOk;
   std::uint8_t unused[3] = {};
-  std::int32_t group = -1;  // which rows it belongs to; -1: none
+  std::int32_t group = -1;  // the number of the group that holds its rows; -1: none
   std::uint32_t at = 0;
   std::uint32_t upserts = 0;
   std::uint32_t deletes = 0;
@@ -87,9 +87,9 @@ struct Group {
   std::unique_ptr<std::uint8_t[]> vectors;
 };
 
-// Decodes payloads[0..n) into messages[0..n) and the groups they belong to, those in the order of
-// their first message.
-std::vector<Group> decode_native(const Payload* payloads, std::size_t n, std::size_t longest,
+// Decodes payloads[0..n) into messages[0..n) and returns their groups, in the order of the groups'
+// first messages.
+std::vector<Group> decode_native(const Payload* payloads, std::size_t n, std::size_t max_bytes,
                                  Message* messages);
 
 }  // namespace hps

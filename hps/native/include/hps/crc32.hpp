@@ -1,4 +1,4 @@
-// CRC-32 as zlib computes it (IEEE 802.3, reflected), at the speed at which memory is read.
+// CRC-32 as in zlib (IEEE 802.3, reflected), at memory bandwidth.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace hps {
 
-// Of data[0..size), continuing `crc`, which is 0 at first.
+// Returns the sum of data[0..size), continuing `crc`, which is 0 at first.
 std::uint32_t crc32(const std::uint8_t* data, std::size_t size, std::uint32_t crc = 0);
 
 }  // namespace hps

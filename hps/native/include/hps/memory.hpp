@@ -1,4 +1,4 @@
-// The block of memory a table lies in.
+// The memory block of a cache table.
 #pragma once
 
 #include <cstddef>
@@ -6,25 +6,25 @@
 
 namespace hps {
 
-// Rows are read at random, and a page of 4 KiB costs a walk through the page tables for every one.
-// kTry: huge pages where the system gives them; kTransparent, kReserved: transparent ones, or those
-// set aside by vm.nr_hugepages, or an error; kSmall: none.
+// Rows are read at random, and with pages of 4 KiB each read costs a page table walk. kTry: huge
+// pages if the system gives them; kTransparent, kReserved: transparent ones, or those reserved by
+// vm.nr_hugepages, or an error; kSmall: none.
 enum class Pages : std::uint8_t { kTry, kTransparent, kReserved, kSmall };
 
 struct MemoryKind {
-  int file = -1;  // the block's file, which is made as long as it; -1: private to the process
+  int file = -1;  // descriptor, extended to the block's length; -1: private to the process
   Pages pages = Pages::kTry;
-  int numa_node = -1;  // all of it on this node's memory; -1: where the system puts it
+  int numa_node = -1;  // binds the block to this node; -1: the system chooses
 };
 
 class Memory {
  public:
-  // Zeroed, with all its pages there if it has a file, so that no use of it can fail for want of
-  // memory. Throws std::bad_alloc when there is too little, std::runtime_error, saying why, when
-  // the system refuses what `kind` wants.
+  // Allocates zeroed memory. With a file all pages are allocated now, so that later accesses cannot
+  // fail. Throws std::bad_alloc if memory is exhausted, std::runtime_error with the reason if the
+  // system refuses the pages or the node of `kind`.
   Memory(std::size_t bytes, const MemoryKind& kind);
-  // As it lies in `file`. Throws std::invalid_argument when that is shorter than `at_least`.
-  Memory(int file, std::size_t at_least);
+  // Maps all of `file`. Throws std::invalid_argument if it is shorter than `min_bytes`.
+  Memory(int file, std::size_t min_bytes);
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;

@@ -1,4 +1,4 @@
-// Several threads for one call.
+// Spreads the work of one call over several threads.
 #pragma once
 
 #include <atomic>
@@ -10,10 +10,9 @@
 namespace hps {
 
 // Calls work(piece) for every piece in [0, pieces), on this thread and up to threads - 1 others,
-// which live as long as the call: a thread costs some 20 us, so a piece should take at least as
-// long.
+// which end with the call. A thread costs some 20 us, so a piece should take at least as long.
 template <typename Work>
-void parallel(std::size_t pieces, std::size_t threads, const Work& work) {
+void parallel_for(std::size_t pieces, std::size_t threads, const Work& work) {
   std::atomic<std::size_t> next{0};
   const auto run = [&] {
     for (std::size_t piece; (piece = next.fetch_add(1, std::memory_order_relaxed)) < pieces;)
@@ -24,7 +23,7 @@ void parallel(std::size_t pieces, std::size_t threads, const Work& work) {
   try {
     for (std::size_t i = 1; i < threads && i < pieces; ++i) others.emplace_back(run);
   } catch (const std::system_error&) {
-    // No more threads to be had: those there are do the work.
+    // The system gives no more threads: the ones started do the work.
   }
   run();
   for (std::thread& other : others) other.join();

@@ -1,5 +1,5 @@
-// Memory that one thread writes while others read. The optimizer must neither tear nor repeat such
-// accesses, and ThreadSanitizer must be told that they are meant.
+// Access to memory that one thread writes while others read it. The optimizer must neither tear nor
+// repeat such accesses, and ThreadSanitizer must know that they are intended.
 //
 // Everything has internal linkage: cache_read.cpp is compiled once per instruction set, and the
 // linker must not exchange one set's functions for another's.
@@ -40,8 +40,8 @@ static inline void store_release(T& to, T value) {
   __atomic_store_n(&to, value, __ATOMIC_RELEASE);
 }
 
-// ThreadSanitizer knows no fences; it finds nothing amiss without them, because there every access
-// to shared memory is atomic by itself.
+// ThreadSanitizer does not support fences. It reports nothing without them, because under it every
+// access to shared memory is atomic.
 static inline void acquire_fence() {
 #ifndef HPS_TSAN
   std::atomic_thread_fence(std::memory_order_acquire);
@@ -54,12 +54,12 @@ static inline void release_fence() {
 #endif
 }
 
-// Keeps stores in their order as another process sees them after this one was killed: a processor
-// leaves no store undone that came before one that was done.
+// Keeps stores in program order, so that another process finds a consistent prefix of them after
+// this one was killed: a processor never drops a store that precedes a completed one.
 static inline void compiler_fence() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-// Copies of rows that may be written at the same time. The reader finds out afterwards and throws
-// the copy away, so it is an ordinary copy.
+// Copies of rows that may be written at the same time. The reader detects that afterwards and
+// discards the copy, so an ordinary memcpy will do.
 #ifdef HPS_TSAN
 static inline void copy_from_shared(std::uint8_t* to, const std::uint8_t* shared, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) to[i] = load(shared[i]);
@@ -76,7 +76,7 @@ static inline void copy_to_shared(std::uint8_t* shared, const std::uint8_t* from
 }
 #endif
 
-static inline void pause_a_little() {
+static inline void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
