@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
@@ -51,6 +53,21 @@ class TableChanges:
     versions: VersionArray
     deleted: KeyArray
     deleted_versions: VersionArray
+
+    def select(self, rows: Any, deleted: Any) -> TableChanges:
+        """The rows and the deletions that two NumPy indexes choose."""
+        return TableChanges(
+            self.keys[rows],
+            self.vectors[rows],
+            self.versions[rows],
+            self.deleted[deleted],
+            self.deleted_versions[deleted],
+        )
+
+
+def no_changes(table: EmbeddingTable) -> TableChanges:
+    keys, versions = np.empty(0, np.int64), np.empty(0, np.uint64)
+    return TableChanges(keys, np.empty((0, table.dim), table.dtype), versions, keys, versions)
 
 
 def split_position_name(name: str) -> tuple[Place, bool] | None:

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError, Future
-from typing import Protocol
+from concurrent.futures import CancelledError
 
 import numpy as np
 
 from hps.errors import Unavailable
 from hps.tiers.base import newest_of_each
 from hps.tiers.positions import TableChanges
-from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
-
-
-class CacheRefresher(Protocol):
-    """Interface that refreshes resident rows: `hps.updates.cache_writer.CacheWriter`."""
-
-    def update(
-        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
-    ) -> Future[None]: ...
-
-    def delete(
-        self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray
-    ) -> Future[None]: ...
+from hps.types import EmbeddingTable
+from hps.updates.cache_writer import CacheWriter
 
 
 def refresh(
-    caches: CacheRefresher, table: EmbeddingTable, changes: TableChanges, *, versioned: bool
+    caches: CacheWriter, table: EmbeddingTable, changes: TableChanges, *, versioned: bool
 ) -> None:
     """Change the resident rows and wait for it. Raises Unavailable when the caches are closed."""
     last = _last_changes(changes)
@@ -53,11 +41,4 @@ def _last_changes(changes: TableChanges) -> TableChanges:
     at = newest_of_each(keys, versions)
     if at is None:
         return changes
-    rows, gone = at[at < split], at[at >= split] - split
-    return TableChanges(
-        changes.keys[rows],
-        changes.vectors[rows],
-        changes.versions[rows],
-        changes.deleted[gone],
-        changes.deleted_versions[gone],
-    )
+    return changes.select(at[at < split], at[at >= split] - split)

@@ -15,10 +15,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from hps.errors import BadRequest, Unavailable, Unsupported
+from hps.observability.meters import UpdateMeter
 from hps.tiers.positions import TableChanges
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray, version_unix_ms
-from hps.updates.cache_refresh import CacheRefresher, refresh
-from hps.updates.ingestor import IngestObserver
+from hps.updates.cache_refresh import refresh
+from hps.updates.cache_writer import CacheWriter
 from hps.updates.stream_positions import FedStore
 from hps.updates.version_clock import VersionClock
 
@@ -35,8 +36,8 @@ class DirectWriter:
     def __init__(
         self,
         stores: Sequence[FedStore],
-        caches: CacheRefresher,
-        observe: IngestObserver,
+        caches: CacheWriter,
+        observe: UpdateMeter,
         fixed: Collection[EmbeddingTable] = (),
     ) -> None:
         self._stores = tuple(stores)

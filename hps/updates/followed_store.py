@@ -11,7 +11,7 @@ again. Two rules prevent that:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from hps.errors import HpsError, TierError
 from hps.tiers.base import FetchContext, Part, Tier
@@ -19,7 +19,13 @@ from hps.tiers.positions import Applied, Place, StreamPosition
 from hps.tiers.wrappers import TierWrapper
 from hps.types import EmbeddingTable
 from hps.updates.source import TableUpdate
-from hps.updates.stream_positions import Contained, FedStore, Readers, describe_loss
+from hps.updates.stream_positions import (
+    Contained,
+    FedStore,
+    Readers,
+    StreamPositions,
+    describe_loss,
+)
 
 OtherWriter = Callable[[Place], int | None]
 """``other_writer(place)``: the offset up to which a writer that keeps no positions in the store has applied a
@@ -90,7 +96,7 @@ class FollowedStore(TierWrapper):
         return 0 if _differ(seen.topic_id, topic_id) else seen.offset
 
     def loss(self) -> str:
-        """See `StreamPositions`. Each call checks one table; progress then falls back to the store's."""
+        """See `StreamPositions`. After a loss, progress falls back to the store's."""
         if not self._to_check:
             self._to_check.extend(self._stored)
         try:
@@ -130,7 +136,7 @@ class FollowedStore(TierWrapper):
             }
 
 
-class FollowedPositions:
+class FollowedPositions(StreamPositions):
     """`StreamPositions` of a reader that refreshes caches after ``followed`` was fed.
 
     ``other_writer``: the positions of a writer that keeps none in the store, such as HPS; None if there
@@ -144,40 +150,29 @@ class FollowedPositions:
         other_writer: OtherWriter | None,
     ) -> None:
         self._followed = followed
-        self._readers = readers
+        self.readers = readers
         self._contained = contained
         self._other_writer = other_writer
         self._topic_ids: dict[Place, str] = {}
-        self.stores: Sequence[FedStore] = ()
         self.versioned = followed.versioned
-        self.loss = followed.loss
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
-        """See `StreamPositions`.
+        """Compare as `StreamPositions.identify` does.
 
         The store's writer records the topic's id in the store. Until then the store counts as having
         none of the topic's updates."""
         place = topic, partition
         self._topic_ids[place] = topic_id
-        tables = self._readers(topic)
+        tables = self.readers(topic)
         ahead = [table for table in tables if self._followed.progress(table).get(place)]
         if not any(self._followed.reached(table, place, 0, topic_id) == 0 for table in ahead):
             return False
         self.restart(topic, partition)
         return True
 
-    def furthest(self, topic: str, partition: int) -> int:
-        offsets = (self._position(table, topic, partition) for table in self._readers(topic))
-        return max((offset or 0 for offset in offsets), default=0)
-
     def restart(self, topic: str, partition: int) -> None:
-        for table in self._readers(topic):
+        for table in self.readers(topic):
             self._followed.progress(table)[topic, partition] = 0
-
-    def start_offset(self, topic: str, partition: int) -> int | None:
-        offsets = [self._position(table, topic, partition) for table in self._readers(topic)]
-        known = [offset for offset in offsets if offset is not None]
-        return min(known) if known and len(known) == len(offsets) else None
 
     def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
         name = self._followed.name
@@ -200,21 +195,16 @@ class FollowedPositions:
                 )
         return ""
 
-    def positions_to_record(
-        self, table: EmbeddingTable, positions: Sequence[StreamPosition]
-    ) -> list[StreamPosition]:
-        return []
-
     def mark_applied(
         self, positions: Sequence[StreamPosition], recorded: set[EmbeddingTable]
     ) -> None:
         for position in positions:
             place = position.topic, position.partition
-            for table in self._readers(position.topic):
+            for table in self.readers(position.topic):
                 self._followed.progress(table)[place] = position.offset
 
-    def unrecorded(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
-        return iter(())
+    def loss(self) -> str:
+        return self._followed.loss()
 
     def _reached(self, table: EmbeddingTable, place: Place, offset: int) -> int | None:
         reached = self._followed.reached(table, place, offset, self._topic_ids.get(place, ""))
@@ -223,9 +213,14 @@ class FollowedPositions:
             reached = other if reached is None else max(reached, other or 0)
         return reached
 
-    def _position(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
-        offset = self._followed.progress(table).get((topic, partition))
-        return self._contained(table, topic, partition) if offset is None else offset
+    def _positions(self, topic: str, partition: int) -> list[int | None]:
+        offsets = []
+        for table in self.readers(topic):
+            offset = self._followed.progress(table).get((topic, partition))
+            if offset is None:
+                offset = self._contained(table, topic, partition)
+            offsets.append(offset)
+        return offsets
 
 
 def _differ(one: str, other: str) -> bool:

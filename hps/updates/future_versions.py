@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 
-from hps.tiers.positions import TableChanges
 from hps.types import make_version
 from hps.updates.source import TableUpdate
 
@@ -30,12 +29,5 @@ def drop_future_versions(
     numbers = update.numbers[ahead].tolist()
     if ahead.all():
         return None, numbers
-    row, down = ~ahead[of_row], ~ahead[of_gone]
-    kept = TableChanges(
-        changes.keys[row],
-        changes.vectors[row],
-        changes.versions[row],
-        changes.deleted[down],
-        changes.deleted_versions[down],
-    )
+    kept = changes.select(~ahead[of_row], ~ahead[of_gone])
     return TableUpdate(update.table, kept, messages[~ahead], update.numbers[~ahead]), numbers

@@ -23,14 +23,15 @@ from itertools import count
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hps.backoff import Backoff
 from hps.errors import HpsError, Unavailable
-from hps.tiers.positions import StreamPosition, TableChanges
+from hps.observability.meters import UpdateMeter
+from hps.tiers.positions import StreamPosition, TableChanges, no_changes
 from hps.tracing import recorder
 from hps.types import EmbeddingTable
-from hps.updates.cache_refresh import CacheRefresher, refresh
+from hps.updates.cache_refresh import refresh
+from hps.updates.cache_writer import CacheWriter
 from hps.updates.source import DeadLetter, TableUpdate, UpdateBatch, UpdateSource
 from hps.updates.stream_positions import FedStore, StreamPositions
 
@@ -59,24 +60,6 @@ class DeadLetters(Protocol):
         ...
 
 
-class IngestObserver(Protocol):
-    """Counts (`hps.observability.meters.UpdateMeter`); called on the ingestor's thread."""
-
-    def applied(self, table: EmbeddingTable, result: str, rows: int) -> None:
-        """Count ``rows`` by ``result``: upserted, deleted, not_finite or expired."""
-        ...
-
-    def visible(self, table: EmbeddingTable, tier: str, made_s: NDArray[np.float64]) -> None:
-        """Record that ``tier`` has the rows of messages made at ``made_s (k,)``, in Unix seconds."""
-        ...
-
-    def took(self, seconds: float) -> None:
-        """Record that a batch was in all stores and caches after ``seconds``, waits for a store included."""
-        ...
-
-    def dead(self, reason: str) -> None: ...
-
-
 class Ingestor:
     """Applies the batches of ``source`` to the stores of ``positions``, then to ``caches``.
 
@@ -90,9 +73,9 @@ class Ingestor:
         source: UpdateSource,
         tables: Mapping[str, EmbeddingTable],
         positions: StreamPositions,
-        caches: CacheRefresher | None,
+        caches: CacheWriter | None,
         dead_letters: DeadLetters,
-        observe: IngestObserver,
+        observe: UpdateMeter,
     ) -> None:
         self._source = source
         self._tables = tables
@@ -195,7 +178,7 @@ class Ingestor:
         """Record the stream positions of tables that had no rows lately in the stores."""
         for table, positions in self._positions.unrecorded():
             for each in self._stores:
-                self._write(each, table, _no_changes(table), positions)
+                self._write(each, table, no_changes(table), positions)
         self._recorded_at = time.monotonic()
 
     def close(self) -> None:
@@ -287,9 +270,3 @@ def _batch_span(batch: UpdateBatch) -> AbstractContextManager[object]:
     span = spans.batch("ingest", batch.traceparents)
     span.note(rows=batch.rows, dead=len(batch.dead))
     return span.whole()
-
-
-def _no_changes(table: EmbeddingTable) -> TableChanges:
-    no_keys, no_versions = np.empty(0, np.int64), np.empty(0, np.uint64)
-    no_rows = np.empty((0, table.dim), table.dtype)
-    return TableChanges(no_keys, no_rows, no_versions, no_keys, no_versions)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from hps.errors import HpsError
 from hps.tiers.positions import Place, PositionedStore, StreamPosition
@@ -30,70 +30,74 @@ class FedStore:
     versioned: bool = True
 
 
-class StreamPositions(Protocol):
-    """Positions of one reader's streams, used by its source and its ingestor on one thread."""
+class StreamPositions(ABC):
+    """Positions of one reader's streams, used by its source and its ingestor on one thread.
 
-    @property
-    def stores(self) -> Sequence[FedStore]:
-        """Stores that the reader writes."""
-        ...
+    ``stores``: those that the reader writes. ``readers``: the tables that a topic may change.
+    ``versioned``: all stores, also those that others write, keep a version per row."""
 
-    @property
-    def versioned(self) -> bool:
-        """True if all stores, also those that others write, keep a version per row."""
-        ...
+    stores: Sequence[FedStore] = ()
+    readers: Readers
+    versioned: bool
 
+    @abstractmethod
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
         """Compare the positions' topic with Kafka's ``topic_id``; True if the topic was created again.
 
         The positions are then set to the partition's first message. Raises TierError."""
-        ...
 
-    def furthest(self, topic: str, partition: int) -> int:
-        """Return the highest recorded position. Raises TierError.
-
-        The partition has had that many messages.
-        """
-        ...
-
+    @abstractmethod
     def restart(self, topic: str, partition: int) -> None:
         """Set all positions to the partition's first message. Raises TierError."""
-        ...
 
-    def start_offset(self, topic: str, partition: int) -> int | None:
-        """Offset from which updates of the partition may be missing; None: perhaps all of them.
-
-        The source continues there. Raises TierError."""
-        ...
-
-    def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
-        """Reason why ``update`` must not reach the caches yet; empty when it may."""
-        ...
-
-    def positions_to_record(
-        self, table: EmbeddingTable, positions: Sequence[StreamPosition]
-    ) -> list[StreamPosition]:
-        """Positions for a store to record with the last rows of ``table`` in a batch up to ``positions``."""
-        ...
-
+    @abstractmethod
     def mark_applied(
         self, positions: Sequence[StreamPosition], recorded: set[EmbeddingTable]
     ) -> None:
         """Record that everything up to ``positions`` is applied.
 
         The stores of the tables in ``recorded`` have recorded it already."""
-        ...
 
-    def unrecorded(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
-        """Positions still to be recorded for tables without new rows; each is yielded once."""
-        ...
-
+    @abstractmethod
     def loss(self) -> str:
         """Reason why the source must restart; empty if it need not.
 
         It must when a store has less of a partition than before, as one that came back without its
-        rows. Each call checks one partition, in turn."""
-        ...
+        rows. Each call checks one partition or table, in turn."""
+
+    @abstractmethod
+    def _positions(self, topic: str, partition: int) -> list[int | None]:
+        """Position of each store and table, or else what the table's files contain, if known."""
+
+    def furthest(self, topic: str, partition: int) -> int:
+        """Return the highest recorded position: the partition has had that many messages.
+
+        Raises TierError."""
+        return max((offset or 0 for offset in self._positions(topic, partition)), default=0)
+
+    def start_offset(self, topic: str, partition: int) -> int | None:
+        """Offset from which updates of the partition may be missing; None: perhaps all of them.
+
+        The source continues there. Raises TierError."""
+        offsets = self._positions(topic, partition)
+        known = [offset for offset in offsets if offset is not None]
+        return min(known) if known and len(known) == len(offsets) else None
+
+    def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
+        """Reason why ``update`` must not reach the caches yet; empty when it may.
+
+        It always may where the reader writes the stores before the caches."""
+        return ""
+
+    def positions_to_record(
+        self, table: EmbeddingTable, positions: Sequence[StreamPosition]
+    ) -> list[StreamPosition]:
+        """Positions for a store to record with the last rows of ``table`` in a batch up to ``positions``."""
+        return []
+
+    def unrecorded(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
+        """Positions still to be recorded for tables without new rows; each is yielded once."""
+        return iter(())
 
 
 def describe_loss(store: str, place: Place, offset: int, reached: int) -> str:
@@ -109,7 +113,7 @@ def _unknown(_table: EmbeddingTable, _topic: str, _partition: int) -> int | None
     return None
 
 
-class StoreStreamPositions:
+class StoreStreamPositions(StreamPositions):
     """`StreamPositions` in ``stores``, which one thread feeds.
 
     ``contained``: the start position of a store that has applied nothing yet."""
@@ -117,20 +121,15 @@ class StoreStreamPositions:
     def __init__(
         self, stores: Sequence[FedStore], readers: Readers, contained: Contained = _unknown
     ) -> None:
-        self.stores: Sequence[FedStore] = tuple(stores)
+        self.stores = tuple(stores)
+        self.versioned = all(each.versioned for each in self.stores)
         self.readers = readers
         self._files_contain = contained
         self._restarted: set[Place] = set()
         self._unrecorded: dict[EmbeddingTable, dict[Place, StreamPosition]] = {}
         self._reached: dict[Place, int] = {}  # offsets that every store must have
 
-    @property
-    def versioned(self) -> bool:
-        """See `StreamPositions`."""
-        return all(each.versioned for each in self.stores)
-
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
-        """See `StreamPositions`."""
         found = False
         for store, table in self._fed(topic):
             if store.identify(table, topic, partition, topic_id):
@@ -138,18 +137,7 @@ class StoreStreamPositions:
                 self.restart(topic, partition)
         return found
 
-    def furthest(self, topic: str, partition: int) -> int:
-        """See `StreamPositions`."""
-        return max(
-            (
-                self._applied_in(store, table, topic, partition) or 0
-                for store, table in self._fed(topic)
-            ),
-            default=0,
-        )
-
     def restart(self, topic: str, partition: int) -> None:
-        """See `StreamPositions`."""
         place = (topic, partition)
         self._restarted.add(place)
         self._reached[place] = 0
@@ -159,20 +147,14 @@ class StoreStreamPositions:
             store.restart(table, topic, partition)
 
     def start_offset(self, topic: str, partition: int) -> int | None:
-        """See `StreamPositions`. None also without stores."""
-        offset = self._applied(topic, partition)
+        offset = super().start_offset(topic, partition)
         if self.readers(topic):
             self._reached[topic, partition] = offset or 0
         return offset
 
-    def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
-        """Always empty: this reader writes the stores before the caches."""
-        return ""
-
     def positions_to_record(
         self, table: EmbeddingTable, positions: Sequence[StreamPosition]
     ) -> list[StreamPosition]:
-        """See `StreamPositions`."""
         late = self._unrecorded.pop(table, {})
         now = {(p.topic, p.partition): p for p in positions if table in self.readers(p.topic)}
         noted = []
@@ -187,7 +169,6 @@ class StoreStreamPositions:
     def mark_applied(
         self, positions: Sequence[StreamPosition], recorded: set[EmbeddingTable]
     ) -> None:
-        """See `StreamPositions`."""
         for position in positions:
             place = (position.topic, position.partition)
             tables = self.readers(position.topic)
@@ -200,18 +181,16 @@ class StoreStreamPositions:
                     unrecorded[place] = replace(position, continues_from=since)
 
     def unrecorded(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
-        """See `StreamPositions`."""
         while self._unrecorded:
             table = next(iter(self._unrecorded))
             yield table, self.positions_to_record(table, ())
 
     def loss(self) -> str:
-        """See `StreamPositions`."""
         if not (self.stores and self._reached):
             return ""
         place = next(iter(self._reached))
         try:
-            offset = self._applied(*place) or 0
+            offset = super().start_offset(*place) or 0
         except HpsError:
             return ""  # an unavailable store is checked later
         reached = self._reached.pop(place)
@@ -231,15 +210,11 @@ class StoreStreamPositions:
             return None
         return self._files_contain(table, topic, partition)
 
-    def _applied(self, topic: str, partition: int) -> int | None:
-        offsets = [
-            self._applied_in(store, table, topic, partition) for store, table in self._fed(topic)
-        ]
-        known = [offset for offset in offsets if offset is not None]
-        return min(known) if known and len(known) == len(offsets) else None
-
-    def _applied_in(
-        self, store: PositionedStore, table: EmbeddingTable, topic: str, partition: int
-    ) -> int | None:
-        applied = store.applied(table, topic, partition)
-        return self._contained(table, topic, partition) if applied is None else applied
+    def _positions(self, topic: str, partition: int) -> list[int | None]:
+        offsets = []
+        for store, table in self._fed(topic):
+            applied = store.applied(table, topic, partition)
+            if applied is None:
+                applied = self._contained(table, topic, partition)
+            offsets.append(applied)
+        return offsets

@@ -5,36 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from hps.errors import Unavailable
 from hps.tiers.positions import Place
 from hps.updates.arrival_times import ArrivalTimes
 from hps.updates.kafka.cluster import KafkaCluster
+from hps.updates.kafka.source import KafkaSource
 
 log = logging.getLogger(__name__)
-
-
-class KafkaReader(Protocol):
-    """The reader: `hps.updates.kafka.source.KafkaSource`. Any thread may call."""
-
-    def applied(self) -> Mapping[Place, int]:
-        """Offset up to which the stores have each of the reader's partitions."""
-        ...
-
-    def lag(self) -> Mapping[Place, int] | None:
-        """Lag by partition; None while the reader's partitions, or their start offsets, are unknown."""
-        ...
-
-    def record_ends(self, ends: Mapping[Place, int]) -> None:
-        """Record end offsets of the reader's partitions."""
-        ...
 
 
 class PendingMessages:
     """`hps.updates.arrival_times.PendingUpdates` of ``topics``, some of which may not exist yet."""
 
-    def __init__(self, cluster: KafkaCluster, reader: KafkaReader, topics: Sequence[str]) -> None:
+    def __init__(self, cluster: KafkaCluster, reader: KafkaSource, topics: Sequence[str]) -> None:
         self._cluster = cluster
         self._reader = reader
         self._arrivals = ArrivalTimes()

@@ -109,16 +109,7 @@ def split_by_partition(
         some = order[ends[number] : ends[number + 1]]
         lost = gone[gone_ends[number] : gone_ends[number + 1]]
         if len(some) or len(lost):
-            yield (
-                number,
-                TableChanges(
-                    changes.keys[some],
-                    changes.vectors[some],
-                    changes.versions[some],
-                    changes.deleted[lost],
-                    changes.deleted_versions[lost],
-                ),
-            )
+            yield number, changes.select(some, lost)
 
 
 def partition_of(keys: KeyArray, groups: int, partitions: int) -> IndexArray:

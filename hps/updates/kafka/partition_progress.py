@@ -41,7 +41,7 @@ class AssignedPartitions:
 
     def applied(self) -> dict[Place, int]:
         """Offset up to which the stores have the messages that Kafka keeps, by partition."""
-        return {place: max(each.applied, each.low) for place, each in dict(self._progress).items()}
+        return {place: each.reached for place, each in dict(self._progress).items()}
 
     def waiting(self) -> dict[Place, int]:
         """Number of unapplied messages, by partition."""

@@ -15,6 +15,7 @@ import confluent_kafka as ck
 
 from hps.config.update_settings import KafkaSettings
 from hps.errors import BadRequest, ConfigError, Unavailable
+from hps.observability.meters import StreamMeter
 from hps.tiers.positions import Place, StreamPosition
 from hps.tracing import recorder
 from hps.updates.kafka.assignment import AllPartitions, GroupMember, PartitionAssignment
@@ -25,8 +26,9 @@ from hps.updates.kafka.credentials import SaslCredentials
 from hps.updates.kafka.hps_group import hps_group
 from hps.updates.kafka.message_decoder import MessageDecoder, traceparents
 from hps.updates.kafka.partition_progress import AssignedPartitions
-from hps.updates.kafka.start_positions import StartPositions, StorePositions, StreamObserver
+from hps.updates.kafka.start_positions import StartPositions
 from hps.updates.source import UpdateBatch
+from hps.updates.stream_positions import StreamPositions
 from hps.updates.topics import TopicTables
 
 log = logging.getLogger(__name__)
@@ -52,8 +54,8 @@ class KafkaSource:
         settings: KafkaSettings,
         group: str,
         topics: TopicTables,
-        positions: StorePositions,
-        observe: StreamObserver,
+        positions: StreamPositions,
+        observe: StreamMeter,
         *,
         member: str | None = None,
         since_s: float | None = None,

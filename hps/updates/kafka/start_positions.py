@@ -5,48 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import confluent_kafka as ck
 
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
+from hps.observability.meters import StreamMeter
 from hps.tiers.positions import Place
 from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import ANSWER_S
 from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.hps_group import committed_by, committed_offsets
-from hps.updates.stream_positions import Readers
+from hps.updates.stream_positions import Readers, StreamPositions
 
 log = logging.getLogger(__name__)
-
-
-class StorePositions(Protocol):
-    """The stores' positions: `hps.updates.stream_positions.StoreStreamPositions`.
-
-    Methods raise TierError."""
-
-    def identify(self, topic: str, partition: int, topic_id: str) -> bool: ...
-
-    def furthest(self, topic: str, partition: int) -> int: ...
-
-    def restart(self, topic: str, partition: int) -> None: ...
-
-    def start_offset(self, topic: str, partition: int) -> int | None: ...
-
-
-class StreamObserver(Protocol):
-    """Counters by topic."""
-
-    def lost(self, topic: str, messages: int) -> None:
-        """Count ``messages`` that Kafka deleted before they were applied."""
-        ...
-
-    def restarted(self, topic: str) -> None:
-        """Count a partition that is read from its first message again.
-
-        It does not continue the stores' positions."""
-        ...
 
 
 @dataclass(slots=True)
@@ -67,7 +39,7 @@ class PartitionProgress:
     @property
     def waiting(self) -> int:
         """Number of unapplied messages."""
-        return max(0, self.end - max(self.applied, self.low))
+        return max(0, self.end - self.reached)
 
     def go_to(self, offset: int) -> None:
         """Continue at ``offset``; messages before it count as applied."""
@@ -95,9 +67,9 @@ class StartPositions:
         group: str,
         hps: str,
         tables: Readers,
-        positions: StorePositions,
+        positions: StreamPositions,
         since_s: float | None,
-        observe: StreamObserver,
+        observe: StreamMeter,
     ) -> None:
         self._settings = settings
         self._group = group

@@ -2,10 +2,9 @@
 
 import pytest
 
-from hps.tiers.positions import StreamPosition
+from hps.tiers.positions import StreamPosition, no_changes
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable
-from hps.updates.ingestor import _no_changes
 from hps.updates.stream_positions import FedStore, StoreStreamPositions
 
 ITEMS, USERS = (
@@ -30,7 +29,7 @@ def places_of(store, contained=lambda *_: None) -> StoreStreamPositions:
 
 def note(store, places, table, position):
     for each in places.positions_to_record(table, [position]):
-        store.apply(table, _no_changes(table), [each])
+        store.apply(table, no_changes(table), [each])
 
 
 def test_all_tables_restart_when_one_was_fed_by_another_topic(store):
