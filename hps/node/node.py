@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from hps.node.tier_status import hot_keys
 from hps.tiers.node import NodeServer
 from hps.types import LookupRequest, LookupResult
 from hps.updates.cache_writer import CacheWriter
+
+if TYPE_CHECKING:
+    from hps.tiers.rocksdb import CheckpointFolder
 
 __all__ = ["ModelController", "Node", "ServedModel"]
 
@@ -38,12 +41,6 @@ class ModelController(Protocol):
     def load(self, name: str, version: int | None = None) -> int: ...
 
     def unload(self, name: str) -> None: ...
-
-
-class CheckpointMaker(Protocol):
-    """Keeps copies of a database: `hps.tiers.rocksdb.checkpoint_folder.CheckpointFolder`."""
-
-    def add(self, keep: int) -> Path: ...
 
 
 @dataclass(slots=True, repr=False, kw_only=True)
@@ -65,7 +62,7 @@ class Node(OpenModels):
     socket: NodeServer | None = None
     """Socket for attached processes; None if `server.runtime` is not set."""
     control: ModelController | None = None
-    checkpoints: CheckpointMaker | None = None
+    checkpoints: CheckpointFolder | None = None
     """Checkpoints of its RocksDB; None if `tiers.rocksdb.checkpoints` is not set."""
     _turn: Iterator[int] = field(default_factory=count)
 
