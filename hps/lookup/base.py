@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
 from hps.config.ps_json.tables import is_fused
-from hps.tracing import RequestContext
+from hps.tracing import RequestContext, span_until_done
 from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult, Pooling
 
 
@@ -108,14 +110,28 @@ class PreparedSubmit(Protocol):
     ) -> Future[LookupResult]: ...
 
 
+class PreparedRequest:
+    """Makes requests that differ from ``request`` only in keys, deadline and context."""
+
+    def __init__(self, request: LookupRequest) -> None:
+        self._batches = [(name, keys.batch) for name, keys in request.features.items()]
+        self._bare = replace(request, features={})
+
+    def request(
+        self, keys: Sequence[KeyArray], deadline: float | None, origin: RequestContext | None
+    ) -> LookupRequest:
+        features = {
+            name: JaggedKeys(flat, batch)
+            for (name, batch), flat in zip(self._batches, keys, strict=True)
+        }
+        return replace(self._bare, features=features, deadline=deadline, origin=origin)
+
+
 class Lookup(Protocol):
     """Lookup of vectors, local or remote. Thread-safe."""
 
-    @property
-    def features(self) -> Mapping[str, Feature]: ...
-
-    @property
-    def tables(self) -> Mapping[str, EmbeddingTable]: ...
+    features: Mapping[str, Feature]
+    tables: Mapping[str, EmbeddingTable]
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         """Start a lookup; the future is already done if no store was needed.
@@ -136,4 +152,24 @@ class Lookup(Protocol):
 
     def lookup(self, request: LookupRequest) -> LookupResult:
         """Like ``submit``, but wait for the result."""
-        ...
+        return self.submit(request).result()
+
+
+def submit_in_span(
+    model: str, request: LookupRequest, submit: Callable[[LookupRequest], Future[LookupResult]]
+) -> Future[LookupResult]:
+    """Call ``submit(request)``, in a span of the request's trace if that is recorded."""
+    origin = request.origin
+    if origin is None or not origin.is_recorded:
+        return submit(request)
+    span = origin.begin("lookup")
+    span.note(model=model, keys=sum(len(keys.keys) for keys in request.features.values()))
+    return span_until_done(span, partial(submit, replace(request, origin=span)), _span_attributes)
+
+
+def _span_attributes(result: LookupResult) -> dict[str, Any]:
+    return {"defaulted": result.defaulted, "degraded": ",".join(result.degraded)}
+
+
+def is_past(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() > deadline

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from hps.lookup.base import Feature, Lookup, PreparedSubmit
+from hps.lookup.base import Lookup, PreparedRequest, PreparedSubmit
 from hps.lookup.batching import Batcher, BatchLimits, BatchSize
 from hps.lookup.lookup_merge import MergedLookup, check_mergeable, merge_key
 from hps.threads import CompletedFuture, chain_future
 from hps.tracing import RequestContext, shared_span, span_until_done
-from hps.types import EmbeddingTable, JaggedKeys, KeyArray, LookupRequest, LookupResult
+from hps.types import JaggedKeys, KeyArray, LookupRequest, LookupResult
 
 
-class BatchedLookup:
+class BatchedLookup(Lookup):
     """Answers several requests with one call of ``lookup``; see `Batcher`. Thread-safe.
 
     Results are bit-identical to those of single requests, except `degraded`, which is the batch's."""
@@ -28,21 +27,10 @@ class BatchedLookup:
         observe: Callable[[float], None] = lambda _requests: None,
     ) -> None:
         self._lookup = lookup
+        self.features, self.tables = lookup.features, lookup.tables
         self._batcher: Batcher[LookupRequest, LookupResult] = Batcher(
             _LookupWork(lookup), limits, observe
         )
-
-    @property
-    def features(self) -> Mapping[str, Feature]:
-        return self._lookup.features
-
-    @property
-    def tables(self) -> Mapping[str, EmbeddingTable]:
-        return self._lookup.tables
-
-    def lookup(self, request: LookupRequest) -> LookupResult:
-        """See ``Lookup.lookup``."""
-        return self.submit(request).result()
 
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         """See ``Lookup.submit``."""
@@ -51,8 +39,7 @@ class BatchedLookup:
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
         submit_one, batcher = self._lookup.prepare(request), self._batcher
-        batches = [(name, keys.batch) for name, keys in request.features.items()]
-        bare = replace(request, features={})
+        prepared = PreparedRequest(request)
 
         def submit(
             keys: Sequence[KeyArray],
@@ -62,12 +49,7 @@ class BatchedLookup:
         ) -> Future[LookupResult]:
             if batcher.is_idle:
                 return batcher.track(submit_one(keys, deadline, origin))
-            features = {
-                name: JaggedKeys(mine, batch)
-                for (name, batch), mine in zip(batches, keys, strict=True)
-            }
-            full_request = replace(bare, features=features, deadline=deadline, origin=origin)
-            return batcher.submit(full_request)
+            return batcher.submit(prepared.request(keys, deadline, origin))
 
         return submit
 

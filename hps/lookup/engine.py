@@ -8,20 +8,24 @@ on another bounded pool. So an event loop may call ``submit``. Keys that a store
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 from hps.errors import DeadlineExceeded
-from hps.lookup.base import Feature, LookupModel, PreparedSubmit
+from hps.lookup.base import (
+    Lookup,
+    LookupModel,
+    PreparedRequest,
+    PreparedSubmit,
+    is_past,
+    submit_in_span,
+)
 from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets
 from hps.lookup.fast_path import FastPath
 from hps.lookup.feature_groups import FeatureGroupCache
-from hps.lookup.lookup_job import FullLookupJob, LookupJob
-from hps.lookup.lookup_span import submit_in_span
+from hps.lookup.lookup_job import FullLookupJob, LookupJob, TableKeys, make_table_keys
 from hps.lookup.partial_hits import PartialHit, PartialHitJob
-from hps.lookup.table_keys import TableKeys, make_table_keys
 from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
 from hps.threads import BoundedThreadPool, CompletedFuture, LookupPools, chain_future
@@ -31,7 +35,6 @@ from hps.tracing import RequestContext, call_timed
 from hps.types import (
     EmbeddingTable,
     IndexArray,
-    JaggedKeys,
     KeyArray,
     LookupRequest,
     LookupResult,
@@ -46,7 +49,7 @@ _REFETCH_AFTER_S = 0.002
 Promote = Callable[[EmbeddingTable, KeyArray], None]
 
 
-class LookupEngine:
+class LookupEngine(Lookup):
     """Serves one model. Thread-safe; keeps no state of a request.
 
     ``promote`` must not block; ``caches`` and ``stores`` are the two stages of tiers; ``workers`` is one
@@ -63,6 +66,7 @@ class LookupEngine:
         meter: LookupMeter | None = None,
     ) -> None:
         self.model = model
+        self.features, self.tables = model.features, model.tables
         self._caches = caches
         self._stores = stores
         self._stores_block = stores.info.blocking
@@ -76,18 +80,6 @@ class LookupEngine:
         if tier := fused_lookup_of(caches):
             self._fast_path = FastPath(model, tier, self._groups, self._meter, INLINE_KEYS)
 
-    @property
-    def features(self) -> Mapping[str, Feature]:
-        return self.model.features
-
-    @property
-    def tables(self) -> Mapping[str, EmbeddingTable]:
-        return self.model.tables
-
-    def lookup(self, request: LookupRequest) -> LookupResult:
-        """Answer ``request``; wait for stores if needed. Raises what ``submit`` and its future raise."""
-        return self.submit(request).result()
-
     def submit(self, request: LookupRequest) -> Future[LookupResult]:
         """Start a lookup; see ``Lookup.submit``. A request may name any of the model's features.
 
@@ -97,7 +89,7 @@ class LookupEngine:
 
     def _submit(self, request: LookupRequest) -> Future[LookupResult]:
         prepared = self._fast_path.prepare(request) if self._fast_path else None
-        if prepared is None or _is_past(request.deadline):
+        if prepared is None or is_past(request.deadline):
             return self._slow_path(request)
         keys = [keys.keys for keys in request.features.values()]
         if prepared.inline:
@@ -114,8 +106,7 @@ class LookupEngine:
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""
         prepared = self._fast_path.prepare(request) if self._fast_path else None
-        batches = [(name, keys.batch) for name, keys in request.features.items()]
-        bare = replace(request, features={})
+        prepared_request = PreparedRequest(request)
         from_memory = prepared if prepared is not None and prepared.inline else None
 
         def submit(
@@ -125,16 +116,11 @@ class LookupEngine:
             /,
         ) -> Future[LookupResult]:
             found = None
-            if from_memory is not None and not _is_past(deadline):
+            if from_memory is not None and not is_past(deadline):
                 found = from_memory(keys)
                 if type(found) is LookupResult:
                     return CompletedFuture(found)
-            features = {
-                name: JaggedKeys(flat, batch)
-                for (name, batch), flat in zip(batches, keys, strict=True)
-            }
-            full_request = replace(bare, features=features, deadline=deadline, origin=origin)
-            return self._after_fast_path(full_request, found)
+            return self._after_fast_path(prepared_request.request(keys, deadline, origin), found)
 
         return submit
 
@@ -152,10 +138,16 @@ class LookupEngine:
     def _slow_path(self, request: LookupRequest) -> Future[LookupResult]:
         table_keys, keys = call_timed(request.origin, "dedup", self._table_keys, request)
         job = FullLookupJob(request, table_keys)
-        if _is_past(request.deadline):
+        if is_past(request.deadline):
             raise DeadlineExceeded("deadline exceeded before the lookup started")
+        return self._begin(job, keys)
+
+    def _begin(self, job: LookupJob, keys: int) -> Future[LookupResult]:
+        """Fetch from the caches, on a pool thread if there are many ``keys``, and continue."""
         if keys > INLINE_KEYS:
-            fetched = self._pools.memory.submit(partial(self._fetch_caches, job), request.deadline)
+            fetched = self._pools.memory.submit(
+                partial(self._fetch_caches, job), job.request.deadline
+            )
             return chain_future(fetched, partial(self._after_caches, job))
         return self._after_caches(job, self._fetch_caches(job))
 
@@ -213,7 +205,7 @@ class LookupEngine:
         if missed:
             missing_positions = [part.missing for part in missed]
             self._stores.fetch(missed, job.context)
-            if job.context.degraded and _is_past(job.request.deadline):
+            if job.context.degraded and is_past(job.request.deadline):
                 # The store was skipped because the request had no time left, not because the store failed.
                 raise DeadlineExceeded("deadline exceeded while reading from the stores")
             self._promote_found(missed, missing_positions)
@@ -247,10 +239,6 @@ class LookupEngine:
                 check_targets(table, features, keys, out)
             table_keys.append(make_table_keys(table, features, keys, out))
         return table_keys, total
-
-
-def _is_past(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() > deadline
 
 
 def _must_wait(job: LookupJob, part: Part) -> bool:

@@ -19,15 +19,13 @@ import numpy as np
 from hps.bounded_memo import memoize
 from hps.cuda.pool import RowBags
 from hps.errors import BadRequest, DeadlineExceeded
-from hps.lookup.base import Feature
+from hps.lookup.base import Feature, is_past
 from hps.lookup.checks import check_keys, check_sizes
-from hps.lookup.engine import INLINE_KEYS, LookupEngine
+from hps.lookup.engine import LookupEngine
 from hps.lookup.gpu.miss_fill import LowerTiers
 from hps.lookup.gpu.prepared_lookups import PreparedDeviceLookups, request_signature
-from hps.lookup.lookup_job import LookupJob
-from hps.lookup.table_keys import TableKeys
+from hps.lookup.lookup_job import LookupJob, TableKeys
 from hps.observability.meters import Answers
-from hps.threads import chain_future
 from hps.tiers.base import Part
 from hps.tiers.chain import TierChain
 from hps.tiers.wrappers import MeteredTier
@@ -119,7 +117,7 @@ class DeviceLookup(LookupEngine):
     def lookup_resident(self, request: LookupRequest) -> LookupResult | None:
         """Answer a request whose rows are all in memory; None for any other. Raises BadRequest."""
         signature = None if request.want_source else request_signature(request.features)
-        if signature is None or _is_past(request.deadline):
+        if signature is None or is_past(request.deadline):
             return None
         key = request.by_table, signature
         features = self._checked.get(key)
@@ -150,7 +148,7 @@ class DeviceLookup(LookupEngine):
             [check_keys(each, request.features[each.name]) for each in features]
             for _, features in groups
         ]
-        if _is_past(request.deadline):
+        if is_past(request.deadline):
             raise DeadlineExceeded("deadline exceeded before the lookup started")
         stream = self._device.space.take_stream()
         flat_keys = [
@@ -163,10 +161,7 @@ class DeviceLookup(LookupEngine):
             for part, (_, features), keys in zip(block.parts, groups, checked, strict=True)
         ]
         job = _DeviceLookupJob(self, request, table_keys, block, stream)
-        if total > INLINE_KEYS:
-            fetched = self._pools.memory.submit(partial(self._fetch_caches, job), request.deadline)
-            return chain_future(fetched, partial(self._after_caches, job))
-        return self._after_caches(job, self._fetch_caches(job))
+        return self._begin(job, total)
 
     def _promote_found(self, parts: list[Part], missing_positions: list[IndexArray]) -> None:
         """Do nothing: the bridge's inner tier has promoted its rows already."""
@@ -193,10 +188,6 @@ class DeviceLookup(LookupEngine):
                 start = own.stop
         result.into = partial(_pool, self._device, bags)
         return result, answers
-
-
-def _is_past(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() > deadline
 
 
 def _flat(features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> Any:

@@ -18,8 +18,7 @@ import grpc
 import numpy as np
 
 from hps.errors import BadRequest, DeadlineExceeded, HpsError, Unavailable
-from hps.lookup.base import Feature, PreparedSubmit
-from hps.lookup.lookup_span import submit_in_span
+from hps.lookup.base import Lookup, PreparedSubmit, submit_in_span
 from hps.lookup.remote.balancing import LeastBusy, NodePicker
 from hps.lookup.remote.candidates import Candidates
 from hps.lookup.remote.lookup_codec import LookupRequestTemplate, offsets_and_weights
@@ -31,7 +30,6 @@ from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
 from hps.tracing import RequestContext, call_timed
 from hps.types import (
-    EmbeddingTable,
     KeyArray,
     LookupRequest,
     LookupResult,
@@ -66,7 +64,7 @@ _ERRORS: dict[grpc.StatusCode, type[HpsError]] = {
 }
 
 
-class RemoteLookup:
+class RemoteLookup(Lookup):
     """Serves one version of a model from the nodes that have it. Thread-safe.
 
     Futures complete on a thread of gRPC. Vectors are read-only, except those in a request's ``out``.
@@ -89,6 +87,7 @@ class RemoteLookup:
         ``attempt_s``: the longest wait for one node while others remain; never more than half of the time
         left. Once all have been tried, an attempt gets half of the time left."""
         self.model = model = candidates.model
+        self.features, self.tables = model.features, model.tables
         self._candidates = candidates
         self._picker = picker or LeastBusy()
         self._max_in_flight, self._in_flight = in_flight, 0
@@ -98,18 +97,6 @@ class RemoteLookup:
             model, meter or LookupMeter(Metrics(), model.name, model.version)
         )
         self._lock = threading.Lock()
-
-    @property
-    def features(self) -> Mapping[str, Feature]:
-        return self.model.features
-
-    @property
-    def tables(self) -> Mapping[str, EmbeddingTable]:
-        return self.model.tables
-
-    def lookup(self, request: LookupRequest) -> LookupResult:
-        """Answer ``request``; blocks. Raises what ``submit`` and its future raise."""
-        return self.submit(request).result()
 
     def prepare(self, request: LookupRequest) -> PreparedSubmit:
         """See ``Lookup.prepare``."""

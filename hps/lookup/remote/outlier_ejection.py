@@ -14,6 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
@@ -30,19 +32,17 @@ _Code = grpc.StatusCode
 _FAILURES = (_Code.UNAVAILABLE, _Code.INTERNAL, _Code.UNKNOWN, _Code.DATA_LOSS)
 
 
+@dataclass(slots=True)
 class _NodeRecord:
-    """The last results and the ejections of one node."""
+    """The last results and the ejections of one node.
 
-    __slots__ = ("ejections", "in_a_row", "last", "until")
+    ``last``: for each of its last lookups, True if it failed; ``until``: end of its ejection, an instant
+    of the clock; ``in_a_row``: number of ejections in a row, each twice as long as the one before."""
 
-    def __init__(self) -> None:
-        self.last: deque[bool] = deque(maxlen=_LAST)
-        """For each of its last lookups: True if it failed."""
-        self.until = 0.0
-        """End of its ejection, an instant of the clock."""
-        self.in_a_row = 0
-        """Number of ejections in a row; each is twice as long as the one before."""
-        self.ejections = 0
+    last: deque[bool] = field(default_factory=partial(deque, maxlen=_LAST))
+    until: float = 0.0
+    in_a_row: int = 0
+    ejections: int = 0
 
     @property
     def share(self) -> float:

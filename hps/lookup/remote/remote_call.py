@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from hps.lookup.remote.lookup_codec import LookupRequestTemplate
 from hps.lookup.remote.lookup_node import LookupNode
@@ -12,68 +13,40 @@ from hps.tracing import RequestContext
 from hps.types import LookupResult, VectorArray
 
 
+@dataclass(slots=True, eq=False)
 class LookupAttempt:
     """One attempt at one node, started at an instant of ``time.monotonic()``.
 
     ``is_last``: no other node may be tried after it. ``cancel`` ends the attempt; None until it has
     started."""
 
-    __slots__ = ("cancel", "is_last", "started", "target")
-
-    def __init__(self, target: LookupNode, started: float, is_last: bool) -> None:
-        self.target = target
-        self.started = started
-        self.is_last = is_last
-        self.cancel: Cancel | None = None
+    target: LookupNode
+    started: float
+    is_last: bool
+    cancel: Cancel | None = None
 
 
+@dataclass(slots=True, eq=False)
 class RemoteLookupCall:
     """A remote lookup in progress.
 
-    ``tried``: the nodes it was sent to; ``headers``: its trace; ``profile``: the request profile, if there
-    is one.
-    """
+    ``headers``: its trace; ``profile``: the request profile, if there is one; ``tried``: the nodes it was
+    sent to; ``all_failed_since``: when all nodes had failed for the first time (``time.monotonic()``)."""
 
-    __slots__ = (
-        "all_failed_since",
-        "answer",
-        "attempt",
-        "deadline",
-        "failure",
-        "headers",
-        "message",
-        "out",
-        "profile",
-        "started",
-        "template",
-        "tried",
-    )
-
-    def __init__(
-        self,
-        template: LookupRequestTemplate,
-        message: bytes,
-        started: float,
-        deadline: float,
-        out: Mapping[str, VectorArray] | None,
-        headers: Mapping[str, str] | None,
-        profile: RequestContext | None = None,
-    ) -> None:
-        self.template = template
-        self.message = message
-        self.deadline = deadline
-        self.started = started
-        self.out = out
-        self.headers = headers
-        self.profile = profile
-        self.tried: list[LookupNode] = []
-        self.failure = ""
-        self.all_failed_since: float | None = None
-        """Time at which all nodes had failed for the first time (``time.monotonic()``)."""
-        self.attempt: LookupAttempt | None = None
-        """The latest attempt. Set before its call starts: the call may fail, and the next attempt start on
-        another thread, before `LookupAttempt.cancel` is set."""
-        self.answer: Future[LookupResult] = Future()
+    template: LookupRequestTemplate
+    message: bytes
+    started: float
+    deadline: float
+    out: Mapping[str, VectorArray] | None
+    headers: Mapping[str, str] | None
+    profile: RequestContext | None = None
+    tried: list[LookupNode] = field(default_factory=list)
+    failure: str = ""
+    all_failed_since: float | None = None
+    attempt: LookupAttempt | None = None
+    """The latest attempt. Set before its call starts: the call may fail, and the next attempt start on
+    another thread, before `LookupAttempt.cancel` is set."""
+    answer: Future[LookupResult] = field(default_factory=Future)
 
     def cancel(self) -> None:
         """Cancel the attempts in flight."""
