@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hps.cli.command_options import argument, expand_options, option
-from hps.cli.options import (
-    HTTP,
-    Credentials,
-    RowsOption,
-    former_target,
-)
+from hps.cli.options import HTTP, Credentials, LoadOptions, former_target, only_model
 from hps.errors import ConfigError, HpsError
 
 if TYPE_CHECKING:
@@ -47,7 +42,7 @@ class ArrivalProcess(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(LoadOptions):
     """Arguments and options of ``hps bench``."""
 
     model: str | None = argument(None)
@@ -73,27 +68,14 @@ class BenchOptions:
     """Send this many requests per second, however fast the server answers (open loop)."""
     arrivals: ArrivalProcess = option(ArrivalProcess.poisson)
     """Intervals between requests with --rate: random (poisson) or constant."""
-    batch: int = option(1, min=1)
-    """Samples per request."""
-    keys: str = option("zipf:1.2")
-    """Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."""
-    rows: RowsOption = None
     keys_from: str | None = option(None, metavar="URL", show_default="the same host, port 8002")
     """Admin address to get the hottest keys from."""
-    hotness: int = option(1, min=1)
-    """Keys per sample of features for which the model does not fix it."""
     distinct: int = option(1024, min=1)
     """Number of different requests, sent in turn."""
-    repository: Path | None = option(None, metavar="DIR")
-    """Model repository; send keys of the rows that the model has there."""
     version: int | None = option(None, min=1)
     """The model's version in --repository; default: the highest."""
-    requests: Path | None = option(None, metavar="FILE")
-    """Send the requests of this file, written by hps generate requests."""
     timeout: float = option(10.0, min=0.001, max=3600)
     """Timeout of a request in seconds."""
-    seed: int = option(1, min=0)
-    """Seed of the random requests; the same seed gives the same ones."""
     json: Path | None = option(None, metavar="FILE")
     """Also write the result to this file."""
     compare: tuple[Path, Path] | None = option(None, metavar="BEFORE AFTER")
@@ -156,7 +138,7 @@ def _run(url: str, model: str | None, options: BenchOptions) -> dict[str, Any]:
     connections = options.connections or min(CONNECTIONS, plan.concurrency)
     api_key, tls = options.credentials.api_key, options.credentials.client_tls()
     with Client(url, api_key=api_key, timeout_s=plan.timeout_s, tls=tls) as client:
-        name = model or _only(client)
+        name = model or only_model(client.models(), "bench")
         server = client.about()
         tensors, keys = _requests(client, url, name, server, options)
         _send_first(client, name, tensors[0])
@@ -202,14 +184,11 @@ def _requests(
     client: Client, url: str, model: str, server: Mapping[str, Any], options: BenchOptions
 ) -> tuple[list[Tensors], str]:
     """The tensors of the requests, and a phrase that describes their keys."""
-    from hps.tools.bench.load import LoadRecipe, RequestSource, made_requests
+    from hps.tools.bench.load import RequestSource, made_requests
 
-    recipe = LoadRecipe(
-        options.distinct, options.batch, options.keys, options.rows, options.hotness, options.seed
-    )
     source = RequestSource(options.requests, options.repository, options.version)
     hot_keys = partial(_hot_keys, url, options, str(server.get("name", "")))
-    return made_requests(model, recipe, source, client.metadata, hot_keys)
+    return made_requests(model, options.recipe(options.distinct), source, client.metadata, hot_keys)
 
 
 def _send_first(client: Client, model: str, tensors: Tensors) -> None:
@@ -259,13 +238,3 @@ def _hot_keys(
         if address is None:
             error.args = (f"{error}; give --keys-from URL",)
         raise
-
-
-def _only(client: Client) -> str:
-    """Return the server's only model. Raises ConfigError if it has none or several."""
-    names = client.models()
-    main = [name for name in names if not name.endswith(".lookup")] or names
-    if len(main) != 1:
-        there = ", ".join(names) or "none"
-        raise ConfigError(f"name the model: hps bench MODEL; the server has {there}")
-    return main[0]

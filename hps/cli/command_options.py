@@ -35,6 +35,7 @@ def argument(default: Any = MISSING, **attributes: Any) -> Any:
 def expand_options(function: Callable[..., None]) -> Callable[..., None]:
     """Replace parameters that are dataclasses by their fields, in the order of declaration.
 
+    The arguments of a base class come first, its options last.
     Other fields than those of `option` and `argument` are ``Annotated[..., typer.Option(...)]`` or another
     dataclass. Field names must be unique in the command, since Typer derives option names and metavars
     from them; raises ValueError otherwise."""
@@ -63,9 +64,21 @@ def _parameters(name: str, hint: Any, default: Any) -> Iterator[inspect.Paramete
         )
         return
     hints = get_type_hints(hint, include_extras=True)
-    for each in fields(hint):
+    for each in sorted(fields(hint), key=lambda each: _rank(hint, each)):
         default = inspect.Parameter.empty if each.default is MISSING else each.default
         yield from _parameters(each.name, _annotation(hint, each, hints[each.name]), default)
+
+
+def _rank(owner: Any, each: Field[Any]) -> int:
+    """Sort key: 0 for arguments, then options, those of base classes last."""
+    kind, _, _ = each.metadata.get(_TYPER, (None, (), {}))
+    if kind is typer.Argument:
+        return 0
+    return next(
+        i
+        for i, base in enumerate(owner.__mro__, 1)
+        if each.name in vars(base).get("__annotations__", {})
+    )
 
 
 def _annotation(owner: Any, each: Field[Any], hint: Any) -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, print_table, warn
+from hps.cli.command_options import argument, expand_options, option
+from hps.cli.options import ReportOptions
+from hps.tools.output import plural, print_json, print_line, print_table, warn
 
 if TYPE_CHECKING:
     from hps.config.validation import ValidationReport
@@ -41,13 +44,6 @@ Examples:
   hps config convert ps.json --into converted
 """
 
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a setting, as in server.http.port=80."
-    ),
-]
-
 
 class SchemaFile(StrEnum):
     settings = "settings"
@@ -55,27 +51,31 @@ class SchemaFile(StrEnum):
     api_key = "api-key"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(ReportOptions):
+    """Options of ``hps config show``."""
+
+    config: Path | None = option(None, "--config", "-c", metavar="FILE")
+    """hps YAML, or HPS's ps.json."""
+    set_: list[str] | None = option(None, "--set", metavar="KEY=VALUE")
+    """Override a setting, as in server.http.port=80."""
+
+
 @app.command(epilog=SHOW_EXAMPLES)
-def show(
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="hps YAML, or HPS's ps.json."),
-    ] = None,
-    set_: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@expand_options
+def show(options: ShowOptions) -> None:
     """Print the effective value of every setting and its origin.
 
     Secrets are hidden."""
     from hps.config import load_config
     from hps.config.effective_settings import effective_settings, public_settings
 
-    configuration = load_config(config, set_ or ())
+    configuration = load_config(options.config, options.set_ or ())
     models = [model.spec.name for model in configuration.legacy]
-    if output == OutputFormat.json:
+    if options.as_json:
         print_json(
             {
-                "file": config,
+                "file": options.config,
                 "settings": public_settings(configuration.settings),
                 "origins": dict(configuration.origins),
                 "models_of_file": models,
@@ -96,14 +96,19 @@ def show(
         warn(warning)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ValidateOptions(ReportOptions):
+    """Arguments and options of ``hps config validate``."""
+
+    file: Path = argument()
+    """hps YAML, HPS's ps.json, a model.yaml or an API key file."""
+    set_: list[str] | None = option(None, "--set", metavar="KEY=VALUE")
+    """Override a setting, as in server.http.port=80."""
+
+
 @app.command(epilog=VALIDATE_EXAMPLES)
-def validate(
-    file: Annotated[
-        Path, typer.Argument(help="hps YAML, HPS's ps.json, a model.yaml or an API key file.")
-    ],
-    set_: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@expand_options
+def validate(options: ValidateOptions) -> None:
     """Check a file and the models it names; report all errors.
 
     Checks the sizes of table files, but not their contents (`hps model verify` does). Does not check
@@ -112,21 +117,20 @@ def validate(
     from hps.cli.config_checks import check_parts
     from hps.config.validation import validate_file
 
-    report = validate_file(file, set_ or ())
+    file = options.file
+    report = validate_file(file, options.set_ or ())
     models = check_parts(report, file)
-    if output == OutputFormat.json:
-        print_json(
-            {
-                "file": file,
-                "kind": report.kind,
-                "ok": not report.errors,
-                "errors": report.errors,
-                "warnings": report.warnings,
-                "models": [{"model": each.name, "version": each.version} for each in models],
-            }
-        )
-    else:
-        _show_report(report, file, models)
+    options.report(
+        {
+            "file": file,
+            "kind": report.kind,
+            "ok": not report.errors,
+            "errors": report.errors,
+            "warnings": report.warnings,
+            "models": [{"model": each.name, "version": each.version} for each in models],
+        },
+        lambda _report: _show_report(report, file, models),
+    )
     if report.errors:
         raise typer.Exit(2)
 

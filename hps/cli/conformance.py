@@ -10,19 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hps.cli.command_options import argument, expand_options, option
-from hps.cli.options import HTTP, Credentials, former_urls
+from hps.cli.options import HTTP, Credentials, JsonReportOptions, former_urls
 from hps.errors import ConfigError, Unavailable
-from hps.tools.output import (
-    JsonOption,
-    Output,
-    OutputFormat,
-    plural,
-    print_json,
-    print_line,
-    print_problem,
-    print_table,
-    warn,
-)
+from hps.tools.output import plural, print_line, print_problem, print_table, warn
 
 if TYPE_CHECKING:
     from hps.client import Tls
@@ -58,7 +48,7 @@ def _checked(values: list[str] | None) -> list[str] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConformanceOptions:
+class ConformanceOptions(JsonReportOptions):
     """Arguments and options of ``hps conformance``."""
 
     urls: list[str] | None = argument(None, hidden=True, callback=_checked)
@@ -74,8 +64,6 @@ class ConformanceOptions:
     strict: bool = option(False)
     """Known deviations of the server fail, too."""
     credentials: Credentials
-    output: Output = OutputFormat.table
-    json: JsonOption = False
 
 
 @app.command(epilog=EXAMPLES)
@@ -100,10 +88,7 @@ def conformance(options: ConformanceOptions) -> None:
     addresses_of = {"http": target.http, "grpc": target.grpc}
     checks = [c for c in CHECKS if addresses_of[c.protocol] and (options.changing or not c.changes)]
     rows = [_judged(check.name, *check.verdict(target), known) for check in checks]
-    if options.json or options.output is OutputFormat.json:
-        print_json(rows)
-    else:
-        _show(rows, target, name)
+    options.report(rows, lambda rows: _show(rows, target, name))
     failing = {DIFFERS, KNOWN} if options.strict else {DIFFERS}
     if differs := sum(row["verdict"] in failing for row in rows):
         print_problem(

@@ -10,11 +10,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hps.cli.command_options import expand_options, option
 from hps.errors import ConfigError
 from hps.tools.output import FormattedNumber, count, percentage, print_line, print_table
 
@@ -36,44 +38,34 @@ Examples:
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Options of ``hps demo``."""
+
+    once: bool = option(False)
+    """Exit after the checks."""
+    port: int | None = option(None, min=1, max=65_535)
+    """HTTP port of the server; default: 8000 if it is free, else any free one."""
+    model: Path | None = option(None)
+    """Folder of another model in the demo's format; see examples/README.md."""
+    write: Path | None = option(None, metavar="FOLDER")
+    """Copy the model into this model repository if it has none, print a request, and exit."""
+
+
 @app.command(epilog=EXAMPLES)
-def demo(
-    once: Annotated[bool, typer.Option("--once", help="Exit after the checks.")] = False,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            "--port",
-            min=1,
-            max=65_535,
-            help="HTTP port of the server; default: 8000 if it is free, else any free one.",
-        ),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model", help="Folder of another model in the demo's format; see examples/README.md."
-        ),
-    ] = None,
-    write: Annotated[
-        Path | None,
-        typer.Option(
-            "--write",
-            metavar="FOLDER",
-            help="Copy the model into this model repository if it has none, print a request, and exit.",
-        ),
-    ] = None,
-) -> None:
+@expand_options
+def demo(options: DemoOptions) -> None:
     """Serve the model that comes with hps, send it requests over HTTP and check every answer.
 
     The model was trained on real ad impressions. The requests use keys of its tables, and every score
     is compared with the trainer's. Needs no GPU, no other service and no network."""
     from hps.cli.demo_data import FOLDER, load_demo
 
-    folder = model or FOLDER
+    folder = options.model or FOLDER
     data = load_demo(folder)
-    if write is not None:
-        _write(data, folder, write, f"http://127.0.0.1:{port or PORT}")
-    elif not _run(data, folder, port, once):
+    if options.write is not None:
+        _write(data, folder, options.write, f"http://127.0.0.1:{options.port or PORT}")
+    elif not _run(data, folder, options.port, options.once):
         raise typer.Exit(1)
 
 

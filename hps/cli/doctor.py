@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from hps.cli.command_options import expand_options, option
-from hps.cli.options import Credentials, SetOption
-from hps.tools.output import (
-    VERDICT_STYLES,
-    JsonOption,
-    Output,
-    OutputFormat,
-    print_json,
-    print_line,
-    print_table,
-    problems,
-)
+from hps.cli.options import Credentials, JsonReportOptions, SetOption
+from hps.tools.output import VERDICT_STYLES, print_json, print_line, print_table, problems
 
 if TYPE_CHECKING:
     from hps.tools.doctor.check import DoctorCheck
@@ -39,7 +30,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
+class DoctorOptions(JsonReportOptions):
     """Arguments and options of ``hps doctor``."""
 
     config: Path | None = option(None, "--config", "-c", envvar="HPS_CONFIG", metavar="FILE")
@@ -48,8 +39,6 @@ class DoctorOptions:
     server: list[str] | None = option(None, "--server", "-s", metavar="URL")
     """Also check this running server; its admin address gives the most details. Repeatable."""
     credentials: Credentials
-    output: Output = OutputFormat.table
-    json: JsonOption = False
 
 
 @app.command(epilog=EXAMPLES)
@@ -65,7 +54,7 @@ def doctor(options: DoctorOptions) -> None:
     logging.getLogger("hps").addHandler(logging.NullHandler())  # the checks report it
     checks = list(run(options))
     failed = [check for check in checks if check.verdict == "FAIL"]
-    if options.json or options.output is OutputFormat.json:
+    if options.as_json:
         # "mend" is the deprecated name of "remedy".
         print_json([{**asdict(check), "mend": check.remedy} for check in checks])
     else:

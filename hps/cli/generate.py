@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from hps.cli.command_options import argument, expand_options, option
-from hps.cli.model import RepositoryOption, VersionOption
+from hps.cli.model import RepositoryOptions
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.tools.output import count, print_line
 
@@ -27,10 +26,13 @@ class RequestForm(StrEnum):
     tables = "tables"
 
 
-SeedOption = Annotated[
-    int,
-    typer.Option(min=0, help="Seed of the random numbers; the same seed gives the same output."),
-]
+@dataclass(frozen=True, kw_only=True)
+class SeedOptions:
+    """What makes the output the same again."""
+
+    seed: int = option(1, min=0)
+    """Seed of the random numbers; the same seed gives the same output."""
+
 
 MODEL_EXAMPLES = """\b
 Examples:
@@ -41,12 +43,13 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateModelOptions:
+class GenerateModelOptions(SeedOptions):
     """Arguments and options of ``hps generate model``."""
 
     name: str = argument()
     """Name of the new model."""
-    repository: RepositoryOption = DEFAULT_REPOSITORY
+    repository: Path = option(DEFAULT_REPOSITORY, "--repository", "-r", metavar="DIR")
+    """The model repository."""
     preset: Preset = option(Preset.none)
     """Shape of the model; hugectr: 26 tables, 13 dense values."""
     tables: int | None = option(None, min=1, max=1000, show_default="2")
@@ -61,7 +64,6 @@ class GenerateModelOptions:
     """Accept any number of keys per sample, instead of --hotness."""
     dense: int | None = option(None, min=0, show_default="4")
     """Number of dense input values per sample; 0: no network."""
-    seed: SeedOption = 1
 
 
 @app.command(epilog=MODEL_EXAMPLES)
@@ -104,15 +106,14 @@ perf_analyzer puts samples together by itself (-b); an .npz has whole requests, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateRequestsOptions:
+class GenerateRequestsOptions(SeedOptions):
     """Arguments and options of ``hps generate requests``."""
 
     model: str = argument()
     """A model of the repository; its tables give the keys."""
     out: Path = option(metavar="FILE")
     """Output file: .json (single samples, also for perf_analyzer) or .npz (batches)."""
-    repository: RepositoryOption = DEFAULT_REPOSITORY
-    version: VersionOption = None
+    source: RepositoryOptions
     count: int = option(100, min=1)
     """Number of requests."""
     batch: int = option(1, min=1)
@@ -127,7 +128,6 @@ class GenerateRequestsOptions:
     """Random number of keys per sample, 1 to --hotness, for these features (jagged)."""
     unknown: float = option(0.0)
     """Share of unknown keys (without a row), from 0 to 1."""
-    seed: SeedOption = 1
 
 
 @app.command(epilog=REQUEST_EXAMPLES)
@@ -145,8 +145,7 @@ def requests(options: GenerateRequestsOptions) -> None:
         options.ragged,
         options.unknown,
     )
-    made = GeneratedRequests(
-        Repository(options.repository).open(options.model, options.version), recipe, options.seed
-    )
+    version = Repository(options.source.repository).open(options.model, options.source.version)
+    made = GeneratedRequests(version, recipe, options.seed)
     save(options.out, made.many(options.count), options.form.value)
     print_line(f"{options.out}: {options.count} requests of {options.batch}")

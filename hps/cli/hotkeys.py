@@ -9,11 +9,9 @@ from typing import Any
 import typer
 
 from hps.cli.command_options import argument, expand_options, option
-from hps.cli.options import (
-    AdminServer,
-)
+from hps.cli.options import AdminServer, ReportOptions
 from hps.errors import BadRequest, NotFound
-from hps.tools.output import FormattedNumber, Output, OutputFormat, print_json, print_table, warn
+from hps.tools.output import FormattedNumber, print_table, warn
 
 app = typer.Typer(add_completion=False)
 
@@ -27,7 +25,7 @@ HIGHEST = 255
 
 
 @dataclass(frozen=True, kw_only=True)
-class HotKeysOptions:
+class HotKeysOptions(ReportOptions):
     """Arguments and options of ``hps hotkeys``."""
 
     model: str | None = argument(None)
@@ -39,7 +37,6 @@ class HotKeysOptions:
     snapshot: Path | None = option(None)
     """Read this snapshot file (tiers.cpu_cache.snapshot.path) instead of asking a server."""
     admin: AdminServer
-    output: Output = OutputFormat.table
 
 
 @app.command(epilog=EXAMPLES)
@@ -56,9 +53,10 @@ def hotkeys(options: HotKeysOptions) -> None:
     else:
         with options.admin.open() as client:
             found = client.hot_keys(options.model, options.table, options.limit)
-    if options.output is OutputFormat.json:
-        print_json(found)
-        return
+    options.report(found, _show)
+
+
+def _show(found: list[dict[str, Any]]) -> None:
     print_table(
         ("model", "table", "key", "score"),
         [

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.options import SetOption
+from hps.cli.command_options import expand_options, option
+from hps.cli.options import ReportOptions, SetOption
 from hps.cli.serve import check_early
-from hps.tools.output import Output, OutputFormat, print_json, print_line
+from hps.tools.output import print_line
 
 if TYPE_CHECKING:
     from hps.config import Configuration
@@ -27,22 +29,18 @@ Examples:
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class IngestOptions(ReportOptions):
+    """Options of ``hps ingest``."""
+
+    config: Path | None = option(None, "--config", "-c", envvar="HPS_CONFIG", metavar="FILE")
+    """The nodes' configuration: YAML, or HPS's ps.json."""
+    overrides: SetOption = None
+
+
 @app.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})
-def ingest(
-    ctx: typer.Context,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            "-c",
-            envvar="HPS_CONFIG",
-            metavar="FILE",
-            help="The nodes' configuration: YAML, or HPS's ps.json.",
-        ),
-    ] = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@expand_options
+def ingest(ctx: typer.Context, options: IngestOptions) -> None:
     """Write streamed rows into Redis for all nodes, until SIGTERM or Ctrl-C.
 
     It uses the nodes' configuration: tiers.redis, updates.kafka with shared_writer: ingest, and the
@@ -63,10 +61,10 @@ def ingest(
     started = time.monotonic()
     if ctx.args:
         raise ConfigError(f"the configuration file is an option: hps ingest --config {ctx.args[0]}")
-    run(load_config(config, overrides or ()), output, started)
+    run(load_config(options.config, options.overrides or ()), options, started)
 
 
-def run(configuration: Configuration, output: OutputFormat, started: float) -> None:
+def run(configuration: Configuration, options: ReportOptions, started: float) -> None:
     """Apply updates until a signal; ``started``: an instant of ``time.monotonic``, for the report."""
     from hps.node.ingest import check_role
 
@@ -86,7 +84,7 @@ def run(configuration: Configuration, output: OutputFormat, started: float) -> N
         report["seconds"] = round(time.monotonic() - started, 3)
         # A closed standard output must not stop the process.
         with suppress(OSError):
-            print_json(report) if output is OutputFormat.json else show(report)
+            options.report(report, show)
 
     server.run(ready)
 

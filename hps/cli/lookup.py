@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import typer
 
 from hps.cli.command_options import argument, expand_options, option
-from hps.cli.options import (
-    ADMIN,
-    AdminOption,
-    ConfigOption,
-    Credentials,
-    FormerAdminOption,
-    SetOption,
-    open_admin,
-    open_here,
-    reject_overrides,
-)
+from hps.cli.options import AdminServer, LocalNode, ReportOptions
 from hps.cli.value_parsing import as_typed, parse_key, shown_age, shown_vector
 from hps.errors import NotFound
 from hps.suggestions import hint_for
-from hps.tools.output import Output, OutputFormat, plural, print_json, print_table, warn
+from hps.tools.output import plural, print_table, warn
 
 if TYPE_CHECKING:
     from hps.client import Admin
@@ -41,7 +32,7 @@ KEYS_PER_CALL = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupOptions:
+class LookupOptions(ReportOptions):
     """Arguments and options of ``hps lookup``."""
 
     model: str = argument()
@@ -52,12 +43,8 @@ class LookupOptions:
     """Keys of the table, from -2^63 to 2^64-1; 0x… is hexadecimal."""
     explain: bool = option(False)
     """Add each row's tier and age."""
-    server: AdminOption = ADMIN
-    _admin: FormerAdminOption = None
-    config: ConfigOption = None
-    overrides: SetOption = None
-    credentials: Credentials
-    output: Output = OutputFormat.table
+    admin: AdminServer
+    local: LocalNode
 
 
 @app.command(epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})
@@ -68,34 +55,25 @@ def lookup(options: LookupOptions) -> None:
     Keys are those of the table; a feature's key_offset is not added. A key that no tier has is
     shown with the table's default, which is what a request would get."""
     numbers = [parse_key(text) for text in options.keys]
-    if options.config is not None:
-        with open_here(options.config, options.overrides) as node:
+    local = options.local.open()
+    if local is not None:
+        with local as node:
             report = rows_of_node(node, options.model, options.table, numbers)
     else:
-        reject_overrides(options.overrides)
-        report = rows_of_server(
-            open_admin(options.server, options.credentials),
-            options.model,
-            options.table,
-            numbers,
-        )
+        with options.admin.open() as admin:
+            report = rows_of_server(admin, options.model, options.table, numbers)
     for row, text in zip(report["rows"], options.keys, strict=True):
         row["key"] = as_typed(text)
-    if options.output is OutputFormat.json:
-        print_json(report)
-    else:
-        show(report, options.explain)
+    options.report(report, partial(show, explain=options.explain))
 
 
 def rows_of_server(admin: Admin, model: str, table: str, keys: list[int]) -> dict[str, Any]:
     """Query a server for the rows, in several calls if the URL would be too long."""
     path = f"/v1/tables/{quote(model, safe='')}/{quote(table, safe='')}/rows?keys="
     report: dict[str, Any] = {}
-    with admin as client:
-        for start in range(0, len(keys), KEYS_PER_CALL):
-            part = client.ask(path + ",".join(map(str, keys[start : start + KEYS_PER_CALL])))
-            rows = report.get("rows", []) + part["rows"]
-            report = part | {"rows": rows}
+    for start in range(0, len(keys), KEYS_PER_CALL):
+        part = admin.ask(path + ",".join(map(str, keys[start : start + KEYS_PER_CALL])))
+        report = part | {"rows": report.get("rows", []) + part["rows"]}
     return report
 
 

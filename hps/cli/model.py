@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hps.cli.command_options import argument, expand_options, option
 from hps.cli.model_import import DEFAULT_REPOSITORY, IMPORT_EXAMPLES, import_
+from hps.cli.options import ReportOptions
 from hps.errors import ConfigError, ModelError
-from hps.tools.output import (
-    VERDICT_STYLES,
-    Output,
-    OutputFormat,
-    count,
-    print_json,
-    print_line,
-    print_table,
-    size,
-    warn,
-)
+from hps.tools.output import VERDICT_STYLES, count, print_line, print_table, size, warn
 
 if TYPE_CHECKING:
     from hps.models.repository import ModelVersion, Repository
 
 app = typer.Typer(no_args_is_help=True, help="Import, inspect and verify models of a repository.")
 
-RepositoryOption = Annotated[
-    Path, typer.Option("--repository", "-r", metavar="DIR", help="The model repository.")
-]
-VersionOption = Annotated[
-    int | None,
-    typer.Option("--version", "-v", min=1, help="The model's version; default: the highest."),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryOptions:
+    """A model repository and a version of it."""
+
+    repository: Path = option(DEFAULT_REPOSITORY, "--repository", "-r", metavar="DIR")
+    """The model repository."""
+    version: int | None = option(None, "--version", "-v", min=1)
+    """The model's version; default: the highest."""
+
 
 app.command("import", epilog=IMPORT_EXAMPLES)(import_)
 
@@ -44,31 +40,35 @@ Examples:
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(ReportOptions):
+    """Arguments and options of ``hps model inspect``."""
+
+    name: str | None = argument(None)
+    """A model; default: list all."""
+    source: RepositoryOptions
+
+
 @app.command(epilog=INSPECT_EXAMPLES)
-def inspect(
-    name: Annotated[str | None, typer.Argument(help="A model; default: list all.")] = None,
-    repository: RepositoryOption = DEFAULT_REPOSITORY,
-    version: VersionOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@expand_options
+def inspect(options: InspectOptions) -> None:
     """Show the models of a repository, or the contents of one version."""
-    models = _repository(repository)
-    if name is None:
-        listed = [(n, models.versions(n), models.spec(n)) for n in models.names()]
-        if output is OutputFormat.json:
-            print_json([{"model": n, "versions": v, "tables": len(s.tables)} for n, v, s in listed])
-            return
-        rows = [
-            (n, ", ".join(map(str, v)) or "none", len(s.tables), _yes(s.dense is not None))
-            for n, v, s in listed
-        ]
-        print_table(("model", "versions", "tables", "network"), rows)
+    models = _repository(options.source.repository)
+    if options.name is not None:
+        opened = models.open(options.name, options.source.version)
+        options.report(_described(opened), lambda _report: _show(opened))
         return
-    opened = models.open(name, version)
-    if output is OutputFormat.json:
-        print_json(_described(opened))
-    else:
-        _show(opened)
+    listed = [(n, models.versions(n), models.spec(n)) for n in models.names()]
+    options.report(
+        [{"model": n, "versions": v, "tables": len(s.tables)} for n, v, s in listed],
+        lambda _report: print_table(
+            ("model", "versions", "tables", "network"),
+            [
+                (n, ", ".join(map(str, v)) or "none", len(s.tables), _yes(s.dense is not None))
+                for n, v, s in listed
+            ],
+        ),
+    )
 
 
 def _repository(folder: Path) -> Repository:
@@ -167,14 +167,20 @@ Exit code 1 when a check fails.
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(ReportOptions):
+    """Arguments and options of ``hps model verify``."""
+
+    name: str | None = argument(None)
+    """A model; default: all."""
+    source: RepositoryOptions
+
+
 @app.command(epilog=VERIFY_EXAMPLES)
-def verify(
-    name: Annotated[str | None, typer.Argument(help="A model; default: all.")] = None,
-    repository: RepositoryOption = DEFAULT_REPOSITORY,
-    version: VersionOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@expand_options
+def verify(options: VerifyOptions) -> None:
     """Check a version: layout, sizes, checksums, values, keys, network."""
+    name, repository, version = options.name, options.source.repository, options.source.version
     if name is None and version is not None:
         raise ConfigError("--version needs a model's name")
     models = _repository(repository)
@@ -186,14 +192,14 @@ def verify(
         for each in names
         for what, level, text in _check(models, each, version)
     ]
-    if output is OutputFormat.json:
-        print_json(findings)
-    else:
-        print_table(
+    options.report(
+        findings,
+        lambda findings: print_table(
             ("model", "check", "result", "detail"),
             [tuple(finding.values()) for finding in findings],
             styles=VERDICT_STYLES,
-        )
+        ),
+    )
     if any(finding["result"] == "FAIL" for finding in findings):
         raise typer.Exit(1)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hps.cli.command_options import argument, expand_options, option
+from hps.cli.options import ReportOptions
 from hps.errors import ConfigError
-from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, warn
+from hps.tools.output import plural, print_json, print_line, warn
 
 if TYPE_CHECKING:
     from hps.config import ModelSpec
@@ -44,7 +45,7 @@ version too, unless --spec, --feature or --default say otherwise.
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportOptions:
+class ImportOptions(ReportOptions):
     """Arguments and options of ``hps model import``."""
 
     source: Path = argument()
@@ -85,7 +86,6 @@ class ImportOptions:
     """Replace the version if it exists."""
     replace_spec: bool = option(False)
     """Replace an existing model.yaml that differs."""
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -100,7 +100,7 @@ def import_(options: ImportOptions) -> None:
     written = [_import(plan, options) for plan in _plans(options, chosen)]
     repository = Repository(options.repository)
     repeated = [repeated_by_table(repository.open(each.model, each.version)) for each in written]
-    if options.output is OutputFormat.json:
+    if options.as_json:
         print_json([_imported(*entry) for entry in zip(written, repeated, strict=True)])
     else:
         for each, counts in zip(written, repeated, strict=True):

@@ -1,4 +1,4 @@
-"""Options that several commands share: server address, API key, certificates, configuration.
+"""Options that several commands share: output format, server address, API key, configuration.
 
 Every command that asks a server gets its address from ``--server``. Deprecated forms still work, hidden
 and with a warning: ``--admin URL``, and an address as an argument. This module imports no NumPy, so
@@ -7,32 +7,30 @@ that commands start fast."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from hps.cli.command_options import option
 from hps.errors import ConfigError
+from hps.tools.output import print_json, warn
 
 if TYPE_CHECKING:
     from hps.client import Admin, Tls
     from hps.node.node import Node
+    from hps.tools.bench.load import LoadRecipe
+
+T = TypeVar("T")
 
 HTTP, ADMIN = "http://127.0.0.1:8000", "http://127.0.0.1:8002"
 _FORMER = "hps.cli.options.former_admin"
 # Matches addresses and files, never the name of a model, ours or another server's.
 _TARGET = re.compile(r"://|:\d+$|\.(ya?ml|json)$")
-RowsOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Send keys from 0 up to this number (exclusive), with or without rows.",
-        show_default="the server's hottest keys; without any, 100000",
-    ),
-]
 
 
 def _server(context: typer.Context, value: str | None) -> str | None:
@@ -47,35 +45,48 @@ def _former_admin(context: typer.Context, value: str | None) -> None:
 
 
 def _deprecated(form: str) -> None:
-    from hps.tools.output import warn
-
     warn(f"{form} is deprecated; give --server URL instead")
 
 
 _FLAGS = ("--server", "-s")
-ServerOption = Annotated[
-    str, typer.Option(*_FLAGS, metavar="URL", help="The server's address for requests.")
-]
-AdminOption = Annotated[
-    str,
-    typer.Option(*_FLAGS, metavar="URL", help="The server's admin address.", callback=_server),
-]
-SomeAdminOption = Annotated[
-    str | None,
-    typer.Option(*_FLAGS, metavar="URL", help="A running node's admin address.", callback=_server),
-]
-FormerAdminOption = Annotated[
-    str | None, typer.Option("--admin", "-a", hidden=True, callback=_former_admin)
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        "-c",
-        metavar="FILE",
-        help="Open this configuration in this process instead of asking a server.",
-    ),
-]
+
+
+class OutputFormat(StrEnum):
+    table = "table"
+    json = "json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """The format of a command's result."""
+
+    output: OutputFormat = option(OutputFormat.table, "--output", "-o")
+    """table for people, json for programs."""
+
+    @property
+    def as_json(self) -> bool:
+        return self.output is OutputFormat.json
+
+    def report(self, data: T, show: Callable[[T], None]) -> None:
+        """Print ``data`` as JSON, or let ``show`` print it for people."""
+        if self.as_json:
+            print_json(data)
+        else:
+            show(data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonReportOptions(ReportOptions):
+    """The format of a command's result, with a short form."""
+
+    json: bool = option(False)
+    """The same as --output json."""
+
+    @property
+    def as_json(self) -> bool:
+        return self.json or super().as_json
+
+
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -84,42 +95,93 @@ SetOption = Annotated[
         help="Override a setting of --config, as in server.http.port=80; repeatable.",
     ),
 ]
-ApiKeyOption = Annotated[
-    str | None,
-    typer.Option("--api-key", envvar="HPS_API_KEY", help="API key, if the server requires one."),
-]
-TlsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tls",
-        envvar="HPS_TLS",
-        metavar="ca=FILE,certificate=FILE,key=FILE",
-        help="PEM files for https: trusted roots, and this client's certificate and key.",
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
     """An API key and certificates."""
 
-    api_key: ApiKeyOption = None
-    tls: TlsOption = None
+    api_key: str | None = option(None, envvar="HPS_API_KEY")
+    """API key, if the server requires one."""
+    tls: str | None = option(None, envvar="HPS_TLS", metavar="ca=FILE,certificate=FILE,key=FILE")
+    """PEM files for https: trusted roots, and this client's certificate and key."""
 
     def client_tls(self) -> Tls | None:
         return tls_of(self.tls)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdminServer:
+class LocalNode:
+    """A configuration that is opened in this process instead of asking a server."""
+
+    config: Path | None = option(None, "--config", "-c", metavar="FILE")
+    """Open this configuration in this process instead of asking a server."""
+    overrides: SetOption = None
+
+    def open(self) -> AbstractContextManager[Node] | None:
+        """The node of the configuration, closed at the end of the block; None without one."""
+        if self.config is not None:
+            return open_here(self.config, self.overrides)
+        reject_overrides(self.overrides)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionalAdminServer:
+    """A node's admin port, if its address is given."""
+
+    server: str | None = option(None, *_FLAGS, metavar="URL", callback=_server)
+    """A running node's admin address."""
+    _admin: str | None = option(None, "--admin", "-a", hidden=True, callback=_former_admin)
+    credentials: Credentials
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdminServer(OptionalAdminServer):
     """A server's admin port."""
 
-    server: AdminOption = ADMIN
-    _admin: FormerAdminOption = None
-    credentials: Credentials
+    server: str = option(ADMIN, *_FLAGS, metavar="URL", callback=_server)
+    """The server's admin address."""
 
     def open(self) -> Admin:
         return open_admin(self.server, self.credentials)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """The requests that ``hps bench`` and ``hps profile`` send."""
+
+    batch: int = option(1, min=1)
+    """Samples per request."""
+    keys: str = option("zipf:1.2")
+    """Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."""
+    rows: int | None = option(
+        None, min=1, show_default="the server's hottest keys; without any, 100000"
+    )
+    """Send keys from 0 up to this number (exclusive), with or without rows."""
+    hotness: int = option(1, min=1)
+    """Keys per sample of features for which the model does not fix it."""
+    repository: Path | None = option(None, metavar="DIR")
+    """Model repository; send keys of the rows that the model has there."""
+    requests: Path | None = option(None, metavar="FILE")
+    """Send the requests of this file, written by hps generate requests."""
+    seed: int = option(1, min=0)
+    """Seed of the random requests; the same seed gives the same ones."""
+
+    def recipe(self, distinct: int) -> LoadRecipe:
+        """Recipe of ``distinct`` requests, if they are not read from a file."""
+        from hps.tools.bench.load import LoadRecipe
+
+        return LoadRecipe(distinct, self.batch, self.keys, self.rows, self.hotness, self.seed)
+
+
+def only_model(names: Sequence[str], command: str) -> str:
+    """The only one of a server's models. Raises ConfigError if it has none or several."""
+    main = [name for name in names if not name.endswith(".lookup")] or list(names)
+    if len(main) != 1:
+        there = ", ".join(names) or "none"
+        raise ConfigError(f"name the model: hps {command} MODEL; the server has {there}")
+    return main[0]
 
 
 def former_target(first: str | None, second: str | None) -> tuple[str | None, str | None]:
@@ -175,7 +237,6 @@ def open_here(config: Path, overrides: list[str] | None) -> Iterator[Node]:
     from hps.cli.progress import ConsoleProgress
     from hps.config import load_config
     from hps.node.build import open_node
-    from hps.tools.output import warn
 
     configuration = load_config(config, overrides or ())
     for warning in configuration.warnings:

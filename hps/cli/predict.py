@@ -17,15 +17,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hps.cli.command_options import argument, expand_options, option
-from hps.cli.options import (
-    HTTP,
-    ConfigOption,
-    Credentials,
-    ServerOption,
-    SetOption,
-)
+from hps.cli.options import HTTP, Credentials, LocalNode, ReportOptions
 from hps.errors import ConfigError, NotFound, Unsupported
-from hps.tools.output import Output, OutputFormat, plural, print_json, print_line, print_table, warn
+from hps.tools.output import plural, print_line, print_table, warn
 
 if TYPE_CHECKING:
     from hps.cli.predict_targets import PredictTarget, Submit
@@ -60,7 +54,7 @@ IN_FLIGHT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions:
+class PredictOptions(ReportOptions):
     """Arguments and options of ``hps predict``."""
 
     model: str = argument()
@@ -86,11 +80,10 @@ class PredictOptions:
     missing: EmptyCells = option(EmptyCells.empty)
     """Treat an empty cell or null of a feature as a sample without keys (empty), or as an unknown
     key (default)."""
-    server: ServerOption = HTTP
-    config: ConfigOption = None
-    overrides: SetOption = None
+    server: str = option(HTTP, "--server", "-s", metavar="URL")
+    """The server's address for requests."""
+    local: LocalNode
     credentials: Credentials
-    output: Output = OutputFormat.table
 
 
 @app.command(epilog=EXAMPLES)
@@ -105,9 +98,7 @@ def predict(options: PredictOptions) -> None:
     _check_options(options)
     from hps.cli.predict_targets import open_target
 
-    with open_target(
-        options.server, options.config, options.overrides, options.credentials
-    ) as target:
+    with open_target(options.server, options.local, options.credentials) as target:
         if options.file is not None:
             _file(target, options, options.file)
         else:
@@ -281,10 +272,7 @@ def _one(target: PredictTarget, options: PredictOptions) -> None:
     if options.explain:
         report["features"] = _account(target, model, features)
         report["dense"] = dense
-    if options.output is OutputFormat.json:
-        print_json(report)
-    else:
-        _show(report)
+    options.report(report, _show)
 
 
 def _account(target: PredictTarget, model: str, features: Features) -> dict[str, Any]:

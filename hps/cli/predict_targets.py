@@ -10,13 +10,12 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hps.cli.options import Credentials, open_here, reject_overrides
+from hps.cli.options import Credentials, LocalNode
 from hps.threads import BoundedThreadPool, CompletedFuture
 from hps.tools.signature import MAX_BATCH, ModelSignature
 from hps.types import JaggedKeys, LookupRequest, LookupResult, PredictRequest, PredictResult
@@ -125,18 +124,13 @@ class NodeTarget:
 
 
 @contextmanager
-def open_target(
-    server: str,
-    config: Path | None,
-    overrides: list[str] | None,
-    credentials: Credentials,
-) -> Iterator[PredictTarget]:
-    """Open the node of ``config`` if given, else a client of the server."""
-    if config is not None:
-        with open_here(config, overrides) as node:
+def open_target(server: str, local: LocalNode, credentials: Credentials) -> Iterator[PredictTarget]:
+    """Open the ``local`` node if there is one, else a client of the server."""
+    opened = local.open()
+    if opened is not None:
+        with opened as node:
             yield NodeTarget(node)
         return
-    reject_overrides(overrides)
     from hps.client import Client
 
     with Client(server, api_key=credentials.api_key, tls=credentials.client_tls()) as client:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,27 +14,14 @@ import typer
 from hps.cli.command_options import argument, expand_options, option
 from hps.cli.options import (
     ADMIN,
-    AdminOption,
-    ConfigOption,
     Credentials,
-    RowsOption,
-    SetOption,
+    JsonReportOptions,
+    LoadOptions,
+    LocalNode,
     former_target,
-    open_here,
-    reject_overrides,
+    only_model,
 )
-from hps.errors import ConfigError
-from hps.tools.output import (
-    FormattedNumber,
-    JsonOption,
-    Output,
-    OutputFormat,
-    percentage,
-    plural,
-    print_json,
-    print_line,
-    print_table,
-)
+from hps.tools.output import FormattedNumber, percentage, plural, print_line, print_table
 
 if TYPE_CHECKING:
     from hps.client.http_messages import Request
@@ -90,37 +77,23 @@ class ProfileTarget(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
+class ProfileOptions(JsonReportOptions):
     """Arguments and options of ``hps profile``."""
 
     model: str | None = argument(None)
     """The model to profile; required if there are several."""
     second: str | None = argument(None, hidden=True)
-    server: AdminOption = ADMIN
-    config: ConfigOption = None
+    server: str = option(ADMIN, "--server", "-s", metavar="URL")
+    """The server's admin address."""
     count: int = option(200, min=1)
     """Number of requests to profile."""
     warmup: int = option(20, min=0)
     """Requests before them, which are not profiled."""
-    batch: int = option(1, min=1)
-    """Samples per request."""
-    keys: str = option("zipf:1.2")
-    """Distribution of the keys: uniform, zipf:S, hot:SHARE,COVERAGE or trace:FILE.npy."""
-    rows: RowsOption = None
-    hotness: int = option(1, min=1)
-    """Keys per sample of features for which the model does not fix it."""
-    repository: Path | None = option(None, metavar="DIR")
-    """Model repository; send keys of the rows that the model has there."""
-    requests: Path | None = option(None, metavar="FILE")
-    """Send the requests of this file, written by hps generate requests."""
+    load: LoadOptions
     protocol: WireProtocol = option(WireProtocol.http)
     """Encoding of the requests: HTTP with binary tensors, or gRPC messages."""
-    seed: int = option(1, min=0)
-    """Seed of the random requests; the same seed gives the same ones."""
-    overrides: SetOption = None
+    local: LocalNode
     credentials: Credentials
-    output: Output = OutputFormat.table
-    json: JsonOption = False
 
 
 @app.command(epilog=EXAMPLES)
@@ -132,28 +105,23 @@ def profile(options: ProfileOptions) -> None:
     opened in this process. Keys are the hottest ones of its caches, if it has any. Other requests of
     the server are neither profiled nor slowed down."""
     former, model = former_target(options.model, options.second)
-    server, config = options.server, options.config
     if former is not None and "://" in former:
-        server = former
+        options = replace(options, server=former)
     elif former is not None:
-        config = Path(former)
-    with _opened(server, config, options) as target:
-        report = _measure(target, model or _only(target.models()), options)
-    if options.json or options.output is OutputFormat.json:
-        print_json(report)
-    else:
-        _show(report)
+        options = replace(options, local=replace(options.local, config=Path(former)))
+    with _open(options) as target:
+        name = model or only_model(target.models(), "profile")
+        report = _measure(target, name, options)
+    options.report(report, _show)
 
 
 def _measure(target: ProfileTarget, model: str, options: ProfileOptions) -> dict[str, Any]:
     from hps.cli.profile_summary import account
-    from hps.tools.bench.load import LoadRecipe, RequestSource, made_requests
+    from hps.tools.bench.load import RequestSource, made_requests
 
-    count, warmup = options.count, options.warmup
-    recipe = LoadRecipe(
-        min(count, 256), options.batch, options.keys, options.rows, options.hotness, options.seed
-    )
-    source = RequestSource(options.requests, options.repository)
+    count, warmup, load = options.count, options.warmup, options.load
+    recipe = load.recipe(min(count, 256))
+    source = RequestSource(load.requests, load.repository)
     tensors, keys_of = made_requests(model, recipe, source, target.metadata, target.hot_keys)
     sent = _messages(model, tensors, options.protocol)
     profiles = [target.profile(model, sent[i % len(sent)]) for i in range(warmup + count)][warmup:]
@@ -163,15 +131,6 @@ def _measure(target: ProfileTarget, model: str, options: ProfileOptions) -> dict
     times = sorted(seconds for seconds in plain if seconds is not None)
     report["round_trip_p50_us"] = 1e6 * times[len(times) // 2] if times else None
     return report
-
-
-def _only(names: Sequence[str]) -> str:
-    main = [name for name in names if not name.endswith(".lookup")] or list(names)
-    if len(main) != 1:
-        raise ConfigError(
-            f"name the model: hps profile MODEL; there are {', '.join(names) or 'none'}"
-        )
-    return main[0]
 
 
 def _messages(model: str, made: Sequence[Tensors], protocol: WireProtocol) -> list[Request]:
@@ -190,17 +149,17 @@ def _messages(model: str, made: Sequence[Tensors], protocol: WireProtocol) -> li
 
 
 @contextmanager
-def _opened(server: str, config: Path | None, options: ProfileOptions) -> Iterator[ProfileTarget]:
+def _open(options: ProfileOptions) -> Iterator[ProfileTarget]:
     from hps.cli.profile_targets import LocalProfileTarget, ServerProfileTarget
 
-    if config is None:
-        reject_overrides(options.overrides)
-        credentials = options.credentials
-        with ServerProfileTarget(server, credentials.api_key, credentials.client_tls()) as there:
-            yield there
-        return
-    with open_here(config, options.overrides) as node:
-        yield LocalProfileTarget(node)
+    local, credentials = options.local.open(), options.credentials
+    if local is not None:
+        with local as node:
+            yield LocalProfileTarget(node)
+    else:
+        server = ServerProfileTarget(options.server, credentials.api_key, credentials.client_tls())
+        with server:
+            yield server
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hps.cli.command_options import expand_options, option
-from hps.cli.options import SetOption
+from hps.cli.options import ReportOptions, SetOption
 from hps.cli.tables import flatten
 from hps.cli.tables import show as show_tables
-from hps.tools.output import Output, OutputFormat, plural, print_json, print_line
+from hps.tools.output import plural, print_line
 
 if TYPE_CHECKING:
     from hps.config import Configuration
@@ -45,7 +45,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(ReportOptions):
     """Options of ``hps serve``."""
 
     config: Path | None = option(None, "--config", "-c", envvar="HPS_CONFIG", metavar="FILE")
@@ -56,7 +56,6 @@ class ServeOptions:
     """all: one process does everything; lookup: rows, for front ends; frontend: requests, with rows
     from lookup nodes."""
     overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @app.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})
@@ -85,10 +84,10 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
         raise ConfigError(f"the configuration file is an option: hps serve --config {ctx.args[0]}")
     more = [] if options.workers is None else [f"server.workers={options.workers}"]
     more += [] if options.role is None else [f"server.role={options.role.value}"]
-    run(load_config(options.config, [*(options.overrides or ()), *more]), options.output, started)
+    run(load_config(options.config, [*(options.overrides or ()), *more]), options, started)
 
 
-def run(configuration: Configuration, output: OutputFormat, started: float) -> None:
+def run(configuration: Configuration, options: ReportOptions, started: float) -> None:
     """Serve until a signal; ``started``: an instant of ``time.monotonic``, for the report."""
     from hps.errors import ConfigError
 
@@ -111,7 +110,7 @@ def run(configuration: Configuration, output: OutputFormat, started: float) -> N
         report["seconds"] = round(time.monotonic() - started, 3)
         # A closed standard output must not stop the server.
         with suppress(OSError):
-            print_json(report) if output is OutputFormat.json else show(report)
+            options.report(report, show)
 
     frontend.run(ready)
 

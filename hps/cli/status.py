@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hps.cli.command_options import expand_options
-from hps.cli.options import (
-    AdminServer,
-)
+from hps.cli.options import AdminServer, ReportOptions
 from hps.tools.output import (
     FormattedNumber,
-    Output,
-    OutputFormat,
     age,
     count,
     percentage,
     plural,
-    print_json,
     print_line,
     print_table,
     size,
@@ -40,11 +35,7 @@ Examples:
 
 @app.command(epilog=EXAMPLES)
 @expand_options
-def status(
-    *,
-    admin: AdminServer,
-    output: Output = OutputFormat.table,
-) -> None:
+def status(admin: AdminServer, options: ReportOptions) -> None:
     """Show a server's state: models, tiers, sources of its answers, latencies, updates."""
     with admin.open() as client:
         report = client.status()
@@ -54,10 +45,7 @@ def status(
     report["dead_letters"] = dead_letters(samples)
     report["requests"] = [each for each in answered if each["model"]]
     report["unknown_model_requests"] = sum(r["requests"] for r in answered if not r["model"])
-    if output is OutputFormat.json:
-        print_json(report)
-    else:
-        _show(report)
+    options.report(report, _show)
 
 
 def keys_by_tier(samples: Iterable[MetricSample]) -> dict[str, int]:

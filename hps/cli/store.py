@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from hps.cli import store_backup, store_compare, store_copy, store_rows
 from hps.cli.command_options import argument, expand_options, option
-from hps.cli.options import SetOption
 from hps.cli.store_open import (
-    ConfigFile,
     ConfiguredModels,
-    TierOption,
+    StoreOptions,
     chosen_tiers,
     open_models,
     open_store,
     open_stores,
-    read_config,
     work,
 )
 from hps.errors import ConfigError, NotFound, TierError
 from hps.tools.output import (
     FormattedNumber,
-    Output,
-    OutputFormat,
     approximate,
     count,
-    print_json,
     print_line,
     print_table,
     size,
@@ -56,14 +50,17 @@ Examples:
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListOptions(StoreOptions):
+    """Arguments and options of ``hps store ls``."""
+
+    model: str | None = argument(None)
+    """Only this model's tables."""
+
+
 @app.command(epilog=LS_EXAMPLES)
-def ls(
-    config: ConfigFile,
-    model: Annotated[str | None, typer.Argument(help="Only this model's tables.")] = None,
-    tier: TierOption = None,
-    overrides: SetOption = None,
-    output: Output = OutputFormat.table,
-) -> None:
+@expand_options
+def ls(options: ListOptions) -> None:
     """List the tables in each store: rows, bytes, dim, layout.
 
     Includes tables that are not configured (any more), which hps store erase removes, and versions
@@ -72,7 +69,7 @@ def ls(
 
     ~ marks approximate numbers: once a table has been written to, RocksDB counts added rows only after
     they are compacted. Tombstones count as rows, also in Redis."""
-    configuration = read_config(config, overrides)
+    model, configuration = options.model, options.read()
     try:
         models = open_models(configuration)
     except ConfigError as error:
@@ -80,7 +77,7 @@ def ls(
         models = ConfiguredModels()
     entries: list[dict[str, Any]] = []
     failed = False
-    for name in chosen_tiers(configuration, tier):
+    for name in chosen_tiers(configuration, options.tier):
         try:
             with open_store(configuration, name) as store:
                 entries += [e for e in _listed(store, models) if model in (None, e["model"])]
@@ -89,10 +86,7 @@ def ls(
             warn(str(error))
     if model is not None and not entries and not failed:
         raise NotFound(f"no store holds a table of model {model!r}")
-    if output is OutputFormat.json:
-        print_json(entries)
-    else:
-        _show_tables(entries)
+    options.report(entries, _show_tables)
     if failed:
         raise typer.Exit(1)
 
@@ -182,21 +176,17 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EraseOptions:
+class EraseOptions(StoreOptions):
     """Arguments and options of ``hps store erase``."""
 
     model: str = argument()
     """The model; it need not be configured."""
-    config: ConfigFile
     version: int | None = option(None, "--version", "-v")
     """Only this version; default: all."""
     table: str | None = option(None)
     """Only this table."""
-    tier: TierOption = None
     yes: bool = option(False, "--yes", "-y")
     """Erase without asking for confirmation."""
-    overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -204,22 +194,8 @@ def erase(options: EraseOptions) -> None:
     """Remove a model, or one version or table, from the stores.
 
     The model's files are kept: a configured model is loaded again when a node starts."""
-    configuration = read_config(options.config, options.overrides)
-    with open_stores(configuration, options.tier, writing=True) as stores:
-        chosen = {
-            store: [
-                name
-                for name in store.tables()
-                if name.model == options.model
-                and (
-                    options.version is None
-                    or not store.versioned
-                    or name.version == options.version
-                )
-                and options.table in (None, name.name)
-            ]
-            for store in stores
-        }
+    with open_stores(options.read(), options.tier, writing=True) as stores:
+        chosen = {store: _matching(store, options) for store in stores}
         erased = [
             {"tier": s.name, "model": n.model, "version": n.version, "table": n.name}
             for s, names in chosen.items()
@@ -229,28 +205,35 @@ def erase(options: EraseOptions) -> None:
             raise NotFound(
                 f"no store holds that of model {options.model!r}; hps store ls lists all"
             )
-        _confirm(erased, yes=options.yes)
+        if not options.yes:
+            _confirm(erased)
         for store, names in chosen.items():
             with work():
                 store.erase(names)
-    if options.output is OutputFormat.json:
-        print_json(erased)
-    else:
-        print_line(f"Erased: {', '.join(_label(entry) for entry in erased)}")
+    options.report(erased, lambda erased: print_line(f"Erased: {_labels(erased)}"))
 
 
-def _confirm(erased: list[dict[str, Any]], *, yes: bool) -> None:
-    if yes:
-        return
-    what = ", ".join(_label(entry) for entry in erased)
+def _matching(store: RedisRows | RocksDbRows, options: EraseOptions) -> list[TableName]:
+    """The tables in the store that the options name."""
+    return [
+        name
+        for name in store.tables()
+        if name.model == options.model
+        and (options.version is None or not store.versioned or name.version == options.version)
+        and options.table in (None, name.name)
+    ]
+
+
+def _confirm(erased: list[dict[str, Any]]) -> None:
+    what = _labels(erased)
     if not sys.stdin.isatty():
         raise ConfigError(f"this would erase {what}; give --yes to confirm")
     if not typer.confirm(f"Erase {what}?", err=True):
         raise typer.Exit(1)
 
 
-def _label(entry: dict[str, Any]) -> str:
-    return f"{entry['model']}/{entry['version']}/{entry['table']} in {entry['tier']}"
+def _labels(entries: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{e['model']}/{e['version']}/{e['table']} in {e['tier']}" for e in entries)
 
 
 app.command(epilog=store_rows.SCAN_EXAMPLES)(store_rows.scan)

@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hps.cli.command_options import expand_options, option
-from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
-    ConfigFile,
     ConfiguredModels,
-    OneTierOption,
-    SomeModel,
-    SomeTable,
+    StoredTablesOptions,
     TierName,
     open_models,
     open_store,
@@ -27,15 +23,7 @@ from hps.cli.store_open import (
 )
 from hps.cli.store_repair import Finding, files_of, repaired
 from hps.errors import ConfigError, NotFound
-from hps.tools.output import (
-    VERDICT_STYLES,
-    Output,
-    OutputFormat,
-    count,
-    print_json,
-    print_line,
-    print_table,
-)
+from hps.tools.output import VERDICT_STYLES, count, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,13 +66,9 @@ Exit code 1 when they differ.
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffOptions:
+class DiffOptions(StoredTablesOptions):
     """Arguments and options of ``hps store diff``."""
 
-    config: ConfigFile
-    model: SomeModel = None
-    table: SomeTable = None
-    tier: OneTierOption = None
     against: CompareTarget = option(CompareTarget.files, "--against", "-a")
     """Other side of the comparison: another store, or the model's files."""
     other: Path | None = option(None, metavar="FILE")
@@ -93,8 +77,6 @@ class DiffOptions:
     """Compare only about this many random rows per table."""
     ignore: list[DifferenceKind] | None = option(None)
     """Kind of difference that does not cause exit code 1; repeatable."""
-    overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -103,7 +85,7 @@ def diff(options: DiffOptions) -> None:
 
     Compares versions if both sides have them; with files, only values. Rows that are written during the
     comparison may be reported as different."""
-    configuration = read_config(options.config, options.overrides)
+    configuration = options.read()
     models = open_models(configuration)
     chosen = models.chosen(options.model, options.table)
     with ExitStack() as resources:
@@ -129,7 +111,10 @@ def diff(options: DiffOptions) -> None:
             )
             for mine, their in pairs
         ]
-    _show(store.name, options.against.value, chosen, found, options.output)
+    if options.as_json:
+        print_json(_report(store.name, options.against.value, chosen, found))
+    else:
+        _show(store.name, options.against.value, chosen, found)
     if any(each.differs(options.ignore or ()) for each in found):
         raise typer.Exit(1)
 
@@ -160,32 +145,32 @@ def _compared(
         return compare(store, against, table, ConsoleProgress(), other=other, sample=keys)
 
 
+def _report(
+    store: str, against: str, tables: list[EmbeddingTable], found: list[TableDifference]
+) -> list[dict[str, Any]]:
+    from hps.rows.compare import KINDS
+
+    return [
+        {
+            "model": table.model,
+            "table": table.name,
+            "store": store,
+            "against": against,
+            "sampled": each.sampled,
+            "compared": each.compared,
+            "equal": each.equal,
+            **{kind: each.counts[kind] for kind in KINDS},
+            "keys": each.examples,
+        }
+        for table, each in zip(tables, found, strict=True)
+    ]
+
+
 def _show(
-    store: str,
-    against: str,
-    tables: list[EmbeddingTable],
-    found: list[TableDifference],
-    output: OutputFormat,
+    store: str, against: str, tables: list[EmbeddingTable], found: list[TableDifference]
 ) -> None:
     from hps.rows.compare import KINDS
 
-    if output is OutputFormat.json:
-        entries: list[dict[str, Any]] = [
-            {
-                "model": table.model,
-                "table": table.name,
-                "store": store,
-                "against": against,
-                "sampled": each.sampled,
-                "compared": each.compared,
-                "equal": each.equal,
-                **{kind: each.counts[kind] for kind in KINDS},
-                "keys": each.examples,
-            }
-            for table, each in zip(tables, found, strict=True)
-        ]
-        print_json(entries)
-        return
     print_line(
         f"{store} compared with {against}" + (", a sample" if found and found[0].sampled else "")
     )
@@ -213,17 +198,11 @@ Exit code 1 when a check fails.
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerifyOptions(StoredTablesOptions):
     """Arguments and options of ``hps store verify``."""
 
-    config: ConfigFile
-    model: SomeModel = None
-    table: SomeTable = None
-    tier: OneTierOption = None
     repair: bool = option(False)
     """RocksDB: first repair all damaged tables."""
-    overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -236,7 +215,7 @@ def verify(options: VerifyOptions) -> None:
     --repair keeps the readable rows of a damaged table, loads the others from the model's files again,
     and has the streams read again. It keeps the readable part of a damaged write-ahead log. It reports
     what may be lost. If it is killed, run it again: it continues."""
-    configuration = read_config(options.config, options.overrides)
+    configuration = options.read()
     models = open_models(configuration)
     chosen = models.chosen(options.model, options.table)
     findings: list[Finding] = []
@@ -245,11 +224,11 @@ def verify(options: VerifyOptions) -> None:
     with open_store(configuration, options.tier) as store:
         for table in chosen:
             findings += _checks(store, models, table)
-    if options.output is OutputFormat.json:
-        names = ("table", "check", "result", "detail")
-        print_json([dict(zip(names, finding, strict=True)) for finding in findings])
-    else:
-        print_table(("table", "check", "result", "detail"), findings, styles=VERDICT_STYLES)
+    names = ("table", "check", "result", "detail")
+    options.report(
+        [dict(zip(names, finding, strict=True)) for finding in findings],
+        lambda _report: print_table(names, findings, styles=VERDICT_STYLES),
+    )
     if any(finding[2] == "FAIL" for finding in findings):
         raise typer.Exit(1)
 

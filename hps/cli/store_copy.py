@@ -9,18 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hps.cli.command_options import expand_options, option
-from hps.cli.options import SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
-    ConfigFile,
     ConfiguredModels,
-    ModelArgument,
-    OneTierOption,
-    SomeModel,
-    SomeTable,
-    TableArgument,
+    StoredTableOptions,
+    StoredTablesOptions,
     TierName,
-    TierOption,
     open_models,
     open_store,
     read_config,
@@ -28,16 +22,7 @@ from hps.cli.store_open import (
 )
 from hps.cli.value_parsing import parse_version
 from hps.errors import ConfigError, NotFound
-from hps.tools.output import (
-    Output,
-    OutputFormat,
-    count,
-    plural,
-    print_json,
-    print_line,
-    print_table,
-    warn,
-)
+from hps.tools.output import count, plural, print_json, print_line, print_table, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -57,17 +42,11 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class LoadOptions(StoredTablesOptions):
     """Arguments and options of ``hps store load``."""
 
-    config: ConfigFile
-    model: SomeModel = None
-    table: SomeTable = None
-    tier: OneTierOption = None
     rebuild: bool = option(False)
     """RocksDB: load again from the files; rows streamed since the load are lost."""
-    overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -76,7 +55,7 @@ def load(options: LoadOptions) -> None:
 
     Skips tables that are already loaded, and keeps newer rows in the store. If it is killed, run it
     again: it continues. A node does the same when it starts."""
-    configuration = read_config(options.config, options.overrides)
+    configuration = options.read()
     models = open_models(configuration)
     chosen = models.chosen(options.model, options.table)
     if options.rebuild and options.tier is TierName.redis:
@@ -85,12 +64,13 @@ def load(options: LoadOptions) -> None:
         )
     with open_store(configuration, options.tier, writing=True) as store, work():
         loaded = [_loaded(store, models, each, rebuild=options.rebuild) for each in chosen]
-    if options.output is OutputFormat.json:
-        print_json(loaded)
-        return
+    options.report(loaded, _show_loaded)
+
+
+def _show_loaded(loaded: list[dict[str, Any]]) -> None:
     print_table(
         ("table", "in", "how", "rows", "rows/s"),
-        [(e["table"], store.name, e["how"], count(e["rows"]), _rate(e)) for e in loaded],
+        [(e["table"], e["tier"], e["how"], count(e["rows"]), _rate(e)) for e in loaded],
     )
 
 
@@ -134,19 +114,13 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(StoredTableOptions):
     """Arguments and options of ``hps store export``."""
 
-    model: ModelArgument
-    table: TableArgument
-    config: ConfigFile
     out: Path = option(metavar="FILE")
     """Output file, .parquet or .npz."""
     since: str | None = option(None, metavar="VERSION")
     """Export only rows newer than this version or time."""
-    tier: OneTierOption = None
-    overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -161,29 +135,25 @@ def export(options: ExportOptions) -> None:
 
     check_format(options.out)
     after = None if options.since is None else parse_version(options.since)
-    configuration = read_config(options.config, options.overrides)
-    chosen = open_models(configuration).one(options.model, options.table)
-    with open_store(configuration, options.tier) as store:
+    with options.open() as (store, table):
         if after is not None and not store.versioned:
             raise ConfigError(
                 f"--since: {store.name} has HPS's layout, which keeps no versions; leave it out, or "
                 "convert the store: hps store convert"
             )
-        store.check(chosen)
-        with (
-            work(),
-            ConsoleProgress().task(f"exporting {options.table}", store.entries(chosen)) as step,
-        ):
-            dead = () if after is None else store.tombstones(chosen)
-            report = write(options.out, chosen, _counted(store.scan(chosen), step), dead, after)
-    if options.output is OutputFormat.json:
-        facts = {"rows": report.rows, "deleted": report.deleted, "newest": report.newest}
-        print_json({"file": options.out, "table": chosen.id, "tier": store.name, **facts})
+        store.check(table)
+        total = store.entries(table)
+        with work(), ConsoleProgress().task(f"exporting {options.table}", total) as step:
+            dead = () if after is None else store.tombstones(table)
+            written = write(options.out, table, _counted(store.scan(table), step), dead, after)
+    facts = {"rows": written.rows, "deleted": written.deleted, "newest": written.newest}
+    if options.as_json:
+        print_json({"file": options.out, "table": table.id, "tier": store.name, **facts})
         return
-    deleted = f", {report.deleted:,} of them deleted" if report.deleted else ""
-    print_line(f"{options.out}: {plural(report.rows, 'row')}{deleted}")
-    if store.versioned and report.rows:
-        print_line(f"The next export continues with --since {report.newest}")
+    deleted = f", {written.deleted:,} of them deleted" if written.deleted else ""
+    print_line(f"{options.out}: {plural(written.rows, 'row')}{deleted}")
+    if store.versioned and written.rows:
+        print_line(f"The next export continues with --since {written.newest}")
 
 
 def _counted(rows: Iterable[TableRows], step: Callable[[int], None]) -> Iterator[TableRows]:
@@ -205,17 +175,13 @@ RocksDB; Redis may be the same one. Afterwards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
+class ConvertOptions(StoredTablesOptions):
     """Arguments and options of ``hps store convert``."""
 
-    config: ConfigFile
     into: Path = option(metavar="FILE")
     """Configuration of the new stores, with layout: native."""
-    model: SomeModel = None
-    table: SomeTable = None
-    tier: TierOption = None
-    overrides: SetOption = None
-    output: Output = OutputFormat.table
+    tier: TierName | None = option(None, "--tier", "-t")
+    """Only this store; default: all that are configured."""
 
 
 @expand_options
@@ -226,7 +192,7 @@ def convert(options: ConvertOptions) -> None:
     meanwhile: run the command again to copy those changes. If it is killed, run it again: it continues.
     Rows get the version of the models' files, so that no update streamed later is rejected. For
     RocksDB, the models' files are loaded first."""
-    source, target = read_config(options.config, options.overrides), read_config(options.into, None)
+    source, target = options.read(), read_config(options.into, None)
     old, new = open_models(source), open_models(target)
     tiers = _convertible(source, target, options.tier)
     pairs = [(each, _same_shape(new, each)) for each in old.chosen(options.model, options.table)]
@@ -240,14 +206,19 @@ def convert(options: ConvertOptions) -> None:
             ]
             with work():
                 done += [(each, _converted(here, there, *pair, new)) for pair in there_are]
-    if options.output is OutputFormat.json:
-        names = ("tier", "table", "read", "written")
-        rows = [(name, c.table, c.read, c.written) for name, c in done]
-        print_json([dict(zip(names, row, strict=True)) for row in rows])
-        return
+    options.report(
+        [
+            {"tier": tier, "table": each.table, "read": each.read, "written": each.written}
+            for tier, each in done
+        ],
+        _show_converted,
+    )
+
+
+def _show_converted(done: list[dict[str, Any]]) -> None:
     print_table(
         ("tier", "table", "rows read", "written"),
-        [(name.value, c.table, count(c.read), count(c.written)) for name, c in done],
+        [(e["tier"].value, e["table"], count(e["read"]), count(e["written"])) for e in done],
     )
 
 

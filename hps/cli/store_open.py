@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from hps.cli.command_options import argument, option
+from hps.cli.options import ReportOptions, SetOption
 from hps.errors import ConfigError, HpsError, NotFound, TierError
 
 if TYPE_CHECKING:
@@ -26,23 +26,6 @@ if TYPE_CHECKING:
 class TierName(StrEnum):
     redis = "redis"
     rocksdb = "rocksdb"
-
-
-ConfigFile = Annotated[
-    Path, typer.Option("--config", "-c", metavar="FILE", help="The node's configuration.")
-]
-TierOption = Annotated[
-    TierName | None,
-    typer.Option("--tier", "-t", help="Only this store; default: all that are configured."),
-]
-OneTierOption = Annotated[
-    TierName | None,
-    typer.Option("--tier", "-t", help="The store; default: rocksdb if it is enabled, else redis."),
-]
-ModelArgument = Annotated[str, typer.Argument(help="The model.")]
-TableArgument = Annotated[str, typer.Argument(help="One of its tables; hps store ls lists them.")]
-SomeModel = Annotated[str | None, typer.Argument(help="Only this model's tables.")]
-SomeTable = Annotated[str | None, typer.Argument(help="Only this table.")]
 
 
 @dataclass(slots=True)
@@ -198,6 +181,63 @@ def _open_rocksdb(
     )
     resources.callback(tier.close)
     return RocksDbRows(tier)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions(ReportOptions):
+    """The configuration whose stores a command opens, and which of them."""
+
+    tier: TierName | None = option(None, "--tier", "-t")
+    """Only this store; default: all that are configured."""
+    config: Path = option(MISSING, "--config", "-c", metavar="FILE")
+    """The node's configuration."""
+    overrides: SetOption = None
+
+    def read(self) -> Configuration:
+        return read_config(self.config, self.overrides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions(StoreOptions):
+    """One table in the stores."""
+
+    model: str = argument()
+    """The model."""
+    table: str = argument()
+    """One of its tables; hps store ls lists them."""
+
+    def find(self) -> tuple[Configuration, EmbeddingTable]:
+        """Read the configuration, and find the table in its models."""
+        configuration = self.read()
+        return configuration, open_models(configuration).one(self.model, self.table)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTableOptions(TableOptions):
+    """One table in one store."""
+
+    tier: TierName | None = option(None, "--tier", "-t")
+    """The store; default: rocksdb if it is enabled, else redis."""
+
+    @contextmanager
+    def open(
+        self, *, writing: bool = False
+    ) -> Iterator[tuple[RedisRows | RocksDbRows, EmbeddingTable]]:
+        configuration, table = self.find()
+        with open_store(configuration, self.tier, writing=writing) as store:
+            yield store, table
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTablesOptions(StoreOptions):
+    """Some tables, or all, in one store."""
+
+    model: str | None = argument(None)
+    """Only this model's tables."""
+    table: str | None = argument(None)
+    """Only this table."""
+    tier: TierName | None = option(None, "--tier", "-t")
+    """The store; default: rocksdb if it is enabled, else redis."""
 
 
 @contextmanager

@@ -8,19 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from hps.cli.command_options import argument, expand_options, option
-from hps.cli.options import SetOption
 from hps.cli.store_open import (
-    ConfigFile,
-    ModelArgument,
-    OneTierOption,
-    TableArgument,
+    StoredTableOptions,
+    TableOptions,
     TierName,
-    TierOption,
     chosen_tiers,
-    open_models,
     open_store,
     open_stores,
-    read_config,
     work,
 )
 from hps.cli.value_parsing import (
@@ -33,16 +27,7 @@ from hps.cli.value_parsing import (
     shown_vector,
 )
 from hps.errors import ConfigError, NotFound, TierError
-from hps.tools.output import (
-    FormattedNumber,
-    Output,
-    OutputFormat,
-    plural,
-    print_json,
-    print_line,
-    print_table,
-    warn,
-)
+from hps.tools.output import FormattedNumber, plural, print_line, print_table, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,19 +49,13 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScanOptions:
+class ScanOptions(StoredTableOptions):
     """Arguments and options of ``hps store scan``."""
 
-    model: ModelArgument
-    table: TableArgument
-    config: ConfigFile
-    tier: OneTierOption = None
     start: str | None = option(None, "--from", metavar="KEY")
     """Start at this key; RocksDB only: Redis has no order."""
     limit: int = option(20, "--limit", "-n", min=1)
     """Maximum number of rows."""
-    overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -86,23 +65,21 @@ def scan(options: ScanOptions) -> None:
     RocksDB orders rows by signed key (in HPS's layout by the key's little-endian bytes); Redis has no
     order."""
     first = None if options.start is None else parse_key(options.start)
-    configuration = read_config(options.config, options.overrides)
-    chosen = open_models(configuration).one(options.model, options.table)
-    with open_store(configuration, options.tier) as store:
-        store.check(chosen)
+    with options.open() as (store, table):
+        store.check(table)
         rows: list[dict[str, Any]] = []
         with work():
-            for some in _scanned(store, chosen, first):
+            for some in _scanned(store, table, first):
                 left = options.limit - len(rows)
                 each = zip(some.keys[:left], some.versions, some.vectors, strict=False)
                 rows += [{"key": k, "version": v, "vector": row} for k, v, row in each]
                 if len(rows) == options.limit:
                     break
-    if options.output is OutputFormat.json:
-        print_json(
-            {"model": options.model, "table": options.table, "tier": store.name, "rows": rows}
-        )
-        return
+    report = {"model": options.model, "table": options.table, "tier": store.name, "rows": rows}
+    options.report(report, lambda _report: _show_scanned(rows))
+
+
+def _show_scanned(rows: list[dict[str, Any]]) -> None:
     print_table(
         ("key", "age", "vector"),
         [(int(r["key"]), shown_age(int(r["version"])), shown_vector(r["vector"])) for r in rows],
@@ -130,17 +107,11 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GetOptions:
+class GetOptions(TableOptions):
     """Arguments and options of ``hps store get``."""
 
-    model: ModelArgument
-    table: TableArgument
     keys: list[str] = argument(metavar="KEY")
     """Keys, from -2^63 to 2^64-1; 0x… is hexadecimal."""
-    config: ConfigFile
-    tier: TierOption = None
-    overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -152,26 +123,27 @@ def get(options: GetOptions) -> None:
     import numpy as np
 
     parsed = [parse_key(text) for text in options.keys]
-    configuration = read_config(options.config, options.overrides)
-    chosen = open_models(configuration).one(options.model, options.table)
-    asked = key_array(chosen, parsed)
+    configuration, table = options.find()
+    keys = key_array(table, parsed)
     typed = dict(
-        zip(chosen.narrow(np.array(parsed)).tolist(), map(as_typed, options.keys), strict=True)
+        zip(table.narrow(np.array(parsed)).tolist(), map(as_typed, options.keys), strict=True)
     )
-    found, failed = _in_each_store(configuration, options.tier, chosen, asked)
+    found, failed = _in_each_store(configuration, options.tier, table, keys)
     order = {key: i for i, key in enumerate(typed)}
     found.sort(key=lambda row: order[row["key"]])
     found = [row | {"key": typed[row["key"]]} for row in found]
-    if options.output is OutputFormat.json:
-        print_json({"model": options.model, "table": options.table, "rows": found})
-    else:
-        print_table(
-            ("key", "tier", "version", "age", "vector"),
-            [_cells(row) for row in found],
-            styles={"deleted": "yellow", "not there": "yellow"},
-        )
+    report = {"model": options.model, "table": options.table, "rows": found}
+    options.report(report, lambda _report: _show_found(found))
     if failed:
         raise typer.Exit(1)
+
+
+def _show_found(rows: list[dict[str, Any]]) -> None:
+    print_table(
+        ("key", "tier", "version", "age", "vector"),
+        [_cells(row) for row in rows],
+        styles={"deleted": "yellow", "not there": "yellow"},
+    )
 
 
 def _in_each_store(
@@ -239,20 +211,14 @@ VersionOption = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class PutOptions:
+class PutOptions(TableOptions):
     """Arguments and options of ``hps store put``."""
 
-    model: ModelArgument
-    table: TableArgument
     key: str = argument()
     """The key, from -2^63 to 2^64-1; 0x… is hexadecimal."""
     vector: str = option(metavar="NUMBERS")
     """The row's values."""
-    config: ConfigFile
-    tier: TierOption = None
     version: VersionOption = None
-    overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -272,18 +238,12 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeleteOptions:
+class DeleteOptions(TableOptions):
     """Arguments and options of ``hps store del``."""
 
-    model: ModelArgument
-    table: TableArgument
     keys: list[str] = argument(metavar="KEY")
     """The keys."""
-    config: ConfigFile
-    tier: TierOption = None
     version: VersionOption = None
-    overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -304,8 +264,7 @@ def _write(options: PutOptions | DeleteOptions, keys: list[str], vector: str | N
     version = options.version
     at = VersionClock().now() if version is None else parse_version(version)
     parsed = [parse_key(text) for text in keys]
-    configuration = read_config(options.config, options.overrides)
-    table = open_models(configuration).one(options.model, options.table)
+    configuration, table = options.find()
     row = None if vector is None else parse_vector(vector, table)
     change = _RowChange(table, key_array(table, parsed), row, at)
     written: list[dict[str, Any]] = []
@@ -316,11 +275,17 @@ def _write(options: PutOptions | DeleteOptions, keys: list[str], vector: str | N
         # The lowest store first: a store must not get a row that the store below it rejects.
         accepted = np.ones(len(change.keys), bool)
         for store in reversed(stores):
-            held, newer = _apply(store, change, accepted)
-            kept += [each for each, is_newer in zip(held, newer, strict=True) if is_newer]
-            accepted &= ~np.array(newer)
+            held, is_newer = _apply(store, change, accepted)
+            kept += [each for each, newer in zip(held, is_newer, strict=True) if newer]
+            accepted &= ~np.array(is_newer)
             written += held
-    _report_written(written, kept, deleting=row is None, output=options.output)
+    done = "Deleted" if row is None else "Written"
+    options.report(written, lambda written: _show_written(done, written, kept))
+    for each in kept:
+        newer = f"version {each['version']}; --version {each['version'] + 1} would replace it"
+        warn(f"{each['tier']} keeps what is newer of key {each['key']}: {newer}")
+    if kept:
+        raise typer.Exit(1)
 
 
 class _RowChange(NamedTuple):
@@ -350,22 +315,7 @@ def _apply(
     return held, newer
 
 
-def _report_written(
-    found: list[dict[str, Any]],
-    kept: list[dict[str, Any]],
-    *,
-    deleting: bool,
-    output: OutputFormat,
-) -> None:
-    if output is OutputFormat.json:
-        print_json(found)
-    else:
-        done = "Deleted" if deleting else "Written"
-        tiers = list(dict.fromkeys(row["tier"] for row in found))
-        number = len(found) // len(tiers) - len({row["key"] for row in kept})
-        print_line(f"{done}: {plural(number, 'row')} in {' and '.join(tiers)}")
-    for row in kept:
-        newer = f"version {row['version']}; --version {row['version'] + 1} would replace it"
-        warn(f"{row['tier']} keeps what is newer of key {row['key']}: {newer}")
-    if kept:
-        raise typer.Exit(1)
+def _show_written(done: str, written: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
+    tiers = list(dict.fromkeys(row["tier"] for row in written))
+    number = len(written) // len(tiers) - len({row["key"] for row in kept})
+    print_line(f"{done}: {plural(number, 'row')} in {' and '.join(tiers)}")

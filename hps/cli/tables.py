@@ -8,29 +8,9 @@ from typing import Any
 import typer
 
 from hps.cli.command_options import argument, expand_options
-from hps.cli.options import (
-    ADMIN,
-    AdminOption,
-    ConfigOption,
-    Credentials,
-    FormerAdminOption,
-    SetOption,
-    open_admin,
-    open_here,
-    reject_overrides,
-)
+from hps.cli.options import AdminServer, LocalNode, ReportOptions
 from hps.errors import NotFound, Unavailable
-from hps.tools.output import (
-    FormattedNumber,
-    Output,
-    OutputFormat,
-    approximate,
-    count,
-    percentage,
-    print_json,
-    print_table,
-    size,
-)
+from hps.tools.output import FormattedNumber, approximate, count, percentage, print_table, size
 
 app = typer.Typer(add_completion=False)
 
@@ -44,17 +24,13 @@ ITEM_BYTES = {"float32": 4, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TablesOptions:
+class TablesOptions(ReportOptions):
     """Arguments and options of ``hps tables``."""
 
     model: str | None = argument(None)
     """Only this model's tables."""
-    server: AdminOption = ADMIN
-    _admin: FormerAdminOption = None
-    config: ConfigOption = None
-    overrides: SetOption = None
-    credentials: Credentials
-    output: Output = OutputFormat.table
+    admin: AdminServer
+    local: LocalNode
 
 
 @app.command(epilog=EXAMPLES)
@@ -64,13 +40,8 @@ def tables(options: TablesOptions) -> None:
 
     ~ marks approximate numbers: once a table has been written to, RocksDB counts added rows only after
     they are compacted. Tombstones count as rows, also in Redis."""
-    if options.config is not None:
-        with open_here(options.config, options.overrides) as node:
-            status = node.status()
-    else:
-        reject_overrides(options.overrides)
-        with open_admin(options.server, options.credentials) as client:
-            status = client.status()
+    with options.local.open() or options.admin.open() as target:
+        status = target.status()
     if "models" not in status:
         raise Unavailable("the server is still loading its tables; hps status shows its progress")
     known = [entry["name"] for entry in status["models"]]
@@ -79,10 +50,7 @@ def tables(options: TablesOptions) -> None:
             f"no model {options.model!r} is served; there is {', '.join(known) or 'none'}"
         )
     rows = [row for row in flatten(status) if options.model in (None, row["model"])]
-    if options.output is OutputFormat.json:
-        print_json(rows)
-    else:
-        show(rows)
+    options.report(rows, show)
 
 
 def flatten(status: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from hps.cli.command_options import argument, expand_options, option
-from hps.cli.options import ADMIN, Credentials, former_urls, open_admin
+from hps.cli.options import ADMIN, Credentials, JsonReportOptions, former_urls, open_admin
 from hps.cli.top_screen import screen
 from hps.errors import HpsError
-from hps.tools.output import JsonOption, Output, OutputFormat, console, print_json
+from hps.tools.output import console
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -38,7 +38,7 @@ _OURS = "hps_"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopOptions:
+class TopOptions(JsonReportOptions):
     """Arguments and options of ``hps top``."""
 
     urls: list[str] | None = argument(None, hidden=True)
@@ -49,8 +49,6 @@ class TopOptions:
     once: bool = option(False)
     """Measure one interval, print it and exit; default if stdout is not a terminal."""
     credentials: Credentials
-    output: Output = OutputFormat.table
-    json: JsonOption = False
 
 
 @app.command(epilog=EXAMPLES)
@@ -65,18 +63,10 @@ def top(options: TopOptions) -> None:
         urls = former_urls(options.server, options.urls) or [ADMIN]
         watch = _ServerWatch(urls, options.interval, options.credentials, resources)
         watch.look()
-        if (
-            options.once
-            or options.json
-            or options.output is OutputFormat.json
-            or not sys.stdout.isatty()
-        ):
+        if options.once or options.as_json or not sys.stdout.isatty():
             time.sleep(options.interval)
             report = watch.look()
-            if options.json or options.output is OutputFormat.json:
-                print_json(report)
-            else:
-                console().print(screen(report))
+            options.report(report, lambda report: console().print(screen(report)))
             raise typer.Exit(1 if any(each["state"] == "away" for each in report) else 0)
         if console().is_dumb_terminal:
             _rolling(watch, options.interval)

@@ -9,8 +9,7 @@ from pathlib import Path
 import typer
 
 from hps.cli.command_options import argument, expand_options, option
-from hps.cli.model import RepositoryOption, VersionOption
-from hps.cli.model_import import DEFAULT_REPOSITORY
+from hps.cli.model import RepositoryOptions
 from hps.config import load_config
 from hps.errors import ConfigError
 from hps.tools.output import print_line
@@ -50,8 +49,7 @@ class TritonExportOptions:
     """The model; without a network only its lookups, with --config."""
     out: Path = option(metavar="FOLDER")
     """Triton's model repository; created if missing."""
-    repository: RepositoryOption = DEFAULT_REPOSITORY
-    version: VersionOption = None
+    source: RepositoryOptions
     dense: DenseTarget = option(DenseTarget.onnxruntime)
     """Triton's backend for the network; python if Triton has no onnxruntime. The last three need a
     network in their format, which you must put there."""
@@ -74,7 +72,7 @@ def export(options: TritonExportOptions) -> None:
     from hps.models.repository import Repository
     from hps.triton.export import MODEL_FILES, export_dense, export_ensemble, export_lookup
 
-    opened = Repository(options.repository).open(options.model, options.version)
+    opened = Repository(options.source.repository).open(options.model, options.source.version)
     if options.config is None and opened.spec.dense is None:
         raise ConfigError(
             f"'{options.model}' has no network to export; give --config to export its lookups"

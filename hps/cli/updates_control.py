@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
-
-from hps.cli.command_options import argument, expand_options
-from hps.cli.options import (
-    AdminServer,
-)
-from hps.tools.output import (
-    FormattedNumber,
-    Output,
-    OutputFormat,
-    count,
-    print_json,
-    print_line,
-    print_table,
-    warn,
-)
-
-if TYPE_CHECKING:
-    from hps.client import Admin
+from hps.cli.command_options import argument, expand_options, option
+from hps.cli.options import AdminServer, ReportOptions
+from hps.tools.output import FormattedNumber, count, print_line, print_table, warn
 
 STATUS_EXAMPLES = """\b
 Examples:
@@ -41,45 +25,40 @@ Examples:
   hps updates seek hps_updates.ctr 3 81200      # continue at offset 81200
 """
 
-GroupOption = Annotated[
-    str | None, typer.Option(help="Only this group's reader; `hps updates status` lists them.")
-]
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions(ReportOptions):
+    """Options of commands that control the update streams of a server."""
+
+    group: str | None = option(None)
+    """Only this group's reader; `hps updates status` lists them."""
+    admin: AdminServer
+
+    def send(self, command: str, **body: Any) -> None:
+        """Send the command to the server, and report the streams afterwards."""
+        self.report(_ask(self.admin, f"/v1/updates/{command}", body), show)
 
 
 @expand_options
-def status(
-    *,
-    admin: AdminServer,
-    output: Output = OutputFormat.table,
-) -> None:
+def status(admin: AdminServer, options: ReportOptions) -> None:
     """Show a server's update streams: state, lag, problems."""
-    show(_ask("/v1/updates", admin.open()), output)
+    options.report(_ask(admin, "/v1/updates"), show)
 
 
 @expand_options
-def pause(
-    group: GroupOption = None,
-    *,
-    admin: AdminServer,
-    output: Output = OutputFormat.table,
-) -> None:
+def pause(options: StreamOptions) -> None:
     """Pause a server's update streams until `hps updates resume`. Nothing is lost: updates stay in Kafka."""
-    show(_ask("/v1/updates/pause", admin.open(), {"group": group}), output)
+    options.send("pause", group=options.group)
 
 
 @expand_options
-def resume(
-    group: GroupOption = None,
-    *,
-    admin: AdminServer,
-    output: Output = OutputFormat.table,
-) -> None:
+def resume(options: StreamOptions) -> None:
     """Resume a server's paused update streams at their positions."""
-    show(_ask("/v1/updates/resume", admin.open(), {"group": group}), output)
+    options.send("resume", group=options.group)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeekOptions:
+class SeekOptions(StreamOptions):
     """Arguments and options of ``hps updates seek``."""
 
     topic: str = argument()
@@ -88,9 +67,6 @@ class SeekOptions:
     """Number of the partition."""
     offset: int = argument(min=0)
     """Offset of the next message to read."""
-    group: GroupOption = None
-    admin: AdminServer
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -98,25 +74,22 @@ def seek(options: SeekOptions) -> None:
     """Make a server read a partition from another offset.
 
     Applying messages again is harmless: newer rows are kept; in HPS's layouts the last write wins."""
-    body = {
-        "topic": options.topic,
-        "partition": options.partition,
-        "offset": options.offset,
-        "group": options.group,
-    }
-    show(_ask("/v1/updates/seek", options.admin.open(), body), options.output)
+    options.send(
+        "seek",
+        topic=options.topic,
+        partition=options.partition,
+        offset=options.offset,
+        group=options.group,
+    )
 
 
-def _ask(path: str, admin: Admin, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    with admin as client:
+def _ask(admin: AdminServer, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    with admin.open() as client:
         return list(client.ask(path, body)["updates"])
 
 
-def show(streams: list[dict[str, Any]], output: OutputFormat) -> None:
+def show(streams: list[dict[str, Any]]) -> None:
     """Print the readers of update streams."""
-    if output is OutputFormat.json:
-        print_json(streams)
-        return
     if not streams:
         print_line("This server reads no updates; set updates.kafka or updates.directory.")
         return

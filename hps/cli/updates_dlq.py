@@ -11,19 +11,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from hps.cli.command_options import expand_options, option
-from hps.cli.options import SetOption
+from hps.cli.options import ReportOptions, SetOption
 from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
-from hps.tools.output import (
-    Output,
-    OutputFormat,
-    age,
-    plural,
-    print_json,
-    print_line,
-    print_table,
-    size,
-    warn,
-)
+from hps.tools.output import age, plural, print_line, print_table, size, warn
 
 if TYPE_CHECKING:
     from hps.updates.kafka.dead_letters import StoredDeadLetter
@@ -50,7 +40,7 @@ class DeadLetterReason(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeadLetterOptions:
+class DeadLetterOptions(ReportOptions):
     """Arguments and options of ``hps updates dlq``."""
 
     brokers: BrokersOption = None
@@ -67,7 +57,6 @@ class DeadLetterOptions:
     requeue: bool = option(False)
     """Send the letters again to their original topic and partition."""
     overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -90,21 +79,21 @@ def dlq(options: DeadLetterOptions) -> None:
         ]
         matching = len(found)
         limit = options.limit
-        if limit is None and not options.requeue and options.output is OutputFormat.table:
+        if limit is None and not options.requeue and not options.as_json:
             limit = _SHOWN
         if limit is not None:
             found = found[-limit:]
         failed = box.requeue(found) if options.requeue else []
     if options.requeue:
-        _report_requeued(found, failed, options.output)
+        _report_requeued(found, failed, options)
     else:
-        _show(found, matching, settings.dead_letters, options.output)
+        options.report(
+            [asdict(each) for each in found],
+            lambda _report: _show(found, matching, settings.dead_letters),
+        )
 
 
-def _show(letters: list[StoredDeadLetter], matching: int, topic: str, output: OutputFormat) -> None:
-    if output is OutputFormat.json:
-        print_json([asdict(each) for each in letters])
-        return
+def _show(letters: list[StoredDeadLetter], matching: int, topic: str) -> None:
     if not letters:
         print_line(f"No dead letters in {topic}")
         return
@@ -130,14 +119,14 @@ def _show(letters: list[StoredDeadLetter], matching: int, topic: str, output: Ou
 def _report_requeued(
     letters: list[StoredDeadLetter],
     failed: list[tuple[StoredDeadLetter, str]],
-    output: OutputFormat,
+    options: ReportOptions,
 ) -> None:
     sent = len(letters) - len(failed)
-    if output is OutputFormat.json:
-        wrong = [{**asdict(letter), "error": why} for letter, why in failed]
-        print_json({"requeued": sent, "failed": wrong})
-    else:
-        print_line(f"Sent {plural(sent, 'letter')} again")
+    wrong = [{**asdict(letter), "error": why} for letter, why in failed]
+    options.report(
+        {"requeued": sent, "failed": wrong},
+        lambda _report: print_line(f"Sent {plural(sent, 'letter')} again"),
+    )
     for letter, why in failed[:_SHOWN]:
         warn(
             f"{letter.topic}/{letter.from_partition} did not take offset {letter.from_offset}: {why}"

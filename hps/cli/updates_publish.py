@@ -14,22 +14,13 @@ import typer
 
 from hps.cli.command_options import argument, expand_options, option
 from hps.cli.model_import import DEFAULT_REPOSITORY
-from hps.cli.options import SetOption
+from hps.cli.options import ReportOptions, SetOption
 from hps.cli.progress import ConsoleProgress
 from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
 from hps.cli.updates_sources import BLOCK, PublishedRows, from_file, from_versions
 from hps.cli.value_parsing import parse_version
 from hps.errors import ConfigError
-from hps.tools.output import (
-    Output,
-    OutputFormat,
-    count,
-    plural,
-    print_json,
-    print_line,
-    print_table,
-    warn,
-)
+from hps.tools.output import count, plural, print_json, print_line, print_table, warn
 
 if TYPE_CHECKING:
     from hps.config import Configuration
@@ -59,7 +50,7 @@ class KeyBits(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishOptions:
+class PublishOptions(ReportOptions):
     """Arguments and options of ``hps updates publish``."""
 
     model: str = argument()
@@ -93,7 +84,6 @@ class PublishOptions:
     dry_run: bool = option(False)
     """Count the rows; send nothing."""
     overrides: SetOption = None
-    output: Output = OutputFormat.table
 
 
 @expand_options
@@ -238,7 +228,7 @@ def _pieces(changes: TableChanges, size: int) -> Iterator[TableChanges]:
 
 def _show(parts: list[PublishedRows], seconds: float, options: PublishOptions) -> None:
     model, dry_run = options.model, options.dry_run
-    if options.output is OutputFormat.json:
+    if options.as_json:
         print_json(
             [
                 {

@@ -8,7 +8,9 @@ from importlib import metadata
 
 import typer
 
-from hps.tools.output import Output, OutputFormat, print_json, print_table
+from hps.cli.command_options import expand_options
+from hps.cli.options import ReportOptions
+from hps.tools.output import print_table
 
 app = typer.Typer(add_completion=False)
 
@@ -16,7 +18,8 @@ PACKAGES = ("numpy", "onnxruntime", "rocksdict", "tritonclient", "fastapi", "uvi
 
 
 @app.command(epilog="Example: hps version --output json")
-def version(output: Output = OutputFormat.table) -> None:
+@expand_options
+def version(options: ReportOptions) -> None:
     """Print the versions of hps and of its dependencies, for a bug report."""
     from hps.native import COMPILED
 
@@ -27,10 +30,7 @@ def version(output: Output = OutputFormat.table) -> None:
         "native core": "compiled" if COMPILED else "NumPy twins",
     }
     facts |= {name: installed(name) or "not installed" for name in PACKAGES}
-    if output is OutputFormat.json:
-        print_json(facts)
-    else:
-        print_table(("", "version"), facts.items())
+    options.report(facts, lambda facts: print_table(("", "version"), facts.items()))
 
 
 def installed(package: str) -> str | None:

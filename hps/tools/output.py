@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,18 +16,6 @@ if TYPE_CHECKING:
 
 # Wide enough that a piped table is never wrapped; rich uses only what the columns need.
 PIPE_WIDTH = 4096
-
-
-class OutputFormat(StrEnum):
-    table = "table"
-    json = "json"
-
-
-Output = Annotated[
-    OutputFormat, typer.Option("--output", "-o", help="table for people, json for programs.")
-]
-
-JsonOption = Annotated[bool, typer.Option("--json", help="The same as --output json.")]
 
 
 def console(*, stderr: bool = False) -> Console:
