@@ -55,7 +55,7 @@ def attached(node, settings):
 WORDS = np.random.default_rng(1).integers(-10, 1100, 300)
 
 
-def test_a_process_says_what_it_is(node, attached):
+def test_status_describes_the_attached_process(node, attached):
     assert repr(attached) == "<hps.Attached: clicks/1, words/1; cpu > node>"
     tiers = {tier["name"]: tier for tier in attached.status()["tiers"]}
     assert tiers["node"]["circuit"] == "closed"
@@ -64,7 +64,7 @@ def test_a_process_says_what_it_is(node, attached):
     assert node.status()["tiers"][0]["shared_memory"]["readers"] == 1
 
 
-def test_rows_are_the_same_and_so_are_their_sources(node, attached):
+def test_attached_rows_and_sources_equal_those_of_the_node(node, attached):
     """Rows that only the store has are reported so in both; unknown keys get the default."""
     mine = attached.lookup("words", {"word": WORDS}, want_source=True)
     assert node.writer.flush(60)
@@ -76,7 +76,7 @@ def test_rows_are_the_same_and_so_are_their_sources(node, attached):
     assert (mine.versions["word"] == theirs.versions["word"]).all()
 
 
-def test_what_was_missing_is_promoted_by_the_node(node, attached):
+def test_misses_are_promoted_by_the_node(node, attached):
     cold = np.arange(900, 1000)
     first = attached.lookup("words", {"word": cold}, want_source=True)
     assert Source.ROCKSDB in first.sources["word"]
@@ -88,7 +88,7 @@ def test_what_was_missing_is_promoted_by_the_node(node, attached):
     until(all_in_memory)
 
 
-def test_scores_are_the_same(node, attached):
+def test_attached_scores_equal_those_of_the_node(node, attached):
     rng = np.random.default_rng(2)
     features = {
         "user": rng.integers(-5, 120, (16, 1)),
@@ -103,7 +103,7 @@ def test_scores_are_the_same(node, attached):
     }
 
 
-def test_what_is_written_to_the_node_is_seen(node, attached):
+def test_attached_process_sees_writes_to_the_node(node, attached):
     before = attached.lookup("words", {"word": [7, 8]}).vectors["word"]
     node.write("words", "words", [7], before[1:] + 1, deleted=[8])
     after = attached.lookup("words", {"word": [7, 8]}, want_source=True)
@@ -111,7 +111,7 @@ def test_what_is_written_to_the_node_is_seen(node, attached):
     assert after.sources["word"].tolist() == [Source.CPU, Source.DEFAULT]
 
 
-def test_without_a_cache_every_row_comes_from_the_node(settings):
+def test_all_rows_come_from_the_node_without_a_cache(settings):
     settings["tiers"]["cpu_cache"] = {"enabled": False}
     with hps.open(settings) as node, hps.attach(settings) as attached:
         mine = attached.lookup("words", {"word": WORDS}, want_source=True)
@@ -120,7 +120,7 @@ def test_without_a_cache_every_row_comes_from_the_node(settings):
         assert (mine.sources["word"] == theirs.sources["word"]).all()
 
 
-def test_defaults_may_be_served_first(settings, tmp_path):
+def test_default_then_promote_works_in_attached_processes(settings, tmp_path):
     spec = LOOKUP | {
         "tables": [
             {"name": "words", "dim": 8, "miss_policy": {"kind": "default_then_promote"}},
@@ -135,7 +135,7 @@ def test_defaults_may_be_served_first(settings, tmp_path):
         until(lambda: attached.lookup("words", {"word": [999]}).defaulted == 0)
 
 
-def test_a_node_that_goes_away_degrades_and_one_that_comes_back_heals(settings):
+def test_answers_are_degraded_while_the_node_is_gone(settings):
     with hps.open(settings) as node:
         attached = hps.attach(settings)
         held = node.hot_keys("words")[0]["keys"][0]
@@ -153,7 +153,7 @@ def test_a_node_that_goes_away_degrades_and_one_that_comes_back_heals(settings):
             until(answers)
 
 
-def test_the_versions_are_the_nodes(settings, tmp_path):
+def test_attached_process_serves_the_versions_of_the_node(settings, tmp_path):
     """An attached process does not open a newer version in the repository."""
     write_models(tmp_path / "models")
     settings["models"]["repository"] = str(tmp_path / "models")
@@ -164,7 +164,7 @@ def test_the_versions_are_the_nodes(settings, tmp_path):
             assert attached.model("words").version == 1
 
 
-def test_it_needs_a_folder_and_a_node(settings, tmp_path):
+def test_attach_requires_a_runtime_folder_and_a_node(settings, tmp_path):
     with pytest.raises(TierError, match="is it running"):
         hps.attach(settings, wait_s=0.0)
     del settings["server"]
@@ -172,7 +172,7 @@ def test_it_needs_a_folder_and_a_node(settings, tmp_path):
         hps.attach(settings)
 
 
-def test_a_node_of_another_version_is_not_waited_for(node, settings, monkeypatch):
+def test_attach_to_another_release_fails_immediately(node, settings, monkeypatch):
     told = iter([TierMisfit("node", "the node speaks version 2"), TierError("node", "asked again")])
 
     def refused(*_given):
@@ -183,7 +183,7 @@ def test_a_node_of_another_version_is_not_waited_for(node, settings, monkeypatch
         hps.attach(settings)
 
 
-def test_a_repository_without_the_nodes_model_is_an_error(node, settings, tmp_path):
+def test_attach_fails_without_the_model_in_the_repository(node, settings, tmp_path):
     (tmp_path / "empty").mkdir()
     settings["models"]["repository"] = str(tmp_path / "empty")
     with pytest.raises(NotFound, match="no model 'clicks'"):

@@ -52,7 +52,7 @@ def post(node: Any, body: Any, guard: Any = None) -> httpx.Response:
     return asyncio.run(send())
 
 
-def test_a_new_node_has_the_rows_of_the_one_that_was_asked(folder: Path) -> None:
+def test_node_opened_from_a_checkpoint_has_its_rows(folder: Path) -> None:
     there = folder / "kept"
     with opened(folder, checkpoints=str(there)) as node:
         node.write("m", "items", [1, 77], [[1.5, 1], [7, 7]])
@@ -67,7 +67,7 @@ def test_a_new_node_has_the_rows_of_the_one_that_was_asked(folder: Path) -> None
 
 
 @pytest.mark.parametrize("keep", [0, "3", 1.5, True])
-def test_keep_is_a_number_from_one(folder: Path, keep: Any) -> None:
+def test_keep_must_be_at_least_one(folder: Path, keep: Any) -> None:
     with opened(folder, checkpoints=str(folder / "kept")) as node:
         reply = post(node, {"keep": keep})
         assert reply.status_code == 400
@@ -75,14 +75,14 @@ def test_keep_is_a_number_from_one(folder: Path, keep: Any) -> None:
     assert complete_checkpoints(folder / "kept") == []
 
 
-def test_a_node_without_a_folder_for_them_says_so(folder: Path) -> None:
+def test_checkpoint_without_a_folder_raises_unsupported(folder: Path) -> None:
     with opened(folder) as node:
         reply = post(node, {})
     assert reply.status_code == 501
     assert "tiers.rocksdb.checkpoints" in reply.json()["error"]
 
 
-def test_it_needs_role_admin(folder: Path) -> None:
+def test_checkpoint_requires_the_admin_role(folder: Path) -> None:
     asked = []
 
     class Guarded(NoAuthorizer):

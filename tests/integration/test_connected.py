@@ -64,7 +64,7 @@ def connected(front, ports):
         yield opened
 
 
-def test_predictions_are_those_of_one_process(node, connected):
+def test_predictions_equal_those_of_one_process(node, connected):
     rng = np.random.default_rng(5)
     for batch in (1, 7, 64):
         offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 5, batch))])
@@ -88,7 +88,7 @@ def test_predictions_are_those_of_one_process(node, connected):
             assert rows.versions[name].tolist() == expected.versions[name].tolist()
 
 
-def test_the_way_to_a_node_and_its_work_are_parts_of_a_profile(connected):
+def test_profile_contains_the_network_and_work_of_a_node(connected):
     profile = Profile()
     keys = {"word": hps.JaggedKeys.dense(np.arange(3))}
     connected.models["words"].engine.lookup(LookupRequest(keys, origin=profile))
@@ -130,7 +130,7 @@ def test_metrics_of_a_removed_node_end(connected, ports):
     assert addresses() == [{ports[1]}] * 4
 
 
-def test_models_may_be_chosen(front, ports):
+def test_only_configured_models_are_served(front, ports):
     chosen = settings_of(front, ports)
     chosen["models"]["serve"] = {"words": {}}
     with hps.connect(chosen) as opened:
@@ -138,7 +138,7 @@ def test_models_may_be_chosen(front, ports):
         assert opened.lookup("words", {"word": [3]}).vectors["word"][0, 0] == 3.0
 
 
-def test_a_front_end_serves_it(connected):
+def test_front_end_server_serves_connected_models(connected):
     """Servers accept a connected process as they accept a node."""
     state = FrontendState()
     state.serve(connected)
@@ -146,7 +146,7 @@ def test_a_front_end_serves_it(connected):
     assert state.ready
 
 
-def test_another_description_is_refused(front, ports):
+def test_different_description_is_rejected(front, ports):
     path = front / "words" / "model.yaml"
     spec = yaml.safe_load(path.read_text())
     spec["tables"][0]["dim"] = 16
@@ -155,7 +155,7 @@ def test_another_description_is_refused(front, ports):
         hps.connect(settings_of(front, ports))
 
 
-def test_without_nodes(front, tmp_path):
+def test_connect_raises_without_a_reachable_node(front, tmp_path):
     with pytest.raises(TierError, match=r"lookup nodes.* 127\.0\.0\.1:1: UNAVAILABLE"):
         hps.connect(settings_of(front, ["127.0.0.1:1"]), wait_s=0)
     with pytest.raises(ConfigError, match=r"lookup\.nodes is empty"):
@@ -164,7 +164,7 @@ def test_without_nodes(front, tmp_path):
         hps.connect(settings_of(front, ["127.0.0.1:1"], api_key_file=str(tmp_path / "none")))
 
 
-def test_models_come_when_the_nodes_do(front, node):
+def test_models_appear_when_nodes_do(front, node):
     state = FrontendState()
     state.serve(node)
     first = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), NoAuthorizer()))
@@ -188,13 +188,13 @@ def test_models_come_when_the_nodes_do(front, node):
             again.join()
 
 
-def test_a_front_end_has_no_rows_of_its_own(front):
+def test_open_with_role_frontend_raises_config_error(front):
     given = settings_of(front, ["127.0.0.1:1"])
     with pytest.raises(ConfigError, match=r"server\.role is frontend: .*hps\.connect"):
         hps.open({**given, "server": {"role": "frontend"}})
 
 
-def test_a_version_that_is_stated_needs_no_node_at_the_start(front):
+def test_configured_version_needs_no_node_at_start(front):
     chosen = settings_of(front, ["127.0.0.1:1"])
     chosen["models"]["serve"] = {"words": {"version": 1}}
     refused = pytest.raises(Unavailable, match="no lookup node serves model 'words' version 1")

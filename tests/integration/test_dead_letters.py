@@ -168,7 +168,7 @@ def test_letter_of_an_unknown_table_is_kept_once_across_restarts(broker, model, 
         assert messages_in(broker, dead) == number
 
 
-def test_reader_that_may_not_know_its_group_reads_unknown_tables_again(
+def test_reader_without_group_permission_reads_unknown_tables_again(
     broker, model, kafka, tmp_path, monkeypatch, caplog
 ):
     def refuse(*_):
@@ -206,7 +206,7 @@ def test_requeued_message_is_not_listed_when_it_is_kept_again(broker, model, kaf
     assert (shown.from_offset, shown.attempt) == (0, 1)
 
 
-def test_requeued_message_is_listed_when_it_is_bad_still(broker, model, kafka, tmp_path):
+def test_requeued_message_is_listed_when_it_fails_again(broker, model, kafka, tmp_path):
     """Also in a topic that was created again, where it has the same place and timestamp."""
     topic = native_topic(model)
     make_topic(broker, topic)
@@ -221,7 +221,7 @@ def test_requeued_message_is_listed_when_it_is_bad_still(broker, model, kafka, t
         assert reader.metrics.counter(m.UPDATE_DEAD, "truncated").value == 2
 
 
-def test_letters_are_logged_in_one_line_and_those_that_follow_at_the_end(model, kafka, caplog):
+def test_letters_are_logged_in_one_line_and_later_ones_at_close(model, kafka, caplog):
     topic = native_topic(model)
     with closing(DeadLetterTopic(kafka, KeptLetters())) as kept:
         kept.keep([letter(topic, 3), letter(topic, 4), letter(topic, 5, reason=Reason.AHEAD)])

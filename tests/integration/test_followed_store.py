@@ -141,7 +141,7 @@ def redis_tiers(fleet: Fleet) -> dict:
     return {"rocksdb": {"enabled": False}, "redis": redis}
 
 
-def test_a_row_promoted_before_redis_has_its_update_does_not_stay(tmp_path):
+def test_row_promoted_before_redis_has_its_update_is_replaced(tmp_path):
     fleet = Fleet(tmp_path)
     with redis_of(fleet, tmp_path) as store:
         store.apply(fleet.table, nothing(), [StreamPosition(fleet.topic, 0, 0)])
@@ -149,7 +149,7 @@ def test_a_row_promoted_before_redis_has_its_update_does_not_stay(tmp_path):
             judge(node, fleet, store, 1)
 
 
-def test_a_row_promoted_before_the_stream_was_read_gets_the_updates_since(tmp_path):
+def test_row_promoted_before_reading_starts_gets_later_updates(tmp_path):
     """Redis had the first message at the promotion, and the second one when the reader started."""
     fleet = Fleet(tmp_path)
     with redis_of(fleet, tmp_path) as store:
@@ -165,7 +165,7 @@ def test_a_row_promoted_before_the_stream_was_read_gets_the_updates_since(tmp_pa
             assert stream.ingestor._positions.start_offset(fleet.topic, 0) == 1
 
 
-def test_a_row_promoted_before_a_primary_has_its_update_does_not_stay(tmp_path):
+def test_row_promoted_before_the_primary_has_its_update_is_replaced(tmp_path):
     fleet = Fleet(tmp_path)
     load(fleet, tmp_path, {"rocksdb": {"path": str(tmp_path / "db")}})
     primary = RocksDbTier(tmp_path / "db")
@@ -178,7 +178,7 @@ def test_a_row_promoted_before_a_primary_has_its_update_does_not_stay(tmp_path):
         primary.close()
 
 
-def test_a_row_promoted_before_hps_has_written_its_update_does_not_stay(tmp_path):
+def test_row_promoted_before_hps_wrote_its_update_is_replaced(tmp_path):
     """HPS records no position in Redis; its group commits one when the rows are stored."""
     fleet = Fleet(tmp_path, "hps")
     with redis_of(fleet, tmp_path) as store:

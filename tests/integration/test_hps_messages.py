@@ -87,7 +87,7 @@ def rows_of(updates) -> dict[int, list[float]]:
     }
 
 
-def test_what_hps_ignores_and_what_it_stumbles_over_stops_nothing(broker, model):
+def test_messages_ignored_or_rejected_by_hps_do_not_stop_the_stream(broker, model):
     topic = hps_topic(model, "items")
     make_topic(broker, topic)
     odd = [
@@ -115,7 +115,7 @@ def test_what_hps_ignores_and_what_it_stumbles_over_stops_nothing(broker, model)
     assert all(abs(letter.timestamp_ms - time.time() * 1e3) < 3.6e6 for letter in dead)
 
 
-def test_keys_of_32_bits_from_producer_to_reader(broker, model):
+def test_32_bit_keys_reach_the_reader(broker, model):
     table = EmbeddingTable.make("items", 2, model=model, key_bits=32)
     keys = np.array([0, 1, 2**31, 2**32 - 1])
     rows = np.repeat(np.arange(4, dtype=np.float32)[:, None], 2, axis=1)
@@ -128,7 +128,7 @@ def test_keys_of_32_bits_from_producer_to_reader(broker, model):
     assert not dead
 
 
-def test_messages_are_none_too_long_for_hpss_consumer():
+def test_messages_fit_the_consumer_of_hps():
     keys = np.arange(100_000)
     for dim in (1, 32, 1000):
         rows = np.zeros((len(keys) // dim, dim), np.float32)
@@ -138,7 +138,7 @@ def test_messages_are_none_too_long_for_hpss_consumer():
 
 
 @pytest.mark.parametrize("form", ["hps", "native"])
-def test_rows_of_the_future_are_dead_letters_and_block_nothing(broker, model, form):
+def test_future_versions_become_dead_letters_without_blocking_the_stream(broker, model, form):
     """In HPS's format the record's timestamp counts, which Kafka's topic must allow."""
     now_ms = int(time.time() * 1000)
     late_ms = now_ms + 7_200_000

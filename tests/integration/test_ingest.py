@@ -158,7 +158,7 @@ def partitions(process: IngestProcess) -> int:
     return len(stream["partitions"])
 
 
-def test_two_share_the_partitions_and_one_is_killed(fleet, processes):
+def test_other_process_takes_over_when_one_of_two_is_killed(fleet, processes):
     one, two = processes(), processes()
     until(lambda: partitions(one) == partitions(two) == PARTITIONS // 2)
     with fleet.sending(8.0):
@@ -189,7 +189,7 @@ def test_sigterm_stops_one_process_under_load_and_another_continues(fleet, proce
     assert seen == sent - sum(there), "positions were noted, nothing is read again"
 
 
-def test_a_third_one_takes_its_share_while_rows_come(fleet, processes):
+def test_third_process_takes_a_share_of_the_partitions_under_load(fleet, processes):
     one = processes()
     until(lambda: partitions(one) == PARTITIONS)
     with fleet.sending(6.0):
@@ -198,7 +198,7 @@ def test_a_third_one_takes_its_share_while_rows_come(fleet, processes):
     fleet.judge()
 
 
-def test_redis_may_be_away_at_the_start(fleet, processes):
+def test_start_without_redis_succeeds(fleet, processes):
     fleet.redis.kill()
     process = processes()
     (stream,) = process.updates()
@@ -213,7 +213,7 @@ def test_redis_may_be_away_at_the_start(fleet, processes):
     until(lambda: fleet.store.get(fleet.table, np.array([1])).out[0, 0] == 5.0)
 
 
-def test_the_admin_port(fleet, processes):
+def test_admin_port_reports_status_and_metrics(fleet, processes):
     keys = [
         {"name": "reader", "role": "read", "key": READ},
         {"name": "boss", "role": "admin", "key": ADMIN},
@@ -247,7 +247,7 @@ def test_the_admin_port(fleet, processes):
     assert fleet.model in said[1].output
 
 
-def test_operators_steer_it_from_the_command_line(fleet, processes):
+def test_command_line_pauses_resumes_and_seeks(fleet, processes):
     process = processes()
 
     def cli(*command: str) -> list[dict]:
@@ -296,7 +296,7 @@ def test_operators_steer_it_from_the_command_line(fleet, processes):
     assert CliRunner().invoke(app, away).exit_code != 0
 
 
-def test_a_node_beside_it_writes_its_own_alone(fleet, processes, tmp_path):
+def test_node_writes_only_its_own_store_alongside_ingest(fleet, processes, tmp_path):
     processes()
     kafka = {**fleet.settings["updates"]["kafka"], "group": fleet.model}
     tiers = {
@@ -313,7 +313,7 @@ def test_a_node_beside_it_writes_its_own_alone(fleet, processes, tmp_path):
         until(lambda: fleet.store.get(fleet.table, np.array([1])).out[0, 0] == 5.0)
 
 
-def test_another_version_is_loaded_once_redis_is_fed_for_it(fleet, processes):
+def test_load_waits_until_redis_is_fed_for_the_version(fleet, processes):
     processes()
     made_ms = fleet.stream.since_ms
 
@@ -374,7 +374,7 @@ def in_redis(store, table, keys) -> np.ndarray:
     return np.where(part.source != 0, part.out[:, 0], np.nan)
 
 
-def test_streamed_rows_keep_to_the_share_that_is_loaded(fleet, layout):
+def test_streamed_rows_keep_to_the_loaded_share(fleet, layout):
     """Half of the rows are loaded. The same keys of streamed rows go there, and keys that it holds."""
     with ExitStack() as resources:
         opened, table = stores(
@@ -443,7 +443,7 @@ def test_redis_gets_every_streamed_row_when_nodes_promote_or_only_read(fleet, ac
 # -- invalid configurations ------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_named(fleet):
+def test_missing_settings_are_named(fleet):
     def refused(**settings) -> str:
         with pytest.raises(ConfigError) as error:
             open_ingest(configuration_from({**fleet.settings, **settings}))
@@ -458,7 +458,7 @@ def test_what_is_missing_is_named(fleet):
     assert f"matches none of the models ({fleet.model})" in said
 
 
-def test_the_command_line_says_it_and_ends_with_2(tmp_path):
+def test_missing_settings_end_the_command_with_2(tmp_path):
     config = tmp_path / "hps.yaml"
     config.write_text(json.dumps({"models": {"repository": str(tmp_path)}}))
     said = CliRunner().invoke(app, ["ingest", "--config", str(config)])

@@ -44,7 +44,7 @@ def model():
     return unique("m")
 
 
-def test_both_formats_deletions_and_dead_letters(broker, model, tmp_path):
+def test_both_formats_with_deletions_and_dead_letters_are_read(broker, model, tmp_path):
     topic = native_topic(model)
     with reading(broker, tmp_path, model) as reader:
         with sending(broker) as producer:
@@ -83,7 +83,7 @@ def test_both_formats_deletions_and_dead_letters(broker, model, tmp_path):
         assert sorted(m.value() for m in letters) == sorted(payload for _, payload in bad)
 
 
-def test_letters_larger_than_their_topic_allows_do_not_stop_the_stream(broker, model, tmp_path):
+def test_dead_letters_too_large_for_their_topic_do_not_stop_the_stream(broker, model, tmp_path):
     topic = native_topic(model)
     make_topic(broker, topic, max_message_bytes="3000000")
     make_topic(broker, f"{model}_dead")
@@ -128,7 +128,7 @@ def read(broker, topic: str, count: int) -> list:
     return found
 
 
-def test_restart_continues_at_the_stores_position_not_the_groups(broker, model, tmp_path):
+def test_restart_continues_at_the_store_position_not_the_group_offset(broker, model, tmp_path):
     topic = native_topic(model)
     make_topic(broker, topic, 2)
     with sending(broker) as producer:
@@ -153,7 +153,7 @@ def test_restart_continues_at_the_stores_position_not_the_groups(broker, model, 
         assert reader.rows([0]) == [77.0]
 
 
-def test_a_broker_that_dies_and_returns_loses_nothing(model, tmp_path):
+def test_broker_restart_loses_no_updates(model, tmp_path):
     broker = fresh_broker(tmp_path / "kafka")
     topic = native_topic(model)
     try:
@@ -171,7 +171,7 @@ def test_a_broker_that_dies_and_returns_loses_nothing(model, tmp_path):
         broker.kill()
 
 
-def test_two_readers_of_a_group_share_and_one_takes_over(broker, model, tmp_path):
+def test_two_group_members_share_partitions_and_one_takes_over(broker, model, tmp_path):
     topic = native_topic(model)
     make_topic(broker, topic, 4)
 
@@ -214,7 +214,7 @@ def test_closed_member_leaves_the_group_immediately(broker, model, tmp_path):
     assert members() == []
 
 
-def test_readers_of_one_name_both_read_on(broker, model, tmp_path, caplog):
+def test_readers_with_one_static_name_both_continue(broker, model, tmp_path, caplog):
     topic = native_topic(model)
     make_topic(broker, topic, 2)
     with (
@@ -286,7 +286,7 @@ def test_seek_replays(broker, model, tmp_path):
         until(lambda: reader.rows([0, 1, 2]) == [None, 1.0, 1.0])
 
 
-def test_seek_beyond_the_end_is_refused(broker, model, tmp_path):
+def test_seek_beyond_the_end_is_rejected(broker, model, tmp_path):
     topic = native_topic(model)
     with reading(broker, tmp_path, model) as reader:
         with sending(broker) as producer:
@@ -339,7 +339,7 @@ def test_waiting_member_stays_in_the_group_and_loses_nothing(
 
 
 @pytest.mark.alone
-def test_no_more_is_fetched_ahead_of_a_slow_store_than_allowed(
+def test_prefetch_is_bounded_while_the_store_is_slow(
     broker, model, tmp_path, monkeypatch
 ):
     """A batch is what was fetched while the one before it was written."""
@@ -450,7 +450,7 @@ def test_position_after_a_gap_is_recorded_despite_a_failed_step(
         assert reader.rows([1, 2, 3, 5, 6]) == [None, None, 1.0, None, 1.0]
 
 
-def test_nothing_waits_where_kafka_dropped_everything(broker, model, tmp_path):
+def test_lag_is_zero_where_kafka_deleted_all_messages(broker, model, tmp_path):
     topic = native_topic(model)
     make_topic(broker, topic)
     with sending(broker) as producer:
@@ -496,7 +496,7 @@ def test_reading_starts_at_the_offset_of_hps(broker, model, tmp_path):
     ("ours", "theirs"),
     [("hps.node.ml-3", "hps.persistent.ml-3"), ("hps.shared", "hps.volatile")],
 )
-def test_groups_in_whose_place_ours_are(ours, theirs):
+def test_each_group_maps_to_a_group_of_hps(ours, theirs):
     assert hps_group(ours) == theirs
 
 
@@ -529,14 +529,14 @@ def test_lag_is_unknown_before_the_broker_answers(model):
         source.close()
 
 
-def test_where_there_is_no_topic_yet_nothing_waits(broker, model, tmp_path):
+def test_lag_is_zero_without_a_topic(broker, model, tmp_path):
     with reading(broker, tmp_path, model) as ours:
         until(lambda: ours.source.lag() == {})
         make_topic(broker, native_topic(model))
         until(lambda: list(ours.source.lag() or ()) == [(native_topic(model), 0)])
 
 
-def test_the_lag_is_what_is_there_and_not_polled(broker, model, tmp_path):
+def test_lag_counts_unpolled_messages(broker, model, tmp_path):
     topic = native_topic(model)
     with reading(broker, tmp_path, model) as reader:
         with sending(broker) as producer:
@@ -581,13 +581,13 @@ def test_transaction_markers_do_not_count_as_lag(broker, model, tmp_path):
         assert reader.rows([1, 2, 3]) == [1.0, None, 1.0]
 
 
-def test_an_option_that_librdkafka_does_not_know(broker, model, tmp_path):
+def test_unknown_librdkafka_option_raises_config_error(broker, model, tmp_path):
     settings = KafkaSettings(brokers=broker.address, options={"security.protokol": "ssl"})
     with pytest.raises(ConfigError, match=r"updates.kafka: .*security.protokol"):
         source_of(settings, TopicTables([], settings.takes))
 
 
-def test_where_no_model_is_named_nothing_is_read(broker, caplog):
+def test_nothing_is_read_when_no_served_model_is_named(broker, caplog):
     settings = KafkaSettings(brokers=broker.address)
     source = source_of(settings, TopicTables([], settings.takes))
     try:
@@ -601,7 +601,7 @@ def test_where_no_model_is_named_nothing_is_read(broker, caplog):
     assert "reads nothing: no model is served that updates.kafka.models names" in caplog.text
 
 
-def test_the_largest_messages_that_can_be_allowed_are_allowed_by_librdkafka(model):
+def test_largest_configurable_message_size_is_accepted_by_librdkafka(model):
     most = 1_000_000_000
     (port,) = free_ports(1)
     settings = KafkaSettings(brokers=f"127.0.0.1:{port}", max_message_bytes=most)

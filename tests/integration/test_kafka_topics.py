@@ -84,7 +84,7 @@ def test_topic_created_again_is_read_from_its_beginning(
     assert caplog.text.count(text) == 1
 
 
-def test_position_beyond_the_end_is_noticed_without_topic_ids(
+def test_position_beyond_the_end_is_detected_without_topic_ids(
     broker, model, tmp_path, monkeypatch, caplog
 ):
     """As with brokers before Kafka 2.8."""
@@ -159,7 +159,7 @@ def test_position_of_hps_beyond_the_end_is_not_used(broker, model, tmp_path):
         assert restarted(reader) == {(f"node.{model}", topic): 1}
 
 
-def test_reader_without_a_store_notices_a_topic_created_again(broker, model, tmp_path):
+def test_reader_without_a_store_detects_a_topic_created_again(broker, model, tmp_path):
     topic = native_topic(model)
     make_topic(broker, topic)
     send(broker, model, 0, 5)

@@ -174,7 +174,7 @@ def by_lookup(channel):
     return ask
 
 
-def test_no_request_fails_and_no_answer_is_mixed(server):
+def test_switch_fails_no_request_and_mixes_no_answer(server):
     with grpc.insecure_channel(server.grpc) as channel, ExitStack() as stack:
         asking = Asking(
             by_rest(server.hps.address, stack),
@@ -216,7 +216,7 @@ def several(tmp_path_factory):
         yield server
 
 
-def test_workers_change_over_and_no_request_fails(several):
+def test_workers_switch_without_failed_requests(several):
     with ExitStack() as stack:
         channels = [stack.enter_context(grpc.insecure_channel(several.grpc)) for _ in range(2)]
         asks = [by_rest(several.hps.address, stack) for _ in range(4)]
@@ -236,7 +236,7 @@ def test_workers_change_over_and_no_request_fails(several):
     until(lambda: several.hps.log.read_text().count("is retired") == 4)
 
 
-def test_a_worker_that_is_started_during_a_load_has_the_version_too(several):
+def test_worker_started_during_a_load_has_the_version(several):
     def workers():
         found = several.status()["processes"]
         return [(each["pid"], each["state"]) for each in found if each["role"] == "worker"]
@@ -348,7 +348,7 @@ def refused(server, version, because):
 @pytest.mark.parametrize(
     "name", ["dense.onnx", "tables/users/emb_vector", "tables/items/key", "manifest.json"]
 )
-def test_files_of_a_served_version_that_were_changed_in_place(server, files, name):
+def test_load_rejects_a_served_version_with_changed_files(server, files, name):
     """Rejected, and answered as before; when the old file is back, it is loaded again."""
 
     def scores():
@@ -367,7 +367,7 @@ def test_files_of_a_served_version_that_were_changed_in_place(server, files, nam
     assert server.load("clicks", 1) == (200, {"name": "clicks", "version": "1"})
 
 
-def test_a_network_that_is_not_the_one_that_was_published(server, files):
+def test_load_rejects_a_network_that_differs_from_the_manifest(server, files):
     """Files of a version that is not served."""
     other = Files(server.repository / "clicks/2")
     for changed in (noise, lambda _: network(0.25)):
@@ -381,7 +381,7 @@ def test_a_network_that_is_not_the_one_that_was_published(server, files):
     other.restore()
 
 
-def test_what_cannot_be_loaded(server):
+def test_load_rejects_unknown_versions_and_the_wrong_port(server):
     status, told = server.load("clicks", 9)
     assert status == 404
     assert "model 'clicks' has no version 9 in the model repository" in told["error"]

@@ -87,7 +87,7 @@ def test_rows_of_a_key_stay_in_order_over_partitions(broker, model):
     assert len(set(expected)) == 5
 
 
-def test_hps_messages_go_to_hpss_topics_byte_for_byte(broker, model):
+def test_hps_messages_go_byte_for_byte_to_the_topics_of_hps(broker, model):
     make_topic(broker, hps_topic(model, "items"), 3)
     keys = np.array([1, 2, 3, 42, 1000])
     with Producer(broker.address, model=model, format="hps") as producer:
@@ -136,7 +136,7 @@ def test_large_rows_need_a_topic_that_allows_them(broker, model):
     assert len(message.value()) > 400_000
 
 
-def test_deletions_alone(broker, model):
+def test_deletions_can_be_sent_without_rows(broker, model):
     with Producer(broker.address, model=model, partitions=1) as producer:
         producer.send("items", [], np.empty((0, 2), np.float32), deleted=[5, 6], versions=[8, 9])
     (message,) = read(broker, native_topic(model))
@@ -145,7 +145,7 @@ def test_deletions_alone(broker, model):
     assert update.changes.deleted_versions.tolist() == [8, 9]
 
 
-def test_versions_are_of_the_event_time(broker, model):
+def test_versions_contain_the_event_time(broker, model):
     with Producer(broker.address, model=model, partitions=1) as producer:
         producer.send("items", [5], rows([1]), event_time=1_700_000_000.5)
     (message,) = read(broker, native_topic(model))
@@ -153,7 +153,7 @@ def test_versions_are_of_the_event_time(broker, model):
     assert [version_unix_ms(v) for v in update.changes.versions.tolist()] == [1_700_000_000_500]
 
 
-def test_the_watermark_is_what_was_sent_so_far(broker, model):
+def test_watermark_is_the_end_of_sent_messages(broker, model):
     other = unique("m")
     with Producer(broker.address, model=model, format="hps") as producer:
         assert producer.watermark() == {}
@@ -210,19 +210,19 @@ def test_missing_broker_raises_immediately():
         ({"options": {"security.protokol": "ssl"}}, "Kafka's options: .*security.protokol"),
     ],
 )
-def test_wrong_settings(given, says):
+def test_invalid_settings_raise_config_error(given, says):
     with pytest.raises(ConfigError, match=says):
         Producer("127.0.0.1:1", **{"model": "m", **given})
 
 
-def test_what_is_no_table(broker, model):
+def test_send_rejects_invalid_table_names(broker, model):
     producer = Producer(broker.address, model=model)
     with pytest.raises(BadRequest, match="a name has letters"):
         producer.send("a b", [1], rows([1]))
     producer.close()
 
 
-def test_a_topic_that_kafka_does_not_make(broker, model):
+def test_topic_that_kafka_refuses_to_create_raises_unavailable(broker, model):
     make_topic(broker, native_topic(model).replace(".", "_"))  # the name Kafka takes for the same
     producer = Producer(broker.address, model=model)
     with pytest.raises(
@@ -232,7 +232,7 @@ def test_a_topic_that_kafka_does_not_make(broker, model):
     producer.close()
 
 
-def test_back_pressure_and_a_broker_that_dies_and_returns(model, tmp_path):
+def test_send_waits_for_space_and_survives_a_broker_restart(model, tmp_path):
     """A separate broker is stopped, then killed and restarted."""
     broker = fresh_broker(tmp_path / "kafka")
     try:

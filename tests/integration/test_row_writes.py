@@ -72,7 +72,7 @@ def post(node, body, path=PATH, guard=None, raw=None):
     return asyncio.run(send())
 
 
-def test_rows_and_deletions_reach_cache_and_store_and_stay(folder):
+def test_rows_and_deletions_reach_cache_and_store_durably(folder):
     with opened(folder) as node:
         assert values(node, 1, 2) == [(0.0, "cpu")] * 2
         version = node.write("m", "items", [1, -7], [[1.5, 1], [7, 7]], deleted=[2])
@@ -86,7 +86,7 @@ def test_rows_and_deletions_reach_cache_and_store_and_stay(folder):
 
 
 @pytest.mark.parametrize("redis", [False, True])
-def test_a_write_replaces_rows_and_deletions_that_are_ahead_of_the_clock(folder, redis, caplog):
+def test_write_replaces_rows_and_deletions_ahead_of_the_clock(folder, redis, caplog):
     """A producer's clock was half an hour ahead, or this machine's was set back."""
     tiers = {"redis": {"addresses": [shared_server().address]}} if redis else {}
     with opened(folder, **tiers) as node:
@@ -109,7 +109,7 @@ def test_a_write_replaces_rows_and_deletions_that_are_ahead_of_the_clock(folder,
         assert values(node, 1)[0][0] == 7.0
 
 
-def test_over_http(folder):
+def test_rows_are_written_over_http(folder):
     with opened(folder) as node:
         body = {"keys": [1, 2**64 - 1], "vectors": [[1, 2], [3, 4]], "deleted": [3]}
         reply = post(node, body)
@@ -119,7 +119,7 @@ def test_over_http(folder):
         assert [value for value, _ in values(node, 1, -1, 3)] == [1.0, 3.0, -1.0]
 
 
-def test_redis_gets_them_too(folder):
+def test_rows_are_written_to_redis(folder):
     guard = {"deadline_ms": 10_000}
     redis = {"addresses": [shared_server().address], "guard": guard, "initial_cache_rate": 0}
     with opened(folder, redis=redis, cpu_cache={"enabled": False}) as node:
@@ -134,7 +134,7 @@ def test_keys_are_narrowed_and_rows_get_the_tables_dtype(folder):
         assert values(node, 5, table="narrow") == [(float(np.float16(0.1)), "cpu")]
 
 
-def test_a_later_write_wins_even_when_the_clock_goes_back(folder, monkeypatch):
+def test_later_write_wins_when_the_clock_goes_back(folder, monkeypatch):
     with opened(folder) as node:
         first = node.write("m", "items", [1], [[1, 1]])
         earlier_ns = time.time_ns() - 3600 * 10**9
@@ -170,7 +170,7 @@ def test_invalid_write_is_rejected_and_changes_nothing(folder, case):
         assert values(node, 1, 2) == [(0.0, "cpu")] * 2
 
 
-def test_a_key_stored_with_the_highest_version_is_refused_and_nothing_is_written(folder):
+def test_write_to_a_key_with_the_highest_version_is_rejected(folder):
     with opened(folder) as node:
         table, (store,) = node.table("m", "items"), node.streams._direct._stores
         highest = np.full(1, 2**64 - 1, np.uint64)
@@ -182,14 +182,14 @@ def test_a_key_stored_with_the_highest_version_is_refused_and_nothing_is_written
 
 
 @pytest.mark.parametrize("key", [2**64, -(2**63) - 1])
-def test_keys_beyond_64_bits(folder, key):
+def test_keys_beyond_64_bits_are_rejected(folder, key):
     with opened(folder) as node:
         reply = post(node, None, raw=f'{{"deleted": [{key}]}}'.encode())
         assert reply.status_code == 400
         assert "64 bits" in reply.json()["error"] or "integers" in reply.json()["error"]
 
 
-def test_unknown_names_no_json_and_too_much(folder):
+def test_unknown_names_invalid_json_and_large_bodies_are_rejected(folder):
     with opened(folder) as node:
         assert post(node, {}, "/v1/tables/nobody/items/rows").status_code == 404
         assert "did you mean 'items'" in post(node, {}, "/v1/tables/m/item/rows").json()["error"]
@@ -201,7 +201,7 @@ def test_unknown_names_no_json_and_too_much(folder):
             node.write("m", "items", [0.5], [[1, 1]])
 
 
-def test_it_takes_the_role_write(folder):
+def test_write_requires_the_write_role(folder):
     asked = []
 
     class Guarded(NoAuthorizer):
@@ -216,7 +216,7 @@ def test_it_takes_the_role_write(folder):
         assert values(node, 1) == [(0.0, "cpu")]
 
 
-def test_a_table_that_a_cache_cannot_change_is_refused_before_any_store(folder):
+def test_write_to_a_static_table_is_rejected_before_any_store(folder):
     with opened(folder) as node:
         table = node.table("m", "items")
         node.streams._direct._fixed = [table]
@@ -226,7 +226,7 @@ def test_a_table_that_a_cache_cannot_change_is_refused_before_any_store(folder):
         assert values(node, 1) == [(0.0, "cpu")]
 
 
-def test_a_node_that_only_reads_the_database_refuses(folder):
+def test_write_to_a_read_only_node_is_rejected(folder):
     with opened(folder):
         pass
     rocksdb = {"path": str(folder / "db"), "access": "read_only"}

@@ -102,7 +102,7 @@ def caught_up(node: hps.Node, model: str, value: float) -> bool:
     return lookup(node, model).vectors["items"][0, 0] == value
 
 
-def test_a_paused_stream_makes_answers_stale_and_a_resumed_one_heals_them(tmp_path, model):
+def test_answers_are_stale_while_a_stream_is_paused(tmp_path, model):
     broker = shared_broker()
     with hps.open(settings_of(tmp_path, model, broker, "flag")) as node:
         send(broker, model, 1.0)
@@ -128,7 +128,7 @@ def test_a_paused_stream_makes_answers_stale_and_a_resumed_one_heals_them(tmp_pa
         assert metric(node, "hps_update_age_seconds", model=model, table="quiet") == 0.0
 
 
-def test_requests_are_refused_while_rows_are_stale(tmp_path, model):
+def test_requests_are_rejected_while_rows_are_stale(tmp_path, model):
     broker = shared_broker()
     with hps.open(settings_of(tmp_path, model, broker, "refuse")) as node:
         send(broker, model, 1.0)
@@ -151,7 +151,7 @@ def test_requests_are_refused_while_rows_are_stale(tmp_path, model):
         assert caught_up(node, model, 2.0)
 
 
-def test_a_broker_that_is_gone_makes_rows_stale_without_any_message(tmp_path, model):
+def test_rows_become_stale_without_a_broker(tmp_path, model):
     broker = fresh_broker(tmp_path / "kafka").start()
     try:
         settings = settings_of(tmp_path, model, broker, "flag")
@@ -183,7 +183,7 @@ def test_table_without_a_topic_is_not_stale(tmp_path, model):
         until(lambda: infer(node, model).json().get("outputs", [{"data": [0]}])[0]["data"][0] == 1)
 
 
-def test_files_that_wait(tmp_path, model):
+def test_rows_are_stale_while_files_wait(tmp_path, model):
     settings = settings_of(tmp_path, model, shared_broker(), "flag")
     del settings["updates"]["kafka"]
     folder = tmp_path / "in"
@@ -208,7 +208,7 @@ def test_files_that_wait(tmp_path, model):
         ({"max_staleness_s": 0}, "updates.max_staleness_s"),
     ],
 )
-def test_settings_that_do_nothing_are_refused(updates, said):
+def test_settings_without_effect_are_rejected(updates, said):
     with pytest.raises(ConfigError) as error:
         configuration_from({"updates": updates})
     assert said in str(error.value)

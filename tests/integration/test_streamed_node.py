@@ -70,7 +70,7 @@ def send(model: str, *rows: tuple[int, float, int]) -> None:
             )
 
 
-def test_what_is_served_changes_in_the_cache_and_the_store(settings, model):
+def test_update_changes_rows_in_the_cache_and_the_store(settings, model):
     with hps.open(settings) as node:
         assert values(node, model, 5, 6, 7) == [(0.0, "cpu")] * 3
         send(model, (5, 5.0, 1), (6, np.nan, 1), (200, 2.0, 1))
@@ -99,7 +99,7 @@ def test_what_is_served_changes_in_the_cache_and_the_store(settings, model):
         assert values(node, model, 5)[0][0] == 5.0
 
 
-def test_a_node_without_a_cache(settings, model):
+def test_node_without_a_cache_serves_updates(settings, model):
     settings["tiers"]["cpu_cache"]["enabled"] = False
     with hps.open(settings) as node:
         send(model, (5, 5.0, 1))
@@ -134,7 +134,7 @@ def test_redis_is_written_once_for_all_nodes_and_every_cache_is_refreshed(
             until(lambda: values(third, model, 5) == [(5.0, "redis")])
 
 
-def test_paused_reader_counts_what_comes_meanwhile(settings, model):
+def test_paused_reader_counts_new_messages_as_lag(settings, model):
     with hps.open(settings) as node:
         send(model, (5, 5.0, 1))
         until(lambda: values(node, model, 5)[0][0] == 5.0)
@@ -170,7 +170,7 @@ def test_pause_resume_and_seek(settings, model):
             node.streams.pause("x")
 
 
-def test_without_a_broker_a_node_starts_says_so_and_serves(settings, model):
+def test_node_without_a_broker_starts_reports_it_and_serves(settings, model):
     settings["updates"]["kafka"]["brokers"] = "127.0.0.1:9"
     begun = time.monotonic()
     with hps.open(settings) as node:
@@ -181,13 +181,13 @@ def test_without_a_broker_a_node_starts_says_so_and_serves(settings, model):
     assert time.monotonic() - begun < 30, "and ends"
 
 
-def test_a_wrong_option_ends_the_start(settings):
+def test_invalid_option_fails_the_start(settings):
     settings["updates"]["kafka"]["options"] = {"no.such.option": 1}
     with pytest.raises(ConfigError, match=r"updates.kafka: .*no.such.option"):
         hps.open(settings)
 
 
-def test_versions_tell_when_a_row_was_made(settings, model):
+def test_versions_contain_the_event_time(settings, model):
     with hps.open(settings) as node:
         send(model, (5, 5.0, 1))
         until(lambda: values(node, model, 5)[0][0] == 5.0)
@@ -209,7 +209,7 @@ def ask(node, method: str, path: str, body=None):
     return asyncio.run(send())
 
 
-def test_over_http(settings, model):
+def test_streams_are_controlled_over_http(settings, model):
     topic = native_topic(model)
     with hps.open(settings) as node:
         send(model, (5, 5.0, 1))
@@ -229,7 +229,7 @@ def test_over_http(settings, model):
         assert "there are: hps.node.here" in reply.json()["error"]
 
 
-def test_without_streams_nothing_can_be_paused(settings, model):
+def test_pause_without_streams_raises_not_found(settings, model):
     settings["updates"] = {}
     with hps.open(settings) as node:
         assert ask(node, "GET", "/v1/updates").json() == {"updates": []}
@@ -238,7 +238,7 @@ def test_without_streams_nothing_can_be_paused(settings, model):
         assert "updates.kafka" in reply.json()["error"]
 
 
-def test_rows_out_of_a_folder(settings, model, tmp_path):
+def test_node_applies_update_files(settings, model, tmp_path):
     settings["updates"] = {"directory": {"path": str(tmp_path / "in")}}
     with hps.open(settings) as node:
         assert values(node, model, 5, 6) == [(0.0, "cpu")] * 2
@@ -257,7 +257,7 @@ def test_rows_out_of_a_folder(settings, model, tmp_path):
             node.streams.seek(str(tmp_path / "in"), 0, 0)
 
 
-def test_it_begins_behind_what_the_models_files_contain(settings, model, tmp_path):
+def test_reading_starts_at_the_watermark_of_the_files(settings, model, tmp_path):
     """Three messages; the files say that they contain the first two."""
     made_ms = (
         MADE_MS[model] + 60_000
@@ -276,7 +276,7 @@ def test_it_begins_behind_what_the_models_files_contain(settings, model, tmp_pat
         assert [value for value, _ in values(node, model, 1, 2)] == [4.0, 4.0]
 
 
-def test_a_version_that_is_switched_to_has_what_was_streamed(settings, model, tmp_path):
+def test_loaded_version_has_the_streamed_updates(settings, model, tmp_path):
     """From where its files end; and the previous version gets missed updates when it is served again."""
     with hps.open(settings) as node:
         send(model, (5, 5.0, 1), (6, 6.0, 1))

@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(("seed", "ingest"), [(1, False), (2, True)])
-def test_whoever_is_killed_every_store_ends_as_the_stream_says(tmp_path, seed, ingest):
+def test_every_store_converges_to_the_stream_after_kills(tmp_path, seed, ingest):
     need_kafka()
     need("redis-server")
     run = CrashRun(tmp_path, seed, seconds=5, ingest=ingest)
@@ -27,7 +27,7 @@ def test_whoever_is_killed_every_store_ends_as_the_stream_says(tmp_path, seed, i
     assert set(run.killed) == set(run.victims)
 
 
-def test_a_row_of_another_key_or_update_is_told():
+def test_checker_detects_rows_of_another_key_or_update():
     stream = UpdateStream(1, 100, 500, 1_700_000_000_000)
     keys = np.flatnonzero(stream.outcome > 0)[:2]
     rows = rows_of(keys, stream.outcome[keys])
@@ -43,7 +43,7 @@ def test_a_row_of_another_key_or_update_is_told():
 
 
 @pytest.mark.parametrize("more", [0, 1], ids=["nothing more comes", "more comes"])
-def test_a_redis_that_comes_back_empty_is_filled_again(tmp_path, more):
+def test_redis_restarted_empty_is_filled_again(tmp_path, more):
     """It is noticed whether or not another message comes, before the node itself starts again."""
     need_kafka()
     need("redis-server")

@@ -136,7 +136,7 @@ def feed(broker, store: RocksDbTier, tables: list[EmbeddingTable]) -> None:
     source.close()
 
 
-def test_a_difference_makes_one_version_the_other(broker, model, models, tmp_path):
+def test_published_difference_turns_one_version_into_the_other(broker, model, models, tmp_path):
     to = ("--repository", models, "--brokers", broker.address)
     counted = printed(
         run("publish", model, "--base", 1, "--new", 2, *to, "--dry-run", "-o", "json")
@@ -170,7 +170,7 @@ def test_publish_rejects_an_older_version_by_default(broker, model, models):
     assert (items["rows"], items["deleted"]) == (50, 20)
 
 
-def test_a_whole_version_in_hpss_format_and_deletions_that_it_lacks(broker, model, models):
+def test_publish_in_hps_format_reports_unsent_deletions(broker, model, models):
     to = ("--repository", models, "--brokers", broker.address, "--format", "hps", "-o", "json")
     sent = printed(run("publish", model, "users", "--new", 1, *to))
     assert sent[0]["rows"] == 50
@@ -184,7 +184,7 @@ def test_a_whole_version_in_hpss_format_and_deletions_that_it_lacks(broker, mode
     assert (sent[0]["rows"], sent[0]["unsent_deletions"]) == (60, 0)
 
 
-def test_files(broker, model, tmp_path):
+def test_publish_sends_a_file(broker, model, tmp_path):
     path = tmp_path / "rows.npz"
     versions = np.array([7, 8, 9], np.uint64)
     arrays = {"key": [1, 2, 3], "vector": np.ones((3, 2), "f4"), "deleted": [False, True, False]}
@@ -201,7 +201,7 @@ def test_files(broker, model, tmp_path):
     assert update.changes.deleted_versions.tolist() == [8]
 
 
-def test_a_file_for_readers_of_keys_of_32_bits(broker, model, tmp_path):
+def test_publish_sends_a_file_with_32_bit_keys(broker, model, tmp_path):
     path, to = tmp_path / "rows.npz", ("--brokers", broker.address, "--format", "hps")
     rows = np.ones((2, 2), np.float32)
     np.savez(path, key=[7, 2**32 - 1], vector=rows)
@@ -217,7 +217,7 @@ def test_a_file_for_readers_of_keys_of_32_bits(broker, model, tmp_path):
     assert "keys of 32 bits must lie between 0 and" in refused.stderr
 
 
-def test_the_rate_is_kept(broker, model, tmp_path):
+def test_publish_keeps_to_the_rate_limit(broker, model, tmp_path):
     np.savez(tmp_path / "a.npz", key=np.arange(300), vector=np.ones((300, 2), "f4"))
     began = time.monotonic()
     arguments = ("items", "--file", tmp_path / "a.npz", "--brokers", broker.address, "--rate", 200)
@@ -254,7 +254,7 @@ def test_publish_reports_a_missing_broker_within_seconds(command, models):
         (("--new", 1, "--set", "a=b"), "--set changes a setting of --config"),
     ],
 )
-def test_what_cannot_begin(models, model, arguments, says):
+def test_publish_rejects_invalid_arguments(models, model, arguments, says):
     result = run("publish", model, *arguments, "--repository", models)
     assert (result.exit_code, says in result.stderr) == (2, True), result.stderr
 
@@ -273,7 +273,7 @@ def everything(broker, topic: str) -> list:
     return found
 
 
-def test_dead_letters_are_shown_and_sent_again(broker, model, tmp_path):
+def test_dead_letters_are_listed_and_requeued(broker, model, tmp_path):
     """A message of an unknown table, a damaged one and one in HPS's format; then the table is served."""
     topic, dead = native_topic(model), f"{model}_dead"
     make_topic(broker, dead, 2)
@@ -313,7 +313,7 @@ def test_dead_letters_are_shown_and_sent_again(broker, model, tmp_path):
     store.close()
 
 
-def test_letters_sent_again_keep_their_timestamps(broker, model, tmp_path):
+def test_requeued_letters_keep_their_timestamps(broker, model, tmp_path):
     """So a row in HPS's format does not replace one that was sent after it."""
     topic, dead = hps_topic(model, "late"), f"{model}_dead"
     make_topic(broker, topic)

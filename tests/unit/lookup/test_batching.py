@@ -68,7 +68,7 @@ class Works:
             future.set_result(requests[0] if single else requests)
 
 
-def test_a_request_that_finds_nothing_under_way_begins_alone():
+def test_request_starts_alone_when_idle():
     works = Works()
     batcher = Batcher(works, LARGE)
     first = batcher.submit(Asked())
@@ -76,7 +76,7 @@ def test_a_request_that_finds_nothing_under_way_begins_alone():
     assert not first.done()
 
 
-def test_what_waits_is_the_next_batch():
+def test_queued_requests_form_the_next_batch():
     works, seen = Works(), []
     batcher = Batcher(works, LARGE, seen.append)
     asked = [Asked() for _ in range(4)]
@@ -90,7 +90,7 @@ def test_what_waits_is_the_next_batch():
     assert batcher.is_idle
 
 
-def test_batches_keep_their_bounds_and_the_order_of_requests():
+def test_batches_keep_limits_and_request_order():
     works = Works()
     batcher = Batcher(works, BatchLimits(rows=5, keys=100))
     sizes = [1, 2, 2, 4, 1, 9, 1]
@@ -107,7 +107,7 @@ def executions(answers):
     return [samples for samples in told if samples is not None]
 
 
-def test_a_batch_is_told_of_once():
+def test_each_batch_is_observed_once():
     works = Works()
     batcher = Batcher(works, BatchLimits(rows=7, keys=100))
     alone = batcher.submit(Asked())
@@ -121,7 +121,7 @@ def test_a_batch_is_told_of_once():
     assert executions(answers) == []
 
 
-def test_how_long_a_request_waited_is_told():
+def test_queue_time_of_a_request_is_reported():
     works = Works()
     batcher = Batcher(works, LARGE)
     batcher.submit(Asked())
@@ -136,7 +136,7 @@ def test_how_long_a_request_waited_is_told():
     assert 19_000_000 <= first.queued_ns - second.queued_ns <= first.queued_ns <= ended - since
 
 
-def test_kinds_are_not_mixed_and_none_is_starved():
+def test_merge_keys_are_not_mixed_and_none_is_starved():
     works = Works()
     batcher = Batcher(works, LARGE)
     for kind in "xabab":
@@ -146,7 +146,7 @@ def test_kinds_are_not_mixed_and_none_is_starved():
     assert ["".join(each.kind for each in run) for run in works.runs] == ["x", "aa", "bb"]
 
 
-def test_a_request_that_may_not_be_merged_is_alone():
+def test_request_without_merge_key_runs_alone():
     works = Works()
     batcher = Batcher(works, LARGE)
     batcher.submit(Asked())
@@ -158,7 +158,7 @@ def test_a_request_that_may_not_be_merged_is_alone():
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_fault_fails_its_own_request_alone(at_once):
+def test_invalid_request_fails_alone(at_once):
     works = Works()
     batcher = Batcher(works, LARGE)
     batcher.submit(Asked())
@@ -177,7 +177,7 @@ def test_a_fault_fails_its_own_request_alone(at_once):
     assert batcher.is_idle
 
 
-def test_looking_for_the_one_at_fault_takes_one_place():
+def test_search_for_the_invalid_request_counts_as_one_batch_in_flight():
     """One run at a time, and few of them; what comes meanwhile waits as for any batch."""
     works = Works()
     batcher = Batcher(works, LARGE)
@@ -198,7 +198,7 @@ def test_looking_for_the_one_at_fault_takes_one_place():
     assert batcher.is_idle
 
 
-def test_what_fails_everybody_is_not_tried_again():
+def test_server_error_fails_the_whole_batch_without_retry():
     works = Works()
     batcher = Batcher(works, LARGE)
     batcher.submit(Asked())
@@ -211,7 +211,7 @@ def test_what_fails_everybody_is_not_tried_again():
             answer.result(0)
 
 
-def test_deadlines_and_cancellation_while_waiting():
+def test_queued_request_can_expire_or_be_cancelled():
     works = Works()
     batcher = Batcher(works, LARGE)
     batcher.submit(Asked())
@@ -226,7 +226,7 @@ def test_deadlines_and_cancellation_while_waiting():
         late.result(0)
 
 
-def test_a_delay_waits_for_others_or_for_a_full_batch():
+def test_delay_ends_early_when_a_batch_is_full():
     works = Works(at_once=True)
     long = Batcher(works, BatchLimits(rows=3, keys=100, delay_s=60.0))
     first, second = long.submit(Asked()), long.submit(Asked())
@@ -260,7 +260,7 @@ def requests(random, n):
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.001])
-def test_batched_lookups_are_those_of_each_alone_to_the_bit(make_world, delay_s):
+def test_batched_results_are_bit_identical_to_single_ones(make_world, delay_s):
     world = make_world(threads=4, queued=1000)
     for name in ("user", "item"):
         world.put(world.cache, name, range(20))
@@ -290,7 +290,7 @@ def held(world, batched):
     return future
 
 
-def test_offsets_of_one_request_do_not_reach_into_another(make_world):
+def test_invalid_offsets_do_not_affect_other_requests(make_world):
     world = make_world()
     world.put(world.store, "user", range(40))
     batched = BatchedLookup(world.engine, LARGE)
@@ -307,7 +307,7 @@ def test_offsets_of_one_request_do_not_reach_into_another(make_world):
         np.testing.assert_array_equal(answer.result(60).vectors["user"][0], rows.sum(axis=0))
 
 
-def test_unsigned_keys_stay_what_they_are(make_world):
+def test_unsigned_keys_are_merged_correctly(make_world):
     world = make_world()
     key = 2**63 + 5
     world.put(world.store, "user", np.array([key], np.uint64).view(np.int64))
@@ -324,7 +324,7 @@ def test_unsigned_keys_stay_what_they_are(make_world):
     assert found == [0, 1, 0, 0, 1, 0]
 
 
-def test_a_feature_that_is_not_there_is_told_at_once(make_world):
+def test_unknown_feature_raises_immediately(make_world):
     world = make_world()
     batched = BatchedLookup(world.engine, LARGE)
     held(world, batched)
@@ -351,7 +351,7 @@ def test_prepared_lookups_join_batches(make_world):
     assert seen == [3]
 
 
-def test_samples_are_those_of_requests_though_bounds_go_by_keys(make_world):
+def test_by_table_requests_count_one_sample_each(make_world):
     world = make_world()
     batched = BatchedLookup(world.engine, BatchLimits(rows=8, keys=100))
     held(world, batched)
@@ -365,7 +365,7 @@ def test_samples_are_those_of_requests_though_bounds_go_by_keys(make_world):
     assert executions(answers) == [2, 1, 6]
 
 
-def test_a_timer_serves_many_threads():
+def test_one_timer_serves_many_threads():
     works = Works(at_once=True)
     batcher = Batcher(works, BatchLimits(rows=8, keys=100, delay_s=0.002))
     start = threading.Barrier(8)
@@ -391,7 +391,7 @@ class OthersEnd(MergingSubmit):
         pass
 
 
-def test_defaults_are_told_though_another_batch_had_none(make_world):
+def test_defaults_are_counted_despite_a_concurrent_batch_without(make_world):
     engine = make_world().engine
 
     def merge(requests, want_source, origin):

@@ -97,14 +97,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault(world, fault):
+def test_invalid_keys_are_rejected_with_the_reason(world, fault):
     features, message = FAULTS[fault]
     with pytest.raises(BadRequest, match=message):
         world.engine.submit(LookupRequest(features))
     assert not world.answered
 
 
-def test_unknown_table(world):
+def test_unknown_table_is_rejected(world):
     with pytest.raises(BadRequest, match="no table 'itm'; did you mean 'item'"):
         world.engine.submit(LookupRequest({"itm": JaggedKeys(keys(1), 1)}, by_table=True))
 
@@ -123,12 +123,12 @@ def test_unknown_table(world):
         ("item", np.zeros((2, 2), np.float32), "no requested feature 'item'"),
     ],
 )
-def test_out(world, name, out, message):
+def test_invalid_out_array_is_rejected(world, name, out, message):
     with pytest.raises(BadRequest, match=message):
         world.engine.submit(LookupRequest({"user": JaggedKeys(keys(2), 2)}, out={name: out}))
 
 
-def test_read_only_out(world):
+def test_read_only_out_array_is_rejected(world):
     out = np.zeros((2, 3), np.float32)
     out.flags.writeable = False
     with pytest.raises(BadRequest, match="is read-only"):
@@ -136,14 +136,14 @@ def test_read_only_out(world):
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint64, np.int8, ">i8"])
-def test_other_integers_are_taken(world, dtype):
+def test_other_integer_types_are_converted(world, dtype):
     world.put(world.cache, "user", [1, 2])
     jagged = JaggedKeys(np.array([2, 1], dtype), 2, np.array([0, 1, 2], np.int32), np.ones(2))
     result = world.engine.lookup(LookupRequest({"user": jagged}))
     np.testing.assert_array_equal(result.vectors["user"], world.row(world.tables["user"], [2, 1]))
 
 
-def test_strided_keys_are_taken(world):
+def test_strided_keys_are_accepted(world):
     world.put(world.cache, "user", [0, 2])
     result = world.engine.lookup(LookupRequest({"user": JaggedKeys(keys(4)[::2], 2)}))
     assert result.defaulted == 0

@@ -106,7 +106,7 @@ class World:
 
 @pytest.mark.parametrize("capacity", [64, 1000])
 @pytest.mark.parametrize("policy", [MissPolicy(), MissPolicy("default_then_promote", 0.0)])
-def test_never_a_wrong_row(policy, capacity):
+def test_concurrent_writes_never_give_a_wrong_row(policy, capacity):
     world = World(policy, capacity)
     threads = [threading.Thread(target=world.update)]
     threads += [threading.Thread(target=world.look, args=(seed,)) for seed in (2, 3)]

@@ -25,7 +25,7 @@ def request(**features):
     return LookupRequest({n: JaggedKeys.dense(keys) for n, keys in features.items()}, **options)
 
 
-def test_memory_answers_inline(make_world):
+def test_cached_rows_are_answered_inline(make_world):
     world = make_world()
     world.put(world.cache, "user", [1, -5, 2**63 - 1])
     future = world.engine.submit(request(user=[-5, 1, -5, 2**63 - 1], want_source=True))
@@ -41,7 +41,7 @@ def test_memory_answers_inline(make_world):
     assert world.finished == [()]
 
 
-def test_the_store_is_asked_for_the_rest_on_a_worker(make_world):
+def test_misses_are_fetched_from_the_store_on_a_pool_thread(make_world):
     world = make_world()
     world.put(world.cache, "user", [1])
     world.put(world.store, "user", [1, 2], version=9)
@@ -62,14 +62,14 @@ def test_the_store_is_asked_for_the_rest_on_a_worker(make_world):
     assert world.store.threads <= {"hps-test-0", "hps-test-1"}
 
 
-def test_a_store_in_memory_is_asked_inline(make_world):
+def test_non_blocking_store_is_fetched_inline(make_world):
     world = make_world(blocking=False)
     world.put(world.store, "user", [2])
     assert world.engine.submit(request(user=[2, 3])).done()
     assert world.store.threads == {threading.current_thread().name}
 
 
-def test_a_deleted_key_gets_the_default_and_is_not_asked_below(make_world):
+def test_cached_tombstone_gives_the_default_without_a_store_fetch(make_world):
     world = make_world()
     world.put(world.store, "user", [1])
     world.cache.delete(world.tables["user"], np.array([1]), np.array([version_now()], np.uint64))
@@ -79,7 +79,7 @@ def test_a_deleted_key_gets_the_default_and_is_not_asked_below(make_world):
     assert result.sources["user"].tolist() == [Source.DEFAULT]
 
 
-def test_features_share_a_table_with_offsets_mod_2_64(make_world):
+def test_features_of_one_table_add_key_offsets_mod_2_64(make_world):
     world = make_world(
         [
             {"name": "home", "table": "user", "pooling": "none"},
@@ -101,7 +101,7 @@ def test_features_share_a_table_with_offsets_mod_2_64(make_world):
     assert overflow.defaulted == 1
 
 
-def test_by_table(make_world):
+def test_lookup_by_table_returns_rows(make_world):
     world = make_world([{"name": "u", "table": "user", "key_offset": 5}])
     world.put(world.cache, "user", [1])
     world.put(world.cache, "item", [4, 5])
@@ -130,7 +130,7 @@ def test_samples_without_keys_pool_to_zeros(make_world, batch):
 # -- miss policies -------------------------------------------------------------------------------
 
 
-def test_default_then_promote_answers_at_once(make_world, promote_policy):
+def test_default_then_promote_answers_immediately(make_world, promote_policy):
     world = make_world(policy=promote_policy(0.0))
     world.put(world.store, "user", [1, 2])
     future = world.engine.submit(request(user=[1, 2, 1]))
@@ -142,7 +142,7 @@ def test_default_then_promote_answers_at_once(make_world, promote_policy):
 
 
 @pytest.mark.parametrize(("rate", "waits"), [(0.5, False), (0.51, True), (1.0, True)])
-def test_a_batch_that_hits_too_little_waits(make_world, promote_policy, rate, waits):
+def test_low_hit_rate_waits_for_the_store(make_world, promote_policy, rate, waits):
     world = make_world(policy=promote_policy(rate))
     world.put(world.cache, "user", [1])
     world.put(world.store, "user", [1, 2])
@@ -151,7 +151,7 @@ def test_a_batch_that_hits_too_little_waits(make_world, promote_policy, rate, wa
     assert result.defaulted == (0 if waits else 1)
 
 
-def test_policies_are_per_table(make_world, promote_policy):
+def test_miss_policy_is_per_table(make_world, promote_policy):
     world = make_world(policy=promote_policy(0.0))
     world.put(world.store, "user", [1])
     world.put(world.store, "item", [1])
@@ -164,7 +164,7 @@ def test_policies_are_per_table(make_world, promote_policy):
 # -- faults --------------------------------------------------------------------------------------
 
 
-def test_a_broken_store_degrades_behind_a_guard_and_fails_without(make_world):
+def test_broken_store_degrades_with_a_guard_and_fails_without(make_world):
     world = make_world()
     world.put(world.cache, "user", [1])
     world.store.error = TierError("rocksdb", "disk gone")
@@ -179,7 +179,7 @@ def test_a_broken_store_degrades_behind_a_guard_and_fails_without(make_world):
     guarded.close()
 
 
-def test_overload_refuses_only_what_would_wait(make_world):
+def test_overload_rejects_only_requests_that_need_a_store(make_world):
     world = make_world(threads=1, queued=1)
     world.put(world.cache, "user", [1])
     world.store.leave.clear()
@@ -194,7 +194,7 @@ def test_overload_refuses_only_what_would_wait(make_world):
     assert [future.result(60).defaulted for future in accepted] == [1, 1]
 
 
-def test_deadlines(make_world):
+def test_expired_deadline_raises_deadline_exceeded(make_world):
     world = make_world(threads=1)
     with pytest.raises(DeadlineExceeded, match="deadline exceeded before the lookup started"):
         world.engine.submit(request(user=[1], deadline=time.monotonic() - 1))
@@ -209,7 +209,7 @@ def test_deadlines(make_world):
         late.result(60)
 
 
-def test_time_that_runs_out_in_the_store_is_no_default(make_world):
+def test_deadline_exceeded_in_the_store_is_not_answered_with_defaults(make_world):
     world = make_world()
     world.store.leave.clear()
     guarded = GuardedTier(world.store, 60.0, 5, 1.0)
@@ -220,7 +220,7 @@ def test_time_that_runs_out_in_the_store_is_no_default(make_world):
     guarded.close()
 
 
-def test_an_event_loop_never_waits_for_the_store(make_world):
+def test_submit_never_blocks_an_event_loop(make_world):
     """Or it would wait for ever: only the loop lets the store answer."""
     world = make_world()
     world.store.leave.clear()
@@ -235,7 +235,7 @@ def test_an_event_loop_never_waits_for_the_store(make_world):
     assert [answer.defaulted for answer in asyncio.run(main())] == [1] * 4
 
 
-def test_a_lookup_that_waited_for_a_thread_asks_memory_again(make_world):
+def test_caches_are_read_again_after_a_long_wait_for_a_thread(make_world):
     """Those before it may have had its rows promoted."""
     world = make_world(threads=1)
     world.put(world.store, "item", [1, 2, 3])
@@ -253,7 +253,7 @@ def test_a_lookup_that_waited_for_a_thread_asks_memory_again(make_world):
     assert world.promoted == [("item", [1]), ("item", [3])]
 
 
-def test_a_large_request_in_memory_does_not_wait_behind_a_slow_store(make_world, monkeypatch):
+def test_large_cached_request_is_not_delayed_by_a_slow_store(make_world, monkeypatch):
     monkeypatch.setattr(engine_module, "INLINE_KEYS", 10)
     world = make_world(threads=2)
     memory = BoundedThreadPool(1, 8, name="memory")
@@ -274,7 +274,7 @@ def test_a_large_request_in_memory_does_not_wait_behind_a_slow_store(make_world,
     memory.close()
 
 
-def test_a_large_request_leaves_the_callers_thread(make_world, monkeypatch):
+def test_large_request_runs_on_a_pool_thread(make_world, monkeypatch):
     monkeypatch.setattr(engine_module, "INLINE_KEYS", 10)
     world = make_world()
     world.put(world.cache, "user", range(11))
@@ -298,7 +298,7 @@ def test_a_large_request_leaves_the_callers_thread(make_world, monkeypatch):
 
 
 @pytest.mark.parametrize("user_keys", [[1, 2, 3], [2, 2, 9]])
-def test_out_is_written_in_place(make_world, user_keys):
+def test_out_arrays_are_written_in_place(make_world, user_keys):
     world = make_world()
     world.put(world.cache, "user", [1, 2])
     world.put(world.cache, "item", [5])
@@ -323,7 +323,7 @@ class WritesLate(MemoryTier):
         super().fetch(parts, ctx)
 
 
-def test_out_is_not_written_after_a_cancelled_lookup_is_done(make_world, monkeypatch):
+def test_out_is_not_written_after_cancellation(make_world, monkeypatch):
     monkeypatch.setattr(engine_module, "INLINE_KEYS", 0)
     world, cache = make_world(), WritesLate()
     world.put(cache, "user", [1, 2])
@@ -343,7 +343,7 @@ def test_out_is_not_written_after_a_cancelled_lookup_is_done(make_world, monkeyp
 
 @pytest.mark.parametrize("weights", [None, [1, 2, 3, 4, 5, 6]])
 @pytest.mark.parametrize("batch", [3, 6])
-def test_out_of_pooled_features(make_world, batch, weights):
+def test_out_arrays_get_pooled_vectors(make_world, batch, weights):
     world = make_world()
     world.put(world.cache, "user", range(5))
     if weights is not None:
@@ -358,7 +358,7 @@ def test_out_of_pooled_features(make_world, batch, weights):
     np.testing.assert_array_equal(expected, rows.reshape(batch, -1, 3).sum(axis=1))
 
 
-def test_two_thousand_tables(make_world):
+def test_lookup_over_two_thousand_tables(make_world):
     from hps.lookup.base import Feature
     from hps.types import EmbeddingTable
 

@@ -70,7 +70,7 @@ def requests(draw):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.lists(requests(), min_size=1, max_size=3))
-def test_both_ways_agree(sides, several):
+def test_fast_and_slow_path_agree(sides, several):
     short, ordinary = sides
     for request in several:
         assert outcome(short, request) == outcome(ordinary, request)
@@ -96,7 +96,7 @@ def good_requests(draw):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(good_requests())
-def test_rows_in_memory_take_the_short_way_and_agree(sides, request):
+def test_resident_rows_take_the_fast_path_with_equal_results(sides, request):
     short, ordinary = sides
     from_memory = short.engine._fast_path.prepare(request)
     assert from_memory([keys.keys for keys in request.features.values()]) is not None
@@ -109,7 +109,7 @@ def test_rows_in_memory_take_the_short_way_and_agree(sides, request):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(good_requests(), st.data())
-def test_a_prepared_lookup_answers_other_keys_of_the_same_form(sides, request, data):
+def test_prepared_lookup_answers_other_keys_of_the_same_form(sides, request, data):
     for side in sides:
         submit = side.engine.prepare(request)
         for _ in range(2):
@@ -129,7 +129,7 @@ def test_a_prepared_lookup_answers_other_keys_of_the_same_form(sides, request, d
                 np.testing.assert_array_equal(result.vectors[name], vectors)
 
 
-def test_a_prepared_lookup_keeps_to_its_deadline_and_reports_sources(sides):
+def test_prepared_lookup_honours_deadline_and_sources(sides):
     short, _ = sides
     request = dense(item=[[1, 2]])
     late = short.engine.prepare(request)
@@ -142,7 +142,7 @@ def test_a_prepared_lookup_keeps_to_its_deadline_and_reports_sources(sides):
         short.engine.prepare(dense(nope=[[1]]))
 
 
-def test_a_prepared_lookup_that_memory_cannot_answer_tries_it_once(sides):
+def test_prepared_lookup_reads_memory_once_before_the_slow_path(sides):
     short, _ = sides
     gathers = []
     tier = short.engine._fast_path._tier
@@ -155,7 +155,7 @@ def test_a_prepared_lookup_that_memory_cannot_answer_tries_it_once(sides):
     assert gathers == [1]
 
 
-def test_a_table_and_a_feature_of_one_name_are_told_apart(sides):
+def test_table_and_feature_of_one_name_are_prepared_separately(sides):
     short, ordinary = sides
     keys = {"item": JaggedKeys(np.array([4, 5]), 2)}
     for by_table in (False, True, False):
@@ -163,7 +163,7 @@ def test_a_table_and_a_feature_of_one_name_are_told_apart(sides):
         assert outcome(short, request) == outcome(ordinary, request)
 
 
-def test_it_is_taken_when_memory_holds_every_row(sides):
+def test_fast_path_is_used_when_all_rows_are_in_memory(sides):
     short, _ = sides
     result = short.engine.lookup(dense(item=[[-2, -1], [-1, 0]], user=[[4], [5]]))
     assert list(result.vectors) == ["item", "user"]
@@ -174,7 +174,7 @@ def test_it_is_taken_when_memory_holds_every_row(sides):
     assert short.finished == [(counted, ())]
 
 
-def test_nothing_is_counted_twice_when_it_fails(sides):
+def test_failed_fast_path_is_not_counted(sides):
     short, _ = sides
     result = short.engine.lookup(dense(item=[[1, 2]], user=[[999]]))
     assert result.defaulted == 1
@@ -182,7 +182,7 @@ def test_nothing_is_counted_twice_when_it_fails(sides):
     assert len(short.finished) == 1
 
 
-def test_a_form_that_was_seen_is_not_checked_again_and_others_are(sides):
+def test_requests_are_checked_once_per_form(sides):
     short, ordinary = sides
     for request in (dense(bought=[[1, 2]]), dense(bought=[[3, 4]]), dense(bought=[[1, 2, 3]])):
         assert outcome(short, request) == outcome(ordinary, request)
@@ -203,7 +203,7 @@ def test_a_form_that_was_seen_is_not_checked_again_and_others_are(sides):
     ],
 )
 @pytest.mark.parametrize("feature", ["item", "bought"])
-def test_bags_are_checked_each_time(sides, feature, bag):
+def test_requests_with_offsets_are_checked_each_time(sides, feature, bag):
     short, ordinary = sides
     keys = np.array([1, 2])
     for request in (
@@ -213,7 +213,7 @@ def test_bags_are_checked_each_time(sides, feature, bag):
         assert outcome(short, request) == outcome(ordinary, request)
 
 
-def test_a_large_request_and_one_whose_time_is_up_go_the_ordinary_way(sides):
+def test_large_or_expired_request_takes_the_slow_path(sides):
     short, _ = sides
     keys = np.zeros((1, INLINE_KEYS + 1), np.int64)
     assert len(short.engine.lookup(dense(item=keys)).vectors["item"]) == INLINE_KEYS + 1
@@ -224,7 +224,7 @@ def test_a_large_request_and_one_whose_time_is_up_go_the_ordinary_way(sides):
         short.engine.lookup(late)
 
 
-def test_out_is_filled_by_the_ordinary_way(sides):
+def test_request_with_out_takes_the_slow_path(sides):
     short, _ = sides
     out = np.zeros((2, 2), np.float16)
     request = dense(item=[[-2, -2]])

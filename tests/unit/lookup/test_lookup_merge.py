@@ -91,7 +91,7 @@ def same(ours, alone, request):
 
 
 @given(requests())
-def test_features(engine, made):
+def test_merged_features_split_into_single_results(engine, made):
     fixed = [r for r in made if all(k.batch for k in r.features.values())]
     if not fixed or len({merge_key(r) for r in fixed}) != 1:
         return
@@ -101,14 +101,14 @@ def test_features(engine, made):
 
 
 @given(st.lists(st.lists(keys, min_size=1, max_size=5), min_size=1, max_size=4))
-def test_tables(engine, asked):
+def test_merged_tables_split_into_single_results(engine, asked):
     made = [LookupRequest({"t": JaggedKeys.dense(np.array(each))}, by_table=True) for each in asked]
     merged = MergedLookup(made, FEATURES)
     for ours, request in zip(merged.split(engine.lookup(merged.request)), made, strict=True):
         same(ours, engine.lookup(request), request)
 
 
-def test_what_may_be_merged():
+def test_merge_key_of_mergeable_requests():
     one = JaggedKeys.dense(np.array([[1, 2]]))
     by_feature = LookupRequest({"sum": one})
     assert merge_key(by_feature) == merge_key(
@@ -124,7 +124,7 @@ def test_what_may_be_merged():
     assert merge_key(LookupRequest({"sum": one}, out={"sum": np.zeros((1, 3))})) is None
 
 
-def test_the_latest_deadline_is_that_of_all():
+def test_merged_request_has_the_latest_deadline():
     made = [LookupRequest({"sum": JaggedKeys.dense(np.array([1]))}, deadline=d) for d in (1.0, 3.0)]
     assert MergedLookup(made, FEATURES).request.deadline == 3.0
     made.append(LookupRequest({"sum": JaggedKeys.dense(np.array([1]))}))

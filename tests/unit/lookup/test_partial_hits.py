@@ -51,7 +51,7 @@ def random_rows(side, table):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("name", "jagged"), [("shown", False), ("shown", True), ("bought", False)])
-def test_bags_are_pooled_in_one_pass_as_after_a_fetch(sides, name, jagged, weighted):
+def test_bags_pooled_while_read_equal_those_pooled_after_a_fetch(sides, name, jagged, weighted):
     short, ordinary = sides
     hotness = 2 if name == "bought" else 7
     bags = bags_of(3, 20, hotness, jagged=jagged, weighted=weighted)
@@ -86,7 +86,7 @@ def gaps(side, *keys):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_only_the_missing_rows_of_bags_are_asked_for(sides, weighted):
+def test_only_missing_rows_of_bags_are_fetched(sides, weighted):
     short, ordinary = sides
     bags = bags_of(5, 30, 9, weighted=weighted)
     request = LookupRequest(
@@ -117,7 +117,7 @@ def test_only_the_missing_rows_of_bags_are_asked_for(sides, weighted):
     ]
 
 
-def test_a_row_that_is_lost_meanwhile_has_the_request_begun_again(sides):
+def test_row_evicted_meanwhile_restarts_the_request(sides):
     short, ordinary = sides
     request = dense(bought=[[1, 7], [2, 3]])
     expected = ordinary.engine.lookup(request).vectors["bought"]
@@ -144,7 +144,7 @@ def test_a_row_that_is_lost_meanwhile_has_the_request_begun_again(sides):
         short.cache.insert(ITEM, np.array([1]), rows, np.ones(1, np.uint64))
 
 
-def test_a_tombstone_in_memory_ends_the_search_for_a_row_of_a_bag(sides):
+def test_cached_tombstone_in_a_bag_is_not_fetched_from_the_store(sides):
     short, ordinary = sides
     for side in sides:
         gaps(side, 7)
@@ -156,7 +156,7 @@ def test_a_tombstone_in_memory_ends_the_search_for_a_row_of_a_bag(sides):
 
 
 @pytest.mark.parametrize(("rate", "waits"), [(0.0, False), (0.7, False), (0.8, True)])
-def test_the_miss_policy_sees_all_keys_of_the_table(workers, rate, waits):
+def test_miss_policy_counts_all_keys_of_the_table(workers, rate, waits):
     table = EmbeddingTable.make("t", 2, miss=MissPolicy("default_then_promote", rate), default=1)
     features = {
         "bag": Feature("bag", table, pooling="mean"),
@@ -184,7 +184,7 @@ def test_the_miss_policy_sees_all_keys_of_the_table(workers, rate, waits):
     cache.close()
 
 
-def test_a_large_request_of_bags_is_pooled_on_a_thread(workers):
+def test_large_request_of_bags_is_pooled_on_a_pool_thread(workers):
     model = replace(MODEL, max_batch_size=INLINE_KEYS, max_keys=2 * INLINE_KEYS)
     short, ordinary = Side(workers, True, model), Side(workers, False, model)
     request = dense(bought=np.random.default_rng(1).integers(0, ROWS, (INLINE_KEYS, 2)))

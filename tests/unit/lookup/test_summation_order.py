@@ -160,7 +160,7 @@ def test_every_path_gives_the_bits_of_the_definition(asked):
         assert vectors.tobytes() == expected.tobytes(), path
 
 
-def test_a_large_request_gives_the_same_bits(monkeypatch):
+def test_large_request_gives_the_same_bits(monkeypatch):
     there = world(32, np.float32, "sum")
     there.only(np.arange(ROWS))
     random = np.random.default_rng(1)
@@ -213,7 +213,7 @@ def test_every_kernel_gives_the_bits_of_the_definition(kernel, asked):
         {"kernels": "none"},
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(wrong):
+def test_pool_kernels_reject_mismatched_arrays(wrong):
     right = {
         "rows": np.ones((3, 4), np.float32),
         "numbers": np.array([0, 1]),

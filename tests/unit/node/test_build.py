@@ -101,7 +101,7 @@ def test_importing_is_cheap():
 
 
 @pytest.mark.parametrize("kind", ["mapping", "settings", "configuration", "file"])
-def test_every_form_of_configuration(folder, kind):
+def test_open_accepts_every_form_of_configuration(folder, kind):
     data = settings(folder)
     if kind == "settings":
         data = Settings(**data)
@@ -116,7 +116,7 @@ def test_every_form_of_configuration(folder, kind):
         np.testing.assert_array_equal(found.vectors["user"], rows([3], 4))
 
 
-def test_a_second_start_serves_the_same_without_loading(folder):
+def test_second_start_does_not_load_rows_again(folder):
     for _ in range(2):
         with hps.open(settings(folder)) as node:
             assert node.lookup("clicks", {"user": [3]}).defaulted == 0
@@ -131,7 +131,7 @@ def test_closed_node_leaves_no_threads_or_files(folder):
     assert not {t for t in threading.enumerate() if t.is_alive()} - before
 
 
-def test_a_hanging_fetch_keeps_the_store_open_until_it_returns(folder, monkeypatch):
+def test_close_keeps_the_store_open_during_a_stuck_fetch(folder, monkeypatch):
     """Closing RocksDB during a call would end the process."""
     gate, asked, fetch = threading.Event(), threading.Event(), RocksDbTier.fetch
     closed_at = []
@@ -185,7 +185,7 @@ def test_every_lookup_thread_reaches_the_store(folder, monkeypatch):
         assert [future.result(60).degraded for future in waiting] == [()] * 12
 
 
-def test_lookups_that_miss_the_same_row_ask_for_it_once(folder, monkeypatch):
+def test_concurrent_misses_of_a_row_fetch_it_once(folder, monkeypatch):
     tiers = {"lookup_threads": 8, "cpu_cache": {"enabled": False}, "rocksdb": patient(folder)}
     with hps.open(settings(folder, tiers=tiers)) as node:
         calls, gate = [], threading.Event()
@@ -223,7 +223,7 @@ def one_thread(folder, monkeypatch):
         gate.set()
 
 
-def test_a_slow_store_holds_up_no_network(one_thread):
+def test_slow_store_does_not_delay_networks(one_thread):
     node, gate = one_thread
     unknown = predicting(node, 30_000)
     assert predicting(node, 3).result(60).outputs["ctr"].shape == (1, 1)
@@ -240,7 +240,7 @@ def test_closing_node_answers_accepted_requests(one_thread):
     assert accepted.result(60).outputs["ctr"].shape == (1, 1)
 
 
-def test_the_highest_version_or_the_one_that_is_set(folder):
+def test_highest_version_is_served_unless_one_is_configured(folder):
     write(folder, 10)
     write(folder, 9)
     with hps.open(settings(folder)) as node:
@@ -257,7 +257,7 @@ def test_the_highest_version_or_the_one_that_is_set(folder):
             node.lookup("x", {})
 
 
-def test_only_the_chosen_models(folder):
+def test_only_configured_models_are_served(folder):
     write(folder, name="other", dense=None)
     with hps.open(settings(folder)) as node:
         assert set(node.models) == {"clicks", "other"}
@@ -267,7 +267,7 @@ def test_only_the_chosen_models(folder):
             node.predict("other", {"user": [1]})
 
 
-def test_a_model_of_a_ps_json(tmp_path):
+def test_ps_json_model_is_served(tmp_path):
     directories = {}
     for table in (USERS, ITEMS):
         directories[table.name] = tmp_path / table.name
@@ -285,7 +285,7 @@ def test_a_model_of_a_ps_json(tmp_path):
                 node.lookup("old", {"users": [1, 2, 3, 4]})
 
 
-def test_a_broken_configuration_is_found_before_rows_are_loaded(folder):
+def test_configuration_errors_are_raised_before_rows_are_loaded(folder):
     wrong = DENSE.model_copy(update={"outputs": [TensorSpec(name="ctr", shape=[-1, 7])]})
     write(folder, 2, dense=wrong)
     with pytest.raises(ModelError, match=r"'ctr' has shape \[-1, 7\] in model.yaml, \[-1, 1\]"):
@@ -293,7 +293,7 @@ def test_a_broken_configuration_is_found_before_rows_are_loaded(folder):
     assert not (folder / "db").exists()
 
 
-def test_a_failed_start_can_be_repeated(folder):
+def test_start_can_be_retried_after_a_failure(folder):
     with pytest.raises(ConfigError, match=r"has no table|no such table"):
         hps.open(settings(folder, models={"serve": {"clicks": {"tables": {"x": {}}}}}))
     (folder / "db").write_text("not a folder")
@@ -306,7 +306,7 @@ def test_a_failed_start_can_be_repeated(folder):
         assert node.lookup("clicks", {"user": [3]}).defaulted == 0
 
 
-def test_no_model(tmp_path):
+def test_open_without_models_raises_config_error(tmp_path):
     (tmp_path / "models").mkdir()
     with pytest.raises(ConfigError, match=r"no model to serve: .*hps model import"):
         hps.open(settings(tmp_path))
@@ -314,7 +314,7 @@ def test_no_model(tmp_path):
         hps.open(settings(tmp_path, models={"repository": str(tmp_path / "nowhere")}))
 
 
-def test_folder_without_a_description_is_named_when_there_is_no_model(tmp_path):
+def test_error_without_models_names_a_folder_without_model_yaml(tmp_path):
     (tmp_path / "models/ctr/1").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"holds none; folder 'ctr' has no model\.yaml"):
         hps.open(settings(tmp_path))
@@ -323,7 +323,7 @@ def test_folder_without_a_description_is_named_when_there_is_no_model(tmp_path):
 # -- caches --------------------------------------------------------------------------------------
 
 
-def test_rows_are_promoted_on_their_way_up(folder):
+def test_stored_rows_are_promoted_into_the_cache(folder):
     tiers = {"cpu_cache": {"warm": False}, "rocksdb": {"path": str(folder / "db")}}
     with hps.open(settings(folder, tiers=tiers)) as node:
         first = node.lookup("clicks", {"user": [3, 4, 9999]}, want_source=True)
@@ -340,7 +340,7 @@ def test_rows_are_promoted_on_their_way_up(folder):
         )
 
 
-def test_the_cache_is_warm_from_the_start_of_the_files(folder):
+def test_cache_is_warmed_from_the_start_of_the_files(folder):
     serve = {"clicks": {"tables": {"users": {"cache_rows": 128}, "items": {"cache_rows": 0}}}}
     with hps.open(settings(folder, models={"serve": serve})) as node:
         held = cached(node)
@@ -370,7 +370,7 @@ def test_rows_streamed_into_an_empty_table_are_cached(tmp_path):
     np.testing.assert_array_equal(second.vectors["user"], row)
 
 
-def test_without_a_cache(folder):
+def test_node_without_a_cache_serves_from_the_store(folder):
     tiers = {"cpu_cache": {"enabled": False}, "rocksdb": {"path": str(folder / "db")}}
     with hps.open(settings(folder, tiers=tiers)) as node:
         for _ in range(2):
@@ -380,13 +380,13 @@ def test_without_a_cache(folder):
         assert [tier["name"] for tier in node.status()["tiers"]] == ["rocksdb"]
 
 
-def test_a_share_of_one_tables_rows(folder):
+def test_cache_share_of_one_table_can_be_overridden(folder):
     serve = {"clicks": {"tables": {"users": {"cache_share": 0.128}}}}
     with hps.open(settings(folder, models={"serve": serve})) as node:
         assert 100 <= cached(node) <= 128
 
 
-def test_the_caches_eviction_for_all_tables_and_for_one(folder):
+def test_eviction_policy_can_be_overridden_per_table(folder):
     """A scan of other keys leaves, of two hot keys, the one whose table evicts by last use."""
     tiers = {"cpu_cache": {"eviction": "fifo", "share": 0.05, "warm": False}}
     serve = {"clicks": {"tables": {"users": {"cache_eviction": "lru"}}}}
@@ -402,7 +402,7 @@ def test_the_caches_eviction_for_all_tables_and_for_one(folder):
 
 
 @pytest.mark.parametrize("layout", ["native", "hps"])
-def test_warming_never_brings_back_what_was_written_over(folder, layout):
+def test_warm_up_does_not_restore_overwritten_rows(folder, layout):
     tiers = {"rocksdb": {"path": str(folder / "db"), "layout": layout}}
     with hps.open(settings(folder, tiers=tiers)) as node:
         table, store = node.model("clicks").tables["users"], node.tiers[1].tier
@@ -417,7 +417,7 @@ def test_warming_never_brings_back_what_was_written_over(folder, layout):
         )
 
 
-def test_warming_takes_the_last_row_of_a_key_that_stands_twice(tmp_path):
+def test_warm_up_uses_the_last_row_of_a_repeated_key(tmp_path):
     spec = ModelSpec(name="twice", tables=[USERS])
     keys = np.concatenate([np.arange(1000), np.arange(100)])
     vectors = rows(keys, 4)
@@ -478,13 +478,13 @@ def _bags(bags):
         np.array([3, -4], np.int8),
     ],
 )
-def test_keys_of_every_kind(opened, keys):
+def test_lookup_accepts_every_kind_of_keys(opened, keys):
     found = opened.lookup("clicks", {"user": keys})
     np.testing.assert_array_equal(found.vectors["user"], rows([3, -4], 4))
 
 
 @pytest.mark.parametrize("keys", [[1.5], ["a"], [[1.5], [2, 3]], [2**64], None, [-1, 2**64]])
-def test_what_is_no_key(opened, keys):
+def test_lookup_rejects_keys_that_are_not_integers(opened, keys):
     with pytest.raises(BadRequest, match="user"):
         opened.lookup("clicks", {"user": keys})
 
@@ -504,7 +504,7 @@ class Tensor:
         return self.array.__dlpack_device__()
 
 
-def test_dlpack_in_and_out(opened):
+def test_lookup_accepts_dlpack_keys_and_out_arrays(opened):
     out = np.zeros((2, 4), np.float32)
     found = opened.lookup("clicks", {"user": Tensor(np.array([3, 4]))}, out={"user": Tensor(out)})
     np.testing.assert_array_equal(out, rows([3, 4], 4))
@@ -525,12 +525,12 @@ def test_invalid_out_arrays_are_rejected(opened, out, message):
         opened.lookup("clicks", {"user": [3]}, out={"user": out})
 
 
-def test_out_is_a_mapping(opened):
+def test_out_must_be_a_mapping(opened):
     with pytest.raises(BadRequest, match=r"out must be a mapping .* got ndarray"):
         opened.lookup("clicks", {"user": [3]}, out=np.zeros((1, 4), np.float32))
 
 
-def test_a_timeout_that_has_passed(opened):
+def test_lookup_with_an_expired_timeout_raises_deadline_exceeded(opened):
     with pytest.raises(HpsError, match="deadline"):
         opened.lookup("clicks", {"user": [3]}, timeout_s=-1)
 
@@ -564,7 +564,7 @@ def test_status(opened):
     assert (users["miss_policy"], users["dtype"]) == ("wait", "float32")
 
 
-def test_space_and_compactions_of_the_disk_are_reported(opened):
+def test_disk_space_and_compactions_are_reported(opened):
     (rocksdb,) = [tier for tier in opened.status()["tiers"] if tier["name"] == "rocksdb"]
     assert rocksdb["free_bytes"] > 0
     assert rocksdb["writes_stopped"] is False
@@ -576,7 +576,7 @@ def test_space_and_compactions_of_the_disk_are_reported(opened):
     assert "hps_tier_fact" in opened.metrics.render().decode()
 
 
-def test_a_broken_tier_takes_neither_status_nor_metrics_along(opened):
+def test_broken_tier_does_not_break_status_and_metrics(opened):
     def broken(table):
         raise TierError("rocksdb", "gone")
 
@@ -588,7 +588,7 @@ def test_a_broken_tier_takes_neither_status_nor_metrics_along(opened):
     assert 'hps_table_rows{model="clicks",table="users",tier="rocksdb",version="1"}' not in text
 
 
-def test_every_node_counts_for_itself(folder, tmp_path_factory, monkeypatch):
+def test_each_node_has_separate_metrics(folder, tmp_path_factory, monkeypatch):
     monkeypatch.setattr("hps.lookup.engine._REFETCH_AFTER_S", 60.0)  # else it may be asked twice
     other = tmp_path_factory.mktemp("other")
     write(other)
@@ -618,7 +618,7 @@ def test_every_node_counts_for_itself(folder, tmp_path_factory, monkeypatch):
     assert Path("/proc").exists() == ("process_resident_memory_bytes" in text)
 
 
-def test_many_tables(tmp_path):
+def test_lookup_over_many_tables(tmp_path):
     tables = [TableSpec(name=f"t{i:04}", dim=4, default=float(i)) for i in range(50)]
     spec = ModelSpec(name="wide", tables=tables)
     keys = np.arange(5)
@@ -634,7 +634,7 @@ def test_many_tables(tmp_path):
             assert found.defaulted == 50
 
 
-def test_a_database_loaded_elsewhere_is_served_as_it_is(folder):
+def test_database_loaded_by_another_program_is_served_unchanged(folder):
     """``load: false``: the store's rows count, whatever the files say."""
     with hps.open(settings(folder)) as node:
         assert node.lookup("clicks", {"user": [3]}).defaulted == 0
@@ -649,7 +649,7 @@ def test_a_database_loaded_elsewhere_is_served_as_it_is(folder):
 
 
 @pytest.mark.parametrize(("layout", "load"), [("native", False), ("hps", False), ("hps", True)])
-def test_rows_of_another_dim_are_found_at_the_start(folder, layout, load):
+def test_rows_of_another_dim_are_rejected_at_start(folder, layout, load):
     """Detected only at a lookup, they would open the circuit breaker for every table of the node."""
     db = {"path": str(folder / "db"), "layout": layout}
     hps.open(settings(folder, tiers={"rocksdb": db})).close()
@@ -668,7 +668,7 @@ def test_rows_of_another_dim_are_found_at_the_start(folder, layout, load):
         hps.open(settings(folder, tiers={"rocksdb": {**db, "load": load}}))
 
 
-def test_a_shared_cache_is_told_in_the_status_and_gone_with_the_node(folder, tmp_path):
+def test_shared_cache_is_in_status_and_removed_at_close(folder, tmp_path):
     shared = {"name": "of-a-test", "folder": str(tmp_path)}
     with hps.open(settings(folder, tiers={"cpu_cache": {"shared": shared}})) as node:
         told = node.status()["tiers"][0]["shared_memory"]
@@ -678,13 +678,13 @@ def test_a_shared_cache_is_told_in_the_status_and_gone_with_the_node(folder, tmp
     assert not Path(told["path"]).exists()
 
 
-def test_reserved_pages_cannot_be_shared():
+def test_shared_cache_rejects_reserved_huge_pages():
     chosen = {"shared": {"name": "x"}, "huge_pages": "reserved"}
     with pytest.raises(ConfigError, match="reserved pages can't be shared"):
         hps.open({"tiers": {"cpu_cache": chosen}})
 
 
-def test_a_restarted_node_has_the_rows_that_were_hot(folder, tmp_path):
+def test_restarted_node_is_warmed_with_hot_rows(folder, tmp_path):
     snapshot = {"path": str(tmp_path / "hot")}
     serve = {"clicks": {"tables": {"users": {"cache_rows": 16}}}}
     chosen = {"models": {"serve": serve}, "tiers": {"cpu_cache": {"snapshot": snapshot}}}

@@ -140,7 +140,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("keys", [(0, 200), (0, HELD), (HELD - 100, HELD + 100)], ids=str)
 @pytest.mark.parametrize("batch", [0, 1, 7, 300])
-def test_scores_are_those_of_rows_on_the_host(both, batch, keys):
+def test_gpu_predictions_equal_host_predictions(both, batch, keys):
     node, plain = both
     for _ in range(3):
         asked = request_of(np.arange(*keys), batch)
@@ -149,7 +149,7 @@ def test_scores_are_those_of_rows_on_the_host(both, batch, keys):
 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(None, marks=pytest.mark.gpu)])
-def test_keys_of_several_tables_are_fed_from_the_device(tmp_path, monkeypatch, gpus):
+def test_feature_with_several_tables_is_fed_from_the_device(tmp_path, monkeypatch, gpus):
     features = [FeatureSpec(name="ad", table=["users", "items"])]
     names = [name for feature in features for name in feature.vectors]
     tensor = (T.FLOAT, ["batch", None])
@@ -176,7 +176,7 @@ def test_keys_of_several_tables_are_fed_from_the_device(tmp_path, monkeypatch, g
 
 
 @pytest.mark.parametrize("batch", [1, 7, 300])
-def test_rows_on_the_gpu_give_the_scores_of_rows_on_the_host(pair, batch):
+def test_resident_gpu_rows_give_the_scores_of_host_rows(pair, batch):
     node, plain, (cache,) = pair
     asked = request_of(np.arange(200), batch)
     pooled, fetched = cache.pooled, len(cache.fetched)
@@ -199,7 +199,7 @@ def test_profile_shows_the_work_of_the_device(both):
 
 
 @pytest.mark.parametrize("first", [0, HELD - 100])
-def test_rows_missing_on_the_gpu_come_from_the_host(pair, first):
+def test_gpu_misses_are_filled_from_the_host(pair, first):
     node, plain, (cache,) = pair
     asked = request_of(np.arange(first, HELD + 100), 40)
     same(node.predict("m", *asked), plain.predict("m", *asked))
@@ -208,7 +208,7 @@ def test_rows_missing_on_the_gpu_come_from_the_host(pair, first):
 
 
 @pytest.mark.parametrize("ask", ["predict", "look up"])
-def test_rows_are_counted_where_they_came_from(pair, ask):
+def test_rows_are_counted_by_source(pair, ask):
     """From the GPU alone, completed by one gather, or, as one was deleted, key by key."""
     node, _, _ = pair
     users = table_of(node, "users")
@@ -246,7 +246,7 @@ def test_rows_are_counted_where_they_came_from(pair, ask):
         assert defaulted == tiers.count("default")
 
 
-def test_bags_of_different_lengths_and_weights(both):
+def test_bags_with_offsets_and_weights_equal_host_results(both):
     node, plain = both
     features, dense = request_of(np.arange(400, 700), 3)
     bags = JaggedKeys(np.array([400, 1, 2, 999, 5000]), 3, np.array([0, 0, 4, 5]))
@@ -269,14 +269,14 @@ def test_candidates_share_their_context(pair):
     same(one, other)
 
 
-def test_many_batch_sizes_by_turns(both):
+def test_alternating_batch_sizes_give_host_results(both):
     node, plain = both
     for batch in [*range(1, 50), 2000, 3, 700]:
         asked = request_of(np.arange(200), batch)
         same(node.predict("m", *asked), plain.predict("m", *asked))
 
 
-def test_a_run_that_repeats_is_recorded_once(pair, monkeypatch):
+def test_repeated_run_is_recorded_once(pair, monkeypatch):
     node, plain, (cache,) = pair
     monkeypatch.setattr(OnnxModel, "records", True)
     for step in range(8):
@@ -286,7 +286,7 @@ def test_a_run_that_repeats_is_recorded_once(pair, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_recordings_give_what_runs_gave_beside_a_writer(open_node, monkeypatch):
+def test_recorded_runs_equal_plain_runs_during_writes(open_node, monkeypatch):
     made = []
     monkeypatch.setattr(
         gpu_space, "record", lambda *given: made.append(recording.record(*given)) or made[-1]
@@ -319,7 +319,7 @@ def test_sources_are_reported(pair):
     assert result.sources["user"].tolist() == [Source.GPU, Source.CPU]
 
 
-def test_misses_make_the_fast_path_rarer(pair):
+def test_misses_back_off_the_fast_path(pair):
     node, _, (cache,) = pair
     node.writer.close()  # no more promotions
     asked = request_of(np.array([999, 5000]), 2)
@@ -334,7 +334,7 @@ def test_misses_make_the_fast_path_rarer(pair):
     assert cache.pooled == before + 1
 
 
-def test_a_wrong_request_is_refused_as_without_a_gpu(pair):
+def test_invalid_request_is_rejected_as_without_a_gpu(pair):
     for keys in ({"item": np.ones((2, 3), np.int64)}, {"last": np.ones((3, 1), np.int64)}):
         features, dense = request_of(np.arange(9), 3)
         raised = []
@@ -347,7 +347,7 @@ def test_a_wrong_request_is_refused_as_without_a_gpu(pair):
         pair[0].predict("m", features, dense, timeout_s=-1)
 
 
-def test_large_runs_go_to_a_thread(open_node):
+def test_large_runs_use_a_pool_thread(open_node):
     node, (cache,) = open_node(dense={"inline_us": 0})
     plain, _ = open_node(gpus=None, gpu={"use": "off"})
     for keys in (np.arange(200), np.arange(900, 1100)):
@@ -357,7 +357,7 @@ def test_large_runs_go_to_a_thread(open_node):
 
 
 @pytest.mark.parametrize("last", [200, HELD, 3 * HELD])
-def test_vectors_on_the_device_are_those_on_the_host(both, last):
+def test_device_vectors_equal_host_vectors(both, last):
     node, plain = both
     features = request_of(np.arange(last), 50)[0]
     features["item"] = JaggedKeys(np.arange(9) % 4, 3, np.array([0, 4, 4, 9]))
@@ -375,7 +375,7 @@ def test_vectors_on_the_device_are_those_on_the_host(both, last):
         node.lookup_on_device("m", {"usr": [1]})
 
 
-def test_many_threads(both):
+def test_concurrent_lookups_return_correct_rows(both):
     node, plain = both
     asked = [request_of(np.arange(100 * i, 100 * i + 300), 1 + 13 * i) for i in range(8)]
     expected = [plain.predict("m", *each) for each in asked]
@@ -427,7 +427,7 @@ def test_both_miss_policies(open_node, kind):
     assert again.sources["user"].tolist() == [Source.GPU] * 2
 
 
-def test_every_gpu_gets_updates_and_a_share_of_the_requests(open_node):
+def test_all_gpus_get_updates_and_share_requests(open_node):
     node, caches = open_node(gpus=3, gpu={"devices": [0, 2], "share": 1.0})
     users = table_of(node, "users")
     assert [cache.number for cache in caches] == [0, 2]
@@ -467,7 +467,7 @@ def test_all_gpus_of_this_machine(open_node):
 
 
 @pytest.mark.gpu
-def test_no_gpu_is_behind_an_update_that_has_returned(open_node):
+def test_returned_update_is_visible_on_every_gpu(open_node):
     """And none returns a row that is half of one update and half of another."""
     node, _ = open_node(gpus=None, gpu={"devices": list(range(device_count())), "share": 1.0})
     users, keys, first = table_of(node, "users"), np.arange(100), version_now()
@@ -497,7 +497,7 @@ def test_no_gpu_is_behind_an_update_that_has_returned(open_node):
         writing.result()
 
 
-def test_a_network_leaves_no_device_behind(open_node, monkeypatch):
+def test_network_runs_inside_its_device_context(open_node, monkeypatch):
     """ONNX Runtime changes the thread's current device."""
     inside = []
 
@@ -517,7 +517,7 @@ def test_a_network_leaves_no_device_behind(open_node, monkeypatch):
     assert inside == [1, 1]
 
 
-def test_lookups_on_the_host_use_it_below_the_cpu_cache(open_node):
+def test_host_lookups_use_the_gpu_cache_below_the_cpu_cache(open_node):
     node, (cache,) = open_node(gpu={"share": 1.0}, cpu={"share": 0.5})
     keys = np.array([1, 900, 900, 2000])
     result = node.lookup("m", {"user": keys}, want_source=True)
@@ -529,12 +529,12 @@ def test_lookups_on_the_host_use_it_below_the_cpu_cache(open_node):
 
 
 @pytest.mark.parametrize(("fill", "held"), [(0.0, 0), (0.25, 100), (1.0, 400)])
-def test_how_much_is_filled_before_the_start(open_node, fill, held):
+def test_gpu_cache_is_filled_to_the_configured_share(open_node, fill, held):
     node, (cache,) = open_node(gpu={"share": 0.4, "fill": fill}, cpu={"enabled": False})
     assert cache.keys_of(table_of(node, "users")) == list(range(held))
 
 
-def test_hot_keys_of_the_last_run_come_first(open_node, tmp_path):
+def test_hot_keys_of_the_last_run_are_filled_first(open_node, tmp_path):
     snapshot = {"share": 0.1, "snapshot": {"path": str(tmp_path / "hot"), "interval_s": 1e6}}
     node, _ = open_node(gpus=None, gpu={"use": "off"}, cpu=snapshot)
     hot = np.arange(700, 720)
@@ -546,7 +546,7 @@ def test_hot_keys_of_the_last_run_come_first(open_node, tmp_path):
     assert set(hot.tolist()) <= set(cache.keys_of(table_of(node, "users")))
 
 
-def test_keys_that_only_the_gpu_answers_are_hot_too(open_node, tmp_path):
+def test_keys_answered_only_by_the_gpu_are_in_the_hot_keys(open_node, tmp_path):
     """The CPU cache is not asked for keys that a GPU answers, and evicts them in time."""
     path = tmp_path / "hot"
     cpu = {"share": 0.1, "snapshot": {"path": str(path), "interval_s": 1e6}}
@@ -564,7 +564,7 @@ def test_keys_that_only_the_gpu_answers_are_hot_too(open_node, tmp_path):
     assert set(hot.tolist()) <= set(cache.keys_of(table_of(node, "users")))
 
 
-def test_rows_of_a_table_may_be_worth_their_version(open_node):
+def test_rows_can_be_evicted_by_version(open_node):
     """For one table; other rows, also a static table's, get no score."""
     tables = {"users": {"gpu_eviction": "version"}, "items": {"gpu_static": True}}
     node, (cache,) = open_node(gpu={"share": 0.5, "eviction": "version"}, tables=tables)
@@ -585,7 +585,7 @@ def test_rows_of_a_table_may_be_worth_their_version(open_node):
 # -- static tables ---------------------------------------------------------------------------------
 
 
-def test_a_static_table_is_there_as_a_whole_and_stays_as_it_is(open_node):
+def test_static_table_is_filled_completely_and_never_changes(open_node):
     node, (cache,) = open_node(
         gpu={"share": 0.1, "fill": 0.0}, cpu={"warm": False}, tables={"users": {"gpu_static": True}}
     )
@@ -607,7 +607,7 @@ def test_a_static_table_is_there_as_a_whole_and_stays_as_it_is(open_node):
     assert cache.keys_of(users) == list(range(HELD))
 
 
-def test_a_static_table_and_a_stream_of_updates_do_not_go_together(open_node):
+def test_static_table_with_update_streams_raises_config_error(open_node):
     kafka = {"kafka": {"brokers": "127.0.0.1:1"}}
     with pytest.raises(ConfigError, match=r"m/1/users is static .* gpu_static: false"):
         open_node(tables={"users": {"gpu_static": True}}, updates=kafka)
@@ -616,7 +616,7 @@ def test_a_static_table_and_a_stream_of_updates_do_not_go_together(open_node):
 # -- without one -----------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_the_log_says_so(open_node, caplog):
+def test_missing_gpu_is_logged(open_node, caplog):
     caplog.set_level(logging.INFO, "hps.node.gpu_caches")
     node, _ = open_node(gpus=None)
     assert [entry.tier.info.name for entry in node.tiers] == ["cpu", "rocksdb"]
@@ -625,14 +625,14 @@ def test_without_a_gpu_the_log_says_so(open_node, caplog):
         node.lookup_on_device("m", {"user": [1]})
 
 
-def test_a_gpu_that_is_required(open_node, monkeypatch):
+def test_required_but_missing_gpu_raises_config_error(open_node, monkeypatch):
     with pytest.raises(ConfigError, match=r"tiers.gpu.use is required, but the GPU cache needs"):
         open_node(gpus=None, gpu={"use": "required"})
     with pytest.raises(ConfigError, match="names GPU 2, but this machine has 2"):
         open_node(gpus=2, gpu={"use": "required", "devices": [0, 2]})
 
 
-def test_a_cache_that_does_not_fit(open_node, monkeypatch):
+def test_cache_larger_than_gpu_memory_raises_config_error(open_node, monkeypatch):
     monkeypatch.setattr(twin_device.install, "__defaults__", (1, 100_000))
     with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes on GPU 0, and 100,000 are free"):
         open_node(gpu={"share": 1.0})
@@ -648,7 +648,7 @@ def test_status_shows_the_gpu_cache(open_node):
     assert table["capacity_rows"]["gpu"] == 500
 
 
-def test_a_network_on_the_cpu_gets_its_vectors_there(open_node, monkeypatch):
+def test_cpu_network_gets_vectors_from_the_cpu_cache(open_node, monkeypatch):
     caches = twin_device.install(monkeypatch)
     monkeypatch.setattr("hps.node.gpu_caches.runs_on_gpu", lambda network: not network.on_host)
     monkeypatch.setattr(twin_device, "install", lambda *_: caches)

@@ -77,7 +77,7 @@ def cached(node):
     return {table.version for table in node.tiers[0].tier._tables}
 
 
-def test_a_version_takes_the_place_of_another_and_goes_back(node, repository):
+def test_load_replaces_a_version_and_goes_back(node, repository):
     assert value(node) == 1007
     write(repository, 2)
     write(repository, 3)
@@ -108,7 +108,7 @@ def test_hot_keys_of_the_served_version_are_cached_at_a_load(node, repository):
     assert np.mean(found.sources["left"] == hps.Source.CPU) > 0.9
 
 
-def test_a_lookup_under_way_ends_on_the_version_it_began_with(node, repository):
+def test_lookup_in_flight_finishes_on_its_version(node, repository):
     write(repository, 2)
     gate, entered = threading.Event(), threading.Event()
     rocksdb = node.control._stores._rocksdb
@@ -175,7 +175,7 @@ def test_lookups_while_versions_change(node, repository):
     settled(node)
 
 
-def test_models_come_and_go(node, repository):
+def test_models_can_be_loaded_and_unloaded(node, repository):
     write(repository, 1, spec={"name": "more", "tables": [{"name": "t", "dim": 3}]})
     assert node.control.available() == {"more": [1], "words": [1]}
     assert node.load("more") == 1
@@ -191,7 +191,7 @@ def test_models_come_and_go(node, repository):
         node.unload("none")
 
 
-def test_a_version_that_is_served_is_not_loaded_again(node):
+def test_served_version_is_not_loaded_again(node):
     served = node.models["words"]
     assert node.load("words") == 1
     assert node.models["words"] is served
@@ -213,7 +213,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("file", CHANGES)
-def test_a_version_whose_files_were_changed_in_place_is_not_loaded_again(node, repository, file):
+def test_load_rejects_a_served_version_with_changed_files(node, repository, file):
     path = repository / "words" / file
     before = path.read_bytes()
     CHANGES[file](path)
@@ -224,7 +224,7 @@ def test_a_version_whose_files_were_changed_in_place_is_not_loaded_again(node, r
     assert node.load("words", 1) == 1
 
 
-def test_a_version_whose_files_were_copied_there_again_is_the_same(node, repository):
+def test_load_accepts_a_served_version_whose_files_were_copied_again(node, repository):
     served = node.models["words"]
     shutil.copytree(repository / "words", repository / "again")
     shutil.rmtree(repository / "words")
@@ -247,7 +247,7 @@ def test_failed_load_changes_nothing(node, repository):
     assert node.metrics.numbers()[m.MODEL_LOADS] == {("words", "failed"): 1}
 
 
-def test_written_rows_go_to_the_version_that_is_served(node, repository):
+def test_written_rows_go_to_the_served_version(node, repository):
     write(repository, 2)
     node.write("words", "left", [7], [[5.0] * 4])
     node.load("words")
@@ -258,7 +258,7 @@ def test_written_rows_go_to_the_version_that_is_served(node, repository):
     assert node.lookup("words", {"left": [7]}).vectors["left"][0, 0] == 5
 
 
-def test_rows_a_request_was_on_are_dropped_when_it_ends(node, repository):
+def test_rows_in_use_are_dropped_after_the_last_request(node, repository):
     write(repository, 2)
     write(repository, 3)
     request = node.models["words"].engine
@@ -271,7 +271,7 @@ def test_rows_a_request_was_on_are_dropped_when_it_ends(node, repository):
     assert families(node) == {f"words/{v}/{t}" for v in (2, 3) for t in ("left", "right")}
 
 
-def test_rows_that_cannot_be_dropped_now_are_dropped_later(node, repository, monkeypatch):
+def test_failed_drop_of_rows_is_retried(node, repository, monkeypatch):
     monkeypatch.setattr(version_retirement, "_DROP_AGAIN_S", 0.01)
     rocksdb = node.control._stores._rocksdb
     drop, refused = rocksdb.drop, []
@@ -292,7 +292,7 @@ def test_rows_that_cannot_be_dropped_now_are_dropped_later(node, repository, mon
     assert value(node) == 3007
 
 
-def test_switches_leave_nothing_behind(node, repository):
+def test_repeated_switches_free_memory_and_disk(node, repository):
     database = node.control._stores._rocksdb._database
     write(repository, 2)
     bytes_of_one = node.control._stores._rocksdb.figures().table_bytes
@@ -311,7 +311,7 @@ def test_switches_leave_nothing_behind(node, repository):
         assert {labels[at] for labels in node.metrics.numbers()[name]} == {"1"}, name
 
 
-def test_the_memory_of_the_cpu_cache_is_not_exceeded(settings, repository):
+def test_loaded_models_do_not_exceed_the_cpu_cache(settings, repository):
     for name in ("more", "most"):
         write(repository, 1, spec={"name": name, "tables": [{"name": "t", "dim": 4}]})
     settings["models"]["serve"] = {"words": {}}
@@ -367,7 +367,7 @@ def test_close_does_not_wait_for_a_redis_missing_at_a_load(settings, repository)
     until(lambda: not {t for t in set(threading.enumerate()) - before if "redis" in t.name})
 
 
-def test_the_node_ends_during_a_load(settings, repository, tmp_path):
+def test_node_can_close_during_a_load(settings, repository, tmp_path):
     (tmp_path / "updates").mkdir()
     settings["updates"] = {"directory": {"path": str(tmp_path / "updates"), "models": ["more"]}}
     before = set(threading.enumerate())
@@ -402,7 +402,7 @@ def test_the_node_ends_during_a_load(settings, repository, tmp_path):
     assert raised
 
 
-def test_files_that_were_applied_are_not_read_again(settings, repository, tmp_path):
+def test_load_rejects_models_updated_from_applied_files(settings, repository, tmp_path):
     """Another version would silently miss their rows."""
     folder = tmp_path / "updates"
     settings["updates"] = {"directory": {"path": str(folder)}}
@@ -432,7 +432,7 @@ def test_files_that_were_applied_are_not_read_again(settings, repository, tmp_pa
         until(lambda: updated(node) == 5)
 
 
-def test_each_version_is_judged_by_its_own_rows(settings, repository, tmp_path, monkeypatch):
+def test_each_version_has_separate_freshness(settings, repository, tmp_path, monkeypatch):
     """Also while another version, possibly far behind, catches up."""
     (tmp_path / "updates").mkdir()
     settings["updates"] = {
@@ -487,7 +487,7 @@ class _Behind:
         return self.why
 
 
-def test_a_version_that_is_not_brought_up_to_date_is_not_served(settings, repository):
+def test_version_that_does_not_catch_up_is_not_served(settings, repository):
     settings["models"]["catch_up_s"] = 0.05
     with hps.open(settings) as node:
         write(repository, 2)
@@ -502,7 +502,7 @@ def test_a_version_that_is_not_brought_up_to_date_is_not_served(settings, reposi
         assert node.load("words") == 2
 
 
-def test_where_models_cannot_change(settings, repository, tmp_path):
+def test_load_raises_unsupported_where_models_cannot_change(settings, repository, tmp_path):
     write(repository, 2)
     settings["tiers"]["rocksdb"]["layout"] = "hps"
     with hps.open(settings) as node, pytest.raises(Unsupported, match="layout 'hps'"):

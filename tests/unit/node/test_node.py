@@ -94,7 +94,7 @@ def test_fork_gets_an_error_and_leaves_the_node_open(tmp_path: Path) -> None:
     assert (status, answer) == ("0", "[[8.0]]")
 
 
-def test_lookups_beside_close_end_with_unavailable(tmp_path: Path) -> None:
+def test_lookups_during_close_raise_unavailable(tmp_path: Path) -> None:
     spec = ModelSpec.model_validate({"name": "m", "tables": [{"name": "wide", "dim": 64}]})
     rows = np.ones((16_000, 64), np.float32)
     write_version(tmp_path / "models", spec, 1, {"wide": (np.arange(16_000), rows)})
@@ -110,7 +110,7 @@ def test_lookups_beside_close_end_with_unavailable(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [shutting_down] * 6
 
 
-def test_a_closed_node_refuses_lookups_instead_of_answering_defaults(tmp_path: Path) -> None:
+def test_closed_node_rejects_lookups_instead_of_answering_defaults(tmp_path: Path) -> None:
     policy = {"miss_policy": {"kind": "default_then_promote"}}
     spec = ModelSpec.model_validate({"name": "m", "tables": [{"name": "t", "dim": 1, **policy}]})
     keys = np.arange(10)

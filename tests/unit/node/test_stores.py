@@ -56,7 +56,7 @@ def submit(node, table, key):
     return node.model("m").engine.submit(LookupRequest(keys))
 
 
-def test_no_more_fetches_at_a_time_than_the_guard_lets_in(open_node, monkeypatch):
+def test_guard_limits_concurrent_fetches(open_node, monkeypatch):
     node = open_node({"concurrency": 2, "deadline_ms": 10_000})
     gate, inside, fetch = threading.Event(), threading.Semaphore(0), RocksDbTier.fetch
 
@@ -93,7 +93,7 @@ def test_concurrency_limit_of_redis(threads, connections, rocksdb, expected):
     assert calls_at_a_time(threads, connections, alone=not rocksdb) == expected
 
 
-def test_models_may_leave_while_others_come(tmp_path):
+def test_models_can_be_removed_while_others_are_added(tmp_path):
     """One thread frees a version while another may load the next."""
     keys = np.arange(2)
     rows = np.zeros((2, 2), np.float32)

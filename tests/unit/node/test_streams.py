@@ -131,7 +131,7 @@ def test_direct_writes_do_not_change_the_age(resources):
     assert streams.age_s(USERS) > 0.2
 
 
-def test_seek_before_it_is_known_what_is_read(resources):
+def test_seek_while_partitions_are_unknown_raises_unavailable(resources):
     streams = cut_off(resources, [USERS])
     with pytest.raises(
         Unavailable, match=r"hps\.node\.here does not know yet which partitions it reads"

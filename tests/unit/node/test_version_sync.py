@@ -82,7 +82,7 @@ def gone(node):
     until(lambda: node.control._retirement.is_idle)
 
 
-def test_a_switch_reaches_all_that_are_attached(node, attached, settings):
+def test_switch_reaches_all_attached_processes(node, attached, settings):
     changed = []
     attached.watch(lambda: changed.append(attached.model("words").version))
     with hps.attach(settings) as other:
@@ -98,7 +98,7 @@ def test_a_switch_reaches_all_that_are_attached(node, attached, settings):
     assert values(attached) == 1000
 
 
-def test_a_version_is_not_opened_from_other_files_than_the_node_has(node, settings, repository):
+def test_attach_rejects_files_that_differ_from_those_of_the_node(node, settings, repository):
     """Its manifest and its rows were replaced in place: the node has the old rows."""
     write_version(
         repository,
@@ -151,7 +151,7 @@ def test_lookups_while_versions_change(node, attached, settings):
     assert cached(node.tiers[0].tier) == {2}
 
 
-def test_a_lookup_under_way_there_ends_on_the_version_it_began_with(node, attached):
+def test_attached_lookup_in_flight_finishes_on_its_version(node, attached):
     engine = attached.model("words").engine
     for version in (2, 1, 2):  # its version is loaded and unloaded again meanwhile
         node.load("words", version)
@@ -165,7 +165,7 @@ def test_a_lookup_under_way_there_ends_on_the_version_it_began_with(node, attach
     assert cached(node.tiers[0].tier) == {2}
 
 
-def test_models_come_and_go(node, attached, repository):
+def test_attached_processes_follow_loads_and_unloads(node, attached, repository):
     write(repository, 1, "more")
     node.load("more")
     assert attached.lookup("more", {"left": [5]}).vectors["left"].tolist() == [[1005.0] * 4]
@@ -217,7 +217,7 @@ def test_load_waits_for_the_successor_of_a_killed_process(node, attached, settin
     gate.set()
 
 
-def test_a_node_that_comes_back_with_another_version_is_followed(settings):
+def test_attached_process_follows_a_restarted_node_with_another_version(settings):
     with hps.open(settings):
         attached = hps.attach(settings)
     settings["models"]["serve"]["words"]["version"] = 2

@@ -25,7 +25,7 @@ def test_age_is_unknown_for_messages_before_the_first_poll():
     assert arrivals.age_s(PLACE, 10, 2.0) == 0.0
 
 
-def test_the_age_is_that_of_the_first_message_that_waits():
+def test_age_is_that_of_the_first_unapplied_message():
     arrivals = ArrivalTimes()
     for at_s, end in ((1.0, 10), (2.0, 10), (3.0, 12), (4.0, 15)):
         arrivals.record_ends({PLACE: end}, at_s)
@@ -37,7 +37,7 @@ def test_the_age_is_that_of_the_first_message_that_waits():
     assert arrivals.age_s(PLACE, 15, 6.0) == 0.0
 
 
-def test_a_reader_that_keeps_pace_is_fresh_although_something_always_waits():
+def test_reader_that_keeps_up_is_fresh_despite_pending_messages():
     arrivals = ArrivalTimes()
     for second in range(100):
         arrivals.record_ends({PLACE: 1000 * (second + 1)}, float(second))
@@ -85,7 +85,7 @@ def test_each_partition_has_its_own_age():
     assert arrivals.age_s(("t", 1), 4, 1.5) is None
 
 
-def test_files_wait_until_they_are_moved_away(tmp_path):
+def test_files_are_pending_until_moved_away(tmp_path):
     waits = PendingFiles(tmp_path)
     place = (str(tmp_path), 0)
     assert waits.ages_s() == {place: 0.0}

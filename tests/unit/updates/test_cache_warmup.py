@@ -31,7 +31,7 @@ def held(cache, keys):
     return part.source != 0, part
 
 
-def test_insert_rows_keeps_the_first_of_too_many(world):
+def test_insert_rows_keeps_the_first_rows_when_the_cache_is_full(world):
     _store, cache, writer = world
     keys = np.arange(1000)
     rows = np.repeat(np.float32(keys)[:, None], 2, axis=1)
@@ -45,7 +45,7 @@ def test_insert_rows_keeps_the_first_of_too_many(world):
     assert (part.versions[there] == 7).all()
 
 
-def test_promote_keys_takes_what_the_store_has(world):
+def test_promote_keys_inserts_the_rows_of_the_store(world):
     store, cache, writer = world
     keys = np.arange(100)
     rows = np.ones((100, 2), np.float16)
@@ -58,7 +58,7 @@ def test_promote_keys_takes_what_the_store_has(world):
     assert there[::2].sum() == 50
 
 
-def test_promote_keys_ends_in_time(world):
+def test_promote_keys_stops_at_its_time_limit(world):
     _store, _cache, writer = world
     steps = []
     warm.promote_keys(writer, TABLE, np.arange(100), steps.append, time.monotonic() - 1)

@@ -82,7 +82,7 @@ def make():
         writer.close()
 
 
-def test_promotes_what_the_store_holds_and_no_default(make):
+def test_promotion_inserts_stored_rows_and_no_defaults(make):
     store = Store()
     put(store, [1, 2], 5.0)
     store.delete(TABLE, arrays(3), np.array([NOW], np.uint64))
@@ -94,7 +94,7 @@ def test_promotes_what_the_store_holds_and_no_default(make):
     assert writer.waiting_keys == 0
 
 
-def test_takes_the_highest_version_of_all_stores(make):
+def test_promotion_takes_the_highest_version_of_all_stores(make):
     first, second = Store(), Store()
     put(first, [1, 2, 3], 1.0, NOW)
     put(second, [1], 2.0, NOW + 1)
@@ -107,7 +107,7 @@ def test_takes_the_highest_version_of_all_stores(make):
     assert held(cache, 1, 2, 3, 4) == [2.0, 1.0, None, 4.0]
 
 
-def test_reads_the_row_at_that_moment_not_when_it_was_queued(make):
+def test_promotion_reads_the_row_when_it_runs_not_when_it_is_queued(make):
     store = Store()
     put(store, [1, 2], 1.0)
     store.leave.clear()
@@ -122,7 +122,7 @@ def test_reads_the_row_at_that_moment_not_when_it_was_queued(make):
     assert held(cache, 1, 2) == [2.0, None]
 
 
-def test_a_newer_row_in_the_cache_stays(make):
+def test_promotion_keeps_a_newer_cached_row(make):
     store = Store()
     put(store, [1], 1.0, NOW)
     writer, cache, _ = make([store])
@@ -132,7 +132,7 @@ def test_a_newer_row_in_the_cache_stays(make):
     assert held(cache, 1) == [9.0]
 
 
-def test_a_store_that_cannot_be_asked_stops_the_promotion(make):
+def test_promotion_is_skipped_while_a_store_is_unavailable(make):
     sound, broken = Store(), Store()
     put(sound, [1], 1.0)
     broken.error = TierError("redis", "gone")
@@ -146,7 +146,7 @@ def test_a_store_that_cannot_be_asked_stops_the_promotion(make):
 
 
 @pytest.mark.parametrize("down", ["shared", "own"])
-def test_a_shared_store_that_is_down_does_not_keep_the_cache_cold(make, down):
+def test_promotion_continues_while_a_shared_store_is_down(make, down):
     """Every update also goes to the own store, so it is no older than the rows that lookups get meanwhile."""
     own, shared = Store(), Store()
     shared._info = TierInfo("redis", Source.REDIS, shared=True)
@@ -183,7 +183,7 @@ def test_keys_that_a_degraded_store_did_answer_are_promoted(make):
     assert counts == {"inserted": 1, "degraded": 1}
 
 
-def test_a_shared_store_alone_must_be_asked(make):
+def test_promotion_requires_an_answer_of_a_sole_shared_store(make):
     shared = Store()
     shared._info = TierInfo("redis", Source.REDIS, shared=True)
     shared.error = TierError("redis", "gone")
@@ -194,7 +194,7 @@ def test_a_shared_store_alone_must_be_asked(make):
     assert counts == {"degraded": 1}
 
 
-def test_a_store_without_updates_is_not_trusted_alone(make):
+def test_promotion_requires_other_stores_when_the_own_one_gets_no_updates(make):
     """A read-only database misses updates that the shared store has."""
     shared, database = Store(), Store()
     shared._info = TierInfo("redis", Source.REDIS, shared=True)
@@ -208,7 +208,7 @@ def test_a_store_without_updates_is_not_trusted_alone(make):
 
 
 @pytest.mark.parametrize("own_first", [True, False])
-def test_of_rows_without_versions_the_own_stores_row_is_promoted(make, own_first):
+def test_promotion_prefers_the_own_store_when_versions_are_equal(make, own_first):
     """The shared store may miss an update that the caches have already received."""
     shared, own = Store(), Store()
     put(shared, [1, 2], 1.0, version=0)
@@ -240,7 +240,7 @@ def test_rest_of_a_queue_is_skipped_after_a_cache_rejects_a_slice(make):
     assert refused == [SLICE_KEYS, 1]
 
 
-def test_errors_are_counted_and_logged_and_the_thread_lives_on(make, caplog):
+def test_failed_promotions_are_counted_and_logged_and_the_thread_continues(make, caplog):
     store = Store()
     put(store, [1], 1.0)
     writer, cache, counts = make([store])
@@ -258,7 +258,7 @@ def test_errors_are_counted_and_logged_and_the_thread_lives_on(make, caplog):
     assert held(cache, 1) == [1.0]
 
 
-def test_the_queue_is_bounded_and_promote_never_blocks(make):
+def test_promote_drops_keys_when_the_queue_is_full(make):
     store = Store()
     put(store, range(20), 1.0)
     store.leave.clear()
@@ -340,7 +340,7 @@ def test_only_the_writer_thread_changes_the_caches(make):
     assert changed == {(verb, writer._thread.ident) for verb in ("insert", "update", "delete")}
 
 
-def test_a_change_does_not_wait_for_the_promotions_before_it(make):
+def test_change_overtakes_queued_promotions(make):
     done = []
 
     class Cache(MemoryTier):
@@ -368,7 +368,7 @@ def test_a_change_does_not_wait_for_the_promotions_before_it(make):
     assert done.count("promoted") == 10
 
 
-def test_changes_are_done_in_order_and_report_their_errors(make):
+def test_changes_run_in_order_and_return_their_errors(make):
     writer, cache, _ = make([Store()])
     versions = np.array([NOW], np.uint64)
     rows = np.ones((1, 2), np.float32)
@@ -404,7 +404,7 @@ def test_close_drops_queued_work(make):
     assert not [t for t in threading.enumerate() if t is writer._thread]
 
 
-def test_flush_gives_up_in_time(make):
+def test_flush_returns_false_after_its_timeout(make):
     store = Store()
     store.leave.clear()
     writer, _cache, _ = make([store])
@@ -412,7 +412,7 @@ def test_flush_gives_up_in_time(make):
     assert not writer.flush(0.05)
 
 
-def test_keys_from_outside_are_narrowed(make):
+def test_keys_of_32_bit_tables_are_narrowed(make):
     """A producer may send signed keys of a table with 32-bit keys."""
     table = EmbeddingTable.make("narrow", 1, key_bits=32)
     store = MemoryTier(TierInfo("rocksdb", Source.ROCKSDB))
@@ -442,7 +442,7 @@ def test_keys_from_outside_are_narrowed(make):
     assert first(cache) == [3.0, 3.0]
 
 
-def test_keys_that_the_upper_store_misses_are_reported(make):
+def test_keys_missing_in_the_upper_store_are_reported(make):
     upper, lower, told = Store(), Store(), []
 
     def missing_above(table, keys):

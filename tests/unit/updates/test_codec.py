@@ -104,13 +104,13 @@ def test_hps_versions_are_timestamp_and_offset():
     assert update.messages["upserts"].tolist() == [2, 1]
 
 
-def test_a_record_without_a_timestamp_is_older_than_all():
+def test_record_without_a_timestamp_gets_the_lowest_version():
     versions = record_versions(np.array([-1, NOW]), np.array([3, 3]))
     assert versions.tolist() == [3, make_version(NOW, 3)]
 
 
 @pytest.mark.parametrize("unit", [1_000, 1_000_000], ids=["microseconds", "nanoseconds"])
-def test_timestamps_that_a_version_cannot_hold_are_rejected_as_ahead(unit):
+def test_timestamps_too_large_for_a_version_are_rejected_as_ahead(unit):
     timestamps = np.append(NOW * unit + np.arange(1000) * 13_700 * unit, [2**44, 2**63 - 1])
     messages = [hps_message((1, 0, 0))] * len(timestamps)
     offsets = np.arange(len(timestamps))
@@ -120,7 +120,7 @@ def test_timestamps_that_a_version_cannot_hold_are_rejected_as_ahead(unit):
     assert record_versions(np.array([2**44 - 1]), np.array([0])).tolist() == [(2**44 - 1) << 20]
 
 
-def test_messages_that_hps_ignores_are_no_faults():
+def test_messages_ignored_by_hps_are_not_faults():
     row = hps_message((7, 1, 2))
     found = decode(BEACON, None, row, row, keys=[None, None, b"key", b""])
     reasons = [Reason(each) for each in found.messages["reason"]]
@@ -145,7 +145,7 @@ def test_messages_that_hps_ignores_are_no_faults():
         (hps_message(*[(1, 1, 2)] * 20), Reason.OVERSIZE, 100),
     ],
 )
-def test_a_fault_costs_its_message_only(payload, reason, at):
+def test_faulty_hps_message_does_not_affect_others(payload, reason, at):
     good = hps_message((5, 1, 2))
     found = decode(good, payload, good, longest=100)
     assert found.faults() == [(1, reason, at)]
@@ -153,7 +153,7 @@ def test_a_fault_costs_its_message_only(payload, reason, at):
     assert found.updates[0].numbers.tolist() == [0, 2]
 
 
-def test_no_update_comes_from_messages_without_rows():
+def test_messages_without_rows_make_no_update():
     assert decode(BEACON, None).updates == []
     assert decode().updates == []
 
@@ -196,7 +196,7 @@ def test_native_golden_messages_decode(name):
     assert {field: int(update.messages[field][0]) for field in SAID} == SAID
 
 
-def test_the_native_golden_message_is_what_is_encoded():
+def test_native_encoding_equals_the_golden_message():
     golden = (MESSAGES / "native.bin").read_bytes()
     assert encode_native("ctr/ads", GOLDEN, **SAID) == [golden]
 
@@ -204,7 +204,7 @@ def test_the_native_golden_message_is_what_is_encoded():
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(("n", "gone"), [(50, 0), (0, 50), (50, 30), (1, 1)])
 @pytest.mark.parametrize("full", [200, 1000, 10_000])
-def test_native_messages_come_back_whatever_they_are_cut_into(dtype, n, gone, full):
+def test_native_round_trip_with_any_message_size(dtype, n, gone, full):
     given = changes(n, gone, 5, dtype)
     messages = encode_native("m/t", given, event_ms=NOW, full=full)
     assert max(map(len, messages)) <= full
@@ -215,7 +215,7 @@ def test_native_messages_come_back_whatever_they_are_cut_into(dtype, n, gone, fu
     assert update.messages["deletes"].sum() == gone
 
 
-def test_tables_and_row_formats_of_a_batch_are_kept_apart_in_order():
+def test_batch_is_split_by_table_and_row_format_in_order():
     payloads = []
     for step, (table, dim, dtype) in enumerate(
         [("m/b", 2, "f4"), ("m/a", 2, "f4"), ("m/b", 2, "f4"), ("m/b", 3, "f4"), ("m/a", 2, "f2")]
@@ -277,7 +277,7 @@ def flipped(at):
         (encode_native("m/t", changes(100), event_ms=0)[0], Reason.OVERSIZE, 1000),
     ],
 )
-def test_a_native_fault_costs_its_message_only(payload, reason, at):
+def test_faulty_native_message_does_not_affect_others(payload, reason, at):
     found = decode_native([GOOD, payload, GOOD], longest=1000)
     assert found.faults() == [(1, reason, at)]
     assert found.updates[0].numbers.tolist() == [0, 2]
@@ -291,14 +291,14 @@ def test_truncated_and_changed_messages_are_detected():
         assert decode_native([flipped(at)]).faults()
 
 
-def test_reasons_that_are_no_faults():
+def test_ignored_messages_have_reasons_that_are_not_faults():
     assert [each.name for each in Reason if not each.fault] == ["OK", "BEACON", "NULL", "KEYED"]
 
 
 # --- the documentation ---
 
 
-def test_the_page_shows_the_golden_messages_and_every_reason():
+def test_wire_format_page_has_golden_messages_and_all_reasons():
     page = (Path(__file__).parents[3] / "docs/wire-format.md").read_text()
     block = re.search(r"```\n(4850.*?)```", page, re.DOTALL)[1]
     shown = "".join(re.split(r"   +", line)[0] for line in block.splitlines())

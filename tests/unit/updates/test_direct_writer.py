@@ -89,7 +89,7 @@ EVENT = st.one_of(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(events=st.lists(EVENT, min_size=2, max_size=15))
-def test_an_acknowledged_write_is_there_whatever_was_stored_and_the_clock_says(
+def test_acknowledged_write_is_stored_despite_future_versions_and_clock_changes(
     databases, monkeypatch, events
 ):
     first_key = next(_NAMES) * KEYS  # separate keys: tables are costly to make
@@ -130,7 +130,7 @@ def test_an_acknowledged_write_is_there_whatever_was_stored_and_the_clock_says(
         node.close()
 
 
-def test_a_write_reads_no_rows_unless_a_stored_version_may_be_ahead(tmp_path, monkeypatch):
+def test_write_reads_no_rows_unless_a_stored_version_may_be_ahead(tmp_path, monkeypatch):
     store, keys = RocksDbTier(tmp_path), np.arange(64)
     rows = np.zeros((64, 2), np.float32)
     read = []
@@ -147,7 +147,7 @@ def test_a_write_reads_no_rows_unless_a_stored_version_may_be_ahead(tmp_path, mo
     store.close()
 
 
-def test_a_write_of_a_repeated_key_ahead_of_the_clock_gives_it_one_version(tmp_path):
+def test_write_of_a_repeated_key_ahead_of_the_clock_uses_one_version(tmp_path):
     store, key = RocksDbTier(tmp_path), np.array([7])
     ahead = make_version(time.time_ns() // 10**6 + 3_600_000, 0)
     store.insert(TABLE, key, row(1), np.array([ahead], np.uint64))
@@ -160,7 +160,7 @@ def test_a_write_of_a_repeated_key_ahead_of_the_clock_gives_it_one_version(tmp_p
     store.close()
 
 
-def test_two_nodes_that_write_in_one_millisecond_leave_all_stores_with_the_same_row(
+def test_writes_of_two_nodes_in_one_millisecond_converge_in_all_stores(
     databases, monkeypatch
 ):
     """Each store receives the two rows in a different order."""

@@ -93,7 +93,7 @@ def house(tmp_path):
     house.store.close()
 
 
-def test_native_files_are_applied_in_the_order_of_their_names(house):
+def test_native_files_are_applied_in_name_order(house):
     house.put("2.hpsu", message([(1, 2.0, 5)]) + message(deleted=[(2, 6)]))
     house.put(
         "1.hpsu",
@@ -121,7 +121,7 @@ def test_exports_are_applied(house, tmp_path, ending):
     assert house.names("applied") == ["0.hpsu", name]
 
 
-def test_rows_without_versions_get_the_files_time(house):
+def test_rows_without_versions_get_the_modification_time(house):
     house.put("0.hpsu", message([(1, 1.0, 0)]))
     np.savez(house.folder / ".a", key=[1, 2], vector=np.full((2, 2), 3, np.float32))
     os.rename(house.folder / ".a.npz", house.folder / "m.items.1.npz")
@@ -133,7 +133,7 @@ def test_rows_without_versions_get_the_files_time(house):
     assert house.rows([1, 2]) == [3.0, 3.0]
 
 
-def test_a_poll_brings_a_bounded_number_of_rows(house):
+def test_poll_returns_a_bounded_number_of_rows(house):
     house.open(block=10)
     np.savez(house.folder / ".a", key=np.arange(35), vector=np.zeros((35, 2), np.float32))
     os.rename(house.folder / ".a.npz", house.folder / "m.items.a.npz")
@@ -145,14 +145,14 @@ def test_a_poll_brings_a_bounded_number_of_rows(house):
     assert found == [10, 10, 10, 5, 0, 10, 10, 5, 0]
 
 
-def test_other_files_and_unfinished_ones_stay(house):
+def test_unrelated_and_unfinished_files_are_ignored(house):
     for name in (".1.hpsu", "notes.txt", "1.hpsu.part"):
         (house.folder / name).write_bytes(b"?")
     assert house.source.poll(0.05) is None
     assert house.names() == [".1.hpsu", "1.hpsu.part", "notes.txt"]
 
 
-def test_a_crash_in_the_middle_repeats_the_file(house):
+def test_crash_within_a_file_repeats_it(house):
     house.open(block=1)
     house.put("1.hpsu", message([(1, 1.0, 1)]) + message([(2, 1.0, 2)]))
     house.ingestor.step(0.0)
@@ -239,14 +239,14 @@ def test_bad_files_are_rejected_and_later_ones_applied(house, name, data, reason
         ("m.items.1.npz", 4, "row_size: m/items, dim 4"),
     ],
 )
-def test_files_of_rows_that_fit_no_table(house, name, dim, says):
+def test_row_files_of_unknown_tables_are_rejected(house, name, dim, says):
     np.savez(house.folder / ".a", key=[1], vector=np.zeros((1, dim), np.float32))
     os.rename(house.folder / ".a.npz", house.folder / name)
     house.run()
     assert says in (house.folder / "rejected" / f"{name}.reason").read_text()
 
 
-def test_a_file_of_rows_of_the_future(house):
+def test_row_file_with_future_versions_is_rejected(house):
     versions = np.array([make_version(NOW_MS + 7_200_000)], np.uint64)
     row = np.ones((1, 2), np.float32)
     np.savez(house.folder / ".a", key=[1], vector=row, version=versions)
@@ -259,7 +259,7 @@ def test_a_file_of_rows_of_the_future(house):
     assert house.names("applied") == ["m.items.b.npz"]
 
 
-def test_a_reader_that_fails_in_a_new_way_rejects_the_file(house, monkeypatch):
+def test_unexpected_read_error_rejects_the_file(house, monkeypatch):
     def broken(_path):
         raise ZeroDivisionError("?")
 
@@ -277,7 +277,7 @@ def test_report_of_a_file_with_thousands_of_faults_is_short(house):
     assert len(house.letters.kept) == 1200
 
 
-def test_a_file_that_is_taken_away(house):
+def test_removed_file_is_skipped(house):
     house.put("1.hpsu", GOOD)
     house.put("2.hpsu", GOOD)
     first = house.source.poll(0.0)
@@ -317,7 +317,7 @@ def test_file_that_cannot_be_moved_raises_and_is_retried(house):
     assert house.names("applied") == ["1.hpsu"]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_folder_that_cannot_be_created_raises_config_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"updates.directory.path: .* cannot be used: Not a dir"):
         DirectorySource(DirectorySettings(path=tmp_path / "file" / "x"), TABLES)

@@ -32,7 +32,7 @@ def test_encode_hps_rejects_what_the_format_cannot_hold(keys, vectors, options, 
 
 
 @pytest.mark.parametrize("table", ["", "a b", "täble", "a\n", "x" * 65_536])
-def test_a_table_must_have_a_plain_name(table):
+def test_encode_native_rejects_table_names_with_spaces_or_non_ascii(table):
     with pytest.raises(ValueError, match="printable ASCII"):
         encode_native(table, changes(), event_ms=NOW)
 
@@ -45,7 +45,7 @@ def test_encode_native_rejects_numbers_out_of_range(field):
         encode_native("m/t", changes(), **{"event_ms": NOW, field: -1})
 
 
-def test_arrays_that_do_not_fit_are_refused():
+def test_encode_rejects_arrays_of_mismatched_shapes():
     given = changes()
     short = TableChanges(
         given.keys, given.vectors, given.versions[:1], given.deleted, given.versions
@@ -56,7 +56,7 @@ def test_arrays_that_do_not_fit_are_refused():
         encode_native("m/t", changes(1, 0, 4), event_ms=NOW, full=90)
 
 
-def test_strided_arrays_are_encoded_as_they_read():
+def test_strided_arrays_are_encoded_like_contiguous_ones():
     keys, vectors = np.arange(10)[::2], np.arange(30, dtype=np.float32).reshape(10, 3)[::2, ::-1]
     messages = encode_hps(keys, vectors)
     (update,) = decode_hps(messages, "t", 3, timestamps_ms=[NOW], offsets=[0]).updates

@@ -216,7 +216,7 @@ EVENT = st.one_of(
     events=st.lists(EVENT, min_size=8, max_size=30),
     tables=st.integers(1, 2),
 )
-def test_caches_end_with_what_the_store_has_in_any_order_of_events(
+def test_caches_converge_to_the_store_in_any_order_of_events(
     database, changes, events, tables
 ):
     stream = stream_of(database, changes, tables)
@@ -263,7 +263,7 @@ def make(database):
         node.close()
 
 
-def test_an_old_row_that_is_promoted_after_its_update_was_read_does_not_stay(make):
+def test_old_row_promoted_after_its_update_was_read_is_replaced(make):
     node, feeder = make([(1, False)])
     node.step()
     assert node.ingestor.is_waiting
@@ -274,7 +274,7 @@ def test_an_old_row_that_is_promoted_after_its_update_was_read_does_not_stay(mak
     assert node.rows(node.cache)[1] == 1.0
 
 
-def test_a_row_promoted_before_the_stream_begins_gets_the_updates_since(make):
+def test_row_promoted_before_reading_starts_gets_later_updates(make):
     """The store was fed between the promotion and the start."""
     node, feeder = make([(0, False), (1, False)])
     feeder.feed()
@@ -286,13 +286,13 @@ def test_a_row_promoted_before_the_stream_begins_gets_the_updates_since(make):
     assert node.rows(node.cache)[1] == 2.0
 
 
-def test_a_store_without_a_position_is_read_from_the_topics_beginning(make):
+def test_reading_starts_at_the_first_message_without_a_position(make):
     node, _feeder = make([(0, False)])
     node.promote(1)
     assert node.places.start_offset(node.stream.topic, 0) is None
 
 
-def test_restarted_reader_continues_at_the_caches_position(make):
+def test_restarted_reader_continues_at_the_position_of_the_caches(make):
     """Not at the store's position, which is ahead."""
     node, feeder = make([(1, False)] * 6)
     feeder.feed(6)
@@ -314,7 +314,7 @@ class Losing:
         return {place: Applied(at.offset - self.lost) for place, at in found.items()}
 
 
-def test_updates_that_the_store_lost_are_applied_to_the_caches_again(database):
+def test_updates_lost_by_the_store_are_applied_again(database):
     stream = stream_of(database, [(1, False)] * 6)
     store = Losing(database)
     node, feeder = Node(store, stream), Feeder(database, stream)
@@ -331,7 +331,7 @@ def test_updates_that_the_store_lost_are_applied_to_the_caches_again(database):
     node.close()
 
 
-def test_a_store_that_does_not_answer_promotes_nothing_and_holds_updates(database):
+def test_unavailable_store_stops_promotions_and_holds_updates(database):
     stream = stream_of(database, [(1, False)])
     store = Losing(database)
     node, feeder = Node(store, stream), Feeder(database, stream)
@@ -350,7 +350,7 @@ def test_a_store_that_does_not_answer_promotes_nothing_and_holds_updates(databas
     node.close()
 
 
-def test_another_writer_without_positions_is_followed_as_well(make):
+def test_offsets_of_a_writer_without_positions_release_updates(make):
     reached = {}
     node, _feeder = make([(1, False)], other_writer=reached.get)
     node.promote(1)
@@ -369,7 +369,7 @@ def test_updates_do_not_wait_when_no_writer_has_a_position(make):
     assert node.rows(node.cache)[1] == 1.0
 
 
-def test_rows_of_a_store_without_versions_are_refreshed_without_versions(make):
+def test_store_without_versions_refreshes_caches_without_versions(make):
     node, feeder = make([(1, False)], versioned=False)
     feeder.feed()
     node.promote(1)
@@ -384,7 +384,7 @@ def test_rows_of_a_store_without_versions_are_refreshed_without_versions(make):
     assert (part.out[0, 0], part.versions[0]) == (1.0, 0)
 
 
-def test_a_held_batch_is_reported_and_lets_the_reader_be_paused(make, monkeypatch):
+def test_held_batch_is_reported_and_the_reader_can_be_paused(make, monkeypatch):
     monkeypatch.setattr("hps.updates.ingestor._LATE_S", 0.01)
     node, feeder = make([(1, False)])
     thread = IngestThread(node.ingestor, node.stream, "ingest")
@@ -402,7 +402,7 @@ def test_a_held_batch_is_reported_and_lets_the_reader_be_paused(make, monkeypatc
     assert node.rows(node.cache)[1] == 1.0
 
 
-def test_updates_of_a_topic_created_again_wait_for_the_store_and_begin_at_the_first(database):
+def test_recreated_topic_is_read_from_its_first_message_once_the_store_has_it(database):
     stream = stream_of(database, [(1, False)] * 6)
     (table, *_) = stream.tables.values()
     node, feeder = Node(database, stream), Feeder(database, stream)

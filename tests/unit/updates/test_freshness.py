@@ -34,7 +34,7 @@ def test_answers_are_flagged_while_a_table_is_older_than_the_limit():
     assert counted(metrics, "flagged") == 2
 
 
-def test_requests_are_refused_with_the_reason():
+def test_stale_model_rejects_requests_with_the_reason():
     metrics = Metrics()
     freshness = Freshness("ctr", 0.5, "refuse", metrics)
     freshness.judge({USERS: 0.7, ITEMS: 0.6})

@@ -41,7 +41,7 @@ def test_update_without_future_versions_is_unchanged():
     ("late", "keys", "deleted"),
     [(0, [3, 4], [20, 30, 40]), (1, [1, 2, 4], [10, 30, 40]), (2, [1, 2, 3, 4], [10, 20])],
 )
-def test_message_with_a_future_version_is_dropped_whole(late, keys, deleted):
+def test_whole_message_with_a_future_version_is_dropped(late, keys, deleted):
     holds = [([1, 2], [10]), ([3], [20]), ([], [30, 40])]
     messages = [
         message(*each, LATE_MS if number == late else NOW_MS) for number, each in enumerate(holds)
@@ -61,7 +61,7 @@ def test_message_with_a_future_version_is_dropped_whole(late, keys, deleted):
     assert kept.numbers.tolist() == [n + 1 for n in range(4) if n != late]
 
 
-def test_one_row_of_the_future_is_enough():
+def test_single_future_row_drops_its_message():
     (one,) = encode_native(
         "m/t",
         TableChanges(
@@ -76,7 +76,7 @@ def test_one_row_of_the_future_is_enough():
     assert (kept.changes.keys.tolist(), numbers) == ([0, 1, 2], [])
 
 
-def test_the_largest_version_is_ahead_of_any_clock():
+def test_largest_version_is_ahead_of_any_clock():
     (one,) = encode_native(
         "m/t",
         TableChanges(

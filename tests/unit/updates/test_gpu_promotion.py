@@ -48,7 +48,7 @@ def running():
     return [each for each in threading.enumerate() if each.name == "hps-gpu-promote"]
 
 
-def test_rows_arrive_once_and_by_the_writer(world):
+def test_rows_are_copied_once_on_the_writer_thread(world):
     _, above, _, promotion, counted = world
     promotion.promote(TABLE, np.array([50, 3, 51]))
     promotion.promote(TABLE, np.array([51, 200]))
@@ -59,7 +59,7 @@ def test_rows_arrive_once_and_by_the_writer(world):
     assert counted == {"inserted": 2}
 
 
-def test_a_row_that_changed_meanwhile_is_not_overtaken(world):
+def test_promotion_does_not_overwrite_a_newer_row(world):
     _, above, writer, promotion, _ = world
     keys, newer = np.array([60]), np.full(1, 9, np.uint64)
     promotion.promote(TABLE, keys)
@@ -69,7 +69,7 @@ def test_a_row_that_changed_meanwhile_is_not_overtaken(world):
     assert above._resident(TABLE, 60).version == 9
 
 
-def test_keys_beyond_the_queue_are_dropped(world):
+def test_promote_drops_keys_when_the_queue_is_full(world):
     _, _, writer, promotion, counted = world
     free = threading.Event()
     blocked = writer.run(free.wait)
@@ -111,7 +111,7 @@ class ClosedAfterCheck(threading.Event):
         return found
 
 
-def test_close_ends_a_thread_that_is_about_to_copy(world):
+def test_close_ends_the_thread_just_before_a_copy(world):
     _, _, _, promotion, _ = world
     promotion._thread._closed = closed = ClosedAfterCheck(promotion)
     promotion.promote(TABLE, np.array([1]))

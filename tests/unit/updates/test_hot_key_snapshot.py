@@ -30,7 +30,7 @@ def insert(cache, keys):
     cache.insert(TABLE, keys, np.zeros((len(keys), 2), np.float32), np.ones(len(keys), np.uint64))
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_snapshot_round_trip(tmp_path):
     path = tmp_path / "hot"
     write_hot_keys(path, HOT)
     found = read_hot_keys(path)
@@ -73,7 +73,7 @@ def test_old_snapshot_stays_when_a_write_fails(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_rate_is_kept(tmp_path):
+def test_write_keeps_to_the_rate_limit(tmp_path):
     waits = []
     write_hot_keys(tmp_path / "hot", HOT, 1000, waits.append)
     size = (tmp_path / "hot").stat().st_size - 4
@@ -104,7 +104,7 @@ def test_unwritable_folder_only_logs_a_warning(tmp_path, caplog):
     assert "writing the hot keys to" in caplog.text
 
 
-def test_the_hottest_come_first_and_stay_the_longest():
+def test_warm_up_gives_the_hottest_keys_the_highest_scores():
     keys = np.arange(1000)
     store, cache = MemoryTier(), CpuCache({TABLE: 400})
     insert(store, keys)

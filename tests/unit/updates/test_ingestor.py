@@ -139,7 +139,7 @@ def resident(house: House, *keys: int) -> None:
     house.cache.insert(ITEMS, given.keys, given.vectors, given.versions)
 
 
-def test_rows_and_deletions_reach_the_store_and_what_is_resident(house):
+def test_rows_and_deletions_reach_the_store_and_resident_rows(house):
     resident(house, 1, 2, 3)
     house.source.batches = [
         batch(7, items=changes([(1, 1.0, 1), (-9, 9.0, 1)], [(2, 1)]), users=changes([(4, 0.5, 1)]))
@@ -170,7 +170,7 @@ def test_replays_and_reordered_batches_change_nothing(house):
     assert house.store.applied(ITEMS, "t", 0) == 3, "positions never go back"
 
 
-def test_of_one_key_in_a_batch_the_highest_version_counts_a_deletion_on_a_tie(house):
+def test_highest_version_of_a_key_in_a_batch_wins_and_deletions_win_ties(house):
     resident(house, 1, 2, 3)
     rows = [(1, 1.0, 9), (1, 2.0, 8), (2, 5.0, 3), (3, 6.0, 4)]
     house.source.batches = [batch(1, items=changes(rows, [(2, 3), (3, 2)]))]
@@ -213,7 +213,7 @@ class Failing:
         return self.store.applied(table, topic, partition)
 
 
-def test_a_store_that_fails_is_tried_again_and_nothing_is_lost(house, monkeypatch):
+def test_failed_store_is_retried_without_loss(house, monkeypatch):
     monkeypatch.setattr("hps.updates.ingestor.BACKOFF", Backoff(0.001, 5))
     resident(house, 1)
     house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
@@ -224,7 +224,7 @@ def test_a_store_that_fails_is_tried_again_and_nothing_is_lost(house, monkeypatc
     assert ingestor.problem is None
 
 
-def test_while_a_store_fails_the_cache_keeps_what_the_store_has(house):
+def test_cache_is_not_refreshed_while_the_store_fails(house):
     resident(house, 1)
     house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
     ingestor = house.make([FedStore("rocksdb", Failing(house.store, 10**9))], house.writer)
@@ -256,7 +256,7 @@ def test_non_finite_rows_are_dropped_and_counted(house):
     assert (house.counted("not_finite"), house.counted("upserted")) == (2, 1)
 
 
-def test_rows_that_are_too_large_for_the_tables_dtype_are_not_finite(house):
+def test_values_that_overflow_the_dtype_count_as_not_finite(house):
     house.source.batches = [batch(1, users=changes([(5, 0.25, 1), (6, 1e6, 1), (7, -65504.0, 1)]))]
     house.ingestor.step()
     assert house.rows(house.store, [5, 6, 7], USERS) == {5: 0.25, 6: None, 7: -65504.0}
@@ -277,7 +277,7 @@ def test_expired_rows_are_dropped_and_counted(house):
     assert house.counted("expired") == 1
 
 
-def test_keys_are_narrowed_and_rows_become_the_tables_dtype(house):
+def test_keys_are_narrowed_and_rows_converted_to_the_dtype_of_the_table(house):
     wide = (1 << 40) + 5
     house.source.batches = [batch(1, users=changes([(wide, 0.25, 1)], [((1 << 40) + 6, 1)]))]
     house.ingestor.step()
@@ -293,7 +293,7 @@ def test_dead_letters_are_kept_before_the_commit_and_counted(house):
     assert house.rows(house.store, [1]) == {1: 1.0}
 
 
-def test_dead_letters_are_reported_with_the_notes(house, monkeypatch):
+def test_dead_letters_are_reported_when_positions_are_recorded(house, monkeypatch):
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     reports = []
     monkeypatch.setattr(house.letters, "report", lambda: reports.append(1))
@@ -301,7 +301,7 @@ def test_dead_letters_are_reported_with_the_notes(house, monkeypatch):
     assert reports == [1]
 
 
-def test_a_batch_is_not_committed_while_its_dead_letters_cannot_be_kept(house, monkeypatch):
+def test_batch_is_not_committed_until_its_dead_letters_are_kept(house, monkeypatch):
     monkeypatch.setattr("hps.updates.ingestor.BACKOFF", Backoff(0.001, 5))
     left = [2]
 
@@ -329,7 +329,7 @@ def test_position_of_an_untouched_table_is_recorded_later(house, monkeypatch):
     assert house.places.start_offset("t", 0) == 5
 
 
-def test_a_positions_that_waits_goes_with_the_tables_next_rows(house):
+def test_unrecorded_position_is_recorded_with_the_next_rows_of_its_table(house):
     first = batch(5, items=changes([(1, 1.0, 1)]))
     other = UpdateBatch(batch(2, users=changes([(4, 1.0, 1)])).updates, [StreamPosition("u", 1, 2)])
     house.source.batches = [first, other]
@@ -365,7 +365,7 @@ def _for(table, given):
     )
 
 
-def test_where_a_store_keeps_no_versions_the_caches_get_none_either(tmp_path, source):
+def test_store_without_versions_refreshes_caches_without_versions(tmp_path, source):
     store = RocksDbTier(tmp_path, layout="hps")
     store.open_tables([ITEMS, USERS])
     cache = CpuCache({ITEMS: 64, USERS: 64})
@@ -412,7 +412,7 @@ def test_paused_thread_applies_nothing_and_keeps_the_source_alive(house):
     thread.close()
 
 
-def test_what_is_called_runs_on_the_thread_and_its_errors_come_back(house):
+def test_call_runs_on_the_thread_and_returns_errors(house):
     thread = IngestThread(house.ingestor, house.source, "ingest")
     thread.start()
     where = []
@@ -484,7 +484,7 @@ def test_abandoned_batch_is_polled_again(house):
     assert house.rows(house.store, [1, 2, 3]) == {1: 1.0, 2: 1.0, 3: 1.0}
 
 
-def test_a_source_that_fails_while_paused_does_not_end_the_stream(house):
+def test_source_error_while_paused_does_not_end_the_stream(house):
     source = house.source = Rewound([batch(1, items=changes([(1, 1.0, 1)]))], refused=1)
     thread = IngestThread(house.make([FedStore("rocksdb", house.store)], None), source, "ingest")
     thread.pause()
@@ -575,7 +575,7 @@ def test_store_that_lost_rows_is_filled_again(house, monkeypatch, more):
     assert house.source.log.count("again") == 1
 
 
-def test_a_topic_of_no_table_is_not_read_again(house, monkeypatch):
+def test_topic_without_tables_is_not_read_again(house, monkeypatch):
     """No store has any of it: its messages are dead letters."""
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     assert house.places.start_offset("nobody", 0) is None
@@ -587,7 +587,7 @@ def test_a_topic_of_no_table_is_not_read_again(house, monkeypatch):
     assert len(house.letters.kept) == 1
 
 
-def test_a_store_that_lost_rows_is_named_with_the_offsets(house, monkeypatch, caplog):
+def test_loss_message_names_the_store_and_offsets(house, monkeypatch, caplog):
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     store = Forgetful()
     ingestor = house.make([FedStore("redis", store)], None)

@@ -42,26 +42,26 @@ def made(keys=(1, 2, 3), rows=ROWS, versions=None, deleted=None, clock=None):
     return check_changes(keys, rows, versions, deleted, clock or VersionClock(0), NOW)
 
 
-def test_versions_begin_at_the_time_and_grow_over_rows_and_deletions():
+def test_versions_start_at_the_event_time_and_increase_over_rows_and_deletions():
     changes = made(deleted=[7, 8])
     first = make_version(NOW)
     assert changes.versions.tolist() == [first, first + 1, first + 2]
     assert changes.deleted_versions.tolist() == [first + 3, first + 4]
 
 
-def test_given_versions_are_of_the_rows_then_of_the_deletions():
+def test_explicit_versions_apply_to_rows_then_deletions():
     changes = made(versions=[5, 6, 7, 8], deleted=[9])
     assert changes.versions.tolist() == [5, 6, 7]
     assert changes.deleted_versions.tolist() == [8]
 
 
-def test_arrays_of_others_are_taken_by_dlpack():
+def test_arrays_with_dlpack_are_accepted():
     changes = made(keys=Foreign(np.array([1, 2, 3])), rows=Foreign(ROWS))
     assert changes.keys.tolist() == [1, 2, 3]
     np.testing.assert_array_equal(changes.vectors, ROWS)
 
 
-def test_unsigned_keys_keep_their_bits():
+def test_unsigned_keys_are_reinterpreted_as_int64():
     assert made(keys=np.array([2**64 - 1, 1, 2], np.uint64)).keys.tolist() == [-1, 1, 2]
 
 
@@ -81,7 +81,7 @@ def test_unsigned_keys_keep_their_bits():
         ({"deleted": ["a"]}, "deleted: keys must be integers"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(given_, says):
+def test_check_changes_rejects_mismatched_arrays(given_, says):
     with pytest.raises(BadRequest, match=says):
         made(**given_)
 
@@ -92,11 +92,11 @@ def test_event_time_out_of_range_is_rejected(time):
         unix_ms(time)
 
 
-def test_the_event_time_is_in_seconds():
+def test_event_time_is_converted_from_seconds_to_ms():
     assert unix_ms(1_700_000_000.25) == NOW + 250
 
 
-def test_key_groups_and_partitions_are_hpss():
+def test_key_groups_and_partitions_equal_those_of_hps():
     keys = np.array([0, 1, 2, 3, 42, 1000, 123456789, 2**32 - 1, 2**32, 2**63 - 1, -1])
     groups = [0, 3, 6, 0, 5, 5, 4, 3, 1, 6, 4]
     assert partition_of(keys, 8, 100).tolist() == groups
@@ -109,7 +109,7 @@ def test_key_groups_and_partitions_are_hpss():
     st.integers(1, 12),
     st.integers(1, 12),
 )
-def test_each_key_goes_to_its_partition_in_order(keys, deleted, groups, partitions):
+def test_changes_of_a_key_go_to_one_partition_in_order(keys, deleted, groups, partitions):
     rows = np.arange(len(keys), dtype=np.float32).reshape(-1, 1)
     changes = check_changes(keys, rows, None, deleted, VersionClock(), NOW)
     parts = dict(split_by_partition(changes, groups, partitions))
@@ -141,7 +141,7 @@ def test_native_messages_hold_all_attributes():
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_hps_messages_are_hpss(bits):
+def test_hps_messages_equal_those_of_hps(bits):
     changes = made()
     messages = encode("hps", "t", changes, MessageAttributes(NOW), key_bits=bits)
     assert messages == encode_hps(changes.keys, ROWS, key_bits=bits)
@@ -177,6 +177,6 @@ def test_encode_rejects_attributes_that_hps_messages_do_not_have(changes, said, 
         encode("hps", "t", changes, said, **options)
 
 
-def test_a_row_that_does_not_fit_a_message():
+def test_encode_rejects_a_row_larger_than_a_message():
     with pytest.raises(BadRequest, match="message of one row has 96 bytes, but at most 80"):
         encode("native", "m/t", made(), MessageAttributes(NOW), full=80)

@@ -38,7 +38,7 @@ def told(path, block: int = 3) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("ending", ["npz", "parquet"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_exports_come_back(tmp_path, ending, dtype):
+def test_exports_round_trip(tmp_path, ending, dtype):
     table = EmbeddingTable.make("t", 2, model="m", dtype=dtype)
     path = tmp_path / f"rows.{ending}"
     dead = TableRows(KEYS[3:], np.zeros((1, 2), dtype), VERSIONS[3:])
@@ -54,14 +54,14 @@ def test_exports_come_back(tmp_path, ending, dtype):
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_a_file_without_versions_gets_some(tmp_path, save):
+def test_rows_without_versions_get_consecutive_ones(tmp_path, save):
     save(tmp_path / "a.npz", key=KEYS, vector=ROWS, remark=np.array("?"))
     rows, gone = told(tmp_path / "a.npz")
     assert [version for version, _ in rows.values()] == [100, 101, 102, 103]
     assert not gone
 
 
-def test_lists_of_other_programs(tmp_path):
+def test_variable_length_lists_are_accepted_if_equally_long(tmp_path):
     vectors = pa.array([[1.0, 2.0], None, [5.0, 6.0]], pa.list_(pa.float32()))
     table = pa.table(
         {
@@ -77,7 +77,7 @@ def test_lists_of_other_programs(tmp_path):
     )
 
 
-def test_an_empty_file(tmp_path):
+def test_file_without_rows_has_no_changes(tmp_path):
     np.savez(tmp_path / "a.npz", key=KEYS[:0], vector=ROWS[:0])
     assert told(tmp_path / "a.npz") == ({}, {})
     assert open_rows(tmp_path / "a.npz").rows == 0
@@ -138,7 +138,7 @@ def test_file_of_another_format_is_rejected(tmp_path, name):
         open_rows(tmp_path / name)
 
 
-def test_a_flipped_bit_in_an_npz_file_is_found_before_a_row_is_taken(tmp_path):
+def test_flipped_bit_in_npz_is_detected_before_any_row_is_read(tmp_path):
     path = tmp_path / "a.npz"
     many = np.arange(100_000, dtype=np.float32).reshape(-1, 2)  # more than is read with the header
     np.savez(path, key=np.arange(50_000), vector=many)
@@ -151,7 +151,7 @@ def test_a_flipped_bit_in_an_npz_file_is_found_before_a_row_is_taken(tmp_path):
 
 @pytest.mark.parametrize("cut", [10, 200, 400])
 @pytest.mark.parametrize("ending", ["npz", "parquet"])
-def test_a_file_cut_short(tmp_path, ending, cut):
+def test_truncated_file_is_rejected(tmp_path, ending, cut):
     path = tmp_path / f"a.{ending}"
     if ending == "npz":
         np.savez(path, key=KEYS, vector=ROWS)

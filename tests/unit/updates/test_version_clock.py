@@ -21,7 +21,7 @@ def test_versions_grow_when_the_clock_goes_back():
     assert version_unix_ms(int(clock.take(NOW + 5, 1)[0])) == NOW + 5
 
 
-def test_more_rows_in_a_millisecond_than_sequences():
+def test_versions_continue_after_more_rows_than_sequences_in_a_millisecond():
     clock = VersionClock()
     many = clock.take(NOW, (1 << 20) + 5)
     assert clock.take(NOW, 1)[0] == many[-1] + 1
@@ -43,7 +43,7 @@ def test_threads_get_distinct_versions():
     assert len(np.unique(together)) == len(together) == 4 * 200 * 7
 
 
-def test_a_clock_that_was_set_back_gives_out_later_versions(monkeypatch):
+def test_clock_set_back_still_makes_increasing_versions(monkeypatch):
     clock = VersionClock()
     before = clock.now()
     earlier_ns = time.time_ns() - 3600 * 10**9
@@ -51,18 +51,18 @@ def test_a_clock_that_was_set_back_gives_out_later_versions(monkeypatch):
     assert clock.now() == before + 1
 
 
-def test_two_clocks_do_not_give_out_equal_versions_in_a_millisecond():
+def test_two_clocks_make_different_versions_in_one_millisecond():
     taken = [VersionClock().take(NOW, 10) for _ in range(8)]
     assert len(np.unique(np.concatenate(taken))) == 80
     assert {version_unix_ms(int(each[0])) for each in taken} == {NOW}
 
 
-def test_rows_of_a_millisecond_keep_it_as_their_time_whatever_the_offset():
+def test_versions_keep_the_millisecond_for_every_offset():
     taken = VersionClock(OFFSETS - 1).take(NOW, OFFSETS)
     assert {version_unix_ms(int(taken[i])) for i in (0, -1)} == {NOW}
 
 
-def test_versions_above_stored_ones_are_different_for_two_clocks():
+def test_two_clocks_make_different_versions_above_stored_ones():
     now, ahead = make_version(NOW), make_version(NOW + 1_800_000)
     stored = np.array([0, now - 1, now, ahead, 2**64 - 1], np.uint64)
     one, two = (VersionClock(offset).above(now, stored).tolist() for offset in (3, 4))

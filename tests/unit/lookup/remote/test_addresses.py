@@ -7,7 +7,7 @@ import pytest
 from hps.lookup.remote.addresses import NodeAddress, NodeResolver, resolve_addresses
 
 
-def test_addresses_are_as_they_stand_and_names_of_several_looked_up():
+def test_addresses_are_kept_and_dns_names_resolved():
     known = {"replicas": ["10.0.0.2", "10.0.0.1", "10.0.0.2"], "six": ["fd00::1"]}
     addresses = NodeResolver(
         ["host:8001", "dns:///replicas:8001", "host:8001", "dns:///six:1"], known.__getitem__
@@ -25,7 +25,7 @@ def test_addresses_are_as_they_stand_and_names_of_several_looked_up():
     assert not NodeResolver(["host:8001"]).may_change
 
 
-def test_a_name_that_is_not_known_for_now():
+def test_unresolved_name_keeps_its_last_addresses():
     def resolve(_host):
         if away:
             raise OSError(-2, "Name or service not known")
@@ -45,7 +45,7 @@ def test_a_name_that_is_not_known_for_now():
     assert addresses.problems
 
 
-def test_by_the_systems_resolver():
+def test_system_resolver_accepts_an_ip_address():
     assert "127.0.0.1" in resolve_addresses("127.0.0.1")
 
 
@@ -63,13 +63,13 @@ def infos(addresses):
         (["fd00::1", "fd00::2"], ["fd00::1", "fd00::2"]),
     ],
 )
-def test_nodes_that_have_both_kinds_of_address_count_once(monkeypatch, known, taken):
+def test_node_with_ipv4_and_ipv6_addresses_counts_once(monkeypatch, known, taken):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_asked, **_options: infos(known))
     assert resolve_addresses("replicas") == taken
 
 
 @pytest.mark.parametrize("without_ipv4", [OSError(-9, "Address family"), infos(["::1"])])
-def test_this_machine_where_it_has_no_other_ipv4_address(monkeypatch, without_ipv4):
+def test_loopback_is_resolved_without_another_ipv4_address(monkeypatch, without_ipv4):
     def resolved(*_asked, flags, **_options):
         if not flags & AI_ADDRCONFIG:
             return infos(["::1", "127.0.0.1"])

@@ -50,7 +50,7 @@ def asking():
     return ask
 
 
-def test_the_last_that_was_asked_is_cancelled(asking):
+def test_cancel_ends_the_latest_attempt(asking):
     fails = Node("first", lambda told: told(grpc.StatusCode.UNAVAILABLE, "gone", None))
     works = Node("second")
     answer = asking(fails, works)
@@ -58,7 +58,7 @@ def test_the_last_that_was_asked_is_cancelled(asking):
     assert works.cancelled == 1
 
 
-def test_a_node_that_was_late_is_asked_again_when_the_other_one_is_gone(asking, monkeypatch):
+def test_slow_node_is_tried_again_when_the_other_is_gone(asking, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(lookup, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -75,7 +75,7 @@ def test_a_node_that_was_late_is_asked_again_when_the_other_one_is_gone(asking, 
     answer.cancel()
 
 
-def test_what_is_cancelled_while_it_begins_does_not_go_on(asking):
+def test_attempt_cancelled_while_starting_does_not_continue(asking):
     def cancel(told):
         call = told.args[0]
         assert call.answer.cancel()
@@ -102,7 +102,7 @@ def answer_of(out):
     return RemoteLookupCall(None, b"", 0.0, 1.0, {"f": out}, None)
 
 
-def test_out_is_not_written_once_the_call_is_cancelled():
+def test_finish_does_not_write_out_after_cancellation():
     out = CancelsWhileItIsWritten()
     out.call = call = answer_of(out)
     call.finish(LookupResult({"f": np.ones(2)}))
@@ -110,7 +110,7 @@ def test_out_is_not_written_once_the_call_is_cancelled():
     assert call.answer.result(0).vectors["f"] is out
 
 
-def test_out_of_a_cancelled_call_is_left_alone():
+def test_out_of_a_cancelled_call_is_unchanged():
     out = np.zeros(2)
     call = answer_of(out)
     assert call.answer.cancel()
@@ -118,7 +118,7 @@ def test_out_of_a_cancelled_call_is_left_alone():
     assert not out.any()
 
 
-def test_an_out_that_cannot_be_written_fails_the_call():
+def test_unwritable_out_fails_the_call():
     call = answer_of(np.zeros(3))
     call.finish(LookupResult({"f": np.ones(2)}))
     with pytest.raises(ValueError, match="broadcast"):

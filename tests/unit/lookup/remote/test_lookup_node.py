@@ -36,7 +36,7 @@ def told(target, code, ready=True):
     return target.standing, target.may_serve
 
 
-def test_a_node_that_is_late_may_serve_for_a_while(target, clock):
+def test_late_node_may_serve_for_a_while(target, clock):
     assert told(target, _Code.DEADLINE_EXCEEDED) == ("unreachable", False)
     assert told(target, _Code.OK) == ("ready", True)
     assert told(target, _Code.DEADLINE_EXCEEDED) == ("unreachable", True)
@@ -48,7 +48,7 @@ def test_a_node_that_is_late_may_serve_for_a_while(target, clock):
 
 
 @pytest.mark.parametrize("code", [_Code.UNAVAILABLE, _Code.OK])
-def test_one_that_says_that_it_does_not_or_is_gone_may_not(target, clock, code):
+def test_node_that_is_not_ready_or_unreachable_may_not_serve(target, clock, code):
     told(target, _Code.OK)
     told(target, _Code.DEADLINE_EXCEEDED)
     assert not told(target, code, ready=False)[1]

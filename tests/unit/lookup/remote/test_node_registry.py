@@ -12,7 +12,7 @@ from hps.v1 import lookup_pb2 as pb
 from tests.support.waiting import until
 
 
-def test_who_watches_is_told_when_a_node_has_been_late_for_too_long(monkeypatch):
+def test_watchers_are_notified_when_a_node_is_late_for_too_long(monkeypatch):
     """That changes nothing in what the node says."""
 
     class Late(LookupNode):

@@ -43,7 +43,7 @@ def three():
     return Setup(3)
 
 
-def test_a_node_that_fails_is_left_out_and_comes_back(three):
+def test_failing_node_is_ejected_and_readmitted(three):
     bad, *others = three.nodes
     three.tell(bad, UNAVAILABLE, 2)
     assert bad.address in three.picked()
@@ -56,7 +56,7 @@ def test_a_node_that_fails_is_left_out_and_comes_back(three):
     assert [three.outliers.ejections(node) for node in three.nodes] == [1, 0, 0]
 
 
-def test_each_time_it_is_out_for_longer_until_it_did_well_for_long(three):
+def test_ejections_in_a_row_grow_until_the_node_did_well_for_long(three):
     bad = three.nodes[0]
     for out_s in (1.0, 2.0, 3.0, 3.0):
         three.tell(bad, UNAVAILABLE, 3)
@@ -71,7 +71,7 @@ def test_each_time_it_is_out_for_longer_until_it_did_well_for_long(three):
     assert three.outliers.ejections(bad) == 5
 
 
-def test_failures_among_successes_count_too(three):
+def test_failures_among_successes_count(three):
     bad = three.nodes[0]
     for _ in range(2):
         three.tell(bad, OK, 3)
@@ -83,7 +83,7 @@ def test_failures_among_successes_count_too(three):
     assert bad.address not in three.picked()
 
 
-def test_what_says_nothing_of_a_node(three):
+def test_overload_and_short_deadlines_do_not_count_as_failures(three):
     bad = three.nodes[0]
     three.tell(bad, REFUSED, 9)  # it has too much to do
     three.tell(bad, LATE, 9, seconds=0.05)  # the request was in a hurry
@@ -93,14 +93,14 @@ def test_what_says_nothing_of_a_node(three):
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 0), (2, 1), (3, 1), (4, 2)])
-def test_at_most_half_are_left_out(count, most):
+def test_at_most_half_of_the_nodes_are_ejected(count, most):
     setup = Setup(count)
     for node in setup.nodes:
         setup.tell(node, UNAVAILABLE, 9)
     assert len(setup.picked()) == count - most
 
 
-def test_what_all_do_says_nothing_of_one(three):
+def test_no_node_is_ejected_when_all_fail(three):
     """As all are slow under overload: each keeps its share, until one does worse than the others."""
     for _ in range(20):
         for node in three.nodes:
@@ -114,7 +114,7 @@ def test_what_all_do_says_nothing_of_one(three):
 
 
 @pytest.mark.parametrize("idle", [{"standing": "not ready"}, {"answers": Counter()}])
-def test_one_that_is_not_asked_is_no_example(three, idle):
+def test_node_without_answers_is_not_a_reference_for_ejection(three, idle):
     """It starts still, or has other models."""
     vars(three.nodes[2]).update(idle)
     for _ in range(10):
@@ -123,7 +123,7 @@ def test_one_that_is_not_asked_is_no_example(three, idle):
     assert len(three.picked()) == 3
 
 
-def test_one_that_has_just_come_back_is_no_example(three):
+def test_readmitted_node_is_not_a_reference_for_ejection(three):
     slow, *others = three.nodes
     three.tell(slow, LATE, 3)
     three.now += 1.01
@@ -134,13 +134,13 @@ def test_one_that_has_just_come_back_is_no_example(three):
     assert len(three.picked()) == 3
 
 
-def test_where_only_those_are_left_they_are_asked(three):
+def test_ejected_nodes_are_picked_when_no_other_is_left(three):
     bad = three.nodes[0]
     three.tell(bad, UNAVAILABLE, 3)
     assert three.outliers.pick([bad]) is bad
 
 
-def test_nodes_that_have_gone_are_forgotten(three):
+def test_records_of_removed_nodes_are_dropped_at_a_failure(three):
     bad = three.nodes[0]
     three.tell(bad, UNAVAILABLE, 3)
     three.nodes.remove(bad)
@@ -149,7 +149,7 @@ def test_nodes_that_have_gone_are_forgotten(three):
     assert three.outliers.ejections(bad) == 0
 
 
-def test_nodes_that_are_gone_are_forgotten(three):
+def test_ejections_of_removed_nodes_are_dropped(three):
     """Also one that was out, while no other may be left out in its place."""
     gone, *others = three.nodes
     three.tell(gone, UNAVAILABLE, 3)

@@ -34,20 +34,20 @@ def follow(nodes, serves=(), chosen=None):
         ([3, 3], "m/1", "m/3"),
     ],
 )
-def test_the_version_of_most_nodes(versions, served, wanted):
+def test_version_of_most_nodes_is_served(versions, served, wanted):
     serve, ready = follow([node(m=version) for version in versions], [served] if served else [])
     assert serve == [wanted]
     assert {*ready, wanted} == {f"m/{version}" for version in versions}
 
 
-def test_only_nodes_that_take_lookups_say():
+def test_only_ready_nodes_vote():
     away, ends = node("unreachable", m=2), node("not ready", m=2)
     assert follow([away, ends, node(m=1, former=[("m", 2)])], ["m/2"])[0] == ["m/1"]
     assert follow([away, ends], ["m/1", "n/4"])[0] == ["m/1", "n/4"]
     assert follow([away, ends]) == ([], [])
 
 
-def test_nodes_that_are_late_say_what_they_said_last():
+def test_late_nodes_vote_with_their_last_report():
     late = {"standing": "unreachable", "late": True}
     assert follow([node(**late, m=1), node(**late, m=1, n=1), node(m=2)], ["m/1", "n/1"]) == (
         ["m/1", "n/1"],
@@ -55,17 +55,17 @@ def test_nodes_that_are_late_say_what_they_said_last():
     )
 
 
-def test_models_that_no_node_serves_go():
+def test_models_without_nodes_are_unloaded():
     assert follow([node(m=1)], ["m/1", "gone/1"])[0] == ["m/1"]
 
 
-def test_models_may_be_chosen_and_their_versions_stated():
+def test_models_and_versions_can_be_configured():
     nodes = [node(a=1, b=2, c=3), node(a=2, b=2, c=3)]
     chosen = {"a": 1, "b": None, "d": None, "e": 5}
     assert follow(nodes, ["a/1"], chosen) == (["a/1", "b/2", "e/5"], [])
 
 
-def test_one_retry_for_five_lookups_beyond_the_reserve():
+def test_retry_budget_earns_one_retry_for_five_lookups():
     budget = RetryBudget(2)
     assert [budget.spend() for _ in range(3)] == [True, True, False]
     for _ in range(4):
