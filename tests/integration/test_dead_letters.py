@@ -131,9 +131,9 @@ def test_letter_is_kept_and_counted_once_when_another_version_is_loaded(
         until(lambda: counted(node) == {**expected, "bad_magic": 2})
     assert messages_in(broker, kafka.dead_letters) == 5
     assert len(listed(kafka)) == 5
-    told = [each.getMessage() for each in caplog.records if "dead letters kept" in each.message]
-    assert f"{topic}/0 at 0" in "".join(told)
-    assert len(told) <= 4, "not one for each message"
+    logged = [each.getMessage() for each in caplog.records if "dead letters kept" in each.message]
+    assert f"{topic}/0 at 0" in "".join(logged)
+    assert len(logged) <= 4, "not one for each message"
 
 
 def test_letter_is_kept_and_counted_once_by_a_node_with_two_readers(broker, model, kafka, tmp_path):

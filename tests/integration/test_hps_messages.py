@@ -44,7 +44,7 @@ def messages(*rows, key="q", dim=2):
     return b"HCTR" + struct.pack("<I", 4 * dim) + b"".join(parts)
 
 
-def send(broker, topic, payloads, **given):
+def send(broker, topic, payloads, **options):
     """In order, into the only partition; a pair is a record's key and payload."""
     producer = ck.Producer(
         {"bootstrap.servers": broker.address, "enable.idempotence": True},
@@ -52,7 +52,7 @@ def send(broker, topic, payloads, **given):
     )
     for each in payloads:
         key, payload = each if isinstance(each, tuple) else (None, each)
-        producer.produce(topic, payload, key, **given)
+        producer.produce(topic, payload, key, **options)
     assert producer.flush(60) == 0
 
 

@@ -238,21 +238,21 @@ def test_admin_port_reports_status_and_metrics(fleet, processes):
     assert [tier["name"] for tier in status["tiers"]] == ["redis"]
     until(lambda: process.counted("hps_table_rows") == KEYS // 2)
     assert process.ask(f"/v2/models/{fleet.model}/infer", {}, ADMIN)[0] == 404, "serves no lookups"
-    said = [
+    result = [
         CliRunner().invoke(app, [*command, "--server", process.admin, "--api-key", ADMIN])
         for command in (["status"], ["updates", "status"], ["tables"])
     ]
-    assert [each.exit_code for each in said] == [0, 0, 0], [each.output for each in said]
-    assert "hps ingest" in said[0].output
-    assert fleet.model in said[1].output
+    assert [each.exit_code for each in result] == [0, 0, 0], [each.output for each in result]
+    assert "hps ingest" in result[0].output
+    assert fleet.model in result[1].output
 
 
 def test_command_line_pauses_resumes_and_seeks(fleet, processes):
     process = processes()
 
     def cli(*command: str) -> list[dict]:
-        given = ["updates", *command, "--server", process.admin, "--output", "json"]
-        result = CliRunner().invoke(app, given)
+        options = ["updates", *command, "--server", process.admin, "--output", "json"]
+        result = CliRunner().invoke(app, options)
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)
 
@@ -282,8 +282,10 @@ def test_command_line_pauses_resumes_and_seeks(fleet, processes):
     # The file is also the nodes': ingest needs none of their private settings.
     theirs = ("server.role=ingest", "tiers.rocksdb.enabled=true", "tiers.rocksdb.path=/proc/none")
     options = [word for setting in theirs for word in ("--set", setting)]
-    told = CliRunner().invoke(app, ["doctor", "--config", str(process.config), *options, "--json"])
-    found = {check["name"]: check for check in json.loads(told.stdout)}
+    result = CliRunner().invoke(
+        app, ["doctor", "--config", str(process.config), *options, "--json"]
+    )
+    found = {check["name"]: check for check in json.loads(result.stdout)}
     assert [check for check in found.values() if check["verdict"] == "FAIL"] == []
     assert found.keys() & {"http port", "memory", "database", "Redis", "Kafka"} == {
         "Redis",
@@ -359,8 +361,8 @@ def stores(
     fleet, resources, layout, access="primary", **redis
 ) -> tuple[NodeStores, EmbeddingTable]:
     """Stores of a node with RocksDB, or of `hps ingest` for such nodes, with Redis."""
-    given = {**fleet.settings["tiers"]["redis"], "layout": layout, **redis}
-    tiers = {"redis": given, "rocksdb": {"layout": layout, "access": access}}
+    options = {**fleet.settings["tiers"]["redis"], "layout": layout, **redis}
+    tiers = {"redis": options, "rocksdb": {"layout": layout, "access": access}}
     configuration = configuration_from({**fleet.settings, "tiers": tiers})
     (version,) = open_versions(configuration)
     opened = OpenedTables(version, version.embedding_tables())
@@ -420,17 +422,17 @@ def test_streamed_rows_keep_to_the_loaded_share(fleet, layout):
 
 
 @pytest.mark.parametrize(
-    ("access", "given"),
+    ("access", "options"),
     [
         ("primary", {}),
         ("primary", {"cache_missed_embeddings": True, "initial_cache_rate": 0.5}),
         ("read_only", {"cache_missed_embeddings": False, "initial_cache_rate": 0.5}),
     ],
 )
-def test_redis_gets_every_streamed_row_when_nodes_promote_or_only_read(fleet, access, given):
+def test_redis_gets_every_streamed_row_when_nodes_promote_or_only_read(fleet, access, options):
     """A node that does not have an update yet could otherwise put the older row there, to stay."""
     with ExitStack() as resources:
-        opened, table = stores(fleet, resources, "native", access, **given)
+        opened, table = stores(fleet, resources, "native", access, **options)
         (fed,) = opened.update_targets(shared=True)
         keys = np.arange(500)
         versions = np.full(500, make_version(fleet.stream.since_ms), np.uint64)
@@ -452,17 +454,17 @@ def test_missing_settings_are_named(fleet):
     kafka = fleet.settings["updates"]["kafka"]
     assert "tiers.redis: no Redis is configured" in refused(tiers={})
     assert "updates.kafka: no Kafka is configured" in refused(updates={})
-    said = refused(updates={"kafka": {**kafka, "shared_writer": "nodes"}})
-    assert said.startswith("updates.kafka.shared_writer: is nodes")
-    said = refused(updates={"kafka": {**kafka, "models": ["another"]}})
-    assert f"matches none of the models ({fleet.model})" in said
+    result = refused(updates={"kafka": {**kafka, "shared_writer": "nodes"}})
+    assert result.startswith("updates.kafka.shared_writer: is nodes")
+    result = refused(updates={"kafka": {**kafka, "models": ["another"]}})
+    assert f"matches none of the models ({fleet.model})" in result
 
 
 def test_missing_settings_end_the_command_with_2(tmp_path):
     config = tmp_path / "hps.yaml"
     config.write_text(json.dumps({"models": {"repository": str(tmp_path)}}))
-    said = CliRunner().invoke(app, ["ingest", "--config", str(config)])
-    assert said.exit_code == 2
-    assert "no Redis is configured" in said.output
+    result = CliRunner().invoke(app, ["ingest", "--config", str(config)])
+    assert result.exit_code == 2
+    assert "no Redis is configured" in result.output
     helped = CliRunner().invoke(app, ["ingest", "--help"])
     assert "shared_writer: ingest" in helped.output

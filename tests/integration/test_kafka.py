@@ -205,8 +205,8 @@ def test_closed_member_leaves_the_group_immediately(broker, model, tmp_path):
     admin = ck.admin.AdminClient({"bootstrap.servers": broker.address})
 
     def members() -> list[str]:
-        told = admin.describe_consumer_groups([f"node.{model}"])[f"node.{model}"].result(60)
-        return [member.group_instance_id for member in told.members]
+        described = admin.describe_consumer_groups([f"node.{model}"])[f"node.{model}"].result(60)
+        return [member.group_instance_id for member in described.members]
 
     with reading(broker, tmp_path, model, member="here") as reader:
         until(lambda: reader.source.lag() == {(native_topic(model), 0): 0})
@@ -244,10 +244,12 @@ def test_plain_reader_joins_no_group_and_commits_for_kafkas_tools(broker, model,
         until(lambda: reader.applied(topic) == 1)
 
         def committed() -> int:
-            (told,) = admin.list_consumer_group_offsets(
+            (described,) = admin.list_consumer_group_offsets(
                 [ck.ConsumerGroupTopicPartitions(group)]
             ).values()
-            return max((place.offset for place in told.result(60).topic_partitions), default=-1)
+            return max(
+                (place.offset for place in described.result(60).topic_partitions), default=-1
+            )
 
         until(lambda: committed() == 1)
         assert admin.describe_consumer_groups([group])[group].result(60).members == []
@@ -313,10 +315,10 @@ def test_waiting_member_stays_in_the_group_and_loses_nothing(
     with reading(broker, tmp_path, model, options=options, member="here") as reader:
         apply = reader.store.apply
 
-        def take(*given):
+        def take(*arguments):
             if away:
                 raise TierError("rocksdb", "No space left on device")
-            apply(*given)
+            apply(*arguments)
 
         monkeypatch.setattr(reader.store, "apply", take)
         with sending(broker) as producer:
@@ -339,9 +341,7 @@ def test_waiting_member_stays_in_the_group_and_loses_nothing(
 
 
 @pytest.mark.alone
-def test_prefetch_is_bounded_while_the_store_is_slow(
-    broker, model, tmp_path, monkeypatch
-):
+def test_prefetch_is_bounded_while_the_store_is_slow(broker, model, tmp_path, monkeypatch):
     """A batch is what was fetched while the one before it was written."""
     topic, n, many = native_topic(model), 8_000, 60
     make_topic(broker, topic)
@@ -357,8 +357,8 @@ def test_prefetch_is_bounded_while_the_store_is_slow(
     with reading(broker, tmp_path, model, begin=lambda _t, _p: 0, **allowed) as reader:
         take = reader.store.apply
 
-        def slow(*given):
-            take(*given)
+        def slow(*arguments):
+            take(*arguments)
             if len(polled) < 3:
                 time.sleep(1)
 

@@ -41,8 +41,8 @@ class Users:
     def have(self, password: str) -> None:
         """Set the broker's password."""
         info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_256, 4096)
-        given = UserScramCredentialUpsertion("hps", info, password.encode())
-        (done,) = self._admin.alter_user_scram_credentials([given]).values()
+        change = UserScramCredentialUpsertion("hps", info, password.encode())
+        (done,) = self._admin.alter_user_scram_credentials([change]).values()
         done.result(60)
 
     def settings(self, model: str) -> KafkaSettings:

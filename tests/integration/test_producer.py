@@ -111,8 +111,11 @@ def test_rejected_message_is_raised_at_the_next_send_and_at_flush(broker, model)
     producer.send("items", [1], rows([1]))
     producer.flush()
     producer.send("items", np.arange(500), rows(np.arange(500)))
-    says = r"did not accept \d+ messages: a message of 12\d{3} bytes .* raise the topic's max.message.bytes"
-    with pytest.raises(Unavailable, match=says):
+    message = (
+        r"did not accept \d+ messages: a message of 12\d{3} bytes .* "
+        "raise the topic's max.message.bytes"
+    )
+    with pytest.raises(Unavailable, match=message):
         send_on(producer, rows([2]))
     with pytest.raises(Unavailable, match=r"send again what was sent since the last flush"):
         producer.flush()
@@ -199,7 +202,7 @@ def test_missing_broker_raises_immediately():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "message"),
     [
         ({"format": "HPS"}, "format must be native or hps"),
         ({"partitions": 0}, "partitions must be from 1"),
@@ -210,9 +213,9 @@ def test_missing_broker_raises_immediately():
         ({"options": {"security.protokol": "ssl"}}, "Kafka's options: .*security.protokol"),
     ],
 )
-def test_invalid_settings_raise_config_error(given, says):
-    with pytest.raises(ConfigError, match=says):
-        Producer("127.0.0.1:1", **{"model": "m", **given})
+def test_invalid_settings_raise_config_error(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Producer("127.0.0.1:1", **{"model": "m", **options})
 
 
 def test_send_rejects_invalid_table_names(broker, model):
@@ -253,9 +256,9 @@ def _stands_still(broker, model: str) -> None:
     broker.pause()
     try:
         began = time.monotonic()
-        says = r"accepts no more: \d+ messages are queued, no space within 1 s"
+        message = r"accepts no more: \d+ messages are queued, no space within 1 s"
         sent: list[int] = []
-        with pytest.raises(Unavailable, match=says):
+        with pytest.raises(Unavailable, match=message):
             send_on(producer, block, sent)
         assert 2000 <= sum(sent) <= 20_000  # 1 MiB are 7,000 rows
         assert time.monotonic() - began < 30

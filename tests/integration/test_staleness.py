@@ -198,7 +198,7 @@ def test_rows_are_stale_while_files_wait(tmp_path, model):
 
 
 @pytest.mark.parametrize(
-    ("updates", "said"),
+    ("updates", "message"),
     [
         ({"max_staleness_s": 5}, "updates.max_staleness_s: needs updates.kafka"),
         (
@@ -208,7 +208,7 @@ def test_rows_are_stale_while_files_wait(tmp_path, model):
         ({"max_staleness_s": 0}, "updates.max_staleness_s"),
     ],
 )
-def test_settings_without_effect_are_rejected(updates, said):
+def test_settings_without_effect_are_rejected(updates, message):
     with pytest.raises(ConfigError) as error:
         configuration_from({"updates": updates})
-    assert said in str(error.value)
+    assert message in str(error.value)

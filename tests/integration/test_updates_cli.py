@@ -240,7 +240,7 @@ def test_publish_reports_a_missing_broker_within_seconds(command, models):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (("--new", 1), "no Kafka is named: give --brokers"),
         ((), "nothing to send"),
@@ -254,9 +254,9 @@ def test_publish_reports_a_missing_broker_within_seconds(command, models):
         (("--new", 1, "--set", "a=b"), "--set changes a setting of --config"),
     ],
 )
-def test_publish_rejects_invalid_arguments(models, model, arguments, says):
+def test_publish_rejects_invalid_arguments(models, model, arguments, message):
     result = run("publish", model, *arguments, "--repository", models)
-    assert (result.exit_code, says in result.stderr) == (2, True), result.stderr
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
 def everything(broker, topic: str) -> list:

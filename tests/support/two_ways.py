@@ -1,4 +1,4 @@
-"""Two engines over the same rows: one that may take the short way, and one that never does."""
+"""Two engines over the same rows: one that may take the fast path, and one that never does."""
 
 import numpy as np
 
@@ -29,7 +29,7 @@ MODEL = LookupModel(
 class Side:
     """An engine over a cache with rows 0…49 of both tables; row k begins with k."""
 
-    def __init__(self, workers, short, model=MODEL):
+    def __init__(self, workers, fast, model=MODEL):
         self.cache = CpuCache({USER: 100, ITEM: 100})
         keys = np.arange(ROWS)
         for table in (USER, ITEM):
@@ -49,7 +49,7 @@ class Side:
             _Meter(self),
         )
         assert self.engine._fast_path is not None
-        if not short:
+        if not fast:
             self.engine._fast_path = None
 
 

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 LARGE = BatchLimits(rows=100, keys=10_000)
 
 
-class Asked:
+class FakeRequest:
     """A request of ``size`` samples; ``fault`` is raised by every run it is in."""
 
     def __init__(self, size=1, *, kind="k", fault=None, deadline=None):
@@ -28,7 +28,7 @@ class Asked:
 
 
 class Works:
-    """Runs end when the test says so, or at once."""
+    """Runs end when the test ends them, or immediately."""
 
     def __init__(self, *, at_once=False):
         self.runs, self.futures, self.at_once = [], [], at_once
@@ -71,7 +71,7 @@ class Works:
 def test_request_starts_alone_when_idle():
     works = Works()
     batcher = Batcher(works, LARGE)
-    first = batcher.submit(Asked())
+    first = batcher.submit(FakeRequest())
     assert len(works.runs) == 1
     assert not first.done()
 
@@ -79,14 +79,14 @@ def test_request_starts_alone_when_idle():
 def test_queued_requests_form_the_next_batch():
     works, seen = Works(), []
     batcher = Batcher(works, LARGE, seen.append)
-    asked = [Asked() for _ in range(4)]
-    answers = [batcher.submit(each) for each in asked]
+    submitted = [FakeRequest() for _ in range(4)]
+    answers = [batcher.submit(each) for each in submitted]
     assert [len(run) for run in works.runs] == [1]
     works.end()
-    assert works.runs[1] == asked[1:]
+    assert works.runs[1] == submitted[1:]
     assert seen == [3]
     works.end()
-    assert [answer.result(0) for answer in answers] == asked
+    assert [answer.result(0) for answer in answers] == submitted
     assert batcher.is_idle
 
 
@@ -94,7 +94,7 @@ def test_batches_keep_limits_and_request_order():
     works = Works()
     batcher = Batcher(works, BatchLimits(rows=5, keys=100))
     sizes = [1, 2, 2, 4, 1, 9, 1]
-    answers = [batcher.submit(Asked(size)) for size in sizes]
+    answers = [batcher.submit(FakeRequest(size)) for size in sizes]
     while works.futures:
         works.end()
     assert [[each.rows for each in run] for run in works.runs] == [[1], [2, 2], [4, 1], [9], [1]]
@@ -102,17 +102,17 @@ def test_batches_keep_limits_and_request_order():
 
 
 def executions(answers):
-    """The samples of the batches that ``answers`` came of, each told once, in the order of the answers."""
-    told = (next(answer.execution, None) for answer in answers)
-    return [samples for samples in told if samples is not None]
+    """Samples of the batches of ``answers``, each reported once, in the order of the answers."""
+    sizes = (next(answer.execution, None) for answer in answers)
+    return [samples for samples in sizes if samples is not None]
 
 
 def test_each_batch_is_observed_once():
     works = Works()
     batcher = Batcher(works, BatchLimits(rows=7, keys=100))
-    alone = batcher.submit(Asked())
-    answers = [batcher.submit(Asked(size)) for size in (4, 2, 1, 6)]
-    gone = batcher.submit(Asked())
+    alone = batcher.submit(FakeRequest())
+    answers = [batcher.submit(FakeRequest(size)) for size in (4, 2, 1, 6)]
+    gone = batcher.submit(FakeRequest())
     assert gone.cancel()
     while works.futures:
         works.end()
@@ -124,11 +124,11 @@ def test_each_batch_is_observed_once():
 def test_queue_time_of_a_request_is_reported():
     works = Works()
     batcher = Batcher(works, LARGE)
-    batcher.submit(Asked())
+    batcher.submit(FakeRequest())
     since = time.monotonic_ns()
-    first = batcher.submit(Asked())
+    first = batcher.submit(FakeRequest())
     time.sleep(0.02)
-    second = batcher.submit(Asked())
+    second = batcher.submit(FakeRequest())
     works.end()
     ended = time.monotonic_ns()
     time.sleep(0.02)  # of work
@@ -140,7 +140,7 @@ def test_merge_keys_are_not_mixed_and_none_is_starved():
     works = Works()
     batcher = Batcher(works, LARGE)
     for kind in "xabab":
-        batcher.submit(Asked(kind=kind))
+        batcher.submit(FakeRequest(kind=kind))
     works.end()
     works.end()
     assert ["".join(each.kind for each in run) for run in works.runs] == ["x", "aa", "bb"]
@@ -149,8 +149,8 @@ def test_merge_keys_are_not_mixed_and_none_is_starved():
 def test_request_without_merge_key_runs_alone():
     works = Works()
     batcher = Batcher(works, LARGE)
-    batcher.submit(Asked())
-    alone = batcher.submit(Asked(kind=None))
+    batcher.submit(FakeRequest())
+    alone = batcher.submit(FakeRequest(kind=None))
     assert len(works.runs) == 2
     works.end()
     works.end()
@@ -161,16 +161,16 @@ def test_request_without_merge_key_runs_alone():
 def test_invalid_request_fails_alone(at_once):
     works = Works()
     batcher = Batcher(works, LARGE)
-    batcher.submit(Asked())
-    asked = [Asked(), Asked(fault=BadRequest("yours")), Asked()]
-    answers = [batcher.submit(each) for each in asked]
+    batcher.submit(FakeRequest())
+    submitted = [FakeRequest(), FakeRequest(fault=BadRequest("yours")), FakeRequest()]
+    answers = [batcher.submit(each) for each in submitted]
     if at_once:
         works.at_once = True
     works.end()
     while works.futures:
         works.end()
-    assert answers[0].result(0) is asked[0]
-    assert answers[2].result(0) is asked[2]
+    assert answers[0].result(0) is submitted[0]
+    assert answers[2].result(0) is submitted[2]
     assert executions((answers[0], answers[2])) == [1, 1]  # each was tried alone
     with pytest.raises(BadRequest, match="yours"):
         answers[1].result(0)
@@ -181,18 +181,20 @@ def test_search_for_the_invalid_request_counts_as_one_batch_in_flight():
     """One run at a time, and few of them; what comes meanwhile waits as for any batch."""
     works = Works()
     batcher = Batcher(works, LARGE)
-    batcher.submit(Asked())
-    asked = [Asked() for _ in range(64)]
-    asked[10].fault = BadRequest("yours")
-    answers = [batcher.submit(each) for each in asked]
+    batcher.submit(FakeRequest())
+    submitted = [FakeRequest() for _ in range(64)]
+    submitted[10].fault = BadRequest("yours")
+    answers = [batcher.submit(each) for each in submitted]
     works.end()
-    later = batcher.submit(Asked())
+    later = batcher.submit(FakeRequest())
     while not answers[-1].done():
         assert len(works.futures) == 1
         assert not later.done()
         works.end()
     assert len(works.runs) <= 1 + 13 + 1
-    assert [answer.exception(0) for answer in answers if answer.exception(0)] == [asked[10].fault]
+    assert [answer.exception(0) for answer in answers if answer.exception(0)] == [
+        submitted[10].fault
+    ]
     works.end()
     assert later.done()
     assert batcher.is_idle
@@ -201,8 +203,8 @@ def test_search_for_the_invalid_request_counts_as_one_batch_in_flight():
 def test_server_error_fails_the_whole_batch_without_retry():
     works = Works()
     batcher = Batcher(works, LARGE)
-    batcher.submit(Asked())
-    answers = [batcher.submit(Asked(fault=Unavailable("full"))) for _ in range(3)]
+    batcher.submit(FakeRequest())
+    answers = [batcher.submit(FakeRequest(fault=Unavailable("full"))) for _ in range(3)]
     works.end()
     works.end()
     assert len(works.runs) == 2
@@ -214,10 +216,10 @@ def test_server_error_fails_the_whole_batch_without_retry():
 def test_queued_request_can_expire_or_be_cancelled():
     works = Works()
     batcher = Batcher(works, LARGE)
-    batcher.submit(Asked())
-    late = batcher.submit(Asked(deadline=time.monotonic() - 1))
-    gone = batcher.submit(Asked())
-    stays = Asked()
+    batcher.submit(FakeRequest())
+    late = batcher.submit(FakeRequest(deadline=time.monotonic() - 1))
+    gone = batcher.submit(FakeRequest())
+    stays = FakeRequest()
     batcher.submit(stays)
     assert gone.cancel()
     works.end()
@@ -229,13 +231,13 @@ def test_queued_request_can_expire_or_be_cancelled():
 def test_delay_ends_early_when_a_batch_is_full():
     works = Works(at_once=True)
     long = Batcher(works, BatchLimits(rows=3, keys=100, delay_s=60.0))
-    first, second = long.submit(Asked()), long.submit(Asked())
+    first, second = long.submit(FakeRequest()), long.submit(FakeRequest())
     assert not works.runs
-    third = long.submit(Asked())
+    third = long.submit(FakeRequest())
     assert [len(run) for run in works.runs] == [3]
     assert all(each.done() for each in (first, second, third))
     short = Batcher(works, BatchLimits(rows=3, keys=100, delay_s=0.01))
-    wait([short.submit(Asked()), short.submit(Asked())], timeout=60)
+    wait([short.submit(FakeRequest()), short.submit(FakeRequest())], timeout=60)
     until(lambda: sum(map(len, works.runs)) == 5)
 
 
@@ -267,11 +269,11 @@ def test_batched_results_are_bit_identical_to_single_ones(make_world, delay_s):
         world.put(world.store, name, range(40))
     seen = []
     batched = BatchedLookup(world.engine, BatchLimits(16, 10_000, delay_s), seen.append)
-    asked = requests(np.random.default_rng(5), 400)
-    alone = [world.engine.lookup(each) for each in asked]
+    submitted = requests(np.random.default_rng(5), 400)
+    alone = [world.engine.lookup(each) for each in submitted]
     world.store.seconds = 0.002
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(batched.lookup, asked))
+        answers = list(pool.map(batched.lookup, submitted))
     assert max(seen) > 1
     for mine, expected in zip(answers, alone, strict=True):
         assert mine.defaulted == expected.defaulted
@@ -313,11 +315,11 @@ def test_unsigned_keys_are_merged_correctly(make_world):
     world.put(world.store, "user", np.array([key], np.uint64).view(np.int64))
     batched = BatchedLookup(world.engine, LARGE)
     held(world, batched)
-    asked = [np.array([key], np.uint64), np.array([3], np.int64), np.array([key], np.uint64)]
+    submitted = [np.array([key], np.uint64), np.array([3], np.int64), np.array([key], np.uint64)]
     answers = [
         batched.submit(LookupRequest({"user": JaggedKeys(keys, 1)}, by_table=by_table))
         for by_table in (False, True)
-        for keys in asked
+        for keys in submitted
     ]
     world.store.leave.set()
     found = [answer.result(60).defaulted for answer in answers]
@@ -342,10 +344,10 @@ def test_prepared_lookups_join_batches(make_world):
     submit = batched.prepare(LookupRequest({"user": JaggedKeys.dense([1])}))
     assert submit([np.array([4])], None).done()
     held(world, batched)
-    asked = [np.array([key]) for key in (4, 30, 31)]
-    answers = [submit([keys], None) for keys in asked]
+    submitted = [np.array([key]) for key in (4, 30, 31)]
+    answers = [submit([keys], None) for keys in submitted]
     world.store.leave.set()
-    for keys, answer in zip(asked, answers, strict=True):
+    for keys, answer in zip(submitted, answers, strict=True):
         rows = world.row(world.tables["user"], keys)
         np.testing.assert_array_equal(answer.result(60).vectors["user"], rows)
     assert seen == [3]
@@ -356,9 +358,9 @@ def test_by_table_requests_count_one_sample_each(make_world):
     batched = BatchedLookup(world.engine, BatchLimits(rows=8, keys=100))
     held(world, batched)
     keys = JaggedKeys.dense([1, 2, 3])
-    asked = [LookupRequest({"user": keys, "item": keys}, by_table=True) for _ in range(3)]
-    asked += [LookupRequest({"user": keys, "item": keys}) for _ in range(2)]
-    answers = [batched.submit(each) for each in asked]
+    submitted = [LookupRequest({"user": keys, "item": keys}, by_table=True) for _ in range(3)]
+    submitted += [LookupRequest({"user": keys, "item": keys}) for _ in range(2)]
+    answers = [batched.submit(each) for each in submitted]
     world.store.leave.set()
     for answer in answers:
         answer.result(60)
@@ -372,7 +374,7 @@ def test_one_timer_serves_many_threads():
 
     def ask(_):
         start.wait(60)
-        return [batcher.submit(Asked()).result(60) for _ in range(20)]
+        return [batcher.submit(FakeRequest()).result(60) for _ in range(20)]
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(map(len, pool.map(ask, range(8)))) == 160
@@ -380,7 +382,7 @@ def test_one_timer_serves_many_threads():
 
 
 class OthersEnd(MergingSubmit):
-    """Batches beside which another is always just ending that had no defaults."""
+    """Batches during which another one without defaults always ends."""
 
     @property
     def _defaults(self):
@@ -397,6 +399,6 @@ def test_defaults_are_counted_despite_a_concurrent_batch_without(make_world):
     def merge(requests, want_source, origin):
         return MergedLookup(requests, engine.features, want_source=want_source, origin=origin)
 
-    asked = [LookupRequest({"user": JaggedKeys.dense([1, 2])}) for _ in range(2)]
-    answers = OthersEnd(engine.submit, merge).begin(asked).result(60)
+    submitted = [LookupRequest({"user": JaggedKeys.dense([1, 2])}) for _ in range(2)]
+    answers = OthersEnd(engine.submit, merge).begin(submitted).result(60)
     assert [answer.defaulted for answer in answers] == [2, 2]

@@ -1,4 +1,4 @@
-"""Lookups beside updates, deletions, evictions and promotions: never a wrong, torn or outdated row."""
+"""Lookups during updates, deletions, evictions and promotions return no wrong, torn or old row."""
 
 import sys
 import threading

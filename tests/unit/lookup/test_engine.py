@@ -1,4 +1,4 @@
-"""The engine's stages: what is asked where, what is answered, what is promoted and counted."""
+"""Stages of the engine: fetches, answers, promotions and counters."""
 
 import asyncio
 import threading
@@ -226,11 +226,11 @@ def test_submit_never_blocks_an_event_loop(make_world):
     world.store.leave.clear()
 
     async def main():
-        asked = [asyncio.wrap_future(world.engine.submit(request(user=[k]))) for k in range(4)]
+        futures = [asyncio.wrap_future(world.engine.submit(request(user=[k]))) for k in range(4)]
         await asyncio.sleep(0.01)
-        assert not any(each.done() for each in asked)
+        assert not any(each.done() for each in futures)
         world.store.leave.set()
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*futures)
 
     assert [answer.defaulted for answer in asyncio.run(main())] == [1] * 4
 

@@ -127,15 +127,17 @@ def test_engine_equals_reference(case):
     )
     workers.close()
 
-    asked = {t.name: set() for t in named}
+    requested = {t.name: set() for t in named}
     for f in features:
-        asked[f.table.name] |= {wrapped(k + f.key_offset) for k in request[f.name][0].keys.tolist()}
+        requested[f.table.name] |= {
+            wrapped(k + f.key_offset) for k in request[f.name][0].keys.tolist()
+        }
     hit = {
-        t.name: sum(place.get((t.name, k)) in ("cache", "gone above") for k in asked[t.name])
+        t.name: sum(place.get((t.name, k)) in ("cache", "gone above") for k in requested[t.name])
         for t in named
     }
     waits = {
-        t.name: t.miss.kind == "wait" or hit[t.name] < t.miss.min_hit_rate * len(asked[t.name])
+        t.name: t.miss.kind == "wait" or hit[t.name] < t.miss.min_hit_rate * len(requested[t.name])
         for t in named
     }
     defaulted = 0
@@ -154,9 +156,9 @@ def test_engine_equals_reference(case):
     assert result.defaulted == defaulted
     assert len(promoted) == len(set(promoted))
     for t in named:
-        above = {k for k in asked[t.name] if place.get((t.name, k)) in ("cache", "gone above")}
+        above = {k for k in requested[t.name] if place.get((t.name, k)) in ("cache", "gone above")}
         if waits[t.name]:
-            due = {k for k in asked[t.name] if place.get((t.name, k)) == "store"}
+            due = {k for k in requested[t.name] if place.get((t.name, k)) == "store"}
         else:
-            due = asked[t.name] - above
+            due = requested[t.name] - above
         assert {k for name, k in promoted if name == t.name} == due

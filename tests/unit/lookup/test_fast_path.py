@@ -1,4 +1,4 @@
-"""The short way gives what the ordinary way gives, or leaves the request to it."""
+"""The fast path gives the results of the slow path, or leaves the request to it."""
 
 import time
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def workers():
 
 @pytest.fixture
 def sides(workers):
-    pair = Side(workers, short=True), Side(workers, short=False)
+    pair = Side(workers, fast=True), Side(workers, fast=False)
     yield pair
     for side in pair:
         side.cache.close()
@@ -71,10 +71,10 @@ def requests(draw):
 )
 @given(st.lists(requests(), min_size=1, max_size=3))
 def test_fast_and_slow_path_agree(sides, several):
-    short, ordinary = sides
+    fast, slow = sides
     for request in several:
-        assert outcome(short, request) == outcome(ordinary, request)
-        assert short.finished[-1:] == ordinary.finished[-1:]
+        assert outcome(fast, request) == outcome(slow, request)
+        assert fast.finished[-1:] == slow.finished[-1:]
 
 
 @st.composite
@@ -97,10 +97,10 @@ def good_requests(draw):
 )
 @given(good_requests())
 def test_resident_rows_take_the_fast_path_with_equal_results(sides, request):
-    short, ordinary = sides
-    from_memory = short.engine._fast_path.prepare(request)
+    fast, slow = sides
+    from_memory = fast.engine._fast_path.prepare(request)
     assert from_memory([keys.keys for keys in request.features.values()]) is not None
-    assert outcome(short, request) == outcome(ordinary, request)
+    assert outcome(fast, request) == outcome(slow, request)
 
 
 @settings(
@@ -130,66 +130,66 @@ def test_prepared_lookup_answers_other_keys_of_the_same_form(sides, request, dat
 
 
 def test_prepared_lookup_honours_deadline_and_sources(sides):
-    short, _ = sides
+    fast, _ = sides
     request = dense(item=[[1, 2]])
-    late = short.engine.prepare(request)
+    late = fast.engine.prepare(request)
     with pytest.raises(DeadlineExceeded):
         late([np.array([1, 2])], time.monotonic() - 1)
     request.want_source = True
-    result = short.engine.prepare(request)([np.array([1, 999])], None).result()
+    result = fast.engine.prepare(request)([np.array([1, 999])], None).result()
     assert result.sources["item"].tolist() == [Source.CPU, Source.DEFAULT]
     with pytest.raises(BadRequest, match="'nope'"):
-        short.engine.prepare(dense(nope=[[1]]))
+        fast.engine.prepare(dense(nope=[[1]]))
 
 
 def test_prepared_lookup_reads_memory_once_before_the_slow_path(sides):
-    short, _ = sides
+    fast, _ = sides
     gathers = []
-    tier = short.engine._fast_path._tier
-    short.engine._fast_path._tier = SimpleNamespace(
+    tier = fast.engine._fast_path._tier
+    fast.engine._fast_path._tier = SimpleNamespace(
         info=tier.info,
         gather=lambda asks, bags: gathers.append(len(asks)) or tier.gather(asks, bags),
     )
-    submit = short.engine.prepare(dense(item=[[1]]))
+    submit = fast.engine.prepare(dense(item=[[1]]))
     assert submit([np.array([999])], None).result().defaulted == 1
     assert gathers == [1]
 
 
 def test_table_and_feature_of_one_name_are_prepared_separately(sides):
-    short, ordinary = sides
+    fast, slow = sides
     keys = {"item": JaggedKeys(np.array([4, 5]), 2)}
     for by_table in (False, True, False):
         request = LookupRequest(keys, by_table=by_table)
-        assert outcome(short, request) == outcome(ordinary, request)
+        assert outcome(fast, request) == outcome(slow, request)
 
 
 def test_fast_path_is_used_when_all_rows_are_in_memory(sides):
-    short, _ = sides
-    result = short.engine.lookup(dense(item=[[-2, -1], [-1, 0]], user=[[4], [5]]))
+    fast, _ = sides
+    result = fast.engine.lookup(dense(item=[[-2, -1], [-1, 0]], user=[[4], [5]]))
     assert list(result.vectors) == ["item", "user"]
     assert result.vectors["item"][:, 0].tolist() == [1, 2, 2, 3]
     # Repeated keys are not recognised: the mark of the short way.
-    assert short.observed == [[(ITEM, 4, 4), (USER, 2, 2)]]
+    assert fast.observed == [[(ITEM, 4, 4), (USER, 2, 2)]]
     counted = [(ITEM, b"\2" * 4, [("item", 4)]), (USER, b"\2" * 2, [("user", 2)])]
-    assert short.finished == [(counted, ())]
+    assert fast.finished == [(counted, ())]
 
 
 def test_failed_fast_path_is_not_counted(sides):
-    short, _ = sides
-    result = short.engine.lookup(dense(item=[[1, 2]], user=[[999]]))
+    fast, _ = sides
+    result = fast.engine.lookup(dense(item=[[1, 2]], user=[[999]]))
     assert result.defaulted == 1
-    assert short.observed == [[(ITEM, 2, 2), (USER, 1, 0)]]
-    assert len(short.finished) == 1
+    assert fast.observed == [[(ITEM, 2, 2), (USER, 1, 0)]]
+    assert len(fast.finished) == 1
 
 
 def test_requests_are_checked_once_per_form(sides):
-    short, ordinary = sides
+    fast, slow = sides
     for request in (dense(bought=[[1, 2]]), dense(bought=[[3, 4]]), dense(bought=[[1, 2, 3]])):
-        assert outcome(short, request) == outcome(ordinary, request)
-    assert len(short.engine._fast_path._prepared_lookups) == 1
+        assert outcome(fast, request) == outcome(slow, request)
+    assert len(fast.engine._fast_path._prepared_lookups) == 1
     for n in range(1, 300):
-        short.engine.lookup(dense(item=[[1] * n]))
-    assert len(short.engine._fast_path._prepared_lookups) <= 256
+        fast.engine.lookup(dense(item=[[1] * n]))
+    assert len(fast.engine._fast_path._prepared_lookups) <= 256
 
 
 @pytest.mark.parametrize(
@@ -204,30 +204,30 @@ def test_requests_are_checked_once_per_form(sides):
 )
 @pytest.mark.parametrize("feature", ["item", "bought"])
 def test_requests_with_offsets_are_checked_each_time(sides, feature, bag):
-    short, ordinary = sides
+    fast, slow = sides
     keys = np.array([1, 2])
     for request in (
         LookupRequest({feature: JaggedKeys(keys, 1)}),
         LookupRequest({feature: JaggedKeys(keys, 1, **bag)}),
     ):
-        assert outcome(short, request) == outcome(ordinary, request)
+        assert outcome(fast, request) == outcome(slow, request)
 
 
 def test_large_or_expired_request_takes_the_slow_path(sides):
-    short, _ = sides
+    fast, _ = sides
     keys = np.zeros((1, INLINE_KEYS + 1), np.int64)
-    assert len(short.engine.lookup(dense(item=keys)).vectors["item"]) == INLINE_KEYS + 1
-    assert short.observed == [[(ITEM, 1, 1)]]  # after deduplication
+    assert len(fast.engine.lookup(dense(item=keys)).vectors["item"]) == INLINE_KEYS + 1
+    assert fast.observed == [[(ITEM, 1, 1)]]  # after deduplication
     late = dense(item=[[1]])
     late.deadline = time.monotonic() - 1
     with pytest.raises(DeadlineExceeded):
-        short.engine.lookup(late)
+        fast.engine.lookup(late)
 
 
 def test_request_with_out_takes_the_slow_path(sides):
-    short, _ = sides
+    fast, _ = sides
     out = np.zeros((2, 2), np.float16)
     request = dense(item=[[-2, -2]])
     request.out = {"item": out}
-    assert short.engine.lookup(request).vectors["item"] is out
+    assert fast.engine.lookup(request).vectors["item"] is out
     assert out[:, 0].tolist() == [1, 1]

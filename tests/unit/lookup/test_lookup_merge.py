@@ -101,8 +101,10 @@ def test_merged_features_split_into_single_results(engine, made):
 
 
 @given(st.lists(st.lists(keys, min_size=1, max_size=5), min_size=1, max_size=4))
-def test_merged_tables_split_into_single_results(engine, asked):
-    made = [LookupRequest({"t": JaggedKeys.dense(np.array(each))}, by_table=True) for each in asked]
+def test_merged_tables_split_into_single_results(engine, key_lists):
+    made = [
+        LookupRequest({"t": JaggedKeys.dense(np.array(each))}, by_table=True) for each in key_lists
+    ]
     merged = MergedLookup(made, FEATURES)
     for ours, request in zip(merged.split(engine.lookup(merged.request)), made, strict=True):
         same(ours, engine.lookup(request), request)

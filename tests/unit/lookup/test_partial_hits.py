@@ -1,4 +1,4 @@
-"""Bags on the short way: pooled in one pass, and only the rows they lack are asked for below."""
+"""Bags on the fast path: pooled in one pass, and only their missing rows are fetched."""
 
 import threading
 from dataclasses import replace
@@ -26,7 +26,7 @@ def workers():
 
 @pytest.fixture
 def sides(workers):
-    pair = Side(workers, short=True), Side(workers, short=False)
+    pair = Side(workers, fast=True), Side(workers, fast=False)
     yield pair
     for side in pair:
         side.cache.close()
@@ -52,18 +52,18 @@ def random_rows(side, table):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("name", "jagged"), [("shown", False), ("shown", True), ("bought", False)])
 def test_bags_pooled_while_read_equal_those_pooled_after_a_fetch(sides, name, jagged, weighted):
-    short, ordinary = sides
+    fast, slow = sides
     hotness = 2 if name == "bought" else 7
     bags = bags_of(3, 20, hotness, jagged=jagged, weighted=weighted)
     if name == "shown":
         bags = JaggedKeys(bags.keys + 5, bags.batch, bags.offsets, bags.weights)
     for side in sides:
         random_rows(side, ITEM)
-    expected = ordinary.engine.lookup(LookupRequest({name: bags})).vectors[name]
-    result = short.engine.lookup(LookupRequest({name: bags})).vectors[name]
-    assert short.observed == [[(ITEM, len(bags.keys), len(bags.keys))]]
+    expected = slow.engine.lookup(LookupRequest({name: bags})).vectors[name]
+    result = fast.engine.lookup(LookupRequest({name: bags})).vectors[name]
+    assert fast.observed == [[(ITEM, len(bags.keys), len(bags.keys))]]
     assert result.tobytes() == expected.tobytes()
-    assert short.finished == ordinary.finished
+    assert fast.finished == slow.finished
 
 
 def gaps(side, *keys):
@@ -76,10 +76,10 @@ def gaps(side, *keys):
         side.cache.evict(table, keys)
         side.store.insert(table, keys, rows, np.ones(len(keys), np.uint64))
         out[table] = rows
-    side.asked = []
+    side.fetched = []
     fetch = side.store.fetch
     side.store.fetch = lambda parts, ctx: (
-        side.asked.extend((part.table, part.keys[part.missing].tolist()) for part in parts),
+        side.fetched.extend((part.table, part.keys[part.missing].tolist()) for part in parts),
         fetch(parts, ctx),
     )
     return out
@@ -87,7 +87,7 @@ def gaps(side, *keys):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_only_missing_rows_of_bags_are_fetched(sides, weighted):
-    short, ordinary = sides
+    fast, slow = sides
     bags = bags_of(5, 30, 9, weighted=weighted)
     request = LookupRequest(
         {
@@ -98,31 +98,31 @@ def test_only_missing_rows_of_bags_are_fetched(sides, weighted):
     )
     for side in sides:
         random_rows(side, ITEM)
-    whole = short.engine.lookup(request)
+    whole = fast.engine.lookup(request)
     for side in sides:
         gaps(side, 7, 8, 9)
-    result = short.engine.lookup(request)
-    lacking = list(dict.fromkeys(key for key in bags.keys.tolist() if key in (7, 8, 9)))
-    assert short.asked == [(ITEM, lacking)]
+    result = fast.engine.lookup(request)
+    missing = list(dict.fromkeys(key for key in bags.keys.tolist() if key in (7, 8, 9)))
+    assert fast.fetched == [(ITEM, missing)]
     # The same to the last bit as when all were in memory, and what is told of it as the other way.
     assert result.vectors["shown"].tobytes() == whole.vectors["shown"].tobytes()
-    ordinary.engine.lookup(request)
-    assert sorted(short.finished[-1][0][0][1]) == sorted(ordinary.finished[-1][0][0][1])
-    assert short.finished[-1] == ordinary.finished[-1]
-    assert short.promoted == ordinary.promoted != []
+    slow.engine.lookup(request)
+    assert sorted(fast.finished[-1][0][0][1]) == sorted(slow.finished[-1][0][0][1])
+    assert fast.finished[-1] == slow.finished[-1]
+    assert fast.promoted == slow.promoted != []
     n, m = len(bags.keys), sum(key in (7, 8, 9) for key in bags.keys.tolist())
-    assert short.observed[1:] == [
+    assert fast.observed[1:] == [
         [(ITEM, 30, 30), (USER, 30, 30), (ITEM, n - m, n - m)],
-        [(ITEM, len(lacking), 0)],
+        [(ITEM, len(missing), 0)],
     ]
 
 
 def test_row_evicted_meanwhile_restarts_the_request(sides):
-    short, ordinary = sides
+    fast, slow = sides
     request = dense(bought=[[1, 7], [2, 3]])
-    expected = ordinary.engine.lookup(request).vectors["bought"]
-    gaps(short, 7)
-    fetch = short.store.fetch
+    expected = slow.engine.lookup(request).vectors["bought"]
+    gaps(fast, 7)
+    fetch = fast.store.fetch
     lost = []
 
     def fetch_and_lose(parts, ctx):
@@ -130,29 +130,29 @@ def test_row_evicted_meanwhile_restarts_the_request(sides):
         if not lost:
             lost.append(1)
             rows = np.empty((1, 2), np.float16)
-            assert short.cache.gather([(ITEM, np.array([1]), rows)])
-            short.cache.evict(ITEM, np.array([1]))
-            short.store.insert(ITEM, np.array([1]), rows, np.ones(1, np.uint64))
+            assert fast.cache.gather([(ITEM, np.array([1]), rows)])
+            fast.cache.evict(ITEM, np.array([1]))
+            fast.store.insert(ITEM, np.array([1]), rows, np.ones(1, np.uint64))
 
-    short.store.fetch = fetch_and_lose
+    fast.store.fetch = fetch_and_lose
     for blocks in (False, True):
         lost.clear()
-        short.engine._stores_block = blocks
-        assert short.engine.lookup(request).vectors["bought"].tobytes() == expected.tobytes()
-        assert short.asked[-2:] == [(ITEM, [7]), (ITEM, [1, 7])]
+        fast.engine._stores_block = blocks
+        assert fast.engine.lookup(request).vectors["bought"].tobytes() == expected.tobytes()
+        assert fast.fetched[-2:] == [(ITEM, [7]), (ITEM, [1, 7])]
         rows = np.array([[1, 1.25]], np.float16)
-        short.cache.insert(ITEM, np.array([1]), rows, np.ones(1, np.uint64))
+        fast.cache.insert(ITEM, np.array([1]), rows, np.ones(1, np.uint64))
 
 
 def test_cached_tombstone_in_a_bag_is_not_fetched_from_the_store(sides):
-    short, ordinary = sides
+    fast, slow = sides
     for side in sides:
         gaps(side, 7)
         side.cache.delete(ITEM, np.array([7]), np.array([9 << 60], np.uint64))
     request = dense(bought=[[1, 7], [2, 3]])
-    assert outcome(short, request) == outcome(ordinary, request)
-    assert short.asked == []
-    assert short.finished == ordinary.finished
+    assert outcome(fast, request) == outcome(slow, request)
+    assert fast.fetched == []
+    assert fast.finished == slow.finished
 
 
 @pytest.mark.parametrize(("rate", "waits"), [(0.0, False), (0.7, False), (0.8, True)])
@@ -186,16 +186,16 @@ def test_miss_policy_counts_all_keys_of_the_table(workers, rate, waits):
 
 def test_large_request_of_bags_is_pooled_on_a_pool_thread(workers):
     model = replace(MODEL, max_batch_size=INLINE_KEYS, max_keys=2 * INLINE_KEYS)
-    short, ordinary = Side(workers, True, model), Side(workers, False, model)
+    fast, slow = Side(workers, True, model), Side(workers, False, model)
     request = dense(bought=np.random.default_rng(1).integers(0, ROWS, (INLINE_KEYS, 2)))
     threads = []
-    gather = short.cache.gather
-    short.cache.gather = lambda *args: (
+    gather = fast.cache.gather
+    fast.cache.gather = lambda *args: (
         threads.append(threading.current_thread().name) or gather(*args)
     )
-    assert outcome(short, request) == outcome(ordinary, request)
-    assert short.observed == [[(ITEM, 2 * INLINE_KEYS, 2 * INLINE_KEYS)]]
-    for side in (short, ordinary):
+    assert outcome(fast, request) == outcome(slow, request)
+    assert fast.observed == [[(ITEM, 2 * INLINE_KEYS, 2 * INLINE_KEYS)]]
+    for side in (fast, slow):
         gaps(side, 7, 8)
-    assert outcome(short, request) == outcome(ordinary, request)
+    assert outcome(fast, request) == outcome(slow, request)
     assert set(threads[:1]) == {"hps-test-0"}

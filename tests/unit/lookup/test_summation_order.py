@@ -45,7 +45,7 @@ class World:
         self.rows = rows_of(dim, dtype)
         features = {
             "pooled": Feature("pooled", self.table, pooling=pooling),
-            "beside": Feature("beside", self.table, pooling=pooling),
+            "neighbour": Feature("neighbour", self.table, pooling=pooling),
             "other": Feature("other", OTHER, pooling="none"),
         }
         tables = {"pooled": self.table, "other": OTHER}
@@ -76,7 +76,7 @@ def world(dim, dtype, pooling):
 
 
 @st.composite
-def asks(draw):
+def cases(draw):
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     batch = draw(st.integers(1, 6))
     # Long bags, where pairs of sums, or several sums side by side, would come out otherwise.
@@ -127,9 +127,9 @@ def answers(world, keys):
     yield "with sources", ask(want_source=True)
     out = np.empty((keys.batch, world.table.dim), world.table.dtype)
     yield "in the caller's array", ask(out={"pooled": out})
-    beside = {"beside": keys, "pooled": keys}
-    found = world.engine.lookup(LookupRequest(beside, want_source=True)).vectors
-    yield "beside another feature of the table", found["pooled"]
+    neighbour = {"neighbour": keys, "pooled": keys}
+    found = world.engine.lookup(LookupRequest(neighbour, want_source=True)).vectors
+    yield "neighbour another feature of the table", found["pooled"]
     half = JaggedKeys(keys.keys[:0], 0, None if keys.offsets is None else keys.offsets[:1])
     if keys.weights is not None:
         half = JaggedKeys(half.keys, 0, half.offsets, keys.weights[:0])
@@ -138,7 +138,7 @@ def answers(world, keys):
     yield "in a batch", merged.split(world.engine.lookup(merged.request))[2].vectors["pooled"]
     yield "batched", ask(BatchedLookup(world.engine, BatchLimits(100, 1000)))
     world.only(np.setdiff1d(np.arange(ROWS), [1]))
-    yield "beside a feature that lacks a row", ask()
+    yield "neighbour a feature that lacks a row", ask()
     world.only(np.setdiff1d(np.arange(ROWS), distinct[:1]))
     yield "lacking a row", ask()
     world.only(np.array([], np.int64))
@@ -146,12 +146,12 @@ def answers(world, keys):
 
 
 @settings(deadline=None, max_examples=150)
-@given(asks())
+@given(cases())
 @example((world(1, np.float32, "mean"), JaggedKeys(np.arange(ROWS), 1)))
 @example((world(32, np.float16, "sum"), JaggedKeys(np.ones(3, np.int64), 1)))  # of -0
 @example((world(32, np.float32, "sum"), JaggedKeys(np.ones(3, np.int64), 1)))
-def test_every_path_gives_the_bits_of_the_definition(asked):
-    world, keys = asked
+def test_every_path_gives_the_bits_of_the_definition(case):
+    world, keys = case
     feature = world.model.features["pooled"]
     if not is_pooled(feature.pooling, keys):
         return
@@ -183,10 +183,10 @@ if COMPILED:
 
 
 @settings(deadline=None, max_examples=100)
-@given(asks())
+@given(cases())
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel_gives_the_bits_of_the_definition(kernel, asked):
-    world, keys = asked
+def test_every_kernel_gives_the_bits_of_the_definition(kernel, case):
+    world, keys = case
     pooling = world.model.features["pooled"].pooling
     out = np.empty((keys.batch, world.table.dim), world.table.dtype)
     by = divisors(keys) if pooling == "mean" else None

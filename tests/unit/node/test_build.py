@@ -133,11 +133,11 @@ def test_closed_node_leaves_no_threads_or_files(folder):
 
 def test_close_keeps_the_store_open_during_a_stuck_fetch(folder, monkeypatch):
     """Closing RocksDB during a call would end the process."""
-    gate, asked, fetch = threading.Event(), threading.Event(), RocksDbTier.fetch
+    gate, started, fetch = threading.Event(), threading.Event(), RocksDbTier.fetch
     closed_at = []
 
     def hang(tier, parts, ctx):
-        asked.set()
+        started.set()
         gate.wait(30)
         fetch(tier, parts, ctx)  # raises when the store was closed meanwhile
 
@@ -149,7 +149,7 @@ def test_close_keeps_the_store_open_during_a_stuck_fetch(folder, monkeypatch):
     db = {"path": str(folder / "db"), "guard": {"deadline_ms": 50, "failures_to_open": 10**6}}
     tiers = {"cpu_cache": {"enabled": False}, "rocksdb": db}
     node = hps.open(settings(folder, tiers=tiers))
-    while not asked.is_set():  # a thread may come too late
+    while not started.is_set():  # a thread may come too late
         assert node.lookup("clicks", {"user": [3]}).degraded == ("rocksdb",)
     node.close()
     assert closed_at == []
@@ -542,8 +542,8 @@ def test_status(opened):
     status = json.loads(json.dumps(opened.status()))
     assert status["version"] == hps.__version__
     figures = {field.name for field in dataclasses.fields(StoreFigures)}
-    told = [{k: v for k, v in tier.items() if k not in figures} for tier in status["tiers"]]
-    assert told == [
+    reported = [{k: v for k, v in tier.items() if k not in figures} for tier in status["tiers"]]
+    assert reported == [
         {"name": "cpu", "kind": "cache", "volatile": True, "shared": False, "circuit": "closed"},
         {
             "name": "rocksdb",
@@ -589,7 +589,7 @@ def test_broken_tier_does_not_break_status_and_metrics(opened):
 
 
 def test_each_node_has_separate_metrics(folder, tmp_path_factory, monkeypatch):
-    monkeypatch.setattr("hps.lookup.engine._REFETCH_AFTER_S", 60.0)  # else it may be asked twice
+    monkeypatch.setattr("hps.lookup.engine._REFETCH_AFTER_S", 60.0)  # else it may be started twice
     other = tmp_path_factory.mktemp("other")
     write(other)
     with hps.open(settings(folder)) as first, hps.open(settings(other)) as second:
@@ -671,11 +671,11 @@ def test_rows_of_another_dim_are_rejected_at_start(folder, layout, load):
 def test_shared_cache_is_in_status_and_removed_at_close(folder, tmp_path):
     shared = {"name": "of-a-test", "folder": str(tmp_path)}
     with hps.open(settings(folder, tiers={"cpu_cache": {"shared": shared}})) as node:
-        told = node.status()["tiers"][0]["shared_memory"]
-        assert (told["owner"], told["readers"]) == (os.getpid(), 0)
-        assert told["bytes"] > 0
-        assert Path(told["path"]).is_dir()
-    assert not Path(told["path"]).exists()
+        reported = node.status()["tiers"][0]["shared_memory"]
+        assert (reported["owner"], reported["readers"]) == (os.getpid(), 0)
+        assert reported["bytes"] > 0
+        assert Path(reported["path"]).is_dir()
+    assert not Path(reported["path"]).exists()
 
 
 def test_shared_cache_rejects_reserved_huge_pages():
@@ -697,8 +697,8 @@ def test_restarted_node_is_warmed_with_hot_rows(folder, tmp_path):
             assert (found.sources["user"] == expected).all()
             np.testing.assert_array_equal(found.vectors["user"], rows(hot, 4))
             node.lookup("clicks", {"user": hot})
-            (told,) = node.hot_keys("clicks", "users", 16)
-            assert told["table"] == "users"
-            assert told["features"] == {"user": 0}
-            assert set(hot) <= set(told["keys"])
+            (reported,) = node.hot_keys("clicks", "users", 16)
+            assert reported["table"] == "users"
+            assert reported["features"] == {"user": 0}
+            assert set(hot) <= set(reported["keys"])
             assert len(node.hot_keys("clicks", "users", 3)[0]["scores"]) == 3

@@ -143,8 +143,8 @@ def same(one, other):
 def test_gpu_predictions_equal_host_predictions(both, batch, keys):
     node, plain = both
     for _ in range(3):
-        asked = request_of(np.arange(*keys), batch)
-        same(node.predict("m", *asked), plain.predict("m", *asked))
+        features_and_dense = request_of(np.arange(*keys), batch)
+        same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
         node.writer.flush()
 
 
@@ -165,9 +165,9 @@ def test_feature_with_several_tables_is_fed_from_the_device(tmp_path, monkeypatc
     gpu = {"use": "required", "share": 1.0}
     tiers = {"gpu": gpu, "rocksdb": {"path": str(tmp_path / "db")}}
     with hps.open({"models": {"repository": str(tmp_path / "models")}, "tiers": tiers}) as node:
-        asked = np.array([[3, 70], [HELD, 5]])
+        features_and_dense = np.array([[3, 70], [HELD, 5]])
         for _ in range(3):
-            found = node.predict("m", {"ad": asked}).outputs["all"]
+            found = node.predict("m", {"ad": features_and_dense}).outputs["all"]
             users, items = rows([3, 70, 0, 5], 4), rows([3, 70, 0, 5], 2)
             users[2], items[2] = -1.0, [0.5, 0.25]  # the defaults
             expected = np.hstack([users.reshape(2, 2, 4).sum(1), items.reshape(2, 2, 2).sum(1)])
@@ -178,10 +178,10 @@ def test_feature_with_several_tables_is_fed_from_the_device(tmp_path, monkeypatc
 @pytest.mark.parametrize("batch", [1, 7, 300])
 def test_resident_gpu_rows_give_the_scores_of_host_rows(pair, batch):
     node, plain, (cache,) = pair
-    asked = request_of(np.arange(200), batch)
+    features_and_dense = request_of(np.arange(200), batch)
     pooled, fetched = cache.pooled, len(cache.fetched)
     for _ in range(3):
-        same(node.predict("m", *asked), plain.predict("m", *asked))
+        same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
     assert cache.pooled == pooled + 3
     assert len(cache.fetched) == fetched  # one launch each, nothing else
 
@@ -201,8 +201,8 @@ def test_profile_shows_the_work_of_the_device(both):
 @pytest.mark.parametrize("first", [0, HELD - 100])
 def test_gpu_misses_are_filled_from_the_host(pair, first):
     node, plain, (cache,) = pair
-    asked = request_of(np.arange(first, HELD + 100), 40)
-    same(node.predict("m", *asked), plain.predict("m", *asked))
+    features_and_dense = request_of(np.arange(first, HELD + 100), 40)
+    same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
     assert cache.fetched
     assert cache.space.lent == 2  # the lanes' own
 
@@ -272,16 +272,16 @@ def test_candidates_share_their_context(pair):
 def test_alternating_batch_sizes_give_host_results(both):
     node, plain = both
     for batch in [*range(1, 50), 2000, 3, 700]:
-        asked = request_of(np.arange(200), batch)
-        same(node.predict("m", *asked), plain.predict("m", *asked))
+        features_and_dense = request_of(np.arange(200), batch)
+        same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
 
 
 def test_repeated_run_is_recorded_once(pair, monkeypatch):
     node, plain, (cache,) = pair
     monkeypatch.setattr(OnnxModel, "records", True)
     for step in range(8):
-        asked = request_of(np.arange(step, 200), 5)
-        same(node.predict("m", *asked), plain.predict("m", *asked))
+        features_and_dense = request_of(np.arange(step, 200), 5)
+        same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
     assert cache.space.recorded == 1
 
 
@@ -289,7 +289,9 @@ def test_repeated_run_is_recorded_once(pair, monkeypatch):
 def test_recorded_runs_equal_plain_runs_during_writes(open_node, monkeypatch):
     made = []
     monkeypatch.setattr(
-        gpu_space, "record", lambda *given: made.append(recording.record(*given)) or made[-1]
+        gpu_space,
+        "record",
+        lambda *arguments: made.append(recording.record(*arguments)) or made[-1],
     )
     node, _ = open_node(gpus=None, gpu={"share": 0.5, "use": "required"})
     plain, _ = open_node(gpus=None, gpu={"use": "off"}, dense={"provider": "cpu"})
@@ -304,8 +306,8 @@ def test_recorded_runs_equal_plain_runs_during_writes(open_node, monkeypatch):
             ]
         )
         for batch in [1, 7, 300, 2] * 12:
-            asked = request_of(np.arange(200), batch)
-            same(node.predict("m", *asked), plain.predict("m", *asked))
+            features_and_dense = request_of(np.arange(200), batch)
+            same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
         written.result()
     assert len(made) >= 4
     assert None not in made
@@ -322,9 +324,9 @@ def test_sources_are_reported(pair):
 def test_misses_back_off_the_fast_path(pair):
     node, _, (cache,) = pair
     node.writer.close()  # no more promotions
-    asked = request_of(np.array([999, 5000]), 2)
+    features_and_dense = request_of(np.array([999, 5000]), 2)
     for _ in range(40):
-        node.predict("m", *asked)
+        node.predict("m", *features_and_dense)
     assert 3 <= cache.pooled <= 6
     hits = request_of(np.arange(200), 2)
     for _ in range(70):
@@ -351,8 +353,8 @@ def test_large_runs_use_a_pool_thread(open_node):
     node, (cache,) = open_node(dense={"inline_us": 0})
     plain, _ = open_node(gpus=None, gpu={"use": "off"})
     for keys in (np.arange(200), np.arange(900, 1100)):
-        asked = request_of(keys, 64)
-        same(node.predict("m", *asked), plain.predict("m", *asked))
+        features_and_dense = request_of(keys, 64)
+        same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
     assert cache.pooled
 
 
@@ -377,11 +379,13 @@ def test_device_vectors_equal_host_vectors(both, last):
 
 def test_concurrent_lookups_return_correct_rows(both):
     node, plain = both
-    asked = [request_of(np.arange(100 * i, 100 * i + 300), 1 + 13 * i) for i in range(8)]
-    expected = [plain.predict("m", *each) for each in asked]
+    features_and_dense = [
+        request_of(np.arange(100 * i, 100 * i + 300), 1 + 13 * i) for i in range(8)
+    ]
+    expected = [plain.predict("m", *each) for each in features_and_dense]
     with ThreadPoolExecutor(8) as threads:
         for _ in range(20):
-            answers = threads.map(lambda each: node.predict("m", *each), asked)
+            answers = threads.map(lambda each: node.predict("m", *each), features_and_dense)
             for one, other in zip(answers, expected, strict=True):
                 same(one, other)
 
@@ -393,14 +397,14 @@ def test_rows_of_the_cpu_cache_are_promoted_to_the_gpu(pair):
     node, _, (cache,) = pair
     users = table_of(node, "users")
     assert cache.keys_of(users) == list(range(500))
-    asked = request_of(np.arange(600, 640), 20)
-    node.predict("m", *asked)
-    lifted = set(asked[0]["user"].tolist())
-    until(lambda: lifted <= set(cache.keys_of(users)))
+    features_and_dense = request_of(np.arange(600, 640), 20)
+    node.predict("m", *features_and_dense)
+    promoted = set(features_and_dense[0]["user"].tolist())
+    until(lambda: promoted <= set(cache.keys_of(users)))
 
     def is_pooled():
         before = len(cache.fetched)
-        node.predict("m", *asked)
+        node.predict("m", *features_and_dense)
         return len(cache.fetched) == before
 
     until(is_pooled)
@@ -439,9 +443,9 @@ def test_all_gpus_get_updates_and_share_requests(open_node):
     for _ in range(2):
         result = node.lookup_on_device("m", {"user": keys})
         np.testing.assert_array_equal(result.vectors["user"], [[9] * 4, [-1] * 4])
-    asked = request_of(np.arange(5, 200), 3)
+    features_and_dense = request_of(np.arange(5, 200), 3)
     for _ in range(4):
-        node.predict("m", *asked)
+        node.predict("m", *features_and_dense)
     assert [cache.pooled for cache in caches] == [3, 3]  # a lookup and two predictions
     assert [len(cache.fetched) for cache in caches] == [1, 1]
 
@@ -460,8 +464,8 @@ def test_all_gpus_of_this_machine(open_node):
         vectors = node.lookup_on_device("m", {"user": keys}).vectors["user"].get()
         np.testing.assert_array_equal(vectors, [[9] * 4, [-1] * 4, [9] * 4])
         for last in (200, HELD, 2 * HELD):
-            asked = request_of(np.arange(last), 30)
-            same(node.predict("m", *asked), plain.predict("m", *asked))
+            features_and_dense = request_of(np.arange(last), 30)
+            same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
     assert node.tiers[1].tier.rows(users) >= 499
     assert cupy().cuda.Device().id == 0
 
@@ -477,15 +481,15 @@ def test_returned_update_is_visible_on_every_gpu(open_node):
         node.writer.update(users, keys, new, versions).result()
         return n
 
-    told = [update(1)]
+    reported = [update(1)]
 
     def write() -> None:
         for n in range(2, 200):
-            told[0] = update(n)
+            reported[0] = update(n)
 
     def read() -> None:
         while not writing.done():
-            least = told[0]
+            least = reported[0]
             vectors = node.lookup_on_device("m", {"user": keys}).vectors["user"].get()
             assert (vectors == vectors[:, :1]).all()
             assert vectors.min() >= least
@@ -507,9 +511,9 @@ def test_network_runs_inside_its_device_context(open_node, monkeypatch):
             self.io_binding = session.io_binding
             inside.append(twin_device.Current.inside)
 
-        def run_with_iobinding(self, *given):
+        def run_with_iobinding(self, *arguments):
             inside.append(twin_device.Current.inside)
-            self._session.run_with_iobinding(*given)
+            self._session.run_with_iobinding(*arguments)
 
     monkeypatch.setattr(OnnxModel, "session_on", lambda self, *_: Session(self._open([])))
     node, _ = open_node(dense={"lanes": 1})
@@ -547,7 +551,7 @@ def test_hot_keys_of_the_last_run_are_filled_first(open_node, tmp_path):
 
 
 def test_keys_answered_only_by_the_gpu_are_in_the_hot_keys(open_node, tmp_path):
-    """The CPU cache is not asked for keys that a GPU answers, and evicts them in time."""
+    """Keys that a GPU answers are not read from the CPU cache, which evicts them in time."""
     path = tmp_path / "hot"
     cpu = {"share": 0.1, "snapshot": {"path": str(path), "interval_s": 1e6}}
     node, (cache,) = open_node(cpu=cpu, gpu={"share": 0.05})
@@ -572,12 +576,12 @@ def test_rows_can_be_evicted_by_version(open_node):
     assert cache.places[users]["policy"] is EvictionPolicy.SCORE
     version = np.full(2, version_now(), np.uint64)
     node.writer.update(users, np.array([3, 4]), np.ones((2, 4), np.float32), version).result()
-    given = {table: [s for t, s in cache.scored if t == table] for table in (users, items)}
-    assert given[users]
-    assert all(scores.dtype == np.uint64 for scores in given[users])
-    np.testing.assert_array_equal(given[users][-1], version)
-    assert given[items]
-    assert all(scores is None for scores in given[items])
+    arguments = {table: [s for t, s in cache.scored if t == table] for table in (users, items)}
+    assert arguments[users]
+    assert all(scores.dtype == np.uint64 for scores in arguments[users])
+    np.testing.assert_array_equal(arguments[users][-1], version)
+    assert arguments[items]
+    assert all(scores is None for scores in arguments[items])
     node, (cache,) = open_node(gpu={"share": 0.5})
     assert all(scores is None for _, scores in cache.scored)
 
@@ -601,8 +605,8 @@ def test_static_table_is_filled_completely_and_never_changes(open_node):
         update.result()
     with pytest.raises(BadRequest, match="static"):
         node.writer.delete(users, np.array([1]), version).result()
-    asked = request_of(np.arange(HELD + 50), 30)
-    node.predict("m", *asked)
+    features_and_dense = request_of(np.arange(HELD + 50), 30)
+    node.predict("m", *features_and_dense)
     node.writer.flush()
     assert cache.keys_of(users) == list(range(HELD))
 
@@ -654,8 +658,8 @@ def test_cpu_network_gets_vectors_from_the_cpu_cache(open_node, monkeypatch):
     monkeypatch.setattr(twin_device, "install", lambda *_: caches)
     node, (cache,) = open_node()
     plain, _ = open_node(gpus=None, gpu={"use": "off"})
-    asked = request_of(np.arange(200), 3)
-    same(node.predict("m", *asked), plain.predict("m", *asked))
+    features_and_dense = request_of(np.arange(200), 3)
+    same(node.predict("m", *features_and_dense), plain.predict("m", *features_and_dense))
     assert cache.pooled == 0
 
 
@@ -663,10 +667,10 @@ def test_memory_of_each_working_gpu_is_reported(open_node, monkeypatch):
     monkeypatch.setattr(gpu_memory, "_REFRESH_S", 0.0)
     node, _ = open_node(gpus=2, gpu={"devices": [0, 1], "share": 0.5})
 
-    def told():
+    def reported():
         return dict(node.metrics.numbers()[GPU_MEMORY_TOTAL])
 
-    until(lambda: told() == {("0", "GPU-0"): 1 << 34, ("1", "GPU-1"): 1 << 34})
+    until(lambda: reported() == {("0", "GPU-0"): 1 << 34, ("1", "GPU-1"): 1 << 34})
 
     def look(device):
         if device == 1:
@@ -674,4 +678,4 @@ def test_memory_of_each_working_gpu_is_reported(open_node, monkeypatch):
         return GpuMemoryUsage(device, "GPU-0", 1, 2)
 
     monkeypatch.setattr(gpu_memory, "read_memory", look)
-    until(lambda: told() == {("0", "GPU-0"): 2})
+    until(lambda: reported() == {("0", "GPU-0"): 2})

@@ -125,17 +125,17 @@ def test_lookup_in_flight_finishes_on_its_version(node, repository):
         key for key in range(ROWS) if key not in node.hot_keys("words", "left", ROWS)[0]["keys"]
     ]
     found = []
-    asking = threading.Thread(
+    client = threading.Thread(
         target=lambda: found.append(node.lookup("words", {"left": cold[:1]}, timeout_s=60))
     )
     node.control._stores.statuses[0].tier._deadline_s = 60
-    asking.start()
+    client.start()
     assert entered.wait(60)
     assert node.load("words") == 2
     assert value(node, cold[0]) == 2000 + cold[0]
     assert cached(node) == {1, 2}
     gate.set()
-    asking.join()
+    client.join()
     assert found[0].vectors["left"][0, 0] == 1000 + cold[0]
     found.clear()
     settled(node)
@@ -373,10 +373,10 @@ def test_node_can_close_during_a_load(settings, repository, tmp_path):
     before = set(threading.enumerate())
     node = hps.open(settings)
     write(repository, 2)
-    asked, gate = threading.Event(), threading.Event()
+    started, gate = threading.Event(), threading.Event()
 
     def behind(tables):
-        asked.set()
+        started.set()
         assert gate.wait(60)
         return "3 messages to apply"
 
@@ -390,7 +390,7 @@ def test_node_can_close_during_a_load(settings, repository, tmp_path):
 
     loading = threading.Thread(target=load)
     loading.start()
-    assert asked.wait(60)
+    assert started.wait(60)
     closing = threading.Thread(target=node.close)
     closing.start()
     closing.join(0.3)

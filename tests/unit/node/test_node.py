@@ -89,8 +89,8 @@ def test_fork_gets_an_error_and_leaves_the_node_open(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told, status, answer = done.stdout.splitlines()
-    assert told.startswith("Unavailable this process was forked from the one that opened the node")
+    error, status, answer = done.stdout.splitlines()
+    assert error.startswith("Unavailable this process was forked from the one that opened the node")
     assert (status, answer) == ("0", "[[8.0]]")
 
 

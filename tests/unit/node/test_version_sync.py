@@ -198,11 +198,11 @@ def test_load_waits_for_the_successor_of_a_killed_process(node, attached, settin
     """The load waits for its successor."""
     entered, gate, opened = threading.Event(), threading.Event(), attaching.open_model
 
-    def slow(version, *given):
+    def slow(version, *arguments):
         if version.version == 2 and not entered.is_set():
             entered.set()
             assert gate.wait(60)
-        return opened(version, *given)
+        return opened(version, *arguments)
 
     monkeypatch.setattr(attaching, "open_model", slow)
     loading = threading.Thread(target=node.load, args=("words", 2))

@@ -443,10 +443,10 @@ def test_keys_of_32_bit_tables_are_narrowed(make):
 
 
 def test_keys_missing_in_the_upper_store_are_reported(make):
-    upper, lower, told = Store(), Store(), []
+    upper, lower, reported = Store(), Store(), []
 
     def missing_above(table, keys):
-        told.append((table, keys.tolist()))
+        reported.append((table, keys.tolist()))
 
     put(upper, [1], 1.0)
     upper.delete(TABLE, arrays(4), np.array([NOW], np.uint64))
@@ -454,12 +454,12 @@ def test_keys_missing_in_the_upper_store_are_reported(make):
     writer, cache, _ = make([upper, lower], on_missing_above=missing_above)
     writer.promote(TABLE, arrays(1, 2, 3, 4, 5))
     assert writer.flush(60)
-    assert told == [(TABLE, [2, 3])]
+    assert reported == [(TABLE, [2, 3])]
     assert held(cache, 1, 2, 3, 5) == [1.0, 1.0, 1.0, None]
     writer, _, _ = make([lower], on_missing_above=missing_above)
     writer.promote(TABLE, arrays(1))
     assert writer.flush(60)
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_writer_thread_survives_any_error():

@@ -205,12 +205,12 @@ def test_native_encoding_equals_the_golden_message():
 @pytest.mark.parametrize(("n", "gone"), [(50, 0), (0, 50), (50, 30), (1, 1)])
 @pytest.mark.parametrize("full", [200, 1000, 10_000])
 def test_native_round_trip_with_any_message_size(dtype, n, gone, full):
-    given = changes(n, gone, 5, dtype)
-    messages = encode_native("m/t", given, event_ms=NOW, full=full)
+    original = changes(n, gone, 5, dtype)
+    messages = encode_native("m/t", original, event_ms=NOW, full=full)
     assert max(map(len, messages)) <= full
     assert full != 10_000 or len(messages) == 1
     (update,) = decode_native(messages).updates
-    same(update.changes, given)
+    same(update.changes, original)
     assert update.messages["upserts"].sum() == n
     assert update.messages["deletes"].sum() == gone
 
@@ -220,8 +220,8 @@ def test_batch_is_split_by_table_and_row_format_in_order():
     for step, (table, dim, dtype) in enumerate(
         [("m/b", 2, "f4"), ("m/a", 2, "f4"), ("m/b", 2, "f4"), ("m/b", 3, "f4"), ("m/a", 2, "f2")]
     ):
-        given = changes(step + 1, 1, dim, dtype)
-        payloads += encode_native(table, given, event_ms=NOW + step, step=step)
+        original = changes(step + 1, 1, dim, dtype)
+        payloads += encode_native(table, original, event_ms=NOW + step, step=step)
     payloads.insert(2, None)
     found = decode_native(payloads)
     kinds = [(u.table, u.changes.vectors.shape, u.changes.vectors.dtype) for u in found.updates]

@@ -160,9 +160,7 @@ def test_write_of_a_repeated_key_ahead_of_the_clock_uses_one_version(tmp_path):
     store.close()
 
 
-def test_writes_of_two_nodes_in_one_millisecond_converge_in_all_stores(
-    databases, monkeypatch
-):
+def test_writes_of_two_nodes_in_one_millisecond_converge_in_all_stores(databases, monkeypatch):
     """Each store receives the two rows in a different order."""
     now_ns = time.time_ns()
     monkeypatch.setattr("hps.updates.version_clock.time.time_ns", lambda: now_ns)

@@ -45,7 +45,7 @@ def message(rows=(), deleted=(), table: str = "m/items", dim: int = 2, made_ms=N
     return one
 
 
-class House:
+class Harness:
     """A store fed from a folder."""
 
     def __init__(self, folder, **given) -> None:
@@ -86,113 +86,113 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path):
-    house = House(tmp_path)
-    yield house
-    house.source.close()
-    house.store.close()
+def harness(tmp_path):
+    harness = Harness(tmp_path)
+    yield harness
+    harness.source.close()
+    harness.store.close()
 
 
-def test_native_files_are_applied_in_name_order(house):
-    house.put("2.hpsu", message([(1, 2.0, 5)]) + message(deleted=[(2, 6)]))
-    house.put(
+def test_native_files_are_applied_in_name_order(harness):
+    harness.put("2.hpsu", message([(1, 2.0, 5)]) + message(deleted=[(2, 6)]))
+    harness.put(
         "1.hpsu",
         message([(1, 1.0, 5), (2, 1.0, 5)]) + message([(9, 9.0, 1)], table="m/users", dim=3),
     )
-    assert house.run() == 5
-    assert house.rows([1, 2]) == [2.0, None]
-    assert house.rows([9], USERS) == [9.0]
-    assert (house.names(), house.names("applied")) == ([], ["1.hpsu", "2.hpsu"])
-    assert house.names("rejected") == []
+    assert harness.run() == 5
+    assert harness.rows([1, 2]) == [2.0, None]
+    assert harness.rows([9], USERS) == [9.0]
+    assert (harness.names(), harness.names("applied")) == ([], ["1.hpsu", "2.hpsu"])
+    assert harness.names("rejected") == []
 
 
 @pytest.mark.parametrize("ending", ["npz", "parquet"])
-def test_exports_are_applied(house, tmp_path, ending):
+def test_exports_are_applied(harness, tmp_path, ending):
     keys = np.arange(250)
     versions = np.full(250, make_version(NOW_MS), np.uint64)
     rows = TableRows(keys, np.repeat(keys[:, None], 3, 1).astype(np.float16), versions)
-    house.put("0.hpsu", message([(7, 1.0, 0)], table="m/users", dim=3))
+    harness.put("0.hpsu", message([(7, 1.0, 0)], table="m/users", dim=3))
     name = f"m.users.1.{ending}" if ending == "npz" else "any.parquet"
     part = tmp_path / f"out.{ending}"
     export(part, USERS, [rows.at(slice(5, None))], [rows.at(slice(0, 5))])
-    os.rename(part, house.folder / name)
-    assert house.run() == 251
-    assert house.rows([0, 4, 5, 7, 249], USERS) == [None, None, 5.0, 7.0, 249.0]
-    assert house.names("applied") == ["0.hpsu", name]
+    os.rename(part, harness.folder / name)
+    assert harness.run() == 251
+    assert harness.rows([0, 4, 5, 7, 249], USERS) == [None, None, 5.0, 7.0, 249.0]
+    assert harness.names("applied") == ["0.hpsu", name]
 
 
-def test_rows_without_versions_get_the_modification_time(house):
-    house.put("0.hpsu", message([(1, 1.0, 0)]))
-    np.savez(house.folder / ".a", key=[1, 2], vector=np.full((2, 2), 3, np.float32))
-    os.rename(house.folder / ".a.npz", house.folder / "m.items.1.npz")
-    np.savez(house.folder / ".b", key=[1], vector=np.full((1, 2), 4, np.float32))
-    os.rename(house.folder / ".b.npz", house.folder / "m.items.2.npz")
-    os.utime(house.folder / "m.items.1.npz", (NOW_MS / 1e3 + 60,) * 2)
-    os.utime(house.folder / "m.items.2.npz", (NOW_MS / 1e3 - 60,) * 2)
-    house.run()
-    assert house.rows([1, 2]) == [3.0, 3.0]
+def test_rows_without_versions_get_the_modification_time(harness):
+    harness.put("0.hpsu", message([(1, 1.0, 0)]))
+    np.savez(harness.folder / ".a", key=[1, 2], vector=np.full((2, 2), 3, np.float32))
+    os.rename(harness.folder / ".a.npz", harness.folder / "m.items.1.npz")
+    np.savez(harness.folder / ".b", key=[1], vector=np.full((1, 2), 4, np.float32))
+    os.rename(harness.folder / ".b.npz", harness.folder / "m.items.2.npz")
+    os.utime(harness.folder / "m.items.1.npz", (NOW_MS / 1e3 + 60,) * 2)
+    os.utime(harness.folder / "m.items.2.npz", (NOW_MS / 1e3 - 60,) * 2)
+    harness.run()
+    assert harness.rows([1, 2]) == [3.0, 3.0]
 
 
-def test_poll_returns_a_bounded_number_of_rows(house):
-    house.open(block=10)
-    np.savez(house.folder / ".a", key=np.arange(35), vector=np.zeros((35, 2), np.float32))
-    os.rename(house.folder / ".a.npz", house.folder / "m.items.a.npz")
-    house.put("n.hpsu", b"".join(message([(i, 1.0, 1)]) for i in range(25)))
+def test_poll_returns_a_bounded_number_of_rows(harness):
+    harness.open(block=10)
+    np.savez(harness.folder / ".a", key=np.arange(35), vector=np.zeros((35, 2), np.float32))
+    os.rename(harness.folder / ".a.npz", harness.folder / "m.items.a.npz")
+    harness.put("n.hpsu", b"".join(message([(i, 1.0, 1)]) for i in range(25)))
     found = []
-    while (batch := house.source.poll(0.0)) is not None:
+    while (batch := harness.source.poll(0.0)) is not None:
         found.append(batch.rows)
-        house.source.commit(batch)
+        harness.source.commit(batch)
     assert found == [10, 10, 10, 5, 0, 10, 10, 5, 0]
 
 
-def test_unrelated_and_unfinished_files_are_ignored(house):
+def test_unrelated_and_unfinished_files_are_ignored(harness):
     for name in (".1.hpsu", "notes.txt", "1.hpsu.part"):
-        (house.folder / name).write_bytes(b"?")
-    assert house.source.poll(0.05) is None
-    assert house.names() == [".1.hpsu", "1.hpsu.part", "notes.txt"]
+        (harness.folder / name).write_bytes(b"?")
+    assert harness.source.poll(0.05) is None
+    assert harness.names() == [".1.hpsu", "1.hpsu.part", "notes.txt"]
 
 
-def test_crash_within_a_file_repeats_it(house):
-    house.open(block=1)
-    house.put("1.hpsu", message([(1, 1.0, 1)]) + message([(2, 1.0, 2)]))
-    house.ingestor.step(0.0)
-    assert house.names() == ["1.hpsu"]
-    house.source.close()
-    house.open()
-    assert house.run() == 2
-    assert house.rows([1, 2]) == [1.0, 1.0]
+def test_crash_within_a_file_repeats_it(harness):
+    harness.open(block=1)
+    harness.put("1.hpsu", message([(1, 1.0, 1)]) + message([(2, 1.0, 2)]))
+    harness.ingestor.step(0.0)
+    assert harness.names() == ["1.hpsu"]
+    harness.source.close()
+    harness.open()
+    assert harness.run() == 2
+    assert harness.rows([1, 2]) == [1.0, 1.0]
 
 
-def test_uncommitted_batches_are_polled_again(house):
-    house.put("1.hpsu", message([(1, 1.0, 1)]))
-    first = house.source.poll(0.0)
-    end = house.source.poll(0.0)
+def test_uncommitted_batches_are_polled_again(harness):
+    harness.put("1.hpsu", message([(1, 1.0, 1)]))
+    first = harness.source.poll(0.0)
+    end = harness.source.poll(0.0)
     assert (first.rows, end.rows) == (1, 0)
-    assert house.source.poll(0.0) is None  # it is not read twice
-    house.source.rewind()
-    again = house.source.poll(0.0)
+    assert harness.source.poll(0.0) is None  # it is not read twice
+    harness.source.rewind()
+    again = harness.source.poll(0.0)
     assert again.rows == 1
-    house.source.commit(first)  # from before the rewind: moves nothing
-    house.source.commit(again)
-    assert house.names() == ["1.hpsu"]
-    house.source.commit(house.source.poll(0.0))
-    assert house.names("applied") == ["1.hpsu"]
+    harness.source.commit(first)  # from before the rewind: moves nothing
+    harness.source.commit(again)
+    assert harness.names() == ["1.hpsu"]
+    harness.source.commit(harness.source.poll(0.0))
+    assert harness.names("applied") == ["1.hpsu"]
 
 
-def test_applied_files_may_be_removed(house):
-    house.open(keep_applied=False)
-    house.put("1.hpsu", message([(1, 1.0, 1)]))
-    house.run()
-    assert house.names("applied") == house.names() == []
-    assert house.rows([1]) == [1.0]
+def test_applied_files_may_be_removed(harness):
+    harness.open(keep_applied=False)
+    harness.put("1.hpsu", message([(1, 1.0, 1)]))
+    harness.run()
+    assert harness.names("applied") == harness.names() == []
+    assert harness.rows([1]) == [1.0]
 
 
-def test_file_with_a_used_name_does_not_replace_the_old_one(house):
+def test_file_with_a_used_name_does_not_replace_the_old_one(harness):
     for data in (message([(1, 1.0, 1)]), message([(1, 2.0, 2)]), b"bad", b"worse"):
-        house.put("x.hpsu", data)
-        house.run()
-    assert house.names("applied") == ["x.1.hpsu", "x.hpsu"]
-    assert house.names("rejected") == ["x.1.hpsu", "x.1.hpsu.reason", "x.hpsu", "x.hpsu.reason"]
+        harness.put("x.hpsu", data)
+        harness.run()
+    assert harness.names("applied") == ["x.1.hpsu", "x.hpsu"]
+    assert harness.names("rejected") == ["x.1.hpsu", "x.1.hpsu.reason", "x.hpsu", "x.hpsu.reason"]
 
 
 GOOD = message([(1, 1.0, 1)])
@@ -201,7 +201,7 @@ AHEAD = message([(2, 1.0, 1)], made_ms=NOW_MS + 7_200_000)
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "reason", "says", "applied"),
+    ("name", "data", "reason", "report", "applied"),
     [
         ("a.hpsu", GOOD + DAMAGED + message([(3, 1.0, 1)]), Reason.CHECKSUM, "byte 104: checksum", [1, 3]),
         ("a.hpsu", GOOD + GOOD[:-3], Reason.TRUNCATED, "byte 189: truncated", [1]),
@@ -217,104 +217,106 @@ AHEAD = message([(2, 1.0, 1)], made_ms=NOW_MS + 7_200_000)
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # of messages, the bytes are random
 )  # fmt: skip
-def test_bad_files_are_rejected_and_later_ones_applied(house, name, data, reason, says, applied):
-    house.put(name, data)
-    house.put("z.hpsu", message([(50, 1.0, 1)]))
-    house.run()
-    assert house.rows([50]) == [1.0]
-    assert house.rows([1, 2, 3]) == [1.0 if k in applied else None for k in (1, 2, 3)]
-    assert house.names("rejected") == [name, f"{name}.reason"]
-    assert (house.folder / "rejected" / name).read_bytes() == data
-    assert says in (house.folder / "rejected" / f"{name}.reason").read_text()
-    (letter,) = house.letters.kept
+def test_bad_files_are_rejected_and_later_ones_applied(
+    harness, name, data, reason, report, applied
+):
+    harness.put(name, data)
+    harness.put("z.hpsu", message([(50, 1.0, 1)]))
+    harness.run()
+    assert harness.rows([50]) == [1.0]
+    assert harness.rows([1, 2, 3]) == [1.0 if k in applied else None for k in (1, 2, 3)]
+    assert harness.names("rejected") == [name, f"{name}.reason"]
+    assert (harness.folder / "rejected" / name).read_bytes() == data
+    assert report in (harness.folder / "rejected" / f"{name}.reason").read_text()
+    (letter,) = harness.letters.kept
     assert (letter.reason, letter.position.topic) == (reason, name)
-    assert house.metrics.counter(UPDATE_DEAD, reason.name.lower()).value == 1
+    assert harness.metrics.counter(UPDATE_DEAD, reason.name.lower()).value == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "dim", "says"),
+    ("name", "dim", "report"),
     [
         ("items.npz", 2, "names no table: call it <model>.<table>.<anything>.npz"),
         ("m.nobody.1.npz", 2, "unknown_table: m/nobody"),
         ("m.items.1.npz", 4, "row_size: m/items, dim 4"),
     ],
 )
-def test_row_files_of_unknown_tables_are_rejected(house, name, dim, says):
-    np.savez(house.folder / ".a", key=[1], vector=np.zeros((1, dim), np.float32))
-    os.rename(house.folder / ".a.npz", house.folder / name)
-    house.run()
-    assert says in (house.folder / "rejected" / f"{name}.reason").read_text()
+def test_row_files_of_unknown_tables_are_rejected(harness, name, dim, report):
+    np.savez(harness.folder / ".a", key=[1], vector=np.zeros((1, dim), np.float32))
+    os.rename(harness.folder / ".a.npz", harness.folder / name)
+    harness.run()
+    assert report in (harness.folder / "rejected" / f"{name}.reason").read_text()
 
 
-def test_row_file_with_future_versions_is_rejected(house):
+def test_row_file_with_future_versions_is_rejected(harness):
     versions = np.array([make_version(NOW_MS + 7_200_000)], np.uint64)
     row = np.ones((1, 2), np.float32)
-    np.savez(house.folder / ".a", key=[1], vector=row, version=versions)
-    np.savez(house.folder / ".b", key=[2], vector=row, version=versions - np.uint64(2**52))
+    np.savez(harness.folder / ".a", key=[1], vector=row, version=versions)
+    np.savez(harness.folder / ".b", key=[2], vector=row, version=versions - np.uint64(2**52))
     for name in "ab":
-        os.rename(house.folder / f".{name}.npz", house.folder / f"m.items.{name}.npz")
-    house.run()
-    assert house.rows([1, 2]) == [None, 1.0]
-    assert "ahead: m/items" in (house.folder / "rejected/m.items.a.npz.reason").read_text()
-    assert house.names("applied") == ["m.items.b.npz"]
+        os.rename(harness.folder / f".{name}.npz", harness.folder / f"m.items.{name}.npz")
+    harness.run()
+    assert harness.rows([1, 2]) == [None, 1.0]
+    assert "ahead: m/items" in (harness.folder / "rejected/m.items.a.npz.reason").read_text()
+    assert harness.names("applied") == ["m.items.b.npz"]
 
 
-def test_unexpected_read_error_rejects_the_file(house, monkeypatch):
+def test_unexpected_read_error_rejects_the_file(harness, monkeypatch):
     def broken(_path):
         raise ZeroDivisionError("?")
 
     monkeypatch.setattr("hps.updates.files.update_files.open_rows", broken)
-    house.put("m.items.1.npz", b"x")
-    house.run()
-    assert "ZeroDivisionError" in (house.folder / "rejected" / "m.items.1.npz.reason").read_text()
+    harness.put("m.items.1.npz", b"x")
+    harness.run()
+    assert "ZeroDivisionError" in (harness.folder / "rejected" / "m.items.1.npz.reason").read_text()
 
 
-def test_report_of_a_file_with_thousands_of_faults_is_short(house):
-    house.put("a.hpsu", DAMAGED * 1200)
-    house.run()
-    lines = (house.folder / "rejected" / "a.hpsu.reason").read_text().splitlines()
+def test_report_of_a_file_with_thousands_of_faults_is_short(harness):
+    harness.put("a.hpsu", DAMAGED * 1200)
+    harness.run()
+    lines = (harness.folder / "rejected" / "a.hpsu.reason").read_text().splitlines()
     assert (len(lines), lines[-1]) == (1001, "and 200 more")
-    assert len(house.letters.kept) == 1200
+    assert len(harness.letters.kept) == 1200
 
 
-def test_removed_file_is_skipped(house):
-    house.put("1.hpsu", GOOD)
-    house.put("2.hpsu", GOOD)
-    first = house.source.poll(0.0)
-    (house.folder / "1.hpsu").unlink()
-    (house.folder / "2.hpsu").unlink()
-    house.source.commit(first)
+def test_removed_file_is_skipped(harness):
+    harness.put("1.hpsu", GOOD)
+    harness.put("2.hpsu", GOOD)
+    first = harness.source.poll(0.0)
+    (harness.folder / "1.hpsu").unlink()
+    (harness.folder / "2.hpsu").unlink()
+    harness.source.commit(first)
     for _ in range(2):
-        house.source.commit(house.source.poll(0.0))
-    assert house.source.poll(0.0) is None
-    assert house.names("rejected") == house.names("applied") == []
+        harness.source.commit(harness.source.poll(0.0))
+    assert harness.source.poll(0.0) is None
+    assert harness.names("rejected") == harness.names("applied") == []
 
 
-def test_missing_folder_is_polled_until_it_is_back(house, caplog):
-    house.folder.rename(house.folder.with_name("elsewhere"))
+def test_missing_folder_is_polled_until_it_is_back(harness, caplog):
+    harness.folder.rename(harness.folder.with_name("elsewhere"))
     began = time.monotonic()
-    assert house.source.poll(0.1) is None
+    assert harness.source.poll(0.1) is None
     assert time.monotonic() - began >= 0.1
     assert "cannot be read: No such file" in caplog.text
-    assert "cannot be read" in house.source.problem
-    house.folder.with_name("elsewhere").rename(house.folder)
-    house.put("1.hpsu", GOOD)
-    assert house.run() == 1
-    assert house.source.problem is None
+    assert "cannot be read" in harness.source.problem
+    harness.folder.with_name("elsewhere").rename(harness.folder)
+    harness.put("1.hpsu", GOOD)
+    assert harness.run() == 1
+    assert harness.source.problem is None
 
 
-def test_file_that_cannot_be_moved_raises_and_is_retried(house):
-    house.put("1.hpsu", GOOD)
-    house.source.commit(house.source.poll(0.0))
-    end = house.source.poll(0.0)
-    (house.folder / "applied").rmdir()
-    (house.folder / "applied").write_bytes(b"in the way")
+def test_file_that_cannot_be_moved_raises_and_is_retried(harness):
+    harness.put("1.hpsu", GOOD)
+    harness.source.commit(harness.source.poll(0.0))
+    end = harness.source.poll(0.0)
+    (harness.folder / "applied").rmdir()
+    (harness.folder / "applied").write_bytes(b"in the way")
     with pytest.raises(Unavailable, match=r"cannot be moved away: .*let this process write"):
-        house.source.commit(end)
-    (house.folder / "applied").unlink()
-    (house.folder / "applied").mkdir()
-    house.source.commit(end)
-    assert house.names("applied") == ["1.hpsu"]
+        harness.source.commit(end)
+    (harness.folder / "applied").unlink()
+    (harness.folder / "applied").mkdir()
+    harness.source.commit(end)
+    assert harness.names("applied") == ["1.hpsu"]
 
 
 def test_folder_that_cannot_be_created_raises_config_error(tmp_path):
@@ -323,13 +325,13 @@ def test_folder_that_cannot_be_created_raises_config_error(tmp_path):
         DirectorySource(DirectorySettings(path=tmp_path / "file" / "x"), TABLES)
 
 
-def test_lag_counts_waiting_files(house):
+def test_lag_counts_waiting_files(harness):
     for name in ("1.hpsu", "2.hpsu", "3.hpsu"):
-        house.put(name, GOOD)
-    assert house.source.lag() is None  # not listed yet
-    house.source.poll(0.0)
-    assert list(house.source.lag().values()) == [3]
-    house.source.rewind()
-    assert house.source.lag() is None
-    house.run()
-    assert list(house.source.lag().values()) == [0]
+        harness.put(name, GOOD)
+    assert harness.source.lag() is None  # not listed yet
+    harness.source.poll(0.0)
+    assert list(harness.source.lag().values()) == [3]
+    harness.source.rewind()
+    assert harness.source.lag() is None
+    harness.run()
+    assert list(harness.source.lag().values()) == [0]

@@ -15,7 +15,7 @@ def changes(n=3, gone=2, dim=2):
 
 
 @pytest.mark.parametrize(
-    ("keys", "vectors", "options", "says"),
+    ("keys", "vectors", "options", "message"),
     [
         (np.zeros(2, np.int32), np.zeros((2, 2), "f4"), {}, r"keys must be \(n,\) int64"),
         (np.zeros(2, int), np.zeros((3, 2), "f4"), {}, r"\(2, dim\), not \(3, 2\)"),
@@ -26,8 +26,8 @@ def changes(n=3, gone=2, dim=2):
         (np.zeros(1, int), np.zeros((1, 2), "f4"), {"full": 23}, "24 bytes, but at most 23"),
     ],
 )
-def test_encode_hps_rejects_what_the_format_cannot_hold(keys, vectors, options, says):
-    with pytest.raises(ValueError, match=says):
+def test_encode_hps_rejects_what_the_format_cannot_hold(keys, vectors, options, message):
+    with pytest.raises(ValueError, match=message):
         encode_hps(keys, vectors, **options)
 
 
@@ -46,9 +46,9 @@ def test_encode_native_rejects_numbers_out_of_range(field):
 
 
 def test_encode_rejects_arrays_of_mismatched_shapes():
-    given = changes()
+    valid = changes()
     short = TableChanges(
-        given.keys, given.vectors, given.versions[:1], given.deleted, given.versions
+        valid.keys, valid.vectors, valid.versions[:1], valid.deleted, valid.versions
     )
     with pytest.raises(ValueError, match=r"\(3,\) uint64, not \(1,\)"):
         encode_native("m/t", short, event_ms=NOW)

@@ -216,9 +216,7 @@ EVENT = st.one_of(
     events=st.lists(EVENT, min_size=8, max_size=30),
     tables=st.integers(1, 2),
 )
-def test_caches_converge_to_the_store_in_any_order_of_events(
-    database, changes, events, tables
-):
+def test_caches_converge_to_the_store_in_any_order_of_events(database, changes, events, tables):
     stream = stream_of(database, changes, tables)
     feeder = Feeder(database, stream)
     node = Node(database, stream)

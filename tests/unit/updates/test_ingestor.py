@@ -90,7 +90,7 @@ class Stream:
         self.log.append("close")
 
 
-class House:
+class Harness:
     """A store, a cache, their writer, and an ingestor for them."""
 
     def __init__(self, folder, source: Stream) -> None:
@@ -125,76 +125,78 @@ def source():
 
 
 @pytest.fixture
-def house(tmp_path, source):
-    made = House(tmp_path, source)
+def harness(tmp_path, source):
+    made = Harness(tmp_path, source)
     yield made
     made.writer.close()
     made.store.close()
 
 
-def resident(house: House, *keys: int) -> None:
+def resident(harness: Harness, *keys: int) -> None:
     """Put rows of value 0 into store and cache."""
-    given = changes([(key, 0.0, 0) for key in keys])
-    house.store.insert(ITEMS, given.keys, given.vectors, given.versions)
-    house.cache.insert(ITEMS, given.keys, given.vectors, given.versions)
+    update = changes([(key, 0.0, 0) for key in keys])
+    harness.store.insert(ITEMS, update.keys, update.vectors, update.versions)
+    harness.cache.insert(ITEMS, update.keys, update.vectors, update.versions)
 
 
-def test_rows_and_deletions_reach_the_store_and_resident_rows(house):
-    resident(house, 1, 2, 3)
-    house.source.batches = [
+def test_rows_and_deletions_reach_the_store_and_resident_rows(harness):
+    resident(harness, 1, 2, 3)
+    harness.source.batches = [
         batch(7, items=changes([(1, 1.0, 1), (-9, 9.0, 1)], [(2, 1)]), users=changes([(4, 0.5, 1)]))
     ]
-    assert house.ingestor.step() == 4
+    assert harness.ingestor.step() == 4
     wanted = {1: 1.0, -9: 9.0, 2: None, 3: 0.0}
-    assert house.rows(house.store, [1, -9, 2, 3]) == wanted
-    assert house.rows(house.cache, [1, -9, 2, 3]) == {**wanted, -9: None}, "only what is resident"
-    assert house.rows(house.store, [4], USERS) == {4: 0.5}
-    assert [house.store.applied(table, "t", 0) for table in (ITEMS, USERS)] == [7, 7]
-    assert house.source.log == ["commit"]
-    assert (house.counted("upserted"), house.counted("deleted")) == (2, 1)
+    assert harness.rows(harness.store, [1, -9, 2, 3]) == wanted
+    assert harness.rows(harness.cache, [1, -9, 2, 3]) == {**wanted, -9: None}, (
+        "only what is resident"
+    )
+    assert harness.rows(harness.store, [4], USERS) == {4: 0.5}
+    assert [harness.store.applied(table, "t", 0) for table in (ITEMS, USERS)] == [7, 7]
+    assert harness.source.log == ["commit"]
+    assert (harness.counted("upserted"), harness.counted("deleted")) == (2, 1)
     for tier in ("rocksdb", CACHES):
-        counts, _ = house.metrics.histogram(UPDATE_VISIBLE, "m", "items", tier).read()
+        counts, _ = harness.metrics.histogram(UPDATE_VISIBLE, "m", "items", tier).read()
         assert sum(counts) == 1
 
 
-def test_replays_and_reordered_batches_change_nothing(house):
-    resident(house, 1, 2)
+def test_replays_and_reordered_batches_change_nothing(harness):
+    resident(harness, 1, 2)
     first = batch(1, items=changes([(1, 1.0, 5)], [(2, 5)]))
     second = batch(2, items=changes([(1, 2.0, 6)]))
     late = batch(3, items=changes([(2, 7.0, 4)]))
-    house.source.batches = [second, first, second, late, first]
+    harness.source.batches = [second, first, second, late, first]
     for _ in range(5):
-        house.ingestor.step()
-    for tier in (house.store, house.cache):
-        assert house.rows(tier, [1, 2]) == {1: 2.0, 2: None}
-    assert house.store.applied(ITEMS, "t", 0) == 3, "positions never go back"
+        harness.ingestor.step()
+    for tier in (harness.store, harness.cache):
+        assert harness.rows(tier, [1, 2]) == {1: 2.0, 2: None}
+    assert harness.store.applied(ITEMS, "t", 0) == 3, "positions never go back"
 
 
-def test_highest_version_of_a_key_in_a_batch_wins_and_deletions_win_ties(house):
-    resident(house, 1, 2, 3)
+def test_highest_version_of_a_key_in_a_batch_wins_and_deletions_win_ties(harness):
+    resident(harness, 1, 2, 3)
     rows = [(1, 1.0, 9), (1, 2.0, 8), (2, 5.0, 3), (3, 6.0, 4)]
-    house.source.batches = [batch(1, items=changes(rows, [(2, 3), (3, 2)]))]
-    house.ingestor.step()
-    for tier in (house.store, house.cache):
-        assert house.rows(tier, [1, 2, 3]) == {1: 1.0, 2: None, 3: 6.0}
+    harness.source.batches = [batch(1, items=changes(rows, [(2, 3), (3, 2)]))]
+    harness.ingestor.step()
+    for tier in (harness.store, harness.cache):
+        assert harness.rows(tier, [1, 2, 3]) == {1: 1.0, 2: None, 3: 6.0}
 
 
-def test_cache_is_refreshed_after_the_store_and_before_the_commit(house):
+def test_cache_is_refreshed_after_the_store_and_before_the_commit(harness):
     order = []
 
     class Caches:
         def update(self, table, keys, vectors, versions):
-            order.append(("cache", house.rows(house.store, [1])[1], list(house.source.log)))
+            order.append(("cache", harness.rows(harness.store, [1])[1], list(harness.source.log)))
             done: Future[None] = Future()
             done.set_result(None)
             return done
 
         delete = update
 
-    house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
-    house.make([FedStore("rocksdb", house.store)], Caches()).step()
+    harness.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
+    harness.make([FedStore("rocksdb", harness.store)], Caches()).step()
     assert order == [("cache", 3.0, [])]
-    assert house.source.log == ["commit"]
+    assert harness.source.log == ["commit"]
 
 
 class Failing:
@@ -203,31 +205,31 @@ class Failing:
     def __init__(self, store, times: int) -> None:
         self.store, self.times = store, times
 
-    def apply(self, table, given, positions):
+    def apply(self, table, update, positions):
         if self.times:
             self.times -= 1
             raise TierError("rocksdb", "No space left on device")
-        self.store.apply(table, given, positions)
+        self.store.apply(table, update, positions)
 
     def applied(self, table, topic, partition):
         return self.store.applied(table, topic, partition)
 
 
-def test_failed_store_is_retried_without_loss(house, monkeypatch):
+def test_failed_store_is_retried_without_loss(harness, monkeypatch):
     monkeypatch.setattr("hps.updates.ingestor.BACKOFF", Backoff(0.001, 5))
-    resident(house, 1)
-    house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
-    ingestor = house.make([FedStore("rocksdb", Failing(house.store, 3))], house.writer)
+    resident(harness, 1)
+    harness.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
+    ingestor = harness.make([FedStore("rocksdb", Failing(harness.store, 3))], harness.writer)
     ingestor.step()
-    assert house.source.log == ["alive"] * 3 + ["commit"]
-    assert house.rows(house.cache, [1]) == {1: 3.0}
+    assert harness.source.log == ["alive"] * 3 + ["commit"]
+    assert harness.rows(harness.cache, [1]) == {1: 3.0}
     assert ingestor.problem is None
 
 
-def test_cache_is_not_refreshed_while_the_store_fails(house):
-    resident(house, 1)
-    house.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
-    ingestor = house.make([FedStore("rocksdb", Failing(house.store, 10**9))], house.writer)
+def test_cache_is_not_refreshed_while_the_store_fails(harness):
+    resident(harness, 1)
+    harness.source.batches = [batch(1, items=changes([(1, 3.0, 1)]))]
+    ingestor = harness.make([FedStore("rocksdb", Failing(harness.store, 10**9))], harness.writer)
     given_up = []
 
     def step():
@@ -239,69 +241,73 @@ def test_cache_is_not_refreshed_while_the_store_fails(house):
     thread.start()
     until(lambda: ingestor.problem is not None)
     assert "No space left" in str(ingestor.problem)
-    assert house.rows(house.cache, [1]) == {1: 0.0}
+    assert harness.rows(harness.cache, [1]) == {1: 0.0}
     ingestor.close()
     thread.join(60)
     assert given_up == ["closed while updates waited for rocksdb; they will be read again"]
-    assert "commit" not in house.source.log
+    assert "commit" not in harness.source.log
 
 
-def test_non_finite_rows_are_dropped_and_counted(house):
-    resident(house, 1, 2)
-    house.source.batches = [batch(1, items=changes([(1, np.nan, 1), (2, 4.0, 1), (3, np.inf, 1)]))]
-    house.ingestor.step()
-    for tier in (house.store, house.cache):
-        assert house.rows(tier, [1, 2]) == {1: 0.0, 2: 4.0}
-    assert house.rows(house.store, [3]) == {3: None}
-    assert (house.counted("not_finite"), house.counted("upserted")) == (2, 1)
+def test_non_finite_rows_are_dropped_and_counted(harness):
+    resident(harness, 1, 2)
+    harness.source.batches = [
+        batch(1, items=changes([(1, np.nan, 1), (2, 4.0, 1), (3, np.inf, 1)]))
+    ]
+    harness.ingestor.step()
+    for tier in (harness.store, harness.cache):
+        assert harness.rows(tier, [1, 2]) == {1: 0.0, 2: 4.0}
+    assert harness.rows(harness.store, [3]) == {3: None}
+    assert (harness.counted("not_finite"), harness.counted("upserted")) == (2, 1)
 
 
-def test_values_that_overflow_the_dtype_count_as_not_finite(house):
-    house.source.batches = [batch(1, users=changes([(5, 0.25, 1), (6, 1e6, 1), (7, -65504.0, 1)]))]
-    house.ingestor.step()
-    assert house.rows(house.store, [5, 6, 7], USERS) == {5: 0.25, 6: None, 7: -65504.0}
-    assert (house.counted("not_finite", USERS), house.counted("upserted", USERS)) == (1, 2)
+def test_values_that_overflow_the_dtype_count_as_not_finite(harness):
+    harness.source.batches = [
+        batch(1, users=changes([(5, 0.25, 1), (6, 1e6, 1), (7, -65504.0, 1)]))
+    ]
+    harness.ingestor.step()
+    assert harness.rows(harness.store, [5, 6, 7], USERS) == {5: 0.25, 6: None, 7: -65504.0}
+    assert (harness.counted("not_finite", USERS), harness.counted("upserted", USERS)) == (1, 2)
 
 
-def test_expired_rows_are_dropped_and_counted(house):
-    resident(house, 1)
+def test_expired_rows_are_dropped_and_counted(harness):
+    resident(harness, 1)
     past = NOW_MS - 60_000
-    house.source.batches = [
+    harness.source.batches = [
         batch(1, items=changes([(1, 1.0, 1)]), ttl_s=59, event_ms=past),
         batch(2, items=changes([(1, 2.0, 1)]), ttl_s=3600, event_ms=past),
     ]
-    house.ingestor.step()
-    assert house.rows(house.store, [1]) == {1: 0.0}
-    house.ingestor.step()
-    assert house.rows(house.store, [1]) == {1: 2.0}
-    assert house.counted("expired") == 1
+    harness.ingestor.step()
+    assert harness.rows(harness.store, [1]) == {1: 0.0}
+    harness.ingestor.step()
+    assert harness.rows(harness.store, [1]) == {1: 2.0}
+    assert harness.counted("expired") == 1
 
 
-def test_keys_are_narrowed_and_rows_converted_to_the_dtype_of_the_table(house):
+def test_keys_are_narrowed_and_rows_converted_to_the_dtype_of_the_table(harness):
     wide = (1 << 40) + 5
-    house.source.batches = [batch(1, users=changes([(wide, 0.25, 1)], [((1 << 40) + 6, 1)]))]
-    house.ingestor.step()
-    assert house.rows(house.store, [5], USERS) == {5: 0.25}
+    harness.source.batches = [batch(1, users=changes([(wide, 0.25, 1)], [((1 << 40) + 6, 1)]))]
+    harness.ingestor.step()
+    assert harness.rows(harness.store, [5], USERS) == {5: 0.25}
 
 
-def test_dead_letters_are_kept_before_the_commit_and_counted(house):
+def test_dead_letters_are_kept_before_the_commit_and_counted(harness):
     letter = DeadLetter(Reason.CHECKSUM, 8, StreamPosition("t", 0, 3), b"HPSU...")
-    house.source.batches = [batch(4, dead=[letter], items=changes([(1, 1.0, 1)]))]
-    house.ingestor.step()
-    assert house.letters.kept == [letter]
-    assert house.metrics.counter(UPDATE_DEAD, "checksum").value == 1
-    assert house.rows(house.store, [1]) == {1: 1.0}
+    harness.source.batches = [batch(4, dead=[letter], items=changes([(1, 1.0, 1)]))]
+    harness.ingestor.step()
+    assert harness.letters.kept == [letter]
+    assert harness.metrics.counter(UPDATE_DEAD, "checksum").value == 1
+    assert harness.rows(harness.store, [1]) == {1: 1.0}
 
 
-def test_dead_letters_are_reported_when_positions_are_recorded(house, monkeypatch):
+def test_dead_letters_are_reported_when_positions_are_recorded(harness, monkeypatch):
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     reports = []
-    monkeypatch.setattr(house.letters, "report", lambda: reports.append(1))
-    house.ingestor.step(0.0)
+    monkeypatch.setattr(harness.letters, "report", lambda: reports.append(1))
+    harness.ingestor.step(0.0)
     assert reports == [1]
 
 
-def test_batch_is_not_committed_until_its_dead_letters_are_kept(house, monkeypatch):
+def test_batch_is_not_committed_until_its_dead_letters_are_kept(harness, monkeypatch):
     monkeypatch.setattr("hps.updates.ingestor.BACKOFF", Backoff(0.001, 5))
     left = [2]
 
@@ -311,57 +317,57 @@ def test_batch_is_not_committed_until_its_dead_letters_are_kept(house, monkeypat
             raise Unavailable("Kafka does not take dead letters")
         return letters
 
-    monkeypatch.setattr(house.letters, "keep", keep)
+    monkeypatch.setattr(harness.letters, "keep", keep)
     letter = DeadLetter(Reason.CHECKSUM, 8, StreamPosition("t", 0, 3), b"HPSU...")
-    house.source.batches = [batch(4, dead=[letter])]
-    house.ingestor.step()
-    assert house.source.log == ["alive", "alive", "commit"]
+    harness.source.batches = [batch(4, dead=[letter])]
+    harness.ingestor.step()
+    assert harness.source.log == ["alive", "alive", "commit"]
 
 
-def test_position_of_an_untouched_table_is_recorded_later(house, monkeypatch):
-    house.source.batches = [batch(5, items=changes([(1, 1.0, 1)]))]
-    house.ingestor.step()
-    assert house.store.applied(USERS, "t", 0) is None
-    assert house.places.start_offset("t", 0) is None, "users may lack all of it"
+def test_position_of_an_untouched_table_is_recorded_later(harness, monkeypatch):
+    harness.source.batches = [batch(5, items=changes([(1, 1.0, 1)]))]
+    harness.ingestor.step()
+    assert harness.store.applied(USERS, "t", 0) is None
+    assert harness.places.start_offset("t", 0) is None, "users may lack all of it"
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
-    house.ingestor.step()
-    assert house.store.applied(USERS, "t", 0) == 5
-    assert house.places.start_offset("t", 0) == 5
+    harness.ingestor.step()
+    assert harness.store.applied(USERS, "t", 0) == 5
+    assert harness.places.start_offset("t", 0) == 5
 
 
-def test_unrecorded_position_is_recorded_with_the_next_rows_of_its_table(house):
+def test_unrecorded_position_is_recorded_with_the_next_rows_of_its_table(harness):
     first = batch(5, items=changes([(1, 1.0, 1)]))
     other = UpdateBatch(batch(2, users=changes([(4, 1.0, 1)])).updates, [StreamPosition("u", 1, 2)])
-    house.source.batches = [first, other]
-    house.readers["u"] = [USERS]
-    house.ingestor.step()
-    house.ingestor.step()
-    assert (house.store.applied(USERS, "t", 0), house.store.applied(USERS, "u", 1)) == (5, 2)
-    assert house.store.applied(ITEMS, "u", 1) is None
+    harness.source.batches = [first, other]
+    harness.readers["u"] = [USERS]
+    harness.ingestor.step()
+    harness.ingestor.step()
+    assert (harness.store.applied(USERS, "t", 0), harness.store.applied(USERS, "u", 1)) == (5, 2)
+    assert harness.store.applied(ITEMS, "u", 1) is None
 
 
-def test_polling_starts_at_the_lowest_position_of_all_stores(house, tmp_path):
+def test_polling_starts_at_the_lowest_position_of_all_stores(harness, tmp_path):
     second = RocksDbTier(tmp_path / "second")
     second.open_tables([ITEMS, USERS])
-    both = [FedStore("rocksdb", house.store), FedStore("other", second)]
-    house.make(both, None)
+    both = [FedStore("rocksdb", harness.store), FedStore("other", second)]
+    harness.make(both, None)
     nothing = changes()
-    for store, offset in ((house.store, 9), (second, 6)):
+    for store, offset in ((harness.store, 9), (second, 6)):
         for table in (ITEMS, USERS):
             store.apply(table, _for(table, nothing), [StreamPosition("t", 0, offset)])
-    assert house.places.start_offset("t", 0) == 6
-    house.make([], None)
-    assert house.places.start_offset("t", 0) is None, "nobody to ask"
+    assert harness.places.start_offset("t", 0) == 6
+    harness.make([], None)
+    assert harness.places.start_offset("t", 0) is None, "nobody to ask"
     second.close()
 
 
-def _for(table, given):
+def _for(table, update):
     return TableChanges(
-        given.keys,
+        update.keys,
         np.empty((0, table.dim), table.dtype),
-        given.versions,
-        given.deleted,
-        given.deleted_versions,
+        update.versions,
+        update.deleted,
+        update.deleted_versions,
     )
 
 
@@ -374,8 +380,8 @@ def test_store_without_versions_refreshes_caches_without_versions(tmp_path, sour
     stores = [FedStore("rocksdb", store, versioned=False)]
     places = StoreStreamPositions(stores, lambda _t: [ITEMS])
     ingestor = Ingestor(source, TABLES, places, writer, letters, meter)
-    given = changes([(1, 0.0, 0)])
-    cache.insert(ITEMS, given.keys, given.vectors, np.zeros(1, np.uint64))
+    update = changes([(1, 0.0, 0)])
+    cache.insert(ITEMS, update.keys, update.vectors, np.zeros(1, np.uint64))
     source.batches = [batch(1, items=changes([(1, 5.0, 8)]))]
     ingestor.step()
     part = Part.make(ITEMS, np.array([1]))
@@ -388,32 +394,32 @@ def test_store_without_versions_refreshes_caches_without_versions(tmp_path, sour
 # -- the thread ----------------------------------------------------------------------------------------
 
 
-def test_thread_applies_until_closed_and_then_records_positions(house):
-    house.source.batches = [batch(i, items=changes([(i, 1.0, 1)])) for i in range(1, 6)]
-    thread = IngestThread(house.ingestor, house.source, "ingest")
+def test_thread_applies_until_closed_and_then_records_positions(harness):
+    harness.source.batches = [batch(i, items=changes([(i, 1.0, 1)])) for i in range(1, 6)]
+    thread = IngestThread(harness.ingestor, harness.source, "ingest")
     thread.start()
-    until(lambda: len(house.source.committed) == 5)
+    until(lambda: len(harness.source.committed) == 5)
     thread.close()
     thread.close()
-    assert house.source.log[-1] == "close"
-    assert house.store.applied(USERS, "t", 0) == 5
+    assert harness.source.log[-1] == "close"
+    assert harness.store.applied(USERS, "t", 0) == 5
 
 
-def test_paused_thread_applies_nothing_and_keeps_the_source_alive(house):
-    thread = IngestThread(house.ingestor, house.source, "ingest")
+def test_paused_thread_applies_nothing_and_keeps_the_source_alive(harness):
+    thread = IngestThread(harness.ingestor, harness.source, "ingest")
     thread.start()
     thread.pause().result(60)
-    house.source.batches = [batch(1, items=changes([(1, 1.0, 1)]))]
-    house.source.log.clear()
-    until(lambda: house.source.log.count("alive") > 1)
-    assert "commit" not in house.source.log
+    harness.source.batches = [batch(1, items=changes([(1, 1.0, 1)]))]
+    harness.source.log.clear()
+    until(lambda: harness.source.log.count("alive") > 1)
+    assert "commit" not in harness.source.log
     thread.resume()
-    until(lambda: "commit" in house.source.log)
+    until(lambda: "commit" in harness.source.log)
     thread.close()
 
 
-def test_call_runs_on_the_thread_and_returns_errors(house):
-    thread = IngestThread(house.ingestor, house.source, "ingest")
+def test_call_runs_on_the_thread_and_returns_errors(harness):
+    thread = IngestThread(harness.ingestor, harness.source, "ingest")
     thread.start()
     where = []
     thread.call(lambda: where.append(threading.current_thread().name)).result(60)
@@ -424,18 +430,18 @@ def test_call_runs_on_the_thread_and_returns_errors(house):
     assert thread.call(lambda: None).cancelled()
 
 
-def test_unexpected_exception_does_not_end_the_stream(house, monkeypatch, caplog):
+def test_unexpected_exception_does_not_end_the_stream(harness, monkeypatch, caplog):
     monkeypatch.setattr("hps.updates.ingest_thread.BACKOFF", Backoff(0.001, 5))
-    apply, left = house.ingestor.apply, [2]
+    apply, left = harness.ingestor.apply, [2]
 
-    def broken(given):
+    def broken(update):
         if left[0]:
             left[0] -= 1
-            house.source.batches.insert(0, given)  # as a rewound source does
+            harness.source.batches.insert(0, update)  # as a rewound source does
             raise ValueError("a mistake")
-        apply(given)
+        apply(update)
 
-    rewind, refused = house.source.rewind, [1]
+    rewind, refused = harness.source.rewind, [1]
 
     def once():
         if refused[0]:
@@ -443,16 +449,16 @@ def test_unexpected_exception_does_not_end_the_stream(house, monkeypatch, caplog
             raise TierError("redis", "it cannot say where it is")
         rewind()
 
-    monkeypatch.setattr(house.source, "rewind", once)
-    monkeypatch.setattr(house.ingestor, "apply", broken)
-    house.source.batches = [batch(1, items=changes([(1, 1.0, 1)]))]
-    thread = IngestThread(house.ingestor, house.source, "ingest")
+    monkeypatch.setattr(harness.source, "rewind", once)
+    monkeypatch.setattr(harness.ingestor, "apply", broken)
+    harness.source.batches = [batch(1, items=changes([(1, 1.0, 1)]))]
+    thread = IngestThread(harness.ingestor, harness.source, "ingest")
     thread.start()
-    until(lambda: "commit" in house.source.log)
+    until(lambda: "commit" in harness.source.log)
     thread.close()
-    assert house.source.log.count("rewind") == 2
+    assert harness.source.log.count("rewind") == 2
     assert "a mistake" in caplog.text
-    assert house.rows(house.store, [1]) == {1: 1.0}
+    assert harness.rows(harness.store, [1]) == {1: 1.0}
 
 
 class Rewound(Stream):
@@ -473,20 +479,22 @@ class Rewound(Stream):
         self.batches = self.all[len(self.committed) :]
 
 
-def test_abandoned_batch_is_polled_again(house):
+def test_abandoned_batch_is_polled_again(harness):
     source = Rewound([batch(i, items=changes([(i, 1.0, 1)])) for i in (1, 2, 3)], refused=1)
-    house.source = source
-    ingestor = house.make([FedStore("rocksdb", Failing(house.store, 1))], None)
+    harness.source = source
+    ingestor = harness.make([FedStore("rocksdb", Failing(harness.store, 1))], None)
     thread = IngestThread(ingestor, source, "ingest")
     thread.start()
     until(lambda: len(source.committed) == 3)
     thread.close()
-    assert house.rows(house.store, [1, 2, 3]) == {1: 1.0, 2: 1.0, 3: 1.0}
+    assert harness.rows(harness.store, [1, 2, 3]) == {1: 1.0, 2: 1.0, 3: 1.0}
 
 
-def test_source_error_while_paused_does_not_end_the_stream(house):
-    source = house.source = Rewound([batch(1, items=changes([(1, 1.0, 1)]))], refused=1)
-    thread = IngestThread(house.make([FedStore("rocksdb", house.store)], None), source, "ingest")
+def test_source_error_while_paused_does_not_end_the_stream(harness):
+    source = harness.source = Rewound([batch(1, items=changes([(1, 1.0, 1)]))], refused=1)
+    thread = IngestThread(
+        harness.make([FedStore("rocksdb", harness.store)], None), source, "ingest"
+    )
     thread.pause()
     thread.start()
     until(lambda: source.log.count("alive") > 1)
@@ -495,40 +503,40 @@ def test_source_error_while_paused_does_not_end_the_stream(house):
     thread.close()
 
 
-def test_problem_before_the_first_poll_is_reported(house, monkeypatch):
-    poll = house.source.poll
+def test_problem_before_the_first_poll_is_reported(harness, monkeypatch):
+    poll = harness.source.poll
 
     def away(timeout_s):
         raise TierError("redis", "it cannot be reached")
 
-    monkeypatch.setattr(house.source, "poll", away)
-    thread = IngestThread(house.ingestor, house.source, "ingest")
+    monkeypatch.setattr(harness.source, "poll", away)
+    thread = IngestThread(harness.ingestor, harness.source, "ingest")
     thread.start()
-    until(lambda: house.ingestor.problem == "redis: it cannot be reached")
-    until(lambda: "alive" in house.source.log)  # else the group would remove it
-    monkeypatch.setattr(house.source, "poll", poll)
-    until(lambda: house.ingestor.problem is None)
+    until(lambda: harness.ingestor.problem == "redis: it cannot be reached")
+    until(lambda: "alive" in harness.source.log)  # else the group would remove it
+    monkeypatch.setattr(harness.source, "poll", poll)
+    until(lambda: harness.ingestor.problem is None)
     thread.close()
 
 
-def test_position_is_recorded_with_the_last_rows_of_its_table(house):
+def test_position_is_recorded_with_the_last_rows_of_its_table(harness):
     """A batch may have rows of a table in two formats: the first must not claim its position."""
-    noted = []
+    recorded = []
 
     class Watched:
-        def apply(self, table, given, positions):
-            noted.append((given.keys.tolist(), [p.offset for p in positions]))
-            house.store.apply(table, given, positions)
+        def apply(self, table, update, positions):
+            recorded.append((update.keys.tolist(), [p.offset for p in positions]))
+            harness.store.apply(table, update, positions)
 
         def applied(self, table, topic, partition):
-            return house.store.applied(table, topic, partition)
+            return harness.store.applied(table, topic, partition)
 
     single, half = changes([(1, 1.0, 1)]), changes([(2, 2.0, 1)], dtype=np.float16)
     both = [*batch(1, items=single).updates, *batch(1, items=half).updates]
-    house.source.batches = [UpdateBatch(both, [StreamPosition("t", 0, 9)])]
-    house.make([FedStore("rocksdb", Watched())], None).step()
-    assert noted == [([1], []), ([2], [9])]
-    assert house.rows(house.store, [1, 2]) == {1: 1.0, 2: 2.0}
+    harness.source.batches = [UpdateBatch(both, [StreamPosition("t", 0, 9)])]
+    harness.make([FedStore("rocksdb", Watched())], None).step()
+    assert recorded == [([1], []), ([2], [9])]
+    assert harness.rows(harness.store, [1, 2]) == {1: 1.0, 2: 2.0}
 
 
 class Forgetful:
@@ -537,7 +545,7 @@ class Forgetful:
     def __init__(self) -> None:
         self.applied_to: dict[EmbeddingTable, int] = {}
 
-    def apply(self, table, given, positions):
+    def apply(self, table, update, positions):
         for each in positions:
             if self.applied_to.get(table, 0) >= each.continues_from:
                 self.applied_to[table] = max(self.applied_to.get(table, 0), each.offset)
@@ -547,53 +555,53 @@ class Forgetful:
 
 
 @pytest.mark.parametrize("more", [False, True], ids=["nothing more comes", "more comes"])
-def test_store_that_lost_rows_is_filled_again(house, monkeypatch, more):
+def test_store_that_lost_rows_is_filled_again(harness, monkeypatch, more):
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     store = Forgetful()
-    ingestor = house.make([FedStore("redis", store)], None)
-    assert house.places.start_offset("t", 0) is None
+    ingestor = harness.make([FedStore("redis", store)], None)
+    assert harness.places.start_offset("t", 0) is None
 
     def message(since: int) -> UpdateBatch:
         updates = batch(1, items=changes([(1, 1.0, since)])).updates
         return UpdateBatch(updates, [StreamPosition("t", 0, since + 1, since)])
 
-    house.source.batches = [message(0), message(1)]
+    harness.source.batches = [message(0), message(1)]
     for _ in range(3):
         ingestor.step()
     assert store.applied_to == {ITEMS: 2, USERS: 2}
-    assert "again" not in house.source.log
+    assert "again" not in harness.source.log
     store.applied_to.clear()
     if more:
-        house.source.batches = [message(2)]
+        harness.source.batches = [message(2)]
     ingestor.step()
-    assert house.source.log.count("again") == 1
-    assert house.places.start_offset("t", 0) is None, "all of it is wanted again"
-    house.source.batches = [message(0), message(1), message(2)]
+    assert harness.source.log.count("again") == 1
+    assert harness.places.start_offset("t", 0) is None, "all of it is wanted again"
+    harness.source.batches = [message(0), message(1), message(2)]
     for _ in range(4):
         ingestor.step()
     assert store.applied_to == {ITEMS: 3, USERS: 3}
-    assert house.source.log.count("again") == 1
+    assert harness.source.log.count("again") == 1
 
 
-def test_topic_without_tables_is_not_read_again(house, monkeypatch):
+def test_topic_without_tables_is_not_read_again(harness, monkeypatch):
     """No store has any of it: its messages are dead letters."""
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
-    assert house.places.start_offset("nobody", 0) is None
+    assert harness.places.start_offset("nobody", 0) is None
     letter = DeadLetter(Reason.UNKNOWN_TABLE, 0, StreamPosition("nobody", 0, 0), b"")
-    house.source.batches = [UpdateBatch((), [StreamPosition("nobody", 0, 1)], [letter])]
+    harness.source.batches = [UpdateBatch((), [StreamPosition("nobody", 0, 1)], [letter])]
     for _ in range(4):
-        house.ingestor.step()
-    assert "again" not in house.source.log
-    assert len(house.letters.kept) == 1
+        harness.ingestor.step()
+    assert "again" not in harness.source.log
+    assert len(harness.letters.kept) == 1
 
 
-def test_loss_message_names_the_store_and_offsets(house, monkeypatch, caplog):
+def test_loss_message_names_the_store_and_offsets(harness, monkeypatch, caplog):
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     store = Forgetful()
-    ingestor = house.make([FedStore("redis", store)], None)
-    house.source.batches = [batch(7, items=changes([(1, 1.0, 1)]))]
+    ingestor = harness.make([FedStore("redis", store)], None)
+    harness.source.batches = [batch(7, items=changes([(1, 1.0, 1)]))]
     ingestor.step()
     store.applied_to.clear()
     ingestor.step()
-    said = "redis has the updates of t/0 up to 0, but had them up to 7"
-    assert f"reading updates again: {said}" in caplog.text
+    loss = "redis has the updates of t/0 up to 0, but had them up to 7"
+    assert f"reading updates again: {loss}" in caplog.text

@@ -66,7 +66,7 @@ def test_unsigned_keys_are_reinterpreted_as_int64():
 
 
 @pytest.mark.parametrize(
-    ("given_", "says"),
+    ("arguments", "message"),
     [
         ({"keys": [1.5, 2, 3]}, "keys must be integers"),
         ({"keys": [[1, 2, 3]]}, r"keys must be \(n,\), not \(1, 3\)"),
@@ -81,9 +81,9 @@ def test_unsigned_keys_are_reinterpreted_as_int64():
         ({"deleted": ["a"]}, "deleted: keys must be integers"),
     ],
 )
-def test_check_changes_rejects_mismatched_arrays(given_, says):
-    with pytest.raises(BadRequest, match=says):
-        made(**given_)
+def test_check_changes_rejects_mismatched_arrays(arguments, message):
+    with pytest.raises(BadRequest, match=message):
+        made(**arguments)
 
 
 @pytest.mark.parametrize("time", [NOW, -1.0, 1e300, float("nan")])
@@ -129,8 +129,8 @@ def test_changes_of_a_key_go_to_one_partition_in_order(keys, deleted, groups, pa
 
 
 def test_native_messages_hold_all_attributes():
-    said = MessageAttributes(NOW, 60, 1234, 3)
-    (message,) = encode("native", "m/t", made(deleted=[9]), said)
+    attributes = MessageAttributes(NOW, 60, 1234, 3)
+    (message,) = encode("native", "m/t", made(deleted=[9]), attributes)
     decoded = decode_native([message])
     (update,) = decoded.updates
     assert (update.table, update.changes.deleted.tolist()) == ("m/t", [9])
@@ -152,7 +152,7 @@ def test_hps_messages_equal_those_of_hps(bits):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "options", "says"),
+    ("changes", "attributes", "options", "message"),
     [
         (
             made(deleted=[1]),
@@ -172,9 +172,11 @@ def test_hps_messages_equal_those_of_hps(bits):
         (made(keys=[-1, 2, 3]), MessageAttributes(NOW), {"key_bits": 32}, "keys of 32 bits"),
     ],
 )
-def test_encode_rejects_attributes_that_hps_messages_do_not_have(changes, said, options, says):
-    with pytest.raises(BadRequest, match=says):
-        encode("hps", "t", changes, said, **options)
+def test_encode_rejects_attributes_that_hps_messages_do_not_have(
+    changes, attributes, options, message
+):
+    with pytest.raises(BadRequest, match=message):
+        encode("hps", "t", changes, attributes, **options)
 
 
 def test_encode_rejects_a_row_larger_than_a_message():

@@ -21,7 +21,7 @@ ROWS = np.arange(8, dtype=np.float32).reshape(4, 2)
 VERSIONS = np.array([10, 2**64 - 1, 12, 13], np.uint64)
 
 
-def told(path, block: int = 3) -> tuple[dict, dict]:
+def changes_of(path, block: int = 3) -> tuple[dict, dict]:
     """(key -> (version, vector), key -> version)."""
     rows, gone = {}, {}
     for each in open_rows(path).changes(block, 100):
@@ -43,7 +43,7 @@ def test_exports_round_trip(tmp_path, ending, dtype):
     path = tmp_path / f"rows.{ending}"
     dead = TableRows(KEYS[3:], np.zeros((1, 2), dtype), VERSIONS[3:])
     export(path, table, [TableRows(KEYS, ROWS.astype(dtype), VERSIONS).at(slice(3))], [dead])
-    assert told(path) == (
+    assert changes_of(path) == (
         {k: (v, r) for k, v, r in zip(KEYS[:3].tolist(), VERSIONS.tolist(), ROWS.tolist(), strict=False)},
         {0: 13},
     )  # fmt: skip
@@ -56,7 +56,7 @@ def test_exports_round_trip(tmp_path, ending, dtype):
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_rows_without_versions_get_consecutive_ones(tmp_path, save):
     save(tmp_path / "a.npz", key=KEYS, vector=ROWS, remark=np.array("?"))
-    rows, gone = told(tmp_path / "a.npz")
+    rows, gone = changes_of(tmp_path / "a.npz")
     assert [version for version, _ in rows.values()] == [100, 101, 102, 103]
     assert not gone
 
@@ -71,7 +71,7 @@ def test_variable_length_lists_are_accepted_if_equally_long(tmp_path):
         }
     )
     parquet.write_table(table, tmp_path / "a.parquet")
-    assert told(tmp_path / "a.parquet") == (
+    assert changes_of(tmp_path / "a.parquet") == (
         {1: (100, [1.0, 2.0]), 3: (102, [5.0, 6.0])},
         {2: 101},
     )
@@ -79,12 +79,12 @@ def test_variable_length_lists_are_accepted_if_equally_long(tmp_path):
 
 def test_file_without_rows_has_no_changes(tmp_path):
     np.savez(tmp_path / "a.npz", key=KEYS[:0], vector=ROWS[:0])
-    assert told(tmp_path / "a.npz") == ({}, {})
+    assert changes_of(tmp_path / "a.npz") == ({}, {})
     assert open_rows(tmp_path / "a.npz").rows == 0
 
 
 @pytest.mark.parametrize(
-    ("arrays", "says"),
+    ("arrays", "message"),
     [
         ({"vector": ROWS}, "no column key: .* this one has vector"),
         ({"key": KEYS}, "no column vector"),
@@ -100,15 +100,15 @@ def test_file_without_rows_has_no_changes(tmp_path):
         ({"key": np.array(3), "vector": ROWS}, "array of numbers"),
     ],
 )
-def test_arrays_of_wrong_shape_are_rejected(tmp_path, arrays, says):
+def test_arrays_of_wrong_shape_are_rejected(tmp_path, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
-    with pytest.raises(BadRequest, match=says) as caught:
-        told(tmp_path / "a.npz")
-    assert str(tmp_path / "a.npz") in str(caught.value)
+    with pytest.raises(BadRequest, match=message) as error:
+        changes_of(tmp_path / "a.npz")
+    assert str(tmp_path / "a.npz") in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("column", "values", "says"),
+    ("column", "values", "message"),
     [
         ("key", pa.array([1, None, 3]), "key is null"),
         ("key", pa.array(["a", "b", "c"]), "keys must be integers"),
@@ -117,24 +117,24 @@ def test_arrays_of_wrong_shape_are_rejected(tmp_path, arrays, says):
         ("vector", pa.array([[1.0], [None], [3.0]], pa.list_(pa.float32())), "values that are null"),
     ],
 )  # fmt: skip
-def test_columns_of_wrong_type_are_rejected(tmp_path, column, values, says):
+def test_columns_of_wrong_type_are_rejected(tmp_path, column, values, message):
     good = {"key": pa.array([1, 2, 3]), "vector": pa.array([[1.0]] * 3, pa.list_(pa.float32(), 1))}
     parquet.write_table(pa.table(good | {column: values}), tmp_path / "a.parquet")
-    with pytest.raises(BadRequest, match=says):
-        told(tmp_path / "a.parquet")
+    with pytest.raises(BadRequest, match=message):
+        changes_of(tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize("name", ["a.npz", "a.parquet", "a.csv"])
 def test_file_of_another_format_is_rejected(tmp_path, name):
     (tmp_path / name).write_bytes(b"something else" * 10)
-    says = (
+    message = (
         "not an npz"
         if "npz" in name
         else "not a Parquet"
         if "parquet" in name
         else "use a file named"
     )
-    with pytest.raises(BadRequest, match=says):
+    with pytest.raises(BadRequest, match=message):
         open_rows(tmp_path / name)
 
 
@@ -159,4 +159,4 @@ def test_truncated_file_is_rejected(tmp_path, ending, cut):
         parquet.write_table(pa.table({"key": KEYS, "vector": list(ROWS)}), path)
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(BadRequest, match=re.escape(str(path))):
-        told(path)
+        changes_of(path)

@@ -1,4 +1,4 @@
-"""What `lookup.nodes` stands for."""
+"""Resolution of the addresses in `lookup.nodes`."""
 
 from socket import AF_INET, AF_INET6, AI_ADDRCONFIG, SOCK_STREAM
 

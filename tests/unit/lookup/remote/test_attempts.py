@@ -1,4 +1,4 @@
-"""What a lookup does with nodes that answer before the call that asks them has returned."""
+"""Remote lookups whose nodes answer before the call that starts the attempt has returned."""
 
 from types import SimpleNamespace
 
@@ -13,17 +13,17 @@ from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, LookupResult
 
 
 class Node:
-    """``start`` does what it is told to, and notes when what it began is cancelled."""
+    """A node whose ``start`` runs a function of the test and records cancellations."""
 
-    def __init__(self, address, meanwhile=lambda told: None):
+    def __init__(self, address, meanwhile=lambda on_done: None):
         self.address, self.in_flight = address, 0
         self.meanwhile = meanwhile
         self.cancelled = 0
         self.timeouts = []
 
-    def start(self, _message, timeout_s, _headers, told):
+    def start(self, _message, timeout_s, _headers, on_done):
         self.timeouts.append(timeout_s)
-        self.meanwhile(told)
+        self.meanwhile(on_done)
         return self.cancel
 
     def cancel(self):
@@ -34,7 +34,7 @@ class Node:
 
 
 @pytest.fixture
-def asking():
+def submit():
     """Starts a lookup at these nodes."""
 
     def ask(*nodes, deadline=None):
@@ -50,38 +50,38 @@ def asking():
     return ask
 
 
-def test_cancel_ends_the_latest_attempt(asking):
-    fails = Node("first", lambda told: told(grpc.StatusCode.UNAVAILABLE, "gone", None))
+def test_cancel_ends_the_latest_attempt(submit):
+    fails = Node("first", lambda on_done: on_done(grpc.StatusCode.UNAVAILABLE, "gone", None))
     works = Node("second")
-    answer = asking(fails, works)
+    answer = submit(fails, works)
     assert answer.cancel()
     assert works.cancelled == 1
 
 
-def test_slow_node_is_tried_again_when_the_other_is_gone(asking, monkeypatch):
+def test_slow_node_is_tried_again_when_the_other_is_gone(submit, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(lookup, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def late(told):
+    def late(on_done):
         if len(held_up.timeouts) == 1:
             now[0] += held_up.timeouts[0]
-            told(grpc.StatusCode.DEADLINE_EXCEEDED, "late", None)
+            on_done(grpc.StatusCode.DEADLINE_EXCEEDED, "late", None)
 
     held_up = Node("held up", late)
-    gone = Node("gone", lambda told: told(grpc.StatusCode.UNAVAILABLE, "refused", None))
-    answer = asking(held_up, gone, deadline=10.0)
+    gone = Node("gone", lambda on_done: on_done(grpc.StatusCode.UNAVAILABLE, "refused", None))
+    answer = submit(held_up, gone, deadline=10.0)
     assert held_up.timeouts == [1.0, 4.5]
     assert not answer.done()
     answer.cancel()
 
 
-def test_attempt_cancelled_while_starting_does_not_continue(asking):
-    def cancel(told):
-        call = told.args[0]
+def test_attempt_cancelled_while_starting_does_not_continue(submit):
+    def cancel(on_done):
+        call = on_done.args[0]
         assert call.answer.cancel()
 
     node = Node("only", cancel)
-    assert asking(node).cancelled()
+    assert submit(node).cancelled()
     assert node.cancelled == 1
 
 

@@ -1,4 +1,4 @@
-"""What is known of a lookup node."""
+"""State of a lookup node by the results of its polls."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def target():
     made.close()
 
 
-def told(target, code, ready=True):
+def state_after(target, code, ready=True):
     target.finish_poll(
         SimpleNamespace(
             code=lambda: code, details=lambda: "", result=lambda: pb.ServingResponse(ready=ready)
@@ -37,18 +37,18 @@ def told(target, code, ready=True):
 
 
 def test_late_node_may_serve_for_a_while(target, clock):
-    assert told(target, _Code.DEADLINE_EXCEEDED) == ("unreachable", False)
-    assert told(target, _Code.OK) == ("ready", True)
-    assert told(target, _Code.DEADLINE_EXCEEDED) == ("unreachable", True)
+    assert state_after(target, _Code.DEADLINE_EXCEEDED) == ("unreachable", False)
+    assert state_after(target, _Code.OK) == ("ready", True)
+    assert state_after(target, _Code.DEADLINE_EXCEEDED) == ("unreachable", True)
     clock.s += LATE_S - 1
-    assert told(target, _Code.DEADLINE_EXCEEDED) == ("unreachable", True)
+    assert state_after(target, _Code.DEADLINE_EXCEEDED) == ("unreachable", True)
     clock.s += 1.01
     assert not target.may_serve
-    assert told(target, _Code.DEADLINE_EXCEEDED) == ("unreachable", False)
+    assert state_after(target, _Code.DEADLINE_EXCEEDED) == ("unreachable", False)
 
 
 @pytest.mark.parametrize("code", [_Code.UNAVAILABLE, _Code.OK])
 def test_node_that_is_not_ready_or_unreachable_may_not_serve(target, clock, code):
-    told(target, _Code.OK)
-    told(target, _Code.DEADLINE_EXCEEDED)
-    assert not told(target, code, ready=False)[1]
+    state_after(target, _Code.OK)
+    state_after(target, _Code.DEADLINE_EXCEEDED)
+    assert not state_after(target, code, ready=False)[1]

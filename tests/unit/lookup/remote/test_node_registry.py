@@ -1,4 +1,4 @@
-"""Who looks after the lookup nodes."""
+"""Notifications of the registry of lookup nodes."""
 
 from contextlib import closing
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from tests.support.waiting import until
 
 
 def test_watchers_are_notified_when_a_node_is_late_for_too_long(monkeypatch):
-    """That changes nothing in what the node says."""
+    """The state that the node reports does not change then."""
 
     class Late(LookupNode):
         """Has answered once."""
@@ -23,16 +23,16 @@ def test_watchers_are_notified_when_a_node_is_late_for_too_long(monkeypatch):
         def start_poll(self, _timeout_s):
             code = grpc.StatusCode.DEADLINE_EXCEEDED if self.answered else grpc.StatusCode.OK
             self.answered = True
-            asked = SimpleNamespace(
+            poll = SimpleNamespace(
                 code=lambda: code, details=str, result=lambda: pb.ServingResponse(ready=True)
             )
-            asked.add_done_callback = lambda told: told(asked)
-            return asked
+            poll.add_done_callback = lambda seen: seen(poll)
+            return poll
 
     monkeypatch.setattr(module, "LookupNode", Late)
     monkeypatch.setattr(module, "LATE_S", 0.3)
     monkeypatch.setattr(targets, "LATE_S", 0.3)
     with closing(module.NodeRegistry(["127.0.0.1:1"])) as nodes:
-        (target,), told = nodes.all, []
-        nodes.watch(lambda: told.append((target.standing, target.may_serve)))
-        until(lambda: ("unreachable", False) in told)
+        (target,), seen = nodes.all, []
+        nodes.watch(lambda: seen.append((target.standing, target.may_serve)))
+        until(lambda: ("unreachable", False) in seen)

@@ -1,4 +1,4 @@
-"""Which version of a model a front end serves, while nodes change over one after the other."""
+"""Version that a front end serves while its nodes switch one after the other."""
 
 from types import SimpleNamespace
 
@@ -10,15 +10,17 @@ from hps.lookup.remote.version_vote import VersionVote
 
 
 def node(standing="ready", former=(), late=False, **models):
-    told = {of: ServedVersion(0, False) for of in models.items()}
-    told |= {of: ServedVersion(0, True) for of in former}
-    return SimpleNamespace(standing=standing, may_serve=standing == "ready" or late, models=told)
+    reported = {of: ServedVersion(0, False) for of in models.items()}
+    reported |= {of: ServedVersion(0, True) for of in former}
+    return SimpleNamespace(
+        standing=standing, may_serve=standing == "ready" or late, models=reported
+    )
 
 
 def follow(nodes, serves=(), chosen=None):
-    told = VersionVote(SimpleNamespace(all=nodes), chosen).follow({"serves": list(serves)}, 0.0)
-    assert all(token == f"{m}/{n}" for m, n, token in [*told["serve"], *told["open"]])
-    return [token for *_, token in told["serve"]], [token for *_, token in told["open"]]
+    reported = VersionVote(SimpleNamespace(all=nodes), chosen).follow({"serves": list(serves)}, 0.0)
+    assert all(token == f"{m}/{n}" for m, n, token in [*reported["serve"], *reported["open"]])
+    return [token for *_, token in reported["serve"]], [token for *_, token in reported["open"]]
 
 
 @pytest.mark.parametrize(
