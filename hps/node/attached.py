@@ -59,10 +59,8 @@ class Attached(SyncedModels):
 
     __slots__ = ("_connections",)
 
-    def __init__(
-        self, connections: NodeConnectionPool, following: VersionSync, **options: Any
-    ) -> None:
-        SyncedModels.__init__(self, following, **options)
+    def __init__(self, connections: NodeConnectionPool, sync: VersionSync, **options: Any) -> None:
+        SyncedModels.__init__(self, sync, **options)
         self._connections = connections
 
     def ask_node(self, what: str, timeout_s: float = 5.0, **fields: Any) -> Any:
@@ -130,8 +128,8 @@ class _AttachBuilder:
         self._configuration, self._settings = configuration, configuration.settings
         self._path, self._description, self._resources = path, description, resources
         self._metrics = metrics = Metrics()
-        self._following = VersionSync(NodeConnectionPool(path), self._open)
-        resources.callback(self._following.close)  # after the last lookup has finished
+        self._sync = VersionSync(NodeConnectionPool(path), self._open)
+        resources.callback(self._sync.close)  # after the last lookup has finished
         dropped = metrics.counter(m.PROMOTIONS, Source.CPU.name.lower(), "dropped").add
         self._node = NodeTier(dropped=dropped)
         guarded = self._guarded(self._node)
@@ -150,20 +148,20 @@ class _AttachBuilder:
         self._devices = NodeGpus(self._settings, [], metrics, resources)  # none is opened
 
     def attached(self) -> Attached:
-        connections, following = NodeConnectionPool(self._path), self._following
+        connections, sync = NodeConnectionPool(self._path), self._sync
         self._resources.callback(connections.close)
-        following.start()
+        sync.start()
         attached = Attached(
             connections,
-            following,
+            sync,
             metrics=self._metrics,
             tiers=self._tiers,
             workers=self._serving.lookups,
         )
         self._watch_ages(attached)
-        follow = PeriodicThread(following.sync, SYNC_EVERY_S, "hps-follow")
-        self._resources.callback(follow.close)
-        follow.start(0)
+        thread = PeriodicThread(sync.sync, SYNC_EVERY_S, "hps-version-sync")
+        self._resources.callback(thread.close)
+        thread.start(0)
         return attached
 
     def _open(self, name: str, number: int) -> OpenedVersion:

@@ -55,9 +55,9 @@ class Connected(SyncedModels):
     __slots__ = ("_nodes", "_outliers")
 
     def __init__(
-        self, nodes: NodeRegistry, outliers: OutlierEjection, following: VersionSync, **options: Any
+        self, nodes: NodeRegistry, outliers: OutlierEjection, sync: VersionSync, **options: Any
     ) -> None:
-        SyncedModels.__init__(self, following, **options)
+        SyncedModels.__init__(self, sync, **options)
         self._nodes, self._outliers = nodes, outliers
 
     @property
@@ -68,9 +68,7 @@ class Connected(SyncedModels):
         of = [(model.name, model.version) for model in self.models.values()]
         if any(one in node.models for node in self._ready() for one in of):
             return ""
-        failed = "; ".join(
-            f"{token}: {problem}" for token, problem in self._following.problems.items()
-        )
+        failed = "; ".join(f"{token}: {problem}" for token, problem in self._sync.problems.items())
         return failed or "the lookup nodes serve no model"
 
     def watch_nodes(self, changed: Callable[[], None]) -> None:
@@ -148,8 +146,8 @@ class _ConnectBuilder:
         self._budget = RetryBudget(lookup.in_flight)
         chosen = settings.models.serve
         stated = None if chosen is None else {name: each.version for name, each in chosen.items()}
-        self._following = VersionSync(VersionVote(nodes, stated), self._open)
-        resources.callback(self._following.close)  # after the last lookup has finished
+        self._sync = VersionSync(VersionVote(nodes, stated), self._open)
+        resources.callback(self._sync.close)  # after the last lookup has finished
         self._runs = open_dense_pool(settings, resources)
         self._lanes = open_lookup_pools(settings, resources)
 
@@ -158,13 +156,13 @@ class _ConnectBuilder:
 
         Raises TierError, or the error with which the model could not be opened."""
         if wait_s is None:
-            self._following.sync()
+            self._sync.sync()
             return
         until = time.monotonic() + wait_s
         with progress.task("waiting for lookup nodes", 1, "node") as step:
             while True:
-                self._following.start()
-                if self._following.models:
+                self._sync.start()
+                if self._sync.models:
                     return
                 if time.monotonic() > until:
                     why = self._nodes.problem or "they serve none of the models"
@@ -176,15 +174,15 @@ class _ConnectBuilder:
         connected = Connected(
             self._nodes,
             self._outliers,
-            self._following,
+            self._sync,
             metrics=self._metrics,
             tiers=[],
             workers=self._lanes,
         )
         self._publish(connected)
-        sync = PeriodicThread(self._following.sync, SYNC_EVERY_S, "hps-follow")
-        sync.start(0)
-        self._resources.callback(sync.close)
+        thread = PeriodicThread(self._sync.sync, SYNC_EVERY_S, "hps-version-sync")
+        thread.start(0)
+        self._resources.callback(thread.close)
         return connected
 
     def _open(self, name: str, number: int) -> OpenedVersion:

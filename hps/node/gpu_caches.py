@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from hps.config.schema import ModelOverride, Settings, TableOverride
@@ -81,12 +80,25 @@ class NodeGpus:
 
         Raises ConfigError, before it allocates anything, for GPUs that do not exist or have too little
         memory."""
-        if self._chosen.use == "off" or not self._is_there():
+        if self._chosen.use == "off" or not self._is_available():
             return None
         # After it waited for a device, a thread must not wait that long again for the interpreter lock.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         plan = self._plan()
-        self.static = [table for table, place in plan.items() if place.static]
+        self.static = [table for table, planned in plan.items() if planned.static]
+        self._check_static_tables()
+        caches = [self._cache(device, plan) for device in self._chosen.devices]
+        by_version = [
+            table
+            for table, planned in plan.items()
+            if planned.policy is EvictionPolicy.SCORE and not planned.static
+        ]
+        self.replicas = GpuReplicas(caches, by_version)
+        self._resources.callback(self.replicas.close)
+        publish_memory(self._metrics, self._chosen.devices, self._resources)
+        return self._status(self.replicas, plan)
+
+    def _check_static_tables(self) -> None:
         updates = self._settings.updates
         if self.static and (updates.kafka or updates.directory):
             source = "updates.kafka" if updates.kafka else "updates.directory"
@@ -94,19 +106,13 @@ class NodeGpus:
                 f"table {self.static[0].id} is static in the GPU cache (gpu_static, tiers.gpu.static), which "
                 f"takes no updates from {source}; serve it with gpu_static: false"
             )
-        caches = [self._cache(device, plan) for device in self._chosen.devices]
-        by_version = [
-            table
-            for table, place in plan.items()
-            if place.policy is EvictionPolicy.SCORE and not place.static
-        ]
-        replicas = GpuReplicas(caches, by_version)
-        self.replicas = replicas
-        self._resources.callback(replicas.close)
-        tables = [table for table, place in plan.items() if place.rows]
-        rows = BackgroundValue(partial(_count, replicas, tables), _COUNT_AGAIN_S, "gpu-rows")
+
+    def _status(self, replicas: GpuReplicas, plan: Plan) -> TierStatus:
+        tables = [table for table, planned in plan.items() if planned.rows]
+        rows = BackgroundValue(
+            lambda: {table: replicas.rows(table) for table in tables}, _COUNT_AGAIN_S, "gpu-rows"
+        )
         self._resources.callback(rows.close)
-        publish_memory(self._metrics, self._chosen.devices, self._resources)
         facts = {
             "devices": self._chosen.devices,
             "bytes": device_bytes(plan),
@@ -192,14 +198,14 @@ class NodeGpus:
 
     # -- opening -----------------------------------------------------------------------------------
 
-    def _is_there(self) -> bool:
+    def _is_available(self) -> bool:
         chosen = self._chosen
         if (why := missing_requirement()) is None:
-            have = device_count()
-            missing = [device for device in chosen.devices if device >= have]
+            found = device_count()
+            missing = [device for device in chosen.devices if device >= found]
             if not missing:
                 return True
-            why = f"tiers.gpu.devices names GPU {missing[0]}, but this machine has {have}, numbered from 0"
+            why = f"tiers.gpu.devices names GPU {missing[0]}, but this machine has {found}, numbered from 0"
         if chosen.use == "required":
             raise ConfigError(
                 f"tiers.gpu.use is required, but {why}. Set it to auto to serve from the CPU cache"
@@ -211,7 +217,7 @@ class NodeGpus:
         chosen = self._chosen
         plan = plan_gpu(
             {
-                table: self._wish(table, model.version.tables[name].rows)
+                table: self._table_request(table, model.version.tables[name].rows)
                 for model in self._opened
                 for name, table in model.tables.items()
             },
@@ -223,7 +229,7 @@ class NodeGpus:
             check_fits(plan, free_memory(device), device)
         return plan
 
-    def _wish(self, table: EmbeddingTable, rows: int) -> GpuTableRequest:
+    def _table_request(self, table: EmbeddingTable, rows: int) -> GpuTableRequest:
         chosen = self._chosen
         models = self._settings.models.serve or {}
         override = models.get(table.model) or ModelOverride()
@@ -234,13 +240,13 @@ class NodeGpus:
 
     def _cache(self, device: int, plan: Plan) -> Any:
         cache = open_cache(device, self._chosen.workspaces)
-        for table, place in plan.items():
+        for table, planned in plan.items():
             cache.add_table(
                 table,
-                place.rows,
-                policy=place.policy,
-                host_rows=place.host_rows,
-                static=place.static,
+                planned.rows,
+                policy=planned.policy,
+                host_rows=planned.host_rows,
+                static=planned.static,
                 ticks=self._chosen.clock_ticks,
                 epoch_s=self._chosen.epoch_s,
             )
@@ -279,7 +285,3 @@ def free_memory(device: int) -> int:
 
     with cupy().cuda.Device(device):
         return free_bytes()
-
-
-def _count(replicas: GpuReplicas, tables: Sequence[EmbeddingTable]) -> Mapping[EmbeddingTable, int]:
-    return {table: replicas.rows(table) for table in tables}

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from hps.config import Settings
 from hps.errors import HpsError, NotFound, Unavailable, Unsupported
@@ -73,7 +74,7 @@ class ModelControl:
         self._caches, self._devices = parts.caches, parts.devices
         self._opened, self._tables = parts.opened, parts.tables
         self._node = node
-        self._followers = followers
+        self._attached = followers
         self._repository = Repository(settings.models.repository)
         root = settings.models.repository
         self._legacy = {
@@ -84,7 +85,7 @@ class ModelControl:
         self._to_close = resources
         self._resources: dict[str, ExitStack] = {}  # of versions loaded later, by model
         self._retirement = VersionRetirement(
-            parts.stores, self._forget, self._version_of, self._changing
+            parts.stores, self._free_caches, self._version_of, self._changing
         )
         self.loading: dict[str, int] = {}
         """Versions being loaded, by model."""
@@ -139,12 +140,12 @@ class ModelControl:
                 raise NotFound(f"Request for unknown model: '{name}' is not found")
             old = self._opened_model(served)
             self._node.models = {n: m for n, m in self._node.models.items() if n != name}
-            remote = self._followers.drop(name)
+            remote = self._attached.drop(name)
             self._warn(name, "")
             self._set_opened([each for each in self._opened if each is not old])
             self._follow(self._opened)
             self._retire(old, self._resources.pop(name, None), served, remote)
-            self._followers.settle(self._require_open)
+            self._attached.settle(self._require_open)
 
     def close(self) -> None:
         """Wait for a running change, then reject others; does not wait for requests.
@@ -235,27 +236,26 @@ class ModelControl:
             freshness = freshness_of(self._settings, found.name, node.metrics)
             ready = self._serving.serve(model, node.metrics, self._devices, freshness)
             undo.callback(node.metrics.release, found.name, found.version)
-            undo.callback(self._followers.withdraw)
-            self._followers.fingerprints[found.key] = found.fingerprint
-            self._followers.open(found.name, found.version, self._require_open)
+            undo.callback(self._attached.withdraw)
+            self._attached.fingerprints[found.key] = found.fingerprint
+            self._attached.open(found.name, found.version, self._require_open)
             node.models = {**node.models, found.name: ready}
-            remote = self._followers.switch()
+            remote = self._attached.switch()
             self._set_opened([*others, model])
             before = self._resources.pop(found.name, None)
             self._resources[found.name] = self._to_close.enter_context(own.pop_all())
             undo.pop_all()
-        self._warn(found.name, warning)
-        node.metrics.counter(m.MODEL_LOADS, found.name, "served").add()
-        self._create_load_counter(found.name)
-        log.info(
-            "model %s: version %d is served after %.1f s",
-            found.name,
-            found.version,
-            time.monotonic() - started,
-        )
+        self._report_load(found, warning, time.monotonic() - started)
         if old is not None and served is not None and remote is not None:
             self._retire(old, before, served, remote)
-        self._followers.settle(self._require_open)
+        self._attached.settle(self._require_open)
+
+    def _report_load(self, version: ModelVersion, warning: str, seconds: float) -> None:
+        name = version.name
+        self._warn(name, warning)
+        self._node.metrics.counter(m.MODEL_LOADS, name, "served").add()
+        self._create_load_counter(name)
+        log.info("model %s: version %d is served after %.1f s", name, version.version, seconds)
 
     def _retire(
         self,
@@ -265,7 +265,7 @@ class ModelControl:
         remote: LoadedVersion,
     ) -> None:
         """Free ``served`` once no request uses it, in this process or a remote one."""
-        is_used = partial(self._followers.uses, remote)
+        is_used = partial(self._attached.uses, remote)
         last = LastRequest(served.engine)
         self._retirement.retire(ReplacedVersion(old, resources, last, is_used))
 
@@ -302,30 +302,29 @@ class ModelControl:
         kafka = self._settings.updates.kafka
         if kafka is None or kafka.shared_writer != "ingest":
             return
-        contained, until = (
-            watermarks_of([model]),
-            time.monotonic() + self._settings.models.catch_up_s,
-        )
-        for store in self._stores.update_targets(shared=True):
-            for table in model.tables.values():
-                for (topic, partition), offset in self._node.streams.reached(table).items():
-                    if contained.get(table, {}).get(topic, {}).get(str(partition), 0) >= offset:
-                        continue
-                    while (at := store.store.applied(table, topic, partition) or 0) < offset:
-                        if not at or time.monotonic() > until:
-                            raise Unavailable(
-                                f"model '{model.version.name}' version {model.version.version}: {store.name} "
-                                f"has the updates of table '{table.name}' up to {at} of {topic}/{partition}, "
-                                f"this node up to {offset}: no `hps ingest` feeds this version, or it is "
-                                "behind; start one for it beside the other (docs/updates.md), wait until "
-                                "its lag is 0, and load again; nothing was changed"
-                            )
-                        self._closed.wait(_CHECK_EVERY_S)
-                        self._require_open()
+        contained = watermarks_of([model])
+        until = time.monotonic() + self._settings.models.catch_up_s
+        for store, table in product(
+            self._stores.update_targets(shared=True), model.tables.values()
+        ):
+            for (topic, partition), offset in self._node.streams.reached(table).items():
+                if contained.get(table, {}).get(topic, {}).get(str(partition), 0) >= offset:
+                    continue
+                while (at := store.store.applied(table, topic, partition) or 0) < offset:
+                    if not at or time.monotonic() > until:
+                        raise Unavailable(
+                            f"model '{model.version.name}' version {model.version.version}: {store.name} "
+                            f"has the updates of table '{table.name}' up to {at} of {topic}/{partition}, "
+                            f"this node up to {offset}: no `hps ingest` feeds this version, or it is "
+                            "behind; start one for it beside the other (docs/updates.md), wait until "
+                            "its lag is 0, and load again; nothing was changed"
+                        )
+                    self._closed.wait(_CHECK_EVERY_S)
+                    self._require_open()
 
     # -- retire a version --------------------------------------------------------------------------
 
-    def _forget(self, model: OpenedModel) -> None:
+    def _free_caches(self, model: OpenedModel) -> None:
         self._caches.drop(model)
         self._node.metrics.release(model.version.name, model.version.version)
 

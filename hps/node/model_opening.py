@@ -81,8 +81,8 @@ def _described(
     """A version without tables, for a front end: lookup nodes have the rows and choose the version."""
     if version is None and override is not None:
         version = override.version
-    there = repository.versions(name)
-    return repository.without_rows(name, version or (there[-1] if there else 1), override)
+    versions = repository.versions(name)
+    return repository.without_rows(name, version or (versions[-1] if versions else 1), override)
 
 
 @dataclass(frozen=True, slots=True)

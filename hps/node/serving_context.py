@@ -52,13 +52,13 @@ class ServingContext:
         engine = LookupEngine(
             model.lookup, self.caches, self.stores, self.lookups, self.promote, lookups
         )
-        there = devices.lookups(model, self.lookups, self.promote, lookups)
+        device_lookups = devices.lookups(model, self.lookups, self.promote, lookups)
         pipeline = None
         if model.dense is not None and model.spec.dense is not None:
             meter = DenseMeter(metrics, name, version)
             if isinstance(model.dense, FallbackModel):
                 model.dense.count = meter.fell_back
-            paths = devices.paths(model, there, lookups)
+            paths = devices.paths(model, device_lookups, lookups)
             pipeline = InferencePipeline(
                 name, model.spec.dense, engine, model.dense, self.runs, meter, paths
             )
@@ -69,7 +69,7 @@ class ServingContext:
             model.tables,
             engine,
             pipeline,
-            tuple(there),
+            tuple(device_lookups),
             freshness,
         )
 

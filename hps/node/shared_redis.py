@@ -80,9 +80,15 @@ class SharedRedis:
             resources.callback(self._writer.close)
         usage = BackgroundValue(self._usage, _USAGE_MAX_AGE_S, "redis-usage")
         resources.callback(usage.close)
-        self.status = TierStatus(
+        self.status = self._status(guarded, usage)
+
+    def _status(
+        self, guarded: GuardedTier, usage: BackgroundValue[dict[EmbeddingTable, RedisTableUsage]]
+    ) -> TierStatus:
+        chosen = self._chosen
+        return TierStatus(
             guarded,
-            redis.rows,
+            self.tier.rows,
             state=lambda: guarded.state,
             exact=lambda _table: chosen.layout == "hps",  # in that layout, deletions leave no entry
             size=lambda table: used.bytes if (used := (usage.value or {}).get(table)) else None,

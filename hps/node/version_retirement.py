@@ -73,13 +73,13 @@ class VersionRetirement:
     def __init__(
         self,
         stores: NodeStores,
-        forget: Callable[[OpenedModel], None],
+        free_caches: Callable[[OpenedModel], None],
         served: Callable[[str], int | None],
         turn: threading.Lock,
     ) -> None:
-        """``forget`` removes a model's tables from the caches, and its metrics."""
+        """``free_caches`` removes a model's tables from the caches, and its metrics."""
         self._stores = stores
-        self._forget = forget
+        self._free_caches = free_caches
         self._served = served
         self._turn = turn
         # In the order of replacement; without those whose rows are no longer in RocksDB.
@@ -121,7 +121,7 @@ class VersionRetirement:
         return not self.is_idle
 
     def _free(self, replaced: ReplacedVersion) -> None:
-        self._forget(replaced.model)
+        self._free_caches(replaced.model)
         self._stores.remove(replaced.model)
         if replaced.resources is not None:
             replaced.resources.close()

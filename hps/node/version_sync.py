@@ -176,15 +176,15 @@ class VersionSync:
 
 
 class SyncedModels(OpenModels):
-    """Open models that change when those that they follow do."""
+    """Open models that change when those of the node or the lookup nodes do."""
 
-    __slots__ = ("_following", "_watchers")
+    __slots__ = ("_sync", "_watchers")
 
-    def __init__(self, following: VersionSync, **options: Any) -> None:
-        OpenModels.__init__(self, models=following.models, **options)
-        self._following = following
+    def __init__(self, sync: VersionSync, **options: Any) -> None:
+        OpenModels.__init__(self, models=sync.models, **options)
+        self._sync = sync
         self._watchers: list[Callable[[], None]] = []
-        following.use = self._use
+        sync.use = self._use
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call ``changed`` on a separate thread when ``models`` has changed."""
@@ -192,7 +192,7 @@ class SyncedModels(OpenModels):
 
     def require(self, check: Callable[[ServedModel], None]) -> None:
         """Run ``check`` on versions before they are served here; an error fails their load."""
-        self._following.checks.append(check)
+        self._sync.checks.append(check)
 
     def _use(self, models: dict[str, ServedModel]) -> None:
         self.models = models

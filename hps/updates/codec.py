@@ -173,16 +173,15 @@ def encode_native(
     dim, dtype = changes.vectors.shape[1], changes.vectors.dtype
     name = table.encode() + bytes(-len(table) % 8)
     row = dim * dtype.itemsize
-    room = full - HEADER.size - len(name)
-    rows_fit = _fitting(room, 16 + row if count else 16, full)
+    space = full - HEADER.size - len(name)
+    rows_fit = _fitting(space, 16 + row if count else 16, full)
     fields = (dim, DTYPES.index(dtype), 0, len(table), event_ms, ttl_s, 0, step, dense_version)
     keys, versions, vectors, deleted, deleted_versions = map(_bytes_of, _arrays(changes))
     messages = []
     up = down = 0
-    while up < count or down < gone:
-        # Rows [up, to) and deletions [down, end).
+    while up < count or down < gone:  # rows [up, to) and deletions [down, end)
         to = min(up + rows_fit, count)
-        end = min(down + (room - (to - up) * (16 + row)) // 16, gone)
+        end = min(down + (space - (to - up) * (16 + row)) // 16, gone)
         columns = (
             *(keys[8 * up : 8 * to], deleted[8 * down : 8 * end]),
             *(versions[8 * up : 8 * to], deleted_versions[8 * down : 8 * end]),
@@ -213,14 +212,14 @@ def _message(name: bytes, fields: tuple[int, ...], columns: Sequence[memoryview]
     return b"".join((start, checksum.to_bytes(4, "little"), rest))
 
 
-def _fitting(room: int, entry_bytes: int, full: int) -> int:
+def _fitting(space: int, entry_bytes: int, full: int) -> int:
     """Number of entries that fit a message. Raises ValueError if none does."""
-    if room < entry_bytes:
-        need = full - room + entry_bytes
+    if space < entry_bytes:
+        need = full - space + entry_bytes
         raise ValueError(
             f"a message of one row has {need} bytes, but at most {full} are allowed; raise message_bytes"
         )
-    return room // entry_bytes
+    return space // entry_bytes
 
 
 def _check_rows(keys: KeyArray, vectors: VectorArray, dtypes: Sequence[np.dtype[Any]]) -> None:

@@ -73,24 +73,27 @@ class DirectWriter:
             raise Unavailable(f"other writes took longer than {timeout_s:g} s; try again")
         try:
             made_s = time.time()
-            new, gone = table.narrow(keys), table.narrow(deleted)
-            version = self._clock.now()
-            versions = self._versions(table, np.concatenate([new, gone]), version)
-            changes = TableChanges(
-                new,
-                np.ascontiguousarray(vectors, table.dtype),
-                versions[: len(new)],
-                gone,
-                versions[len(new) :],
-            )
-            for each in self._stores:
-                each.store.apply(table, changes, [])
-            refresh(self._caches, table, changes, versioned=all(s.versioned for s in self._stores))
+            version = self._apply(table, keys, vectors, deleted)
         finally:
             self._turn.release()
         self._observe.visible(table, "direct", np.array([made_s]))
         self._observe.applied(table, "upserted", len(keys))
         self._observe.applied(table, "deleted", len(deleted))
+        return version
+
+    def _apply(
+        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, deleted: KeyArray
+    ) -> int:
+        """Write to the stores, then the caches; returns the highest version."""
+        new, gone = table.narrow(keys), table.narrow(deleted)
+        version = self._clock.now()
+        versions = self._versions(table, np.concatenate([new, gone]), version)
+        rows = np.ascontiguousarray(vectors, table.dtype)
+        n = len(new)
+        changes = TableChanges(new, rows, versions[:n], gone, versions[n:])
+        for each in self._stores:
+            each.store.apply(table, changes, [])
+        refresh(self._caches, table, changes, versioned=all(s.versioned for s in self._stores))
         return int(versions.max()) if len(versions) else version
 
     def _versions(self, table: EmbeddingTable, keys: KeyArray, version: int) -> VersionArray:

@@ -31,18 +31,18 @@ _GPU, _DEFAULT = int(Source.GPU), int(Source.DEFAULT)
 class LowerTiers:
     """The tiers that fill a device's misses without blocking. Thread-safe.
 
-    ``memory`` finds all rows or none, in one call; ``bridge`` goes key by key. ``lift`` promotes the
+    ``memory`` finds all rows or none, in one call; ``bridge`` goes key by key. ``promote`` is called with the
     keys whose rows ``memory`` had."""
 
     def __init__(
         self,
         memory: FusedLookup | None = None,
         bridge: Tier | None = None,
-        lift: Promote = lambda _table, _keys: None,
+        promote: Promote = lambda _table, _keys: None,
     ) -> None:
         self.memory = memory
         self.bridge = bridge
-        self._lift = lift
+        self._promote = promote
         self._backoff = CallBackoff()
 
     def is_due(self) -> bool:
@@ -56,7 +56,7 @@ class LowerTiers:
         self._backoff.record(worked=found)
         if found:
             for table, keys, _ in asks:
-                self._lift(table, keys)
+                self._promote(table, keys)
         return found
 
 
@@ -166,11 +166,11 @@ class FilledFetch:
         """Copy the missing rows up in one launch, if host memory has all of them."""
         if self._refill is None or not self._below.is_due():
             return False
-        rooms = self._refill.room(misses)
+        targets = self._refill.room(misses)
         asks = [
-            (feature.table, keys[left], room)
-            for feature, keys, left, room in zip(
-                self._features, self.keys, misses, rooms, strict=True
+            (feature.table, keys[left], target)
+            for feature, keys, left, target in zip(
+                self._features, self.keys, misses, targets, strict=True
             )
             if len(left)
         ]

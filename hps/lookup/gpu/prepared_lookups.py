@@ -21,7 +21,7 @@ from hps.types import JaggedKeys, LookupResult, Source
 
 _INT64 = np.dtype(np.int64)
 _ALIGN = 256
-_TEMPLATES_KEPT = 64
+_PREPARED_KEPT = 64
 _GPU = int(Source.GPU)
 
 Signature = tuple[tuple[str, int, int], ...]
@@ -41,12 +41,12 @@ def request_signature(features: Mapping[str, JaggedKeys]) -> Signature | None:
 
 
 @dataclass(slots=True)
-class _DeviceTemplate:
+class _PreparedDeviceLookup:
     """A prepared pooling into one block, the fetch for misses, and each feature's position in the block."""
 
     pooled: Any
     block: Any
-    places: list[tuple[str, int, int, Any, tuple[int, ...]]]
+    slices: list[tuple[str, int, int, Any, tuple[int, ...]]]
     bags: list[DeviceBags]
     fetched: FilledFetch | None = None
 
@@ -61,7 +61,7 @@ class PreparedDeviceLookups:
         self._below = below
         self._observe = observe
         self._meter = meter
-        self._templates: dict[Any, queue.SimpleQueue[_DeviceTemplate]] = {}
+        self._prepared: dict[Any, queue.SimpleQueue[_PreparedDeviceLookup]] = {}
         self._backoff = CallBackoff()
         self._backoff_below = CallBackoff()
 
@@ -79,43 +79,43 @@ class PreparedDeviceLookups:
         if not (pooling or fetching):
             return None
         space = self._device.space
-        templates = self._templates.get(key)
-        if templates is None:
-            templates = memoize(self._templates, key, queue.SimpleQueue(), _TEMPLATES_KEPT)
+        idle = self._prepared.get(key)
+        if idle is None:
+            idle = memoize(self._prepared, key, queue.SimpleQueue(), _PREPARED_KEPT)
         stream = space.take_stream()
         result = None
         with space.device:
             try:
-                template = templates.get_nowait()
+                prepared = idle.get_nowait()
             except queue.Empty:
-                template = self._prepare(features, keys)
+                prepared = self._prepare(features, keys)
             try:
                 if pooling:
-                    result = self._pool(template, features, keys, stream)
+                    result = self._pool(prepared, features, keys, stream)
                     self._backoff.record(worked=result is not None)
                 if result is None and fetching:
-                    result = self._fetch(template, features, keys, stream, deadline)
+                    result = self._fetch(prepared, features, keys, stream, deadline)
                     self._backoff_below.record(worked=result is not None)
             finally:
-                stream.synchronize()  # the template's next user may have another stream
-                templates.put(template)
+                stream.synchronize()  # its next user may have another stream
+                idle.put(prepared)
                 space.give_back(stream)
         return result
 
     def _pool(
         self,
-        template: _DeviceTemplate,
+        prepared: _PreparedDeviceLookup,
         features: Sequence[Feature],
         keys: Sequence[JaggedKeys],
         stream: Any,
     ) -> LookupResult | None:
         """Pool from the device alone."""
         started = time.perf_counter()
-        for feature, mine, there in zip(features, keys, template.pooled.keys, strict=True):
-            there[:] = feature.shift(mine.keys)
-        template.pooled.launch(stream)
-        result = LookupResult(self._copied_vectors(template, stream))
-        if template.pooled.missing():
+        for feature, mine, buffer in zip(features, keys, prepared.pooled.keys, strict=True):
+            buffer[:] = feature.shift(mine.keys)
+        prepared.pooled.launch(stream)
+        result = LookupResult(self._copied_vectors(prepared, stream))
+        if prepared.pooled.missing():
             return None
         seconds = time.perf_counter() - started
         counts = [(f.table, len(k.keys)) for f, k in zip(features, keys, strict=True)]
@@ -127,36 +127,38 @@ class PreparedDeviceLookups:
 
     def _fetch(
         self,
-        template: _DeviceTemplate,
+        prepared: _PreparedDeviceLookup,
         features: Sequence[Feature],
         keys: Sequence[JaggedKeys],
         stream: Any,
         deadline: float | None,
     ) -> LookupResult | None:
         """Pool after filling misses from host memory."""
-        fetched = template.fetched
+        fetched = prepared.fetched
         if fetched is None:
-            arguments = self._device, self._below, template.bags, self._observe, self._meter
-            fetched = template.fetched = FilledFetch(*arguments)
-        for feature, mine, there in zip(features, keys, fetched.keys, strict=True):
-            there[:] = feature.shift(mine.keys)
+            arguments = self._device, self._below, prepared.bags, self._observe, self._meter
+            fetched = prepared.fetched = FilledFetch(*arguments)
+        for feature, mine, buffer in zip(features, keys, fetched.keys, strict=True):
+            buffer[:] = feature.shift(mine.keys)
         if not fetched.run(stream, deadline):
             return None
-        vectors = self._copied_vectors(template, stream)
+        vectors = self._copied_vectors(prepared, stream)
         return LookupResult(vectors, defaulted=fetched.finish())
 
-    def _copied_vectors(self, template: _DeviceTemplate, stream: Any) -> dict[str, Any]:
+    def _copied_vectors(self, prepared: _PreparedDeviceLookup, stream: Any) -> dict[str, Any]:
         """Copy the block's vectors to new arrays; waits for the stream."""
         space = self._device.space
-        fresh = space.empty((len(template.block),), np.uint8, stream)
-        space.assign(fresh, template.block, stream)
+        fresh = space.empty((len(prepared.block),), np.uint8, stream)
+        space.assign(fresh, prepared.block, stream)
         stream.synchronize()
         return {
             name: fresh[start:stop].view(dtype).reshape(shape)
-            for name, start, stop, dtype, shape in template.places
+            for name, start, stop, dtype, shape in prepared.slices
         }
 
-    def _prepare(self, features: Sequence[Feature], keys: Sequence[JaggedKeys]) -> _DeviceTemplate:
+    def _prepare(
+        self, features: Sequence[Feature], keys: Sequence[JaggedKeys]
+    ) -> _PreparedDeviceLookup:
         shapes: list[tuple[int, ...]] = [
             (len(mine.keys) if f.pooling == "none" else mine.batch, f.table.dim)
             for f, mine in zip(features, keys, strict=True)
@@ -164,12 +166,12 @@ class PreparedDeviceLookups:
         sizes = [shape[0] * f.table.row_bytes for shape, f in zip(shapes, features, strict=True)]
         ends = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)]).tolist()
         block = self._device.space.bytes(ends[-1])
-        places, bags = [], []
+        slices, bags = [], []
         for feature, mine, shape, size, (start, _) in zip(
             features, keys, shapes, sizes, pairwise(ends), strict=True
         ):
             dtype, n = feature.table.dtype, len(mine.keys)
             out = block[start : start + size].view(dtype).reshape(shape)
             bags.append(DeviceBags(feature, n, n // shape[0], out))
-            places.append((feature.name, start, start + size, dtype, shape))
-        return _DeviceTemplate(prepared_pooling(self._device, bags), block, places, bags)
+            slices.append((feature.name, start, start + size, dtype, shape))
+        return _PreparedDeviceLookup(prepared_pooling(self._device, bags), block, slices, bags)

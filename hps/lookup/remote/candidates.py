@@ -61,7 +61,7 @@ class Candidates:
         for target in self.nodes.all:
             served = target.models.get(self._of)
             if served is not None and not self._is_known(served.digest):
-                self._ask(target)
+                self._compare_description(target)
         self._sort()
 
     @property
@@ -83,7 +83,7 @@ class Candidates:
     def _is_known(self, digest: int) -> bool:
         return digest in self._same or digest in self._different
 
-    def _ask(self, target: LookupNode) -> None:
+    def _compare_description(self, target: LookupNode) -> None:
         try:
             described = target.describe(*self._of, _DESCRIBE_S)
             check_same_description(target.address, described, self.model)

@@ -152,12 +152,12 @@ class RemoteLookup(Lookup):
             self._in_flight += 1
         self._budget.earn()
         call.answer.add_done_callback(partial(self._ended, call))
-        self._ask(call)
+        self._start_attempt(call)
         return call.answer
 
     # -- attempts ----------------------------------------------------------------------------------
 
-    def _ask(self, call: RemoteLookupCall) -> None:
+    def _start_attempt(self, call: RemoteLookupCall) -> None:
         """Send ``call`` to a node that was not tried yet."""
         try:
             self._send(call)
@@ -188,7 +188,7 @@ class RemoteLookup(Lookup):
             attempt.cancel = target.start(call.message, left_s, call.headers, on_done)
         except ValueError:  # the node was removed, or the process is ending
             call.failure = f"{target.address}: its connection has been closed"
-            self._ask(call)
+            self._start_attempt(call)
             return
         if call.answer.cancelled():  # the caller cancelled before `attempt.cancel` was set
             attempt.cancel()
@@ -232,7 +232,7 @@ class RemoteLookup(Lookup):
             self._candidates.nodes.poll_soon()
         if retriable and not attempt.is_last and self._may_retry(call):
             target.count_retry()
-            self._ask(call)
+            self._start_attempt(call)
         elif code is _Code.INVALID_ARGUMENT:
             call.fail(BadRequest(details))
         elif code in _NO_ANSWER:
@@ -254,7 +254,9 @@ class RemoteLookup(Lookup):
         until = min(call.deadline, call.all_failed_since + _RETRY_ALL_S) - _RETRY_PAUSE_S
         again = now < until and self._budget.spend()
         call.tried.clear()
-        if not again or not self._candidates.nodes.later(_RETRY_PAUSE_S, partial(self._ask, call)):
+        if not again or not self._candidates.nodes.later(
+            _RETRY_PAUSE_S, partial(self._start_attempt, call)
+        ):
             call.fail(Unavailable(self._unavailable_reason(call)))
 
     def _finish(self, call: RemoteLookupCall, attempt: LookupAttempt, response: Any) -> None:

@@ -67,41 +67,38 @@ class LookupRequestTemplate:
             report=request.want_source,
         )
         self._report = request.want_source
-        self.are_keys_all = all(
-            keys.offsets is None and keys.weights is None for keys in features.values()
-        )
+        plain = [keys.offsets is None and keys.weights is None for keys in features.values()]
+        self.are_keys_all = all(plain)
         """True if the requests have neither offsets nor weights."""
         self._keys = self._size = 0
-        slices = []
         for name, jagged in features.items():
-            count, table = len(jagged.keys), known[name].table
             header.names.add(
                 name=name,
-                count=count,
+                count=len(jagged.keys),
                 batch=jagged.batch,
                 has_offsets=jagged.offsets is not None,
                 has_weights=jagged.weights is not None,
             )
-            rows = count if known[name].pooling == "none" else jagged.batch
-            dtype = table.dtype.newbyteorder("<")
-            keys, at = slice(self._keys, self._keys + count), self._size
-            is_aligned = at % dtype.itemsize == 0
-            slices.append(_ResponseSlice(name, keys, at, (rows, table.dim), dtype, is_aligned))
-            self._keys += count
-            self._size += rows * table.row_bytes
-        self._slices = tuple(slices)
+        slices = tuple(self._next_slice(known[n], n, keys) for n, keys in features.items())
+        self._slices = slices
         self._named = [piece.name for piece in slices]
         self._alike: tuple[tuple[int, int, int], np.dtype[Any]] | None = None
         if len({(piece.shape, piece.dtype) for piece in slices}) == 1:  # one reshape is faster
             self._alike = (len(slices), *slices[0].shape), slices[0].dtype
-        whole = pb.LookupRequest(
-            asked=header.SerializeToString(), keys=bytes(_KEY_BYTES * self._keys)
-        )
-        packed = whole.SerializeToString()
-        self._head: bytes = packed[: len(packed) - len(whole.keys)]
+        self._head = _encoded_head(header, self._keys)
         remote = [(known[n].table, _REMOTE * len(k.keys), ()) for n, k in features.items()]
         self.finished = meter.finished_alike(remote)
         """Counts one lookup; called with the seconds that it took."""
+
+    def _next_slice(self, feature: Feature, name: str, keys: JaggedKeys) -> _ResponseSlice:
+        count, table = len(keys.keys), feature.table
+        rows = count if feature.pooling == "none" else keys.batch
+        dtype = table.dtype.newbyteorder("<")
+        key_slice, at = slice(self._keys, self._keys + count), self._size
+        self._keys += count
+        self._size += rows * table.row_bytes
+        is_aligned = at % dtype.itemsize == 0
+        return _ResponseSlice(name, key_slice, at, (rows, table.dim), dtype, is_aligned)
 
     def message(self, keys: Sequence[KeyArray], more: bytes = b"") -> bytes:
         """Encode the ``LookupRequest`` of ``keys``, one array per name.
@@ -152,6 +149,13 @@ class LookupRequestTemplate:
         for piece in self._slices:
             result.sources[piece.name] = all_sources[piece.keys]
             result.versions[piece.name] = all_versions[piece.keys]
+
+
+def _encoded_head(header: Any, keys: int) -> bytes:
+    """The bytes of a ``LookupRequest`` with ``header`` before those of its ``keys``."""
+    request = pb.LookupRequest(asked=header.SerializeToString(), keys=bytes(_KEY_BYTES * keys))
+    packed: bytes = request.SerializeToString()
+    return packed[: len(packed) - len(request.keys)]
 
 
 def offsets_and_weights(features: Mapping[str, JaggedKeys]) -> bytes:

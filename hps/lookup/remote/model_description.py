@@ -49,10 +49,10 @@ def _feature(feature: Feature) -> Any:
     )
 
 
-def check_same_description(address: str, there: Any, here: LookupModel) -> None:
-    """Check that a node's ``DescribeResponse`` equals ``here``. Raises ``ModelError`` with the difference."""
-    tables = {table.name: table for table in there.tables}
-    for name, mine in here.tables.items():
+def check_same_description(address: str, remote: Any, local: LookupModel) -> None:
+    """Check that a node's ``DescribeResponse`` equals ``local``. Raises ``ModelError`` if not."""
+    tables = {table.name: table for table in remote.tables}
+    for name, mine in local.tables.items():
         table = tables.get(name)
         theirs = (table.dim, _DATATYPES.get(table.datatype), table.key_bits) if table else None
         if theirs != (mine.dim, mine.dtype, mine.key_bits):
@@ -60,18 +60,18 @@ def check_same_description(address: str, there: Any, here: LookupModel) -> None:
             if table:
                 difference = f"has dim {table.dim}, {table.datatype}, {table.key_bits}-bit keys"
             raise ModelError(
-                f"table '{name}' of model '{here.name}' version {here.version}: here dim {mine.dim}, "
+                f"table '{name}' of model '{local.name}' version {local.version}: here dim {mine.dim}, "
                 f"{mine.dtype}, {mine.key_bits}-bit keys, but {address} {difference}; both must be of the "
                 "same model.yaml"
             )
-    features = {feature.name: feature for feature in there.features}
-    for name, feature in here.features.items():
+    features = {feature.name: feature for feature in remote.features}
+    for name, feature in local.features.items():
         wanted = _feature(feature)
         reported = features.get(name)
         if reported != wanted:
             shown = " ".join(str(reported).split()) if reported else "nothing"
             raise ModelError(
-                f"feature '{name}' of model '{here.name}' version {here.version}: here "
+                f"feature '{name}' of model '{local.name}' version {local.version}: here "
                 f"{' '.join(str(wanted).split())}, but {address} has {shown}; both must be of the same "
                 "model.yaml"
             )

@@ -93,7 +93,7 @@ class OutlierEjection:
             if not failed:
                 return
             with self._lock:
-                self._forget()
+                self._drop_removed_nodes()
                 record = self._records.setdefault(target, _NodeRecord())
         record.last.append(failed)
         if failed and record.last.count(True) >= self._failures:
@@ -112,7 +112,7 @@ class OutlierEjection:
     def _eject(self, target: LookupNode, record: _NodeRecord) -> None:
         nodes, now = self._nodes(), self._clock()
         with self._lock:
-            self._forget()
+            self._drop_removed_nodes()
             if target in self._out or target not in nodes or 2 * (len(self._out) + 1) > len(nodes):
                 return
             if not self._does_better(record, nodes):
@@ -152,7 +152,7 @@ class OutlierEjection:
         record = self._records.get(target)
         return 0.0 if record is None else record.until
 
-    def _forget(self) -> None:
+    def _drop_removed_nodes(self) -> None:
         """Drop the records of removed nodes. Holds the lock."""
         nodes = self._nodes()
         self._out = tuple(each for each in self._out if each in nodes)

@@ -40,6 +40,7 @@ _CHECK_EVERY_S = 0.2
 _RETRY_S = 0.5  # retry interval for what Kafka did not answer
 _SLOW_START_S = 5.0
 _STATIC_ID = "group.instance.id"
+_READS_NOTHING = "%s reads nothing: no model is served that updates.kafka.models names"
 
 
 class KafkaSource:
@@ -55,7 +56,7 @@ class KafkaSource:
         group: str,
         topics: TopicTables,
         positions: StreamPositions,
-        observe: StreamMeter,
+        meter: StreamMeter,
         *,
         member: str | None = None,
         since_s: float | None = None,
@@ -65,19 +66,12 @@ class KafkaSource:
         self._topics = topics
         self._options = {"error_cb": self._report, "group.id": group, **reader_options(settings)}
         self._is_member = member is not None
-        if member is not None:
+        if self._is_member:
             self._options.setdefault(_STATIC_ID, member)
-        self._readings = AssignedPartitions(
-            StartPositions(
-                settings,
-                group,
-                hps or hps_group(group),
-                topics.readers,
-                positions,
-                since_s,
-                observe,
-            )
+        starts = StartPositions(
+            settings, group, hps or hps_group(group), topics.readers, positions, since_s, meter
         )
+        self._readings = AssignedPartitions(starts)
         self._uncommitted: dict[Place, int] = {}  # applied, not yet committed for Kafka's tools
         self._is_resting = False
         self._known_topics: dict[str, Topic] | None = None  # not known yet
@@ -90,13 +84,11 @@ class KafkaSource:
         self._credentials = SaslCredentials(settings)
         self._consumer, self._assignment = self._connect()
         self.cluster = KafkaCluster(settings)
-        every_ms = float(self._options["topic.metadata.refresh.interval.ms"])
-        self._refresh_s = every_ms / 1e3 if every_ms > 0 else float("inf")
+        refresh_ms = float(self._options["topic.metadata.refresh.interval.ms"])
+        self._refresh_s = refresh_ms / 1e3 if refresh_ms > 0 else float("inf")
         if not topics.tables:
             self._assignment.follow({})
-            log.warning(
-                "%s reads nothing: no model is served that updates.kafka.models names", group
-            )
+            log.warning(_READS_NOTHING, group)
 
     def _connect(self) -> tuple[ck.Consumer, PartitionAssignment]:
         try:

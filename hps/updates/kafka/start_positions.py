@@ -52,6 +52,7 @@ class PartitionProgress:
         return max(self.applied, self.low)
 
 
+@dataclass(frozen=True, slots=True)
 class StartPositions:
     """Finds the start offsets of one reader; called by its thread.
 
@@ -61,23 +62,13 @@ class StartPositions:
     position in it. There reading starts at the offset that the reader's ``group`` has committed:
     letters before it were kept."""
 
-    def __init__(
-        self,
-        settings: KafkaSettings,
-        group: str,
-        hps: str,
-        tables: Readers,
-        positions: StreamPositions,
-        since_s: float | None,
-        observe: StreamMeter,
-    ) -> None:
-        self._settings = settings
-        self._group = group
-        self._tables = tables
-        self._hps_group = hps if settings.hps_offsets and since_s is None else None
-        self._positions = positions
-        self._since_s = since_s
-        self._observe = observe
+    settings: KafkaSettings
+    group: str
+    hps: str
+    tables: Readers
+    positions: StreamPositions
+    since_s: float | None
+    meter: StreamMeter
 
     def place(
         self,
@@ -96,37 +87,46 @@ class StartPositions:
         }
         # Read before the end offsets: another member of the group may still apply some.
         furthest = {
-            place: max(self._positions.furthest(*place), 0 if former is None else former.applied)
+            place: max(self.positions.furthest(*place), 0 if former is None else former.applied)
             for place, former in places.items()
             if place not in restarted
         }
         bounds = cluster.bounds(places)
         restarted |= self._restart_interrupted(bounds, furthest, broken)
-        readings: dict[Place, PartitionProgress] = {}
-        unknown = []
-        for place, (low, end) in bounds.items():
+        starts = self._stored_starts(places, bounds, restarted)
+        unknown = [place for place in bounds if place not in starts]
+        replayable = [place for place in unknown if place not in restarted]
+        starts |= self._committed_starts(replayable, bounds, consumer)
+        rest = [place for place in unknown if place not in starts]
+        starts |= self._first_offsets(rest, bounds, consumer)
+        return {
+            place: PartitionProgress(_id_of(place, topics), first, first, *bounds[place], jumped)
+            for place, (first, jumped) in starts.items()
+        }
+
+    def _stored_starts(
+        self,
+        places: Mapping[Place, PartitionProgress | None],
+        bounds: Mapping[Place, tuple[int, int]],
+        restarted: Collection[Place],
+    ) -> dict[Place, tuple[int, bool]]:
+        """Start offsets of the partitions of which the stores, or the reader itself, know one."""
+        starts = {}
+        for place, (low, _end) in bounds.items():
             former = places[place]
             if former is None or place in restarted:
-                start = self._positions.start_offset(*place)
+                start = self.positions.start_offset(*place)
             else:  # the stores may not have recorded it yet
                 start = former.applied
             if start is None:
-                unknown.append(place)
                 continue
             # `start` even if it is before `low`: a store records a position only if it has everything
             # before it, or if the messages in between no longer exist.
-            readings[place] = PartitionProgress(_id_of(place, topics), start, start, low, end)
+            starts[place] = start, False
             if start < low:
                 _warn_of_gap(place, start, low)
-                self._observe.lost(place[0], low - start)
-        replayable = [place for place in unknown if place not in restarted]
-        starts = self._committed_starts(replayable, bounds, consumer)
-        rest = [place for place in unknown if place not in starts]
-        starts |= self._first_offsets(rest, bounds, consumer)
-        for place, (first, jumped) in starts.items():
-            topic_id = _id_of(place, topics)
-            readings[place] = PartitionProgress(topic_id, first, first, *bounds[place], jumped)
-        return readings
+                self.meter.lost(place[0], low - start)
+        return starts
 
     def _restart_interrupted(
         self,
@@ -151,13 +151,13 @@ class StartPositions:
         if not topic_id:
             return False
         other = former is not None and former.topic_id not in ("", topic_id)
-        if self._positions.identify(*place, topic_id) or other:
+        if self.positions.identify(*place, topic_id) or other:
             self._restart(place, "the topic was deleted and created again")
             return True
         return False
 
     def _restart(self, place: Place, why: str) -> None:
-        self._positions.restart(*place)
+        self.positions.restart(*place)
         self._note_restart(place, why)
 
     def _note_restart(self, place: Place, why: str) -> None:
@@ -165,7 +165,7 @@ class StartPositions:
             "%s/%d does not continue what was applied: %s; reading it from its beginning. Rows of messages "
             "that were lost must be sent again", *place, why,
         )  # fmt: skip
-        self._observe.restarted(place[0])
+        self.meter.restarted(place[0])
 
     def _committed_starts(
         self,
@@ -174,11 +174,11 @@ class StartPositions:
         consumer: ck.Consumer,
     ) -> dict[Place, tuple[int, bool]]:
         """Start offsets of ``places`` in topics that change no table, if the group has committed them."""
-        queried = [place for place in places if not self._tables(place[0])]
+        queried = [place for place in places if not self.tables(place[0])]
         if not queried:
             return {}
         try:
-            found = committed_by(consumer, self._group, queried)
+            found = committed_by(consumer, self.group, queried)
         except Unavailable as error:
             log.warning("dead letters of unknown tables are kept again: %s", error)
             return {}
@@ -194,22 +194,22 @@ class StartPositions:
 
         Also returns for each whether earlier messages count as applied."""
         hps: Mapping[Place, int] = {}
-        if self._hps_group is not None and places:
-            hps = committed_offsets(self._settings, self._hps_group, places)
+        if self.settings.hps_offsets and self.since_s is None and places:
+            hps = committed_offsets(self.settings, self.hps, places)
         firsts = {}
         for place in places:
             at, end = hps.get(place), bounds[place][1]
             if at is not None and at > end:
-                self._note_restart(place, f"it ends at {end}, before {at} of {self._hps_group}")
+                self._note_restart(place, f"it ends at {end}, before {at} of {self.hps}")
                 at = None
             jumped = at is not None
             firsts[place] = (at if at is not None else self._since(place, end, consumer)), jumped
         return firsts
 
     def _since(self, place: Place, end: int, consumer: ck.Consumer) -> int:
-        if self._since_s is None:
+        if self.since_s is None:
             return 0
-        queried = ck.TopicPartition(*place, int(self._since_s * 1e3))
+        queried = ck.TopicPartition(*place, int(self.since_s * 1e3))
         try:
             (found,) = consumer.offsets_for_times([queried], timeout=ANSWER_S)
         except ck.KafkaException as error:

@@ -188,7 +188,7 @@ def test_failed_open_in_one_process_keeps_all_on_the_served_version(node, attach
         ):
             node.load("words", 2)
         assert {values(each) for each in (node, attached, other)} == {1000}
-        until(lambda: len(attached._following._opened) == 1)
+        until(lambda: len(attached._sync._opened) == 1)
         assert cached(node.tiers[0].tier) == {1}
     assert node.load("words", 2) == 2
     assert values(attached) == 2000
@@ -208,7 +208,7 @@ def test_load_waits_for_the_successor_of_a_killed_process(node, attached, settin
     loading = threading.Thread(target=node.load, args=("words", 2))
     loading.start()
     assert entered.wait(60)
-    attached._following._connections.close()  # as the system does for a killed process
+    attached._sync._connections.close()  # as the system does for a killed process
     until(lambda: node.socket._followers._deaths)
     assert loading.is_alive()
     with hps.attach(settings) as successor:
@@ -239,6 +239,6 @@ def test_attach_raises_when_a_version_cannot_be_opened(node, settings, repositor
 
 def test_attach_raises_without_a_node(node, attached):
     node.close()
-    attached._following.sync()  # says nothing
+    attached._sync.sync()  # says nothing
     with pytest.raises(TierError):
         attached.ask_node("node")
