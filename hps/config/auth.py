@@ -8,11 +8,12 @@ import os
 import stat
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from hps.config.checks import Path as KeyPath
 from hps.config.checks import duplicates, is_loopback
@@ -41,45 +42,35 @@ class Identity:
     known_by: str = "API key"
 
 
-class ApiKeys(Protocol):
+class ApiKeys(ABC):
     """Identifies callers. Thread-safe; a call takes microseconds."""
 
-    @property
-    def enabled(self) -> bool:
-        """False if every caller may do everything."""
-        ...
+    enabled = True
+    """False if every caller may do everything."""
 
+    @abstractmethod
     def authenticate(self, key: str | None) -> Identity:
         """Return the owner of ``key``. Raises Unauthenticated if it is missing or unknown."""
-        ...
 
+    @abstractmethod
     def certified(self, names: Collection[str]) -> Identity | None:
         """Return the caller whose certificate has one of ``names``; of several, the highest role.
 
         None if there is none."""
-        ...
 
     def allows(self, role: str, needed: Role) -> bool:
         """True if ``role`` includes ``needed`` (read < write < admin)."""
-        ...
-
-    def require(self, identity: Identity, needed: Role) -> None:
-        """Raise Forbidden, naming both roles, unless the role of ``identity`` includes ``needed``."""
-        ...
-
-
-class _Roles:
-    def allows(self, role: str, needed: Role) -> bool:
         return _RANK.get(role, 0) >= _RANK[needed]
 
     def require(self, identity: Identity, needed: Role) -> None:
+        """Raise Forbidden, naming both roles, unless the role of ``identity`` includes ``needed``."""
         if not self.allows(identity.role, needed):
             raise Forbidden(
                 f"{identity.known_by} {identity.name!r} has role {identity.role}; this needs role {needed}"
             )
 
 
-class NoApiKeys(_Roles):
+class NoApiKeys(ApiKeys):
     """``auth.mode: off``: every caller is an administrator."""
 
     enabled = False
@@ -92,13 +83,11 @@ class NoApiKeys(_Roles):
         return self._anonymous
 
 
-class ApiKeyRing(_Roles):
+class ApiKeyRing(ApiKeys):
     """The keys of the settings and of ``keys_file``, which is read again when it changes.
 
     If a change cannot be read, the former keys stay in force and the error is logged once. Each check then
     tries again, since the cause may disappear without a change of the file."""
-
-    enabled = True
 
     def __init__(self, keys: Sequence[ApiKey], file: Path | None) -> None:
         """Read the keys. Raises ConfigError if the file is missing or invalid, or two keys are equal."""
@@ -228,16 +217,10 @@ def check_exposure(settings: Settings) -> None:
     """Raise ConfigError if a port listens beyond loopback and ``auth.mode`` is not set."""
     if settings.auth.mode is not None:
         return
-    server = settings.server
     exposed = [
-        ConfigProblem("", ("server", *name, "host"), _exposed(at.host))
-        for name, at in (
-            (("http",), server.http),
-            (("grpc",), server.grpc),
-            (("grpc", "admin"), server.grpc and server.grpc.admin),
-            (("admin",), server.admin),
-        )
-        if at is not None and not is_loopback(at.host)
+        ConfigProblem("", ("server", *name.split("."), "host"), _exposed(at.host))
+        for name, at in settings.server.listeners().items()
+        if not is_loopback(at.host)
     ]
     if exposed:
         raise InvalidConfiguration(exposed)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from hps.config import checks
+from hps.config.checks import ConfigFinding, finding
 from hps.config.model_schema import StrictModel
 
 Eviction = Literal["lru", "lfu", "random", "fifo"]
@@ -62,11 +63,10 @@ class CpuCacheSettings(StrictModel):
     warm: bool = True
     """Fill the cache before the node is ready: with the snapshot's keys, else with the files' first rows."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.consistent(
-            checks.cpu_cache(shared=self.shared.name is not None, huge_pages=self.huge_pages)
-        )
+    def violations(self) -> Iterator[ConfigFinding]:
+        if self.shared.name is not None and self.huge_pages == "reserved":
+            message = "reserved pages can't be shared by name; use transparent"
+            yield finding("huge_pages", message, "shared.name")
 
 
 class GpuCacheSettings(StrictModel):
@@ -96,10 +96,12 @@ class GpuCacheSettings(StrictModel):
     workspaces: int = Field(4, ge=1, le=64)
     """Concurrent lookups per GPU; further ones wait."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.consistent(
-            checks.gpu(
-                self.devices, self.eviction, self.epoch_s, self.host_bytes, static=self.static
-            )
-        )
+    def violations(self) -> Iterator[ConfigFinding]:
+        if len(set(self.devices)) != len(self.devices):
+            yield finding("devices", f"names a GPU twice: {self.devices}")
+        if self.epoch_s is not None and self.eviction != "lfu":
+            message = f"needs eviction lfu, found {self.epoch_s:g} with eviction {self.eviction}"
+            yield finding("epoch_s", message, "eviction")
+        if self.static and self.host_bytes:
+            message = f"is {self.host_bytes}, but static tables are entirely in GPU memory"
+            yield finding("host_bytes", message, "static")

@@ -1,30 +1,19 @@
-"""Settings of the networks: where they run, and how."""
+"""Settings of the dense networks."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from hps.config import checks
+from hps.config.checks import ConfigFinding, finding, is_address, is_loopback
 from hps.config.model_schema import Name, StrictModel
+from hps.config.server_settings import ClientTlsSettings
 
 
-class TritonTlsSettings(StrictModel):
+class TritonTlsSettings(ClientTlsSettings):
     """TLS of the connections to Triton."""
-
-    ca_file: Path | None = None
-    """PEM file of trusted roots for Triton's certificate; null: the system's."""
-    certificate_file: Path | None = None
-    """PEM file of the client's certificate, if Triton requires one."""
-    key_file: Path | None = None
-    """PEM file of its private key."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        files = "certificate_file", self.certificate_file, "key_file", self.key_file
-        return self.consistent(checks.pair(*files))
 
 
 class TritonTarget(StrictModel):
@@ -60,7 +49,7 @@ class TritonSettings(StrictModel):
 
 
 class DenseSettings(StrictModel):
-    """How dense networks run."""
+    """Execution of the dense networks."""
 
     provider: Literal["auto", "cpu", "cuda", "tensorrt"] = "auto"
     """Device of ONNX Runtime; `auto`: CUDA if onnxruntime-gpu and a GPU are available."""
@@ -83,9 +72,13 @@ class DenseSettings(StrictModel):
     triton: TritonSettings | None = None
     """A Triton server that runs the networks; null: they run in this process."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def violations(self) -> Iterator[ConfigFinding]:
         triton = self.triton
         if triton is None:
-            return self
-        return self.consistent(checks.triton(triton.shared_memory, triton.url))
+            return
+        if not is_address(triton.url):
+            message = f"expected host:port without a scheme, found {triton.url!r}"
+            yield finding("triton.url", message)
+        elif triton.shared_memory != "none" and not is_loopback(triton.url.rpartition(":")[0]):
+            message = f"is {triton.shared_memory}, but {triton.url} is not this machine"
+            yield finding("triton.shared_memory", message, "triton.url")

@@ -61,16 +61,15 @@ def load_config(
     ``overrides`` are ``a.b=value``. Precedence: overrides, environment, file, defaults. Raises
     InvalidConfiguration, a ConfigError with all problems."""
     if path is None:
-        return _configuration([], None, overrides, environ)
+        return _configuration(_ConfigSource(), overrides, environ)
     path = Path(path)
     if path.suffix.lower() == ".json":
         from hps.config.ps_json.converter import read_ps_json
 
         legacy = read_ps_json(path)
         layer = ConfigLayer(legacy.settings, legacy.where)
-        return _configuration(
-            [layer], path, overrides, environ, legacy=legacy.models, warnings=legacy.warnings
-        )
+        source = _ConfigSource((layer,), path, legacy.models, legacy.warnings)
+        return _configuration(source, overrides, environ)
     document = read_yaml(path)
     data = {} if document.data is None else document.data
     if not isinstance(data, dict):
@@ -79,7 +78,8 @@ def load_config(
     lines = document.lines
     data = resolve_paths(without_empty_sections(data), path.absolute().parent)
     file = ConfigLayer(data, lambda key: place(str(path), lines, key))
-    return _configuration([file], path, overrides, environ, faults=document.faults)
+    source = _ConfigSource((file,), path, faults=tuple(document.faults))
+    return _configuration(source, overrides, environ)
 
 
 def configuration_from(
@@ -89,7 +89,8 @@ def configuration_from(
     environ: Mapping[str, str] | None = None,
 ) -> Configuration:
     """Build a configuration from plain data; relative paths start at the working folder."""
-    return _configuration([ConfigLayer(dict(data), lambda key: "")], None, overrides, environ)
+    source = _ConfigSource((ConfigLayer(dict(data), lambda key: ""),))
+    return _configuration(source, overrides, environ)
 
 
 def as_configuration(
@@ -105,23 +106,27 @@ def as_configuration(
     return load_config(config)
 
 
+@dataclass(frozen=True)
+class _ConfigSource:
+    """The base of a configuration, which the environment and overrides change."""
+
+    layers: tuple[ConfigLayer, ...] = ()
+    path: Path | None = None
+    legacy: tuple[LegacyModel, ...] = ()
+    warnings: tuple[str, ...] = ()
+    faults: tuple[ConfigProblem, ...] = ()
+
+
 def _configuration(
-    base: Sequence[ConfigLayer],
-    path: Path | None,
-    overrides: Sequence[str],
-    environ: Mapping[str, str] | None,
-    *,
-    legacy: tuple[LegacyModel, ...] = (),
-    warnings: tuple[str, ...] = (),
-    faults: Sequence[ConfigProblem] = (),
+    source: _ConfigSource, overrides: Sequence[str], environ: Mapping[str, str] | None
 ) -> Configuration:
     variables, wrong_variables = from_environment(setting_variables(environ))
     flags, wrong_flags = from_overrides(overrides)
-    layers = [*base, variables, flags]
+    layers = [*source.layers, variables, flags]
     problems = [*wrong_variables, *wrong_flags]
     try:
         settings = validate(
-            Settings, merge_layers(layers), lambda key: nearest_origin(layers, key), faults
+            Settings, merge_layers(layers), lambda key: nearest_origin(layers, key), source.faults
         )
     except InvalidConfiguration as error:
         raise InvalidConfiguration([*error.problems, *problems]) from None
@@ -129,9 +134,9 @@ def _configuration(
         raise InvalidConfiguration(problems)
     return Configuration(
         settings=settings,
-        legacy=legacy,
-        warnings=(*warnings, *near_misses(environ), *command_line_secrets(flags)),
-        path=path,
+        legacy=source.legacy,
+        warnings=(*source.warnings, *near_misses(environ), *command_line_secrets(flags)),
+        path=source.path,
         origins={
             dotted_path(key): origin(layers, key) for key, _ in leaf_values(settings.model_dump())
         },

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from hps.config import checks
+from hps.config.checks import ConfigFinding, is_address
 from hps.config.model_schema import StrictModel
+from hps.config.server_settings import ClientTlsSettings
 
 
-class LookupTlsSettings(StrictModel):
+class LookupTlsSettings(ClientTlsSettings):
     """TLS of the connections to lookup nodes."""
-
-    ca_file: Path | None = None
-    """PEM file of trusted roots for the nodes' certificates; null: the system's."""
-    certificate_file: Path | None = None
-    """PEM file of this process's certificate, if nodes require one."""
-    key_file: Path | None = None
-    """PEM file of its private key."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        files = "certificate_file", self.certificate_file, "key_file", self.key_file
-        return self.consistent(checks.pair(*files))
 
 
 class EjectionSettings(StrictModel):
@@ -60,6 +49,8 @@ class LookupSettings(StrictModel):
     ejection: EjectionSettings = EjectionSettings()
     """Outlier ejection of nodes that fail."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.consistent(checks.lookup_nodes(self.nodes))
+    def violations(self) -> Iterator[ConfigFinding]:
+        for i, node in enumerate(self.nodes):
+            if not is_address(node.removeprefix("dns:///")):
+                message = f"expected host:port or dns:///name:port, found {node!r}"
+                yield ConfigFinding(("nodes", i), message)

@@ -1,10 +1,11 @@
 """Schema of ``model.yaml``. One field, one sentence; unknown keys are rejected.
 
 The docstring of a field is its description in ``hps config schema`` and in the docs. Rules that
-span several fields are in ``model_checks.py`` and run whenever an object is built."""
+span several fields are `StrictModel.violations`, and are checked whenever an object is built."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -19,8 +20,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from hps.config import model_checks
-from hps.config.checks import ConfigFinding
+from hps.config.checks import ConfigFinding, duplicates, finding
+from hps.suggestions import hint_for
 
 # HPS's rule for model and table names (hier_parameter_server.cpp); also safe in paths and URLs.
 NAME_PATTERN = r"^[a-zA-Z0-9_\-]{1,120}$"
@@ -38,6 +39,9 @@ Datatype = Literal[
 ]  # fmt: skip
 
 
+FLOAT16_MAX = 65_504.0
+# Suffixes of tensor names that the protocol adds to a feature's name.
+RESERVED_SUFFIXES = (".offsets", ".weights", ".source")
 REMOTE_PATH = "remote locations are not supported; copy the files to a local folder"
 
 
@@ -59,8 +63,13 @@ class StrictModel(BaseModel):
                 raise PydanticCustomError("remote_path", REMOTE_PATH)
         return value
 
-    def consistent(self, findings: list[ConfigFinding]) -> Self:
-        """Return self, or raise one error with all findings."""
+    def violations(self) -> Iterator[ConfigFinding]:
+        """Violated rules that span several fields; each field is valid alone."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        findings = list(self.violations())
         if findings:
             text = "; ".join(f.message for f in findings)
             raise PydanticCustomError(
@@ -77,9 +86,10 @@ class MissPolicySpec(StrictModel):
     min_hit_rate: float = Field(0.0, ge=0.0, le=1.0)
     """With `default_then_promote`: a batch with a smaller share of keys in memory waits for the stores."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.consistent(model_checks.miss_policy(self.kind, self.min_hit_rate))
+    def violations(self) -> Iterator[ConfigFinding]:
+        if self.kind == "wait" and self.min_hit_rate > 0:
+            message = f"needs kind default_then_promote, found {self.min_hit_rate:g} with kind wait"
+            yield finding("min_hit_rate", message, "kind")
 
 
 class TableSpec(StrictModel):
@@ -100,9 +110,14 @@ class TableSpec(StrictModel):
     tombstone_ttl_s: float = Field(86_400.0, ge=0)
     """Seconds for which a deletion is kept, so that an older row cannot come back."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.consistent(model_checks.default_vector(self.default, self.dim, self.dtype))
+    def violations(self) -> Iterator[ConfigFinding]:
+        values = self.default if isinstance(self.default, list) else [self.default]
+        if isinstance(self.default, list) and len(values) != self.dim:
+            expected = f"dim is {self.dim}; expected one number or {self.dim}"
+            yield finding("default", f"has {len(values)} values, but {expected}", "dim")
+        if self.dtype == "float16" and any(abs(v) > FLOAT16_MAX for v in values):
+            message = f"does not fit float16, whose largest value is {FLOAT16_MAX:g}"
+            yield finding("default", message, "dtype")
 
 
 class FeatureSpec(StrictModel):
@@ -123,10 +138,16 @@ class FeatureSpec(StrictModel):
     context: bool = False
     """May have batch 1, which is then broadcast over the candidates of the other features."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        findings = model_checks.hotness(self.hotness, self.max_hotness)
-        return self.consistent(findings + model_checks.shared_keys(self.tables))
+    def violations(self) -> Iterator[ConfigFinding]:
+        fixed, most = self.hotness, self.max_hotness
+        if fixed is not None and most is not None and fixed > most:
+            yield finding("max_hotness", f"is {most}, but hotness is {fixed}", "hotness")
+        for i, table in enumerate(self.tables):
+            if table in self.tables[:i]:
+                yield ConfigFinding(("table", i), f"names table {table!r} twice")
+            if len(self.tables) > 1 and f".{table}" in RESERVED_SUFFIXES:
+                vectors = f"vectors of table {table!r} would be named '<feature>.{table}'"
+                yield ConfigFinding(("table", i), f"{vectors}, which is reserved")
 
     @property
     def tables(self) -> list[str]:
@@ -153,9 +174,13 @@ class TensorSpec(StrictModel):
     context: bool = False
     """Inputs only: may have batch 1, which is then broadcast over the candidates."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.consistent(model_checks.shape(self.shape))
+    def violations(self) -> Iterator[ConfigFinding]:
+        if not self.shape:
+            yield finding("shape", "is empty; the first dimension is the batch, -1")
+        for i, size in enumerate(self.shape):
+            if size != -1 and size < 1:
+                message = f"expected -1 or a number from 1, found {size}"
+                yield ConfigFinding(("shape", i), message)
 
 
 class DenseSpec(StrictModel):
@@ -171,16 +196,22 @@ class DenseSpec(StrictModel):
     ranking_output: TensorName | None = None
     """The output that `top_k` sorts by; default: the first."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.consistent(
-            model_checks.dense(
-                [t.name for t in self.inputs],
-                [t.name for t in self.outputs],
-                self.embeddings,
-                self.ranking_output,
+    def violations(self) -> Iterator[ConfigFinding]:
+        outputs = [t.name for t in self.outputs]
+        yield from duplicates([t.name for t in self.inputs], "inputs", "inputs")
+        yield from duplicates(outputs, "outputs", "outputs")
+        ranking = self.ranking_output
+        if ranking is not None and ranking not in outputs:
+            hint = hint_for(ranking, outputs, "the outputs are")
+            yield finding(
+                "ranking_output", f"is {ranking!r}, which is not an output{hint}", "outputs"
             )
-        )
+        sources = dict.fromkeys([t.name for t in self.inputs], "an input of the request")
+        for feature, target in self.embeddings.items():
+            if target in sources:
+                message = f"network input {target!r} already receives {sources[target]}"
+                yield ConfigFinding(("embeddings", feature), message)
+            sources[target] = f"feature {feature!r}"
 
 
 class ModelSpec(StrictModel):
@@ -197,18 +228,34 @@ class ModelSpec(StrictModel):
     max_batch_size: int = Field(65_536, ge=1)
     """Largest batch of one request."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def violations(self) -> Iterator[ConfigFinding]:
         tables = [t.name for t in self.tables]
-        findings = model_checks.names(tables, [(f.name, f.tables) for f in self.features])
+        yield from duplicates(tables, "tables", "tables")
+        yield from duplicates([f.name for f in self.features], "features", "features")
+        for i, feature in enumerate(self.features):
+            for table in feature.tables:
+                if table not in tables:
+                    message = f"feature {feature.name!r} uses table {table!r}, which does not exist"
+                    message += hint_for(table, tables, "the tables are")
+                    yield ConfigFinding(("features", i, "table"), message, (("tables",),))
         if self.dense is not None:
-            findings += model_checks.wiring(
-                [f.name for f in self.served_features],
-                [vectors for f in self.served_features for vectors in f.vectors],
-                [t.name for t in self.dense.inputs],
-                self.dense.embeddings,
-            )
-        return self.consistent(findings)
+            yield from self._wiring(self.dense)
+
+    def _wiring(self, dense: DenseSpec) -> Iterator[ConfigFinding]:
+        """Embeddings name existing vectors; no input has the name of a feature's tensor."""
+        features = self.served_features
+        vectors = [name for feature in features for name in feature.vectors]
+        for name in dense.embeddings:
+            if name not in vectors:
+                message = f"names feature {name!r}, which does not exist"
+                message += hint_for(name, vectors, "the features are")
+                yield ConfigFinding(("dense", "embeddings", name), message, (("features",),))
+        names = {*(f.name for f in features), *vectors}
+        reserved = {name + suffix for name in names for suffix in ("", *RESERVED_SUFFIXES)}
+        for i, tensor in enumerate(dense.inputs):
+            if tensor.name in reserved:
+                message = f"input {tensor.name!r} has the name of a feature's tensor"
+                yield ConfigFinding(("dense", "inputs", i, "name"), message)
 
     @property
     def served_features(self) -> list[FeatureSpec]:

@@ -5,18 +5,19 @@ the effective values and their origins."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from hps.config import checks, update_checks
 from hps.config.cache_settings import (
     CpuCacheSettings,
     Eviction,
     GpuCacheSettings,
     GpuEviction,
 )
+from hps.config.checks import ConfigFinding, finding
 from hps.config.dense_settings import DenseSettings
 from hps.config.lookup_settings import LookupSettings
 from hps.config.model_schema import DenseSpec, MissPolicySpec, Name, StrictModel
@@ -94,12 +95,24 @@ class TiersSettings(StrictModel):
     lookup_queue: int = Field(1024, ge=1)
     """Lookups that may wait for such a thread; more get 503."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        redis = self.redis.layout if self.redis is not None else None
-        rocksdb = self.rocksdb.layout if self.rocksdb.enabled else None
-        overflow = self.redis is not None and self.redis.overflow_margin is not None
-        return self.consistent(checks.stores(redis, rocksdb, overflow=overflow))
+    def violations(self) -> Iterator[ConfigFinding]:
+        """Every row needs a store that keeps it, and all stores the same layout."""
+        redis, rocksdb = self.redis, self.rocksdb
+        if redis is None:
+            if not rocksdb.enabled:
+                message = "is false, and tiers.redis is not set; one of them must store the rows"
+                yield finding("rocksdb.enabled", message, "redis")
+        elif not rocksdb.enabled:
+            if redis.overflow_margin is not None:
+                cause = "because tiers.rocksdb.enabled is false"
+                message = f"would lose rows permanently, {cause}; set it to null"
+                yield finding("redis.overflow_margin", message, "rocksdb.enabled")
+        elif redis.layout != rocksdb.layout:
+            message = (
+                f"is {redis.layout}, but tiers.rocksdb.layout is {rocksdb.layout}; rows without versions "
+                "would always count as older than rows with versions: use the same layout for both"
+            )
+            yield finding("redis.layout", message, "rocksdb.layout")
 
 
 class Settings(StrictModel):
@@ -110,27 +123,63 @@ class Settings(StrictModel):
     tiers: TiersSettings = TiersSettings()
     """The caches and stores of rows."""
     updates: UpdatesSettings = UpdatesSettings()
-    """How rows change while they are served."""
+    """Updates of rows while they are served."""
     lookup: LookupSettings = LookupSettings()
     """The lookup nodes of front ends."""
     dense: DenseSettings = DenseSettings()
-    """How dense networks run."""
+    """Execution of the dense networks."""
     server: ServerSettings = ServerSettings()
     """Ports and limits of the server."""
     auth: AuthSettings = AuthSettings()
     """Authentication of callers."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        tiers, server = self.tiers, self.server
-        findings = checks.workers(server.workers, tiers.gpu.use, tiers.cpu_cache.huge_pages)
-        findings += checks.role(
-            server.role, server.workers, grpc=server.grpc is not None, nodes=bool(self.lookup.nodes)
-        )
-        findings += update_checks.updates(
-            tiers.rocksdb.access if tiers.rocksdb.enabled else None,
-            redis=tiers.redis is not None,
-            kafka=self.updates.kafka is not None,
-            directory=self.updates.directory is not None,
-        )
-        return self.consistent(findings)
+    def violations(self) -> Iterator[ConfigFinding]:
+        yield from self._worker_rules()
+        yield from self._role_rules()
+        yield from self._update_rules()
+
+    def _worker_rules(self) -> Iterator[ConfigFinding]:
+        """Workers read the node's CPU cache in shared memory; they cannot read a GPU cache."""
+        workers = self.server.workers
+        if workers and self.tiers.gpu.use == "required":
+            message = f"is {workers}, but workers can't use the node's GPU cache; set tiers.gpu.use to off"
+            yield finding("server.workers", message, "tiers.gpu.use")
+        if workers and self.tiers.cpu_cache.huge_pages == "reserved":
+            message = "is reserved, which can't be shared with server.workers; use transparent"
+            yield finding("tiers.cpu_cache.huge_pages", message, "server.workers")
+
+    def _role_rules(self) -> Iterator[ConfigFinding]:
+        """Each role has the settings that it needs; one file may serve all roles."""
+        server = self.server
+        if server.role == "frontend" and not self.lookup.nodes:
+            message = (
+                "is empty, but server.role is frontend; name the gRPC ports of the lookup nodes"
+            )
+            yield finding("lookup.nodes", message, "server.role")
+        if server.role == "frontend" and server.workers:
+            remedy = "start several front ends instead"
+            message = f"is {server.workers}, but server.role is frontend; {remedy}"
+            yield finding("server.workers", message, "server.role")
+        if server.role == "lookup" and server.grpc is None:
+            message = "is null, but server.role is lookup: front ends use gRPC"
+            yield finding("server.grpc", message, "server.role")
+
+    def _update_rules(self) -> Iterator[ConfigFinding]:
+        """Updates need a store that gets them: caches evict rows and fetch them again from there."""
+        rocksdb = self.tiers.rocksdb
+        access = rocksdb.access if rocksdb.enabled else "primary"
+        if self.tiers.redis is not None or access == "primary":
+            return
+        if self.updates.directory is not None:
+            message = (
+                f"needs a store to write, but tiers.rocksdb.access is {access} and there is no "
+                "tiers.redis: let the primary read the folder"
+            )
+            yield finding("updates.directory", message, "tiers.rocksdb.access")
+        if self.updates.kafka is not None and access == "read_only":
+            message = (
+                "needs a store that gets the updates, but tiers.rocksdb.access is read_only and there is "
+                "no tiers.redis: rows that leave a cache would come back as they were before; take access "
+                "primary, or secondary beside a primary that reads the same stream"
+            )
+            yield finding("updates.kafka", message, "tiers.rocksdb.access")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from hps.config import checks
 from hps.config.admission_settings import AdmissionSettings, BatchingSettings
+from hps.config.checks import ConfigFinding, finding, incomplete_pair
 from hps.config.model_schema import StrictModel
 
 KEY_PATTERN = r"^[\x21-\x7e]{16,512}$"
@@ -24,6 +24,20 @@ class TlsSettings(StrictModel):
     """Its private key; only the server should be able to read it."""
     client_ca_file: Path | None = None
     """Trusted roots for clients' certificates; null: clients need none."""
+
+
+class ClientTlsSettings(StrictModel):
+    """TLS of connections to other servers."""
+
+    ca_file: Path | None = None
+    """PEM file of trusted roots for the servers' certificates; null: the system's."""
+    certificate_file: Path | None = None
+    """PEM file of this process's certificate, if the servers require one."""
+    key_file: Path | None = None
+    """PEM file of its private key."""
+
+    def violations(self) -> Iterator[ConfigFinding]:
+        return incomplete_pair(self, "certificate_file", "key_file")
 
 
 class Listener(StrictModel):
@@ -129,20 +143,37 @@ class ServerSettings(StrictModel):
     access_log: float = Field(0.0, ge=0, le=1)
     """Share of the inference requests that are logged: 1 is all, 0.01 one in a hundred."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        listeners = {
-            name: (at.host, at.port)
-            for name, at in (
-                ("http", self.http),
-                ("grpc", self.grpc),
-                ("admin", self.admin),
-                ("grpc.admin", self.grpc and self.grpc.admin),
+    def violations(self) -> Iterator[ConfigFinding]:
+        yield from self._shared_ports()
+        if self.shared_memory and self.workers > 1:
+            message = (
+                f"can't be used with {self.workers} workers: a region is registered with one worker "
+                "only; set workers to 0 or 1"
             )
-            if at is not None
+            yield finding("shared_memory", message, "workers")
+
+    def _shared_ports(self) -> Iterator[ConfigFinding]:
+        """Two listeners must not share a port, unless their addresses differ."""
+        seen: list[tuple[str, Listener]] = []
+        for name, at in self.listeners().items():
+            for other, known in seen:
+                overlap = at.host == known.host or {at.host, known.host} & {"0.0.0.0", "::", ""}
+                if at.port and at.port == known.port and overlap:
+                    message = f"is {at.port}, the same as server.{other}.port; every listener needs its own"
+                    involved = f"{other}.port", f"{other}.host", f"{name}.host"
+                    yield finding(f"{name}.port", message, *involved)
+            seen.append((name, at))
+
+    def listeners(self) -> dict[str, Listener]:
+        """The configured ports, by their settings."""
+        grpc_admin = self.grpc and self.grpc.admin
+        named = {
+            "http": self.http,
+            "grpc": self.grpc,
+            "admin": self.admin,
+            "grpc.admin": grpc_admin,
         }
-        shared = checks.shared_memory(self.shared_memory, self.workers)
-        return self.consistent(checks.ports(listeners) + shared)
+        return {name: at for name, at in named.items() if at is not None}
 
 
 class ApiKey(StrictModel):
@@ -157,9 +188,11 @@ class ApiKey(StrictModel):
     certificate: str | None = Field(None, min_length=1, max_length=512)
     """Instead of a key: an alternative name in the client's certificate, or `CN=` and its common name."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.consistent(checks.caller(self.key is not None, self.certificate is not None))
+    def violations(self) -> Iterator[ConfigFinding]:
+        if self.key is not None and self.certificate is not None:
+            yield finding("certificate", "is set together with key; a caller has one of them")
+        if self.key is None and self.certificate is None:
+            yield finding("key", "is missing, and so is certificate; one of them is needed")
 
 
 class AuthSettings(StrictModel):
@@ -172,20 +205,21 @@ class AuthSettings(StrictModel):
     keys: list[ApiKey] = []
     """API keys in addition to those of `keys_file`."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def violations(self) -> Iterator[ConfigFinding]:
+        # Without an explicit mode, API keys would have no effect.
         sources = [name for name in ("keys_file", "keys") if getattr(self, name)]
-        return self.consistent(checks.auth(self.mode, sources))
+        if self.mode is None and sources:
+            message = f"must be set with auth.{sources[0]}: api_key or off"
+            yield finding("mode", message, sources[0])
+        if self.mode == "api_key" and not sources:
+            yield finding("mode", "is api_key, but neither auth.keys_file nor auth.keys is set")
 
 
-_PORTS = {"lookup": ("grpc", "admin"), "ingest": ("admin",)}
+_PORTS = {"lookup": ("grpc", "admin", "grpc.admin"), "ingest": ("admin",)}
 
 
 def opened_ports(server: ServerSettings) -> Iterator[tuple[str, Listener]]:
     """The ports that the role opens, by their settings below ``server``."""
-    for name in _PORTS.get(server.role, ("http", "grpc", "admin")):
-        listener: Listener | None = getattr(server, name)
-        if listener is not None:
+    for name, listener in server.listeners().items():
+        if server.role not in _PORTS or name in _PORTS[server.role]:
             yield name, listener
-    if server.role != "ingest" and server.grpc is not None and server.grpc.admin is not None:
-        yield "grpc.admin", server.grpc.admin

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from hps.config import checks
+from hps.config.checks import ConfigFinding, both_set, finding, incomplete_pair
 from hps.config.model_schema import StrictModel
 
 ADDRESS_PATTERN = r"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\],;]+):[0-9]{1,5}$"
@@ -47,12 +48,12 @@ class RocksDbSettings(StrictModel):
     min_free_bytes: int = Field(256 << 20, ge=0)
     """Free space to keep on the disk: below it, writes are rejected and rows are still served."""
     access: Literal["primary", "read_only", "secondary"] = "primary"
-    """`primary` owns the folder. Others may read tables it has loaded: `read_only` as they are when it
-    opens, `secondary` following the primary's writes."""
+    """`primary` owns the folder and writes; `read_only` reads the tables as they are when it opens them,
+    `secondary` also follows the primary's writes."""
     on_corruption: Literal["degrade", "not_ready"] = "degrade"
     """On a damaged table file, mark answers without its rows degraded; `not_ready`: also be not ready."""
     on_lost_writes: Literal["refuse", "accept"] = "refuse"
-    """When acknowledged writes are missing from the write-ahead log: `refuse` to start, or `accept` that."""
+    """If acknowledged writes are missing from the write-ahead log, `refuse` to start or `accept` the loss."""
     catch_up_s: float = Field(1.0, ge=0)
     """Longest delay of a `secondary` behind the primary."""
     checkpoints: Path | None = None
@@ -84,9 +85,8 @@ class RedisTlsSettings(StrictModel):
     server_name: str | None = None
     """Name that the servers' certificates must have, sent as SNI; null: each server's address."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.consistent(checks.pair("certificate", self.certificate, "key", self.key))
+    def violations(self) -> Iterator[ConfigFinding]:
+        return incomplete_pair(self, "certificate", "key")
 
 
 class RedisSettings(StrictModel):
@@ -143,26 +143,29 @@ class RedisSettings(StrictModel):
     guard: RedisGuardSettings = RedisGuardSettings()
     """Limits after which the tier is skipped."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        twice = [
-            finding
-            for name in ("password", "sentinel_password")
-            for finding in checks.either(
-                name, getattr(self, name), f"{name}_file", getattr(self, f"{name}_file")
+    def violations(self) -> Iterator[ConfigFinding]:
+        yield from both_set(self, "password", "password_file")
+        yield from both_set(self, "sentinel_password", "sentinel_password_file")
+        if self.mode == "single" and len(self.addresses) > 1:
+            message = f"has {len(self.addresses)} entries, but mode single has one server"
+            yield finding("addresses", message, "mode")
+        for i, address in enumerate(self.addresses):
+            port = int(address.rpartition(":")[2])
+            if not 0 < port < 65_536:
+                message = f"has port {port}; a port is a number from 1 to 65535"
+                yield ConfigFinding(("addresses", i), message)
+        if self.mode == "sentinel" and self.sentinel_service is None:
+            message = "must be set with mode sentinel: the sentinels' name of the monitored server"
+            yield finding("sentinel_service", message, "mode")
+        if self.mode == "cluster" and self.database:
+            message = f"is {self.database}, but a cluster has only database 0"
+            yield finding("database", message, "mode")
+        if self.layout == "hps":
+            message = (
+                "needs layout native: rows of HPS's layout have no version, so their age is unknown"
             )
-        ]
-        return self.consistent(
-            twice
-            + checks.redis(
-                self.mode,
-                self.addresses,
-                self.sentinel_service,
-                self.database,
-                self.layout,
-                self.ttls,
-            )
-        )
+            for name in self.ttls:
+                yield finding(name, message, "layout")
 
     @property
     def ttls(self) -> list[str]:

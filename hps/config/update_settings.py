@@ -1,14 +1,15 @@
-"""The settings of `updates`: how rows change while they are served."""
+"""Settings of `updates`: rows that change while they are served."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from hps.config import update_checks
+from hps.config.checks import ConfigFinding, finding
 from hps.config.model_schema import StrictModel
 from hps.config.secrets import read_secret
 
@@ -70,9 +71,15 @@ class KafkaSettings(_SourceSettings):
     options_files: dict[str, Path] = {}
     """Files with further such options, as `sasl.password`; user and password are read again."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.consistent(update_checks.kafka_options(self.options, self.options_files, _OURS))
+    def violations(self) -> Iterator[ConfigFinding]:
+        for where, names in (("options", self.options), ("options_files", self.options_files)):
+            for name in names:
+                if name in _OURS:
+                    yield ConfigFinding((where, name), "is set by hps; remove it")
+        for name in self.options_files:
+            if name in self.options:
+                message = "is also in options; remove one of them"
+                yield ConfigFinding(("options_files", name), message)
 
     def client_options(self) -> dict[str, str | int | float | bool]:
         """All of `options`, including those in files. Raises ConfigError if one cannot be read."""
@@ -93,7 +100,7 @@ class DirectorySettings(_SourceSettings):
 
 
 class UpdatesSettings(StrictModel):
-    """How rows change while they are served."""
+    """Updates of rows while they are served."""
 
     max_staleness_s: float | None = Field(None, gt=0)
     """Age of unapplied updates from which served rows count as stale; null: never."""
@@ -106,9 +113,12 @@ class UpdatesSettings(StrictModel):
     directory: DirectorySettings | None = None
     """Updates from files in a folder; null: none."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        streams = self.kafka is not None or self.directory is not None
-        return self.consistent(
-            update_checks.staleness(self.max_staleness_s, self.on_stale, streams=streams)
-        )
+    def violations(self) -> Iterator[ConfigFinding]:
+        has_streams = self.kafka is not None or self.directory is not None
+        if self.max_staleness_s is not None and not has_streams:
+            cause = "without them there are no updates to wait for"
+            message = f"needs updates.kafka or updates.directory; {cause}"
+            yield finding("max_staleness_s", message, "kafka", "directory")
+        elif self.max_staleness_s is None and self.on_stale != "flag":
+            needed = "needs max_staleness_s: the age from which rows are stale"
+            yield finding("on_stale", f"is {self.on_stale}, which {needed}", "max_staleness_s")
