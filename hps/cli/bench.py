@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import argument, expand_options, option
-from hps.cli.options import HTTP, Credentials, LoadOptions, former_target, only_model
+from hps.cli.command_options import CommandApp, argument, option
+from hps.cli.options import HTTP, Credentials, LoadOptions, former_target, only_model, open_admin
 from hps.errors import ConfigError, HpsError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hps.tools.bench.run import BenchPlan
     from hps.tools.bench.senders import Sender
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
@@ -43,8 +43,6 @@ class ArrivalProcess(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(LoadOptions):
-    """Arguments and options of ``hps bench``."""
-
     model: str | None = argument(None)
     """The model to measure; required if the server has several."""
     second: str | None = argument(None, hidden=True)
@@ -84,7 +82,6 @@ class BenchOptions(LoadOptions):
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def bench(options: BenchOptions) -> None:
     """Measure a server's latency and throughput; compare two runs.
 
@@ -128,7 +125,6 @@ def _succeeded(result: dict[str, Any]) -> bool:
 
 def _run(url: str, model: str | None, options: BenchOptions) -> dict[str, Any]:
     """Send requests to the server at ``url``; return the report of the run."""
-    from hps.client import Client
     from hps.tools.bench.hot_key_pools import sources_of
     from hps.tools.bench.report import report
     from hps.tools.bench.run import run
@@ -137,7 +133,7 @@ def _run(url: str, model: str | None, options: BenchOptions) -> dict[str, Any]:
     plan = _plan(options)
     connections = options.connections or min(CONNECTIONS, plan.concurrency)
     api_key, tls = options.credentials.api_key, options.credentials.client_tls()
-    with Client(url, api_key=api_key, timeout_s=plan.timeout_s, tls=tls) as client:
+    with options.credentials.client(url, timeout_s=plan.timeout_s) as client:
         name = model or only_model(client.models(), "bench")
         server = client.about()
         tensors, keys = _requests(client, url, name, server, options)
@@ -222,15 +218,13 @@ def _hot_keys(
     url: str, options: BenchOptions, server: str, model: str
 ) -> Sequence[Mapping[str, Any]]:
     """Get the hottest keys; see `hps.tools.bench.hot_key_pools.HotKeys`."""
-    from hps.client import Admin
     from hps.tools.bench.hot_key_pools import MOST, guessed_admin, require_same
 
     address = options.keys_from
     if address is None and not server.startswith("hps"):
         raise ConfigError("it is not an hps server")
-    api_key, tls = options.credentials.api_key, options.credentials.client_tls()
     try:
-        with Admin(address or guessed_admin(url), api_key=api_key, timeout_s=10, tls=tls) as admin:
+        with open_admin(address or guessed_admin(url), options.credentials, timeout_s=10) as admin:
             if address is None:
                 require_same(admin, url)
             return admin.hot_keys(model, limit=MOST)

@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from itertools import pairwise
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 _TYPER = "typer"
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def option(default: Any = MISSING, *flags: str, **attributes: Any) -> Any:
@@ -30,6 +31,14 @@ def option(default: Any = MISSING, *flags: str, **attributes: Any) -> Any:
 def argument(default: Any = MISSING, **attributes: Any) -> Any:
     """A field that is an argument: its default and the arguments of ``typer.Argument``."""
     return field(default=default, metadata={_TYPER: (typer.Argument, (), attributes)})
+
+
+class CommandApp(typer.Typer):
+    """A Typer whose commands may take dataclasses of options; see `expand_options`."""
+
+    def command(self, *names: Any, **attributes: Any) -> Callable[[Command], Command]:
+        register: Any = super().command(*names, **attributes)
+        return lambda function: register(expand_options(function))
 
 
 def expand_options(function: Callable[..., None]) -> Callable[..., None]:

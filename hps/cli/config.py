@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.options import ReportOptions
 from hps.tools.output import plural, print_json, print_line, print_table, warn
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hps.config.validation import ValidationReport
     from hps.models.repository import ModelVersion
 
-app = typer.Typer(no_args_is_help=True, help="Show, check and describe the configuration.")
+app = CommandApp(no_args_is_help=True, help="Show, check and describe the configuration.")
 
 SHOW_EXAMPLES = """\b
 Examples:
@@ -53,8 +53,6 @@ class SchemaFile(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(ReportOptions):
-    """Options of ``hps config show``."""
-
     config: Path | None = option(None, "--config", "-c", metavar="FILE")
     """hps YAML, or HPS's ps.json."""
     set_: list[str] | None = option(None, "--set", metavar="KEY=VALUE")
@@ -62,7 +60,6 @@ class ShowOptions(ReportOptions):
 
 
 @app.command(epilog=SHOW_EXAMPLES)
-@expand_options
 def show(options: ShowOptions) -> None:
     """Print the effective value of every setting and its origin.
 
@@ -98,8 +95,6 @@ def show(options: ShowOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(ReportOptions):
-    """Arguments and options of ``hps config validate``."""
-
     file: Path = argument()
     """hps YAML, HPS's ps.json, a model.yaml or an API key file."""
     set_: list[str] | None = option(None, "--set", metavar="KEY=VALUE")
@@ -107,7 +102,6 @@ class ValidateOptions(ReportOptions):
 
 
 @app.command(epilog=VALIDATE_EXAMPLES)
-@expand_options
 def validate(options: ValidateOptions) -> None:
     """Check a file and the models it names; report all errors.
 

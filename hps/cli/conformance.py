@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.options import HTTP, Credentials, JsonReportOptions, former_urls
 from hps.errors import ConfigError, Unavailable
 from hps.tools.output import plural, print_line, print_problem, print_table, warn
@@ -22,7 +22,7 @@ _SCHEMES = ("", "http", "https", "grpc", "grpcs")
 GOOD, DIFFERS, KNOWN, LACKS = "as it should", "differs", "known", "not offered"
 _STYLES = {GOOD: "green", DIFFERS: "red", KNOWN: "yellow"}
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
@@ -49,8 +49,6 @@ def _checked(values: list[str] | None) -> list[str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ConformanceOptions(JsonReportOptions):
-    """Arguments and options of ``hps conformance``."""
-
     urls: list[str] | None = argument(None, hidden=True, callback=_checked)
     server: list[str] | None = option(
         None, "--server", "-s", metavar="URL", show_default=HTTP, callback=_checked
@@ -67,7 +65,6 @@ class ConformanceOptions(JsonReportOptions):
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def conformance(options: ConformanceOptions) -> None:
     """Check that a server conforms to the Open Inference Protocol and Triton's extensions.
 

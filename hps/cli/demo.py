@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import expand_options, option
+from hps.cli.command_options import CommandApp, option
 from hps.errors import ConfigError
 from hps.tools.output import FormattedNumber, count, percentage, print_line, print_table
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hps.cli.demo_data import DemoData
     from hps.cli.demo_run import DemoResults
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 PORT = 8000
 """The demo's port for requests: the server's default."""
@@ -40,8 +40,6 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Options of ``hps demo``."""
-
     once: bool = option(False)
     """Exit after the checks."""
     port: int | None = option(None, min=1, max=65_535)
@@ -53,7 +51,6 @@ class DemoOptions:
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def demo(options: DemoOptions) -> None:
     """Serve the model that comes with hps, send it requests over HTTP and check every answer.
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hps.cli.command_options import expand_options, option
+from hps.cli.command_options import CommandApp, option
 from hps.cli.options import Credentials, JsonReportOptions, SetOption
 from hps.tools.output import VERDICT_STYLES, print_json, print_line, print_table, problems
 
 if TYPE_CHECKING:
     from hps.tools.doctor.check import DoctorCheck
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 CONFIGURATION = "configuration"
 
@@ -31,8 +31,6 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(JsonReportOptions):
-    """Arguments and options of ``hps doctor``."""
-
     config: Path | None = option(None, "--config", "-c", envvar="HPS_CONFIG", metavar="FILE")
     """Check this configuration, and the files and services that it names."""
     overrides: SetOption = None
@@ -42,7 +40,6 @@ class DoctorOptions(JsonReportOptions):
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def doctor(options: DoctorOptions) -> None:
     """Check this machine and, with --config, a deployment; report faults with remedies.
 

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import typer
-
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.model import RepositoryOptions
 from hps.cli.model_import import DEFAULT_REPOSITORY
 from hps.tools.output import count, print_line
 
-app = typer.Typer(no_args_is_help=True, help="Generate models and requests for load tests.")
+app = CommandApp(no_args_is_help=True, help="Generate models and requests for load tests.")
 
 
 class Preset(StrEnum):
@@ -44,8 +42,6 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateModelOptions(SeedOptions):
-    """Arguments and options of ``hps generate model``."""
-
     name: str = argument()
     """Name of the new model."""
     repository: Path = option(DEFAULT_REPOSITORY, "--repository", "-r", metavar="DIR")
@@ -67,7 +63,6 @@ class GenerateModelOptions(SeedOptions):
 
 
 @app.command(epilog=MODEL_EXAMPLES)
-@expand_options
 def model(options: GenerateModelOptions) -> None:
     """Generate a model: tables of random rows, and a small network."""
     from hps.cli.progress import ConsoleProgress
@@ -107,8 +102,6 @@ perf_analyzer puts samples together by itself (-b); an .npz has whole requests, 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequestsOptions(SeedOptions):
-    """Arguments and options of ``hps generate requests``."""
-
     model: str = argument()
     """A model of the repository; its tables give the keys."""
     out: Path = option(metavar="FILE")
@@ -131,7 +124,6 @@ class GenerateRequestsOptions(SeedOptions):
 
 
 @app.command(epilog=REQUEST_EXAMPLES)
-@expand_options
 def requests(options: GenerateRequestsOptions) -> None:
     """Generate requests: .json (also for perf_analyzer), or .npz."""
     from hps.models.repository import Repository

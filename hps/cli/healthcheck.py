@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hps.cli.command_options import CommandApp
 from hps.cli.options import SetOption, tls_of
 from hps.errors import ConfigError, HpsError, Unavailable
 
 if TYPE_CHECKING:
     from hps.config.server_settings import Listener
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 TlsOption = Annotated[
     str | None,

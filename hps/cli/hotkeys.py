@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.options import AdminServer, ReportOptions
 from hps.errors import BadRequest, NotFound
 from hps.tools.output import FormattedNumber, print_table, warn
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
@@ -26,8 +24,6 @@ HIGHEST = 255
 
 @dataclass(frozen=True, kw_only=True)
 class HotKeysOptions(ReportOptions):
-    """Arguments and options of ``hps hotkeys``."""
-
     model: str | None = argument(None)
     """Only this model's tables."""
     table: str | None = argument(None)
@@ -40,7 +36,6 @@ class HotKeysOptions(ReportOptions):
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def hotkeys(options: HotKeysOptions) -> None:
     """List the hottest keys of the CPU cache with their scores, the highest first.
 

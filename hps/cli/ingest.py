@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import expand_options, option
+from hps.cli.command_options import CommandApp, option
 from hps.cli.options import ReportOptions, SetOption
 from hps.cli.serve import check_early
 from hps.tools.output import print_line
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hps.config import Configuration
     from hps.config.update_settings import KafkaSettings
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
@@ -31,15 +31,12 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class IngestOptions(ReportOptions):
-    """Options of ``hps ingest``."""
-
     config: Path | None = option(None, "--config", "-c", envvar="HPS_CONFIG", metavar="FILE")
     """The nodes' configuration: YAML, or HPS's ps.json."""
     overrides: SetOption = None
 
 
 @app.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})
-@expand_options
 def ingest(ctx: typer.Context, options: IngestOptions) -> None:
     """Write streamed rows into Redis for all nodes, until SIGTERM or Ctrl-C.
 

@@ -7,9 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import typer
-
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.options import AdminServer, LocalNode, ReportOptions
 from hps.cli.value_parsing import as_typed, parse_key, shown_age, shown_vector
 from hps.errors import NotFound
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from hps.client import Admin
     from hps.node.node import Node
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
@@ -33,8 +31,6 @@ KEYS_PER_CALL = 200
 
 @dataclass(frozen=True, kw_only=True)
 class LookupOptions(ReportOptions):
-    """Arguments and options of ``hps lookup``."""
-
     model: str = argument()
     """The model."""
     table: str = argument()
@@ -48,7 +44,6 @@ class LookupOptions(ReportOptions):
 
 
 @app.command(epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})
-@expand_options
 def lookup(options: LookupOptions) -> None:
     """Show rows of a table, fetched as a request would fetch them.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.model_import import DEFAULT_REPOSITORY, IMPORT_EXAMPLES, import_
 from hps.cli.options import ReportOptions
 from hps.errors import ConfigError, ModelError
@@ -17,7 +17,7 @@ from hps.tools.output import VERDICT_STYLES, count, print_line, print_table, siz
 if TYPE_CHECKING:
     from hps.models.repository import ModelVersion, Repository
 
-app = typer.Typer(no_args_is_help=True, help="Import, inspect and verify models of a repository.")
+app = CommandApp(no_args_is_help=True, help="Import, inspect and verify models of a repository.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +42,12 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(ReportOptions):
-    """Arguments and options of ``hps model inspect``."""
-
     name: str | None = argument(None)
     """A model; default: list all."""
     source: RepositoryOptions
 
 
 @app.command(epilog=INSPECT_EXAMPLES)
-@expand_options
 def inspect(options: InspectOptions) -> None:
     """Show the models of a repository, or the contents of one version."""
     models = _repository(options.source.repository)
@@ -169,15 +166,12 @@ Exit code 1 when a check fails.
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(ReportOptions):
-    """Arguments and options of ``hps model verify``."""
-
     name: str | None = argument(None)
     """A model; default: all."""
     source: RepositoryOptions
 
 
 @app.command(epilog=VERIFY_EXAMPLES)
-@expand_options
 def verify(options: VerifyOptions) -> None:
     """Check a version: layout, sizes, checksums, values, keys, network."""
     name, repository, version = options.name, options.source.repository, options.source.version

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import argument, option
 from hps.cli.options import ReportOptions
 from hps.errors import ConfigError
 from hps.tools.output import plural, print_json, print_line, warn
@@ -46,8 +46,6 @@ version too, unless --spec, --feature or --default say otherwise.
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(ReportOptions):
-    """Arguments and options of ``hps model import``."""
-
     source: Path = argument()
     """Sources: ps.json, HugeCTR folders, .npz, .parquet, .safetensors, or PyTorch .pt/.pth
     files."""
@@ -88,7 +86,6 @@ class ImportOptions(ReportOptions):
     """Replace an existing model.yaml that differs."""
 
 
-@expand_options
 def import_(options: ImportOptions) -> None:
     """Import tables and a network as a version of the repository."""
     from hps.cli.model_options import choices

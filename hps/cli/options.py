@@ -21,7 +21,7 @@ from hps.errors import ConfigError
 from hps.tools.output import print_json, warn
 
 if TYPE_CHECKING:
-    from hps.client import Admin, Tls
+    from hps.client import Admin, Client, Tls
     from hps.node.node import Node
     from hps.tools.bench.load import LoadRecipe
 
@@ -108,6 +108,12 @@ class Credentials:
 
     def client_tls(self) -> Tls | None:
         return tls_of(self.tls)
+
+    def client(self, url: str, *, timeout_s: float = 30.0) -> Client:
+        """A client of the server at ``url``."""
+        from hps.client import Client
+
+        return Client(url, api_key=self.api_key, tls=self.client_tls(), timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.options import HTTP, Credentials, LocalNode, ReportOptions
 from hps.errors import ConfigError, NotFound, Unsupported
 from hps.tools.output import plural, print_line, print_table, warn
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from hps.tools.signature import ModelSignature
     from hps.types import KeyArray, PredictRequest, PredictResult
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 
 class EmptyCells(StrEnum):
@@ -55,8 +53,6 @@ IN_FLIGHT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(ReportOptions):
-    """Arguments and options of ``hps predict``."""
-
     model: str = argument()
     """The model to score with."""
     file: Path | None = argument(None)
@@ -87,7 +83,6 @@ class PredictOptions(ReportOptions):
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def predict(options: PredictOptions) -> None:
     """Score one request (--json or --input), or every row of a file.
 

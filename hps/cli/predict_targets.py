@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,28 +26,6 @@ if TYPE_CHECKING:
 
 
 Submit = Callable[[str, PredictRequest], "Future[PredictResult]"]
-
-
-class PredictTarget(Protocol):
-    """Something that answers requests for models."""
-
-    def signature(self, model: str) -> ModelSignature: ...
-
-    def predict(self, model: str, request: PredictRequest) -> PredictResult: ...
-
-    def submitting(self, threads: int) -> AbstractContextManager[Submit]:
-        """Open a function that starts requests, up to ``threads`` in parallel, and returns futures."""
-        ...
-
-    def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
-        """Look up pooled vectors, with the source of every key."""
-        ...
-
-    def network_inputs(self, model: str) -> Mapping[str, str]:
-        """The network input of each feature's vectors, if known.
-
-        Servers do not report it, and a model may have no network."""
-        ...
 
 
 class ServerTarget:
@@ -67,6 +45,7 @@ class ServerTarget:
 
     @contextmanager
     def submitting(self, threads: int) -> Iterator[Submit]:
+        """Yield a function that starts requests, up to ``threads`` in parallel, and returns futures."""
         workers = BoundedThreadPool(
             threads, threads, name="ask"
         )  # daemon threads: a stuck server must not delay the exit
@@ -76,9 +55,11 @@ class ServerTarget:
             workers.close(0)
 
     def lookup(self, model: str, features: Mapping[str, JaggedKeys]) -> LookupResult:
+        """Look up pooled vectors, with the source of every key."""
         return self._client.lookup(model, features, want_source=True)
 
     def network_inputs(self, model: str) -> Mapping[str, str]:
+        """Empty: servers do not report which input takes a feature's vectors."""
         return {}
 
 
@@ -116,11 +97,15 @@ class NodeTarget:
         return self.node.lookup(model, features, want_source=True)
 
     def network_inputs(self, model: str) -> Mapping[str, str]:
+        """The network input of each feature's vectors; empty without a network."""
         spec = self.node.model(model).spec
         if spec.dense is None:
             return {}
         vectors = [name for feature in spec.served_features for name in feature.vectors]
         return {name: spec.dense.embeddings.get(name, name) for name in vectors}
+
+
+PredictTarget = ServerTarget | NodeTarget
 
 
 @contextmanager
@@ -131,9 +116,7 @@ def open_target(server: str, local: LocalNode, credentials: Credentials) -> Iter
         with opened as node:
             yield NodeTarget(node)
         return
-    from hps.client import Client
-
-    with Client(server, api_key=credentials.api_key, tls=credentials.client_tls()) as client:
+    with credentials.client(server) as client:
         client.ready()  # load and connect before the first request is timed
         yield ServerTarget(client)
 

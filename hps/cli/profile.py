@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.options import (
     ADMIN,
     Credentials,
@@ -24,10 +22,11 @@ from hps.cli.options import (
 from hps.tools.output import FormattedNumber, percentage, plural, print_line, print_table
 
 if TYPE_CHECKING:
+    from hps.cli.profile_targets import ProfileTarget
     from hps.client.http_messages import Request
     from hps.tools.bench.load import Tensors
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
@@ -60,26 +59,8 @@ class WireProtocol(StrEnum):
     grpc = "grpc"
 
 
-class ProfileTarget(Protocol):
-    def metadata(self, model: str) -> dict[str, Any]: ...
-
-    def models(self) -> list[str]: ...
-
-    def profile(self, model: str, request: Request) -> dict[str, Any]: ...
-
-    def hot_keys(self, model: str) -> Sequence[Mapping[str, Any]]:
-        """Get the hottest keys; see `hps.tools.bench.hot_key_pools.HotKeys`."""
-        ...
-
-    def plain(self, request: Request) -> float | None:
-        """Seconds of the same request at the client without a profile; None if not measurable."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(JsonReportOptions):
-    """Arguments and options of ``hps profile``."""
-
     model: str | None = argument(None)
     """The model to profile; required if there are several."""
     second: str | None = argument(None, hidden=True)
@@ -97,7 +78,6 @@ class ProfileOptions(JsonReportOptions):
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def profile(options: ProfileOptions) -> None:
     """Show the time of each part of a request: parsing, tiers, pooling, network, serialising.
 
@@ -152,13 +132,12 @@ def _messages(model: str, made: Sequence[Tensors], protocol: WireProtocol) -> li
 def _open(options: ProfileOptions) -> Iterator[ProfileTarget]:
     from hps.cli.profile_targets import LocalProfileTarget, ServerProfileTarget
 
-    local, credentials = options.local.open(), options.credentials
+    local = options.local.open()
     if local is not None:
         with local as node:
             yield LocalProfileTarget(node)
     else:
-        server = ServerProfileTarget(options.server, credentials.api_key, credentials.client_tls())
-        with server:
+        with ServerProfileTarget(options.server, options.credentials) as server:
             yield server
 
 

@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from hps.client import Admin, Client
-from hps.client.address import address
-from hps.client.http_messages import Request, key_headers
-from hps.client.rest import HttpConnectionPool
-from hps.errors import ConfigError, NotFound
+from hps.cli.options import Credentials, open_admin
+from hps.client.http_messages import Request
+from hps.errors import ConfigError
 from hps.tools.bench.hot_key_pools import MOST
 
 if TYPE_CHECKING:
-    from hps.client import Tls
     from hps.node.node import Node
 
-_PATIENCE_S = 30.0
 _LENGTH = "Inference-Header-Content-Length"
 _GRPC = "application/grpc"
 
@@ -26,18 +22,15 @@ _GRPC = "application/grpc"
 class ServerProfileTarget:
     """A server, by its admin address."""
 
-    def __init__(self, url: str, api_key: str | None, tls: Tls | None) -> None:
-        at = address(url, tls, ("http", "https"))
-        self._url, self._api_key, self._tls = at.base, api_key, tls
-        self._headers = key_headers(api_key)
-        self._line = HttpConnectionPool(at)
-        self._client = Client(url, api_key=api_key, tls=tls)
+    def __init__(self, url: str, credentials: Credentials) -> None:
+        self._admin = open_admin(url, credentials)
+        self._client = credentials.client(url)
 
     def __enter__(self) -> ServerProfileTarget:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._line.close()
+        self._admin.close()
         self._client.close()
 
     def metadata(self, model: str) -> dict[str, Any]:
@@ -47,30 +40,23 @@ class ServerProfileTarget:
         return self._client.models()
 
     def hot_keys(self, model: str) -> Sequence[Mapping[str, Any]]:
-        with Admin(self._url, api_key=self._api_key, tls=self._tls) as admin:
-            return admin.hot_keys(model, limit=MOST)
+        """Get the hottest keys; see `hps.tools.bench.hot_key_pools.HotKeys`."""
+        return self._admin.hot_keys(model, limit=MOST)
 
     def profile(self, model: str, request: Request) -> dict[str, Any]:
         path = f"/v1/profile/{quote(model, safe='')}"
-        reply = self._send(request._replace(path=path))
-        if reply.status == 404 and b"Not Found" in reply.body:
-            raise NotFound(
-                f"{self._url} has no {path}; is it the admin address? The server prints it when it starts, "
-                "port 8002 unless configured otherwise"
-            )
-        return dict(reply.json(self._url))
+        reply = self._admin.send(request._replace(path=path))
+        return dict(reply.json(self._admin.url))
 
     def plain(self, request: Request) -> float | None:
-        """See `ProfileTarget.plain`. None for gRPC: the admin port accepts only HTTP requests."""
+        """Seconds of the same request at this client, without a profile.
+
+        None for gRPC: the admin port accepts only HTTP requests."""
         if is_grpc(request):
             return None
         started = time.perf_counter()
-        self._send(request).checked(self._url)
+        self._admin.send(request)
         return time.perf_counter() - started
-
-    def _send(self, request: Request) -> Any:
-        headers = {**request.headers, **self._headers}
-        return self._line.send(request._replace(headers=headers), time.monotonic() + _PATIENCE_S)
 
 
 class LocalProfileTarget:
@@ -108,7 +94,10 @@ class LocalProfileTarget:
         return self._profiler.measure(model, body, None if size is None else int(size), protocol)
 
     def plain(self, _request: Request) -> None:
-        return None
+        """None: a request has no other caller here."""
+
+
+ProfileTarget = ServerProfileTarget | LocalProfileTarget
 
 
 def of_grpc(message: bytes) -> Request:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import expand_options, option
+from hps.cli.command_options import CommandApp, option
 from hps.cli.options import ReportOptions, SetOption
 from hps.cli.tables import flatten
 from hps.cli.tables import show as show_tables
@@ -20,7 +20,7 @@ from hps.tools.output import plural, print_line
 if TYPE_CHECKING:
     from hps.config import Configuration
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 
 class Role(StrEnum):
@@ -46,8 +46,6 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ReportOptions):
-    """Options of ``hps serve``."""
-
     config: Path | None = option(None, "--config", "-c", envvar="HPS_CONFIG", metavar="FILE")
     """hps YAML file, or HPS's ps.json."""
     workers: int | None = option(None, "--workers", "-w", min=0)
@@ -59,7 +57,6 @@ class ServeOptions(ReportOptions):
 
 
 @app.command(epilog=EXAMPLES, context_settings={"allow_extra_args": True})
-@expand_options
 def serve(ctx: typer.Context, options: ServeOptions) -> None:
     """Serve models until SIGTERM or Ctrl-C; print the models and addresses once ready.
 

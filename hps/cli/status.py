@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import CommandApp
 from hps.cli.options import AdminServer, ReportOptions
 from hps.tools.output import (
     FormattedNumber,
@@ -24,7 +22,7 @@ from hps.tools.output import (
 if TYPE_CHECKING:
     from hps.client.admin import MetricSample
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
@@ -34,7 +32,6 @@ Examples:
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def status(admin: AdminServer, options: ReportOptions) -> None:
     """Show a server's state: models, tiers, sources of its answers, latencies, updates."""
     with admin.open() as client:

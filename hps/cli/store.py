@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hps.cli import store_backup, store_compare, store_copy, store_rows
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.store_open import (
     ConfiguredModels,
     StoreOptions,
@@ -40,7 +40,7 @@ HELP = """Inspect and maintain the stores of a configuration: Redis and RocksDB.
 Commands open the stores themselves. Reading works beside a running node; what writes to RocksDB needs
 the database to itself: stop the node first.
 """
-app = typer.Typer(no_args_is_help=True, help=HELP)
+app = CommandApp(no_args_is_help=True, help=HELP)
 KEYS = {"ignore_unknown_options": True}  # a negative key is not an option
 
 LS_EXAMPLES = """\b
@@ -52,14 +52,11 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions(StoreOptions):
-    """Arguments and options of ``hps store ls``."""
-
     model: str | None = argument(None)
     """Only this model's tables."""
 
 
 @app.command(epilog=LS_EXAMPLES)
-@expand_options
 def ls(options: ListOptions) -> None:
     """List the tables in each store: rows, bytes, dim, layout.
 
@@ -177,8 +174,6 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class EraseOptions(StoreOptions):
-    """Arguments and options of ``hps store erase``."""
-
     model: str = argument()
     """The model; it need not be configured."""
     version: int | None = option(None, "--version", "-v")
@@ -189,7 +184,6 @@ class EraseOptions(StoreOptions):
     """Erase without asking for confirmation."""
 
 
-@expand_options
 def erase(options: EraseOptions) -> None:
     """Remove a model, or one version or table, from the stores.
 

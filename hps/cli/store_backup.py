@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import argument, option
 from hps.cli.options import (
     OptionalAdminServer,
     ReportOptions,
@@ -41,8 +41,6 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(ReportOptions):
-    """Arguments and options of ``hps store checkpoint``."""
-
     folder: Path | None = argument(None, metavar="FOLDER")
     """Folder of the new checkpoint, with --config."""
     config: Path | None = option(None, "--config", "-c", metavar="FILE")
@@ -53,7 +51,6 @@ class CheckpointOptions(ReportOptions):
     """With --server: number of newest checkpoints to keep; older ones are removed."""
 
 
-@expand_options
 def checkpoint(options: CheckpointOptions) -> None:
     """Make a consistent copy of the RocksDB database.
 
@@ -102,8 +99,6 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions(ReportOptions):
-    """Arguments and options of ``hps store restore``."""
-
     folder: Path = argument(metavar="FOLDER")
     """Folder of the checkpoint."""
     config: Path = option(MISSING, "--config", "-c", metavar="FILE")
@@ -114,7 +109,6 @@ class RestoreOptions(ReportOptions):
     database is there already."""
 
 
-@expand_options
 def restore(options: RestoreOptions) -> None:
     """Restore the configured RocksDB database from a checkpoint.
 
@@ -146,13 +140,10 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class DumpOptions(StoredTableOptions):
-    """Arguments and options of ``hps store dump``."""
-
     file: Path = argument(metavar="FILE")
     """Output file, .bin."""
 
 
-@expand_options
 def dump(options: DumpOptions) -> None:
     """Write a table's rows as HPS's .bin dump.
 
@@ -186,14 +177,11 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportDumpOptions(StoredTableOptions):
-    """Arguments and options of ``hps store import-dump``."""
-
     file: Path = argument(metavar="FILE")
     """Dump to read, .bin or .sst."""
     version: VersionOption = None
 
 
-@expand_options
 def import_dump(options: ImportDumpOptions) -> None:
     """Write the rows of a .bin or .sst dump of HPS into a store.
 

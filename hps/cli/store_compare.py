@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import expand_options, option
+from hps.cli.command_options import option
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
     ConfiguredModels,
@@ -67,8 +67,6 @@ Exit code 1 when they differ.
 
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions(StoredTablesOptions):
-    """Arguments and options of ``hps store diff``."""
-
     against: CompareTarget = option(CompareTarget.files, "--against", "-a")
     """Other side of the comparison: another store, or the model's files."""
     other: Path | None = option(None, metavar="FILE")
@@ -79,7 +77,6 @@ class DiffOptions(StoredTablesOptions):
     """Kind of difference that does not cause exit code 1; repeatable."""
 
 
-@expand_options
 def diff(options: DiffOptions) -> None:
     """Compare a store with another one, or with the model's files.
 
@@ -199,13 +196,10 @@ Exit code 1 when a check fails.
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(StoredTablesOptions):
-    """Arguments and options of ``hps store verify``."""
-
     repair: bool = option(False)
     """RocksDB: first repair all damaged tables."""
 
 
-@expand_options
 def verify(options: VerifyOptions) -> None:
     """Check that a store holds every row of the files, bit for bit.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hps.cli.command_options import expand_options, option
+from hps.cli.command_options import option
 from hps.cli.progress import ConsoleProgress
 from hps.cli.store_open import (
     ConfiguredModels,
@@ -43,13 +43,10 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(StoredTablesOptions):
-    """Arguments and options of ``hps store load``."""
-
     rebuild: bool = option(False)
     """RocksDB: load again from the files; rows streamed since the load are lost."""
 
 
-@expand_options
 def load(options: LoadOptions) -> None:
     """Load the models' files into a store.
 
@@ -115,15 +112,12 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(StoredTableOptions):
-    """Arguments and options of ``hps store export``."""
-
     out: Path = option(metavar="FILE")
     """Output file, .parquet or .npz."""
     since: str | None = option(None, metavar="VERSION")
     """Export only rows newer than this version or time."""
 
 
-@expand_options
 def export(options: ExportOptions) -> None:
     """Write a table's rows to a Parquet or npz file.
 
@@ -176,15 +170,12 @@ RocksDB; Redis may be the same one. Afterwards:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions(StoredTablesOptions):
-    """Arguments and options of ``hps store convert``."""
-
     into: Path = option(metavar="FILE")
     """Configuration of the new stores, with layout: native."""
     tier: TierName | None = option(None, "--tier", "-t")
     """Only this store; default: all that are configured."""
 
 
-@expand_options
 def convert(options: ConvertOptions) -> None:
     """Convert stores from HPS's layout to the native one.
 

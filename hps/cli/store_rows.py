@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import argument, option
 from hps.cli.store_open import (
     StoredTableOptions,
     TableOptions,
@@ -50,15 +50,12 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ScanOptions(StoredTableOptions):
-    """Arguments and options of ``hps store scan``."""
-
     start: str | None = option(None, "--from", metavar="KEY")
     """Start at this key; RocksDB only: Redis has no order."""
     limit: int = option(20, "--limit", "-n", min=1)
     """Maximum number of rows."""
 
 
-@expand_options
 def scan(options: ScanOptions) -> None:
     """Show the rows of a table, in the store's order.
 
@@ -108,13 +105,10 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class GetOptions(TableOptions):
-    """Arguments and options of ``hps store get``."""
-
     keys: list[str] = argument(metavar="KEY")
     """Keys, from -2^63 to 2^64-1; 0x… is hexadecimal."""
 
 
-@expand_options
 def get(options: GetOptions) -> None:
     """Show rows by their keys, in each store, with versions.
 
@@ -212,8 +206,6 @@ VersionOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class PutOptions(TableOptions):
-    """Arguments and options of ``hps store put``."""
-
     key: str = argument()
     """The key, from -2^63 to 2^64-1; 0x… is hexadecimal."""
     vector: str = option(metavar="NUMBERS")
@@ -221,7 +213,6 @@ class PutOptions(TableOptions):
     version: VersionOption = None
 
 
-@expand_options
 def put(options: PutOptions) -> None:
     """Write one row, into the lowest store first.
 
@@ -239,14 +230,11 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteOptions(TableOptions):
-    """Arguments and options of ``hps store del``."""
-
     keys: list[str] = argument(metavar="KEY")
     """The keys."""
     version: VersionOption = None
 
 
-@expand_options
 def delete(options: DeleteOptions) -> None:
     """Delete rows, in the lowest store first.
 

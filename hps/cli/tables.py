@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import typer
-
-from hps.cli.command_options import argument, expand_options
+from hps.cli.command_options import CommandApp, argument
 from hps.cli.options import AdminServer, LocalNode, ReportOptions
 from hps.errors import NotFound, Unavailable
 from hps.tools.output import FormattedNumber, approximate, count, percentage, print_table, size
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
@@ -25,8 +23,6 @@ ITEM_BYTES = {"float32": 4, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class TablesOptions(ReportOptions):
-    """Arguments and options of ``hps tables``."""
-
     model: str | None = argument(None)
     """Only this model's tables."""
     admin: AdminServer
@@ -34,7 +30,6 @@ class TablesOptions(ReportOptions):
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def tables(options: TablesOptions) -> None:
     """List the tables of a server (or of --config): rows, bytes, and how much is cached.
 

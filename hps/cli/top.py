@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.options import ADMIN, Credentials, JsonReportOptions, former_urls, open_admin
 from hps.cli.top_screen import screen
 from hps.errors import HpsError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hps.cli.metric_rates import MetricsReading
     from hps.client import Admin
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 EXAMPLES = """\b
 Examples:
@@ -39,8 +39,6 @@ _OURS = "hps_"
 
 @dataclass(frozen=True, kw_only=True)
 class TopOptions(JsonReportOptions):
-    """Arguments and options of ``hps top``."""
-
     urls: list[str] | None = argument(None, hidden=True)
     server: list[str] | None = option(None, "--server", "-s", metavar="URL", show_default=ADMIN)
     """A server's admin address; repeatable."""
@@ -52,7 +50,6 @@ class TopOptions(JsonReportOptions):
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def top(options: TopOptions) -> None:
     """Watch servers: requests, latency, queues, tiers, freshness; press q to quit.
 

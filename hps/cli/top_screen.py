@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hps.tools.output import FormattedNumber, age, count, table_of
@@ -27,45 +27,40 @@ def screen(servers: Sequence[Mapping[str, Any]]) -> Any:
     from rich.console import Group
     from rich.text import Text
 
-    there = [each for each in servers if each["state"] != "away"]
-    several = len(servers) > 1
-
-    def part(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-        """A table with the server in the last column, if there are several."""
-        if not several:
-            columns, rows = columns[:-1], [row[:-1] for row in rows]
-        return table_of(columns, rows, optional=_LEFT_OUT)
-
-    nodes = [(*_node_row(row), each["server"]) for each in there for row in each["lookup_nodes"]]
+    rows = [_server_row(each) for each in servers]
+    problems = (f"{each['server']}: {each['problem']}" for each in servers if each["problem"])
     parts: list[Any] = [
-        table_of(
-            _SERVER, [_server_row(each) for each in servers], styles=_STYLES, optional=_LEFT_OUT
-        ),
-        *(
-            Text(f"{each['server']}: {each['problem']}", "red")
-            for each in servers
-            if each["problem"]
-        ),
-        Text(),
-        part(
-            ("model", "req/s", "err/s", "p50 ms", "p99 ms", "server"),
-            [
-                (row["model"], *_requests(row), each["server"])
-                for each in there
-                for row in each["models"]
-                if row["requests_per_s"]
-            ],
-        ),
-        Text(),
-        part(
-            ("tier", "keys/s", "hit rate", "p50 ms", "p99 ms", "skipped/s", "server"),
-            [(*_tier_row(row), each["server"]) for each in there for row in each["tiers"]],
-        ),
+        table_of(_SERVER, rows, styles=_STYLES, optional=_LEFT_OUT),
+        *(Text(problem, "red") for problem in problems),
     ]
+    for columns, rows in _parts([each for each in servers if each["state"] != "away"]):
+        if len(servers) == 1:  # without the last column, the server
+            columns, rows = columns[:-1], [row[:-1] for row in rows]
+        parts += [Text(), table_of(columns, rows, optional=_LEFT_OUT)]
+    return Group(*parts)
+
+
+def _parts(
+    servers: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Sequence[str], list[tuple[Any, ...]]]]:
+    """Columns and rows of the tables of models, tiers and lookup nodes."""
+    yield (
+        ("model", "req/s", "err/s", "p50 ms", "p99 ms", "server"),
+        [
+            (row["model"], *_requests(row), each["server"])
+            for each in servers
+            for row in each["models"]
+            if row["requests_per_s"]
+        ],
+    )
+    yield (
+        ("tier", "keys/s", "hit rate", "p50 ms", "p99 ms", "skipped/s", "server"),
+        [(*_tier_row(row), each["server"]) for each in servers for row in each["tiers"]],
+    )
+    nodes = [(*_node_row(row), each["server"]) for each in servers for row in each["lookup_nodes"]]
     if nodes:
         columns = ("lookup node", "state", "req/s", "err/s", "running", "retries/s", "server")
-        parts += [Text(), part(columns, nodes)]
-    return Group(*parts)
+        yield columns, nodes
 
 
 def _server_row(server: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import typer
-
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import CommandApp, argument, option
 from hps.cli.model import RepositoryOptions
 from hps.config import load_config
 from hps.errors import ConfigError
 from hps.tools.output import print_line
 
-app = typer.Typer(no_args_is_help=True, help="Export models to a Triton model repository.")
+app = CommandApp(no_args_is_help=True, help="Export models to a Triton model repository.")
 
 
 class DenseTarget(StrEnum):
@@ -43,8 +41,6 @@ def triton() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TritonExportOptions:
-    """Arguments and options of ``hps triton export``."""
-
     model: str = argument()
     """The model; without a network only its lookups, with --config."""
     out: Path = option(metavar="FOLDER")
@@ -64,7 +60,6 @@ class TritonExportOptions:
 
 
 @app.command(epilog=EXAMPLES)
-@expand_options
 def export(options: TritonExportOptions) -> None:
     """Export a model to a Triton model repository.
 

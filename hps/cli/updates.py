@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import typer
-
 from hps.cli import updates_control, updates_dlq, updates_publish
+from hps.cli.command_options import CommandApp
 
-app = typer.Typer(
+app = CommandApp(
     no_args_is_help=True, help="Publish rows, control update streams, show dead letters."
 )
 app.command(epilog=updates_publish.EXAMPLES)(updates_publish.publish)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import argument, option
 from hps.cli.options import AdminServer, ReportOptions
 from hps.tools.output import FormattedNumber, count, print_line, print_table, warn
 
@@ -39,19 +39,16 @@ class StreamOptions(ReportOptions):
         self.report(_ask(self.admin, f"/v1/updates/{command}", body), show)
 
 
-@expand_options
 def status(admin: AdminServer, options: ReportOptions) -> None:
     """Show a server's update streams: state, lag, problems."""
     options.report(_ask(admin, "/v1/updates"), show)
 
 
-@expand_options
 def pause(options: StreamOptions) -> None:
     """Pause a server's update streams until `hps updates resume`. Nothing is lost: updates stay in Kafka."""
     options.send("pause", group=options.group)
 
 
-@expand_options
 def resume(options: StreamOptions) -> None:
     """Resume a server's paused update streams at their positions."""
     options.send("resume", group=options.group)
@@ -59,8 +56,6 @@ def resume(options: StreamOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SeekOptions(StreamOptions):
-    """Arguments and options of ``hps updates seek``."""
-
     topic: str = argument()
     """Topic, as `hps updates status` shows it."""
     partition: int = argument(min=0)
@@ -69,7 +64,6 @@ class SeekOptions(StreamOptions):
     """Offset of the next message to read."""
 
 
-@expand_options
 def seek(options: SeekOptions) -> None:
     """Make a server read a partition from another offset.
 

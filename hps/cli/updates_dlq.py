@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hps.cli.command_options import expand_options, option
-from hps.cli.options import ReportOptions, SetOption
-from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
+from hps.cli.command_options import option
+from hps.cli.options import ReportOptions
+from hps.cli.updates_kafka import KafkaOptions
 from hps.tools.output import age, plural, print_line, print_table, size, warn
 
 if TYPE_CHECKING:
@@ -40,11 +40,7 @@ class DeadLetterReason(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeadLetterOptions(ReportOptions):
-    """Arguments and options of ``hps updates dlq``."""
-
-    brokers: BrokersOption = None
-    config: SomeConfig = None
+class DeadLetterOptions(KafkaOptions):
     topic: str | None = option(None)
     """Topic of dead letters; default: updates.kafka.dead_letters."""
     reason: list[DeadLetterReason] | None = option(
@@ -56,10 +52,8 @@ class DeadLetterOptions(ReportOptions):
     """Also show letters that were already sent again."""
     requeue: bool = option(False)
     """Send the letters again to their original topic and partition."""
-    overrides: SetOption = None
 
 
-@expand_options
 def dlq(options: DeadLetterOptions) -> None:
     """Show dead letters: messages that could not be applied, and why.
 
@@ -68,7 +62,7 @@ def dlq(options: DeadLetterOptions) -> None:
     versions."""
     from hps.updates.kafka.dead_letters import DeadLetterReader
 
-    settings = kafka_settings(options.brokers, configuration_of(options.config, options.overrides))
+    settings = options.kafka(options.read())
     if options.topic is not None:
         settings = settings.model_copy(update={"dead_letters": options.topic})
     with closing(DeadLetterReader(settings)) as box:

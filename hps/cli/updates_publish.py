@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hps.cli.command_options import argument, expand_options, option
+from hps.cli.command_options import argument, option
 from hps.cli.model_import import DEFAULT_REPOSITORY
-from hps.cli.options import ReportOptions, SetOption
 from hps.cli.progress import ConsoleProgress
-from hps.cli.updates_kafka import BrokersOption, SomeConfig, configuration_of, kafka_settings
+from hps.cli.updates_kafka import KafkaOptions
 from hps.cli.updates_sources import BLOCK, PublishedRows, from_file, from_versions
 from hps.cli.value_parsing import parse_version
 from hps.errors import ConfigError
@@ -50,9 +49,7 @@ class KeyBits(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishOptions(ReportOptions):
-    """Arguments and options of ``hps updates publish``."""
-
+class PublishOptions(KafkaOptions):
     model: str = argument()
     """The model."""
     table: str | None = argument(None)
@@ -65,8 +62,6 @@ class PublishOptions(ReportOptions):
     """Send the rows of this .parquet or .npz file; repeatable."""
     repository: Path | None = option(None, "--repository", "-r", metavar="DIR")
     """Model repository; default: the configuration's, else models."""
-    brokers: BrokersOption = None
-    config: SomeConfig = None
     format: WireFormat = option(WireFormat.native)
     """Format of the messages."""
     partitions: int = option(8, min=1)
@@ -83,10 +78,8 @@ class PublishOptions(ReportOptions):
     """Maximum number of rows per second."""
     dry_run: bool = option(False)
     """Count the rows; send nothing."""
-    overrides: SetOption = None
 
 
-@expand_options
 def publish(options: PublishOptions) -> None:
     """Send rows to the nodes that serve a model, through Kafka.
 
@@ -100,9 +93,9 @@ def publish(options: PublishOptions) -> None:
         raise ConfigError(
             "--key-bits is for --format hps: native messages always have 64-bit keys; remove it"
         )
-    configuration = configuration_of(options.config, options.overrides)
+    configuration = options.read()
     parts = _parts(options, configuration)
-    kafka = None if options.dry_run else kafka_settings(options.brokers, configuration)
+    kafka = None if options.dry_run else options.kafka(configuration)
     began = time.monotonic()
     for part in parts:
         with _sender(part, kafka, options) as send:

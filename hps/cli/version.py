@@ -6,19 +6,16 @@ import platform
 import sys
 from importlib import metadata
 
-import typer
-
-from hps.cli.command_options import expand_options
+from hps.cli.command_options import CommandApp
 from hps.cli.options import ReportOptions
 from hps.tools.output import print_table
 
-app = typer.Typer(add_completion=False)
+app = CommandApp(add_completion=False)
 
 PACKAGES = ("numpy", "onnxruntime", "rocksdict", "tritonclient", "fastapi", "uvicorn", "pyarrow")
 
 
 @app.command(epilog="Example: hps version --output json")
-@expand_options
 def version(options: ReportOptions) -> None:
     """Print the versions of hps and of its dependencies, for a bug report."""
     from hps.native import COMPILED

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from hps.client.address import Tls, address
-from hps.client.http_messages import Request, key_headers
+from hps.client.http_messages import Reply, Request, key_headers
 from hps.client.rest import HttpConnectionPool
 from hps.errors import NotFound
 
@@ -53,11 +53,25 @@ class Admin:
 
     def ask(self, path: str, body: Any = None) -> Any:
         """GET ``path``, or POST ``body`` as JSON. Returns the parsed reply."""
-        verb, sent, headers = "GET", None, self._headers
+        request = Request("GET", path, {})
         if body is not None:
-            verb, sent = "POST", json.dumps(body).encode()
-            headers = headers | {"Content-Type": "application/json"}
-        return self._ask(Request(verb, path, headers, sent)).json(self.url + path)
+            headers = {"Content-Type": "application/json"}
+            request = Request("POST", path, headers, json.dumps(body).encode())
+        return self.send(request).json(self.url + path)
+
+    def send(self, request: Request) -> Reply:
+        """Send the request with the API key; return the reply of a success."""
+        request = request._replace(headers={**request.headers, **self._headers})
+        reply = self._http.send(request, time.monotonic() + self._timeout_s)
+        try:
+            return reply.checked(self.url + request.path)
+        except NotFound as error:
+            if not str(error).startswith("Not Found"):  # the server's text for an unknown path
+                raise
+            raise NotFound(
+                f"{self.url} has no {request.path.partition('?')[0]}; is it the admin address? The "
+                "server prints it when it starts, port 8002 unless configured otherwise"
+            ) from None
 
     def status(self) -> dict[str, Any]:
         """The server's status: models, tiers, updates."""
@@ -73,7 +87,7 @@ class Admin:
 
     def metrics(self) -> list[MetricSample]:
         """The server's metrics: name, labels, value."""
-        reply = self._ask(Request("GET", "/metrics", self._headers)).checked(self.url)
+        reply = self.send(Request("GET", "/metrics", {}))
         found = re.findall(
             r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$", reply.body.decode(), re.MULTILINE
         )
@@ -81,15 +95,3 @@ class Admin:
             MetricSample(name, dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels)), float(value))
             for name, labels, value in found
         ]
-
-    def _ask(self, request: Request) -> Any:
-        reply = self._http.send(request, time.monotonic() + self._timeout_s)
-        try:
-            return reply.checked(self.url + request.path)
-        except NotFound as error:
-            if not str(error).startswith("Not Found"):  # the server's text for an unknown path
-                raise
-            raise NotFound(
-                f"{self.url} has no {request.path.partition('?')[0]}; is it the admin address? The "
-                "server prints it when it starts, port 8002 unless configured otherwise"
-            ) from None
