@@ -31,9 +31,9 @@ from benchmarks.measure import Spread, ratio
 from hps.config.model_schema import FeatureSpec, ModelSpec, TableSpec
 from hps.models.version_writer import write_version
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.single_flight import SingleFlight, _Flight
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
+from tests.support.memory_tier import MemoryTier
 
 ROWS, DIM, KEYS, LOOKUPS = 300_000, 32, 1_000, 32
 SLOW_S = 0.02

@@ -12,11 +12,11 @@ from hps.native import dedup
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, NoProgress, Source, version_now
 from hps.updates.cache_warmup import CacheWarmup
 from hps.updates.cache_writer import CacheWriter
 from hps.updates.hot_key_snapshot import read_hot_keys, write_hot_keys
+from tests.support.memory_tier import MemoryTier
 
 TABLE = EmbeddingTable.make("items", 8)
 BATCH = 256

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, make_version
+from tests.support.memory_tier import MemoryTier
 
 DAY_MS = 86_400_000
 BASE_MS = time.time_ns() // 1_000_000

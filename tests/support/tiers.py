@@ -16,13 +16,13 @@ from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.node import AttachedProcesses, NodeConnectionPool, NodeServer, NodeTier
 from hps.tiers.promotion import PromotingTier
 from hps.tiers.rocksdb import Access, RocksDbTier, RocksDbTuning
 from hps.tiers.single_flight import SingleFlight
 from hps.tiers.wrappers import GuardedTier, MeteredTier
 from hps.types import EmbeddingTable, Source
+from tests.support.memory_tier import MemoryTier
 
 ROWS = 4096
 """What the tables of a tier under test may hold without a cache dropping any."""

@@ -16,9 +16,9 @@ from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.gpu import memory as gpu_memory
 from hps.tiers.gpu.device_space import DeviceParts
 from hps.tiers.gpu.memory import GpuMemoryUsage
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.wrappers import TierWrapper
 from hps.types import JaggedKeys, Source
+from tests.support.memory_tier import MemoryTier
 
 
 class Array(np.ndarray):

@@ -8,9 +8,9 @@ from hps.lookup.engine import LookupEngine
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.wrappers import MeteredTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
+from tests.support.memory_tier import MemoryTier
 
 ROWS = 50
 USER = EmbeddingTable.make("user", 3, default=[-1, -2, -3])

@@ -12,8 +12,8 @@ from hps.lookup.engine import LookupEngine
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, MissPolicy, Source
+from tests.support.memory_tier import MemoryTier
 
 STORE = TierInfo("rocksdb", Source.ROCKSDB, blocking=True, volatile=False)
 CACHE = TierInfo("cpu", Source.CPU, cache=True)

@@ -13,9 +13,9 @@ from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, MissPolicy, Source, version_now
 from hps.updates.cache_writer import CacheWriter
+from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
 KEYS = 300

@@ -13,9 +13,9 @@ from hps.lookup import engine as engine_module
 from hps.lookup.engine import LookupEngine
 from hps.threads import BoundedThreadPool, LookupPools
 from hps.tiers.chain import TierChain
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.wrappers import GuardedTier
 from hps.types import JaggedKeys, LookupRequest, Source, version_now
+from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 from tests.unit.lookup.conftest import CACHE
 

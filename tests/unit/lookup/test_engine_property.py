@@ -8,8 +8,8 @@ from hps.lookup.base import Feature, LookupModel
 from hps.lookup.engine import LookupEngine
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, MissPolicy, Source, version_now
+from tests.support.memory_tier import MemoryTier
 
 NOW = version_now()
 # Few enough to collide, with both ends of the range.

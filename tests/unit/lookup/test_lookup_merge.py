@@ -13,8 +13,8 @@ from hps.lookup.lookup_merge import MergedLookup, merge_key
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
+from tests.support.memory_tier import MemoryTier
 
 TABLE = EmbeddingTable.make("t", 3, default=-1.0)
 FEATURES = {

@@ -12,8 +12,8 @@ from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, MissPolicy, Source
+from tests.support.memory_tier import MemoryTier
 from tests.support.two_ways import ITEM, MODEL, ROWS, USER, Side, dense, outcome
 
 

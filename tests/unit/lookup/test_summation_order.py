@@ -19,8 +19,8 @@ from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, Source
+from tests.support.memory_tier import MemoryTier
 
 ROWS = 200
 OTHER = EmbeddingTable.make("other", 4)

@@ -18,8 +18,8 @@ from hps.predict.pipeline import InferencePipeline, top_k
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, LookupRequest, PredictRequest, Source
+from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
 USERS = EmbeddingTable.make("users", 2, default=-1.0)

@@ -28,7 +28,6 @@ from hps.predict.pipeline import InferencePipeline
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.wrappers import MeteredTier
 from hps.types import EmbeddingTable, Source, make_version
 from hps.updates.cache_writer import CacheWriter
@@ -36,6 +35,7 @@ from services.frontend.auth import NoAuthorizer, guard
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.infer import InferApp
 from services.frontend.state import FrontendState
+from tests.support.memory_tier import MemoryTier
 
 ROW_VERSION = make_version(1_700_000_000_000)
 

@@ -6,8 +6,8 @@ import pytest
 from hps.errors import ConfigError, TierError
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, Source, version_now
+from tests.support.memory_tier import MemoryTier
 
 TABLE = EmbeddingTable.make("items", 2)
 OTHER = EmbeddingTable.make("users", 2)

@@ -9,8 +9,8 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.fused_lookup import fused_lookup_of
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable
+from tests.support.memory_tier import MemoryTier
 
 ROWS = 20_000
 

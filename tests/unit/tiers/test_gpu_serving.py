@@ -15,8 +15,8 @@ from hps.tiers.gpu.cache import GpuCache
 from hps.tiers.gpu.host_bridge import HostBridge
 from hps.tiers.gpu.plan import GpuTableRequest, check_fits, plan_gpu
 from hps.tiers.gpu.replicas import GpuReplicas
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, JaggedKeys, Source, make_version
+from tests.support.memory_tier import MemoryTier
 from tests.support.rows import distinct_rows
 
 pytestmark = pytest.mark.gpu

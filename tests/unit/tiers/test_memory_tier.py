@@ -6,8 +6,8 @@ import pytest
 from hps.errors import BadRequest
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, Source, make_version, oldest_tombstone
+from tests.support.memory_tier import MemoryTier
 
 TABLE = EmbeddingTable.make("items", 2, tombstone_ttl_s=60.0)
 KEYS = np.array([1, 2])

@@ -15,7 +15,6 @@ from hps.errors import ConfigError, TierError, TierMisfit, TierTimeout, Unavaila
 from hps.threads import BoundedThreadPool
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.node import (
     AttachedProcesses,
     NodeConnectionPool,
@@ -27,6 +26,7 @@ from hps.tiers.node import (
 )
 from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, MissPolicy, Source
+from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
 ITEMS = EmbeddingTable.make("items", 4)

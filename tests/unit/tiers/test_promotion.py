@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.promotion import PromotingTier
 from hps.types import EmbeddingTable, Source, version_now
+from tests.support.memory_tier import MemoryTier
 
 TABLE = EmbeddingTable.make("items", 2)
 NOW = version_now()

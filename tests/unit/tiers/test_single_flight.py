@@ -10,9 +10,9 @@ import pytest
 from hps.errors import BadRequest, TierError
 from hps.native import InFlight
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.single_flight import SingleFlight
 from hps.types import EmbeddingTable, Source, version_now
+from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
 TABLE, OTHER = EmbeddingTable.make("items", 2), EmbeddingTable.make("users", 2)

@@ -9,9 +9,9 @@ import pytest
 from hps.errors import BadRequest, TierError, TierTimeout
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.wrappers import DEADLINE_KEYS, GuardedTier, MeteredTier
 from hps.types import EmbeddingTable, Source
+from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
 TABLE = EmbeddingTable.make("items", 2)

@@ -7,10 +7,10 @@ import pytest
 
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, Source
 from hps.updates import cache_warmup as warm
 from hps.updates.cache_writer import CacheWriter
+from tests.support.memory_tier import MemoryTier
 
 TABLE = EmbeddingTable.make("t", 2, dtype=np.float16)
 

@@ -10,10 +10,10 @@ import pytest
 from hps.errors import BadRequest, TierError
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory_tier import MemoryTier
 from hps.tiers.wrappers import GuardedTier
 from hps.types import EmbeddingTable, Source, version_now
 from hps.updates.cache_writer import SLICE_KEYS, CacheWriter
+from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
 TABLE = EmbeddingTable.make("t", 2, default=-1.0)

@@ -7,11 +7,11 @@ import pytest
 
 from hps.tiers.base import TierInfo
 from hps.tiers.chain import TierChain
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, Source
 from hps.updates import gpu_promotion as lifting_module
 from hps.updates.cache_writer import CacheWriter
 from hps.updates.gpu_promotion import GpuPromotion
+from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
 TABLE = EmbeddingTable.make("t", 2)

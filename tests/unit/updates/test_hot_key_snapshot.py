@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, NoProgress
 from hps.updates.cache_warmup import CacheWarmup
 from hps.updates.cache_writer import CacheWriter
@@ -16,6 +15,7 @@ from hps.updates.hot_key_snapshot import (
     read_hot_keys,
     write_hot_keys,
 )
+from tests.support.memory_tier import MemoryTier
 from tests.support.waiting import until
 
 TABLE = EmbeddingTable.make("items", 2)

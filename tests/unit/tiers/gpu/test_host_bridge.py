@@ -12,8 +12,8 @@ from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.gpu.cache import GpuCache
 from hps.tiers.gpu.host_bridge import HostBridge
-from hps.tiers.memory_tier import MemoryTier
 from hps.types import EmbeddingTable, Source, make_version
+from tests.support.memory_tier import MemoryTier
 from tests.support.rows import distinct_rows
 
 pytestmark = pytest.mark.gpu
