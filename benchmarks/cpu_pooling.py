@@ -18,7 +18,7 @@ from benchmarks.cpu_scene import Scene, aligned, cpu_ns, rounds
 from benchmarks.measure import Spread, alternate, ratio, zipf_keys
 from benchmarks.peers.embedding_bags import EmbeddingBags, running
 from benchmarks.peers.environments import PeerMissing, require
-from hps.tiers.bags import Bags
+from hps.tiers.base import Bags
 
 HUGE = ", huge pages"
 SIDES = ("embedding_bag", "fbgemm")

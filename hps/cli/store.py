@@ -32,7 +32,7 @@ from hps.tools.output import (
 
 if TYPE_CHECKING:
     from hps.rows.tiers import RedisRows, RocksDbRows
-    from hps.tiers.table_name import TableName
+    from hps.tiers.base import TableName
     from hps.types import EmbeddingTable
 
 HELP = """Inspect and maintain the stores of a configuration: Redis and RocksDB.

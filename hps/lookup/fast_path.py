@@ -23,7 +23,7 @@ from hps.lookup.feature_groups import Group
 from hps.lookup.partial_hits import PartialHit, TablePartialHit
 from hps.lookup.pooling import divisors, is_pooled, offsets_of, weights_of
 from hps.observability.meters import LookupMeter
-from hps.tiers.bags import POOLED_DTYPES, Ask, Bags
+from hps.tiers.base import POOLED_DTYPES, Ask, Bags
 from hps.tiers.fused_lookup import FusedLookup, GatherFunction, prepare_gather
 from hps.types import (
     EmbeddingTable,

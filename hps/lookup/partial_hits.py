@@ -14,8 +14,7 @@ import numpy as np
 from hps.lookup.lookup_job import LookupJob, fill_defaults
 from hps.native import dedup
 from hps.observability.meters import Answers
-from hps.tiers.bags import Bags
-from hps.tiers.base import Part
+from hps.tiers.base import Bags, Part
 from hps.tiers.fused_lookup import FusedLookup
 from hps.types import (
     EmbeddingTable,

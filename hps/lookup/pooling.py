@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.native import pool_rows, twin_pool
-from hps.tiers.bags import POOLED_DTYPES
+from hps.tiers.base import POOLED_DTYPES
 from hps.types import IndexArray, JaggedKeys, Pooling, VectorArray
 
 Floats = NDArray[np.float32]

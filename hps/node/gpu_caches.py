@@ -43,8 +43,7 @@ from hps.tiers.gpu.plan import (
     plan_gpu,
 )
 from hps.tiers.gpu.replicas import GpuReplicas
-from hps.tiers.promotion import PromotingTier
-from hps.tiers.wrappers import MeteredTier
+from hps.tiers.wrappers import MeteredTier, PromotingTier
 from hps.types import EmbeddingTable
 
 log = logging.getLogger(__name__)

@@ -24,9 +24,8 @@ from hps.periodic import PeriodicThread
 from hps.tiers.background_refresh import BackgroundValue
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.promotion import PromotingTier
 from hps.tiers.redis import RedisTier
-from hps.tiers.wrappers import GuardedTier, TierWrapper
+from hps.tiers.wrappers import GuardedTier, PromotingTier, TierWrapper
 from hps.types import EmbeddingTable, KeyArray, NoProgress, Progress, VectorArray, VersionArray
 from hps.updates.cache_writer import CacheWriter
 from hps.updates.stream_positions import FedStore

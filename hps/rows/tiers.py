@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from hps.config.store_settings import RedisSettings
 from hps.errors import NotFound
 from hps.rows.base import BLOCK, StoredKeys, TableRows, blocks, fetch
+from hps.tiers.base import TableName
 from hps.tiers.rocksdb import LoadRecord, RocksDbTier
 from hps.tiers.rocksdb.database_options import existing_families
 from hps.tiers.rocksdb.layout import family_name
 from hps.tiers.row_values import Layout, RowValueCodec
-from hps.tiers.table_name import TableName
 from hps.types import EmbeddingTable, KeyArray, VersionArray
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The Tier protocol: anything that holds rows.
+"""The Tier protocol: anything that holds rows, and what its callers pass to it.
 
 A chain of tiers, a bridge, a metered tier and a guarded tier are tiers themselves: a feature is a wrapper
 around a tier, not a branch inside one. The protocol has six verbs and `info`. A seventh verb needs a
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hps.tracing import RequestContext
 from hps.types import (
@@ -41,6 +42,22 @@ from hps.types import (
 _UINT64, _UINT8 = np.dtype(np.uint64), np.dtype(np.uint8)
 _POSITIONS = np.arange(4096)
 _POSITIONS.flags.writeable = False
+_ALL = slice(None)
+
+Ask = tuple[EmbeddingTable, KeyArray, VectorArray]
+"""A table, keys ``(n,) int64`` that may repeat, and ``out (n, dim)`` of its dtype for their rows."""
+
+POOLED_DTYPES = frozenset({np.dtype(np.float32), np.dtype(np.float16)})
+"""Row dtypes that `Bags` can pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableName:
+    """A table's model, version and name; ``version`` is 0 in the ``hps`` layout, which has none."""
+
+    model: str
+    version: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +108,27 @@ class Part:
 
 
 @dataclass(slots=True)
+class Bags:
+    """Keys ``(n,) int64`` of a table, possibly repeated, pooled into ``out (bags, dim)``.
+
+    Bag ``b`` has the keys ``offsets[b]:offsets[b + 1]`` of ``offsets (bags + 1,) int64``. Without
+    offsets all bags have the same number of keys. Each row is multiplied by its weight in ``weights (n,)
+    float32``, and each sum is divided by its divisor in ``divisors (bags,) float32``. An empty bag, and a
+    bag with divisor 0, gets zeros. Sums are float32 and added in the order of the keys.
+
+    A gather sets ``missing (m,)``: the ascending positions of the keys without a row in this tier, or
+    None if all have one. ``out`` is undefined for bags with missing keys."""
+
+    table: EmbeddingTable
+    keys: KeyArray
+    out: VectorArray
+    offsets: IndexArray | None = None
+    weights: NDArray[np.float32] | None = None
+    divisors: NDArray[np.float32] | None = None
+    missing: IndexArray | None = None
+
+
+@dataclass(slots=True)
 class FetchContext:
     """Context of one batch.
 
@@ -138,6 +176,52 @@ class Tier(Protocol):
     def close(self) -> None:
         """Release files, sockets and memory; idempotent. No other call may follow."""
         ...
+
+
+def new_part_for_misses(part: Part) -> Part:
+    """Make a part, with new arrays, for the keys that ``part`` misses."""
+    return Part.make(part.table, part.keys[part.missing])
+
+
+def restrict_part(part: Part, missing: IndexArray) -> Part:
+    """Return a part with the same arrays and only the positions ``missing`` to fetch."""
+    return Part(part.table, part.keys, part.out, part.versions, part.source, missing)
+
+
+def copy_part(part: Part, positions: IndexArray) -> Part:
+    """Copy the keys of ``part`` at ``positions``, with their answers, into new arrays."""
+    missing = np.flatnonzero(_still_missing(part)[positions])
+    return Part(
+        part.table,
+        part.keys[positions],
+        part.out[positions],
+        part.versions[positions],
+        part.source[positions],
+        missing,
+    )
+
+
+def copy_answer(answer: Part, part: Part, at: IndexArray | slice = _ALL) -> None:
+    """Copy ``answer`` into ``part``: entry ``at[i]`` of ``answer`` answers the key ``part.missing[i]``."""
+    wanted, missed, source = part.missing, _still_missing(answer)[at], answer.source[at]
+    rows, done = source != 0, ~missed
+    part.out[wanted[rows]] = answer.out[at][rows]
+    part.versions[wanted[done]] = answer.versions[at][done]
+    part.source[wanted[done]] = source[done]
+    part.missing = wanted[missed]
+
+
+def merge_misses(shares: Sequence[Part]) -> IndexArray:
+    """Return the ascending positions that any of ``shares``, views of one part, still misses."""
+    if len(shares) == 1:
+        return shares[0].missing
+    return np.sort(np.concatenate([each.missing for each in shares]))
+
+
+def _still_missing(part: Part) -> NDArray[np.bool_]:
+    still = np.zeros(len(part.keys), bool)
+    still[part.missing] = True
+    return still
 
 
 def newest_of_each(keys: KeyArray, versions: VersionArray) -> IndexArray | None:

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.errors import BadRequest
-from hps.tiers.bags import Bags
-from hps.tiers.base import Part
+from hps.tiers.base import Bags, Part
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 _INT64, _UINT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint8)

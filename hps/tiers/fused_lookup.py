@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from hps.tiers.bags import Ask, Bags
-from hps.tiers.base import Tier, TierInfo
+from hps.tiers.base import Ask, Bags, Tier, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.wrappers import FetchObserver, MeteredTier
 from hps.types import EmbeddingTable, VectorArray

@@ -11,9 +11,16 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from hps.native import InFlight
-from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.base import (
+    FetchContext,
+    Part,
+    Tier,
+    copy_answer,
+    copy_part,
+    merge_misses,
+    restrict_part,
+)
 from hps.tiers.checks import check_part
-from hps.tiers.part_operations import copy_answer, copy_part, merge_misses, restrict_part
 from hps.tiers.wrappers import TierWrapper
 from hps.types import IndexArray
 

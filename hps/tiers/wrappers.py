@@ -1,4 +1,4 @@
-"""Wrappers of a tier: `MeteredTier` counts hits, `GuardedTier` skips a broken tier."""
+"""Wrappers of a tier: count its hits, promote its rows, skip it while it is broken."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Protocol
 
 from hps.errors import TierError, TierTimeout, Unavailable
 from hps.threads import BoundedThreadPool
-from hps.tiers.base import FetchContext, Part, Tier, TierInfo
+from hps.tiers.base import FetchContext, Part, Tier, TierInfo, copy_answer, new_part_for_misses
 from hps.tiers.breaker import CircuitBreaker, State
 from hps.tiers.checks import check_part
-from hps.tiers.part_operations import copy_answer, new_part_for_misses
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
 # The share of the tier's deadline for which a fetch waits for a free thread: long enough for a busy tier,
@@ -25,6 +24,9 @@ _WAIT_FOR_THREAD = 0.1
 
 # The deadline is for up to this many keys; larger fetches get proportionally more time.
 DEADLINE_KEYS = 10_000
+
+Promote = Callable[[EmbeddingTable, KeyArray], None]
+"""``promote(table, keys)`` receives the keys of rows to copy upwards; it must not block."""
 
 
 class FetchObserver(Protocol):
@@ -98,6 +100,28 @@ class MeteredTier(TierWrapper):
             span.note(asked=sum(requested), found=sum(hits for _, _, hits in counts))
             span.end()
         self.observe(counts, seconds, self.info.name in ctx.degraded[before:])
+
+
+class PromotingTier(TierWrapper):
+    """Passes the keys of rows that ``inner`` returned to ``promote``, but no defaults or deletions.
+
+    Promotes nothing if the tier ``above`` was skipped: it may hold the rows already, and could not accept
+    them now. As thread-safe as ``inner`` and ``promote``."""
+
+    def __init__(self, inner: Tier, promote: Promote, above: str) -> None:
+        super().__init__(inner)
+        self._promote = promote
+        self._above = above
+
+    def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
+        requested = [part.missing for part in parts]
+        self.inner.fetch(parts, ctx)
+        if self._above in ctx.degraded:
+            return
+        for part, positions in zip(parts, requested, strict=True):
+            hits = positions[part.source[positions] != 0]
+            if len(hits):
+                self._promote(part.table, part.keys[hits])
 
 
 class GuardedTier(TierWrapper):

@@ -17,7 +17,7 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import Forbidden
 from hps.models.version_writer import write_version
 from hps.tiers.rocksdb import bootstrap
-from hps.tiers.rocksdb.checkpoint_folder import complete_checkpoints
+from hps.tiers.rocksdb.checkpoint import complete_checkpoints
 from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState

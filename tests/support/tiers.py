@@ -17,10 +17,9 @@ from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.node import AttachedProcesses, NodeConnectionPool, NodeServer, NodeTier
-from hps.tiers.promotion import PromotingTier
 from hps.tiers.rocksdb import Access, RocksDbTier, RocksDbTuning
 from hps.tiers.single_flight import SingleFlight
-from hps.tiers.wrappers import GuardedTier, MeteredTier
+from hps.tiers.wrappers import GuardedTier, MeteredTier, PromotingTier
 from hps.types import EmbeddingTable, Source
 from tests.support.memory_tier import MemoryTier
 

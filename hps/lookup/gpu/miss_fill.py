@@ -17,11 +17,9 @@ from hps.backoff import CallBackoff
 from hps.cuda.prepared import FixedRows
 from hps.lookup.base import Feature
 from hps.observability.meters import LookupMeter
-from hps.tiers.bags import Ask
-from hps.tiers.base import FetchContext, Part, Tier
+from hps.tiers.base import Ask, FetchContext, Part, Tier
 from hps.tiers.fused_lookup import FusedLookup
-from hps.tiers.promotion import Promote
-from hps.tiers.wrappers import FetchObserver
+from hps.tiers.wrappers import FetchObserver, Promote
 from hps.types import Source, oldest_tombstone
 
 _CODES = max(Source) + 1

@@ -12,8 +12,7 @@ from pathlib import Path
 from threading import Lock
 
 from hps.errors import TierError
-from hps.tiers.bags import Ask, Bags
-from hps.tiers.base import FetchContext, Part
+from hps.tiers.base import Ask, Bags, FetchContext, Part
 from hps.tiers.cpu.cache_reads import CacheReads
 from hps.tiers.cpu.segments import SHARED_MEMORY, CacheReaderLock, attach, catalog
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from hps.errors import BadRequest
 from hps.native import COMPILED, CacheTable, gather_all, pool_bags
-from hps.tiers.bags import Ask, Bags
-from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.base import Ask, Bags, FetchContext, Part, TierInfo
 from hps.tiers.checks import check_bags, check_gather, check_part
 from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, oldest_tombstone
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hps.cuda.fetch import PARTS, DirectFetch, FetchWorkspace
+from hps.cuda.fetch import PARTS, DirectFetch, FetchArguments, FetchWorkspace
 from hps.cuda.layout import NO_ROW
 from hps.cuda.memory import allocate_buffers
 from hps.cuda.miss_fill import PreparedMissFill
-from hps.cuda.pool import RowBags, pool, pool_rows
+from hps.cuda.pool import KernelBags, RowBags, pool, pool_rows
 from hps.cuda.prepared import (
     FixedBags,
     FixedRows,
@@ -34,9 +35,8 @@ from hps.tiers.gpu.checks import (
     check_writable,
     write_arrays,
 )
-from hps.tiers.gpu.kernel_inputs import distribute_misses, fetch_arguments, kernel_bags
 from hps.tiers.gpu.tables import GpuTables
-from hps.types import EmbeddingTable, Source, oldest_tombstone
+from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, oldest_tombstone
 
 _INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
 
@@ -85,7 +85,7 @@ class GpuCache(GpuTables):
             if table is not None:
                 check_part(part, self._device.id)
                 if len(part.missing):
-                    requests.append((part, fetch_arguments(part, table, now)))
+                    requests.append((part, _fetch_arguments(part, table, now)))
         if not requests:
             return
         with self._device:
@@ -97,7 +97,7 @@ class GpuCache(GpuTables):
                     misses = workspace.fetch(
                         self._readers, stream, [ask for _, ask in some], int(Source.GPU)
                     )
-                    distribute_misses([part for part, _ in some], misses)
+                    _distribute_misses([part for part, _ in some], misses)
             finally:
                 self._workspaces.put(workspace)
 
@@ -113,7 +113,7 @@ class GpuCache(GpuTables):
             if table is None and len(ask.keys.keys):
                 return False
             if table is not None and len(ask.out):
-                bags.append(kernel_bags(table, ask))
+                bags.append(_kernel_bags(table, ask))
             elif len(ask.out):
                 ask.out.fill(0)
         with self._device:
@@ -316,3 +316,44 @@ class GpuCache(GpuTables):
             on_device = {name: self._cupy.asarray(array) for name, array in arrays.items()}
             self._writer.after(self._cupy.cuda.get_current_stream())
         return held, on_device
+
+
+def _fetch_arguments(part: Part, table: GpuTable, now: float) -> FetchArguments:
+    """Return the kernel arguments that fetch the misses of ``part`` from ``table``.
+
+    ``now``: Unix seconds."""
+    n = len(part.missing)
+    positions = None if n == len(part.keys) else part.missing
+    oldest = oldest_tombstone(part.table, now)
+    return FetchArguments(
+        table, part.keys, positions, part.out, part.versions, part.source, n, oldest
+    )
+
+
+def _kernel_bags(table: GpuTable, ask: DevicePooling) -> KernelBags:
+    keys, mean = ask.keys, ask.combiner == "mean"
+    return KernelBags(
+        table, keys.keys, keys.offsets, keys.weights, ask.out, keys.hotness or 0, mean
+    )
+
+
+def _distribute_misses(parts: Sequence[Part], misses: NDArray[np.uint32]) -> None:
+    """Set each part's ``missing`` from ``misses``, ascending positions in the keys of all parts joined."""
+    if len(parts) == 1:
+        parts[0].missing = _still_missing(parts[0], misses.astype(np.int64))
+        return
+    start, first = 0, 0
+    ends = np.cumsum([len(part.missing) for part in parts])
+    cuts = np.searchsorted(misses, ends).tolist()
+    for part, end, cut in zip(parts, ends.tolist(), cuts, strict=True):
+        part.missing = _still_missing(part, misses[first:cut].astype(np.int64) - start)
+        start, first = end, cut
+
+
+def _still_missing(part: Part, misses: KeyArray) -> IndexArray:
+    """Return ``part.missing[misses]`` as a NumPy array."""
+    if len(part.keys) == len(part.missing):
+        return misses
+    missing: Any = part.missing
+    left: IndexArray = (missing if isinstance(missing, np.ndarray) else missing.get())[misses]
+    return left

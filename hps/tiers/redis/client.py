@@ -34,12 +34,14 @@ from redis.exceptions import TimeoutError as Late
 from hps.backoff import Backoff
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, TierTimeout
-from hps.tiers.redis.commands import Receive, RedisCommand, read_replies
 from hps.tiers.redis.connection import (
     NAME,
     Address,
+    Receive,
+    RedisCommand,
     RedisConnectionFactory,
     is_retryable,
+    read_replies,
     translate_redis_error,
 )
 from hps.tiers.redis.layout import pack

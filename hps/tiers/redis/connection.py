@@ -3,13 +3,16 @@
 redis-py connects, authenticates and encrypts. This module adds: a deadline that covers name resolution,
 connecting, sending and reading; one TLS context for all connections (making one reads the system's
 certificates, which takes 20 ms each time) with a configurable server name; and a receive buffer from which
-rows are decoded."""
+rows are decoded. A `RedisCommand` is one command and its reply."""
 
 from __future__ import annotations
 
+import re
 import select
 import ssl
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     RedisError,
+    ResponseError,
 )
 from redis.exceptions import ConnectionError as Lost
 from redis.exceptions import TimeoutError as Late
@@ -222,3 +226,37 @@ def translate_redis_error(error: Exception, address: Address) -> TierError:
         code = getattr(error, "status_code", None)
         return TierError(NAME, f"{where}: {code} {text}" if code else f"{where}: {text}")
     raise error
+
+
+@dataclass(slots=True, eq=False)
+class RedisCommand:
+    """One command: ``request`` is packed; ``reply`` is the reply or an exception.
+
+    ``about`` belongs to the reader of the reply."""
+
+    slot: int
+    request: bytes
+    about: Any = None
+    reply: Any = None
+    asking: Address | None = None
+    """The node to which an ASK redirection sent this command; for one attempt."""
+
+
+# Redis 6 reports errors inside a script as plain script errors.
+_IN_SCRIPT = re.compile(r"Error running script .*: -([A-Z]+ .*)")
+
+Receive = Callable[[RedisConnection, Sequence[RedisCommand], float], None]
+"""Reads the replies to these commands; an ``asking`` one is preceded by a status line."""
+
+
+def read_replies(wire: RedisConnection, commands: Sequence[RedisCommand], deadline: float) -> None:
+    """Read replies of any kind as Python objects."""
+    for command in commands:
+        wire.set_deadline(deadline)
+        if command.asking:
+            wire.read_response()
+        try:
+            command.reply = wire.read_response()
+        except ResponseError as error:
+            inside = _IN_SCRIPT.search(str(error))
+            command.reply = wire.parsed(inside[1]) if inside else error

@@ -34,8 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hps.native import partition_hash
+from hps.tiers.base import TableName
 from hps.tiers.row_values import Layout, RowValueCodec
-from hps.tiers.table_name import TableName
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 Policy = Literal["random", "least_used", "oldest"]

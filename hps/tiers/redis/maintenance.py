@@ -27,8 +27,7 @@ from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, Unavailable
 from hps.threads import BoundedThreadPool
 from hps.tiers.redis.client import RedisClient
-from hps.tiers.redis.commands import RedisCommand, read_replies
-from hps.tiers.redis.connection import NAME
+from hps.tiers.redis.connection import NAME, RedisCommand, read_replies
 from hps.tiers.redis.layout import SAMPLE, SWEEP, Policy, packed_script, stamp_value
 from hps.tiers.redis.tables import RedisTable, RedisTables
 from hps.types import EmbeddingTable, make_version, oldest_tombstone

@@ -12,8 +12,7 @@ from redis.exceptions import ConnectionError as Lost
 
 from hps.native import ProtocolError, RowReplies
 from hps.tiers.base import Part
-from hps.tiers.redis.commands import RedisCommand
-from hps.tiers.redis.connection import RedisConnection
+from hps.tiers.redis.connection import RedisCommand, RedisConnection
 from hps.tiers.redis.layout import TableLayout
 from hps.types import IndexArray, Source
 

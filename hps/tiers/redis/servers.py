@@ -20,10 +20,10 @@ from redis.exceptions import TimeoutError as Late
 from hps.config.store_settings import RedisSettings
 from hps.errors import Unavailable
 from hps.threads import BoundedThreadPool
-from hps.tiers.redis.commands import RedisCommand
 from hps.tiers.redis.connection import (
     NAME,
     Address,
+    RedisCommand,
     RedisConnection,
     RedisConnectionFactory,
     translate_redis_error,

@@ -19,9 +19,9 @@ import numpy as np
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierMisfit
 from hps.native import partition_hash
+from hps.tiers.base import TableName
 from hps.tiers.redis.client import RedisClient
-from hps.tiers.redis.commands import RedisCommand, read_replies
-from hps.tiers.redis.connection import NAME
+from hps.tiers.redis.connection import NAME, RedisCommand, read_replies
 from hps.tiers.redis.layout import (
     DESCRIBE,
     TableLayout,
@@ -29,7 +29,6 @@ from hps.tiers.redis.layout import (
     parse_key,
     scan_pattern,
 )
-from hps.tiers.table_name import TableName
 from hps.types import EmbeddingTable, KeyArray
 
 log = logging.getLogger(__name__)

@@ -20,12 +20,11 @@ import numpy as np
 from hps.config.store_settings import RedisSettings
 from hps.errors import TierError, Unavailable
 from hps.threads import BoundedThreadPool
-from hps.tiers.base import FetchContext, Part, TierInfo
+from hps.tiers.base import FetchContext, Part, TableName, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
-from hps.tiers.redis.commands import RedisCommand, read_replies
-from hps.tiers.redis.connection import NAME
+from hps.tiers.redis.connection import NAME, RedisCommand, read_replies
 from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, entry_stamp
 from hps.tiers.redis.load import RedisLoads
 from hps.tiers.redis.load import RedisLoadSource as LoadSource
@@ -35,7 +34,6 @@ from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
 from hps.tiers.redis.tables import RedisTable, RedisTables, RedisTableUsage
 from hps.tiers.redis.writes import Only, RedisWriter
 from hps.tiers.row_values import Layout, StoredRows, WrongLength
-from hps.tiers.table_name import TableName
 from hps.types import (
     EmbeddingTable,
     IndexArray,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hps.tiers.base import newest_of_each
 from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
-from hps.tiers.redis.commands import RedisCommand, read_replies
+from hps.tiers.redis.connection import RedisCommand, read_replies
 from hps.tiers.redis.layout import WRITE_SLICE, TableLayout, WriteScriptArguments, entry_stamp
 from hps.tiers.redis.maintenance import RedisMaintenance
 from hps.tiers.redis.positions import position_field

@@ -3,11 +3,10 @@
 In reading order: ``layout`` (column families, keys, values), ``database_options``,
 ``acknowledged_writes``, ``recovery``, ``database_handle`` and ``database`` (the folder), ``rows``
 (reads and writes), ``high_water`` (writes that need no read), ``load`` (bulk), ``positions`` (streams),
-``tombstones``, ``write_throttle``, ``secondary``, ``checkpoint``, ``checkpoint_folder``, ``damage``,
-``repair`` and ``sst`` (HPS's dumps)."""
+``tombstones``, ``write_throttle``, ``secondary``, ``checkpoint``, ``damage``, ``repair``
+and ``sst`` (HPS's dumps)."""
 
-from hps.tiers.rocksdb.checkpoint import restore
-from hps.tiers.rocksdb.checkpoint_folder import CheckpointFolder, bootstrap, complete_checkpoints
+from hps.tiers.rocksdb.checkpoint import CheckpointFolder, bootstrap, complete_checkpoints, restore
 from hps.tiers.rocksdb.database_options import Access, RocksDbTuning
 from hps.tiers.rocksdb.load import LoadRecord
 from hps.tiers.rocksdb.repair import SalvagedTable, UnreadableRange

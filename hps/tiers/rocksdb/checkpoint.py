@@ -7,13 +7,17 @@ crash leaves the target unchanged, and the next attempt removes the temporary fo
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rocksdict import Checkpoint
 
-from hps.errors import TierError
+from hps.errors import TierError, Unavailable
 from hps.tiers.rocksdb.database import RocksDbDatabase
 from hps.tiers.rocksdb.database_handle import DatabaseHandle
 from hps.tiers.rocksdb.database_options import (
@@ -30,6 +34,8 @@ from hps.tiers.rocksdb.errors import (
     nearest_folder,
     translate_rocksdb_error,
 )
+
+log = logging.getLogger(__name__)
 
 _REMEDY = "Free some space, or name a folder on another disk; the database itself is unchanged"
 _TABLE_FILES = {".sst", ".blob"}
@@ -155,3 +161,62 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class CheckpointFolder:
+    """Manages the checkpoints in ``folder``, named by their time, of the database at ``path``.
+
+    New nodes start from them. ``folder`` may be on another file system, such as one that several nodes
+    share: ``make(target)`` makes a checkpoint of hard links next to the database, which takes a moment, and
+    it is then copied. RocksDB's binding must not copy the files: it would hold the interpreter lock
+    meanwhile. Thread-safe."""
+
+    def __init__(self, folder: Path, path: Path, make: Callable[[Path], None]) -> None:
+        self.folder = folder
+        self._beside = path.with_name(f".{path.name}.checkpoint")
+        self._make = make
+        self._busy = threading.Lock()
+
+    def add(self, keep: int, now: Callable[[], float] = time.time) -> Path:
+        """Make a checkpoint, then remove all but the newest ``keep``.
+
+        Raises TierError, or Unavailable while another checkpoint is being made."""
+        if not self._busy.acquire(blocking=False):
+            raise Unavailable("another checkpoint is in progress; retry when it is complete")
+        try:
+            target = self.folder / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now()))
+            shutil.rmtree(self._beside, ignore_errors=True)  # left by a killed attempt
+            self._make(self._beside)
+            move_checkpoint(self._beside, target)
+            for old in complete_checkpoints(self.folder)[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
+            return target
+        finally:
+            self._busy.release()
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, oldest first; empty if the folder is missing."""
+    if not folder.is_dir():
+        return []
+    return sorted(each for each in folder.iterdir() if each.is_dir() and each.name[0] != ".")
+
+
+def bootstrap(folder: Path, path: Path) -> Path | None:
+    """Restore the database ``path`` from the newest intact checkpoint in ``folder``.
+
+    Returns that checkpoint; None if the database exists already or there is no checkpoint. Raises TierError
+    if no checkpoint can be restored."""
+    if existing_families(path):
+        return None
+    failure: TierError | None = None
+    for checkpoint in reversed(complete_checkpoints(folder)):
+        try:
+            restore(checkpoint, path)
+            return checkpoint
+        except TierError as error:
+            log.warning("%s", error)
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return None

@@ -10,10 +10,9 @@ import numpy as np
 
 from hps.config.schema import RedisSettings
 from hps.rows.tiers import RedisRows, RocksDbRows, parse_family
-from hps.tiers.base import TierInfo
+from hps.tiers.base import TableName, TierInfo
 from hps.tiers.redis import RedisTier
 from hps.tiers.rocksdb import RocksDbTier
-from hps.tiers.table_name import TableName
 from hps.types import EmbeddingTable, Source
 
 

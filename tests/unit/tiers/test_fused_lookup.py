@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from hps.errors import BadRequest
-from hps.tiers.bags import Bags
-from hps.tiers.base import FetchContext, Part
+from hps.tiers.base import Bags, FetchContext, Part
 from hps.tiers.chain import TierChain
 from hps.tiers.cpu.cache import CpuCache
 from hps.tiers.fused_lookup import fused_lookup_of

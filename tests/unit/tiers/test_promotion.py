@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hps.tiers.base import FetchContext, Part, TierInfo
-from hps.tiers.promotion import PromotingTier
+from hps.tiers.wrappers import PromotingTier
 from hps.types import EmbeddingTable, Source, version_now
 from tests.support.memory_tier import MemoryTier
 

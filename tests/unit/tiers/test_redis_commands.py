@@ -3,8 +3,7 @@
 import pytest
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
-from hps.tiers.redis.commands import RedisCommand, read_replies
-from hps.tiers.redis.connection import RedisConnection
+from hps.tiers.redis.connection import RedisCommand, RedisConnection, read_replies
 from hps.tiers.redis.host_resolver import HostResolver
 
 

@@ -8,8 +8,7 @@ from redis.exceptions import ConnectionError as Lost
 from redis.exceptions import MovedError
 
 from hps.tiers.base import Part
-from hps.tiers.redis.commands import RedisCommand
-from hps.tiers.redis.connection import RedisConnection
+from hps.tiers.redis.connection import RedisCommand, RedisConnection
 from hps.tiers.redis.host_resolver import HostResolver
 from hps.tiers.redis.layout import TableLayout
 from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows

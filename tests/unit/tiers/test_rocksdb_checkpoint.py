@@ -20,10 +20,8 @@ from hps.tiers.rocksdb import (
     RocksDbTier,
     bootstrap,
     checkpoint,
+    complete_checkpoints,
     restore,
-)
-from hps.tiers.rocksdb import (
-    checkpoint_folder as kept,
 )
 from hps.types import EmbeddingTable, version_now
 
@@ -223,7 +221,7 @@ def test_the_newest_are_kept_and_a_new_node_begins_with_the_last(tier, tmp_path,
     for day in range(3):
         put(tier, ITEMS, [1], 10.0 + day)
         checkpoints.add(2, lambda day=day: day * 86400.0)
-    assert [each.name for each in kept.complete_checkpoints(kept_in)] == [
+    assert [each.name for each in complete_checkpoints(kept_in)] == [
         "19700102T000000Z",
         "19700103T000000Z",
     ]

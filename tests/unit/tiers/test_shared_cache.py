@@ -15,8 +15,7 @@ import pytest
 
 from hps.errors import ConfigError, TierError
 from hps.native import COMPILED
-from hps.tiers.bags import Bags
-from hps.tiers.base import FetchContext, Part
+from hps.tiers.base import Bags, FetchContext, Part
 from hps.tiers.cpu import segments as cpu_segments
 from hps.tiers.cpu.attached_cache import AttachedCache
 from hps.tiers.cpu.cache import CacheMemory, CpuCache
