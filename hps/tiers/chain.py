@@ -19,11 +19,7 @@ class TierChain:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
-        self._info = _summary(self.tiers)
-
-    @property
-    def info(self) -> TierInfo:
-        return self._info
+        self.info = _summary(self.tiers)
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for tier in self.tiers:

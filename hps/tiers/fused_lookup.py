@@ -1,53 +1,28 @@
-"""FusedLookup: copies rows from memory straight into a request's output, without parts.
+"""Fused lookup: copies rows from a cache in memory straight into a request's output, without parts.
 
-A second, optional protocol besides `Tier`. Most requests find every key in the cache. For those, the
-deduplication and a fetch's results per key (versions, sources, misses) would cost more than the lookup
-itself. Rows that are pooled are not written anywhere."""
+Most requests find every key in the cache. For those, the deduplication and a fetch's results per key
+(versions, sources, misses) would cost more than the lookup itself. Rows that are pooled are not written
+anywhere."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from hps.tiers.base import Ask, Bags, Tier, TierInfo
 from hps.tiers.chain import TierChain
+from hps.tiers.cpu.cache_reads import CacheReads
 from hps.tiers.wrappers import FetchObserver, MeteredTier
 from hps.types import EmbeddingTable, VectorArray
 
-
-class GatherFunction(Protocol):
-    """The signature of `FusedLookup.gather`."""
-
-    def __call__(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool: ...
-
-
-@runtime_checkable
-class FusedLookup(Protocol):
-    """A tier in memory that can answer a whole request, or report its misses."""
-
-    @property
-    def info(self) -> TierInfo: ...
-
-    def gather(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
-        """Write the row of every key of ``asks`` to its ``out``, and pool ``bags``.
-
-        Returns False if a key of ``asks`` has no row in this tier or is deleted, or if the tier does
-        not hold a table. The outputs are then undefined, and the caller takes the slow path. Misses of
-        ``bags`` do not return False; they are listed in ``Bags.missing``. Counts as a use of the keys.
-        Thread-safe like `fetch`."""
-        ...
-
-    def complete(self, bags: Bags, rows: VectorArray) -> bool:
-        """Pool again the bags with misses, with ``rows (m, dim)`` for the missing keys.
-
-        Returns False if a row that was not missing has left this tier since the gather."""
-        ...
+GatherFunction = Callable[[list[Ask], Sequence[Bags]], bool]
+"""The signature of `CacheReads.gather`."""
 
 
 def fused_lookup_of(tier: Tier) -> FusedLookup | None:
-    """Return the fused lookup of ``tier``, or of a chain's first tier; None if it has none.
+    """Return the cache that ``tier`` is, or a chain's first tier; None if that is not one in memory.
 
     Looks through `MeteredTier`, and then reports gathers to its observer."""
     if isinstance(tier, TierChain):
@@ -55,7 +30,7 @@ def fused_lookup_of(tier: Tier) -> FusedLookup | None:
     if isinstance(tier, MeteredTier):
         inner = fused_lookup_of(tier.inner)
         return None if inner is None else _MeteredGather(inner, tier.observe)
-    return tier if isinstance(tier, FusedLookup) else None
+    return tier if isinstance(tier, CacheReads) else None
 
 
 class _MeteredGather:
@@ -65,23 +40,18 @@ class _MeteredGather:
     reported at all."""
 
     def __init__(self, inner: FusedLookup, observe: FetchObserver) -> None:
-        self.inner = inner
+        self.info: TierInfo = inner.info
+        self.complete: Callable[[Bags, VectorArray], bool] = inner.complete
+        self._inner = inner
         self._observe = observe
 
-    @property
-    def info(self) -> TierInfo:
-        return self.inner.info
-
     def gather(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
-        return self.prepare([(each[0], len(each[1])) for each in [*asks, *map(_ask, bags)]])(
-            asks, bags
-        )
-
-    def complete(self, bags: Bags, rows: VectorArray) -> bool:
-        return self.inner.complete(bags, rows)
+        sizes = [(table, len(keys)) for table, keys, _ in asks]
+        sizes += [(each.table, len(each.keys)) for each in bags]
+        return self.prepare(sizes)(asks, bags)
 
     def prepare(self, sizes: Sequence[tuple[EmbeddingTable, int]]) -> GatherFunction:
-        inner, clock = prepare_gather(self.inner, sizes), time.perf_counter
+        inner, clock = prepare_gather(self._inner, sizes), time.perf_counter
         everything = [(table, n, n) for table, n in sizes]
         # An observer may offer `prepare`, to look up its counters once instead of at each gather.
         prepare = getattr(self._observe, "prepare", None)
@@ -102,8 +72,7 @@ class _MeteredGather:
         return gather
 
 
-def _ask(bags: Bags) -> Ask:
-    return bags.table, bags.keys, bags.out
+FusedLookup = CacheReads | _MeteredGather
 
 
 def _hits(asks: list[Ask], bags: Sequence[Bags]) -> list[tuple[EmbeddingTable, int, int]]:

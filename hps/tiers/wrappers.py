@@ -6,13 +6,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import Semaphore
 from typing import Protocol
 
 from hps.errors import TierError, TierTimeout, Unavailable
 from hps.threads import BoundedThreadPool
-from hps.tiers.base import FetchContext, Part, Tier, TierInfo, copy_answer, new_part_for_misses
+from hps.tiers.base import FetchContext, Part, Tier, copy_answer, new_part_for_misses
 from hps.tiers.breaker import CircuitBreaker, State
 from hps.tiers.checks import check_part
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
@@ -49,10 +50,7 @@ class TierWrapper:
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
-
-    @property
-    def info(self) -> TierInfo:
-        return self.inner.info
+        self.info = inner.info
 
     def insert(
         self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
@@ -277,31 +275,22 @@ class _GuardFull(TierError):
     """No thread of the guard became free."""
 
 
+@dataclass(slots=True, eq=False)
 class _GuardedCall:
     """One guarded fetch with its private parts; its caller may have given it up."""
 
-    __slots__ = ("_tier", "ctx", "ended", "max_s", "parts", "permit", "reported", "started")
-
-    def __init__(
-        self,
-        tier: Tier,
-        parts: Sequence[Part],
-        ctx: FetchContext,
-        permit: int,
-        max_s: float,
-    ) -> None:
-        self._tier = tier
-        self.max_s = max_s
-        self.parts = parts
-        self.ctx = ctx
-        self.permit = permit
-        self.started = math.inf
-        self.ended = False
-        self.reported = False
+    tier: Tier
+    parts: Sequence[Part]
+    ctx: FetchContext
+    permit: int
+    max_s: float
+    started: float = math.inf
+    ended: bool = False
+    reported: bool = False
 
     def run(self) -> None:
         self.started = time.monotonic()
         try:
-            self._tier.fetch(self.parts, self.ctx)
+            self.tier.fetch(self.parts, self.ctx)
         finally:
             self.ended = True

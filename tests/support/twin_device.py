@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -273,11 +274,7 @@ class Bridge(TierWrapper):
 
     def __init__(self, inner: Any, device: int, workspaces: int) -> None:
         super().__init__(inner)
-
-    @property
-    def info(self) -> TierInfo:
-        info = self.inner.info
-        return TierInfo(info.name, info.source, "cuda", info.blocking, cache=info.cache)
+        self.info = replace(inner.info, memory="cuda")
 
     def fetch(self, parts: Any, ctx: Any) -> None:
         parts = [part for part in parts if len(part.missing)]

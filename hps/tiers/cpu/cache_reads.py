@@ -15,7 +15,6 @@ from hps.tiers.base import Ask, Bags, FetchContext, Part, TierInfo
 from hps.tiers.checks import check_bags, check_gather, check_part
 from hps.types import EmbeddingTable, KeyArray, Source, VectorArray, oldest_tombstone
 
-_INFO = TierInfo("cpu", Source.CPU, cache=True)
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -36,14 +35,12 @@ class CacheReads:
     ``threads``: the most threads for one call with many keys. ``clock`` returns Unix seconds and drives
     the expiry of tombstones."""
 
+    info = TierInfo("cpu", Source.CPU, cache=True)
+
     def __init__(self, *, threads: int = 1, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._threads = threads
         self._tables: dict[EmbeddingTable, CacheTable] = {}
-
-    @property
-    def info(self) -> TierInfo:
-        return _INFO
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
@@ -63,7 +60,11 @@ class CacheReads:
             part.missing = _NOTHING if left is None else left
 
     def gather(self, asks: list[Ask], bags: Sequence[Bags] = (), /) -> bool:
-        """See `FusedLookup.gather`."""
+        """Write the row of every key of ``asks`` to its ``out``, and pool ``bags``.
+
+        Returns False if a key of ``asks`` has no row in this cache or is deleted, or if a table is not in
+        it. The outputs are then undefined, and the caller takes the slow path. Misses of ``bags`` do not
+        return False; they are listed in ``Bags.missing``. Counts as a use of the keys."""
         if not COMPILED:
             self._check(asks, bags)
         try:
@@ -82,7 +83,9 @@ class CacheReads:
         return True
 
     def complete(self, bags: Bags, rows: VectorArray) -> bool:
-        """See `FusedLookup.complete`."""
+        """Pool again the bags with misses, with ``rows (m, dim)`` for the missing keys.
+
+        Returns False if a row that was not missing has left this cache since the gather."""
         held = self._tables.get(bags.table)
         if held is None or bags.missing is None:
             return held is not None

@@ -38,8 +38,6 @@ from hps.tiers.gpu.checks import (
 from hps.tiers.gpu.tables import GpuTables
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, oldest_tombstone
 
-_INFO = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
-
 
 class GpuCache(GpuTables):
     """Keeps the hot rows of each table on one device, up to the table's capacity.
@@ -53,6 +51,8 @@ class GpuCache(GpuTables):
     once. It may be called from many threads in parallel with one writer. Fetches that begin after a write
     has returned see it. At most ``workspaces`` fetches run at a time; a further one waits for a free
     workspace."""
+
+    info = TierInfo("gpu", Source.GPU, memory="cuda", cache=True)
 
     def __init__(
         self,
@@ -71,10 +71,6 @@ class GpuCache(GpuTables):
                 self._workspaces.put(FetchWorkspace())
         for table, rows in capacities.items():
             self.add_table(table, rows)
-
-    @property
-    def info(self) -> TierInfo:
-        return _INFO
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -191,7 +187,9 @@ class GpuCache(GpuTables):
         try:
             return self._workspaces.get(timeout=wait)
         except queue.Empty:
-            raise TierTimeout(_INFO.name, "no workspace came free before the deadline") from None
+            raise TierTimeout(
+                self.info.name, "no workspace came free before the deadline"
+            ) from None
 
     # -- writing ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from hps.cuda.scatter import ScatterInputs, scatter
 from hps.cuda.staging import StagingBuffer
 from hps.errors import TierTimeout
 from hps.native import dedup
-from hps.tiers.base import FetchContext, Part, Tier, TierInfo
+from hps.tiers.base import FetchContext, Part, Tier
 from hps.tiers.gpu.checks import array_length, check_array, check_part
 from hps.types import EmbeddingTable, IndexArray, KeyArray
 
@@ -35,15 +35,12 @@ class HostBridge:
 
     def __init__(self, inner: Tier, *, device: int = 0, workspaces: int = 4) -> None:
         self.inner = inner
+        self.info = replace(inner.info, memory="cuda")
         self._device = cupy().cuda.Device(device)
         self._spaces: queue.SimpleQueue[_BridgeBuffer] = queue.SimpleQueue()
         with self._device:
             for _ in range(workspaces):
                 self._spaces.put(_BridgeBuffer())
-
-    @property
-    def info(self) -> TierInfo:
-        return replace(self.inner.info, memory="cuda")
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:

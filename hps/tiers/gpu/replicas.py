@@ -13,8 +13,6 @@ from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.ranking import HotKeys
 from hps.types import EmbeddingTable, KeyArray, Source, SourceArray, VectorArray, VersionArray
 
-_INFO = TierInfo("gpu", Source.GPU, cache=True)
-
 
 class GpuReplicas:
     """One cache per device, all with the same rows; takes host parts and host arrays.
@@ -23,14 +21,12 @@ class GpuReplicas:
     holds all of its rows already: it ignores promotions and rejects updates and deletions with BadRequest.
     Rows of the tables ``by_version`` are scored by their version. Thread-safe like `GpuCache`."""
 
+    info = TierInfo("gpu", Source.GPU, cache=True)
+
     def __init__(self, caches: Sequence[Any], by_version: Collection[EmbeddingTable] = ()) -> None:
         self.caches = tuple(caches)
         self._by_version = frozenset(by_version)
         self._turn = count()
-
-    @property
-    def info(self) -> TierInfo:
-        return _INFO
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         cache = self.caches[next(self._turn) % len(self.caches)]

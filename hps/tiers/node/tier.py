@@ -17,7 +17,6 @@ from hps.tiers.node.connections import NAME, NodeConnectionPool
 from hps.tiers.node.frames import FrameKind
 from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray, VersionArray
 
-_INFO = TierInfo(NAME, Source.REMOTE, blocking=True)
 # Bytes of rows per request: small enough that copying them delays no other thread noticeably.
 _ANSWER_BYTES = 8 << 20
 _PROMOTIONS_WAITING = 1_024
@@ -29,6 +28,8 @@ class NodeTier:
     """Fetches from `NodeServer`: rows with their sources, deletions, and names of skipped tiers.
 
     Only the node changes rows: `insert`, `update`, `delete` and `evict` raise TierError. Thread-safe."""
+
+    info = TierInfo(NAME, Source.REMOTE, blocking=True)
 
     def __init__(
         self,
@@ -43,10 +44,6 @@ class NodeTier:
         for each in connections:
             self.add(each)
         self._promotions = BoundedThreadPool(1, _PROMOTIONS_WAITING, name="promote")
-
-    @property
-    def info(self) -> TierInfo:
-        return _INFO
 
     def add(self, connections: NodeConnectionPool) -> None:
         """Use the pool ``connections`` for its tables."""

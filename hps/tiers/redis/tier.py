@@ -54,8 +54,9 @@ class RedisTier:
     ``layout: hps`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
     The constructor only raises ConfigError, for unreadable certificates and secrets; it does not connect."""
 
+    info = TierInfo(NAME, Source.REDIS, blocking=True, shared=True, cache=True)
+
     def __init__(self, settings: RedisSettings) -> None:
-        self._settings = settings
         self._client = RedisClient(settings, SCRIPTS)
         self._tables = RedisTables(self._client, settings)
         self._loads = RedisLoads(self, self._client)
@@ -67,15 +68,7 @@ class RedisTier:
         self.applied, self.identify = positions.applied, positions.identify
         self.restart, self.positions = positions.restart, positions.positions
         self._touches = BoundedThreadPool(1, _TOUCHES, name=f"{NAME}-touch")
-        self._info = TierInfo(NAME, Source.REDIS, blocking=True, shared=True, cache=True)
-
-    @property
-    def info(self) -> TierInfo:
-        return self._info
-
-    @property
-    def layout(self) -> Layout:
-        return self._settings.layout
+        self.layout: Layout = settings.layout
 
     # -- reading ----------------------------------------------------------------------------------
 

@@ -57,6 +57,8 @@ class RocksDbTier:
     log. ``repair``: open it although table files are damaged, for `repair` only. ``clock`` returns Unix
     seconds and drives the expiry of tombstones."""
 
+    info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
+
     def __init__(
         self,
         path: Path | str,
@@ -69,36 +71,20 @@ class RocksDbTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         settings = OpenSettings(Path(path), access, tuning, on_lost_writes, repair)
-        self._layout: Layout = layout
+        self.path, self.access = settings.path, access
+        self.layout: Layout = layout
         self._database = RocksDbDatabase(settings, layout)
         self._follower = SecondaryCatchUp(self._database)
         self._rows = VersionedRows(self._database, clock)
         self._positions = positions = RocksDbStreamPositions(self._database, self._rows)
         self.applied, self.identify = positions.applied, positions.identify
         self.restart = positions.restart
-        self._info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
         self._slice = _MAPPED_SLICE if tuning.mmap_reads else _READ_SLICE
-
-    @property
-    def info(self) -> TierInfo:
-        return self._info
-
-    @property
-    def path(self) -> Path:
-        return self._database.settings.path
 
     @property
     def scratch(self) -> Path:
         """A folder next to the database for temporary files of a load; emptied at every start."""
         return ingest_folder(self.path)
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    @property
-    def access(self) -> Access:
-        return self._database.settings.access
 
     # -- tables -----------------------------------------------------------------------------------
 
@@ -141,7 +127,7 @@ class RocksDbTier:
     def rows_exact(self, table: EmbeddingTable) -> bool:
         """Return whether `rows` is exact: the table was loaded, and not written to since."""
         return (
-            self._layout == "native" and not self.streamed(table) and self.loaded(table) is not None
+            self.layout == "native" and not self.streamed(table) and self.loaded(table) is not None
         )
 
     def entries(self, table: EmbeddingTable) -> int:
@@ -207,13 +193,13 @@ class RocksDbTier:
         with database.lock:
             family = database.family(table)
             loaded_code = -1
-            if self._layout == "native" and not family.streamed:
+            if self.layout == "native" and not family.streamed:
                 known = database.records.get(family.name)
                 loaded_code = loaded_until(known, record, family.data)
             database.records.put(family.name, record.started())
             family.streamed = False
             family.dirty = True
-            if self._layout == "native" and loaded_code < 0:
+            if self.layout == "native" and loaded_code < 0:
                 database.clear(family)
         return family, loaded_code
 
@@ -351,7 +337,7 @@ class RocksDbTier:
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
         """Delete; in the ``hps`` layout without a tombstone."""
         check_keys(table, keys, versions)
-        if self._layout == "hps":
+        if self.layout == "hps":
             self.evict(table, keys)
         else:
             self._rows.write(table, keys, None, versions, resident_only=False)
