@@ -125,6 +125,18 @@ class _ChainedFuture(Future[U], Generic[U]):
         self.set_running_or_notify_cancel()  # wakes concurrent.futures.wait()
 
 
+def run_into(future: Future[T], work: Callable[[], T]) -> None:
+    """Run ``work``, unless ``future`` is cancelled; the future gets the result or the error."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:  # any error must reach the caller
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
 class BoundedThreadPool:
     """At most ``threads`` daemon threads, started on demand, with a queue of at most ``queued`` jobs.
 

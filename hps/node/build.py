@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 from hps.config import Configuration, Settings, as_configuration
 from hps.config.runtime_folder import with_shared_cache
 from hps.errors import ConfigError
-from hps.native import COMPILED
 from hps.node.caches import NodeCaches
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_control import ModelControl, NodeParts
@@ -29,7 +27,7 @@ from hps.node.serving_context import (
 )
 from hps.node.stores import NodeStores
 from hps.node.streams import Limited, UpdateStreams
-from hps.node.tier_status import publish_tiers
+from hps.node.tier_status import publish_process, publish_tiers
 from hps.observability import metric_names as m
 from hps.observability.meters import TierMeter
 from hps.observability.metrics import Metrics
@@ -212,20 +210,13 @@ class _NodeBuilder:
 
     def _publish(self, node: Node, serving: ServingContext) -> None:
         """Register gauges, which are read at a scrape."""
-        from hps import __version__
-
-        metrics, opened = self._metrics, time.monotonic()
-        metrics.gauge(m.BUILD_INFO, lambda: 1, __version__, "on" if COMPILED else "off")
-        metrics.gauge(m.UPTIME, lambda: time.monotonic() - opened)
+        metrics = self._metrics
+        publish_process(metrics, lambda: node.models.values())
         metrics.gauges(
             m.PROMOTE_QUEUE,
             lambda: [((tier,), keys) for tier, keys in node.promotions_waiting().items()],
         )
         serving.publish(metrics)
-        metrics.gauges(
-            m.MODEL_VERSION,
-            lambda: [((model.name,), model.version) for model in node.models.values()],
-        )
         publish_tiers(
             metrics,
             node.tiers,

@@ -18,7 +18,6 @@ from hps.config import Configuration, Settings, as_configuration
 from hps.config.certificates import ClientCertificates
 from hps.config.lookup_settings import LookupSettings
 from hps.config.secrets import Secret
-from hps.dense.fallback import FallbackModel
 from hps.errors import ConfigError, TierError
 from hps.lookup.remote import (
     Candidates,
@@ -32,16 +31,15 @@ from hps.lookup.remote import (
 )
 from hps.lookup.remote.version_vote import VersionVote
 from hps.models.repository import Repository
-from hps.native import COMPILED
 from hps.node.model_opening import OpenedModel, open_model
 from hps.node.served_models import OpenModels, ServedModel
-from hps.node.serving_context import open_dense_pool, open_lookup_pools
+from hps.node.serving_context import make_pipeline, open_dense_pool, open_lookup_pools
+from hps.node.tier_status import publish_process
 from hps.node.version_sync import SYNC_EVERY_S, OpenedVersion, SyncedModels, VersionSync
 from hps.observability import metric_names as m
-from hps.observability.meters import DenseMeter, LookupMeter
+from hps.observability.meters import LookupMeter
 from hps.observability.metrics import Metrics
 from hps.periodic import PeriodicThread
-from hps.predict.pipeline import InferencePipeline
 from hps.types import NoProgress, Progress
 
 _RETRY_S = 0.05
@@ -210,28 +208,14 @@ class _ConnectBuilder:
             budget=self._budget,
             meter=LookupMeter(self._metrics, *of),
         )
-        pipeline = None
-        if model.dense is not None and model.spec.dense is not None:
-            meter = DenseMeter(self._metrics, *of)
-            if isinstance(model.dense, FallbackModel):
-                model.dense.count = meter.fell_back
-            pipeline = InferencePipeline(
-                of[0], model.spec.dense, lookup, model.dense, self._runs, meter
-            )
+        pipeline = make_pipeline(model, lookup, self._runs, self._metrics)
         return ServedModel(*of, model.spec, model.tables, lookup, pipeline)
 
     def _publish(self, connected: Connected) -> None:
         """Register gauges, which are read at a scrape; a removed node's counters end with it."""
-        from hps import __version__
-
-        metrics, opened, out = self._metrics, time.monotonic(), self._outliers
-        metrics.gauge(m.BUILD_INFO, lambda: 1, __version__, "on" if COMPILED else "off")
-        metrics.gauge(m.UPTIME, lambda: time.monotonic() - opened)
+        metrics, out = self._metrics, self._outliers
+        publish_process(metrics, lambda: connected.models.values())
         metrics.gauge(m.DENSE_WAITING, lambda: self._runs.waiting)
-        metrics.gauges(
-            m.MODEL_VERSION,
-            lambda: [((model.name,), model.version) for model in connected.models.values()],
-        )
         by_node: dict[str, Callable[[LookupNode], float]] = {
             m.LOOKUP_NODE_UP: lambda each: each.standing == "ready" and not out.is_out(each),
             m.LOOKUP_NODE_RUNNING: lambda each: each.in_flight,

@@ -17,12 +17,10 @@ from typing import Any
 from hps.config import Configuration, Settings
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError
-from hps.native import COMPILED
 from hps.node.model_opening import OpenedTables, open_versions, watermarks_of
 from hps.node.stores import NodeStores
 from hps.node.streams import UpdateStreams
-from hps.node.tier_status import TierStatus, describe_table, publish_tiers
-from hps.observability import metric_names as m
+from hps.node.tier_status import TierStatus, describe_table, publish_process, publish_tiers
 from hps.observability.metrics import Metrics
 from hps.types import NoProgress, Progress
 
@@ -118,12 +116,6 @@ def check_role(settings: Settings) -> KafkaSettings:
 
 def _publish(ingest: IngestNode) -> None:
     """Register gauges, which are read at a scrape."""
-    from hps import __version__
-
-    metrics, opened = ingest.metrics, time.monotonic()
-    versions = [((each.version.name,), each.version.version) for each in ingest.models]
     tables = [table for model in ingest.models for table in model.tables.values()]
-    metrics.gauge(m.BUILD_INFO, lambda: 1, __version__, "on" if COMPILED else "off")
-    metrics.gauge(m.UPTIME, lambda: time.monotonic() - opened)
-    metrics.gauges(m.MODEL_VERSION, lambda: versions)
-    publish_tiers(metrics, ingest.tiers, lambda: tables)
+    publish_process(ingest.metrics, lambda: [model.version for model in ingest.models])
+    publish_tiers(ingest.metrics, ingest.tiers, lambda: tables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from hps.cgroups import available_cores
 from hps.config import Settings
 from hps.config.dense_settings import DenseSettings
 from hps.dense.fallback import FallbackModel
+from hps.lookup.base import Lookup
 from hps.lookup.engine import LookupEngine, Promote
 from hps.node.gpu_caches import NodeGpus
 from hps.node.model_opening import OpenedModel
@@ -16,7 +18,7 @@ from hps.node.served_models import ServedModel
 from hps.observability import metric_names as m
 from hps.observability.meters import DenseMeter, LookupMeter
 from hps.observability.metrics import Metrics
-from hps.predict.pipeline import InferencePipeline
+from hps.predict.pipeline import DevicePredictor, InferencePipeline
 from hps.threads import BoundedThreadPool, LookupPools
 from hps.tiers.base import Tier
 from hps.updates.freshness import Freshness
@@ -53,15 +55,8 @@ class ServingContext:
             model.lookup, self.caches, self.stores, self.lookups, self.promote, lookups
         )
         device_lookups = devices.lookups(model, self.lookups, self.promote, lookups)
-        pipeline = None
-        if model.dense is not None and model.spec.dense is not None:
-            meter = DenseMeter(metrics, name, version)
-            if isinstance(model.dense, FallbackModel):
-                model.dense.count = meter.fell_back
-            paths = devices.paths(model, device_lookups, lookups)
-            pipeline = InferencePipeline(
-                name, model.spec.dense, engine, model.dense, self.runs, meter, paths
-            )
+        paths = devices.paths(model, device_lookups, lookups)
+        pipeline = make_pipeline(model, engine, self.runs, metrics, paths)
         return ServedModel(
             name,
             version,
@@ -77,6 +72,24 @@ class ServingContext:
         """Register gauges, which are read at a scrape."""
         metrics.gauge(m.LOOKUP_WAITING, lambda: self.lookups.waiting)
         metrics.gauge(m.DENSE_WAITING, lambda: self.runs.waiting)
+
+
+def make_pipeline(
+    model: OpenedModel,
+    lookup: Lookup,
+    runs: BoundedThreadPool,
+    metrics: Metrics,
+    paths: Sequence[DevicePredictor] = (),
+) -> InferencePipeline | None:
+    """Join a lookup and the model's network; None for a model without one."""
+    spec, network = model.spec.dense, model.dense
+    if network is None or spec is None:
+        return None
+    name, version = model.version.name, model.version.version
+    meter = DenseMeter(metrics, name, version)
+    if isinstance(network, FallbackModel):
+        network.count = meter.fell_back
+    return InferencePipeline(name, spec, lookup, network, runs, meter, paths)
 
 
 def freshness_of(settings: Settings, model: str, metrics: Metrics) -> Freshness:

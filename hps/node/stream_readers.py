@@ -15,8 +15,7 @@ from hps.observability.metrics import Metrics
 from hps.types import EmbeddingTable
 from hps.updates.arrival_times import PendingUpdates
 from hps.updates.cache_writer import CacheWriter
-from hps.updates.files.directory import DirectorySource
-from hps.updates.files.pending_files import PendingFiles
+from hps.updates.files.directory import DirectorySource, PendingFiles
 from hps.updates.followed_store import FollowedStore
 from hps.updates.ingest_thread import IngestThread
 from hps.updates.ingestor import Ingestor

@@ -1,13 +1,15 @@
-"""Status of a node's tiers and their tables, for JSON, metrics and the command line."""
+"""Status of a process, its tiers and their tables, for JSON, metrics and the command line."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from hps.errors import TierError
+from hps.native import COMPILED
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from hps.tiers.base import Tier
@@ -77,6 +79,26 @@ def describe_table(table: EmbeddingTable, tiers: Sequence[TierStatus]) -> dict[s
         "capacity_rows": each(lambda entry: entry.capacity(table)),
         "bytes": each(lambda entry: entry.size(table)),
     }
+
+
+class NamedVersion(Protocol):
+    """A model's version."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
+
+
+def publish_process(metrics: Metrics, versions: Callable[[], Iterable[NamedVersion]]) -> None:
+    """Register gauges of the build, the uptime and the served ``versions``, read at a scrape."""
+    from hps import __version__
+
+    opened = time.monotonic()
+    metrics.gauge(m.BUILD_INFO, lambda: 1, __version__, "on" if COMPILED else "off")
+    metrics.gauge(m.UPTIME, lambda: time.monotonic() - opened)
+    metrics.gauges(m.MODEL_VERSION, lambda: [((each.name,), each.version) for each in versions()])
 
 
 def publish_tiers(

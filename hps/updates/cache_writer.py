@@ -28,6 +28,7 @@ import numpy as np
 
 from hps.errors import TierError
 from hps.native import dedup
+from hps.threads import run_into
 from hps.tiers.base import FetchContext, Part, Tier
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
@@ -105,8 +106,8 @@ class CacheWriter:
 
         Keys beyond the queue's bound are dropped. The caller must not change ``keys`` afterwards."""
         with self._wake:
-            room = 0 if self._closed else self.queue_keys - self._waiting_keys
-            kept = table.narrow(keys[: max(0, room)])
+            free = 0 if self._closed else self.queue_keys - self._waiting_keys
+            kept = table.narrow(keys[: max(0, free)])
             if len(kept):
                 self._promotions.append(_Promotion(table, kept))
                 self._waiting_keys += len(kept)
@@ -186,7 +187,7 @@ class CacheWriter:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             if isinstance(job, _CacheChange):
-                _finish(job)
+                run_into(job.done, job.work)
                 continue
             waiting = sum(len(promotion.keys) for promotion in job)
             try:
@@ -210,7 +211,7 @@ class CacheWriter:
                 refused = not self._promote_slice(table, keys)
             yield queued
             while change := self._next_change():
-                _finish(change)
+                run_into(change.done, change.work)
 
     def _next(self) -> _CacheChange | list[_Promotion] | None:
         """The next change, or else all queued promotions; None once closed."""
@@ -313,14 +314,3 @@ def _slices(promotions: list[_Promotion]) -> Iterator[tuple[EmbeddingTable, KeyA
             part = keys[start : start + SLICE_KEYS]
             yield table, part, len(part) + repeated
             repeated = 0
-
-
-def _finish(change: _CacheChange) -> None:
-    if not change.done.set_running_or_notify_cancel():
-        return
-    try:
-        change.work()
-    except BaseException as error:
-        change.done.set_exception(error)
-    else:
-        change.done.set_result(None)

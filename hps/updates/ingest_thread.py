@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from hps.errors import HpsError
+from hps.threads import run_into
 from hps.updates.ingestor import BACKOFF, POLL_S, Ingestor
 from hps.updates.source import UpdateSource
 
@@ -111,10 +112,4 @@ class IngestThread:
     def _do_calls(self) -> None:
         while self._calls:
             work, done = self._calls.popleft()
-            if done.set_running_or_notify_cancel():
-                try:
-                    work()
-                except BaseException as error:  # the future's owner gets it
-                    done.set_exception(error)
-                else:
-                    done.set_result(None)
+            run_into(done, work)

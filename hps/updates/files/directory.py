@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hps.config.update_settings import DirectorySettings
 from hps.errors import ConfigError, Unavailable
+from hps.tiers.positions import Place
 from hps.types import EmbeddingTable
 from hps.updates.files.update_files import ENDINGS, UpdateFile
 from hps.updates.source import DeadLetter, UpdateBatch
@@ -177,6 +178,30 @@ class DirectorySource:
         if now - self._warned_at > _WARN_EVERY_S:
             self._warned_at = now
             log.warning("updates from files wait: %s", text)
+
+
+class PendingFiles:
+    """Implements `hps.updates.arrival_times.PendingUpdates`: a file waits until it is moved away."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._oldest_s: float | None = None
+
+    def poll(self) -> None:
+        arrived = []
+        with os.scandir(self._folder) as entries:
+            for each in entries:
+                try:
+                    if is_update_file(each):
+                        arrived.append(each.stat().st_ctime)  # a rename counts as arrival
+                except FileNotFoundError:
+                    continue  # it was applied meanwhile
+        self._oldest_s = min(arrived, default=None)
+
+    def ages_s(self) -> Mapping[Place, float | None]:
+        oldest_s = self._oldest_s
+        age_s = 0.0 if oldest_s is None else max(0.0, time.time() - oldest_s)
+        return {(str(self._folder), 0): age_s}
 
 
 def is_update_file(entry: os.DirEntry[str]) -> bool:

@@ -10,7 +10,7 @@ import confluent_kafka as ck
 from confluent_kafka import admin
 
 from hps.errors import ConfigError, Unavailable
-from hps.updates.kafka.client import client_log, client_options
+from hps.updates.kafka.client import BrokerErrors, client_log, client_options
 
 _POLL_S = 0.1
 
@@ -30,10 +30,10 @@ class Brokers:
             raise ConfigError(f"options: {name!r} is set by hps itself; remove it")
         self.addresses = addresses
         self.answer_s = answer_s
-        self._last_error = ""
+        self._errors = BrokerErrors()
         self.options: dict[str, Any] = {
             **client_options(addresses),
-            "error_cb": self._error,
+            "error_cb": self._errors,
             **(options or {}),
         }
 
@@ -56,7 +56,7 @@ class Brokers:
         try:
             found = client.list_topics(timeout=self.answer_s).topics
         except ck.KafkaException as error:
-            client.poll(0)  # calls `_error` with the cause
+            client.poll(0)  # calls ``error_cb`` with the cause
             raise Unavailable(
                 f"no Kafka broker at {self.addresses} answers within {self.answer_s:g} s"
                 f"{self.why() or f' ({kafka_error_text(error)})'}; "
@@ -123,12 +123,7 @@ class Brokers:
 
     def why(self) -> str:
         """librdkafka's last error about the brokers, in brackets."""
-        return f" ({self._last_error})" if self._last_error else ""
-
-    def _error(self, error: Any) -> None:
-        """Keep the first error: it is more specific than the one that all brokers are down."""
-        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self._last_error:
-            self._last_error = error.str()
+        return f" ({self._errors.text})" if self._errors.text else ""
 
 
 def kafka_error_text(error: Exception) -> str:

@@ -82,6 +82,19 @@ def check_options(settings: KafkaSettings) -> None:
         ) from None
 
 
+class BrokerErrors:
+    """The ``error_cb`` of a client; ``text`` is librdkafka's last error about the brokers.
+
+    The error that all brokers are down replaces none: those before it are more specific."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def __call__(self, error: Any) -> None:
+        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self.text:
+            self.text = error.str()
+
+
 class DeadLetterTopic:
     """Topic of messages that cannot be applied, as they arrived; headers hold the reason and origin.
 

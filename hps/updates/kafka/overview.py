@@ -13,7 +13,7 @@ from confluent_kafka import admin
 from hps.config.update_settings import KafkaSettings
 from hps.errors import ConfigError, Unavailable
 from hps.updates.kafka.brokers import kafka_error_text
-from hps.updates.kafka.client import client_log, client_options
+from hps.updates.kafka.client import BrokerErrors, client_log, client_options
 
 Place = tuple[str, int]
 
@@ -62,10 +62,10 @@ class KafkaReport:
         """Raises ConfigError for wrong options."""
         self.addresses = settings.brokers
         self._answer_s = answer_s
-        self._last_error = ""
+        self._errors = BrokerErrors()
         options = {
             **client_options(settings.brokers),
-            "error_cb": self._error,
+            "error_cb": self._errors,
             **settings.client_options(),
         }
         try:
@@ -83,7 +83,7 @@ class KafkaReport:
             self._admin.poll(0)
             raise Unavailable(
                 f"no broker at {self.addresses} answers within {self._answer_s:g} s: "
-                f"{self._last_error or kafka_error_text(error)}; "
+                f"{self._errors.text or kafka_error_text(error)}; "
                 "start it, or correct updates.kafka.brokers and options"
             ) from None
         return [f"{each.host}:{each.port}" for each in found.values()]
@@ -141,11 +141,6 @@ class KafkaReport:
             raise Unavailable(
                 f"Kafka did not return the end offsets of its topics: {kafka_error_text(error)}"
             ) from None
-
-    def _error(self, error: Any) -> None:
-        """Keep the first error: it is more specific than the one that all brokers are down."""
-        if error.code() != ck.KafkaError._ALL_BROKERS_DOWN or not self._last_error:
-            self._last_error = error.str()
 
 
 def _topic_of(answer: Any) -> TopicView:

@@ -10,7 +10,7 @@ import pytest
 
 from hps.config.update_settings import KafkaSettings
 from hps.updates.arrival_times import POLL_EVERY_S, ArrivalTimes
-from hps.updates.files.pending_files import PendingFiles
+from hps.updates.files.directory import PendingFiles
 from hps.updates.kafka.cluster import KafkaCluster
 from hps.updates.kafka.end_offsets import PendingMessages
 
