@@ -164,6 +164,3 @@ def keys_size(features: Mapping[str, JaggedKeys]) -> BatchSize:
     for each in features.values():
         rows, keys = max(rows, each.batch), keys + len(each.keys)
     return BatchSize(rows, keys, rows)
-
-
-__all__ = ["BatchedLookup", "MergingSubmit", "keys_size"]

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from hps.errors import DeadlineExceeded, TierError, Unavailable
@@ -303,22 +303,21 @@ class _BatchedFuture(Future[Any]):
     recorded."""
 
 
+@dataclass(slots=True, eq=False)
 class _QueuedItem:
-    """A request that waits for its batch.
+    """A request that waits for its batch, ``delay_s`` at least unless the batch is full."""
 
-    ``due``: when it may start although the batch is not full (``time.monotonic()``)."""
+    request: Any
+    size: BatchSize
+    deadline: float | None
+    delay_s: float
+    since: float = field(default_factory=time.monotonic)
+    future: _BatchedFuture = field(default_factory=_BatchedFuture)
 
-    __slots__ = ("deadline", "due", "future", "request", "since", "size")
-
-    def __init__(
-        self, request: Any, size: BatchSize, deadline: float | None, delay_s: float
-    ) -> None:
-        self.request = request
-        self.size = size
-        self.deadline = deadline
-        self.since = time.monotonic()
-        self.due = self.since + delay_s
-        self.future = _BatchedFuture()
+    @property
+    def due(self) -> float:
+        """When it may start although the batch is not full (``time.monotonic()``)."""
+        return self.since + self.delay_s
 
     def try_start(self, now: float) -> bool:
         """Mark the request as started; False if it was cancelled or its deadline has passed.

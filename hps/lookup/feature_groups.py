@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hps.bounded_memo import memoize
 from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
@@ -23,6 +25,10 @@ class FeatureGroupCache:
             name: Feature(name, table, pooling="none") for name, table in model.tables.items()
         }
 
+    def features(self, by_table: bool) -> Mapping[str, Feature]:
+        """The features that a request may name; ``by_table``: one per table, of its rows."""
+        return self._by_table if by_table else self._model.features
+
     def __call__(self, names: tuple[str, ...], by_table: bool) -> tuple[Group, ...]:
         """Group ``names`` by table. Raises ``BadRequest`` for an empty list and for an unknown name."""
         group_plan = None if by_table else self._groups.get(names)
@@ -31,7 +37,7 @@ class FeatureGroupCache:
         model = self._model
         if not names:
             raise BadRequest(f"the request names no feature of model {model.name!r}")
-        known = self._by_table if by_table else model.features
+        known = self.features(by_table)
         groups: dict[EmbeddingTable, list[Feature]] = {}
         for name in names:
             feature = known.get(name)

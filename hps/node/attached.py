@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
-from functools import partial
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -230,12 +229,19 @@ class _AttachBuilder:
         limit_s = self._settings.updates.max_staleness_s
         if limit_s is None:
             return
-        ages = _NodeAges(attached)
+        ages_s: dict[str, float] = {}
+        answered = time.monotonic()
 
         def poll_ages() -> None:
-            age_s = ages.now()
+            nonlocal ages_s, answered
+            with suppress(TierError):
+                ages_s = attached.ask_node("ages", POLL_EVERY_S)
+                answered = time.monotonic()
+            silent_s = time.monotonic() - answered
+            more_s = silent_s if silent_s > 2 * POLL_EVERY_S else 0.0
             for model in attached.models.values():
-                model.freshness.judge({table: age_s(table) for table in model.tables.values()})
+                tables = model.tables.values()
+                model.freshness.judge({each: ages_s.get(each.id, 0.0) + more_s for each in tables})
 
         poll_ages()
         watch = PeriodicThread(poll_ages, min(POLL_EVERY_S, limit_s / 4), "hps-update-age")
@@ -244,29 +250,6 @@ class _AttachBuilder:
 
     def _facts(self) -> dict[str, Any]:
         return {"socket": str(self._path), "process": self._description["process"]}
-
-
-class _NodeAges:
-    """Ages of rows as the node reports them, plus the time since its last report."""
-
-    def __init__(self, attached: Attached) -> None:
-        self._attached = attached
-        self._ages: dict[str, float] = {}
-        self._at = time.monotonic()
-
-    def now(self) -> Any:
-        """A function from a table to the age of its rows in seconds."""
-        try:
-            self._ages = self._attached.ask_node("ages", POLL_EVERY_S)
-            self._at = time.monotonic()
-        except TierError:
-            pass
-        since = time.monotonic() - self._at
-        gone = since if since > 2 * POLL_EVERY_S else 0.0
-        return partial(self._age, gone)
-
-    def _age(self, gone: float, table: EmbeddingTable) -> float:
-        return self._ages.get(table.id, 0.0) + gone
 
 
 def _unknown(_table: EmbeddingTable) -> NoReturn:

@@ -6,7 +6,7 @@ failure changes nothing:
 1. Check its files and open its network.
 2. Load its rows into the stores.
 3. Add its tables to the CPU cache, filled with the keys that are hot in the served version.
-4. Let the update streams follow its tables, from where its files end, until they have caught up.
+4. Let the update streams feed its tables, from where its files end, until they have caught up.
 5. Have attached processes open it.
 6. When all have, send requests to it, in all processes.
 
@@ -143,7 +143,7 @@ class ModelControl:
             remote = self._attached.drop(name)
             self._warn(name, "")
             self._set_opened([each for each in self._opened if each is not old])
-            self._follow(self._opened)
+            self._set_stream_tables(self._opened)
             self._retire(old, self._resources.pop(name, None), served, remote)
             self._attached.settle(self._require_open)
 
@@ -229,8 +229,8 @@ class ModelControl:
             others = [each for each in self._opened if each is not old]
             other_tables = [table for each in others for table in each.tables.values()]
             warning = self._caches.add(model, old, other_tables, progress)
-            undo.callback(self._follow, self._opened)
-            self._follow([*others, model])
+            undo.callback(self._set_stream_tables, self._opened)
+            self._set_stream_tables([*others, model])
             self._catch_up(model)
             self._require_fed(model)
             freshness = freshness_of(self._settings, found.name, node.metrics)
@@ -279,11 +279,11 @@ class ModelControl:
         self._opened[:] = opened
         self._tables[:] = [table for each in opened for table in each.tables.values()]
 
-    def _follow(self, opened: list[OpenedModel]) -> None:
+    def _set_stream_tables(self, opened: list[OpenedModel]) -> None:
         if self._closed.is_set():
             return
         tables = [table for each in opened for table in each.tables.values()]
-        self._node.streams.follow(tables, watermarks_of(opened))
+        self._node.streams.set_tables(tables, watermarks_of(opened))
 
     def _catch_up(self, model: OpenedModel) -> None:
         tables, wait_s = list(model.tables.values()), self._settings.models.catch_up_s

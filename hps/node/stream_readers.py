@@ -82,7 +82,7 @@ class StreamReaders:
     """The readers of one node, which ``resources`` closes.
 
     The first reader registers them there, so that they end before the stores and caches that they write
-    to. One thread at a time starts readers or calls `follow`; any may read ``streams`` and ``tables``."""
+    to. One thread at a time starts readers or calls `restart`; any may read ``streams`` and ``tables``."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class StreamReaders:
         """Start a reader of a folder's files. Raises ConfigError."""
         self._add(partial(self._read_folder, settings, stores, caches))
 
-    def follow(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
+    def restart(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
         """Restart the readers for ``tables``, at the stores' positions. A paused reader stays paused."""
         ended, self.streams = self.streams, []
         self._generation.close()

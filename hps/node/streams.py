@@ -55,7 +55,7 @@ class UpdateStreams:
         self._readers = StreamReaders(tables, watermarks or {}, metrics, resources)
         self._direct: DirectWriter | None = None
         # The instant up to which each table had all updates when the readers last restarted. Some of these
-        # tables are no longer followed, but served until other versions are ready.
+        # tables get no updates any more, but served until other versions are ready.
         self._current_s: dict[EmbeddingTable, float] = {}
         for reason in Reason:
             if reason.fault:  # now: else an alert misses the first increment
@@ -86,15 +86,15 @@ class UpdateStreams:
         """See `StreamReaders.read_folder`."""
         self._readers.read_folder(settings, stores, caches)
 
-    def follow(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
-        """See `StreamReaders.follow`. Rows of tables that are not followed any more age from then on."""
-        following, now = list(tables), time.time()
+    def set_tables(self, tables: Iterable[EmbeddingTable], watermarks: Watermarks) -> None:
+        """Restart the readers for ``tables``. Rows of tables without a reader age from then on."""
+        updated, now = list(tables), time.time()
         self._current_s = {
             table: now - self.age_s(table)
-            for table in {*self._readers.tables, *following}
+            for table in {*self._readers.tables, *updated}
             if table in self._current_s or self._fed(table)
         }
-        self._readers.follow(following, watermarks)
+        self._readers.restart(updated, watermarks)
 
     def behind(self, tables: Collection[EmbeddingTable]) -> str:
         """Reason why ``tables`` miss updates; empty if they miss only the latest, or if nothing is read.
@@ -215,7 +215,7 @@ class UpdateStreams:
 
         Never waits. 0 when everything known is applied. While a reader does not know which messages it
         misses: the age of the newest row that it applied, or the time since it started. Of a table that
-        is no longer followed: the time since it had all updates."""
+        gets no updates any more: the time since it had all updates."""
         now, current_s = time.time(), self._current_s.get(table, 0.0)
         if current_s and table not in self._readers.tables:
             return max(0.0, now - current_s)

@@ -222,6 +222,3 @@ def _pool(
         )
     if asks:
         device.pool_rows(asks, stream)
-
-
-__all__ = ["DeviceLookup", "DeviceLookupResult"]

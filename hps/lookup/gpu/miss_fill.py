@@ -191,6 +191,3 @@ class FilledFetch:
         ]
         self._below.bridge.fetch(parts, FetchContext(deadline, stream))
         return not any(len(part.missing) for part in parts)
-
-
-__all__ = ["DeviceBags", "FilledFetch", "LowerTiers", "prepared_pooling"]

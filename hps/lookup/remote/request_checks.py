@@ -7,15 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from hps.bounded_memo import memoize
-from hps.errors import BadRequest
 from hps.lookup.base import Feature, LookupModel
-from hps.lookup.checks import (
-    check_keys,
-    check_out_names,
-    check_sizes,
-    check_targets,
-    unknown_name_error,
-)
+from hps.lookup.checks import check_keys, check_out_names, check_sizes, check_targets
+from hps.lookup.feature_groups import FeatureGroupCache
 from hps.lookup.remote.lookup_codec import LookupRequestTemplate
 from hps.observability.meters import LookupMeter
 from hps.types import JaggedKeys, LookupRequest
@@ -30,9 +24,7 @@ class RemoteRequestChecks:
 
     def __init__(self, model: LookupModel, meter: LookupMeter) -> None:
         self._model, self._meter = model, meter
-        self._by_table = {
-            name: Feature(name, table, pooling="none") for name, table in model.tables.items()
-        }
+        self._groups = FeatureGroupCache(model)
         self._kept: dict[tuple[object, ...], LookupRequestTemplate] = {}
 
     def prepare(
@@ -49,19 +41,14 @@ class RemoteRequestChecks:
         return template, request.features
 
     def _new(self, request: LookupRequest) -> tuple[LookupRequestTemplate, dict[str, JaggedKeys]]:
-        known = self._by_table if request.by_table else self._model.features
+        known = self._groups.features(request.by_table)
         features = self._checked(request, known)
         return LookupRequestTemplate(self._model, known, request, features, self._meter), features
 
     def _checked(
         self, request: LookupRequest, known: Mapping[str, Feature]
     ) -> dict[str, JaggedKeys]:
-        if not request.features:
-            raise BadRequest(f"the request names no feature of model {self._model.name!r}")
-        for name in request.features:
-            if name not in known:
-                kind = "table" if request.by_table else "feature"
-                raise unknown_name_error(kind, name, known, self._model.name)
+        self._groups(tuple(request.features), request.by_table)  # raises for unknown names
         check_sizes(self._model, request)
         found = {name: check_keys(known[name], keys) for name, keys in request.features.items()}
         if out := request.out:

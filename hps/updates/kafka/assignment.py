@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import confluent_kafka as ck
 
@@ -17,30 +17,16 @@ log = logging.getLogger(__name__)
 _LEAVE_S = 3.0
 
 
-class PartitionAssignment(Protocol):
-    """Chooses partitions. Called by the polling thread, which assigns ``places`` to the consumer."""
-
-    @property
-    def places(self) -> Collection[Place] | None:
-        """Partitions to read; None while unknown."""
-        ...
-
-    def follow(self, topics: Mapping[str, Topic]) -> None:
-        """Set the topics to read."""
-        ...
-
-    def leave(self) -> None:
-        """Release the partitions. The consumer is closed afterwards."""
-        ...
-
-
 class AllPartitions:
-    """All partitions, without group membership: a restarted reader waits for no rebalance."""
+    """All partitions, without group membership: a restarted reader waits for no rebalance.
+
+    Called by the polling thread, which assigns ``places`` to the consumer; None while unknown."""
 
     def __init__(self) -> None:
         self.places: Collection[Place] | None = None
 
-    def follow(self, topics: Mapping[str, Topic]) -> None:
+    def set_topics(self, topics: Mapping[str, Topic]) -> None:
+        """Set the topics to read."""
         self.places = {
             (name, partition)
             for name, topic in topics.items()
@@ -48,10 +34,10 @@ class AllPartitions:
         }
 
     def leave(self) -> None:
-        """Nothing to release."""
+        """Release the partitions. The consumer is closed afterwards."""
 
 
-class GroupMember:
+class GroupMember(AllPartitions):
     """Membership of a consumer group whose members share the partitions.
 
     A static member, one with a `group.instance.id`, gets its partitions back immediately when it
@@ -59,12 +45,12 @@ class GroupMember:
 
     def __init__(self, consumer: ck.Consumer, on_revoke: Callable[[], None]) -> None:
         """``on_revoke``: called when the group revokes all partitions, before other members get them."""
+        super().__init__()
         self._consumer = consumer
         self._on_revoke = on_revoke
         self._topics: list[str] = []
-        self.places: Collection[Place] | None = None
 
-    def follow(self, topics: Mapping[str, Topic]) -> None:
+    def set_topics(self, topics: Mapping[str, Topic]) -> None:
         """Subscribe; the group is not joined before there is a topic."""
         names = sorted(topics)
         if names and names != self._topics:

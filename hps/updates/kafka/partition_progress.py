@@ -56,7 +56,7 @@ class AssignedPartitions:
         """Each partition with the offset to poll next, or the first after it that Kafka keeps."""
         return [ck.TopicPartition(*place, max(each.next, each.low)) for place, each in self.items()]
 
-    def follow(self, places: Collection[Place]) -> None:
+    def set_partitions(self, places: Collection[Place]) -> None:
         """Set the partitions to read."""
         for place in (self._progress.keys() | self._unplaced.keys()) - set(places):
             self._progress.pop(place, None)

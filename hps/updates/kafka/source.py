@@ -18,7 +18,7 @@ from hps.errors import BadRequest, ConfigError, Unavailable
 from hps.observability.meters import StreamMeter
 from hps.tiers.positions import Place, StreamPosition
 from hps.tracing import recorder
-from hps.updates.kafka.assignment import AllPartitions, GroupMember, PartitionAssignment
+from hps.updates.kafka.assignment import AllPartitions, GroupMember
 from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import client_log, reader_options
 from hps.updates.kafka.cluster import KafkaCluster, Topic
@@ -87,10 +87,10 @@ class KafkaSource:
         refresh_ms = float(self._options["topic.metadata.refresh.interval.ms"])
         self._refresh_s = refresh_ms / 1e3 if refresh_ms > 0 else float("inf")
         if not topics.tables:
-            self._assignment.follow({})
+            self._assignment.set_topics({})
             log.warning(_READS_NOTHING, group)
 
-    def _connect(self) -> tuple[ck.Consumer, PartitionAssignment]:
+    def _connect(self) -> tuple[ck.Consumer, AllPartitions]:
         try:
             consumer = ck.Consumer(self._options, logger=client_log)
         except ck.KafkaException as error:
@@ -234,7 +234,7 @@ class KafkaSource:
             names = ", ".join(sorted(found)) or "nothing yet: no topic of its models exists"
             log.info("%s reads %s", self._group, names)
         self._known_topics = found
-        self._assignment.follow(found)
+        self._assignment.set_topics(found)
         self._readings.verify(self._known_topics)
 
     def _assign(self) -> None:
@@ -242,7 +242,7 @@ class KafkaSource:
         readings, places = self._readings, self._assignment.places
         if places is None:
             return
-        readings.follow(places)
+        readings.set_partitions(places)
         for place in readings.place(self._known_topics or {}, self.cluster, self._consumer):
             self._uncommitted.pop(place, None)
         if readings.moved or self._is_resting:

@@ -475,13 +475,13 @@ def test_each_version_has_separate_freshness(settings, repository, tmp_path, mon
 class _Behind:
     def __init__(self, streams):
         self._streams, self.why = streams, "hps.node.x has 3 messages to apply"
-        self.followed = []
+        self.tables_set = []
 
     def __getattr__(self, name):
         return getattr(self._streams, name)
 
-    def follow(self, tables, watermarks):
-        self.followed.append({table.version for table in tables})
+    def set_tables(self, tables, watermarks):
+        self.tables_set.append({table.version for table in tables})
 
     def behind(self, tables):
         return self.why
@@ -497,7 +497,7 @@ def test_version_that_does_not_catch_up_is_not_served(settings, repository):
         ):
             node.load("words")
         assert value(node) == 1007
-        assert streams.followed == [{2}, {1}]
+        assert streams.tables_set == [{2}, {1}]
         streams.why = ""
         assert node.load("words") == 2
 

@@ -67,7 +67,7 @@ def test_restart_frees_the_resources_of_the_previous_readers(resources, tmp_path
     streams.read_folder(DirectorySettings(path=tmp_path), [], Caches())
     before, switches = np.array(held()), 4
     for _ in range(switches):
-        streams.follow([USERS], {})
+        streams.set_tables([USERS], {})
     # librdkafka's threads start slightly later than its clients.
     until(lambda: (held() - before < switches).all())
     assert len(resources._exit_callbacks) == 1
@@ -82,7 +82,7 @@ def test_paused_reader_stays_paused_over_a_restart(resources, tmp_path):
     part = tmp_path / ".part.npz"
     np.savez(part, key=np.arange(5), vector=np.ones((5, 2), np.float32))
     part.rename(tmp_path / "ctr.users.1.npz")
-    streams.follow([USERS], {})
+    streams.set_tables([USERS], {})
     streams.pause()  # over when the reader has run
     assert caches.rows == 0
     streams.resume()
@@ -94,10 +94,10 @@ def test_rows_of_unfollowed_tables_age(resources, tmp_path):
     streams.read_folder(DirectorySettings(path=tmp_path), [], Caches())
     assert streams.age_s(USERS) == 0
     other = EmbeddingTable.make("users", 2, model="ctr", version=2)
-    streams.follow([other], {})
+    streams.set_tables([other], {})
     until(lambda: streams.age_s(USERS) > 0)
     assert streams.age_s(other) == 0
-    streams.follow([USERS], {})
+    streams.set_tables([USERS], {})
     assert streams.age_s(USERS) == 0
 
 
@@ -113,13 +113,13 @@ def test_rows_age_from_the_start_while_positions_are_unknown(resources):
     streams = cut_off(resources, [USERS])
     until(lambda: streams.age_s(USERS) > 0.2)
     assert streams.age_s(EmbeddingTable.make("other", 2, model="news")) == 0, "of no stream"
-    streams.follow([USERS], {})
+    streams.set_tables([USERS], {})
     assert streams.age_s(USERS) > 0.2, "readers that begin anew know no more"
     later = EmbeddingTable.make("users", 2, model="ctr", version=2)
-    streams.follow([later], {})
+    streams.set_tables([later], {})
     before = streams.age_s(USERS)
     assert streams.age_s(later) < before
-    streams.follow([USERS], {})
+    streams.set_tables([USERS], {})
     assert streams.age_s(USERS) >= before, "the other version was not loaded after all"
 
 
