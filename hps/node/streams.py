@@ -21,7 +21,7 @@ from hps.observability import metric_names as m
 from hps.observability.meters import UpdateMeter
 from hps.observability.metrics import Metrics
 from hps.periodic import PeriodicThread
-from hps.tiers.positions import Place
+from hps.tiers.positions import TopicPartition
 from hps.types import EmbeddingTable, KeyArray, VectorArray
 from hps.updates.arrival_times import POLL_EVERY_S
 from hps.updates.cache_writer import CacheWriter
@@ -116,14 +116,14 @@ class UpdateStreams:
                 return f"{stream.group} has {waiting} messages to apply"
         return ""
 
-    def reached(self, table: EmbeddingTable) -> dict[Place, int]:
+    def reached(self, table: EmbeddingTable) -> dict[TopicPartition, int]:
         """Offsets up to which the readers here have the Kafka partitions that change ``table``."""
         return {
-            place: offset
+            partition: offset
             for stream in self._readers.streams
             if isinstance(stream.source, KafkaSource)
-            for place, offset in stream.source.applied().items()
-            if table in stream.readers(place[0])
+            for partition, offset in stream.source.applied().items()
+            if table in stream.readers(partition[0])
         }
 
     def watch(

@@ -13,7 +13,7 @@ import numpy as np
 
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 
-Place = tuple[str, int]
+TopicPartition = tuple[str, int]
 """Topic and partition."""
 
 
@@ -70,7 +70,7 @@ def no_changes(table: EmbeddingTable) -> TableChanges:
     return TableChanges(keys, np.empty((0, table.dim), table.dtype), versions, keys, versions)
 
 
-def split_position_name(name: str) -> tuple[Place, bool] | None:
+def split_position_name(name: str) -> tuple[TopicPartition, bool] | None:
     """Parse ``<topic>/<partition>`` or ``<topic>/<partition>/id``; None for any other name.
 
     Returns the topic and partition, and whether the name ends in ``/id``."""
@@ -105,7 +105,7 @@ class PositionedStore(Protocol):
         None if unknown, for example after a restart without the rows."""
         ...
 
-    def positions(self, table: EmbeddingTable) -> Mapping[Place, Applied]:
+    def positions(self, table: EmbeddingTable) -> Mapping[TopicPartition, Applied]:
         """Return all positions of ``table``. Raises TierError."""
         ...
 

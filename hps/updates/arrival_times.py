@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Protocol
 
-from hps.tiers.positions import Place
+from hps.tiers.positions import TopicPartition
 
 POLL_EVERY_S = 1.0
 _MAX_POLLS = 256
@@ -26,7 +26,7 @@ class PendingUpdates(Protocol):
         Any error may be raised; `ages_s` then counts from the last poll that succeeded."""
         ...
 
-    def ages_s(self) -> Mapping[Place, float | None]:
+    def ages_s(self) -> Mapping[TopicPartition, float | None]:
         """Age in seconds of each partition's first unapplied message; 0 when everything is applied.
 
         None if unknown: messages were there before the first poll, or no poll has succeeded yet. Any
@@ -38,30 +38,30 @@ class ArrivalTimes:
     """End offsets of a stream's partitions at several instants of a monotonic clock. Thread-safe."""
 
     def __init__(self) -> None:
-        self._polls: dict[Place, deque[tuple[float, int]]] = {}
-        self._complete_s: dict[Place, float] = {}
+        self._polls: dict[TopicPartition, deque[tuple[float, int]]] = {}
+        self._complete_s: dict[TopicPartition, float] = {}
         self._lock = threading.Lock()
 
-    def record_ends(self, ends: Mapping[Place, int], at_s: float) -> None:
-        """Record that each partition ended at the offset ``ends[place]`` at the instant ``at_s`` or later."""
+    def record_ends(self, ends: Mapping[TopicPartition, int], at_s: float) -> None:
+        """Record the end offset of each partition at the instant ``at_s`` or later."""
         with self._lock:
-            for place, end in ends.items():
-                polls = self._polls.setdefault(place, deque())
+            for partition, end in ends.items():
+                polls = self._polls.setdefault(partition, deque())
                 if polls and polls[-1][1] > end:  # the topic was created again
                     polls.clear()
                 if polls and polls[-1][1] == end:
                     polls.pop()
                 elif len(polls) >= _MAX_POLLS:  # the reader has been stuck for long
-                    polls = self._polls[place] = _thinned(polls, at_s)
+                    polls = self._polls[partition] = _thinned(polls, at_s)
                 polls.append((at_s, end))
 
-    def age_s(self, place: Place, applied: int, now_s: float) -> float | None:
+    def age_s(self, partition: TopicPartition, applied: int, now_s: float) -> float | None:
         """Age of the first message at or above the offset ``applied``; None as in `PendingUpdates.ages_s`."""
         with self._lock:
-            polls = self._polls.get(place, deque())
+            polls = self._polls.get(partition, deque())
             while polls and polls[0][1] <= applied:
-                self._complete_s[place] = polls.popleft()[0]
-            complete_s = self._complete_s.get(place)
+                self._complete_s[partition] = polls.popleft()[0]
+            complete_s = self._complete_s.get(partition)
             if complete_s is None:
                 return None
             age_s = now_s - complete_s

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from hps.errors import HpsError, TierError
 from hps.tiers.base import FetchContext, Part, Tier
-from hps.tiers.positions import Applied, Place, StreamPosition
+from hps.tiers.positions import Applied, StreamPosition, TopicPartition
 from hps.tiers.wrappers import TierWrapper
 from hps.types import EmbeddingTable
 from hps.updates.source import TableUpdate
@@ -27,9 +27,9 @@ from hps.updates.stream_positions import (
     describe_loss,
 )
 
-OtherWriter = Callable[[Place], int | None]
-"""``other_writer(place)``: the offset up to which a writer that keeps no positions in the store has applied a
-partition; None when that is unknown."""
+OtherWriter = Callable[[TopicPartition], int | None]
+"""``other_writer(partition)``: the offset up to which a writer that keeps no positions in the store has
+applied a partition; None when that is unknown."""
 
 
 class FollowedStore(TierWrapper):
@@ -41,8 +41,8 @@ class FollowedStore(TierWrapper):
         super().__init__(tier)
         self._store = store
         # Offsets of each table's updates in the caches, and offsets last read from the store.
-        self._progress: dict[EmbeddingTable, dict[Place, int]] = {}
-        self._stored: dict[EmbeddingTable, dict[Place, Applied]] = {}
+        self._progress: dict[EmbeddingTable, dict[TopicPartition, int]] = {}
+        self._stored: dict[EmbeddingTable, dict[TopicPartition, Applied]] = {}
         self._to_check: deque[EmbeddingTable] = deque()
         self._loss = ""
 
@@ -76,21 +76,21 @@ class FollowedStore(TierWrapper):
         """Positions of one reader's streams in this store."""
         return FollowedPositions(self, readers, contained, other_writer)
 
-    def progress(self, table: EmbeddingTable) -> dict[Place, int]:
+    def progress(self, table: EmbeddingTable) -> dict[TopicPartition, int]:
         """Offsets up to which the caches have the updates of ``table``. Raises TierError."""
         self._start(table)
         return self._progress[table]
 
     def reached(
-        self, table: EmbeddingTable, place: Place, offset: int = 0, topic_id: str = ""
+        self, table: EmbeddingTable, partition: TopicPartition, offset: int = 0, topic_id: str = ""
     ) -> int | None:
         """Offset up to which the store has the updates of ``table`` from the topic ``topic_id``.
 
         The store is asked unless it had reached ``offset`` before. 0 if it has those of an earlier
         topic of that name, None if it has no position. Raises TierError."""
-        seen = self._stored.get(table, {}).get(place)
+        seen = self._stored.get(table, {}).get(partition)
         if seen is None or seen.offset < offset or _differ(seen.topic_id, topic_id):
-            seen = self._read_positions(table).get(place)
+            seen = self._read_positions(table).get(partition)
         if seen is None:
             return None
         return 0 if _differ(seen.topic_id, topic_id) else seen.offset
@@ -113,15 +113,17 @@ class FollowedStore(TierWrapper):
         """Record the store's position before a row of ``table`` is promoted or an update of it read."""
         if table not in self._progress:
             found = self._store.store.positions(table)
-            self._progress.setdefault(table, {place: at.offset for place, at in found.items()})
+            self._progress.setdefault(
+                table, {partition: at.offset for partition, at in found.items()}
+            )
 
-    def _read_positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
+    def _read_positions(self, table: EmbeddingTable) -> dict[TopicPartition, Applied]:
         """Read the store's offsets for ``table``."""
         now = dict(self._store.store.positions(table))
-        for place, before in self._stored.get(table, {}).items():
-            at = now.get(place, Applied(0))
+        for partition, before in self._stored.get(table, {}).items():
+            at = now.get(partition, Applied(0))
             if at.offset < before.offset or _differ(at.topic_id, before.topic_id):
-                self._loss = describe_loss(self.name, place, at.offset, before.offset)
+                self._loss = describe_loss(self.name, partition, at.offset, before.offset)
         self._stored[table] = now
         return now
 
@@ -130,9 +132,9 @@ class FollowedStore(TierWrapper):
         for table in list(self._stored):
             now = self._read_positions(table)
             self._progress[table] = {
-                place: min(offset, now[place].offset)
-                for place, offset in self._progress[table].items()
-                if place in now
+                partition: min(offset, now[partition].offset)
+                for partition, offset in self._progress[table].items()
+                if partition in now
             }
 
 
@@ -153,7 +155,7 @@ class FollowedPositions(StreamPositions):
         self.readers = readers
         self._contained = contained
         self._other_writer = other_writer
-        self._topic_ids: dict[Place, str] = {}
+        self._topic_ids: dict[TopicPartition, str] = {}
         self.versioned = followed.versioned
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
@@ -161,11 +163,13 @@ class FollowedPositions(StreamPositions):
 
         The store's writer records the topic's id in the store. Until then the store counts as having
         none of the topic's updates."""
-        place = topic, partition
-        self._topic_ids[place] = topic_id
+        topic_partition = topic, partition
+        self._topic_ids[topic_partition] = topic_id
         tables = self.readers(topic)
-        ahead = [table for table in tables if self._followed.progress(table).get(place)]
-        if not any(self._followed.reached(table, place, 0, topic_id) == 0 for table in ahead):
+        ahead = [table for table in tables if self._followed.progress(table).get(topic_partition)]
+        if not any(
+            self._followed.reached(table, topic_partition, 0, topic_id) == 0 for table in ahead
+        ):
             return False
         self.restart(topic, partition)
         return True
@@ -177,9 +181,9 @@ class FollowedPositions(StreamPositions):
     def missing(self, table: EmbeddingTable, update: TableUpdate) -> str:
         name = self._followed.name
         for end in update.ends:
-            place = end.topic, end.partition
+            partition = end.topic, end.partition
             try:
-                reached = self._reached(table, place, end.offset)
+                reached = self._reached(table, partition, end.offset)
             except HpsError as error:
                 return f"{name}: {error}"
             at = f"{end.topic}/{end.partition}"
@@ -199,17 +203,19 @@ class FollowedPositions(StreamPositions):
         self, positions: Sequence[StreamPosition], recorded: set[EmbeddingTable]
     ) -> None:
         for position in positions:
-            place = position.topic, position.partition
+            partition = position.topic, position.partition
             for table in self.readers(position.topic):
-                self._followed.progress(table)[place] = position.offset
+                self._followed.progress(table)[partition] = position.offset
 
     def loss(self) -> str:
         return self._followed.loss()
 
-    def _reached(self, table: EmbeddingTable, place: Place, offset: int) -> int | None:
-        reached = self._followed.reached(table, place, offset, self._topic_ids.get(place, ""))
+    def _reached(self, table: EmbeddingTable, partition: TopicPartition, offset: int) -> int | None:
+        reached = self._followed.reached(
+            table, partition, offset, self._topic_ids.get(partition, "")
+        )
         if self._other_writer is not None and (reached is None or reached < offset):
-            other = self._other_writer(place)
+            other = self._other_writer(partition)
             reached = other if reached is None else max(reached, other or 0)
         return reached
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hps.errors import HpsError
-from hps.tiers.positions import Place, PositionedStore, StreamPosition
+from hps.tiers.positions import PositionedStore, StreamPosition, TopicPartition
 from hps.types import EmbeddingTable
 from hps.updates.source import TableUpdate
 
@@ -100,9 +100,9 @@ class StreamPositions(ABC):
         return iter(())
 
 
-def describe_loss(store: str, place: Place, offset: int, reached: int) -> str:
+def describe_loss(store: str, topic_partition: TopicPartition, offset: int, reached: int) -> str:
     """Describe the loss of a ``store`` that has updates up to ``offset`` and had them up to ``reached``."""
-    topic, partition = place
+    topic, partition = topic_partition
     return (
         f"{store} has the updates of {topic}/{partition} up to {offset}, but had them up to {reached}: rows "
         "were lost, by a restart or a failover, or the topic was created again"
@@ -125,9 +125,9 @@ class StoreStreamPositions(StreamPositions):
         self.versioned = all(each.versioned for each in self.stores)
         self.readers = readers
         self._files_contain = contained
-        self._restarted: set[Place] = set()
-        self._unrecorded: dict[EmbeddingTable, dict[Place, StreamPosition]] = {}
-        self._reached: dict[Place, int] = {}  # offsets that every store must have
+        self._restarted: set[TopicPartition] = set()
+        self._unrecorded: dict[EmbeddingTable, dict[TopicPartition, StreamPosition]] = {}
+        self._reached: dict[TopicPartition, int] = {}  # offsets that every store must have
 
     def identify(self, topic: str, partition: int, topic_id: str) -> bool:
         found = False
@@ -138,11 +138,11 @@ class StoreStreamPositions(StreamPositions):
         return found
 
     def restart(self, topic: str, partition: int) -> None:
-        place = (topic, partition)
-        self._restarted.add(place)
-        self._reached[place] = 0
+        topic_partition = (topic, partition)
+        self._restarted.add(topic_partition)
+        self._reached[topic_partition] = 0
         for unrecorded in self._unrecorded.values():
-            unrecorded.pop(place, None)
+            unrecorded.pop(topic_partition, None)
         for store, table in self._fed(topic):
             store.restart(table, topic, partition)
 
@@ -158,9 +158,9 @@ class StoreStreamPositions(StreamPositions):
         late = self._unrecorded.pop(table, {})
         now = {(p.topic, p.partition): p for p in positions if table in self.readers(p.topic)}
         noted = []
-        for place, position in (late | now).items():
-            since = late.get(place, position).continues_from
-            contained = self._contained(table, *place)
+        for partition, position in (late | now).items():
+            since = late.get(partition, position).continues_from
+            contained = self._contained(table, *partition)
             if contained is not None and contained >= since:
                 since = 0  # a store starts with what the files contain
             noted.append(replace(position, continues_from=since))
@@ -170,15 +170,15 @@ class StoreStreamPositions(StreamPositions):
         self, positions: Sequence[StreamPosition], recorded: set[EmbeddingTable]
     ) -> None:
         for position in positions:
-            place = (position.topic, position.partition)
+            partition = (position.topic, position.partition)
             tables = self.readers(position.topic)
             if tables:  # else no store has any of it: its messages are dead letters
-                self._reached[place] = position.offset
+                self._reached[partition] = position.offset
             for table in tables:
                 if table not in recorded:
                     unrecorded = self._unrecorded.setdefault(table, {})
-                    since = unrecorded.get(place, position).continues_from
-                    unrecorded[place] = replace(position, continues_from=since)
+                    since = unrecorded.get(partition, position).continues_from
+                    unrecorded[partition] = replace(position, continues_from=since)
 
     def unrecorded(self) -> Iterator[tuple[EmbeddingTable, list[StreamPosition]]]:
         while self._unrecorded:
@@ -188,18 +188,18 @@ class StoreStreamPositions(StreamPositions):
     def loss(self) -> str:
         if not (self.stores and self._reached):
             return ""
-        place = next(iter(self._reached))
+        partition = next(iter(self._reached))
         try:
-            offset = super().start_offset(*place) or 0
+            offset = super().start_offset(*partition) or 0
         except HpsError:
             return ""  # an unavailable store is checked later
-        reached = self._reached.pop(place)
+        reached = self._reached.pop(partition)
         if offset < reached:
             self._reached.clear()
             self._unrecorded.clear()
             names = " or ".join(each.name for each in self.stores)
-            return describe_loss(names, place, offset, reached)
-        self._reached[place] = reached
+            return describe_loss(names, partition, offset, reached)
+        self._reached[partition] = reached
         return ""
 
     def _fed(self, topic: str) -> Iterator[tuple[PositionedStore, EmbeddingTable]]:

@@ -104,14 +104,14 @@ def feed(broker, store: RocksDbTier, tables: list[EmbeddingTable]) -> None:
     settings = KafkaSettings(brokers=broker.address, models=[model], dead_letters=f"{model}_dead")
     topics = TopicTables(tables, settings.takes)
     # Where the first of them is, for the others are perhaps not written to.
-    places = StoreStreamPositions([FedStore("rocksdb", store)], lambda _topic: tables[:1])
+    positions = StoreStreamPositions([FedStore("rocksdb", store)], lambda _topic: tables[:1])
     observe = StreamMeter(Metrics(), f"g.{model}")
-    source = KafkaSource(settings, f"g.{model}", topics, places, observe)
-    places = StoreStreamPositions([FedStore("rocksdb", store)], topics.readers)
+    source = KafkaSource(settings, f"g.{model}", topics, positions, observe)
+    positions = StoreStreamPositions([FedStore("rocksdb", store)], topics.readers)
     ingestor = Ingestor(
         source,
         topics.tables,
-        places,
+        positions,
         None,
         DeadLetterTopic(settings, KeptLetters()),
         UpdateMeter(Metrics()),

@@ -60,17 +60,17 @@ class Reader:
         )
         topics = TopicTables([self.items, self.users], settings.takes)
         self.metrics = Metrics()
-        places = StoreStreamPositions([FedStore("rocksdb", self.store)], topics.readers)
-        places.start_offset = begin or places.start_offset
+        positions = StoreStreamPositions([FedStore("rocksdb", self.store)], topics.readers)
+        positions.start_offset = begin or positions.start_offset
         group = f"node.{model}"
         observe = StreamMeter(self.metrics, group)
         self.source = KafkaSource(
-            settings, group, topics, places, observe, member=member, since_s=since_s
+            settings, group, topics, positions, observe, member=member, since_s=since_s
         )
         self.ingestor = Ingestor(
             self.source,
             topics.tables,
-            places,
+            positions,
             None,
             DeadLetterTopic(settings, KeptLetters()),
             UpdateMeter(self.metrics),
@@ -103,8 +103,8 @@ def reading(broker, folder, model: str, **given):
 
 def source_of(settings: KafkaSettings, topics: TopicTables) -> KafkaSource:
     """A source without a store."""
-    group, places = unique("g"), StoreStreamPositions([], topics.readers)
-    return KafkaSource(settings, group, topics, places, StreamMeter(Metrics(), group))
+    group, positions = unique("g"), StoreStreamPositions([], topics.readers)
+    return KafkaSource(settings, group, topics, positions, StreamMeter(Metrics(), group))
 
 
 @contextmanager

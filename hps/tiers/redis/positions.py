@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hps.tiers.positions import Applied, Place, split_position_name
+from hps.tiers.positions import Applied, TopicPartition, split_position_name
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.tables import RedisTables
 from hps.types import EmbeddingTable
@@ -27,12 +27,12 @@ class RedisStreamPositions:
         stored = self._each(table, "HGET", position_field(topic, partition))
         return None if None in stored else min(map(int, stored))
 
-    def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
+    def positions(self, table: EmbeddingTable) -> dict[TopicPartition, Applied]:
         """Return the lowest offset of each stream, for streams that all of the table's partitions have."""
         stored = [
             dict(zip(each[::2], each[1::2], strict=True)) for each in self._each(table, "HGETALL")
         ]
-        common: dict[Place, Applied] = {}
+        common: dict[TopicPartition, Applied] = {}
         for field in set.intersection(*(set(each) for each in stored)):
             split = split_position_name(field.decode())
             if split is not None and not split[1]:

@@ -15,9 +15,9 @@ from rocksdict import WriteBatch
 from hps.tiers.base import newest_of_each
 from hps.tiers.positions import (
     Applied,
-    Place,
     StreamPosition,
     TableChanges,
+    TopicPartition,
     split_position_name,
 )
 from hps.tiers.rocksdb.database import RocksDbDatabase
@@ -59,11 +59,11 @@ class RocksDbStreamPositions:
         with self._database.errors():
             return self._get(table, StreamPosition(topic, partition, 0))
 
-    def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
+    def positions(self, table: EmbeddingTable) -> dict[TopicPartition, Applied]:
         """See `hps.tiers.positions.PositionedStore`."""
         prefix = position_prefix(family_name(table, self._database.layout))
-        offsets: dict[Place, int] = {}
-        ids: dict[Place, str] = {}
+        offsets: dict[TopicPartition, int] = {}
+        ids: dict[TopicPartition, str] = {}
         with self._database.errors():
             at = self._database.db.iter()
             at.seek(prefix)

@@ -19,7 +19,7 @@ import numpy as np
 
 from hps.tiers.base import FetchContext, Part, TierInfo
 from hps.tiers.checks import check_keys, check_part, check_rows
-from hps.tiers.positions import Applied, Place, StreamPosition, TableChanges
+from hps.tiers.positions import Applied, StreamPosition, TableChanges, TopicPartition
 from hps.tiers.rocksdb.checkpoint import checkpoint
 from hps.tiers.rocksdb.counts import compacted_rows, entries_in
 from hps.tiers.rocksdb.damage import DamagedFiles
@@ -371,7 +371,7 @@ class RocksDbTier:
             versions[positions] = part.versions
         return versions
 
-    def positions(self, table: EmbeddingTable) -> dict[Place, Applied]:
+    def positions(self, table: EmbeddingTable) -> dict[TopicPartition, Applied]:
         """See `hps.tiers.positions.PositionedStore`."""
         self._follower.catch_up_if_due()
         return self._positions.positions(table)

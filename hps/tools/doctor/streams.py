@@ -16,7 +16,7 @@ from hps.tools.output import count, plural
 if TYPE_CHECKING:
     from hps.config.update_settings import DirectorySettings, KafkaSettings
     from hps.types import EmbeddingTable
-    from hps.updates.kafka.overview import GroupView, KafkaReport, Place, TopicView
+    from hps.updates.kafka.overview import GroupView, KafkaReport, TopicPartition, TopicView
     from hps.updates.topics import TopicTables
 
 # Readers that keep up have a smaller lag.
@@ -112,7 +112,7 @@ def _groups(
 
 
 def _lag(
-    group: str, found: GroupView, begins: dict[Place, int], ends: dict[Place, int]
+    group: str, found: GroupView, begins: dict[TopicPartition, int], ends: dict[TopicPartition, int]
 ) -> DoctorCheck:
     """Check a group's lag; ``begins`` and ``ends``: offsets of the messages kept in each partition."""
     from hps.config.update_settings import NODE

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hps.config.update_settings import DirectorySettings
 from hps.errors import ConfigError, Unavailable
-from hps.tiers.positions import Place
+from hps.tiers.positions import TopicPartition
 from hps.types import EmbeddingTable
 from hps.updates.files.update_files import ENDINGS, UpdateFile
 from hps.updates.source import DeadLetter, UpdateBatch
@@ -198,7 +198,7 @@ class PendingFiles:
                     continue  # it was applied meanwhile
         self._oldest_s = min(arrived, default=None)
 
-    def ages_s(self) -> Mapping[Place, float | None]:
+    def ages_s(self) -> Mapping[TopicPartition, float | None]:
         oldest_s = self._oldest_s
         age_s = 0.0 if oldest_s is None else max(0.0, time.time() - oldest_s)
         return {(str(self._folder), 0): age_s}

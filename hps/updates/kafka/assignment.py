@@ -9,7 +9,7 @@ from typing import Any
 
 import confluent_kafka as ck
 
-from hps.tiers.positions import Place
+from hps.tiers.positions import TopicPartition
 from hps.updates.kafka.cluster import Topic
 
 log = logging.getLogger(__name__)
@@ -20,14 +20,14 @@ _LEAVE_S = 3.0
 class AllPartitions:
     """All partitions, without group membership: a restarted reader waits for no rebalance.
 
-    Called by the polling thread, which assigns ``places`` to the consumer; None while unknown."""
+    Called by the polling thread, which assigns ``partitions`` to the consumer; None while unknown."""
 
     def __init__(self) -> None:
-        self.places: Collection[Place] | None = None
+        self.partitions: Collection[TopicPartition] | None = None
 
     def set_topics(self, topics: Mapping[str, Topic]) -> None:
         """Set the topics to read."""
-        self.places = {
+        self.partitions = {
             (name, partition)
             for name, topic in topics.items()
             for partition in range(topic.partitions)
@@ -60,7 +60,7 @@ class GroupMember(AllPartitions):
         elif not names:
             if self._topics:
                 self._consumer.unsubscribe()
-            self.places = ()
+            self.partitions = ()
         self._topics = names
 
     def leave(self) -> None:
@@ -69,16 +69,16 @@ class GroupMember(AllPartitions):
         Closing the consumer is not enough: a static member stays."""
         deadline = time.monotonic() + _LEAVE_S
         self._consumer.unsubscribe()
-        while self.places and time.monotonic() < deadline:
+        while self.partitions and time.monotonic() < deadline:
             self._consumer.poll(0.05)
         self._consumer.poll(0.05)  # sends the departure to the group
 
     def _assigned(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:
         consumer.assign([])  # until their first offsets are set
-        self.places = {(each.topic, each.partition) for each in partitions}
+        self.partitions = {(each.topic, each.partition) for each in partitions}
 
     def _revoked(self, _consumer: Any, _partitions: list[ck.TopicPartition]) -> None:
-        self.places = None if self._topics else ()
+        self.partitions = None if self._topics else ()
         self._on_revoke()
 
     def _lost(self, consumer: Any, partitions: list[ck.TopicPartition]) -> None:

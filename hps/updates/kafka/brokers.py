@@ -92,8 +92,10 @@ class Brokers:
             found: dict[str, dict[int, int]] = {}
             try:
                 answers = client.list_offsets(wanted, request_timeout=self.answer_s)
-                for place, answer in answers.items():
-                    found.setdefault(place.topic, {})[place.partition] = answer.result().offset
+                for partition, answer in answers.items():
+                    found.setdefault(partition.topic, {})[partition.partition] = (
+                        answer.result().offset
+                    )
             except ck.KafkaException as error:  # such as a new partition without a leader
                 if time.monotonic() > deadline:
                     raise Unavailable(

@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
-from hps.tiers.positions import Place
+from hps.tiers.positions import TopicPartition
 from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import client_log, client_options
 from hps.updates.kafka.credentials import SaslCredentials
@@ -70,17 +70,19 @@ class KafkaCluster:
                     found[name] = Topic(_id_of(description), len(description.partitions))
         return found
 
-    def bounds(self, places: Iterable[Place]) -> dict[Place, tuple[int, int]]:
+    def bounds(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, tuple[int, int]]:
         """First offset and end offset of each partition whose leader responds. Raises Unavailable."""
-        wanted = list(places)
+        wanted = list(partitions)
         lows, ends = self._offsets(wanted, "earliest"), self.ends(wanted)
         return {
-            place: (lows[place], ends[place]) for place in wanted if place in lows and place in ends
+            partition: (lows[partition], ends[partition])
+            for partition in wanted
+            if partition in lows and partition in ends
         }
 
-    def ends(self, places: Iterable[Place]) -> dict[Place, int]:
+    def ends(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """End offset of each partition whose leader responds. Raises Unavailable."""
-        return self._offsets(places, "latest")
+        return self._offsets(partitions, "latest")
 
     def close(self) -> None:
         """End its threads and connections; calls in flight are answered first."""
@@ -94,10 +96,12 @@ class KafkaCluster:
             self._credentials.renew(admin)
         return admin
 
-    def _offsets(self, places: Iterable[Place], which: str) -> dict[Place, int]:
+    def _offsets(
+        self, partitions: Iterable[TopicPartition], which: str
+    ) -> dict[TopicPartition, int]:
         admin, spec = self._client(), getattr(OffsetSpec, which)()
-        wanted = {ck.TopicPartition(*place): spec for place in places}
-        found: dict[Place, int] = {}
+        wanted = {ck.TopicPartition(*partition): spec for partition in partitions}
+        found: dict[TopicPartition, int] = {}
         if not wanted:
             return found
         for at, answer in admin.list_offsets(wanted, request_timeout=_ANSWER_S).items():

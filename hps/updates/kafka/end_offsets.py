@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hps.errors import Unavailable
-from hps.tiers.positions import Place
+from hps.tiers.positions import TopicPartition
 from hps.updates.arrival_times import ArrivalTimes
 from hps.updates.kafka.cluster import KafkaCluster
 from hps.updates.kafka.source import KafkaSource
@@ -23,32 +23,32 @@ class PendingMessages:
         self._reader = reader
         self._arrivals = ArrivalTimes()
         # Used until the reader knows its partitions. A topic that does not exist counts as applied.
-        self._places: Mapping[Place, int] = {(topic, 0): 0 for topic in topics}
+        self._places: Mapping[TopicPartition, int] = {(topic, 0): 0 for topic in topics}
         self._known = False
 
     def poll(self) -> None:
-        places, at_s = self._applied(), time.monotonic()
-        ends: dict[Place, int] = {}
+        partitions, at_s = self._applied(), time.monotonic()
+        ends: dict[TopicPartition, int] = {}
         try:
             if self._known:
-                ends = self._cluster.ends(places)
+                ends = self._cluster.ends(partitions)
                 self._reader.record_ends(ends)
-            elif not self._cluster.topics({topic for topic, _partition in places}.__contains__):
-                ends = dict.fromkeys(places, 0)
+            elif not self._cluster.topics({topic for topic, _partition in partitions}.__contains__):
+                ends = dict.fromkeys(partitions, 0)
         except Unavailable as error:
             log.debug("end offsets are unknown: %s", error)
         self._arrivals.record_ends(ends, at_s)
 
-    def _applied(self) -> Mapping[Place, int]:
+    def _applied(self) -> Mapping[TopicPartition, int]:
         """The reader's offsets, or its earlier ones while it gets new partitions."""
         applied = self._reader.applied()
         if self._reader.lag() is not None:  # checked last: by then, revoked partitions are known
             self._places, self._known = applied, True
         return self._places
 
-    def ages_s(self) -> Mapping[Place, float | None]:
+    def ages_s(self) -> Mapping[TopicPartition, float | None]:
         now_s = time.monotonic()
         return {
-            place: self._arrivals.age_s(place, applied, now_s)
-            for place, applied in self._applied().items()
+            partition: self._arrivals.age_s(partition, applied, now_s)
+            for partition, applied in self._applied().items()
         }

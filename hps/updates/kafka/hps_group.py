@@ -8,7 +8,7 @@ import confluent_kafka as ck
 
 from hps.config.update_settings import NODE, KafkaSettings
 from hps.errors import Unavailable
-from hps.tiers.positions import Place
+from hps.tiers.positions import TopicPartition
 from hps.updates.kafka.client import ANSWER_S, client_log, reader_options
 
 
@@ -26,11 +26,11 @@ class HpsProgress:
         self._group = group
         self._consumer: ck.Consumer | None = None
 
-    def applied(self, place: Place) -> int | None:
+    def applied(self, partition: TopicPartition) -> int | None:
         """First message of the partition that the store misses; None without a commit. Raises Unavailable."""
         if self._consumer is None:
             self._consumer = _group_reader(self._settings, self._group)
-        return committed_by(self._consumer, self._group, [place]).get(place)
+        return committed_by(self._consumer, self._group, [partition]).get(partition)
 
     def close(self) -> None:
         if self._consumer is not None:
@@ -39,14 +39,14 @@ class HpsProgress:
 
 
 def committed_offsets(
-    settings: KafkaSettings, group: str, places: Iterable[Place]
-) -> Mapping[Place, int]:
-    """Offsets that ``group`` has committed, of those ``places`` that it has.
+    settings: KafkaSettings, group: str, partitions: Iterable[TopicPartition]
+) -> Mapping[TopicPartition, int]:
+    """Offsets that ``group`` has committed, of those ``partitions`` that it has.
 
     The group is read, not joined. Raises Unavailable."""
     consumer = _group_reader(settings, group)
     try:
-        return committed_by(consumer, group, places)
+        return committed_by(consumer, group, partitions)
     finally:
         consumer.close()
 
@@ -56,9 +56,11 @@ def _group_reader(settings: KafkaSettings, group: str) -> ck.Consumer:
     return ck.Consumer({**reader_options(settings), "group.id": group}, logger=client_log)
 
 
-def committed_by(consumer: ck.Consumer, group: str, places: Iterable[Place]) -> dict[Place, int]:
+def committed_by(
+    consumer: ck.Consumer, group: str, topic_partitions: Iterable[TopicPartition]
+) -> dict[TopicPartition, int]:
     """`committed_offsets`, read by a ``consumer`` of that ``group``."""
-    partitions = [ck.TopicPartition(*place) for place in places]
+    partitions = [ck.TopicPartition(*partition) for partition in topic_partitions]
     try:
         found = consumer.committed(partitions, timeout=ANSWER_S)
     except ck.KafkaException as error:

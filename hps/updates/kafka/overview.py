@@ -15,7 +15,7 @@ from hps.errors import ConfigError, Unavailable
 from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import BrokerErrors, client_log, client_options
 
-Place = tuple[str, int]
+TopicPartition = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class GroupView:
 
     members: int = 0
     problem: str = ""
-    committed: Mapping[Place, int] = field(default_factory=dict)
+    committed: Mapping[TopicPartition, int] = field(default_factory=dict)
 
 
 # The group's state while Kafka creates the topic in which it keeps groups.
@@ -115,23 +115,25 @@ class KafkaReport:
         )
         return view
 
-    def ends(self, places: Iterable[Place]) -> dict[Place, int]:
+    def ends(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """End offset of each partition."""
-        return {at: found.offset for at, found in self._offsets(places, "latest").items()}
+        return {at: found.offset for at, found in self._offsets(partitions, "latest").items()}
 
-    def begins(self, places: Iterable[Place]) -> dict[Place, int]:
+    def begins(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Offset of the first message of each partition that Kafka still keeps."""
-        return {at: found.offset for at, found in self._offsets(places, "earliest").items()}
+        return {at: found.offset for at, found in self._offsets(partitions, "earliest").items()}
 
-    def newest(self, places: Iterable[Place]) -> float | None:
+    def newest(self, partitions: Iterable[TopicPartition]) -> float | None:
         """Latest timestamp of any message, in Unix seconds; None without messages."""
-        found = self._offsets(places, "max_timestamp").values()
+        found = self._offsets(partitions, "max_timestamp").values()
         stamps = [each.timestamp for each in found if each.timestamp > 0]
         return max(stamps) / 1e3 if stamps else None
 
-    def _offsets(self, places: Iterable[Place], which: str) -> dict[Place, Any]:
+    def _offsets(
+        self, partitions: Iterable[TopicPartition], which: str
+    ) -> dict[TopicPartition, Any]:
         spec = getattr(admin.OffsetSpec, which)()  # type: ignore[attr-defined]
-        wanted = {ck.TopicPartition(*place): spec for place in places}
+        wanted = {ck.TopicPartition(*partition): spec for partition in partitions}
         if not wanted:
             return {}
         try:
@@ -151,8 +153,10 @@ def _topic_of(answer: Any) -> TopicView:
 
 
 def _committed_of(answer: Any) -> GroupView:
-    places = {(at.topic, at.partition): at.offset for at in answer.topic_partitions}
-    return GroupView(committed={place: offset for place, offset in places.items() if offset >= 0})
+    partitions = {(at.topic, at.partition): at.offset for at in answer.topic_partitions}
+    return GroupView(
+        committed={partition: offset for partition, offset in partitions.items() if offset >= 0}
+    )
 
 
 def _result_of(future: Any, read: Callable[[Any], Any]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import confluent_kafka as ck
 
-from hps.tiers.positions import Place
+from hps.tiers.positions import TopicPartition
 from hps.updates.kafka.cluster import KafkaCluster, Topic
 from hps.updates.kafka.start_positions import PartitionProgress, StartPositions
 
@@ -19,67 +19,71 @@ class AssignedPartitions:
 
     Any thread may call `applied`, `waiting` and `record_ends`."""
 
-    def __init__(self, placement: StartPositions) -> None:
+    def __init__(self, starts: StartPositions) -> None:
         self.moved = False
         """True if the partitions or offsets differ from the consumer's assignment."""
-        self._placement = placement
-        self._progress: dict[Place, PartitionProgress] = {}
-        self._unplaced: dict[Place, PartitionProgress | None] = {}  # with their earlier progress
-        self._broken: set[Place] = set()  # those at whose offset Kafka could not continue
-        self._place_at = 0.0
+        self._starts = starts
+        self._progress: dict[TopicPartition, PartitionProgress] = {}
+        # With their earlier progress.
+        self._unknown_starts: dict[TopicPartition, PartitionProgress | None] = {}
+        self._broken: set[TopicPartition] = set()  # those at whose offset Kafka could not continue
+        self._find_at = 0.0
 
     @property
     def complete(self) -> bool:
         """True if each partition's start offset is known."""
-        return not self._unplaced
+        return not self._unknown_starts
 
-    def get(self, place: Place) -> PartitionProgress | None:
-        return self._progress.get(place)
+    def get(self, partition: TopicPartition) -> PartitionProgress | None:
+        return self._progress.get(partition)
 
-    def items(self) -> Iterable[tuple[Place, PartitionProgress]]:
+    def items(self) -> Iterable[tuple[TopicPartition, PartitionProgress]]:
         return self._progress.items()
 
-    def applied(self) -> dict[Place, int]:
+    def applied(self) -> dict[TopicPartition, int]:
         """Offset up to which the stores have the messages that Kafka keeps, by partition."""
-        return {place: each.reached for place, each in dict(self._progress).items()}
+        return {partition: each.reached for partition, each in dict(self._progress).items()}
 
-    def waiting(self) -> dict[Place, int]:
+    def waiting(self) -> dict[TopicPartition, int]:
         """Number of unapplied messages, by partition."""
-        return {place: each.waiting for place, each in dict(self._progress).items()}
+        return {partition: each.waiting for partition, each in dict(self._progress).items()}
 
-    def record_ends(self, ends: Mapping[Place, int]) -> None:
+    def record_ends(self, ends: Mapping[TopicPartition, int]) -> None:
         """Record end offsets."""
-        for place, reading in dict(self._progress).items():
-            reading.end = ends.get(place, reading.end)
+        for partition, reading in dict(self._progress).items():
+            reading.end = ends.get(partition, reading.end)
 
     def assignment(self) -> list[ck.TopicPartition]:
         """Each partition with the offset to poll next, or the first after it that Kafka keeps."""
-        return [ck.TopicPartition(*place, max(each.next, each.low)) for place, each in self.items()]
+        return [
+            ck.TopicPartition(*partition, max(each.next, each.low))
+            for partition, each in self.items()
+        ]
 
-    def set_partitions(self, places: Collection[Place]) -> None:
+    def set_partitions(self, partitions: Collection[TopicPartition]) -> None:
         """Set the partitions to read."""
-        for place in (self._progress.keys() | self._unplaced.keys()) - set(places):
-            self._progress.pop(place, None)
-            self._unplaced.pop(place, None)
-            self._broken.discard(place)
+        for partition in (self._progress.keys() | self._unknown_starts.keys()) - set(partitions):
+            self._progress.pop(partition, None)
+            self._unknown_starts.pop(partition, None)
+            self._broken.discard(partition)
             self.moved = True
-        for place in places:
-            if place not in self._progress:
-                self._unplaced.setdefault(place, None)
+        for partition in partitions:
+            if partition not in self._progress:
+                self._unknown_starts.setdefault(partition, None)
 
-    def place(
+    def find_starts(
         self, topics: Mapping[str, Topic], cluster: KafkaCluster, consumer: ck.Consumer
-    ) -> Collection[Place]:
+    ) -> Collection[TopicPartition]:
         """Find start offsets of new partitions; returns those found. Raises TierError, Unavailable."""
         now = time.monotonic()
-        if self.complete or now < self._place_at:
+        if self.complete or now < self._find_at:
             return ()
-        found = self._placement.place(self._unplaced, topics, self._broken, cluster, consumer)
+        found = self._starts.find(self._unknown_starts, topics, self._broken, cluster, consumer)
         self._progress |= found
         self._broken -= found.keys()
-        for place in found:
-            del self._unplaced[place]
-        self.moved, self._place_at = True, now + _RETRY_S
+        for partition in found:
+            del self._unknown_starts[partition]
+        self.moved, self._find_at = True, now + _RETRY_S
         return found.keys()
 
     def verify(self, topics: Mapping[str, Topic]) -> None:
@@ -88,16 +92,16 @@ class AssignedPartitions:
             if (topic := topics.get(name)) is not None and topic.id != reading.topic_id:
                 self._restart((name, partition), reading)
 
-    def interrupt(self, place: Place) -> None:
+    def interrupt(self, partition: TopicPartition) -> None:
         """Restart a partition where Kafka cannot continue."""
-        if (reading := self.get(place)) is not None:
-            self._restart(place, reading)
-            self._broken.add(place)
+        if (reading := self.get(partition)) is not None:
+            self._restart(partition, reading)
+            self._broken.add(partition)
 
     def restart(self) -> None:
         """Restart all partitions at the stores' positions."""
-        for place in list(self._progress):
-            self._restart(place, None)
+        for partition in list(self._progress):
+            self._restart(partition, None)
 
     def rewind(self) -> None:
         """Poll unapplied messages again."""
@@ -107,11 +111,12 @@ class AssignedPartitions:
 
     def clear(self) -> None:
         self._progress.clear()
-        self._unplaced.clear()
+        self._unknown_starts.clear()
         self._broken.clear()
-        self._place_at = 0.0
+        self._find_at = 0.0
 
-    def _restart(self, place: Place, former: PartitionProgress | None) -> None:
-        self._unplaced[place] = former  # first: a concurrent reader must not see it as complete
-        del self._progress[place]
-        self._place_at = 0.0
+    def _restart(self, partition: TopicPartition, former: PartitionProgress | None) -> None:
+        # First: a concurrent reader must not see it as complete.
+        self._unknown_starts[partition] = former
+        del self._progress[partition]
+        self._find_at = 0.0

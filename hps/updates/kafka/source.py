@@ -16,7 +16,7 @@ import confluent_kafka as ck
 from hps.config.update_settings import KafkaSettings
 from hps.errors import BadRequest, ConfigError, Unavailable
 from hps.observability.meters import StreamMeter
-from hps.tiers.positions import Place, StreamPosition
+from hps.tiers.positions import StreamPosition, TopicPartition
 from hps.tracing import recorder
 from hps.updates.kafka.assignment import AllPartitions, GroupMember
 from hps.updates.kafka.brokers import kafka_error_text
@@ -72,13 +72,14 @@ class KafkaSource:
             settings, group, hps or hps_group(group), topics.readers, positions, since_s, meter
         )
         self._readings = AssignedPartitions(starts)
-        self._uncommitted: dict[Place, int] = {}  # applied, not yet committed for Kafka's tools
+        # Applied offsets, not yet committed for Kafka's tools.
+        self._uncommitted: dict[TopicPartition, int] = {}
         self._is_resting = False
         self._known_topics: dict[str, Topic] | None = None  # not known yet
         self._last_error: str | None = None  # Kafka's last error, until messages arrive again
         self._unreachable: str | None = None
-        self._is_placed = False  # partitions and their start offsets are known
-        self._placed_at = time.monotonic()
+        self._is_started = False  # partitions and their start offsets are known
+        self._started_at = time.monotonic()
         self._refresh_at = self._ends_at = 0.0
         self._messages = MessageDecoder(topics, settings.max_message_bytes, settings.max_ahead_s)
         self._credentials = SaslCredentials(settings)
@@ -104,8 +105,8 @@ class KafkaSource:
         """Reason why no messages arrive, while there is one."""
         if self._last_error or self._unreachable:
             return self._last_error or self._unreachable
-        waited_s = time.monotonic() - self._placed_at
-        if not self._is_placed and waited_s > _SLOW_START_S:
+        waited_s = time.monotonic() - self._started_at
+        if not self._is_started and waited_s > _SLOW_START_S:
             return f"{self._group} has been waiting for its partitions for {waited_s:.0f} s"
         return None
 
@@ -123,16 +124,16 @@ class KafkaSource:
 
     def commit(self, batch: UpdateBatch) -> None:
         for position in batch.positions:
-            place = position.topic, position.partition
+            partition = position.topic, position.partition
             # The group may have moved partitions meanwhile: these start at the stores' positions.
-            if (reading := self._readings.get(place)) is not None:
+            if (reading := self._readings.get(partition)) is not None:
                 reading.applied, reading.jumped = position.offset, False
-                self._uncommitted[place] = position.offset
+                self._uncommitted[partition] = position.offset
 
     def keep_alive(self) -> None:
         """Keep the group membership alive without polling messages."""
         self._commit_to_group()
-        if not self._is_resting and self._assignment.places is not None:
+        if not self._is_resting and self._assignment.partitions is not None:
             self._consumer.assign([])
             self._is_resting = True
         if (event := self._consumer.poll(0.0)) is not None and event.error() is not None:
@@ -150,8 +151,8 @@ class KafkaSource:
         """Continue at ``offset``, forwards or backwards; the stores keep their rows.
 
         Raises BadRequest when it is after the partition's end."""
-        place = topic, partition
-        reading, bounds = self._readings.get(place), self.cluster.bounds([place]).get(place)
+        at = topic, partition
+        reading, bounds = self._readings.get(at), self.cluster.bounds([at]).get(at)
         if reading is None or bounds is None:
             raise Unavailable(f"{topic}/{partition} is not read here at the moment; try again")
         reading.low, end = bounds
@@ -162,18 +163,18 @@ class KafkaSource:
         reading.go_to(offset)
         self._readings.moved = True
 
-    def lag(self) -> dict[Place, int] | None:
+    def lag(self) -> dict[TopicPartition, int] | None:
         """Unapplied messages by partition, a moment ago; see `UpdateSource`. Any thread may call."""
-        is_known = self._is_placed and self._readings.complete
+        is_known = self._is_started and self._readings.complete
         return self._readings.waiting() if is_known else None
 
-    def record_ends(self, ends: Mapping[Place, int]) -> None:
+    def record_ends(self, ends: Mapping[TopicPartition, int]) -> None:
         """Record end offsets that were read in parallel. Any thread may call.
 
         The consumer receives none while this reader is paused or waits for a store."""
         self._readings.record_ends(ends)
 
-    def applied(self) -> dict[Place, int]:
+    def applied(self) -> dict[TopicPartition, int]:
         """Offset up to which the stores have each partition that is read here. Any thread may call.
 
         Messages that Kafka no longer keeps count as applied."""
@@ -193,7 +194,8 @@ class KafkaSource:
         The stores keep their own positions; a lost commit only repeats work."""
         if self._uncommitted:
             offsets = [
-                ck.TopicPartition(*place, offset) for place, offset in self._uncommitted.items()
+                ck.TopicPartition(*partition, offset)
+                for partition, offset in self._uncommitted.items()
             ]
             self._uncommitted = {}
             with suppress(ck.KafkaException):
@@ -204,14 +206,14 @@ class KafkaSource:
 
         It allows one thread at a time, so only the polling thread may call."""
         now = time.monotonic()
-        self._is_placed = self._assignment.places is not None and self._readings.complete
-        if not self._is_placed or now < self._ends_at:
+        self._is_started = self._assignment.partitions is not None and self._readings.complete
+        if not self._is_started or now < self._ends_at:
             return
-        self._placed_at, self._ends_at = now, now + _CHECK_EVERY_S
+        self._started_at, self._ends_at = now, now + _CHECK_EVERY_S
         self._commit_to_group()
-        for place, reading in self._readings.items():
+        for partition, reading in self._readings.items():
             with suppress(ck.KafkaException):
-                at = ck.TopicPartition(*place)
+                at = ck.TopicPartition(*partition)
                 _low, high = self._consumer.get_watermark_offsets(at, cached=True)
                 # `high` is negative before the first answer to a fetch, and may be older than
                 # `reading.end`.
@@ -239,12 +241,14 @@ class KafkaSource:
 
     def _assign(self) -> None:
         """Assign each partition to the consumer, with the offset to poll next."""
-        readings, places = self._readings, self._assignment.places
-        if places is None:
+        readings, partitions = self._readings, self._assignment.partitions
+        if partitions is None:
             return
-        readings.set_partitions(places)
-        for place in readings.place(self._known_topics or {}, self.cluster, self._consumer):
-            self._uncommitted.pop(place, None)
+        readings.set_partitions(partitions)
+        for partition in readings.find_starts(
+            self._known_topics or {}, self.cluster, self._consumer
+        ):
+            self._uncommitted.pop(partition, None)
         if readings.moved or self._is_resting:
             self._consumer.assign(readings.assignment())
             readings.moved = self._is_resting = False
@@ -252,7 +256,7 @@ class KafkaSource:
     def _release_partitions(self) -> None:
         """Release all partitions: the group may give them to other members."""
         self._commit_to_group()
-        self._is_placed = False
+        self._is_started = False
         self._readings.clear()
 
     # -- messages ----------------------------------------------------------------------------------
@@ -260,27 +264,29 @@ class KafkaSource:
     def _batch(self, polled: list[Any]) -> UpdateBatch | None:
         """A batch from polled messages, ends of partitions and errors; None without messages."""
         messages: list[Any] = []
-        ends: dict[Place, int] = {}
+        ends: dict[TopicPartition, int] = {}
         for each in polled:
-            place, error = (each.topic(), each.partition()), each.error()
-            reading = self._readings.get(place)
+            partition, error = (each.topic(), each.partition()), each.error()
+            reading = self._readings.get(partition)
             if error is not None and error.code() != ck.KafkaError._PARTITION_EOF:
                 self._failed(each)
             elif reading is None:
                 pass  # revoked, or assigned again: it starts at the stores' positions
             elif error is None:
                 messages.append(each)
-                ends[place] = each.offset() + 1
-            elif each.offset() > ends.get(place, reading.next):
+                ends[partition] = each.offset() + 1
+            elif each.offset() > ends.get(partition, reading.next):
                 # Offsets in between have no message, only a transaction's marker.
-                ends[place] = each.offset()
+                ends[partition] = each.offset()
         if not ends:
             return None
         self._last_error = None
         positions = []
-        for place, end in ends.items():
-            if (reading := self._readings.get(place)) is not None:
-                positions.append(StreamPosition(*place, end, 0 if reading.jumped else reading.next))
+        for partition, end in ends.items():
+            if (reading := self._readings.get(partition)) is not None:
+                positions.append(
+                    StreamPosition(*partition, end, 0 if reading.jumped else reading.next)
+                )
                 reading.next = end
         updates, dead = self._messages.decoded(messages)
         traces = () if recorder() is None else traceparents(messages)

@@ -11,7 +11,7 @@ import confluent_kafka as ck
 from hps.config.update_settings import KafkaSettings
 from hps.errors import Unavailable
 from hps.observability.meters import StreamMeter
-from hps.tiers.positions import Place
+from hps.tiers.positions import TopicPartition
 from hps.updates.kafka.brokers import kafka_error_text
 from hps.updates.kafka.client import ANSWER_S
 from hps.updates.kafka.cluster import KafkaCluster, Topic
@@ -70,111 +70,120 @@ class StartPositions:
     since_s: float | None
     meter: StreamMeter
 
-    def place(
+    def find(
         self,
-        places: Mapping[Place, PartitionProgress | None],
+        partitions: Mapping[TopicPartition, PartitionProgress | None],
         topics: Mapping[str, Topic],
-        broken: Collection[Place],
+        broken: Collection[TopicPartition],
         cluster: KafkaCluster,
         consumer: ck.Consumer,
-    ) -> dict[Place, PartitionProgress]:
-        """Find the start offset of each of ``places``, which have their earlier progress, if any.
+    ) -> dict[TopicPartition, PartitionProgress]:
+        """Find the start offset of each of ``partitions``, which have their earlier progress, if any.
 
         Partitions that Kafka does not answer for are left out. ``broken``: partitions where Kafka could
         not continue. Raises TierError, Unavailable."""
         restarted = {
-            place for place in places if self._is_of_another_topic(place, topics, places[place])
+            partition
+            for partition in partitions
+            if self._is_of_another_topic(partition, topics, partitions[partition])
         }
         # Read before the end offsets: another member of the group may still apply some.
         furthest = {
-            place: max(self.positions.furthest(*place), 0 if former is None else former.applied)
-            for place, former in places.items()
-            if place not in restarted
+            partition: max(
+                self.positions.furthest(*partition), 0 if former is None else former.applied
+            )
+            for partition, former in partitions.items()
+            if partition not in restarted
         }
-        bounds = cluster.bounds(places)
+        bounds = cluster.bounds(partitions)
         restarted |= self._restart_interrupted(bounds, furthest, broken)
-        starts = self._stored_starts(places, bounds, restarted)
-        unknown = [place for place in bounds if place not in starts]
-        replayable = [place for place in unknown if place not in restarted]
+        starts = self._stored_starts(partitions, bounds, restarted)
+        unknown = [partition for partition in bounds if partition not in starts]
+        replayable = [partition for partition in unknown if partition not in restarted]
         starts |= self._committed_starts(replayable, bounds, consumer)
-        rest = [place for place in unknown if place not in starts]
+        rest = [partition for partition in unknown if partition not in starts]
         starts |= self._first_offsets(rest, bounds, consumer)
         return {
-            place: PartitionProgress(_id_of(place, topics), first, first, *bounds[place], jumped)
-            for place, (first, jumped) in starts.items()
+            partition: PartitionProgress(
+                _id_of(partition, topics), first, first, *bounds[partition], jumped
+            )
+            for partition, (first, jumped) in starts.items()
         }
 
     def _stored_starts(
         self,
-        places: Mapping[Place, PartitionProgress | None],
-        bounds: Mapping[Place, tuple[int, int]],
-        restarted: Collection[Place],
-    ) -> dict[Place, tuple[int, bool]]:
+        partitions: Mapping[TopicPartition, PartitionProgress | None],
+        bounds: Mapping[TopicPartition, tuple[int, int]],
+        restarted: Collection[TopicPartition],
+    ) -> dict[TopicPartition, tuple[int, bool]]:
         """Start offsets of the partitions of which the stores, or the reader itself, know one."""
         starts = {}
-        for place, (low, _end) in bounds.items():
-            former = places[place]
-            if former is None or place in restarted:
-                start = self.positions.start_offset(*place)
+        for partition, (low, _end) in bounds.items():
+            former = partitions[partition]
+            if former is None or partition in restarted:
+                start = self.positions.start_offset(*partition)
             else:  # the stores may not have recorded it yet
                 start = former.applied
             if start is None:
                 continue
             # `start` even if it is before `low`: a store records a position only if it has everything
             # before it, or if the messages in between no longer exist.
-            starts[place] = start, False
+            starts[partition] = start, False
             if start < low:
-                _warn_of_gap(place, start, low)
-                self.meter.lost(place[0], low - start)
+                _warn_of_gap(partition, start, low)
+                self.meter.lost(partition[0], low - start)
         return starts
 
     def _restart_interrupted(
         self,
-        bounds: Mapping[Place, tuple[int, int]],
-        furthest: Mapping[Place, int],
-        broken: Collection[Place],
-    ) -> set[Place]:
+        bounds: Mapping[TopicPartition, tuple[int, int]],
+        furthest: Mapping[TopicPartition, int],
+        broken: Collection[TopicPartition],
+    ) -> set[TopicPartition]:
         """Restart partitions that Kafka cannot continue at the position ``furthest``."""
         restarted = set()
-        for place in bounds.keys() & furthest:
-            (low, end), position = bounds[place], furthest[place]
+        for partition in bounds.keys() & furthest:
+            (low, end), position = bounds[partition], furthest[partition]
             # In the latter case the position is in range, but messages before it were lost and others came.
-            if position > end or (place in broken and position >= low):
-                self._restart(place, f"messages before {position} were lost; it ends at {end}")
-                restarted.add(place)
+            if position > end or (partition in broken and position >= low):
+                self._restart(partition, f"messages before {position} were lost; it ends at {end}")
+                restarted.add(partition)
         return restarted
 
     def _is_of_another_topic(
-        self, place: Place, topics: Mapping[str, Topic], former: PartitionProgress | None
+        self,
+        partition: TopicPartition,
+        topics: Mapping[str, Topic],
+        former: PartitionProgress | None,
     ) -> bool:
-        topic_id = _id_of(place, topics)
+        topic_id = _id_of(partition, topics)
         if not topic_id:
             return False
         other = former is not None and former.topic_id not in ("", topic_id)
-        if self.positions.identify(*place, topic_id) or other:
-            self._restart(place, "the topic was deleted and created again")
+        if self.positions.identify(*partition, topic_id) or other:
+            self._restart(partition, "the topic was deleted and created again")
             return True
         return False
 
-    def _restart(self, place: Place, why: str) -> None:
-        self.positions.restart(*place)
-        self._note_restart(place, why)
+    def _restart(self, partition: TopicPartition, why: str) -> None:
+        self.positions.restart(*partition)
+        self._note_restart(partition, why)
 
-    def _note_restart(self, place: Place, why: str) -> None:
+    def _note_restart(self, partition: TopicPartition, why: str) -> None:
         log.error(
             "%s/%d does not continue what was applied: %s; reading it from its beginning. Rows of messages "
-            "that were lost must be sent again", *place, why,
+            "that were lost must be sent again", *partition, why,
         )  # fmt: skip
-        self.meter.restarted(place[0])
+        self.meter.restarted(partition[0])
 
     def _committed_starts(
         self,
-        places: Sequence[Place],
-        bounds: Mapping[Place, tuple[int, int]],
+        partitions: Sequence[TopicPartition],
+        bounds: Mapping[TopicPartition, tuple[int, int]],
         consumer: ck.Consumer,
-    ) -> dict[Place, tuple[int, bool]]:
-        """Start offsets of ``places`` in topics that change no table, if the group has committed them."""
-        queried = [place for place in places if not self.tables(place[0])]
+    ) -> dict[TopicPartition, tuple[int, bool]]:
+        """Start offsets of ``partitions`` in topics that change no table, if the group has committed them."""
+        queried = [partition for partition in partitions if not self.tables(partition[0])]
         if not queried:
             return {}
         try:
@@ -182,49 +191,54 @@ class StartPositions:
         except Unavailable as error:
             log.warning("dead letters of unknown tables are kept again: %s", error)
             return {}
-        return {place: (at, True) for place, at in found.items() if at <= bounds[place][1]}
+        return {
+            partition: (at, True) for partition, at in found.items() if at <= bounds[partition][1]
+        }
 
     def _first_offsets(
         self,
-        places: Sequence[Place],
-        bounds: Mapping[Place, tuple[int, int]],
+        partitions: Sequence[TopicPartition],
+        bounds: Mapping[TopicPartition, tuple[int, int]],
         consumer: ck.Consumer,
-    ) -> dict[Place, tuple[int, bool]]:
+    ) -> dict[TopicPartition, tuple[int, bool]]:
         """Find start offsets of partitions without a stored position.
 
         Also returns for each whether earlier messages count as applied."""
-        hps: Mapping[Place, int] = {}
-        if self.settings.hps_offsets and self.since_s is None and places:
-            hps = committed_offsets(self.settings, self.hps, places)
+        hps: Mapping[TopicPartition, int] = {}
+        if self.settings.hps_offsets and self.since_s is None and partitions:
+            hps = committed_offsets(self.settings, self.hps, partitions)
         firsts = {}
-        for place in places:
-            at, end = hps.get(place), bounds[place][1]
+        for partition in partitions:
+            at, end = hps.get(partition), bounds[partition][1]
             if at is not None and at > end:
-                self._note_restart(place, f"it ends at {end}, before {at} of {self.hps}")
+                self._note_restart(partition, f"it ends at {end}, before {at} of {self.hps}")
                 at = None
             jumped = at is not None
-            firsts[place] = (at if at is not None else self._since(place, end, consumer)), jumped
+            firsts[partition] = (
+                (at if at is not None else self._since(partition, end, consumer)),
+                jumped,
+            )
         return firsts
 
-    def _since(self, place: Place, end: int, consumer: ck.Consumer) -> int:
+    def _since(self, partition: TopicPartition, end: int, consumer: ck.Consumer) -> int:
         if self.since_s is None:
             return 0
-        queried = ck.TopicPartition(*place, int(self.since_s * 1e3))
+        queried = ck.TopicPartition(*partition, int(self.since_s * 1e3))
         try:
             (found,) = consumer.offsets_for_times([queried], timeout=ANSWER_S)
         except ck.KafkaException as error:
-            raise Unavailable(f"Kafka: {place[0]}: {kafka_error_text(error)}") from None
+            raise Unavailable(f"Kafka: {partition[0]}: {kafka_error_text(error)}") from None
         return int(found.offset) if found.offset >= 0 else end
 
 
-def _id_of(place: Place, topics: Mapping[str, Topic]) -> str:
-    topic = topics.get(place[0])
+def _id_of(partition: TopicPartition, topics: Mapping[str, Topic]) -> str:
+    topic = topics.get(partition[0])
     return "" if topic is None else topic.id
 
 
-def _warn_of_gap(place: Place, offset: int, low: int) -> None:
+def _warn_of_gap(partition: TopicPartition, offset: int, low: int) -> None:
     log.error(
         "%s/%d: Kafka keeps messages from %d on, but %d to %d were not applied yet and are gone; "
         "load the model's files again, or raise the topic's retention",
-        *place, low, offset, low - 1,
+        *partition, low, offset, low - 1,
     )  # fmt: skip

@@ -102,13 +102,13 @@ class Node:
         self.followed = FollowedStore(store, FedStore("store", store, versioned))
         self.cache = CpuCache(dict.fromkeys(self.tables, 64))
         self.writer = CacheWriter(self.cache, [self.followed], 1024, own=self.followed)
-        self.places = self.followed.positions(
+        self.positions = self.followed.positions(
             lambda _topic: self.tables, lambda *_: None, other_writer
         )
         self.ingestor = Ingestor(
-            stream, stream.tables, self.places, self.writer, Letters(), UpdateMeter(Metrics())
+            stream, stream.tables, self.positions, self.writer, Letters(), UpdateMeter(Metrics())
         )
-        stream.start_offset = self.places.start_offset
+        stream.start_offset = self.positions.start_offset
 
     def promote(self, key: int) -> None:
         for table in self.tables:
@@ -278,7 +278,7 @@ def test_row_promoted_before_reading_starts_gets_later_updates(make):
     feeder.feed()
     node.promote(1)
     feeder.feed()
-    assert node.places.start_offset(node.stream.topic, 0) == 1
+    assert node.positions.start_offset(node.stream.topic, 0) == 1
     node.stream.restart()
     node.finish()
     assert node.rows(node.cache)[1] == 2.0
@@ -287,7 +287,7 @@ def test_row_promoted_before_reading_starts_gets_later_updates(make):
 def test_reading_starts_at_the_first_message_without_a_position(make):
     node, _feeder = make([(0, False)])
     node.promote(1)
-    assert node.places.start_offset(node.stream.topic, 0) is None
+    assert node.positions.start_offset(node.stream.topic, 0) is None
 
 
 def test_restarted_reader_continues_at_the_position_of_the_caches(make):
@@ -295,7 +295,7 @@ def test_restarted_reader_continues_at_the_position_of_the_caches(make):
     node, feeder = make([(1, False)] * 6)
     feeder.feed(6)
     node.step()
-    assert node.places.start_offset(node.stream.topic, 0) == 2
+    assert node.positions.start_offset(node.stream.topic, 0) == 2
 
 
 class Losing:
@@ -338,7 +338,7 @@ def test_unavailable_store_stops_promotions_and_holds_updates(database):
     assert node.rows(node.cache)[1] is None
     feeder.feed()
     with pytest.raises(TierError, match="gone"):
-        node.places.start_offset(node.stream.topic, 0)
+        node.positions.start_offset(node.stream.topic, 0)
     node.step()
     assert node.ingestor.is_waiting
     store.error = None
@@ -407,13 +407,19 @@ def test_recreated_topic_is_read_from_its_first_message_once_the_store_has_it(da
     feeder.feed(6)
     database.identify(table, stream.topic, 0, "first")
     node.finish()
-    assert not node.places.identify(stream.topic, 0, "first")
-    assert (node.places.start_offset(stream.topic, 0), node.places.furthest(stream.topic, 0)) == (
+    assert not node.positions.identify(stream.topic, 0, "first")
+    assert (
+        node.positions.start_offset(stream.topic, 0),
+        node.positions.furthest(stream.topic, 0),
+    ) == (
         6,
         6,
     )
-    assert node.places.identify(stream.topic, 0, "second")
-    assert (node.places.start_offset(stream.topic, 0), node.places.furthest(stream.topic, 0)) == (
+    assert node.positions.identify(stream.topic, 0, "second")
+    assert (
+        node.positions.start_offset(stream.topic, 0),
+        node.positions.furthest(stream.topic, 0),
+    ) == (
         0,
         0,
     )
@@ -424,5 +430,5 @@ def test_recreated_topic_is_read_from_its_first_message_once_the_store_has_it(da
     for each in stream.tables.values():
         database.identify(each, stream.topic, 0, "second")
         database.restart(each, stream.topic, 0)
-    assert "the topic was created again" in node.places.loss()
+    assert "the topic was created again" in node.positions.loss()
     node.close()

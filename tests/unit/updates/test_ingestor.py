@@ -105,9 +105,9 @@ class Harness:
     def make(self, stores, caches) -> Ingestor:
         """Make an ingestor; ``places`` are its positions from then on."""
         readers = self.readers
-        self.places = StoreStreamPositions(stores, lambda t: readers.get(t, []))
+        self.positions = StoreStreamPositions(stores, lambda t: readers.get(t, []))
         meter = UpdateMeter(self.metrics)
-        return Ingestor(self.source, TABLES, self.places, caches, self.letters, meter)
+        return Ingestor(self.source, TABLES, self.positions, caches, self.letters, meter)
 
     def rows(self, tier, keys, table=ITEMS) -> dict[int, float | None]:
         part = Part.make(table, np.array(keys, np.int64))
@@ -328,11 +328,11 @@ def test_position_of_an_untouched_table_is_recorded_later(harness, monkeypatch):
     harness.source.batches = [batch(5, items=changes([(1, 1.0, 1)]))]
     harness.ingestor.step()
     assert harness.store.applied(USERS, "t", 0) is None
-    assert harness.places.start_offset("t", 0) is None, "users may lack all of it"
+    assert harness.positions.start_offset("t", 0) is None, "users may lack all of it"
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     harness.ingestor.step()
     assert harness.store.applied(USERS, "t", 0) == 5
-    assert harness.places.start_offset("t", 0) == 5
+    assert harness.positions.start_offset("t", 0) == 5
 
 
 def test_unrecorded_position_is_recorded_with_the_next_rows_of_its_table(harness):
@@ -355,9 +355,9 @@ def test_polling_starts_at_the_lowest_position_of_all_stores(harness, tmp_path):
     for store, offset in ((harness.store, 9), (second, 6)):
         for table in (ITEMS, USERS):
             store.apply(table, _for(table, nothing), [StreamPosition("t", 0, offset)])
-    assert harness.places.start_offset("t", 0) == 6
+    assert harness.positions.start_offset("t", 0) == 6
     harness.make([], None)
-    assert harness.places.start_offset("t", 0) is None, "nobody to ask"
+    assert harness.positions.start_offset("t", 0) is None, "nobody to ask"
     second.close()
 
 
@@ -559,7 +559,7 @@ def test_store_that_lost_rows_is_filled_again(harness, monkeypatch, more):
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
     store = Forgetful()
     ingestor = harness.make([FedStore("redis", store)], None)
-    assert harness.places.start_offset("t", 0) is None
+    assert harness.positions.start_offset("t", 0) is None
 
     def message(since: int) -> UpdateBatch:
         updates = batch(1, items=changes([(1, 1.0, since)])).updates
@@ -575,7 +575,7 @@ def test_store_that_lost_rows_is_filled_again(harness, monkeypatch, more):
         harness.source.batches = [message(2)]
     ingestor.step()
     assert harness.source.log.count("again") == 1
-    assert harness.places.start_offset("t", 0) is None, "all of it is wanted again"
+    assert harness.positions.start_offset("t", 0) is None, "all of it is wanted again"
     harness.source.batches = [message(0), message(1), message(2)]
     for _ in range(4):
         ingestor.step()
@@ -586,7 +586,7 @@ def test_store_that_lost_rows_is_filled_again(harness, monkeypatch, more):
 def test_topic_without_tables_is_not_read_again(harness, monkeypatch):
     """No store has any of it: its messages are dead letters."""
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
-    assert harness.places.start_offset("nobody", 0) is None
+    assert harness.positions.start_offset("nobody", 0) is None
     letter = DeadLetter(Reason.UNKNOWN_TABLE, 0, StreamPosition("nobody", 0, 0), b"")
     harness.source.batches = [UpdateBatch((), [StreamPosition("nobody", 0, 1)], [letter])]
     for _ in range(4):
