@@ -90,7 +90,7 @@ class _NodeBuilder:
         self._devices = NodeGpus(settings, opened, self._metrics, resources)
         self._tables = [table for model in opened for table in model.tables.values()]
         parts = self._stores, self._devices, self._metrics, resources
-        self._caches = NodeCaches(settings, opened, self._tables, *parts)
+        self._caches = NodeCaches(settings, opened, *parts)
 
     def node(self, warnings: tuple[str, ...]) -> Node:
         # Closes the networks of versions loaded later, after all threads of the node.

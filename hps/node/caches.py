@@ -38,13 +38,12 @@ class NodeCaches:
     """Caches of a node: call `open`, then `fill`; ``resources`` closes them.
 
     ``statuses`` lists them fastest first; ``in_memory`` is the CPU cache, or None. The owner of
-    ``tables`` keeps it up to date."""
+    ``opened`` keeps it up to date."""
 
     def __init__(
         self,
         settings: Settings,
         opened: Sequence[OpenedModel],
-        tables: Sequence[EmbeddingTable],
         stores: NodeStores,
         devices: NodeGpus,
         metrics: Metrics,
@@ -52,7 +51,6 @@ class NodeCaches:
     ) -> None:
         self._settings = settings
         self._opened = opened
-        self._tables = tables
         self._stores = stores
         self._devices = devices
         self._metrics = metrics
@@ -63,6 +61,9 @@ class NodeCaches:
         self._cpu_cache: CpuCache | None = None
         self.in_memory: TierStatus | None = None
         self.statuses: list[TierStatus] = []
+
+    def _tables(self) -> list[EmbeddingTable]:
+        return [table for model in self._opened for table in model.tables.values()]
 
     def open(self, on_gpu: TierStatus | None) -> CacheWriter:
         """Make the CPU cache, and the writer of it and of the GPU caches."""
@@ -108,9 +109,9 @@ class NodeCaches:
         """Make the CPU cache and share its memory out over the tables; overrides come first."""
         chosen = self._settings.tiers.cpu_cache
         settings = self._settings
-        evictions = {table: eviction_of(settings, table) for table in self._tables}
+        evictions = {table: eviction_of(settings, table) for table in self._tables()}
         cache = CpuCache(
-            plan_rows(settings, {table: self._stores.rows(table) for table in self._tables}),
+            plan_rows(settings, {table: self._stores.rows(table) for table in self._tables()}),
             eviction=chosen.eviction,
             evictions={table: eviction for table, eviction in evictions.items() if eviction},
             memory=cache_memory(chosen),

@@ -27,6 +27,7 @@ from hps.lookup.remote import (
     NodeRegistry,
     OutlierEjection,
     RemoteLookup,
+    RemoteLookupLimits,
     RetryBudget,
 )
 from hps.lookup.remote.version_vote import VersionVote
@@ -201,10 +202,12 @@ class _ConnectBuilder:
         lookup = RemoteLookup(
             candidates,
             self._outliers,
-            in_flight=settings.in_flight,
-            retries=settings.retries,
-            timeout_s=settings.timeout_ms / 1e3,
-            attempt_s=settings.attempt_ms / 1e3,
+            RemoteLookupLimits(
+                settings.in_flight,
+                settings.retries,
+                settings.timeout_ms / 1e3,
+                settings.attempt_ms / 1e3,
+            ),
             budget=self._budget,
             meter=LookupMeter(self._metrics, *of),
         )

@@ -90,15 +90,15 @@ def read_hot_keys(path: Path) -> dict[str, HotKeys]:
 
 
 class HotKeySnapshots:
-    """Writes ``cache``'s hot keys of ``tables`` to ``path`` every ``interval_s`` and at `close`.
+    """Writes ``cache``'s hot keys of the current ``tables`` to ``path`` every ``interval_s`` and at `close`.
 
     A thread does it; neither readers nor the writer of the cache wait for it. ``most``: keys per table,
-    None for all. ``tables`` may change meanwhile."""
+    None for all."""
 
     def __init__(
         self,
         cache: RankedCache,
-        tables: Iterable[EmbeddingTable],
+        tables: Callable[[], Iterable[EmbeddingTable]],
         path: Path,
         *,
         interval_s: float,
@@ -123,7 +123,7 @@ class HotKeySnapshots:
     def _write(self) -> None:
         try:
             hot = {}
-            for table in tuple(self._tables):
+            for table in self._tables():
                 n = self._cache.capacity(table)
                 hot[table.id] = self._cache.top_k(table, n if self._most is None else self._most)
             if not any(len(keys) for keys, _ in hot.values()):

@@ -2,7 +2,7 @@
 
 from hps.lookup.remote.balancing import LeastBusy, NodePicker
 from hps.lookup.remote.candidates import Candidates
-from hps.lookup.remote.lookup import RemoteLookup
+from hps.lookup.remote.lookup import RemoteLookup, RemoteLookupLimits
 from hps.lookup.remote.lookup_node import ClientTls, LookupNode
 from hps.lookup.remote.node_registry import NodeRegistry
 from hps.lookup.remote.outlier_ejection import OutlierEjection
@@ -17,5 +17,6 @@ __all__ = [
     "NodeRegistry",
     "OutlierEjection",
     "RemoteLookup",
+    "RemoteLookupLimits",
     "RetryBudget",
 ]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -64,6 +65,21 @@ _ERRORS: dict[grpc.StatusCode, type[HpsError]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteLookupLimits:
+    """Limits of one model's remote lookups.
+
+    ``in_flight``: lookups in flight; more are rejected. ``retries``: other nodes that a lookup may try,
+    within the retry budget. ``timeout_s``: of a request without a deadline. ``attempt_s``: the longest
+    wait for one node while others remain; never more than half of the time left. Once all have been
+    tried, an attempt gets half of the time left."""
+
+    in_flight: int = 1024
+    retries: int = 2
+    timeout_s: float = 1.0
+    attempt_s: float = 1.0
+
+
 class RemoteLookup(Lookup):
     """Serves one version of a model from the nodes that have it. Thread-safe.
 
@@ -74,25 +90,21 @@ class RemoteLookup(Lookup):
         self,
         candidates: Candidates,
         picker: NodePicker | None = None,
+        limits: RemoteLookupLimits | None = None,
         *,
-        in_flight: int = 1024,
-        retries: int = 2,
-        timeout_s: float = 1.0,
-        attempt_s: float = 1.0,
         budget: RetryBudget | None = None,
         meter: LookupMeter | None = None,
     ) -> None:
-        """``in_flight``: the limit of lookups in flight; more are rejected. ``retries``: other nodes that a
-        lookup may try, within the retry ``budget``. ``timeout_s``: of a request without a deadline.
-        ``attempt_s``: the longest wait for one node while others remain; never more than half of the time
-        left. Once all have been tried, an attempt gets half of the time left."""
+        """``budget``: the retry budget, shared with other models' lookups."""
+        limits = limits or RemoteLookupLimits()
         self.model = model = candidates.model
         self.features, self.tables = model.features, model.tables
         self._candidates = candidates
         self._picker = picker or LeastBusy()
-        self._max_in_flight, self._in_flight = in_flight, 0
-        self._retries, self._timeout_s, self._attempt_s = retries, timeout_s, attempt_s
-        self._budget = budget or RetryBudget(in_flight)
+        self._max_in_flight, self._in_flight = limits.in_flight, 0
+        self._retries, self._timeout_s = limits.retries, limits.timeout_s
+        self._attempt_s = limits.attempt_s
+        self._budget = budget or RetryBudget(limits.in_flight)
         self._checks = RemoteRequestChecks(
             model, meter or LookupMeter(Metrics(), model.name, model.version)
         )

@@ -1,4 +1,4 @@
-"""Requests answered together: who waits, who goes with whom, and what becomes of faults."""
+"""Dynamic batching: queue order, merge keys, limits, deadlines and errors."""
 
 from __future__ import annotations
 

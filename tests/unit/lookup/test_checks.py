@@ -1,4 +1,4 @@
-"""Every fault of a request gets an error that names what came and what was expected."""
+"""Errors of invalid requests name the value received and the one expected."""
 
 import numpy as np
 import pytest

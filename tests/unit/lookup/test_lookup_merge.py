@@ -1,4 +1,4 @@
-"""Lookups made one answer as each alone."""
+"""Merged lookups give the results of single ones."""
 
 from __future__ import annotations
 

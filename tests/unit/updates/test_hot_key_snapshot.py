@@ -82,7 +82,7 @@ def test_write_keeps_to_the_rate_limit(tmp_path):
 
 def test_snapshot_is_written_periodically_and_at_close(tmp_path):
     path, cache = tmp_path / "new" / "hot", CpuCache({TABLE: 100})
-    snapshots = HotKeySnapshots(cache, [TABLE], path, interval_s=0.01, most=2)
+    snapshots = HotKeySnapshots(cache, lambda: [TABLE], path, interval_s=0.01, most=2)
     time.sleep(0.1)
     assert not path.exists()  # an empty cache does not replace an earlier node's snapshot
     insert(cache, [1, 2, 3])
@@ -90,7 +90,7 @@ def test_snapshot_is_written_periodically_and_at_close(tmp_path):
     assert len(read_hot_keys(path)[TABLE.id][0]) == 2
     snapshots.close()
     path.unlink()
-    last = HotKeySnapshots(cache, [TABLE], path, interval_s=1000)
+    last = HotKeySnapshots(cache, lambda: [TABLE], path, interval_s=1000)
     last.close()
     last.close()
     assert sorted(read_hot_keys(path)[TABLE.id][0].tolist()) == [1, 2, 3]
@@ -100,7 +100,7 @@ def test_unwritable_folder_only_logs_a_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     cache = CpuCache({TABLE: 100})
     insert(cache, [1])
-    HotKeySnapshots(cache, [TABLE], tmp_path / "file" / "hot", interval_s=1000).close()
+    HotKeySnapshots(cache, lambda: [TABLE], tmp_path / "file" / "hot", interval_s=1000).close()
     assert "writing the hot keys to" in caplog.text
 
 

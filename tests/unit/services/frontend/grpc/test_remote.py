@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import grpc
 import numpy as np
@@ -18,6 +18,7 @@ from hps.lookup.remote import (
     ClientTls,
     NodeRegistry,
     RemoteLookup,
+    RemoteLookupLimits,
     RetryBudget,
 )
 from hps.lookup.remote import (
@@ -52,11 +53,16 @@ def connect(small):
     closing = []
 
     def connect(*urls, model="ctr", described=None, api_key=None, **options):
+        limits = {
+            field.name: options.pop(field.name)
+            for field in fields(RemoteLookupLimits)
+            if field.name in options
+        }
         nodes = NodeRegistry(urls, None, api_key)
         closing.append(nodes)
         candidates = Candidates(described or model_of(small.node.models[model]), nodes)
         closing.append(candidates)
-        return RemoteLookup(candidates, **options)
+        return RemoteLookup(candidates, limits=RemoteLookupLimits(**limits), **options)
 
     yield connect
     for each in reversed(closing):
