@@ -34,7 +34,7 @@ def screen(servers: Sequence[Mapping[str, Any]]) -> Any:
         *(Text(problem, "red") for problem in problems),
     ]
     for columns, rows in _parts([each for each in servers if each["state"] != "away"]):
-        if len(servers) == 1:  # without the last column, the server
+        if len(servers) <= 1:  # without the last column, the server
             columns, rows = columns[:-1], [row[:-1] for row in rows]
         parts += [Text(), table_of(columns, rows, optional=_LEFT_OUT)]
     return Group(*parts)

@@ -329,7 +329,7 @@ def judge(ended: Ended, says: str) -> None:
 
 
 @pytest.mark.parametrize(("command", "wrong", "says"), MATRIX)
-def test_it_ends_with_2_and_a_line(
+def test_bad_configuration_exits_with_2_and_one_line(
     command: tuple[str, ...],
     wrong: Mapping[str, Any],
     says: str,
@@ -342,7 +342,7 @@ def test_it_ends_with_2_and_a_line(
     judge(ended, says.format_map(here(places, tmp_path)))
 
 
-def test_a_volume_that_is_mounted_for_reading(write: Any, tmp_path: Path) -> None:
+def test_read_only_volume_is_reported(write: Any, tmp_path: Path) -> None:
     """The whole process as it is, not a fork."""
     volume = tmp_path / "volume"
     volume.mkdir()

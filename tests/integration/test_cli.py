@@ -91,7 +91,7 @@ def expected(config: Path) -> dict[str, np.ndarray]:
         return node.predict("clicks", features, dense).outputs
 
 
-def test_one_request_by_every_way_in_gives_the_same_scores(
+def test_every_form_of_a_request_gives_the_same_scores(
     config: Path, urls: tuple[str, str], hps_command: Command
 ) -> None:
     want = expected(config)
@@ -147,7 +147,7 @@ def test_explain_shows_vectors_sources_and_dense_inputs(
     assert "dense input dense" in shown
 
 
-def test_a_model_without_a_dense_part_answers_vectors(
+def test_model_without_a_network_answers_vectors(
     config: Path, urls: tuple[str, str], hps_command: Command
 ) -> None:
     for way in (["--server", urls[0]], ["--config", config]):
@@ -238,7 +238,7 @@ def test_files_of_every_format_give_the_same_scores(
 
 
 @pytest.mark.parametrize("way", ["server", "config"])
-def test_missing_cells_are_scored_with_the_default_if_asked(
+def test_missing_default_scores_empty_cells_with_the_default(
     urls: tuple[str, str], config: Path, tmp_path: Path, hps_command: Command, way: str
 ) -> None:
     path = tmp_path / "s.tsv"
@@ -266,7 +266,7 @@ def read_scores(path: Path) -> dict[str, np.ndarray]:
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
-def test_a_bad_cell_ends_it_with_its_place_and_no_output(
+def test_bad_cell_fails_with_its_row_and_no_output(
     urls: tuple[str, str], tmp_path: Path, hps_command: Command
 ) -> None:
     path = tmp_path / "s.csv"
@@ -340,7 +340,7 @@ def test_many_keys_are_looked_up_in_several_calls(
         (["clicks", "items", str(2**64)], "is outside -2^63 to 2^64-1"),
     ],
 )
-def test_lookup_mistakes(
+def test_lookup_errors_are_one_line(
     words: list[str], says: str, config: Path, urls: tuple[str, str], hps_command: Command
 ) -> None:
     for way in (["--server", urls[1]], ["--config", config]):
@@ -350,7 +350,7 @@ def test_lookup_mistakes(
         assert says in done.err
 
 
-def test_tables(config: Path, urls: tuple[str, str], hps_command: Command) -> None:
+def test_tables_are_listed(config: Path, urls: tuple[str, str], hps_command: Command) -> None:
     for way in (["--server", urls[1]], ["--config", config]):
         done = hps_command("tables", "-o", "json", *way)
         found = {(t["model"], t["table"]): t for t in done.json}
@@ -368,7 +368,7 @@ def test_tables(config: Path, urls: tuple[str, str], hps_command: Command) -> No
     assert "1,000" in hps_command("tables", "--server", urls[1]).out
 
 
-def test_status_counts_what_was_answered(urls: tuple[str, str], hps_command: Command) -> None:
+def test_status_counts_answered_requests(urls: tuple[str, str], hps_command: Command) -> None:
     def answered() -> dict[str, int]:
         return hps_command("status", "-o", "json", "--server", urls[1]).json["keys_by_tier"]
 
@@ -388,7 +388,7 @@ def test_wrong_port_is_reported(urls: tuple[str, str], hps_command: Command) -> 
     assert "is it the admin address?" in done.err
 
 
-def test_doctor_is_content_with_a_sound_setup(
+def test_doctor_finds_nothing_in_a_sound_setup(
     config: Path, urls: tuple[str, str], hps_command: Command
 ) -> None:
     done = hps_command("doctor", "--config", config, "--server", urls[0], "-o", "json")
@@ -453,7 +453,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_configuration_ends_serve(name: str, tmp_path: Path, hps_command: Command) -> None:
+def test_serve_exits_on_an_invalid_configuration(
+    name: str, tmp_path: Path, hps_command: Command
+) -> None:
     text, says = BROKEN[name]
     (tmp_path / "config.yaml").write_text(text)
     done = hps_command("serve", "--config", "config.yaml", cwd=tmp_path)
@@ -471,7 +473,7 @@ def test_serve_explains_the_option_for_a_bare_file(hps_command: Command) -> None
     assert done.err == "error: the configuration file is an option: hps serve --config my.yaml\n"
 
 
-def test_a_taken_port_ends_serve(
+def test_serve_exits_on_a_port_in_use(
     small_server: Hps, small_repository: Path, tmp_path: Path, hps_command: Command
 ) -> None:
     config = write_config(tmp_path, small_repository)
@@ -483,7 +485,7 @@ def test_a_taken_port_ends_serve(
     assert "server.http.port" in done.err
 
 
-def test_a_database_in_use_ends_serve_and_names_its_owner(
+def test_serve_exits_on_a_database_in_use_and_names_its_owner(
     small_repository: Path, tmp_path: Path, hps_command: Command
 ) -> None:
     folder = tmp_path / ("a folder with a long name " * 5).strip()
@@ -500,7 +502,7 @@ def test_a_database_in_use_ends_serve_and_names_its_owner(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_serve_with_exit_code_0(
+def test_serve_exits_with_code_0_on_a_signal(
     number: signal.Signals, small_repository: Path, tmp_path: Path
 ) -> None:
     with serving(write_config(tmp_path, small_repository)) as (process, ready):
@@ -514,7 +516,7 @@ def test_a_signal_ends_serve_with_exit_code_0(
         assert "Traceback" not in process.stderr.read()
 
 
-def test_serve_prints_what_it_serves(small_repository: Path, tmp_path: Path) -> None:
+def test_serve_prints_models_and_addresses(small_repository: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, small_repository)
     with subprocess.Popen(
         [*COMMAND, "serve", "--config", str(config)],
@@ -535,9 +537,7 @@ def test_serve_prints_what_it_serves(small_repository: Path, tmp_path: Path) -> 
         assert word in text
 
 
-def test_killed_while_serving_it_opens_the_same_database_again(
-    small_repository: Path, tmp_path: Path
-) -> None:
+def test_killed_server_opens_its_database_again(small_repository: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, small_repository)
     keys = np.arange(-5, 5)
     answers = []
@@ -558,7 +558,7 @@ def test_killed_while_serving_it_opens_the_same_database_again(
     assert answers[0][:, 0].tolist() == keys.tolist()
 
 
-def test_a_server_that_asks_for_keys(
+def test_api_key_is_required_and_accepted(
     small_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hps_command: Command
 ) -> None:
     secret = "0123456789abcdef-admin"
@@ -589,7 +589,7 @@ def test_a_server_that_asks_for_keys(
         assert {c["name"]: c["verdict"] for c in told}["http port"] == "OK"
 
 
-def test_hps_own_configuration_file_is_served(
+def test_serve_accepts_a_ps_json(
     small_repository: Path, tmp_path: Path, hps_command: Command
 ) -> None:
     model = {
@@ -617,7 +617,7 @@ def test_hps_own_configuration_file_is_served(
     assert [row[0] for row in done.json["outputs"]["t0"]] == [7, 0.5]
 
 
-def test_version(hps_command: Command) -> None:
+def test_version_prints_versions(hps_command: Command) -> None:
     done = hps_command("version", "--output", "json")
     assert done.json["hps"] == hps.__version__
     assert done.json["native core"] in ("compiled", "NumPy twins")

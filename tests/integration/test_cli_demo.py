@@ -126,7 +126,7 @@ def scratch_folders(temporary: Path) -> list[Path]:
     return list(temporary.glob("hps-demo-*"))
 
 
-def test_once_checks_everything_and_leaves_nothing(small_demo: Path, temporary: Path) -> None:
+def test_once_passes_every_check_and_leaves_no_file(small_demo: Path, temporary: Path) -> None:
     done = demo("--once", "--model", small_demo)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("OK   ") == 5
@@ -139,7 +139,7 @@ def test_once_checks_everything_and_leaves_nothing(small_demo: Path, temporary: 
     assert float(re.findall(r"([\d.]+) %", cpu)[1]) > 90
 
 
-def test_a_wrong_score_fails_it(small_demo: Path, tmp_path: Path) -> None:
+def test_wrong_score_fails_the_demo(small_demo: Path, tmp_path: Path) -> None:
     def change(data: dict[str, Any]) -> None:
         data["scores"]["score"][77] += 3e-5
 
@@ -148,7 +148,7 @@ def test_a_wrong_score_fails_it(small_demo: Path, tmp_path: Path) -> None:
     assert "FAIL all 96 scores equal the trainer's" in done.stdout
 
 
-def test_a_key_without_a_row_fails_it(small_demo: Path, tmp_path: Path) -> None:
+def test_key_without_a_row_fails_the_demo(small_demo: Path, tmp_path: Path) -> None:
     def change(data: dict[str, Any]) -> None:
         data["features"]["item"][5] = [4711]
 
@@ -185,7 +185,7 @@ def test_demo_reports_a_taken_port(small_demo: Path) -> None:
     assert f"port {port} is in use" in done.stderr
 
 
-def test_the_port_in_place_of_a_taken_one_is_named(
+def test_replacement_of_a_port_in_use_is_named(
     small_demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hps.cli import demo_process as module
@@ -245,7 +245,7 @@ def test_demo_serves_until_it_is_stopped(
     assert not scratch_folders(temporary)
 
 
-def test_a_background_job_can_be_stopped(small_demo: Path) -> None:
+def test_background_job_stops_on_a_signal(small_demo: Path) -> None:
     """A shell's ``hps demo &`` begins with SIGINT ignored, one under nohup with SIGHUP ignored; the
     first is to stop it nevertheless, the second is not."""
     with serving(small_demo, "SIGINT SIGHUP") as (process, shown):
@@ -259,7 +259,7 @@ def test_a_background_job_can_be_stopped(small_demo: Path) -> None:
         socket.create_connection(address(shown), 5)
 
 
-def test_its_server_does_not_outlive_it(small_demo: Path, temporary: Path) -> None:
+def test_server_exits_with_the_demo(small_demo: Path, temporary: Path) -> None:
     """A killed demo cannot clean up: its server does."""
     with serving(small_demo) as (process, shown):
         process.kill()
@@ -268,7 +268,7 @@ def test_its_server_does_not_outlive_it(small_demo: Path, temporary: Path) -> No
         socket.create_connection(address(shown), 5)
 
 
-def test_a_server_that_is_starting_does_not_outlive_it(tmp_path: Path) -> None:
+def test_starting_server_exits_with_the_demo(tmp_path: Path) -> None:
     """Its standard input closes before it can have read its configuration."""
     folder = tmp_path / "hps-demo"
     folder.mkdir()
@@ -277,7 +277,7 @@ def test_a_server_that_is_starting_does_not_outlive_it(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_the_model_that_comes_with_hps() -> None:
+def test_bundled_model_passes_the_demo() -> None:
     data = load_demo()
     assert data.samples >= 100
     size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())

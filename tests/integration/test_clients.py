@@ -57,7 +57,7 @@ def plain(small_server):
         yield client
 
 
-def test_all_give_the_same(ours, plain):
+def test_all_clients_give_the_same_answers(ours, plain):
     theirs = plain.predict("clicks", FEATURES, DENSE)
     mine = ours.predict("clicks", FEATURES, DENSE, want_source=True, request_id="p1")
     assert list(mine.outputs) == list(theirs.outputs) == ["score", "logit"]
@@ -83,7 +83,7 @@ def test_all_give_the_same(ours, plain):
     assert ours.ready()
 
 
-def test_failures_are_ours(ours):
+def test_failures_are_hps_errors(ours):
     with pytest.raises(NotFound, match="'none' is not found"):
         ours.predict("none", FEATURES)
     with pytest.raises(BadRequest, match="did you mean 'user'"):

@@ -75,7 +75,7 @@ def by_table(node: Node, table: str, keys: Any) -> tuple[Any, list[int]]:
     return found.vectors[table], found.sources[table].tolist()
 
 
-def test_every_row_comes_back(configure: Any, document: dict[str, Any]) -> None:
+def test_every_row_is_served(configure: Any, document: dict[str, Any]) -> None:
     with hps.open(configure(document)) as node:
         for start in range(0, ROWS, 20):
             some = slice(start, start + 20)
@@ -92,14 +92,14 @@ def test_unknown_keys_get_the_table_s_default(configure: Any, document: dict[str
         assert by_table(node, "item", [5])[0].tolist() == [[0.0, 0.0]]
 
 
-def test_the_cache_holds_its_share(configure: Any, document: dict[str, Any]) -> None:
+def test_cache_holds_its_share(configure: Any, document: dict[str, Any]) -> None:
     with hps.open(configure(document)) as node:
         (cpu,) = [entry for entry in node.tiers if entry.tier.info.cache]
         for table in node.model("wdl").tables.values():
             assert 0.4 * ROWS <= cpu.rows(table) <= 0.6 * ROWS
 
 
-def test_a_cold_start(configure: Any, document: dict[str, Any]) -> None:
+def test_init_ec_false_starts_with_an_empty_cache(configure: Any, document: dict[str, Any]) -> None:
     document["models"][0]["init_ec"] = False
     with hps.open(configure(document)) as node:
         assert by_table(node, "user", [0])[1] == [Source.ROCKSDB]
@@ -123,7 +123,7 @@ def test_default_threshold_answers_without_waiting(
 
 
 @pytest.mark.parametrize(("table", "most"), [("user", 20), ("item", 30)])
-def test_a_request_carries_at_most_what_hps_took(
+def test_request_with_more_keys_than_hps_allows_is_rejected(
     configure: Any, document: dict[str, Any], table: str, most: int
 ) -> None:
     with hps.open(configure(document)) as node:
@@ -137,7 +137,7 @@ def test_a_request_carries_at_most_what_hps_took(
             node.lookup("wdl", {table: np.arange(11)})
 
 
-def test_32_bit_keys(configure: Any, document: dict[str, Any]) -> None:
+def test_32_bit_keys_are_served(configure: Any, document: dict[str, Any]) -> None:
     document["supportlonglong"] = False
     with hps.open(configure(document)) as node:
         low = keys_of(1) % 2**32
@@ -147,7 +147,9 @@ def test_32_bit_keys(configure: Any, document: dict[str, Any]) -> None:
         assert np.array_equal(vectors, rows_of(1, 2)[:20])
 
 
-def test_a_database_of_its_own(configure: Any, document: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_come_from_the_database_if_files_are_not_loaded(
+    configure: Any, document: dict[str, Any], tmp_path: Path
+) -> None:
     """initialize_after_startup false, or read_only: rows come from the database, not the files."""
     hps.open(configure(document)).close()
     rows_of(5, 4).tofile(tmp_path / "t0" / "emb_vector")
@@ -163,7 +165,7 @@ def test_ignored_settings_are_logged_at_start(configure: Any, document: dict[str
         assert "models[0].refresh_interval" in "\n".join(node.warnings)
 
 
-def test_its_update_source_is_read(configure: Any, document: dict[str, Any]) -> None:
+def test_update_source_is_read(configure: Any, document: dict[str, Any]) -> None:
     """As HPS's trainers send rows, with the filter that works there."""
     broker, model = shared_broker(), unique("wdl")
     document["models"][0]["model"] = model

@@ -10,7 +10,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = PAGE.read_text()
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
@@ -22,7 +22,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile("\n" * line + block[1], str(PAGE), "exec"), names)
 
 
-def test_what_the_page_says_of_other_processes(tmp_path: Path) -> None:
+def test_two_read_only_nodes_share_one_database(tmp_path: Path) -> None:
     """Two nodes read one database at a time, when both are read-only."""
     import hps
 

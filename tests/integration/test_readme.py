@@ -33,7 +33,7 @@ def blocks(language: str, section: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def test_python_runs_and_finds_its_keys(
+def test_python_examples_run_and_find_their_keys(
     checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(checkout)
@@ -52,7 +52,7 @@ def environment() -> dict[str, str]:
     return os.environ | {f"HPS__SERVER__{name}__PORT": port for name, port in ports}
 
 
-def test_commands_serve_the_demos_model(checkout: Path, environment: dict[str, str]) -> None:
+def test_commands_serve_the_demo_model(checkout: Path, environment: dict[str, str]) -> None:
     first, second, _containers = blocks("sh", "Serve your own")
 
     def run(script: str) -> str:

@@ -196,7 +196,9 @@ def test_errors_contain_no_secret(
     assert MARK[:14] not in ended.output
 
 
-def test_the_environment_is_quoted_by_name_alone(small_repository: Path, tmp_path: Path) -> None:
+def test_environment_variables_are_quoted_by_name_only(
+    small_repository: Path, tmp_path: Path
+) -> None:
     """Of values in the environment that are wrong, too."""
     variables = {
         "HPS__TIERS__REDIS__PASSWORD": f"{MARK}-7",

@@ -46,7 +46,7 @@ def test_top_shows_reachable_and_unreachable_servers(
     assert url in shown.stdout
 
 
-def test_live_it_shows_requests_as_they_come_until_q(small_server: Hps) -> None:
+def test_live_screen_shows_requests_until_q(small_server: Hps) -> None:
     """On a pseudo-terminal."""
     ours, theirs = pty.openpty()
     words = ["-s", f"http://{small_server.admin}", "-s", NOBODY, "--interval", "0.2"]
@@ -77,7 +77,7 @@ def test_live_it_shows_requests_as_they_come_until_q(small_server: Hps) -> None:
     os.close(ours)
 
 
-def test_what_has_no_metrics_of_ours_is_not_taken_for_ready() -> None:
+def test_server_without_hps_metrics_is_away() -> None:
     class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = b"nv_inference_count 3\n"
@@ -100,7 +100,7 @@ def test_what_has_no_metrics_of_ours_is_not_taken_for_ready() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_a_narrow_terminal_has_fewer_columns_and_no_line_is_broken(width: int) -> None:
+def test_narrow_terminal_shows_fewer_columns_without_wrapping(width: int) -> None:
     tier = {"tier": "rocksdb", "keys_per_s": 1e5, "hit_rate": 0.5, "p50_s": 0.001, "p99_s": 0.002}
     model = {"requests_per_s": 1234.0, "errors_per_s": 0.0, "p50_s": 0.001, "p99_s": 0.01}
     told = {
@@ -141,7 +141,7 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_line_is_broken(width: int) -
         assert column in lines[0]
 
 
-def test_a_terminal_that_cannot_be_drawn_over_gets_one_look_below_the_other(
+def test_dumb_terminal_prints_screens_below_each_other(
     small_server: Hps,
 ) -> None:
     ours, theirs = pty.openpty()

@@ -45,7 +45,7 @@ def samples(keys) -> list[list[int]]:
 @pytest.mark.parametrize(
     "kind", [pa.int8(), pa.int32(), pa.int64(), pa.uint32(), pa.uint64()], ids=str
 )
-def test_integer_columns(kind: pa.DataType) -> None:
+def test_integer_columns_become_keys(kind: pa.DataType) -> None:
     got = keys_of("f", pa.array([1, 2, 100], kind))
     assert got.keys.dtype == np.int64
     assert got.keys.tolist() == [1, 2, 100]
@@ -67,7 +67,7 @@ def test_a_slice_of_a_list_column_keeps_its_own_rows() -> None:
     assert samples(keys_of("f", column)) == [[3], [4, 5, 6]]
 
 
-def test_fixed_size_lists_and_dictionaries() -> None:
+def test_fixed_size_lists_and_dictionaries_become_keys() -> None:
     fixed = pa.array([[1, 2], [3, 4]], pa.list_(pa.int64(), 2))
     got = keys_of("f", fixed)
     assert got.offsets is None
@@ -80,7 +80,7 @@ def test_empty_cells_are_samples_without_keys() -> None:
     assert samples(keys_of("f", pa.array([5, None]))) == [[5], []]
 
 
-def test_float_keys_are_refused() -> None:
+def test_float_keys_are_rejected() -> None:
     with pytest.raises(
         BadRequest, match=r"column 'url' holds double values.*int64, uint64 or text"
     ):
@@ -88,14 +88,14 @@ def test_float_keys_are_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["1.42e+19", str(2**64), "-9223372036854775809", "seven"])
-def test_a_text_that_is_no_key_names_its_row(text: str) -> None:
+def test_text_that_is_not_a_key_names_its_row(text: str) -> None:
     with pytest.raises(BadRequest, match=r"column 'url', row 103: .* is not a whole number"):
         keys_of("url", pa.array(["1", "-2", text]), first_row=100)
     with pytest.raises(BadRequest, match=r"column 'url', row 102: .* is not a whole number"):
         keys_of("url", pa.array(["1 2 3", f"-2 {text}"]), first_row=100)
 
 
-def test_dense_scalars_and_lists() -> None:
+def test_dense_scalars_and_lists_become_tensors() -> None:
     f4 = np.dtype(np.float32)
     assert dense_of("d", pa.array([1, 2]), f4, [-1]).shape == (2,)
     assert dense_of("d", pa.array(["0.1", "2"]), f4, [-1, 1]).tolist() == [[np.float32(0.1)], [2]]
@@ -121,11 +121,11 @@ def test_dense_errors_name_column_and_row() -> None:
     ("cell", "key"),
     [("68fd1e64", 0x68FD1E64), ("0x68FD1E64", 0x68FD1E64), ("10", 16), ("f" * 16, -1), ("0XA", 10)],
 )
-def test_hex_keys_need_no_prefix_if_asked(cell: str, key: int) -> None:
+def test_hex_keys_need_no_prefix_with_is_hex(cell: str, key: int) -> None:
     assert keys_of("f", pa.array([cell]), is_hex=True).keys.tolist() == [key]
 
 
-def test_hex_keys_without_a_prefix_are_rejected_unless_asked() -> None:
+def test_hex_keys_without_a_prefix_are_rejected_without_is_hex() -> None:
     assert keys_of("f", pa.array(["0x68fd1e64", "12"])).keys.tolist() == [0x68FD1E64, 12]
     with pytest.raises(BadRequest, match=r"row 1: '68fd1e64' is not a whole.*--hex-keys"):
         keys_of("f", pa.array(["68fd1e64"]))

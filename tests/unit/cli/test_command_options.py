@@ -113,7 +113,7 @@ def test_declared_fields_get_their_values() -> None:
     )
 
 
-def test_two_fields_of_one_name_are_refused() -> None:
+def test_two_fields_of_one_name_are_rejected() -> None:
     def twice(first: Server, second: Server) -> None: ...
 
     twice.__annotations__ = {"first": Server, "second": Server}

@@ -89,13 +89,13 @@ def test_show_prints_values_and_origins(good: Path) -> None:
     assert ["tiers.cpu_cache.share", "null", "default"] in rows
 
 
-def test_show_without_a_file() -> None:
+def test_show_without_a_file_prints_defaults() -> None:
     result = run("show")
     assert result.exit_code == 0
     assert "server.http.port" in result.stdout
 
 
-def test_show_as_json(good: Path) -> None:
+def test_show_prints_json(good: Path) -> None:
     shown = json.loads(run("show", "-c", good, "-o", "json").stdout)
     assert shown["file"] == str(good)
     assert shown["settings"]["server"]["http"]["port"] == 9000
@@ -110,26 +110,26 @@ def test_show_hides_secrets(good: Path, output: str) -> None:
     assert "web" in text
 
 
-def test_show_of_a_ps_json(ps_json: Path) -> None:
+def test_show_of_a_ps_json_names_its_keys(ps_json: Path) -> None:
     result = run("show", "-c", ps_json)
     assert f"{ps_json}: persistent_db.path" in result.stdout
     assert "wdl" in result.stdout
     assert "models[0].refresh_delay" in result.stderr
 
 
-def test_show_of_a_bad_file(bad: Path) -> None:
+def test_show_of_an_invalid_file_fails(bad: Path) -> None:
     assert run("show", "-c", bad).exit_code == 2
 
 
 # -- validate ------------------------------------------------------------------------------------
 
 
-def test_validate_a_good_file(good: Path) -> None:
+def test_validate_accepts_a_valid_file(good: Path) -> None:
     result = run("validate", good)
     assert (result.exit_code, result.stdout) == (0, f"{good}: ok (configuration)\n")
 
 
-def test_validate_names_every_mistake_on_a_line_of_its_own(bad: Path) -> None:
+def test_validate_prints_one_line_per_error(bad: Path) -> None:
     result = run("validate", bad, "--set", "server.drain_s=x")
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -140,7 +140,7 @@ def test_validate_names_every_mistake_on_a_line_of_its_own(bad: Path) -> None:
     assert lines[3] == f"{bad}: 3 errors"
 
 
-def test_validate_as_json(bad: Path, ps_json: Path) -> None:
+def test_validate_prints_json(bad: Path, ps_json: Path) -> None:
     result = run("validate", bad, "--output", "json")
     report = json.loads(result.stdout)
     assert result.exit_code == 2
@@ -150,7 +150,7 @@ def test_validate_as_json(bad: Path, ps_json: Path) -> None:
     assert "models are not checked" in report["warnings"][1]
 
 
-def test_validate_refuses_an_open_port_without_a_mode(tmp_path: Path) -> None:
+def test_validate_rejects_a_reachable_port_without_auth_mode(tmp_path: Path) -> None:
     path = tmp_path / "open.yaml"
     path.write_text("server: {http: {host: 0.0.0.0}}\n")
     result = run("validate", path)
@@ -171,7 +171,7 @@ def test_validate_refuses_an_open_port_without_a_mode(tmp_path: Path) -> None:
         ("ps.json", "{", "HPS's ps.json", 2),
     ],
 )
-def test_validate_knows_the_kinds_of_files(
+def test_validate_detects_the_kind_of_a_file(
     tmp_path: Path, name: str, text: str, kind: str, code: int
 ) -> None:
     path = tmp_path / name
@@ -185,7 +185,7 @@ def test_validate_knows_the_kinds_of_files(
     )
 
 
-def test_validate_warns_of_an_absent_key_file(tmp_path: Path) -> None:
+def test_validate_warns_of_a_missing_key_file(tmp_path: Path) -> None:
     path = tmp_path / "hps.yaml"
     path.write_text("auth: {mode: api_key, keys_file: keys.yaml}\n")
     result = run("validate", path)
@@ -202,12 +202,12 @@ def test_validate_warns_of_an_absent_key_file(tmp_path: Path) -> None:
     ("arguments", "key"),
     [((), "server"), (("settings",), "auth"), (("model",), "tables"), (("api-key",), "role")],
 )
-def test_schema(arguments: tuple[str, ...], key: str) -> None:
+def test_schema_is_json_schema(arguments: tuple[str, ...], key: str) -> None:
     schema = json.loads(run("schema", *arguments).stdout)
     assert key in schema["properties"]
 
 
-def test_convert_prints_our_files(ps_json: Path) -> None:
+def test_convert_prints_hps_yaml_and_model_yaml(ps_json: Path) -> None:
     result = run("convert", ps_json)
     assert result.exit_code == 0
     settings, model = yaml.safe_load_all(result.stdout)
@@ -218,7 +218,7 @@ def test_convert_prints_our_files(ps_json: Path) -> None:
     assert "refresh_delay" in result.stderr
 
 
-def test_convert_writes_what_serves_the_same(ps_json: Path, tmp_path: Path) -> None:
+def test_converted_files_configure_the_same_server(ps_json: Path, tmp_path: Path) -> None:
     folder = tmp_path / "ours"
     assert run("convert", ps_json, "--into", folder).exit_code == 0
     before, after = load_config(ps_json, environ={}), load_config(folder / "hps.yaml", environ={})
@@ -234,7 +234,7 @@ def test_convert_writes_what_serves_the_same(ps_json: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", [("config", "validate"), ("serve", "--config")])
-def test_wrong_configuration_ends_immediately(bad: Path, command: tuple[str, ...]) -> None:
+def test_invalid_configuration_fails_quickly(bad: Path, command: tuple[str, ...]) -> None:
     """Before a server's worth of packages is loaded, which takes the most of the 3 s there are."""
     done = program(*command, bad)
     assert done.returncode == 2
@@ -243,7 +243,7 @@ def test_wrong_configuration_ends_immediately(bad: Path, command: tuple[str, ...
     assert done.stdout.endswith("[]\n")
 
 
-def test_reading_a_configuration_imports_nothing_heavy(good: Path) -> None:
+def test_reading_a_configuration_imports_no_heavy_module(good: Path) -> None:
     code = (
         "import sys, hps.config, hps.config.auth, hps.config.validation\n"
         "hps.config.validation.validate_file(__import__('pathlib').Path(sys.argv[1]))\n"

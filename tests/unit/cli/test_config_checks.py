@@ -76,7 +76,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_model_is_named(config: Path, models: Path, case: str) -> None:
+def test_validate_names_a_broken_model(config: Path, models: Path, case: str) -> None:
     assert validate(config).exit_code == 0
     broken, message = BROKEN[case]
     broken(models / "ctr")
@@ -93,13 +93,13 @@ def test_a_broken_model_is_named(config: Path, models: Path, case: str) -> None:
         assert (found.exit_code, message in found.stderr) == (2, True)
 
 
-def test_the_demo_s_description_and_network_are_in_order() -> None:
+def test_validate_accepts_the_demo_model() -> None:
     result = validate(MODEL)
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{MODEL}: ok (model description, ctr version 1)\n"
 
 
-def test_a_description_without_a_version_is_in_order(tmp_path: Path) -> None:
+def test_validate_accepts_a_description_without_versions(tmp_path: Path) -> None:
     shutil.copy(MODEL, tmp_path / "model.yaml")
     assert "ok (model description)" in validate(tmp_path / "model.yaml").stdout
     (tmp_path / "model.yaml").write_text("name: m\ndense: {outputs: [{name: y, shape: [-1]}]}\n")
@@ -129,7 +129,7 @@ def test_validate_points_to_doctor(config: Path, models: Path) -> None:
     assert "models are not checked: there is no" in result.stderr
 
 
-def test_a_network_that_a_triton_runs_is_left_to_the_doctor(config: Path, models: Path) -> None:
+def test_validate_skips_networks_that_triton_runs(config: Path, models: Path) -> None:
     (models / "ctr" / "1" / "dense.onnx").unlink()
     triton = ("--set", "dense.triton.url=127.0.0.1:1")
     assert validate(config, *triton).exit_code == 0
@@ -142,11 +142,11 @@ def test_a_network_that_a_triton_runs_is_left_to_the_doctor(config: Path, models
     assert "model.yaml must give its hotness" in result.stderr
 
 
-def test_a_gpu_is_not_needed(config: Path) -> None:
+def test_validate_needs_no_gpu(config: Path) -> None:
     assert validate(config, "--set", "dense.provider=cuda").exit_code == 0
 
 
-def test_a_large_table_is_not_read(config: Path, models: Path) -> None:
+def test_validate_reads_no_rows_of_large_tables(config: Path, models: Path) -> None:
     """Holes of 64 GB would take minutes."""
     rows = 1 << 30
     for name, width in (("key", 8), ("emb_vector", 64)):
@@ -155,7 +155,7 @@ def test_a_large_table_is_not_read(config: Path, models: Path) -> None:
     assert validate(config).exit_code == 0
 
 
-def test_a_front_end_needs_no_rows(config: Path, models: Path) -> None:
+def test_validate_of_a_front_end_needs_no_rows(config: Path, models: Path) -> None:
     role = ("--set", "server.role=frontend", "--set", "lookup.nodes=[a:1]")
     shutil.rmtree(models / "ctr" / "1" / "tables")
     assert validate(config).exit_code == 2
@@ -164,7 +164,7 @@ def test_a_front_end_needs_no_rows(config: Path, models: Path) -> None:
     assert "dense.onnx is missing" in validate(config, *role).stderr
 
 
-def test_the_tables_of_a_ps_json(tmp_path: Path) -> None:
+def test_validate_checks_the_tables_of_a_ps_json(tmp_path: Path) -> None:
     path = tmp_path / "ps.json"
     model = {"model": "m", "sparse_files": ["a", "b"], "embedding_vecsize_per_table": [4, 2]}
     path.write_text(json.dumps({"models": [model]}))
@@ -181,7 +181,7 @@ def test_the_tables_of_a_ps_json(tmp_path: Path) -> None:
     assert "b is missing" in validate(path).stderr
 
 
-def test_certificates_of_ports_are_tried(config: Path, tmp_path: Path) -> None:
+def test_validate_checks_certificates_of_ports(config: Path, tmp_path: Path) -> None:
     one, other = made(tmp_path, "a"), made(tmp_path, "b")
 
     def given(key: Path) -> tuple[str, str]:
@@ -195,7 +195,7 @@ def test_certificates_of_ports_are_tried(config: Path, tmp_path: Path) -> None:
     assert (result.exit_code, "none.pem does not exist here" in result.stderr) == (0, True)
 
 
-def test_kafka_s_options_are_tried(config: Path, tmp_path: Path) -> None:
+def test_validate_checks_options_of_kafka(config: Path, tmp_path: Path) -> None:
     brokers = ("--set", "updates.kafka.brokers=127.0.0.1:1", "--set")
     result = validate(config, *brokers, "updates.kafka.options={no.such: 1}")
     assert "updates.kafka: No such configuration property" in result.stderr

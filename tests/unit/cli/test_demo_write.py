@@ -39,7 +39,7 @@ def test_second_write_changes_nothing(tmp_path: Path) -> None:
     assert spec.read_text().endswith("# of mine\n")
 
 
-def test_a_repository_with_other_models_is_left_alone(tmp_path: Path) -> None:
+def test_repository_with_other_models_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/model.yaml").write_text("name: mine\n")
     done = write(tmp_path)

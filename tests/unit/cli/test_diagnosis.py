@@ -43,14 +43,14 @@ def test_checks_have_a_remedy_unless_ok() -> None:
         assert check.verdict == "OK" or check.remedy
 
 
-def test_few_open_files_are_warned_of() -> None:
+def test_low_limit_of_open_files_is_a_warning() -> None:
     assert machine.open_files(1024).verdict == "WARN"
     assert "ulimit -n" in machine.open_files(1024).remedy
     assert machine.open_files(4096).verdict == "OK"
     assert machine.open_files(resource.RLIM_INFINITY).verdict == "OK"
 
 
-def test_small_shared_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_shared_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def usage(total: int):
         return lambda _path: SimpleNamespace(total=total, free=total)
 
@@ -61,7 +61,7 @@ def test_small_shared_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.Mo
     assert machine.shared_memory(tmp_path / "none").verdict == "WARN"
 
 
-def test_too_small_a_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_small_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(total=10_000, free=1_000)
     monkeypatch.setattr(stores.shutil, "disk_usage", lambda _path: free)
     check = stores.database(tmp_path / "new", 501)
@@ -72,14 +72,14 @@ def test_too_small_a_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert stores.database(tmp_path / "old", 10_000).verdict == "OK", "its rows are there already"
 
 
-def test_the_numpy_twins_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_twins_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "COMPILED", False)
     assert machine.native_core().verdict == "WARN"
     monkeypatch.setattr(native, "COMPILED", True)
     assert machine.native_core().verdict == "OK"
 
 
-def test_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["no-such-package[x]>=3", "cupy-none; extra == 'gpu'"]
     monkeypatch.setattr(machine.metadata, "requires", lambda _name: wanted)
     check = machine.packages()
@@ -88,7 +88,7 @@ def test_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("lacks", "verdict"), [("there is no CuPy", "WARN"), (None, "OK")])
-def test_a_gpu_that_cannot_be_used_is_warned_of(
+def test_unusable_gpu_is_a_warning(
     lacks: str | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: lacks)
@@ -103,7 +103,7 @@ def test_a_gpu_that_cannot_be_used_is_warned_of(
     assert not any(each.name == "networks" for each in machine.machine())
 
 
-def test_a_gpu_that_networks_do_not_run_on_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_provider_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
     check = machine.networks()
     assert check.verdict == "WARN"
@@ -111,12 +111,12 @@ def test_a_gpu_that_networks_do_not_run_on_is_warned_of(monkeypatch: pytest.Monk
     assert "--no-deps onnxruntime-gpu" in check.remedy
 
 
-def test_a_gpu_that_networks_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_that_runs_on_the_gpu_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hps.dense.onnx.OnnxModel", lambda path, _provider: path.read_bytes())
     assert machine.networks().verdict == "OK"
 
 
-def test_an_error_is_shown_in_full() -> None:
+def test_error_is_shown_in_full() -> None:
     text = "key holds 3 rows; the bytes would fit dim 16: is dim 8 wrong?"
     check = failed("models", ConfigError(text), "hps model verify m")
     assert (check.found, check.remedy) == (text, "hps model verify m")
@@ -169,7 +169,7 @@ def test_clock_skew_is_compared_with_its_uncertainty(
         assert "NTP" in check.remedy
 
 
-def test_a_clock_that_is_cut_to_seconds_is_the_same_clock() -> None:
+def test_clock_truncated_to_seconds_is_no_skew() -> None:
     found = clocks.skew(lambda: float(int(time.time())), resolution_s=1.0)
     assert abs(found.ahead_s) <= found.unsure_s
     assert found.unsure_s >= 0.5
@@ -209,7 +209,7 @@ def test_memory_limit_of_a_container_is_used(
         assert memory.limit() == limit
 
 
-def test_pinned_memory_needs_to_be_locked() -> None:
+def test_low_memlock_limit_is_a_warning_for_pinned_memory() -> None:
     assert memory.locked(100, resource.RLIM_INFINITY).verdict == "OK"
     assert memory.locked(100, 100).verdict == "OK"
     few = memory.locked(101, 100)
@@ -233,7 +233,7 @@ def test_full_disk_of_database_is_a_warning(
     assert [verdict(200), verdict(150), verdict(99)] == ["OK", "WARN", "FAIL"]
 
 
-def test_a_folder_of_updates_must_be_there_and_writable(tmp_path: Path) -> None:
+def test_updates_folder_must_exist_and_be_writable(tmp_path: Path) -> None:
     assert streams.folder("updates", tmp_path, "updates.directory.path").verdict == "OK"
     lacks = streams.folder("updates", tmp_path / "none", "updates.directory.path")
     assert (lacks.verdict, "updates.directory.path" in lacks.remedy) == ("FAIL", True)
@@ -250,7 +250,7 @@ def test_unexpected_error_of_one_part_keeps_other_checks() -> None:
     assert second.remedy
 
 
-def test_a_certificate_that_ends_soon_is_warned_of() -> None:
+def test_certificate_that_expires_soon_is_a_warning() -> None:
     now = datetime.now(UTC)
     assert validity.validity("x", now + timedelta(days=20), "x.crt").verdict == "OK"
     soon = validity.validity("x", now + timedelta(days=3, hours=1), "x.crt")
@@ -299,7 +299,7 @@ def test_messages_deleted_before_they_were_read_are_a_warning() -> None:
     assert "2 partitions of t did not continue what was applied" in check.found
 
 
-def test_lookup_nodes_of_a_front_end_that_serve_different_versions() -> None:
+def test_different_versions_of_lookup_nodes_are_reported() -> None:
     nodes = [
         {"address": "a:1", "state": "ready", "models": {"m": 1}},
         {"address": "b:1", "state": "ready", "models": {"m": 2}},
@@ -331,7 +331,7 @@ def test_lag_counts_kept_messages_and_reports_lost_ones() -> None:
     assert never.verdict == "OK", "what is gone does not wait"
 
 
-def test_gpus_that_are_required_and_not_there_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_required_gpus_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdicts(use: str, lacks: str | None, devices: list[int]) -> list[tuple[str, str]]:
         device = SimpleNamespace(mem_info=(10, 1000))
         count = SimpleNamespace(getDeviceCount=lambda: 1)

@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINE = re.compile(r"^(\$ )?(hps .*?)(?:\s+#.*|  .*|\s*[|>&;].*)?$", re.MULTILINE)
 
 
-def test_every_command_is_in_the_page() -> None:
+def test_every_command_is_in_the_command_line_page() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `hps ")]
     assert [row.split("`")[1].removeprefix("hps ") for row in rows] == list(COMMANDS)
 

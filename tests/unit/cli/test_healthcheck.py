@@ -138,7 +138,7 @@ def test_client_certificate_is_sent_if_required(
     assert "give --tls certificate=FILE,key=FILE, or HPS_TLS" in done.output
 
 
-def test_it_loads_neither_numpy_nor_the_client(tmp_path: Path) -> None:
+def test_healthcheck_imports_neither_numpy_nor_the_client(tmp_path: Path) -> None:
     """Engines run it every few seconds in every container."""
     code = (
         "import sys, hps.cli.main as m\n"

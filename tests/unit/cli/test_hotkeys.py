@@ -20,13 +20,13 @@ def path(tmp_path):
     return tmp_path / "hot"
 
 
-def test_tables_and_keys_are_chosen(path):
+def test_snapshot_is_filtered_by_model_table_and_limit(path):
     assert [entry["table"] for entry in from_snapshot(path, None, None, 9)] == ["a", "b"]
     only = [{"model": "n", "table": "b", "keys": [7], "scores": [255]}]
     assert from_snapshot(path, "n", None, 1) == from_snapshot(path, "n", "b", 1) == only
 
 
-def test_it_is_printed(path):
+def test_snapshot_is_printed(path):
     done = CliRunner().invoke(app, ["hotkeys", "m", "--snapshot", str(path)])
     assert (done.exit_code, "-5" in done.stdout, "255" in done.stdout) == (0, True, True)
     done = CliRunner().invoke(app, ["hotkeys", "--snapshot", str(path), "--output", "json"])
@@ -42,7 +42,7 @@ def test_equal_highest_scores_are_explained(path):
     assert CliRunner().invoke(app, ["hotkeys", "--snapshot", str(path), "-o", "json"]).stderr == ""
 
 
-def test_missing_tables_are_named(path, tmp_path):
+def test_missing_table_names_the_existing_ones(path, tmp_path):
     with pytest.raises(NotFound, match="m/1/a, n/2/b"):
         from_snapshot(path, "m", "b", 1)
     with pytest.raises(NotFound, match="can't be read"):

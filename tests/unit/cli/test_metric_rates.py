@@ -24,7 +24,7 @@ def histogram(
     return [*rows, (f"{REQUESTS}_count", labels, max(counts.values()))]
 
 
-def test_rates_count_the_interval_by_code() -> None:
+def test_rates_are_per_interval_and_code() -> None:
     before = reading(10.0, *histogram("200", {"+Inf": 100}))
     after = reading(12.0, *histogram("200", {"+Inf": 140}), *histogram("503", {"+Inf": 6}))
     told = account(before, after)
@@ -40,13 +40,13 @@ def test_rates_count_the_interval_by_code() -> None:
     ]
 
 
-def test_a_server_that_was_restarted_counts_from_zero() -> None:
+def test_counters_of_a_restarted_server_start_at_zero() -> None:
     before = reading(0.0, *histogram("200", {"+Inf": 1000}))
     after = reading(1.0, *histogram("200", {"+Inf": 7}))
     assert account(before, after)["requests_per_s"] == 7.0
 
 
-def test_quantiles_are_those_of_the_time_between() -> None:
+def test_quantiles_cover_only_the_interval() -> None:
     """All that was slow was before."""
     before = reading(0.0, *histogram("200", {"0.001": 0, "0.01": 0, "+Inf": 900}))
     after = reading(1.0, *histogram("200", {"0.001": 50, "0.01": 100, "+Inf": 1000}))
@@ -57,7 +57,7 @@ def test_quantiles_are_those_of_the_time_between() -> None:
     assert MetricsInterval(after, after).quantile(REQUESTS, 0.5) is None
 
 
-def test_tiers_freshness_and_lag() -> None:
+def test_account_has_tiers_freshness_and_lag() -> None:
     keys = "hps_tier_keys_total"
     cpu = {"tier": "cpu", "model": "m", "table": "t"}
     age = [
@@ -87,7 +87,7 @@ def test_tiers_freshness_and_lag() -> None:
     )
 
 
-def test_the_lookup_nodes_of_a_front_end_have_a_row_each() -> None:
+def test_account_has_a_row_per_lookup_node() -> None:
     def told(
         asked: float, failed: float, retries: float
     ) -> list[tuple[str, dict[str, str], float]]:

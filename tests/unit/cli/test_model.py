@@ -48,7 +48,7 @@ def network(path: Path, **inputs: int) -> Path:
 
 
 class TestImport:
-    def test_chosen_tables(self, npz, models):
+    def test_chosen_tables_are_imported(self, npz, models):
         result = run(
             "import", npz, "--to", models, "--name", "ctr", "--table", "users=u.weight",
             "--table", "items=i.weight", "--keys", "users=ids", "--metadata", "auc=0.7",
@@ -61,7 +61,7 @@ class TestImport:
         assert opened.tables["items"].keys().tolist() == [0, 1, 2]
         assert opened.manifest.metadata["auc"] == "0.7"
 
-    def test_features_with_offsets(self, npz, models):
+    def test_features_with_offsets_share_a_table(self, npz, models):
         run("import", npz, "-r", models, "-n", "ctr", "-t", "all=u.weight,i.weight",
             "-f", "user=all", "-f", "item=all+10:mean")  # fmt: skip
         found = [(f.name, f.key_offset, f.pooling) for f in Repository(models).spec("ctr").features]
@@ -82,7 +82,7 @@ class TestImport:
         ]
         assert [f.key_offset for f in Repository(models).spec("ctr").features] == [0, 10]
 
-    def test_a_network_is_described_from_itself(self, tmp_path, npz, models):
+    def test_network_is_described_from_its_file(self, tmp_path, npz, models):
         dense = network(tmp_path / "net.onnx", users=4, price=2)
         result = run(
             "import", npz, "-r", models, "-n", "ctr", "-t", "users=u.weight", "--dense", dense
@@ -98,7 +98,7 @@ class TestImport:
             "detail": "takes and gives what model.yaml says",
         }
 
-    def test_a_network_that_does_not_fit_writes_nothing(self, tmp_path, npz, models):
+    def test_network_that_does_not_fit_writes_nothing(self, tmp_path, npz, models):
         for inputs, said in (
             ({"users": 5, "price": 2}, r"has shape [-1, 4] in model.yaml, [-1, 5] in the network"),
             ({"price": 2}, "no input is called like feature 'users'; its inputs are price"),
@@ -111,7 +111,7 @@ class TestImport:
             assert said in result.stderr
             assert not models.exists()
 
-    def test_a_given_description(self, tmp_path, npz, models):
+    def test_spec_option_sets_the_description(self, tmp_path, npz, models):
         (tmp_path / "m.yaml").write_text(
             "name: any\ntables: [{name: users, dim: 4, default: 0.5, dtype: float16}]\n"
         )
@@ -172,7 +172,7 @@ class TestImport:
         assert "c/1 t: 3 rows repeat the key of a later row and will not be served" in result.stderr
         assert printed(run(*words, "-o", "json"))[0]["tables"][0]["repeated_keys"] == 3
 
-    def test_versions_follow_each_other(self, npz, models):
+    def test_versions_are_numbered_in_order(self, npz, models):
         words = ("import", npz, "-r", models, "-n", "ctr", "-t", "u.weight")
         assert [printed(run(*words, "-o", "json"))[0]["version"] for _ in range(3)] == [1, 2, 3]
         result = run(*words, "--version", 2)
@@ -183,7 +183,7 @@ class TestImport:
         assert "--replace-spec" in result.stderr
         assert run(*words, "-f", "other=u", "--replace-spec").exit_code == 0
 
-    def test_every_model_of_a_ps_json(self, tmp_path, models):
+    def test_every_model_of_a_ps_json_is_imported(self, tmp_path, models):
         entries = []
         for name in ("wdl", "din"):
             folder = tmp_path / f"{name}.model"
@@ -222,7 +222,7 @@ class TestImport:
             (("t.npz", "-n", "c", "--format", "zip"), "no format 'zip'; expected one of ps.json"),
         ],
     )
-    def test_mistakes_are_one_clear_line(self, npz, models, monkeypatch, words, said):
+    def test_errors_are_one_line(self, npz, models, monkeypatch, words, said):
         monkeypatch.chdir(npz.parent)
         result = run("import", *words, "-r", models)
         assert result.exit_code == 2
@@ -241,7 +241,7 @@ class TestInspect:
         run("import", npz, "-r", models, "-n", "words", "-t", "w=u.weight")
         return models
 
-    def test_the_repository(self, imported):
+    def test_models_of_the_repository_are_listed(self, imported):
         result = run("inspect", "-r", imported)
         assert [line.split() for line in result.stdout.splitlines()] == [
             ["model", "versions", "tables", "network"],
@@ -253,7 +253,7 @@ class TestInspect:
             {"model": "words", "versions": [1, 2], "tables": 1},
         ]
 
-    def test_a_version(self, imported):
+    def test_version_is_described(self, imported):
         text = run("inspect", "ctr", "-r", imported).stdout
         for part in ("ctr version 1, made 20", "users", "160", "score", "price", "format: npz"):
             assert part in text or part == "160"
@@ -273,7 +273,7 @@ class TestInspect:
         last = {row[0]: row[-1] for row in rows if row}
         assert [last[name] for name in ("feature", "user", "friend")] == ["context", "yes", "no"]
 
-    def test_what_is_not_there(self, imported):
+    def test_missing_model_or_version_is_an_error(self, imported):
         assert run("inspect", "wrds", "-r", imported).exit_code == 2
         assert run("inspect", "words", "-r", imported, "--version", 9).exit_code == 2
         assert run("inspect", "-r", imported / "none").exit_code == 2
@@ -287,13 +287,13 @@ class TestVerify:
         )
         return models / "ctr/1/tables"
 
-    def test_all_is_well(self, models, folder):
+    def test_sound_version_passes(self, models, folder):
         result = run("verify", "-r", models)
         assert result.exit_code == 0
         assert "FAIL" not in result.stdout
         assert "WARN" not in result.stdout
 
-    def test_a_flipped_bit(self, models, folder):
+    def test_flipped_bit_fails(self, models, folder):
         data = bytearray((folder / "users/emb_vector").read_bytes())
         data[40] ^= 1
         (folder / "users/emb_vector").write_bytes(data)
@@ -303,13 +303,13 @@ class TestVerify:
         assert [f["check"] for f in failed] == ["table users: checksums"]
         assert "do not match the manifest" in failed[0]["detail"]
 
-    def test_a_truncated_file(self, models, folder):
+    def test_truncated_file_fails(self, models, folder):
         (folder / "users/key").write_bytes(b"1234")
         result = run("verify", "ctr", "-r", models)
         assert result.exit_code == 1
         assert "4 bytes is not a multiple of 8" in result.stdout
 
-    def test_values_and_keys_that_will_surprise(self, models, folder):
+    def test_suspicious_values_and_keys_are_warnings(self, models, folder):
         (folder.parent / "manifest.json").unlink()
         np.array([1, 2, 1], "<i8").tofile(folder / "items/key")
         rows = np.ones((3, 4), "<f4")
@@ -324,7 +324,7 @@ class TestVerify:
         assert "1 rows repeat the key of a later row" in warned["table items: keys"]
         assert "no manifest" in warned["table items: checksums"]
 
-    def test_usage(self, models):
+    def test_version_without_a_model_is_an_error(self, models):
         models.mkdir()
         assert "needs a model's name" in run("verify", "--version", 3, "-r", models).stderr
         assert "holds no model" in run("verify", "-r", models).stderr
@@ -335,7 +335,7 @@ def test_help_shows_examples(command):
     assert f"hps model {command} " in run(command, "--help").stdout
 
 
-def test_options_are_put_together():
+def test_table_options_and_features_are_parsed():
     assert choices(["u=a", "b"], ["u=ids"], ["u=e*"]) == [
         TableChoice("u", ("a",), "ids", "e*"),
         TableChoice("", ("b",)),

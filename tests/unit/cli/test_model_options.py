@@ -25,7 +25,7 @@ def matmul() -> onnx.ModelProto:
     return onnx.load_from_string(network([node], {"t": 300}, {"score": 1}, [weights]))
 
 
-def test_weights_in_a_file_beside_the_network_are_refused(tmp_path):
+def test_network_with_external_weights_is_rejected(tmp_path):
     """What torch.onnx.export writes unless told otherwise: the version would lack its weights."""
     path = tmp_path / "dense.onnx"
     onnx.save_model(matmul(), path, save_as_external_data=True, location="dense.onnx.data")
@@ -36,7 +36,7 @@ def test_weights_in_a_file_beside_the_network_are_refused(tmp_path):
     check_wiring(SPEC, path)
 
 
-def test_a_damaged_network_is_named_by_its_own_path(tmp_path):
+def test_damaged_network_is_named_by_its_path(tmp_path):
     path = tmp_path / "dense.onnx"
     path.write_bytes(b"no network")
     with pytest.raises(ModelError) as error:

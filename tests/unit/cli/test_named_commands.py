@@ -91,14 +91,14 @@ def unknown(words: str, where: str) -> str:
     return next((f"{first} … {each}" for each in given if each not in options | OF_HPS), "")
 
 
-def test_the_check_finds_what_does_not_exist() -> None:
+def test_unknown_commands_and_options_are_found() -> None:
     text = "see `hps stoer ls`, `hps store lst`, `hps serve --worker 2`; hps updates dlq list shows them"
     found = [unknown(words, where) for words, where in named(text)]
     assert found == ["stoer", "store lst", "serve … --worker", "updates … list"]
 
 
 @pytest.mark.parametrize("of", ["code", "pages"])
-def test_every_command_that_is_named_exists(of: str) -> None:
+def test_every_named_command_exists(of: str) -> None:
     files = CODE if of == "code" else PAGES
     count, wrong = 0, []
     for path in files:

@@ -31,7 +31,7 @@ def run(*words: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("flag", ["--server", "-s"])
 @pytest.mark.parametrize("words", [*ADMIN_COMMANDS, *OTHERS], ids=" ".join)
-def test_a_command_asks_the_server_it_is_given(words: list[str], flag: str) -> None:
+def test_command_connects_to_the_given_server(words: list[str], flag: str) -> None:
     code, said = run(*words, flag, NOWHERE)
     assert (code, NOWHERE.removeprefix("http://") in said) == (1, True), said
     assert "deprecated" not in said
@@ -39,7 +39,7 @@ def test_a_command_asks_the_server_it_is_given(words: list[str], flag: str) -> N
 
 @pytest.mark.parametrize("flag", ["--admin", "-a"])
 @pytest.mark.parametrize("words", ADMIN_COMMANDS, ids=" ".join)
-def test_the_former_option_works_with_a_warning(words: list[str], flag: str) -> None:
+def test_deprecated_admin_option_works_with_a_warning(words: list[str], flag: str) -> None:
     code, said = run(*words, flag, NOWHERE)
     assert (code, NOWHERE in said) == (1, True), said
     assert "warning: --admin URL is deprecated; give --server URL instead" in said
@@ -55,14 +55,14 @@ def test_the_former_option_works_with_a_warning(words: list[str], flag: str) -> 
     ],
     ids=lambda words: words[0],
 )
-def test_an_address_as_an_argument_works_with_a_warning(words: list[str]) -> None:
+def test_deprecated_address_argument_works_with_a_warning(words: list[str]) -> None:
     code, said = run(*words)
     assert code == 1
     assert f"the argument {NOWHERE} is deprecated; give --server URL instead" in said
 
 
 @pytest.mark.parametrize("words", [*ADMIN_COMMANDS, *OTHERS, ["top"], ["doctor"]], ids=" ".join)
-def test_help_shows_the_one_way(words: list[str]) -> None:
+def test_help_shows_no_deprecated_option(words: list[str]) -> None:
     names = words[:2] if words[0] in ("updates", "store") else words[:1]
     shown = CliRunner().invoke(app, [*names, "--help"]).stdout
     assert "--server" in shown
@@ -71,7 +71,7 @@ def test_help_shows_the_one_way(words: list[str]) -> None:
     assert "[URLS]" not in shown
 
 
-def test_a_first_argument_that_looks_like_an_address_or_a_file_is_a_target() -> None:
+def test_argument_that_looks_like_an_address_or_a_file_is_a_target() -> None:
     assert former_target(None, None) == (None, None)
     assert former_target("clicks.lookup", None) == (None, "clicks.lookup")
     assert former_target("localhost:8000", "m") == ("localhost:8000", "m")

@@ -60,7 +60,7 @@ def batches(count: int, read: list[int]) -> Iterator[tuple[dict[str, Any], int]]
 
 
 @pytest.mark.parametrize("count", [0, 1, IN_FLIGHT, 3 * IN_FLIGHT + 1])
-def test_scores_come_in_the_order_of_the_rows(count: int) -> None:
+def test_scores_are_in_the_order_of_the_rows(count: int) -> None:
     server, score, read = Server(), _ScoreStream("ctr", MODEL), []
     seen: list[float] = []
     for result, step in score.in_order(batches(count, read), server.submit):
@@ -103,7 +103,7 @@ class Meeting(Client):
         return Answer({"score": inputs["user"] + inputs["price"]})
 
 
-def test_a_server_has_several_requests_at_a_time() -> None:
+def test_several_requests_are_in_flight() -> None:
     assert IN_FLIGHT > 1
     score = _ScoreStream("ctr", MODEL)
     with ServerTarget(Meeting()).submitting(IN_FLIGHT) as submit:

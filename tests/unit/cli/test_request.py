@@ -22,7 +22,7 @@ def bits(key: int) -> int:
     return int(np.uint64(key & (2**64 - 1)).astype(np.int64))
 
 
-def test_a_batch_with_a_multi_hot_feature() -> None:
+def test_json_batch_with_a_multi_hot_feature_is_parsed() -> None:
     text = '{"user": [17, 18446744073709551615], "tags": [[1, 2], []], "depth": [[1, 2], [3, 4]]}'
     features, dense = parse_json(text, MODEL)
     assert features["user"].keys.tolist() == [17, -1]
@@ -31,7 +31,7 @@ def test_a_batch_with_a_multi_hot_feature() -> None:
     assert dense["depth"].tolist() == [[1, 2], [3, 4]]
 
 
-def test_one_sample_may_be_written_without_lists() -> None:
+def test_json_sample_without_lists_is_parsed() -> None:
     features, dense = parse_json('{"user": 17, "tags": [[1, 2]], "depth": [1, 2]}', MODEL)
     assert features["user"].batch == 1
     assert features["tags"].hotness == 2
@@ -73,7 +73,7 @@ def test_protocol_weights_are_kept() -> None:
     assert features["user"].weights.tolist() == [0.5, 2]
 
 
-def test_flags() -> None:
+def test_flags_are_parsed() -> None:
     features, dense = parse_flags(["user=1,-2", "tags=[[1,2],[3]]", "depth=[[1,2],[3,4]]"], MODEL)
     assert features["user"].keys.tolist() == [1, -2]
     assert features["tags"].offsets.tolist() == [0, 2, 3]
@@ -109,12 +109,12 @@ def test_bad_request_names_the_reason(text: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["user", "user=a", "user=[1"])
-def test_a_flag_at_fault_is_quoted(flag: str) -> None:
+def test_invalid_flag_is_quoted(flag: str) -> None:
     with pytest.raises(ConfigError, match="--input"):
         parse_flags([flag], MODEL)
 
 
-def test_signature_from_the_protocols_metadata() -> None:
+def test_signature_is_read_from_protocol_metadata() -> None:
     metadata = {
         "name": "ctr",
         "inputs": [
@@ -128,7 +128,7 @@ def test_signature_from_the_protocols_metadata() -> None:
     assert signature.dense == {"depth": DenseInput(F4, (-1, 2))}
 
 
-def test_signature_of_our_own_server_knows_features_from_dense_integers() -> None:
+def test_signature_of_hps_distinguishes_features_from_dense_integers() -> None:
     metadata = {
         "name": "ctr",
         "inputs": [

@@ -87,14 +87,14 @@ def test_missing_column_is_named_with_present_ones(tmp_path: Path, suffix: str) 
 
 
 @pytest.mark.parametrize("line", ["[1]", "null", "7", '"user"'])
-def test_a_line_that_is_no_object(tmp_path: Path, line: str) -> None:
+def test_line_that_is_not_an_object_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text(f'{{"user": 1}}\n{line}\n')
     with pytest.raises(BadRequest, match=r"s.jsonl: up to line 2 there is .*, expected a JSON obj"):
         list(read(open_reader(path, ("user",)), path, 10))
 
 
-def test_duplicate_column_is_refused(tmp_path: Path) -> None:
+def test_duplicate_column_is_rejected(tmp_path: Path) -> None:
     for name in ("s.csv", "s.parquet"):
         path = tmp_path / name
         path.write_text("user,user,ad\n1,2,3\n")
@@ -136,7 +136,7 @@ def write_scores(path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_parquet_scores(tmp_path: Path) -> None:
+def test_parquet_scores_are_exact(tmp_path: Path) -> None:
     write_scores(tmp_path / "s.parquet")
     table = parquet.read_table(tmp_path / "s.parquet")
     assert table["click"].to_pylist() == SCORES["click"].reshape(-1).tolist()
@@ -159,7 +159,7 @@ def test_jsonl_scores_are_exact(tmp_path: Path) -> None:
     assert np.array_equal(np.array([r["both"] for r in rows], np.float32), SCORES["both"])
 
 
-def test_npz_scores(tmp_path: Path) -> None:
+def test_npz_scores_are_exact(tmp_path: Path) -> None:
     write_scores(tmp_path / "s.npz")
     with np.load(tmp_path / "s.npz") as arrays:
         for name, value in SCORES.items():
@@ -167,7 +167,7 @@ def test_npz_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl", ".npz"])
-def test_a_failure_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path, suffix: str) -> None:
+def test_failed_write_keeps_the_former_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"s{suffix}"
     path.write_text("old")
 
@@ -182,13 +182,13 @@ def test_a_failure_leaves_no_file_and_the_old_one_as_it_was(tmp_path: Path, suff
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_no_rows_still_make_a_file(tmp_path: Path) -> None:
+def test_empty_input_makes_an_empty_file(tmp_path: Path) -> None:
     with SampleWriter(tmp_path / "s.jsonl"):
         pass
     assert (tmp_path / "s.jsonl").read_text() == ""
 
 
-def test_unwritable_output_is_refused_before_scoring(tmp_path: Path) -> None:
+def test_unwritable_output_is_rejected_before_scoring(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name the output one of"):
         SampleWriter(tmp_path / "s.xlsx")
     with pytest.raises(ConfigError, match="there is no folder"):

@@ -53,7 +53,7 @@ def test_the_overview_and_the_version_import_no_heavy_module(words: list[str]) -
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_version_is_an_option_too() -> None:
+def test_version_option_prints_the_version() -> None:
     done = CliRunner().invoke(app, ["--version"])
     assert (done.exit_code, done.stdout) == (0, f"hps {__version__}\n")
 
@@ -73,13 +73,13 @@ def imported_by(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", ["status", "tables", "hotkeys"])
-def test_commands_that_ask_a_server_import_no_numpy(command: str) -> None:
+def test_commands_that_query_a_server_import_no_numpy(command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     assert set(imported_by(command, "--server", address)) <= {"rich"}
 
 
-def test_a_store_command_imports_no_redis_where_none_is_configured(tmp_path: Path) -> None:
+def test_store_command_imports_no_redis_unless_configured(tmp_path: Path) -> None:
     RocksDbTier(tmp_path / "db").close()
     (tmp_path / "models").mkdir()
     config = tmp_path / "hps.yaml"
@@ -91,7 +91,7 @@ def test_a_store_command_imports_no_redis_where_none_is_configured(tmp_path: Pat
     assert "redis" not in imported
 
 
-def test_the_client_offers_its_names_and_no_others() -> None:
+def test_client_package_exports_exactly_its_names() -> None:
     import hps.client
 
     assert all(getattr(hps.client, name) for name in dir(hps.client))

@@ -72,13 +72,13 @@ STATUS: dict[str, Any] = {
 }
 
 
-def test_a_table_counts_the_stores_rows_and_the_vectors_bytes() -> None:
+def test_table_has_rows_of_the_store_and_bytes_of_vectors() -> None:
     (table,) = flatten(STATUS)
     assert (table["rows"], table["cached_rows"], table["bytes"]) == (40, 10, 40 * 8 * 2)
     assert (table["model"], table["version"], table["table"]) == ("m", 3, "t")
 
 
-def test_rows_that_are_not_exact_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_approximate_rows_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     status = copy.deepcopy(STATUS)
     status["models"][0]["tables"][0]["rows_approximate"] = ["rocksdb"]
     (table,) = flatten(status)
@@ -98,7 +98,7 @@ def with_redis(**redis: Any) -> dict[str, Any]:
     return status
 
 
-def test_a_shared_tier_is_no_cache_of_the_node(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_tier_does_not_count_as_cache(capsys: pytest.CaptureFixture[str]) -> None:
     status = with_redis()
     (table,) = flatten(status)
     assert (table["rows"], table["cached_rows"]) == (40, 10)
@@ -112,7 +112,7 @@ def test_a_shared_tier_is_no_cache_of_the_node(capsys: pytest.CaptureFixture[str
     assert "25 (2.0 MB)" in capsys.readouterr().out
 
 
-def test_a_shared_tier_may_be_the_only_store() -> None:
+def test_shared_tier_may_be_the_only_store() -> None:
     status = with_redis()
     del status["models"][0]["tables"][0]["rows"]["rocksdb"]
     del status["tiers"][2]
@@ -120,7 +120,7 @@ def test_a_shared_tier_may_be_the_only_store() -> None:
     assert (table["rows"], table["cached_rows"]) == (25, 10)
 
 
-def test_a_redis_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unavailable_redis_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     _show_tiers({**with_redis(problem="redis: refused"), "keys_by_tier": {"cpu": 3}})
     shown = capsys.readouterr()
     assert "shared" in shown.out
@@ -143,7 +143,7 @@ def test_tables_of_a_loading_server_are_unavailable(monkeypatch: pytest.MonkeyPa
     assert result.stderr.startswith("error: the server is still loading its tables; hps status")
 
 
-def test_several_processes_are_listed_and_one_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_are_listed_if_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:
     node = {"role": "node", "pid": 70, "state": "ready"}
     worker = {"role": "worker", "number": 1, "pid": None, "state": "starting", "restarts": 3}
     _show_processes({"processes": [node]})
@@ -155,7 +155,7 @@ def test_several_processes_are_listed_and_one_is_not(capsys: pytest.CaptureFixtu
     assert processes([node, worker | {"pid": 71}]) == "node 70; 1 worker: 71"
 
 
-def test_requests_for_unknown_models_are_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_for_unknown_models_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     status = copy.deepcopy(STATUS) | {"version": "1", "uptime_s": 3.0}
     samples = histogram({"0.001": 3, "+Inf": 3}, model="m", method="infer", code="200")
     samples += histogram({"0.001": 2, "+Inf": 2}, model="", method="infer", code="404")

@@ -39,25 +39,25 @@ PAGE = Path(__file__).parents[3] / "docs" / "command-line.md"
         ("007", 7),
     ],
 )
-def test_keys(text: str, key: int) -> None:
+def test_keys_are_parsed_to_int64(text: str, key: int) -> None:
     assert parse_key(text) == key
     assert as_typed(text) & (2**64 - 1) == key & (2**64 - 1)
 
 
 @pytest.mark.parametrize("text", ["", "x", "0x", "ff", "1e3", "0x1ffffffffffffffff", "1.0"])
-def test_invalid_keys_are_refused(text: str) -> None:
+def test_invalid_keys_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="key"):
         parse_key(text)
 
 
-def test_keys_of_a_table_stand_once_and_have_its_width() -> None:
+def test_table_keys_are_distinct_and_have_its_width() -> None:
     narrow = EmbeddingTable.make("t", 3, key_bits=32)
     assert key_array(TABLE, [3, 1, 3]).tolist() == [3, 1]
     assert key_array(narrow, [-1]).tolist() == [2**32 - 1]
 
 
 @pytest.mark.parametrize("text", ["1,-2,0.5", "[1, -2, 0.5]", " 1 -2 .5 "])
-def test_vectors(text: str) -> None:
+def test_vectors_are_parsed(text: str) -> None:
     assert parse_vector(text, TABLE).tolist() == [[1, -2, 0.5]]
 
 
@@ -71,19 +71,19 @@ def test_vectors(text: str) -> None:
         ("1,2,1e39", "no finite float32"),
     ],
 )
-def test_invalid_vectors_are_refused(text: str, message: str) -> None:
+def test_invalid_vectors_are_rejected(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_vector(text, TABLE)
 
 
-def test_half_precision_has_its_own_limit() -> None:
+def test_vectors_beyond_float16_are_rejected() -> None:
     half = EmbeddingTable.make("t", 1, dtype=np.float16)
     assert parse_vector("65504", half).dtype == np.float16
     with pytest.raises(ConfigError, match="no finite float16"):
         parse_vector("65536", half)
 
 
-def test_versions_and_times() -> None:
+def test_versions_and_times_are_parsed() -> None:
     assert parse_version("18446744073709551615") == 2**64 - 1
     noon = make_version(1_769_860_800_000)
     assert parse_version("2026-01-31T12:00Z") == noon
@@ -94,14 +94,14 @@ def test_versions_and_times() -> None:
             parse_version(text)
 
 
-def test_what_is_shown() -> None:
+def test_vectors_and_ages_are_formatted() -> None:
     assert shown_vector(np.arange(3.0)) == "0 1 2"
     assert shown_vector(np.arange(9.0)) == "0 1 2 3 4 5 6 7 … (9 values)"
     assert shown_age(make_version(int(time.time() * 1000) - 5000)) in ("5 s", "6 s")
     assert shown_age(0) == shown_age(make_version(1)) == "-"
 
 
-def test_every_command_is_in_the_page() -> None:
+def test_every_store_command_is_in_the_page() -> None:
     listed = CliRunner().invoke(app, ["store", "--help"]).stdout.split("Commands:")[1]
     names = {line.split()[0] for line in listed.splitlines() if line.strip()}
     table = PAGE.read_text().split("## The stores")[1]

@@ -214,7 +214,7 @@ def test_connections_are_reused_unless_closed(script):
         client.lookup("m", {"f": [1]})
 
 
-def test_a_request_id_is_a_header(script, lookup):
+def test_request_id_is_sent_as_a_header(script, lookup):
     script.answers = [OK]
     lookup(script.url, request_id="r-7")
     head, body = script.seen[0]

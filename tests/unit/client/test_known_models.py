@@ -98,7 +98,7 @@ def test_metadata_is_requested_once(client, model):
     assert (len(model.remaining), model.calls) == (1, 3)
 
 
-def test_another_version_with_other_outputs(client, model):
+def test_version_with_other_outputs_refreshes_the_metadata(client, model):
     predict(client)
     model.version, model.outputs = "2", ["score", "logit"]
     for _ in range(2):
@@ -106,7 +106,7 @@ def test_another_version_with_other_outputs(client, model):
     assert (len(model.remaining), model.calls) == (2, 4)
 
 
-def test_another_version_with_other_inputs(client, model):
+def test_version_with_other_inputs_refreshes_the_metadata(client, model):
     predict(client)
     model.version, model.datatype = "2", "FP64"
     for _ in range(2):
@@ -114,7 +114,7 @@ def test_another_version_with_other_inputs(client, model):
     assert (len(model.remaining), model.calls) == (2, 4)
 
 
-def test_a_request_at_fault_is_not_repeated_for_the_same_model(client, model):
+def test_rejected_request_is_not_repeated_for_the_same_model(client, model):
     predict(client)
     model.refuses = True
     with pytest.raises(BadRequest, match="data-type is wrong"):
@@ -127,13 +127,13 @@ def test_metadata_request_counts_against_the_timeout(client, model):
     assert 0 < model.remaining[0] < 6  # gRPC rounds up; without a time of its own it would be 30
 
 
-def test_numbers_of_numpy(client, model):
+def test_top_k_accepts_numpy_integers_only(client, model):
     assert predict(client, top_k=np.int64(3)) == ["score", "top_k_index"]
     with pytest.raises(BadRequest, match=r"top_k must be a whole number, got 2\.5"):
         predict(client, top_k=2.5)
 
 
-def test_a_client_that_was_closed(client):
+def test_closed_client_raises_and_closes_again(client):
     assert predict(client)
     client.close()
     client.close()
@@ -141,7 +141,7 @@ def test_a_client_that_was_closed(client):
         predict(client)
 
 
-def test_a_channel_that_another_thread_closes(model):
+def test_channel_closed_by_another_thread_raises(model):
     with Client(model.url) as client:
         closing = threading.Thread(target=client._transport.close)
         closing.start()

@@ -130,7 +130,7 @@ def test_predict_sends_keys_bit_by_bit_and_dense_in_the_models_type(stub: Stub) 
     assert sent["json"]["parameters"]["top_k"] == 1
 
 
-def test_lookup_asks_for_sources(stub: Stub) -> None:
+def test_lookup_requests_sources(stub: Stub) -> None:
     body = {
         "outputs": [
             {"name": "f", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]},
@@ -146,7 +146,7 @@ def test_lookup_asks_for_sources(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
-def test_empty_batches_are_sent_as_they_are(stub: Stub, shape: tuple[int, ...]) -> None:
+def test_empty_batches_are_sent(stub: Stub, shape: tuple[int, ...]) -> None:
     url, seen = stub({"/v2/models/m/infer": (200, outputs(click=[]))})
     with Client(url) as client:
         client.predict("m", {"user": np.empty(shape, np.int64)})
@@ -168,7 +168,7 @@ ERRORS: list[tuple[int, type[HpsError]]] = [
 
 
 @pytest.mark.parametrize(("status", "kind"), ERRORS)
-def test_the_servers_error_becomes_ours(stub: Stub, status: int, kind: type[HpsError]) -> None:
+def test_server_error_becomes_an_hps_error(stub: Stub, status: int, kind: type[HpsError]) -> None:
     said = (status, b'{"error": "because of this"}')
     url, _ = stub({"/v2/models/m/infer": said, "/v1/status": said})
     with Client(url, retries=0) as client, Admin(url) as admin:
@@ -188,7 +188,7 @@ def test_unreachable_server_error_names_a_remedy() -> None:
                 call()
 
 
-def test_ready_by_the_status_alone(stub: Stub) -> None:
+def test_readiness_is_read_from_the_status(stub: Stub) -> None:
     url, seen = stub({"/v2/health/ready": (200, b"")})
     with Client(url) as client:
         assert client.ready()
@@ -206,7 +206,7 @@ def test_hanging_server_times_out() -> None:
                     call()
 
 
-def test_answers_of_other_servers_are_recognised(stub: Stub) -> None:
+def test_other_servers_are_detected(stub: Stub) -> None:
     url, _ = stub({"/v1/status": (200, b"<html>"), "/v2": (200, b'{"name": "triton"}')})
     with Client(url) as client, Admin(url) as admin:
         with pytest.raises(HpsError, match="did not answer with JSON"):
@@ -218,7 +218,7 @@ def test_answers_of_other_servers_are_recognised(stub: Stub) -> None:
         assert client.ready() is False
 
 
-def test_the_api_key_goes_with_every_call(stub: Stub) -> None:
+def test_api_key_is_sent_with_every_call(stub: Stub) -> None:
     url, seen = stub({"/v2/models/m/infer": (200, outputs(click=[1])), "/v1/status": (200, b"{}")})
     with Client(url, api_key="secret") as client, Admin(url, api_key="secret") as admin:
         client.predict("m", {"f": [1]})
@@ -239,17 +239,17 @@ def test_metrics_are_parsed(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", ""])
-def test_wrong_address_is_refused_before_connecting(url: str) -> None:
+def test_invalid_address_is_rejected_before_connecting(url: str) -> None:
     with pytest.raises(ConfigError, match="must look like http://host:port"):
         Client(url)
 
 
-def test_an_address_may_come_without_its_scheme() -> None:
+def test_address_without_a_scheme_means_http() -> None:
     assert Client("localhost:8000").url == "http://localhost:8000"
     assert Client("https://host/base/").url == "https://host/base"
 
 
-def test_keys_that_are_no_integers_name_their_feature() -> None:
+def test_keys_that_are_not_integers_name_their_feature() -> None:
     with Client() as client, pytest.raises(BadRequest, match="feature 'f': keys must be integers"):
         client.predict("m", {"f": [0.5]})
     # Not a 64-bit integer: rejected, not rounded.
@@ -257,7 +257,7 @@ def test_keys_that_are_no_integers_name_their_feature() -> None:
         client.predict("m", {"f": [2**64, 5]})
 
 
-def test_tls_where_there_is_none(stub: Stub) -> None:
+def test_tls_to_a_plain_server_names_the_remedy(stub: Stub) -> None:
     url, _ = stub({})
     secured = url.replace("http", "https")
     with Client(secured) as client, pytest.raises(HpsError, match=f"not use TLS; write {url}"):
@@ -266,7 +266,7 @@ def test_tls_where_there_is_none(stub: Stub) -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "grpc://127.0.0.1:1"])
 @pytest.mark.parametrize("key", ["a b", "planted\r\nX-More: 1", "planted-\u00fc"])
-def test_invalid_api_keys_are_refused(url: str, key: str) -> None:
+def test_invalid_api_keys_are_rejected(url: str, key: str) -> None:
     with pytest.raises(ConfigError, match="the API key has characters that no key has") as caught:
         Client(url, api_key=key)
     assert key not in str(caught.value)

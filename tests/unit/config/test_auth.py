@@ -45,7 +45,7 @@ def rewrite(path: Path, text: str) -> None:
     os.replace(fresh, path)
 
 
-def test_every_key_is_recognised(keys_file: Path) -> None:
+def test_every_key_identifies_its_owner(keys_file: Path) -> None:
     keys = load_api_keys(settings(keys_file))
     assert keys.enabled
     assert [keys.authenticate(k).name for k in (READER, WRITER, ROOT)] == [
@@ -59,7 +59,7 @@ def test_every_key_is_recognised(keys_file: Path) -> None:
 @pytest.mark.parametrize(
     "key", [None, "", "nobody", READER + "x", READER[:-1], "\udcff" * 20, "ключ"]
 )
-def test_others_are_not(keys_file: Path, key: str | None) -> None:
+def test_unknown_keys_are_rejected(keys_file: Path, key: str | None) -> None:
     with pytest.raises(Unauthenticated):
         load_api_keys(settings(keys_file)).authenticate(key)
 
@@ -85,7 +85,7 @@ def test_roles_are_ordered(keys_file: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", None])
-def test_off_lets_everybody_do_everything(mode: str | None) -> None:
+def test_mode_off_allows_every_caller(mode: str | None) -> None:
     keys = load_api_keys(AuthSettings.model_validate({"mode": mode}))
     assert not keys.enabled
     keys.require(keys.authenticate(None), "admin")
@@ -109,7 +109,7 @@ def test_every_stored_digest_is_compared(keys_file: Path, monkeypatch: pytest.Mo
         assert key.encode() not in compared
 
 
-def test_a_changed_file_acts_without_restart(
+def test_changed_key_file_takes_effect_without_restart(
     keys_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
@@ -126,7 +126,7 @@ def test_a_changed_file_acts_without_restart(
     "text",
     ["- {name: web", "[]", "", "- {name: web, role: king, key: another-secret-0001}", None],
 )
-def test_a_bad_change_keeps_the_former_keys(
+def test_invalid_change_keeps_the_former_keys(
     keys_file: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -147,7 +147,7 @@ def test_a_bad_change_keeps_the_former_keys(
     assert keys.authenticate("mended-secret-00001").name == "web"
 
 
-def test_a_change_acts_once_it_can_be_read(
+def test_change_takes_effect_once_readable(
     keys_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was in the way goes without a change of the file."""
@@ -167,7 +167,7 @@ def test_a_change_acts_once_it_can_be_read(
         keys.authenticate(READER)
 
 
-def test_a_change_of_the_same_size_and_time_acts(
+def test_change_of_same_size_and_time_is_detected(
     keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
@@ -187,7 +187,7 @@ def _touched(path: Path) -> int:
     return path.stat().st_ctime_ns
 
 
-def test_the_file_is_not_looked_at_for_every_request(
+def test_key_file_is_checked_at_most_once_per_interval(
     keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[Path] = []
@@ -222,7 +222,7 @@ def test_the_file_is_not_looked_at_for_every_request(
         ("[]", "holds no API key"),
     ],
 )
-def test_a_wrong_file_at_start(keys_file: Path, text: str, message: str) -> None:
+def test_invalid_key_file_at_start_is_rejected(keys_file: Path, text: str, message: str) -> None:
     keys_file.write_text(text)
     with pytest.raises(ConfigError) as error:
         load_api_keys(settings(keys_file))
@@ -232,7 +232,7 @@ def test_a_wrong_file_at_start(keys_file: Path, text: str, message: str) -> None
         assert secret not in str(error.value)
 
 
-def test_a_missing_file_at_start(tmp_path: Path) -> None:
+def test_missing_key_file_at_start_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such API key file"):
         load_api_keys(settings(tmp_path / "none.yaml"))
 
@@ -252,7 +252,7 @@ def test_secrets_are_not_in_the_representation(keys_file: Path) -> None:
     )
 
 
-def test_a_world_readable_file_is_warned_about(
+def test_world_readable_key_file_is_a_warning(
     keys_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert key_file_warnings(settings(keys_file)) == []
@@ -262,20 +262,20 @@ def test_a_world_readable_file_is_warned_about(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
-def test_loopback_needs_no_mode(host: str) -> None:
+def test_loopback_needs_no_auth_mode(host: str) -> None:
     check_exposure(Settings.model_validate({"server": {"http": {"host": host}}}))
 
 
 @pytest.mark.parametrize("listener", ["http", "admin"])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "::ffff:10.0.0.1"])
-def test_a_reachable_port_needs_a_stated_mode(listener: str, host: str) -> None:
+def test_reachable_port_needs_an_auth_mode(listener: str, host: str) -> None:
     data = {"server": {listener: {"host": host}}}
     with pytest.raises(ConfigError, match=rf"server\.{listener}\.host: {host} is reachable"):
         check_exposure(Settings.model_validate(data))
     check_exposure(Settings.model_validate({**data, "auth": {"mode": "off"}}))
 
 
-def test_callers_known_by_certificate() -> None:
+def test_certificates_identify_callers() -> None:
     ring = load_api_keys(
         AuthSettings.model_validate(
             {
@@ -305,12 +305,12 @@ def test_callers_known_by_certificate() -> None:
         ({"key": "k" * 16, "certificate": "x"}, "is set together with key"),
     ],
 )
-def test_a_caller_is_known_by_one_thing(given: dict[str, str], text: str) -> None:
+def test_caller_has_either_a_key_or_a_certificate(given: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ApiKey.model_validate({"name": "n", "role": "read", **given})
 
 
-def test_one_certificate_is_one_caller() -> None:
+def test_two_callers_with_one_certificate_are_rejected() -> None:
     keys = [{"name": name, "role": "read", "certificate": "x"} for name in ("a", "b")]
     settings = AuthSettings.model_validate({"mode": "api_key", "keys": keys})
     with pytest.raises(ConfigError, match="'a' and 'b' have the same certificate"):

@@ -42,7 +42,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (None, "old.crt", "one.key", "x.tls: {}/old.crt expired at 2020-01-01 00:00 UTC"),
     ],
 )
-def test_files_that_cannot_be_used(
+def test_unusable_files_are_named_with_the_cause(
     pairs: Path, ca: str | None, certificate: str | None, key: str | None, problem: str
 ) -> None:
     files = [None if name is None else pairs / name for name in (ca, certificate, key)]
@@ -52,20 +52,20 @@ def test_files_that_cannot_be_used(
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_can(pairs: Path) -> None:
+def test_usable_files_are_accepted(pairs: Path) -> None:
     context = client_context("x.tls", pairs / "one.crt", pairs / "one.crt", pairs / "one.key")
     assert context.verify_mode == ssl.CERT_REQUIRED
     assert context.check_hostname
     assert client_context("x.tls", pairs, None, None).verify_mode == ssl.CERT_REQUIRED
 
 
-def test_the_end_of_a_certificate(pairs: Path) -> None:
+def test_expiry_of_a_certificate_is_read(pairs: Path) -> None:
     der = ssl.PEM_cert_to_DER_cert((pairs / "one.crt").read_text())
     left = valid_until(der) - datetime.now(UTC)
     assert timedelta(days=1.9) < left < timedelta(days=2.1)
 
 
-def test_an_end_beyond_2049(tmp_path: Path) -> None:
+def test_expiry_after_2049_is_read(tmp_path: Path) -> None:
     """X.509 writes the year with four digits from 2050 on."""
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-days", "20000", "-subj", "/CN=x", "-keyout", tmp_path / "key"]
@@ -74,7 +74,7 @@ def test_an_end_beyond_2049(tmp_path: Path) -> None:
     assert timedelta(days=19_999) < left < timedelta(days=20_001)
 
 
-def test_files_that_are_renewed(
+def test_renewed_files_are_reloaded(
     pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While what they hold can't be used, what was before is."""
@@ -101,6 +101,6 @@ def test_files_that_are_renewed(
     assert ClientCertificates("x.tls", None, None, None).now() == (None, None, None)
 
 
-def test_a_folder_is_no_file_of_roots(tmp_path: Path) -> None:
+def test_folder_of_roots_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"x\.tls: .* cannot be used: Is a directory"):
         ClientCertificates("x.tls", tmp_path, None, None)

@@ -32,14 +32,14 @@ def mistakes(
 @pytest.mark.parametrize(
     "text", [None, "", "# nothing\n", "---\n", "server:\ntiers:\n  rocksdb:\n"]
 )
-def test_nothing_means_defaults(write: Write, text: str | None) -> None:
+def test_no_file_means_defaults(write: Write, text: str | None) -> None:
     configuration = load(None if text is None else write(text))
     assert configuration.settings == Settings()
     assert set(configuration.origins.values()) == {"default"}
     assert configuration.warnings == ()
 
 
-def test_the_later_source_wins(write: Write) -> None:
+def test_later_source_wins(write: Write) -> None:
     path = write("server:\n  http: {port: 1}\n  admin: {port: 2}\n  max_keys: 3\n")
     configuration = load(
         path,
@@ -72,7 +72,7 @@ def test_environment_names_match_in_any_case() -> None:
     assert settings.models.serve["Ctr_2"].version == 7
 
 
-def test_two_spellings_of_one_variable_are_refused() -> None:
+def test_two_spellings_of_one_variable_are_rejected() -> None:
     environ = {"HPS__SERVER__HTTP__PORT": "81", "hps__server__http__port": "82"}
     assert mistakes(None, environ=environ) == [
         "hps__server__http__port: server.http.port: HPS__SERVER__HTTP__PORT sets the same setting; unset one"
@@ -86,14 +86,14 @@ def test_the_more_specific_variable_wins() -> None:
     assert (tiers.cpu_cache.share, tiers.lookup_threads) == (0.5, 9)
 
 
-def test_a_variable_that_lacks_an_underscore_is_warned_about() -> None:
+def test_variable_that_misses_an_underscore_is_a_warning() -> None:
     environ = {"HPS_SERVER__HTTP__PORT": "81", "HPS_NATIVE": "on", "HPS_SERVER_SERVICE_PORT": "1"}
     warnings = load(None, environ=environ).warnings
     assert len(warnings) == 1
     assert warnings[0].startswith("HPS_SERVER__HTTP__PORT is ignored")
 
 
-def test_the_real_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPS__SERVER__HTTP__PORT", "8123")
     assert load_config(None).settings.server.http.port == 8123
     assert configuration_from({}).settings.server.http.port == 8123
@@ -114,7 +114,7 @@ def test_the_real_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("server.http={port: 5, host: localhost}", "server.http.port", 5),
     ],
 )
-def test_values_of_overrides(override: str, key: str, value: Any) -> None:
+def test_override_values_are_parsed(override: str, key: str, value: Any) -> None:
     found: Any = load(None, [override]).settings
     for part in key.split("."):
         found = getattr(found, part)
@@ -122,7 +122,7 @@ def test_values_of_overrides(override: str, key: str, value: Any) -> None:
     assert load(None, [override]).origins[key] == "--set"
 
 
-def test_of_two_overrides_the_last_wins() -> None:
+def test_last_of_two_overrides_wins() -> None:
     overrides = ["server.http.port=1", "server.http.port=2"]
     assert load(None, overrides).settings.server.http.port == 2
 
@@ -152,12 +152,12 @@ def test_relative_paths_start_at_the_file(write: Write, monkeypatch: pytest.Monk
     assert load(write("")).settings.models.repository == Path("models")
 
 
-def test_json_is_yaml_when_it_is_called_so(write: Write) -> None:
+def test_json_in_a_yaml_file_is_read_as_yaml(write: Write) -> None:
     path = write('{"server": {"http": {"port": 99}}}')
     assert load(path).settings.server.http.port == 99
 
 
-def test_plain_data(tmp_path: Path) -> None:
+def test_configuration_is_built_from_plain_data(tmp_path: Path) -> None:
     configuration = configuration_from(
         {"models": {"repository": tmp_path}}, ["server.http.port=7"], environ={}
     )

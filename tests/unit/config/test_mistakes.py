@@ -183,14 +183,14 @@ LINE = [
 
 
 @pytest.mark.parametrize(("text", "line"), LINE, ids=[text for text, _ in LINE])
-def test_one_clear_line(write: Write, text: str, line: str) -> None:
+def test_each_mistake_is_one_line_with_place_and_remedy(write: Write, text: str, line: str) -> None:
     path = write(text)
     found = mistakes(path)
     assert len(found) == 1, found
     assert found[0].startswith(f"{path}{line}")
 
 
-def test_all_mistakes_at_once(write: Write) -> None:
+def test_all_mistakes_are_reported_at_once(write: Write) -> None:
     path = write(
         "tiers:\n"
         "  rocksdb: {pth: x, layout: nativ}\n"
@@ -212,7 +212,7 @@ def test_all_mistakes_at_once(write: Write) -> None:
     ]
 
 
-def test_a_key_that_stands_twice_hides_no_other_mistake(write: Write) -> None:
+def test_duplicate_key_hides_no_other_mistake(write: Write) -> None:
     path = write(
         "sever: {}\nserver:\n  drain_s: 1\n  drain_s: x\n  5: 1\n",
     )
@@ -228,7 +228,7 @@ def test_a_key_that_stands_twice_hides_no_other_mistake(write: Write) -> None:
         assert line.startswith(begins), found
 
 
-def test_a_wrong_value_causes_no_second_mistake(write: Write) -> None:
+def test_invalid_value_causes_no_second_mistake(write: Write) -> None:
     """Port x falls back to 8000 for the other checks; that 8000 must not be blamed."""
     path = write("server: {http: {port: x}, admin: {port: 8000}}")
     assert len(mistakes(path)) == 1
@@ -252,7 +252,7 @@ def test_a_wrong_value_causes_no_second_mistake(write: Write) -> None:
         ("server.http.port=x", "--set: server.http.port: expected a whole number from 0 to 65535,"),
     ],
 )
-def test_a_wrong_override(override: str, line: str) -> None:
+def test_invalid_override_names_the_setting(override: str, line: str) -> None:
     found = mistakes(None, [override])
     assert len(found) == 1
     assert found[0].startswith(line)
@@ -279,7 +279,7 @@ def test_a_wrong_override(override: str, line: str) -> None:
         ),
     ],
 )
-def test_a_wrong_variable(name: str, text: str, line: str) -> None:
+def test_invalid_variable_names_itself(name: str, text: str, line: str) -> None:
     found = mistakes(None, environ={name: text})
     assert len(found) == 1
     assert found[0].startswith(line)
@@ -302,7 +302,7 @@ def test_secrets_are_never_quoted(write: Write, auth: str) -> None:
         assert "hunter2" not in "\n".join(lines)
 
 
-def test_problems_are_there_for_programs(write: Write) -> None:
+def test_problems_are_available_as_objects(write: Write) -> None:
     with pytest.raises(InvalidConfiguration) as error:
         load(write("server: {http: {port: x}}"))
     (problem,) = error.value.problems
@@ -322,7 +322,7 @@ TREES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(list(Settings.model_fields)), TREES, max_size=4))
-def test_whatever_stands_there_is_read_or_refused(data: dict[str, Any]) -> None:
+def test_any_value_is_accepted_or_rejected_cleanly(data: dict[str, Any]) -> None:
     with contextlib.suppress(InvalidConfiguration):
         configuration_from(data, environ={})
 

@@ -44,7 +44,7 @@ def mistakes(path: Path, text: str) -> list[str]:
     return str(error.value).splitlines()
 
 
-def test_a_good_description(path: Path) -> None:
+def test_valid_description_is_read(path: Path) -> None:
     path.write_text(GOOD)
     spec = load_model_spec(path)
     assert [t.dim for t in spec.tables] == [4, 2]
@@ -157,7 +157,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("old", "new", "line"), MISTAKES, ids=[new for _, new, _ in MISTAKES])
-def test_one_clear_line(path: Path, old: str, new: str, line: str) -> None:
+def test_each_mistake_is_one_line_with_place_and_remedy(
+    path: Path, old: str, new: str, line: str
+) -> None:
     assert old in GOOD
     found = mistakes(path, GOOD.replace(old, new, 1))
     assert any(one.startswith(f"{path}{line}") for one in found), found
@@ -170,7 +172,7 @@ def test_one_clear_line(path: Path, old: str, new: str, line: str) -> None:
     }.get(new, 1), found
 
 
-def test_mistakes_at_every_level_at_once(path: Path) -> None:
+def test_mistakes_at_every_level_are_reported_at_once(path: Path) -> None:
     text = GOOD.replace("table: user,", "table: users,").replace("buy\n", "bye\n")
     found = mistakes(path, text + "x: 1\n")
     assert [line.split(": ")[1] for line in found] == [
@@ -183,13 +185,13 @@ def test_mistakes_at_every_level_at_once(path: Path) -> None:
     assert [line.split(": ")[1] for line in found] == ["tables[1].dim", "dense.ranking_output"]
 
 
-def test_an_empty_file(path: Path) -> None:
+def test_empty_or_non_mapping_file_is_rejected(path: Path) -> None:
     assert len(mistakes(path, "")) == 2
     assert mistakes(path, "- a") == [f"{path}: expected a mapping with name, tables, features, dense, "
                                      "max_batch_size, found ['a']"]  # fmt: skip
 
 
-def test_preprocessing_is_refused(path: Path) -> None:
+def test_preprocessing_is_rejected(path: Path) -> None:
     """Nothing would do it."""
     text = "name: m\ntables: [{name: t, dim: 1}]\npreprocess: {x: {log1p: true}}\n"
     (found,) = mistakes(path, text)
@@ -246,14 +248,14 @@ def specs(draw: st.DrawFn) -> ModelSpec:
 
 
 @given(specs())
-def test_what_is_written_reads_back_equal(tmp_path_factory: Any, spec: ModelSpec) -> None:
+def test_dumped_description_loads_equal(tmp_path_factory: Any, spec: ModelSpec) -> None:
     path = tmp_path_factory.mktemp("spec") / "model.yaml"
     path.write_text(dump_model_spec(spec))
     assert load_model_spec(path) == spec
 
 
 @pytest.mark.alone
-def test_two_thousand_tables_are_read_at_once(path: Path) -> None:
+def test_two_thousand_tables_are_read_quickly(path: Path) -> None:
     tables = [TableSpec(name=f"table{i}", dim=16, default=0.5) for i in range(2000)]
     path.write_text(dump_model_spec(ModelSpec(name="big", tables=tables)))
     began = time.process_time()
@@ -274,12 +276,12 @@ def override(**data: Any) -> ModelOverride:
     return ModelOverride.model_validate(data)
 
 
-def test_nothing_to_override(spec: ModelSpec) -> None:
+def test_no_override_keeps_the_description(spec: ModelSpec) -> None:
     assert apply_override(spec, None) is spec
     assert apply_override(spec, override(version=3)) == spec
 
 
-def test_the_server_overrides_the_model(spec: ModelSpec) -> None:
+def test_override_replaces_parts_of_the_description(spec: ModelSpec) -> None:
     changed = apply_override(
         spec,
         override(
@@ -313,7 +315,9 @@ def test_the_server_overrides_the_model(spec: ModelSpec) -> None:
         ),
     ],
 )
-def test_an_override_that_does_not_fit(spec: ModelSpec, data: dict[str, Any], line: str) -> None:
+def test_inconsistent_override_is_rejected(
+    spec: ModelSpec, data: dict[str, Any], line: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         apply_override(spec, override(**data))
     assert str(error.value).startswith(line)

@@ -29,14 +29,14 @@ CONCRETE = [
 
 
 @pytest.mark.parametrize("key", CONCRETE, ids=lambda k: k.path)
-def test_the_documented_default_is_what_absence_means(ps: Ps, key: PsKey) -> None:
+def test_absent_key_has_the_documented_default(ps: Ps, key: PsKey) -> None:
     without = deepcopy(ps.base)
     if key.name == "type" and key.section != "update_source":
         without[key.section] = {}
     assert ps.outcome(ps.load(ps.put(key, key.default, without))) == ps.outcome(ps.load(without))
 
 
-def test_computed_defaults(ps: Ps) -> None:
+def test_computed_defaults_are_those_of_hps(ps: Ps) -> None:
     configuration = ps.load(ps.base)
     assert configuration.settings.tiers.rocksdb.path == Path(tempfile.gettempdir()) / "rocksdb"
     tables = configuration.legacy[0].spec.tables
@@ -55,7 +55,7 @@ def test_default_values_are_padded(ps: Ps, given: list[float], total: list[float
 @pytest.mark.parametrize(
     ("block", "share"), [(None, 1.0), ({}, None), ({"type": "disabled"}, None)]
 )
-def test_an_absent_block_is_a_hash_map_and_an_empty_one_is_disabled(
+def test_absent_block_is_a_hash_map_and_empty_block_is_disabled(
     ps: Ps, block: dict[str, Any] | None, share: float | None
 ) -> None:
     """Without a GPU cache the hash map alone decides whether rows are kept in memory."""
@@ -84,7 +84,7 @@ def test_every_spelling_means_its_canonical_name(ps: Ps, key: PsKey, spelling: s
     assert bool(named) == (canonical in key.ignored_values)
 
 
-def test_the_spellings_are_hps_s() -> None:
+def test_spellings_are_those_of_hps() -> None:
     found = {k.path: set(k.aliases) for k in ENUMS}
     types = "disabled disable none hash_map hashmap hash map parallel_hash_map parallel_hashmap "
     types += "parallel_hash parallel_map multi_process_hash_map multi_process_hashmap "
@@ -100,7 +100,7 @@ def test_the_spellings_are_hps_s() -> None:
 
 
 @pytest.mark.parametrize("key", ENUMS, ids=lambda k: k.path)
-def test_names_are_case_sensitive_and_unknown_ones_are_refused(ps: Ps, key: PsKey) -> None:
+def test_names_are_case_sensitive_and_unknown_ones_are_rejected(ps: Ps, key: PsKey) -> None:
     some = next(iter(key.aliases))
     for value in (some.upper(), "xyzzy", 5, None):
         (line,) = ps.mistakes(ps.put(key, value))

@@ -26,7 +26,7 @@ Ps = Any
         (-1, "default_then_promote", 0.0),
     ],
 )
-def test_the_threshold_becomes_the_miss_policy(
+def test_threshold_becomes_the_miss_policy(
     ps: Ps, threshold: float, kind: str, rate: float
 ) -> None:
     configuration = ps.load(ps.put("models[].hit_rate_threshold", threshold))
@@ -40,12 +40,12 @@ def test_without_a_dynamic_cache_lookups_wait(ps: Ps, name: str, value: bool) ->
     assert {t.miss_policy.kind for t in configuration.legacy[0].spec.tables} == {"wait"}
 
 
-def test_unsigned_32_bit_keys(ps: Ps) -> None:
+def test_supportlonglong_false_means_uint32_keys(ps: Ps) -> None:
     tables = ps.load({**ps.base, "supportlonglong": False}).legacy[0].spec.tables
     assert {t.key_dtype for t in tables} == {"uint32"}
 
 
-def test_models_that_differ_get_shares_of_their_own(ps: Ps) -> None:
+def test_models_with_different_shares_get_overrides(ps: Ps) -> None:
     second = {**ps.base["models"][0], "model": "n", "gpucacheper": 0.7}
     third = {**ps.base["models"][0], "model": "o", "gpucache": False}
     document = {**ps.base, "volatile_db": {}, "models": [ps.base["models"][0], second, third]}
@@ -60,7 +60,7 @@ def test_models_that_differ_get_shares_of_their_own(ps: Ps) -> None:
 @pytest.mark.parametrize(
     ("margin", "partitions", "rows"), [(30, 4, 120), (100, 4, None), (50, 4, None), (49, 4, 196)]
 )
-def test_the_overflow_margin_bounds_the_cache(
+def test_overflow_margin_bounds_the_cache(
     ps: Ps, margin: int, partitions: int, rows: int | None
 ) -> None:
     """A share of 0.2 of 1000 rows is 200; per partition HPS would have held ``margin`` rows."""
@@ -72,7 +72,7 @@ def test_the_overflow_margin_bounds_the_cache(
     assert not [w for w in configuration.warnings if "num_partitions" in w]
 
 
-def test_the_default_number_of_partitions(ps: Ps) -> None:
+def test_default_partitions_multiply_the_overflow_margin(ps: Ps) -> None:
     serve = ps.load(ps.put("volatile_db.overflow_margin", 1)).settings.models.serve or {}
     (rows,) = {t.cache_rows for t in serve["m"].tables.values()}
     assert rows == min(16, os.cpu_count() or 1)
@@ -82,7 +82,7 @@ def test_the_default_number_of_partitions(ps: Ps) -> None:
     ("policy", "eviction"),
     [("evict_random", "random"), ("least_used", "lfu"), ("evict_oldest", "lru"), (None, None)],
 )
-def test_the_policy_of_a_hash_map_is_that_of_tables_the_margin_bounds(
+def test_overflow_policy_applies_to_tables_bounded_by_the_margin(
     ps: Ps, policy: str | None, eviction: str | None
 ) -> None:
     document = ps.put("volatile_db.num_partitions", 1, ps.put("volatile_db.overflow_margin", 30))
@@ -96,7 +96,7 @@ def test_the_policy_of_a_hash_map_is_that_of_tables_the_margin_bounds(
     assert not loaded.settings.models.serve
 
 
-def test_the_policy_of_a_hash_map_without_a_margin_is_named(ps: Ps) -> None:
+def test_overflow_policy_without_a_margin_is_a_warning(ps: Ps) -> None:
     loaded = ps.load(ps.put("volatile_db.overflow_policy", "evict_random"))
     (warning,) = loaded.warnings
     assert "overflow_policy: has no effect: it acts together with overflow_margin only" in warning
@@ -117,7 +117,7 @@ def test_every_bound_has_its_effect_tested() -> None:
 
 
 @pytest.mark.parametrize("key", CLAMPED)
-def test_a_number_beyond_its_bounds_is_clamped_and_named(ps: Ps, key: str) -> None:
+def test_number_out_of_bounds_is_clamped_with_a_warning(ps: Ps, key: str) -> None:
     setting, given, expected = CLAMPED[key]
     ps.base["volatile_db"]["type"] = "redis_cluster"
     ps.base["update_source"] = {"type": "kafka"}
@@ -131,12 +131,12 @@ def test_a_number_beyond_its_bounds_is_clamped_and_named(ps: Ps, key: str) -> No
     assert warning.endswith(f"using {expected}")
 
 
-def test_a_cache_type_that_hps_ignores_too_is_named_without_contradiction(ps: Ps) -> None:
+def test_stochastic_cache_type_is_a_single_warning(ps: Ps) -> None:
     (warning,) = ps.load(ps.put("models[].embedding_cache_type", "stochastic")).warnings
     assert warning.endswith("embedding_cache_type=stochastic: works like dynamic, in HPS too")
 
 
-def test_one_model_that_wants_no_warm_up(ps: Ps) -> None:
+def test_init_ec_of_one_model_is_a_warning(ps: Ps) -> None:
     second = {**ps.base["models"][0], "model": "n", "init_ec": False}
     configuration = ps.load({**ps.base, "models": [ps.base["models"][0], second]})
     assert configuration.settings.tiers.cpu_cache.warm
@@ -163,7 +163,7 @@ def test_one_model_that_wants_no_warm_up(ps: Ps) -> None:
         ({"zzzzz": 1}, "zzzzz: unknown key; HPS does not know it either"),
     ],
 )
-def test_keys_that_mean_nothing_are_named(ps: Ps, document: dict[str, Any], warning: str) -> None:
+def test_keys_without_effect_are_warnings(ps: Ps, document: dict[str, Any], warning: str) -> None:
     del ps.base["volatile_db"], ps.base["persistent_db"]
     assert warning in "\n".join(ps.load({**ps.base, **document}).warnings)
 
@@ -176,7 +176,9 @@ def test_keys_that_mean_nothing_are_named(ps: Ps, document: dict[str, Any], warn
         ({"embedding_cache_type": "static", "gpucache": True}, "a static table is in memory"),
     ],
 )
-def test_cache_keys_without_a_cache_are_named(ps: Ps, changes: dict[str, Any], reason: str) -> None:
+def test_cache_keys_without_a_cache_are_warnings(
+    ps: Ps, changes: dict[str, Any], reason: str
+) -> None:
     ps.base["models"][0] |= changes
     assert reason in "\n".join(ps.load(ps.base).warnings)
 
@@ -188,7 +190,7 @@ def test_models_that_share_an_ignored_key_share_a_line(ps: Ps) -> None:
     assert "models[0,1].slot_num, models[0,1].label_dim: has no effect: HugeCTR" in warnings[0]
 
 
-def test_a_key_of_a_model_and_of_the_top_level_is_named_for_both(ps: Ps) -> None:
+def test_key_of_a_model_and_of_the_top_level_is_named_for_both(ps: Ps) -> None:
     document = ps.put("models[].slot_num", 1) | {"slot_num": 2}
     text = "\n".join(ps.load(document).warnings)
     assert "models[0].slot_num: has no effect" in text
@@ -209,12 +211,12 @@ def test_paths_start_at_the_file(ps: Ps, tmp_path: Path) -> None:
     }
 
 
-def test_a_read_only_database_is_not_loaded(ps: Ps) -> None:
+def test_read_only_database_is_not_loaded(ps: Ps) -> None:
     rocksdb = ps.load(ps.put("persistent_db.read_only", True)).settings.tiers.rocksdb
     assert (rocksdb.access, rocksdb.load) == ("read_only", False)
 
 
-def test_overrides_lie_above_the_file(ps: Ps, tmp_path: Path) -> None:
+def test_overrides_win_over_the_file(ps: Ps, tmp_path: Path) -> None:
     ps.load(ps.base)
     configuration = load_config(
         tmp_path / "ps.json",
@@ -226,20 +228,20 @@ def test_overrides_lie_above_the_file(ps: Ps, tmp_path: Path) -> None:
     assert list(configuration.settings.models.serve or {}) == ["m"]
 
 
-def test_origins_name_the_key(ps: Ps, tmp_path: Path) -> None:
+def test_origins_name_the_key_of_the_file(ps: Ps, tmp_path: Path) -> None:
     origins = ps.load(ps.base).origins
     assert origins["tiers.rocksdb.threads"] == f"{tmp_path / 'ps.json'}: persistent_db.num_threads"
     assert origins["server.http.port"] == "default"
 
 
-def test_the_gpu_cache_is_sized_as_hps_s(ps: Ps) -> None:
+def test_gpu_cache_is_sized_as_in_hps(ps: Ps) -> None:
     ps.base["models"][0] |= {"gpucacheper": 0.3, "deployed_device_list": [1, 0]}
     gpu = ps.load(ps.base).settings.tiers.gpu
     assert (gpu.use, gpu.share, gpu.devices, gpu.workspaces) == ("auto", 0.3, [0, 1], 4)
     assert gpu.host_bytes == 0
 
 
-def test_models_without_a_gpu_cache(ps: Ps) -> None:
+def test_model_without_a_gpu_cache_gets_no_gpu_rows(ps: Ps) -> None:
     first = ps.base["models"][0]
     off = ps.load(ps.put("models[].gpucache", False)).settings
     assert off.tiers.gpu.use == "off"
@@ -259,7 +261,7 @@ def test_models_without_a_gpu_cache(ps: Ps) -> None:
     assert {t.gpu_static for t in serve["p"].tables.values()} == {True}
 
 
-def test_uvm_is_pinned_host_memory(ps: Ps) -> None:
+def test_uvm_becomes_pinned_host_memory(ps: Ps) -> None:
     """1000 rows of 32 bytes or less a table, a fifth of them in the GPU's memory."""
     gpu = ps.load(ps.put("models[].embedding_cache_type", "uvm")).settings.tiers.gpu
     assert (gpu.share, gpu.host_bytes) == (1.0, 2 * 800 * 32)

@@ -34,7 +34,7 @@ def tables(configuration: Configuration) -> dict[str, int]:
     return {table.name: table.dim for table in configuration.legacy[0].spec.tables}
 
 
-def test_tables_of_one_vector_size_are_one_and_keep_their_names_in_requests(
+def test_tables_of_one_vector_size_are_fused_and_keep_their_request_names(
     ps: Ps, document: dict[str, Any]
 ) -> None:
     configuration = ps.load(document)
@@ -68,7 +68,7 @@ def test_tables_of_one_vector_size_are_one_and_keep_their_names_in_requests(
         {"persistent_db": {"type": "rocks_db"}},
     ],
 )
-def test_a_database_or_a_stream_of_hps_has_fused_tables(
+def test_database_or_stream_of_hps_fuses_tables(
     ps: Ps, document: dict[str, Any], stores: dict[str, Any]
 ) -> None:
     del document["persistent_db"]
@@ -79,7 +79,7 @@ def test_a_database_or_a_stream_of_hps_has_fused_tables(
     ("top", "model", "fused"),
     [(True, None, True), (True, False, False), (True, True, True), (False, True, False)],
 )
-def test_a_model_may_say_otherwise(
+def test_model_may_disable_fusion(
     ps: Ps, document: dict[str, Any], top: bool, model: bool | None, fused: bool
 ) -> None:
     document["fuse_embedding_table"] = top
@@ -93,7 +93,7 @@ def test_a_model_may_say_otherwise(
     assert (inert in " ".join(configuration.warnings)) == (model is True and not top)
 
 
-def test_without_a_database_or_a_stream_of_hps_it_has_no_effect(
+def test_without_database_or_stream_of_hps_fusion_has_no_effect(
     ps: Ps, document: dict[str, Any]
 ) -> None:
     document |= {"persistent_db": {}, "volatile_db": {"type": "hash_map"}}
@@ -104,7 +104,7 @@ def test_without_a_database_or_a_stream_of_hps_it_has_no_effect(
     assert said in " ".join(configuration.warnings)
 
 
-def test_fused_tables_get_the_last_ones_default_as_in_hps(ps: Ps, document: dict[str, Any]) -> None:
+def test_fused_table_gets_the_default_of_its_last_member(ps: Ps, document: dict[str, Any]) -> None:
     document["models"][0]["default_value_for_each_table"] = [1.0, 2.0, 5.0]
     configuration = ps.load(document)
     assert [table.default for table in configuration.legacy[0].spec.tables] == [2.0, 0.0, 5.0]
@@ -112,7 +112,7 @@ def test_fused_tables_get_the_last_ones_default_as_in_hps(ps: Ps, document: dict
     assert "user, shop are one table, fused_embedding2, and get one default" in warning
 
 
-def test_mistakes_are_those_of_the_files_entries(ps: Ps, document: dict[str, Any]) -> None:
+def test_mistakes_name_the_entries_of_the_file(ps: Ps, document: dict[str, Any]) -> None:
     model = document["models"][0]
     dims = {**model, "embedding_vecsize_per_table": [16, 4, 16, 100_000]}
     (line,) = ps.mistakes({**document, "models": [dims]})
@@ -122,7 +122,7 @@ def test_mistakes_are_those_of_the_files_entries(ps: Ps, document: dict[str, Any
     assert "models[0].embedding_table_names[2]" in line
 
 
-def test_exceptions_of_a_model_are_of_its_fused_tables(ps: Ps, document: dict[str, Any]) -> None:
+def test_overrides_of_a_model_name_its_fused_tables(ps: Ps, document: dict[str, Any]) -> None:
     document["models"][0] |= {"gpucache": False}
     other = document["models"][0] | {"model": "other", "gpucache": True, "gpucacheper": 0.5}
     document["models"].append(other)

@@ -103,7 +103,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "ps-json.md"
         ),
     ],
 )
-def test_one_clear_line(ps: Ps, key: str, value: Any, line: str) -> None:
+def test_each_mistake_is_one_line_with_place_and_remedy(
+    ps: Ps, key: str, value: Any, line: str
+) -> None:
     found = ps.mistakes(ps.put(key, value) if key != "models" else {**ps.base, "models": value})
     if line == ": expected":
         assert "looks like a configuration of ours" in found[0]
@@ -113,7 +115,7 @@ def test_one_clear_line(ps: Ps, key: str, value: Any, line: str) -> None:
     assert "123456" not in found[0]
 
 
-def test_all_mistakes_at_once(ps: Ps) -> None:
+def test_all_mistakes_are_reported_at_once(ps: Ps) -> None:
     ps.base["supportlonglong"] = "yes"
     ps.base["persistent_db"]["type"] = "rock"
     ps.base["models"][0] |= {"hit_rate_threshold": "x", "embedding_table_names": ["a"]}
@@ -128,7 +130,7 @@ def test_all_mistakes_at_once(ps: Ps) -> None:
     ]
 
 
-def test_two_models_of_one_name(ps: Ps) -> None:
+def test_two_models_of_one_name_are_rejected(ps: Ps) -> None:
     assert ps.mistakes({**ps.base, "models": ps.base["models"] * 2}) == [
         ": models[1].model: 'm' is the name of models[0] too"
     ]
@@ -147,12 +149,12 @@ def test_two_models_of_one_name(ps: Ps) -> None:
         ("{}", ": models: is missing; expected a list of mappings"),
     ],
 )
-def test_files_that_are_no_ps_json(ps: Ps, text: str, line: str) -> None:
+def test_files_that_are_not_a_ps_json_are_rejected(ps: Ps, text: str, line: str) -> None:
     (found,) = ps.mistakes(text)
     assert found.startswith(line)
 
 
-def test_every_number_that_is_refused_is_in_the_page(ps: Ps) -> None:
+def test_every_rejected_number_is_in_the_page(ps: Ps) -> None:
     """HPS accepts most numbers, so a refusal that the page does not name is a surprise."""
     ps.base["volatile_db"]["type"] = "redis_cluster"
     ps.base["update_source"] = {"type": "kafka"}

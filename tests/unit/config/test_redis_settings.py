@@ -15,11 +15,11 @@ def load(tmp_path, redis, **tiers):
     return load_config(path, environ={}).settings.tiers.redis
 
 
-def test_without_it_there_is_no_redis():
+def test_redis_is_off_by_default():
     assert Settings().tiers.redis is None
 
 
-def test_an_empty_mapping_is_the_defaults(tmp_path):
+def test_empty_mapping_means_defaults(tmp_path):
     assert load(tmp_path, {}) == RedisSettings()
     assert RedisSettings().guard.deadline_ms == 50
 
@@ -42,13 +42,13 @@ def test_an_empty_mapping_is_the_defaults(tmp_path):
         ({"partitions": 0}, "partitions"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, redis, named):
+def test_inconsistent_settings_are_rejected(tmp_path, redis, named):
     with pytest.raises(ConfigError, match=named):
         load(tmp_path, redis)
 
 
 @pytest.mark.parametrize("ttl", [{"ttl_s": 3}, {"table_ttl_s": {"ctr/user": 3}}])
-def test_hps_rows_have_no_age(tmp_path, ttl):
+def test_ttl_with_hps_layout_is_rejected(tmp_path, ttl):
     hps = {"rocksdb": {"layout": "hps"}}
     with pytest.raises(ConfigError, match="have no version, so their age"):
         load(tmp_path, {"layout": "hps", **ttl}, **hps)
@@ -56,13 +56,13 @@ def test_hps_rows_have_no_age(tmp_path, ttl):
 
 
 @pytest.mark.parametrize(("redis", "rocksdb"), [("hps", "native"), ("native", "hps")])
-def test_versions_beside_none_are_refused(tmp_path, redis, rocksdb):
+def test_stores_of_different_layouts_are_rejected(tmp_path, redis, rocksdb):
     with pytest.raises(ConfigError, match=f"is {redis}, but tiers.rocksdb.layout is {rocksdb}"):
         load(tmp_path, {"layout": redis}, rocksdb={"layout": rocksdb})
     assert load(tmp_path, {"layout": redis}, rocksdb={"layout": redis})
 
 
-def test_every_row_needs_a_place(tmp_path):
+def test_rows_without_a_lasting_store_are_rejected(tmp_path):
     off = {"enabled": False}
     with pytest.raises(ConfigError, match=r"rocksdb.enabled: is false, and tiers.redis is not set"):
         load(tmp_path, None, rocksdb=off)
@@ -72,7 +72,7 @@ def test_every_row_needs_a_place(tmp_path):
     assert load(tmp_path, {"overflow_margin": 1000}).overflow_margin == 1000
 
 
-def test_ipv6_addresses(tmp_path):
+def test_ipv6_addresses_are_accepted(tmp_path):
     assert load(tmp_path, {"addresses": ["[::1]:6379"]}).addresses == ["[::1]:6379"]
 
 

@@ -19,11 +19,11 @@ def found(chosen: Settings) -> tuple[Path | None, str | None]:
     return chosen.server.runtime, chosen.tiers.cpu_cache.shared.name
 
 
-def test_nothing_is_shared_unless_somebody_may_attach() -> None:
+def test_cache_is_private_without_a_runtime_folder() -> None:
     assert found(with_shared_cache(settings())) == (None, None)
 
 
-def test_a_folder_for_others_shares_the_cache_under_a_name_of_its_own() -> None:
+def test_runtime_folder_shares_the_cache_under_its_own_name() -> None:
     one, other = (
         with_shared_cache(settings(server={"runtime": path})) for path in ("/run/a", "/run/b")
     )
@@ -31,7 +31,7 @@ def test_a_folder_for_others_shares_the_cache_under_a_name_of_its_own() -> None:
     assert found(one) == found(with_shared_cache(settings(server={"runtime": "/run/a"})))
 
 
-def test_what_is_given_stays() -> None:
+def test_given_settings_are_kept() -> None:
     given = {
         "server": {"runtime": "/run/a", "workers": 2},
         "tiers": {"cpu_cache": {"shared": {"name": "mine"}}},
@@ -41,7 +41,7 @@ def test_what_is_given_stays() -> None:
     assert off.tiers.cpu_cache.shared.name is None
 
 
-def test_a_node_that_comes_back_finds_what_it_left() -> None:
+def test_restarted_node_gets_the_same_folder() -> None:
     """Its folder is told by the database, or else by the port: what one node at a time can have."""
     there = {"tiers": {"rocksdb": {"path": "/data/db"}}}
     assert found(for_workers(settings(**there))) == found(for_workers(settings(**there)))
@@ -58,13 +58,13 @@ def test_a_node_that_comes_back_finds_what_it_left() -> None:
     assert found(reading(0)) != found(reading(0))
 
 
-def test_workers_use_no_gpu() -> None:
+def test_workers_disable_the_gpu_cache() -> None:
     assert for_workers(settings()).tiers.gpu.use == "off"
     with pytest.raises(InvalidConfiguration, match=r"server\.workers: is 2, but workers can't use"):
         settings(server={"workers": 2}, tiers={"gpu": {"use": "required"}})
 
 
-def test_pages_set_aside_by_size_cannot_be_shared() -> None:
+def test_reserved_pages_of_a_shared_cache_are_rejected() -> None:
     with pytest.raises(
         InvalidConfiguration, match=r"huge_pages: is reserved, which can't be shared"
     ):

@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_end_of_the_line_is_no_part_of_it(file: Path) -> None:
+def test_line_ending_is_not_part_of_the_secret(file: Path) -> None:
     assert read_secret(file, "a.b") == SECRET
     file.write_text(f" {SECRET} \r\n")
     assert read_secret(file, "a.b") == f" {SECRET} "
@@ -39,7 +39,9 @@ def test_the_end_of_the_line_is_no_part_of_it(file: Path) -> None:
         (b"\xff\xfe" + SECRET.encode(), "is not text"),
     ],
 )
-def test_what_cannot_be_read_is_named(file: Path, contents: bytes | None, problem: str) -> None:
+def test_unreadable_secret_names_setting_and_file(
+    file: Path, contents: bytes | None, problem: str
+) -> None:
     file.unlink() if contents is None else file.write_bytes(contents)
     with pytest.raises(ConfigError, match=f"a.b: {file}.*{problem}") as caught:
         read_secret(file, "a.b")
@@ -47,7 +49,7 @@ def test_what_cannot_be_read_is_named(file: Path, contents: bytes | None, proble
     assert "\n" not in str(caught.value)
 
 
-def test_a_secret_is_what_its_file_holds_now(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_secret_file_is_read_again(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "hps.config.secrets")
     secret = Secret(None, file, "a.b")
     file.write_text("another")
@@ -65,7 +67,7 @@ def kafka(**more: object) -> dict[str, object]:
     return {"updates": {"kafka": {"brokers": "kafka:9092", **more}}}
 
 
-def test_options_of_kafka_in_files(file: Path) -> None:
+def test_kafka_options_are_read_from_files(file: Path) -> None:
     given = kafka(options={"sasl.username": "me"}, options_files={"sasl.password": str(file)})
     settings = configuration_from(given, environ={}).settings
     assert settings.updates.kafka is not None
@@ -91,13 +93,13 @@ def test_options_of_kafka_in_files(file: Path) -> None:
         ),
     ],
 )
-def test_secrets_are_given_once(settings: dict[str, object], problem: str) -> None:
+def test_secret_in_value_and_file_is_rejected(settings: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         configuration_from(settings, environ={})
     assert SECRET not in str(caught.value)
 
 
-def test_what_may_be_a_secret_is_not_shown() -> None:
+def test_possible_secrets_are_hidden() -> None:
     given = kafka(options={"sasl.password": SECRET})
     given |= {"tiers": {"redis": {"password": SECRET, "sentinel_password": SECRET}}}
     given |= {"auth": {"mode": "api_key", "keys": [{"name": "a", "role": "read", "key": SECRET}]}}
@@ -112,7 +114,7 @@ def test_what_may_be_a_secret_is_not_shown() -> None:
         assert SECRET not in repr(shown)
 
 
-def test_a_file_that_is_mounted_elsewhere_is_a_warning(tmp_path: Path, file: Path) -> None:
+def test_missing_secret_file_is_a_warning(tmp_path: Path, file: Path) -> None:
     config = tmp_path / "hps.yaml"
     config.write_text("tiers: {redis: {password_file: secret}}")
     assert validate_file(config).warnings == []
@@ -128,7 +130,7 @@ def test_a_file_that_is_mounted_elsewhere_is_a_warning(tmp_path: Path, file: Pat
 @pytest.mark.parametrize(
     "contents", ["two words-0123456789", "a\nplanted-secret-0001", "short", "ü" * 20]
 )
-def test_what_is_no_api_key_is_not_sent(file: Path, contents: str) -> None:
+def test_invalid_api_key_file_is_rejected(file: Path, contents: str) -> None:
     """gRPC would quote it in its error."""
     file.write_text(contents)
     for check in (
@@ -151,7 +153,7 @@ def lookups_of(file: Path) -> Settings:
     ).settings
 
 
-def test_users_in_addresses_are_not_shown() -> None:
+def test_users_in_addresses_are_hidden() -> None:
     for given in (
         {"tiers": {"redis": {"addresses": [f"redis://:{SECRET}@redis:6379"]}}},
         {"lookup": {"nodes": [f"https://me:{SECRET}@node"]}},
@@ -171,7 +173,7 @@ def test_users_in_addresses_are_not_shown() -> None:
         ("tiers.redis={database: 1}", ""),
     ],
 )
-def test_secrets_of_a_command_line_are_warned_of(given: str, warns: str) -> None:
+def test_secrets_on_the_command_line_are_a_warning(given: str, warns: str) -> None:
     overrides = [given, "auth.mode=api_key", "auth.keys_file=x"]
     warnings = configuration_from({}, overrides, environ={}).warnings
     assert [w.partition(":")[0] for w in warnings] == ([f"--set {warns}"] if warns else [])

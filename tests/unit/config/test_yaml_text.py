@@ -51,12 +51,12 @@ def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
     assert type(found) is type(value)
 
 
-def test_an_empty_file_is_null() -> None:
+def test_empty_file_is_null() -> None:
     assert parse("") is None
     assert parse("# only a comment\n") is None
 
 
-def test_lines_are_remembered() -> None:
+def test_every_value_has_its_line() -> None:
     document = parse_yaml("a: 1\nb:\n  c: [1,\n   2]\n  d: {e: 5}\n", "f.yaml")
     assert document.lines == {
         ("a",): 1,
@@ -69,7 +69,7 @@ def test_lines_are_remembered() -> None:
     }
 
 
-def test_anchors_and_merging() -> None:
+def test_anchors_are_resolved_and_mappings_merged() -> None:
     text = "x: &x {a: 1, b: 2}\ny: &y\n  <<: *x\n  b: 3\nz: *y\nw: {<<: [*y, *x], c: 4}\n"
     assert parse(text) == {
         "x": {"a": 1, "b": 2},
@@ -110,14 +110,14 @@ def test_bad_input_gets_file_line_and_column(text: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_an_anchor_bomb_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anchor_bomb_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yaml_text, "MAX_VALUES", 1000)
     levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
     with pytest.raises(ConfigError, match="more than 1000 values"):
         parse("a0: &a0 [x]\n" + "\n".join(levels))
 
 
-def test_a_bomb_of_merged_mappings_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bomb_of_merged_mappings_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yaml_text, "MAX_VALUES", 1000)
     merged = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 9)]
     with pytest.raises(ConfigError, match=r"f\.yaml:\d+:\d+: .*more than 1000 values"):
@@ -137,26 +137,26 @@ DATA = st.recursive(
 
 
 @given(DATA)
-def test_what_is_written_reads_back_equal(data: Any) -> None:
+def test_dumped_data_loads_equal(data: Any) -> None:
     again = parse(dump_yaml(data))
     assert again == data
     assert repr(again) == repr(data)
 
 
 @given(DATA)
-def test_other_readers_agree(data: Any) -> None:
+def test_other_readers_load_the_same(data: Any) -> None:
     """YAML 1.1 readers (PyYAML itself) read the same from what we write."""
     assert yaml.safe_load(dump_yaml(data)) == data
 
 
 @pytest.mark.parametrize("text", ["a: \xe4\n", "\ufeffa: \xe4\n"])
-def test_files_are_utf8(tmp_path: Path, text: str) -> None:
+def test_files_are_read_as_utf8(tmp_path: Path, text: str) -> None:
     path = tmp_path / "f.yaml"
     path.write_text(text, encoding="utf-8")
     assert parse(read_text(path)) == {"a": "\xe4"}
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_named_with_the_cause(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: no such configuration file"):
         read_text(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="is a folder"):

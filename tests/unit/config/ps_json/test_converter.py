@@ -57,7 +57,7 @@ EXAMPLE = """
 """
 
 
-def test_the_example(ps: Ps) -> None:
+def test_example_is_converted(ps: Ps) -> None:
     configuration = ps.load(EXAMPLE)
     settings = configuration.settings
     assert settings.models.serve == {}
@@ -89,7 +89,7 @@ def test_the_example(ps: Ps) -> None:
     ]
 
 
-def test_the_example_s_warnings(ps: Ps) -> None:
+def test_example_has_the_expected_warnings(ps: Ps) -> None:
     text = "\n".join(ps.load(EXAMPLE).warnings)
     assert "models[0].cache_refresh_percentage_per_iteration" in text
     redis = ("redis_cluster", "address", "partitions", "connections", "overflow")
@@ -99,13 +99,13 @@ def test_the_example_s_warnings(ps: Ps) -> None:
         assert acts not in text
 
 
-def test_the_table_knows_every_key() -> None:
+def test_key_table_has_every_key_of_hps() -> None:
     assert sorted(INVENTORY_KEYS - {key.path for key in KEYS}) == []
     assert len({key.path for key in KEYS}) == len(KEYS)
 
 
 @pytest.mark.parametrize("key", [k for k in KEYS if k.ignored], ids=lambda k: k.path)
-def test_an_ignored_key_is_named_and_changes_nothing(ps: Ps, key: PsKey) -> None:
+def test_ignored_key_is_a_warning_and_changes_nothing(ps: Ps, key: PsKey) -> None:
     samples = {"bool": True, "int": 3, "float": 0.5, "text": "x", "path": "x", "list": []}
     configuration = ps.load(ps.put(key, samples[key.kind]))
     named = key.path.replace("[]", "[0]")
@@ -163,18 +163,18 @@ def test_every_other_key_has_its_effect_tested() -> None:
 
 
 @pytest.mark.parametrize("key", VARIED)
-def test_an_acting_key_acts(ps: Ps, key: str) -> None:
+def test_effective_key_changes_the_settings(ps: Ps, key: str) -> None:
     one, other = (ps.load(ps.put(key, value)) for value in VARIED[key])
     assert ps.outcome(one) != ps.outcome(other)
     assert f"{key.replace('[]', '[0]')}:" not in "\n".join([*one.warnings, *other.warnings])
 
 
-def test_an_update_source_of_no_kind_is_silent(ps: Ps) -> None:
+def test_null_update_source_has_no_warning(ps: Ps) -> None:
     for kind in ("null", "none"):
         assert ps.load({**ps.base, "update_source": {"type": kind}}).warnings == ()
 
 
-def test_a_hash_map_for_several_processes_is_a_shared_cache(ps: Ps) -> None:
+def test_multi_process_hash_map_becomes_a_shared_cache(ps: Ps) -> None:
     shared = {"type": "multi_process_map", "shared_memory_size": 1 << 30}
     loaded = ps.load(ps.base | {"volatile_db": shared})
     assert loaded.settings.tiers.cpu_cache.shared.name == "hctr_mp_hash_map_database"

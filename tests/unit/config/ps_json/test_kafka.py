@@ -41,7 +41,7 @@ EFFECTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def test_the_defaults(ps: Ps) -> None:
+def test_defaults_are_converted(ps: Ps) -> None:
     assert kafka(ps) == KafkaSettings(brokers="127.0.0.1:9092", models=[".+"])
 
 
@@ -51,7 +51,7 @@ def test_every_key_that_acts_with_kafka_has_its_effect_tested() -> None:
 
 
 @pytest.mark.parametrize("name", EFFECTS)
-def test_a_key_acts_and_only_with_kafka(ps: Ps, name: str) -> None:
+def test_key_has_an_effect_only_with_kafka(ps: Ps, name: str) -> None:
     value, effect = EFFECTS[name]
     assert kafka(ps, **{name: value}) == kafka(ps).model_copy(update=effect)
     document = with_kafka(ps, **{name: value})
@@ -72,19 +72,19 @@ def test_a_key_acts_and_only_with_kafka(ps: Ps, name: str) -> None:
         ("max_commit_interval", 3),
     ],
 )
-def test_others_are_named_and_change_nothing(ps: Ps, name: str, found: int) -> None:
+def test_other_keys_are_warnings_and_change_nothing(ps: Ps, name: str, found: int) -> None:
     configuration = ps.load(with_kafka(ps, **{name: found}))
     assert f"update_source.{name}: has no effect" in "\n".join(configuration.warnings)
     assert configuration.settings.updates.kafka == kafka(ps)
 
 
-def test_hps_s_default_filter_matches_no_model_there_and_all_of_them_here(ps: Ps) -> None:
+def test_default_filter_matches_all_models(ps: Ps) -> None:
     settings = kafka(ps, volatile_db__update_filters=["^hps_.+$"])
     assert settings.takes("wdl")
     assert settings == kafka(ps)
 
 
-def test_filters_match_a_models_whole_name(ps: Ps) -> None:
+def test_filters_match_the_whole_name(ps: Ps) -> None:
     settings = kafka(ps, persistent_db__update_filters=["ctr_.*", "m"])
     assert [settings.takes(name) for name in ("ctr_a", "m", "mm", "ctr")] == [
         True,
@@ -95,7 +95,7 @@ def test_filters_match_a_models_whole_name(ps: Ps) -> None:
     assert not kafka(ps, persistent_db__update_filters=[]).takes("m")
 
 
-def test_lists_that_differ_are_put_together_and_named(ps: Ps) -> None:
+def test_different_filter_lists_are_merged_with_a_warning(ps: Ps) -> None:
     both = {"volatile_db__update_filters": ["a", "b"], "persistent_db__update_filters": ["b", "c"]}
     assert kafka(ps, **both).models == ["a", "b", "c"]
     text = "\n".join(ps.load(with_kafka(ps, **both)).warnings)
@@ -116,11 +116,11 @@ def test_lists_that_differ_are_put_together_and_named(ps: Ps) -> None:
         ("volatile_db__update_filters", ["("], "'(' is not a regular expression"),
     ],
 )
-def test_what_is_wrong_is_named(ps: Ps, name: str, value: Any, line: str) -> None:
+def test_invalid_values_are_named(ps: Ps, name: str, value: Any, line: str) -> None:
     (found,) = ps.mistakes(with_kafka(ps, **{name: value}))
     assert line in found
 
 
-def test_where_a_setting_comes_from_is_known(ps: Ps) -> None:
+def test_origins_name_the_key_of_the_file(ps: Ps) -> None:
     configuration = ps.load(with_kafka(ps, brokers="a:1"))
     assert configuration.origins["updates.kafka.brokers"].endswith(": update_source.brokers")

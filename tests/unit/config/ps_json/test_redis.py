@@ -47,7 +47,7 @@ TLS = {
 }
 
 
-def test_the_defaults_are_hps_s(ps: Ps) -> None:
+def test_defaults_are_those_of_hps(ps: Ps) -> None:
     assert redis(ps) == RedisSettings(
         addresses=["127.0.0.1:7000"],
         mode="cluster",
@@ -60,20 +60,20 @@ def test_the_defaults_are_hps_s(ps: Ps) -> None:
 
 
 @pytest.mark.parametrize("name", EFFECTS)
-def test_every_key_acts(ps: Ps, name: str) -> None:
+def test_every_key_has_an_effect(ps: Ps, name: str) -> None:
     value, effect = EFFECTS[name]
     configuration = ps.load(with_redis(ps, **{name: value}))
     assert configuration.settings.tiers.redis == redis(ps).model_copy(update=effect)
     assert name not in "\n".join(configuration.warnings)
 
 
-def test_no_key_of_redis_is_forgotten() -> None:
+def test_every_redis_key_has_a_case() -> None:
     found = {k.name for k in KEYS if k.acts_with == "redis_cluster"}
     beside = {"num_partitions", "overflow_margin", "overflow_policy", "initialize_after_startup"}
     assert found | beside == {*EFFECTS, *TLS, "enable_tls"}
 
 
-def test_tls(ps: Ps, tmp_path: Path) -> None:
+def test_tls_keys_are_converted(ps: Ps, tmp_path: Path) -> None:
     keys = {"enable_tls": True, "tls_ca_certificate": "ca.pem", "tls_client_certificate": "c.pem"}
     tls = redis(ps, **keys, tls_client_key="/k.pem", tls_server_name_identification="r.test").tls
     assert tls is not None
@@ -81,7 +81,7 @@ def test_tls(ps: Ps, tmp_path: Path) -> None:
     assert (tls.key, tls.server_name) == (Path("/k.pem"), "r.test")
 
 
-def test_files_of_the_default_names_are_taken_when_they_are_there(ps: Ps, tmp_path: Path) -> None:
+def test_existing_default_tls_files_are_used(ps: Ps, tmp_path: Path) -> None:
     tls = redis(ps, enable_tls=True).tls
     assert tls is not None
     assert (tls.ca, tls.certificate, tls.key) == (None, None, None)
@@ -93,7 +93,7 @@ def test_files_of_the_default_names_are_taken_when_they_are_there(ps: Ps, tmp_pa
     assert (tls.ca, tls.key) == (tmp_path / "cacertbundle.crt", tmp_path / "client_key.pem")
 
 
-def test_keys_of_tls_without_tls_are_named(ps: Ps) -> None:
+def test_tls_keys_without_tls_are_warnings(ps: Ps) -> None:
     configuration = ps.load(with_redis(ps, tls_ca_certificate="ca.pem"))
     assert configuration.settings.tiers.redis.tls is None
     (warning,) = configuration.warnings
@@ -104,14 +104,14 @@ def test_keys_of_tls_without_tls_are_named(ps: Ps) -> None:
 @pytest.mark.parametrize(
     "key", [k for k in KEYS if k.acts_with == "redis_cluster"], ids=lambda k: k.name
 )
-def test_with_a_hash_map_they_are_named(ps: Ps, key: PsKey) -> None:
+def test_redis_keys_with_a_hash_map_are_warnings(ps: Ps, key: PsKey) -> None:
     samples = {"bool": True, "int": 3, "float": 0.5, "text": "x", "path": "x", "enum": "random"}
     configuration = ps.load(ps.put(key, samples[key.kind]))
     assert configuration.settings.tiers.redis is None
     assert key.name in "\n".join(configuration.warnings)
 
 
-def test_a_rocksdb_of_ours_takes_hps_s_layout_too(ps: Ps) -> None:
+def test_rocksdb_below_redis_gets_the_hps_layout(ps: Ps) -> None:
     document = with_redis(ps)
     del document["persistent_db"]
     tiers = ps.load(document).settings.tiers
@@ -128,7 +128,7 @@ def test_a_rocksdb_of_ours_takes_hps_s_layout_too(ps: Ps) -> None:
         ({"overflow_margin": 0}, "volatile_db.overflow_margin: expected a whole number from 1"),
     ],
 )
-def test_what_cannot_be_is_refused(ps: Ps, keys: dict[str, Any], named: str) -> None:
+def test_invalid_values_are_rejected(ps: Ps, keys: dict[str, Any], named: str) -> None:
     assert named in "\n".join(ps.mistakes(with_redis(ps, **keys)))
 
 
@@ -139,11 +139,11 @@ def test_what_cannot_be_is_refused(ps: Ps, keys: dict[str, Any], named: str) -> 
         ({"overflow_resolution_target": 0}, "volatile_db.overflow_resolution_target"),
     ],
 )
-def test_what_is_out_of_range_names_the_key(ps: Ps, keys: dict[str, Any], named: str) -> None:
+def test_value_out_of_range_names_the_key(ps: Ps, keys: dict[str, Any], named: str) -> None:
     assert named in "\n".join(ps.mistakes(with_redis(ps, **keys)))
 
 
-def test_the_password_is_hidden(ps: Ps) -> None:
+def test_password_is_hidden(ps: Ps) -> None:
     configuration = ps.load(with_redis(ps, password="secret-1"))
     assert "secret-1" not in str(public_settings(configuration.settings))
     assert "secret-1" not in "\n".join(ps.mistakes(with_redis(ps, password=["secret-1"])))
