@@ -70,7 +70,7 @@ def _check_models(report: ValidationReport, configuration: Configuration) -> lis
 
 
 def _check_description(report: ValidationReport, path: Path) -> ModelVersion | None:
-    """Check the newest version beside a ``model.yaml``; None if there is none. Raises ModelError."""
+    """Check the newest version next to a ``model.yaml``; None if there is none. Raises ModelError."""
     from hps.config import Settings
     from hps.models.repository import SPEC_FILE, Repository
     from hps.node.model_opening import check_model

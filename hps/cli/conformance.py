@@ -152,8 +152,7 @@ def _target(
     except (OSError, HTTPException, Deviation, grpc.RpcError) as error:
         why = error.details() if isinstance(error, grpc.RpcError) else error
         raise Unavailable(
-            f"{http or rpc} cannot be asked what it serves: {why}; name models with --model where it has no "
-            "index"
+            f"{http or rpc} does not list its models: {why}; name models with --model if it has no index"
         ) from None
     for model, why in left_out.items():
         warn(f"{model} skipped: no answer to a request generated from its metadata: {why}")

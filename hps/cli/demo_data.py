@@ -1,6 +1,6 @@
 """The demo's model, and requests with the trainer's scores for them.
 
-``demo_model/`` is a model repository of one model, beside it ``requests.json``: ``{"model", "features":
+``demo_model/`` is a model repository of one model, next to it ``requests.json``: ``{"model", "features":
 {name: keys per sample}, "dense": {name: values per sample}, "scores": {output: one per sample}}``.
 The folder is inside the package, so a checkout and an installed wheel have it at the same place. The
 trainer in ``examples/`` writes it."""

@@ -21,7 +21,7 @@ def end_with_the_demo() -> None:
 
 
 def parent_exited() -> bool:
-    """Whether the demo has exited: it writes nothing, so stdin is readable only at its end."""
+    """True if the demo has exited: it writes nothing, so stdin is readable only at its end."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 

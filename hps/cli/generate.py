@@ -26,7 +26,7 @@ class RequestForm(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SeedOptions:
-    """What makes the output the same again."""
+    """Seed of random output."""
 
     seed: int = option(1, min=0)
     """Seed of the random numbers; the same seed gives the same output."""

@@ -214,7 +214,7 @@ def _show_converted(done: list[dict[str, Any]]) -> None:
 
 
 def _is_there(store: RedisRows | RocksDbRows, table: EmbeddingTable, *, named: bool) -> bool:
-    """Whether the store holds the table. A missing table is an error if ``named``, else a warning."""
+    """True if the store holds the table. A missing table is an error if ``named``, else a warning."""
     try:
         store.check(table)
     except NotFound as error:

@@ -73,7 +73,7 @@ class PublishOptions(KafkaOptions):
     ttl: int = option(0, min=0, metavar="SECONDS")
     """Nodes skip the rows if they read them later than this after publishing; 0: never."""
     deletions: bool = option(True, "--deletions/--no-deletions")
-    """Whether to send deletions."""
+    """Send deletions, too."""
     rate: int | None = option(None, min=1)
     """Maximum number of rows per second."""
     dry_run: bool = option(False)

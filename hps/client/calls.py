@@ -46,11 +46,11 @@ class _ModelTensors(NamedTuple):
     versions: tuple[str, ...] = ()
 
     def of_version(self, version: str) -> bool:
-        """Whether this may describe ``version``, which answered; True if a version is unknown."""
+        """True if this may describe ``version``, which answered, or if a version is unknown."""
         return not version or not self.versions or version in self.versions
 
     def same(self, other: _ModelTensors) -> bool:
-        """Whether a request built from ``other`` would be the same."""
+        """True if a request built from ``other`` would be the same."""
         return (self.inputs, self.outputs) == (other.inputs, other.outputs)
 
 
@@ -155,7 +155,7 @@ class ClientOperations:
         return await self._query("server", "", self._deadline())
 
     async def is_hps(self) -> bool:
-        """Whether the server is an hps server, by the name it reports."""
+        """True if the server is an hps server, by the name it reports."""
         reply = await self.about()
         return str(reply.get("name", "")).startswith("hps")
 
@@ -166,7 +166,7 @@ class ClientOperations:
         return list(dict.fromkeys(str(model["name"]) for model in ready))
 
     async def ready(self) -> bool:
-        """Whether the server is ready. Raises Unavailable if it does not answer.
+        """True if the server is ready. Raises Unavailable if it does not answer.
 
         Loads and connects what requests need."""
         try:

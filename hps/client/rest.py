@@ -116,7 +116,7 @@ class _TimedResponse(io.RawIOBase):
 
 
 def _is_over(connection: socket.socket) -> bool:
-    """Whether the server has closed an idle connection, which makes it readable."""
+    """True if the server has closed an idle connection, which makes it readable."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))

@@ -1,4 +1,4 @@
-"""Where processes of one machine find a node: folder of its socket, name of its shared cache.
+"""Folder of a node's socket and name of its shared cache, by which other processes find it.
 
 Both derive from something that only one node at a time can own. A node that restarts after a kill thus
 finds the leftovers, and reuses or removes them."""

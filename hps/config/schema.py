@@ -180,6 +180,6 @@ class Settings(StrictModel):
             message = (
                 "needs a store that gets the updates, but tiers.rocksdb.access is read_only and there is "
                 "no tiers.redis: rows that leave a cache would come back as they were before; take access "
-                "primary, or secondary beside a primary that reads the same stream"
+                "primary, or secondary alongside a primary that reads the same stream"
             )
             yield finding("updates.kafka", message, "tiers.rocksdb.access")

@@ -343,7 +343,7 @@ def test_bad_configuration_exits_with_2_and_one_line(
 
 
 def test_read_only_volume_is_reported(write: Any, tmp_path: Path) -> None:
-    """The whole process as it is, not a fork."""
+    """Runs the whole process, not a fork."""
     volume = tmp_path / "volume"
     volume.mkdir()
     config = write({"tiers": {"rocksdb": {"path": str(volume / "db")}}})

@@ -1,4 +1,4 @@
-"""``hps demo``: every check passes, each can fail, and nothing is left behind."""
+"""``hps demo``: every check passes, each can fail, and no file or process remains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SAMPLES = 96
 
 @pytest.fixture(scope="module")
 def small_demo(small_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the demo's form whose scores were worked out in this process."""
+    """A model in the demo's format, with scores computed in this process."""
     folder = tmp_path_factory.mktemp("demo")
     shutil.copytree(small_repository / "clicks", folder / "clicks")
     random = np.random.default_rng(1)
@@ -115,7 +115,7 @@ def address(shown: list[str]) -> tuple[str, int]:
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder for everything that must be gone when a demo has ended."""
+    """Folder for everything that must be gone after a demo."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -260,7 +260,7 @@ def test_background_job_stops_on_a_signal(small_demo: Path) -> None:
 
 
 def test_server_exits_with_the_demo(small_demo: Path, temporary: Path) -> None:
-    """A killed demo cannot clean up: its server does."""
+    """A killed demo cannot clean up; its server does."""
     with serving(small_demo) as (process, shown):
         process.kill()
     until(lambda: not scratch_folders(temporary))

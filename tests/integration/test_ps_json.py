@@ -166,7 +166,7 @@ def test_ignored_settings_are_logged_at_start(configure: Any, document: dict[str
 
 
 def test_update_source_is_read(configure: Any, document: dict[str, Any]) -> None:
-    """As HPS's trainers send rows, with the filter that works there."""
+    """Rows are sent as HPS's trainers send them, with a filter that HPS accepts."""
     broker, model = shared_broker(), unique("wdl")
     document["models"][0]["model"] = model
     document["persistent_db"]["update_filters"] = [model]

@@ -47,7 +47,7 @@ def test_python_examples_run_and_find_their_keys(
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    """With ports that are free in place of the usual ones."""
+    """Environment with free ports instead of the default ones."""
     ports = zip(LISTENERS, map(str, free_ports(len(LISTENERS))), strict=True)
     return os.environ | {f"HPS__SERVER__{name}__PORT": port for name, port in ports}
 

@@ -71,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
-    """A server at its most talkative, whose Redis asks for another password and whose Kafka is away."""
+    """A server with debug logs, whose Redis requires another password and whose Kafka is unavailable."""
     need("redis-server")
     folder = tmp_path_factory.mktemp("server")
     write_models(folder / "models")
@@ -143,7 +143,7 @@ def test_shown_configuration_contains_no_secret(server: Hps, run: Commands, form
 
 
 def more(server: Hps) -> Path:
-    """The server's settings of what has secrets."""
+    """The server's settings that have secrets."""
     (path,) = [Path(word) for word in server.process.cmdline() if word.endswith("config.yaml")]
     return path.with_name("more.yaml")
 
@@ -199,7 +199,7 @@ def test_errors_contain_no_secret(
 def test_environment_variables_are_quoted_by_name_only(
     small_repository: Path, tmp_path: Path
 ) -> None:
-    """Of values in the environment that are wrong, too."""
+    """Invalid values in the environment are not quoted either."""
     variables = {
         "HPS__TIERS__REDIS__PASSWORD": f"{MARK}-7",
         "HPS__TIERS__REDIS__PASSWORD_FILE": "/nowhere",

@@ -47,7 +47,7 @@ def test_top_shows_reachable_and_unreachable_servers(
 
 
 def test_live_screen_shows_requests_until_q(small_server: Hps) -> None:
-    """On a pseudo-terminal."""
+    """Runs on a pseudo-terminal."""
     ours, theirs = pty.openpty()
     words = ["-s", f"http://{small_server.admin}", "-s", NOBODY, "--interval", "0.2"]
     command = [sys.executable, "-m", "hps.cli.main", "top", *words]

@@ -99,7 +99,7 @@ def consumer_of(broker) -> Iterator[ck.Consumer]:
 
 
 def feed(broker, store: RocksDbTier, tables: list[EmbeddingTable]) -> None:
-    """Apply what is in Kafka for the tables, from where the first of them is."""
+    """Apply Kafka's messages for the tables, from the position of the first table."""
     model = tables[0].model
     settings = KafkaSettings(brokers=broker.address, models=[model], dead_letters=f"{model}_dead")
     topics = TopicTables(tables, settings.takes)
@@ -314,7 +314,7 @@ def test_dead_letters_are_listed_and_requeued(broker, model, tmp_path):
 
 
 def test_requeued_letters_keep_their_timestamps(broker, model, tmp_path):
-    """So a row in HPS's format does not replace one that was sent after it."""
+    """A row in HPS's format must not replace one that was sent after it."""
     topic, dead = hps_topic(model, "late"), f"{model}_dead"
     make_topic(broker, topic)
     make_topic(broker, dead)

@@ -96,15 +96,15 @@ def _inert_databases(
         if not memory["enable_tls"]:
             reader.inert((V,), memory, TLS, NO_TLS)
     elif memory_type not in HASH_MAPS:
-        unsaid = "" if "type" in memory else " (as it is when type is left out)"
-        reader.inert((V,), memory, bounds, f"{V}.type is {memory_type}{unsaid}")
+        is_default = "" if "type" in memory else " (the default of type)"
+        reader.inert((V,), memory, bounds, f"{V}.type is {memory_type}{is_default}")
     elif "overflow_margin" not in memory:
         acting = ("num_partitions", "overflow_policy")
-        reader.inert((V,), memory, acting, "it acts together with overflow_margin only")
+        reader.inert((V,), memory, acting, "it needs overflow_margin")
     if disk["type"] != "rocks_db":
-        unsaid = "" if "type" in disk else " (as it is when type is left out)"
+        is_default = "" if "type" in disk else " (the default of type)"
         names = ("path", "num_threads", "read_only", "initialize_after_startup")
-        reader.inert((P,), disk, names, f"{P}.type is {disk['type']}{unsaid}")
+        reader.inert((P,), disk, names, f"{P}.type is {disk['type']}{is_default}")
 
 
 def _fuses(

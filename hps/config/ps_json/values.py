@@ -207,7 +207,7 @@ def _no_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"key {key!r} stands twice in the same mapping")
+            raise ValueError(f"key {key!r} is duplicate in the same mapping")
         result[key] = value
     return result
 

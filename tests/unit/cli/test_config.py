@@ -37,7 +37,7 @@ SERVERS = "onnxruntime", "fastapi", "uvicorn", "rocksdict", "pyarrow", "grpc", "
 
 
 def program(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command as its user starts it; at the end it prints what of ``SERVERS`` it has imported."""
+    """Run the command in a process that prints the modules of ``SERVERS`` that it has imported."""
     code = (
         "import atexit, sys\n"
         f"atexit.register(lambda: print(sorted({{*{SERVERS}}} & {{*sys.modules}})))\n"
@@ -235,7 +235,7 @@ def test_converted_files_configure_the_same_server(ps_json: Path, tmp_path: Path
 
 @pytest.mark.parametrize("command", [("config", "validate"), ("serve", "--config")])
 def test_invalid_configuration_fails_quickly(bad: Path, command: tuple[str, ...]) -> None:
-    """Before a server's worth of packages is loaded, which takes the most of the 3 s there are."""
+    """The error comes before a server's packages are loaded, which takes most of the 3 s."""
     done = program(*command, bad)
     assert done.returncode == 2
     assert "server.http.port: expected a whole number from 0 to 65535" in done.stderr

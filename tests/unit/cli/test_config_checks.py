@@ -25,7 +25,7 @@ def validate(file: Path, *arguments: object) -> Result:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """The demo's repository, its manifest aside: sizes alone are compared."""
+    """The demo's repository without its manifest, so that only sizes are compared."""
     shutil.copytree(FOLDER / "ctr", tmp_path / "models" / "ctr")
     (tmp_path / "models" / "ctr" / "1" / "manifest.json").unlink()
     return tmp_path / "models"
@@ -108,7 +108,7 @@ def test_validate_accepts_a_description_without_versions(tmp_path: Path) -> None
 
 
 def test_validate_points_to_doctor(config: Path, models: Path) -> None:
-    """A port that is taken and a Redis that is not there are no mistake of the file."""
+    """A port in use and an unavailable Redis are not errors of the file."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = validate(
@@ -147,7 +147,7 @@ def test_validate_needs_no_gpu(config: Path) -> None:
 
 
 def test_validate_reads_no_rows_of_large_tables(config: Path, models: Path) -> None:
-    """Holes of 64 GB would take minutes."""
+    """Reading sparse files of 64 GB would take minutes."""
     rows = 1 << 30
     for name, width in (("key", 8), ("emb_vector", 64)):
         with (models / "ctr" / "1" / "tables" / "ad" / name).open("wb") as file:

@@ -1,4 +1,4 @@
-"""``hps demo --write``: the demo's model in a repository, and how to ask for it."""
+"""``hps demo --write``: the demo's model in a repository, and a request for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's checks that no sound machine fails."""
+"""The doctor's checks that fail only on a faulty machine."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_clock_truncated_to_seconds_is_no_skew() -> None:
 def test_delayed_time_is_no_skew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A busy server renews what it says late; one whose clock is wrong says so each time."""
+    """A busy server reports its time late now and then; one whose clock is wrong does so each time."""
     monkeypatch.setattr(clocks, "_PAUSE_S", 0.0)
     late = iter([5.0, 4.0, 0.0, 9.0])
     found = clocks.least_skew(lambda: time.time() - next(late))

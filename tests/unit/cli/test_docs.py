@@ -1,4 +1,4 @@
-"""Every command is in the documentation, and every command line that is shown somewhere parses."""
+"""Every command is in the documentation, and every command line in a page or help parses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_command_is_in_the_command_line_page() -> None:
 
 
 def shown(text: str) -> Iterator[str]:
-    """Command lines; in a block with prompts, those after one. `…` stands for more of the same."""
+    """The command lines; in a block with prompts, those after one. Lines with `…` are left out."""
     prompt = re.compile(r"^\$ ", re.MULTILINE)
     for prompted, line in _LINE.findall(re.sub(r" *\\\n *", " ", text)):
         if (prompted or not prompt.search(text)) and "…" not in line and "..." not in line:
@@ -35,7 +35,7 @@ def shown(text: str) -> Iterator[str]:
 
 
 def parse(line: str) -> None:
-    """Read it as the command line does, sub-commands too, and run nothing."""
+    """Parse the line as the command line does, with subcommands, and run nothing."""
     try:
         _parse(typer.main.get_command(app), shlex.split(line)[1:])
     except Exception as error:

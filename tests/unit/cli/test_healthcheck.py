@@ -1,4 +1,4 @@
-"""``hps healthcheck`` against ports that answer in every way there is."""
+"""``hps healthcheck`` against servers that are ready, loading, unresponsive or gone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.certificates import made
 
 @contextmanager
 def answering(ready: int, live: int = 200, tls: ssl.SSLContext | None = None) -> Iterator[int]:
-    """A port whose health is as given; an error says why."""
+    """A port with the given health; an error has the reason."""
 
     class Health(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""hps hotkeys from a snapshot: what is chosen, how much, and what is wrong with the file."""
+"""hps hotkeys from a snapshot: filters, limits and errors."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What two readings of a server's metrics say."""
+"""Rates and quantiles between two readings of a server's metrics."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_counters_of_a_restarted_server_start_at_zero() -> None:
 
 
 def test_quantiles_cover_only_the_interval() -> None:
-    """All that was slow was before."""
+    """All slow requests were before the interval."""
     before = reading(0.0, *histogram("200", {"0.001": 0, "0.01": 0, "+Inf": 900}))
     after = reading(1.0, *histogram("200", {"0.001": 50, "0.01": 100, "+Inf": 1000}))
     it = MetricsInterval(before, after)

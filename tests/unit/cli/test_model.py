@@ -1,4 +1,4 @@
-"""hps model: import, inspect, verify; what they print, write and exit with."""
+"""hps model: output, files and exit codes of import, inspect and verify."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def matmul() -> onnx.ModelProto:
 
 
 def test_network_with_external_weights_is_rejected(tmp_path):
-    """What torch.onnx.export writes unless told otherwise: the version would lack its weights."""
+    """torch.onnx.export writes external data by default; the version would miss its weights."""
     path = tmp_path / "dense.onnx"
     onnx.save_model(matmul(), path, save_as_external_data=True, location="dense.onnx.data")
     assert (tmp_path / "dense.onnx.data").exists()

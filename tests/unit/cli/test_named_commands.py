@@ -1,4 +1,4 @@
-"""Every `hps` command that a message, a help text or a page names exists, with the options it is given."""
+"""Every `hps` command and option that a message, a help text or a page names exists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_HPS = {"--help", "-h", "--debug", "--install-completion", "COMMAND"}
 
 
 def strings(path: Path) -> Iterator[str]:
-    """Every string of a program; ``X`` stands for what a format puts in."""
+    """Every string of a program; ``X`` replaces formatted values."""
     parts = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
@@ -44,7 +44,7 @@ def strings(path: Path) -> Iterator[str]:
 
 
 def named(text: str) -> Iterator[tuple[str, str]]:
-    """Text behind each `hps` of a text, and where it stands: in ``code``, at the beginning of a ``line``, or
+    """Text after each `hps`, and its kind of place: in ``code``, at the beginning of a ``line``, or
     within ``prose``."""
     for span in SPAN.finditer(text):
         if span[1].startswith("hps "):

@@ -1,4 +1,4 @@
-"""Every command that asks a server takes its address from --server; former spellings still work."""
+"""Every command that connects to a server takes --server; deprecated forms still work."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_bad_cell_names_its_row_in_the_file() -> None:
 
 
 class Meeting(Client):
-    """Answers when as many requests are under way as ``together`` waits for."""
+    """Answers once as many requests are in flight as ``together`` waits for."""
 
     together = threading.Barrier(IN_FLIGHT)
 

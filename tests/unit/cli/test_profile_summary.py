@@ -1,4 +1,4 @@
-"""Profiles of requests, put together."""
+"""Summary of several requests' profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of samples and of scores: the same values in every format, nothing half written."""
+"""Files of samples and of scores: the same values in every format, no partial files."""
 
 from __future__ import annotations
 

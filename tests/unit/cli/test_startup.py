@@ -1,4 +1,4 @@
-"""Commands start fast: what one does not need is not imported."""
+"""Commands start fast: they import only what they need."""
 
 from __future__ import annotations
 

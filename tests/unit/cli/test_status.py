@@ -1,4 +1,4 @@
-"""The numbers of ``hps status`` and ``hps tables``, from what a server tells."""
+"""The numbers of ``hps status`` and ``hps tables``, computed from a server's reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys, vectors, versions and times of hps store, as they are typed and shown."""
+"""Parsing and formatting of keys, vectors, versions and times in hps store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clients and a server that fails: it breaks off, is slow, is busy, is gone for a moment."""
+"""The clients against a server that closes connections, is slow, busy or unavailable for a moment."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def lookup(request):
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """How long the clients would have slept."""
+    """Seconds of each pause of the clients; they do not sleep."""
     slept = []
 
     async def sleep(seconds):
@@ -174,7 +174,7 @@ def test_slow_server_times_out(script, lookup):
 
 
 def test_dripping_server_times_out():
-    """Every piece comes soon; the answer never does."""
+    """Every piece arrives soon; the answer never ends."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def drip():
@@ -258,7 +258,7 @@ def test_retry_headers_are_parsed():
 
 
 class Servicer(GRPCInferenceServiceServicer):
-    """Ends calls as ``codes`` say, in turn, then answers."""
+    """Ends calls with ``codes``, in turn, then answers."""
 
     def __init__(self):
         self.codes, self.seen = [], []
@@ -327,7 +327,7 @@ def test_address_scheme_selects_protocol_and_tls():
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """Certificate and key of 127.0.0.1, its own root."""
+    """Self-signed certificate of 127.0.0.1, and its key."""
     key, certificate = made(tmp_path_factory.mktemp("tls"), "x", ["IP:127.0.0.1"])
     return certificate, key
 

@@ -1,5 +1,4 @@
-"""What the clients keep of a model, and a server that serves another version of it by now; clients that are
-closed."""
+"""The clients' memory of a model's metadata, when the server changes the version; closed clients."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class Threads(Client):
 
 
 class Asyncio:
-    """`AsyncClient` on a loop of its own, asked as `Client` is."""
+    """`AsyncClient` on its own loop, called as `Client` is."""
 
     def __init__(self, url):
         self._loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""The client against a stub: what it sends, and what it makes of every kind of answer."""
+"""The client against a stub: its requests, and its results for every kind of answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Stub = Callable[[dict[str, Reply]], tuple[str, list[dict[str, Any]]]]
 
 @pytest.fixture
 def stub() -> Iterator[Stub]:
-    """Starts a server that answers paths with what it is given and keeps what it was sent."""
+    """Starts a server that answers paths with the given replies and records requests."""
     servers: list[ThreadingHTTPServer] = []
 
     def start(replies: dict[str, Reply]) -> tuple[str, list[dict[str, Any]]]:

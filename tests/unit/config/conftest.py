@@ -1,4 +1,4 @@
-"""A ps.json to change at will, and what becomes of it."""
+"""A ps.json that tests change, and its conversion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = 1000
 
 
 class Ps:
-    """Two tables of 1000 rows, a hash map and a RocksDB; everything else is left out."""
+    """Two tables of 1000 rows, a hash map and a RocksDB; other keys are absent."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "ps.json"
@@ -46,13 +46,13 @@ class Ps:
         return copy
 
     def load(self, document: Any) -> Configuration:
-        """Of a mapping, or of text as it is."""
+        """Load a mapping, or unchanged text."""
         self.path.write_text(document if isinstance(document, str) else json.dumps(document))
         return load_config(self.path, environ={})
 
     @staticmethod
     def outcome(configuration: Configuration) -> Any:
-        """All that a configuration amounts to, warnings and origins aside."""
+        """A configuration without its warnings and origins."""
         return (
             configuration.settings.model_dump(),
             [(m.spec.model_dump(), dict(m.directories)) for m in configuration.legacy],

@@ -1,4 +1,4 @@
-"""API keys: recognising callers, roles, hot reload, exposure."""
+"""API keys: identities, roles, hot reload, exposure."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_invalid_change_keeps_the_former_keys(
 def test_change_takes_effect_once_readable(
     keys_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was in the way goes without a change of the file."""
+    """The cause of the failure disappears without a change of the file."""
     monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
     keys = load_api_keys(settings(keys_file))
 
@@ -182,7 +182,7 @@ def test_change_of_same_size_and_time_is_detected(
 
 
 def _touched(path: Path) -> int:
-    """When the file was last changed in any way, which is now."""
+    """Time of the file's last change of any kind, which is now."""
     path.chmod(0o600)
     return path.stat().st_ctime_ns
 

@@ -1,4 +1,4 @@
-"""Files of certificates for connections to others, told apart; until when certificates are valid."""
+"""Certificate files for connections to other servers: errors and expiry."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_expiry_after_2049_is_read(tmp_path: Path) -> None:
 def test_renewed_files_are_reloaded(
     pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While what they hold can't be used, what was before is."""
+    """While new contents cannot be used, the former ones are."""
     ca, certificate, key = (tmp_path / name for name in ("ca", "certificate", "key"))
 
     def give(name: str) -> tuple[bytes, bytes, bytes]:

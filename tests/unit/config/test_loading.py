@@ -1,4 +1,4 @@
-"""Where values come from: file, environment, overrides; and where each came from."""
+"""Configuration from file, environment and overrides, with the origin of each value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong, and where: one clear line each, all at once, no secret in any."""
+"""Errors of a configuration: one line each with its place, all at once, without secrets."""
 
 from __future__ import annotations
 

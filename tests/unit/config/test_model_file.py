@@ -1,4 +1,4 @@
-"""model.yaml: read, written, checked, overridden."""
+"""model.yaml: reading, writing, checks and overrides."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_empty_or_non_mapping_file_is_rejected(path: Path) -> None:
 
 
 def test_preprocessing_is_rejected(path: Path) -> None:
-    """Nothing would do it."""
+    """No part of hps implements it."""
     text = "name: m\ntables: [{name: t, dim: 1}]\npreprocess: {x: {log1p: true}}\n"
     (found,) = mistakes(path, text)
     assert "preprocess: unknown key" in found

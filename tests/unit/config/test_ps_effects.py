@@ -1,4 +1,4 @@
-"""ps.json: what keys do together."""
+"""ps.json: effects of several keys together."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_overflow_policy_applies_to_tables_bounded_by_the_margin(
 def test_overflow_policy_without_a_margin_is_a_warning(ps: Ps) -> None:
     loaded = ps.load(ps.put("volatile_db.overflow_policy", "evict_random"))
     (warning,) = loaded.warnings
-    assert "overflow_policy: has no effect: it acts together with overflow_margin only" in warning
+    assert "overflow_policy: has no effect: it needs overflow_margin" in warning
 
 
 CLAMPED = {
@@ -150,14 +150,14 @@ def test_init_ec_of_one_model_is_a_warning(ps: Ps) -> None:
     [
         (
             {"volatile_db": {"num_partitions": 4}},
-            "volatile_db.type is disabled (as it is when type",
+            "volatile_db.type is disabled (the default of type)",
         ),
         ({"volatile_db": {"type": "none", "overflow_margin": 4}}, "volatile_db.type is disabled"),
         (
             {"volatile_db": {"type": "map", "num_partitions": 4}},
-            "together with overflow_margin only",
+            "it needs overflow_margin",
         ),
-        ({"persistent_db": {"path": "/x"}}, "persistent_db.type is disabled (as it is when type"),
+        ({"persistent_db": {"path": "/x"}}, "persistent_db.type is disabled (the default of type)"),
         ({"persistent_db": {"type": "none", "read_only": True}}, "persistent_db.type is disabled"),
         ({"peristent_db": {"type": "rocks_db"}}, "peristent_db: unknown key; did you mean 'pers"),
         ({"zzzzz": 1}, "zzzzz: unknown key; HPS does not know it either"),

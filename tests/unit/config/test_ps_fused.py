@@ -1,4 +1,4 @@
-"""ps.json: fuse_embedding_table, where HPS's databases and topics show it."""
+"""ps.json: fuse_embedding_table, with HPS's databases and topics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ps.json: one clear line per mistake, all of them at once."""
+"""ps.json: one line per error, all at once."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_two_models_of_one_name_are_rejected(ps: Ps) -> None:
     [
         ("", ":1:1: not valid JSON: Expecting value"),
         ('{"models": [\n}', ":2:1: not valid JSON: Expecting value"),
-        ('{"models": 1, "models": 2}', ": key 'models' stands twice in the same mapping"),
+        ('{"models": 1, "models": 2}', ": key 'models' is duplicate in the same mapping"),
         ('{"supportlonglong": NaN}', ": not valid JSON: NaN is no number"),
         ("[]", ": expected a mapping, found []"),
         ("[" * 100_000, ": not valid JSON: nested too deeply"),
@@ -155,7 +155,7 @@ def test_files_that_are_not_a_ps_json_are_rejected(ps: Ps, text: str, line: str)
 
 
 def test_every_rejected_number_is_in_the_page(ps: Ps) -> None:
-    """HPS accepts most numbers, so a refusal that the page does not name is a surprise."""
+    """HPS accepts most numbers, so the page must name every rejected number."""
     ps.base["volatile_db"]["type"] = "redis_cluster"
     ps.base["update_source"] = {"type": "kafka"}
     refused = set()

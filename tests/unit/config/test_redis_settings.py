@@ -1,4 +1,4 @@
-"""What `tiers.redis` refuses, and that its passwords are never shown."""
+"""`tiers.redis`: rejected settings, and hidden passwords."""
 
 import pytest
 import yaml

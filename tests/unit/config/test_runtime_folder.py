@@ -1,4 +1,4 @@
-"""Where processes of one machine find a node."""
+"""Runtime folder and name of the shared cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_given_settings_are_kept() -> None:
 
 
 def test_restarted_node_gets_the_same_folder() -> None:
-    """Its folder is told by the database, or else by the port: what one node at a time can have."""
+    """Its folder derives from the database, or else the port, which one node at a time can own."""
     there = {"tiers": {"rocksdb": {"path": "/data/db"}}}
     assert found(for_workers(settings(**there))) == found(for_workers(settings(**there)))
     elsewhere = {"tiers": {"rocksdb": {"path": "/data/other"}}}

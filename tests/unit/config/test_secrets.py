@@ -1,4 +1,4 @@
-"""Secrets that stand in files: read, read again, and never told."""
+"""Secrets in files: reading, rereading, and no quoting."""
 
 from __future__ import annotations
 

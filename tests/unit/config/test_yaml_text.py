@@ -1,4 +1,4 @@
-"""YAML in and out: strict, with lines, and the same for every reader."""
+"""Reading and writing YAML: strict, with lines, and the same for every reader."""
 
 from __future__ import annotations
 

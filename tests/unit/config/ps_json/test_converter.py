@@ -1,4 +1,4 @@
-"""HPS's ps.json: the golden example, and every key acts or is named."""
+"""HPS's ps.json: the golden example, and every key has an effect or a warning."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_null_update_source_has_no_warning(ps: Ps) -> None:
         assert ps.load({**ps.base, "update_source": {"type": kind}}).warnings == ()
 
 
-def test_multi_process_hash_map_becomes_a_shared_cache(ps: Ps) -> None:
+def test_hash_map_of_several_processes_becomes_a_shared_cache(ps: Ps) -> None:
     shared = {"type": "multi_process_map", "shared_memory_size": 1 << 30}
     loaded = ps.load(ps.base | {"volatile_db": shared})
     assert loaded.settings.tiers.cpu_cache.shared.name == "hctr_mp_hash_map_database"
