@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from types import SimpleNamespace
 from weakref import ref
 
 import grpc
@@ -23,7 +22,6 @@ from services.frontend.admission.queue import AdmissionQueue
 from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc import infer
 from services.frontend.grpc import listener as port
-from services.frontend.grpc.call_identity import address_of
 from services.frontend.grpc.core import probe
 from services.frontend.grpc.core import unary_call as unary
 from services.frontend.http.app import data_app
@@ -293,19 +291,6 @@ def test_what_there_is_no_room_for_is_not_counted_as_sent(small, slow, stub):
     assert service.ModelInfer(predict(), timeout=60).outputs
     last = service.ModelInfer.future(predict(), timeout=60)
     assert last.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [
-        ("ipv4:10.0.0.7:5555", "10.0.0.7"),
-        ("ipv6:%5B::1%5D:5555", "::1"),
-        ("ipv6:%5Bfe80::2%25eth0%5D:5555", "fe80::2%eth0"),
-        ("ipv6:[::1]:5555", "::1"),
-    ],
-)
-def test_addresses_are_those_of_http(peer, address):
-    assert address_of(SimpleNamespace(peer=lambda: peer)) == address
 
 
 def test_a_streams_requests_are_counted_one_by_one(small, stub):
