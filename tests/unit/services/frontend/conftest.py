@@ -1,16 +1,21 @@
-"""Ports with certificates, and callers known by theirs."""
+"""Ports with certificates, callers identified by theirs, and admission limits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from hps.config import Settings
+from hps.config.admission_settings import AdmissionSettings
 from hps.config.auth import load_api_keys
 from hps.config.server_settings import AuthSettings
+from hps.observability import metric_names as m
 from services.frontend.auth import Authorizer, guard
+from services.frontend.state import FrontendState
 from tests.support.certificates import Made, made
 
 CALLERS = [
@@ -57,3 +62,32 @@ def tls(certificates: dict[str, Made]) -> dict[str, Any]:
         "certificate_file": certificate,
         "client_ca_file": certificates["ca"][1],
     }
+
+
+@pytest.fixture
+def limit(small: Any) -> Callable[..., None]:
+    """``limit(**settings)``: serve the small node with these of `server.admission`.
+
+    By default two requests run and three are queued."""
+
+    def apply(**settings: Any) -> None:
+        admission = AdmissionSettings(
+            **{"running": 2, "queue": 3, "max_wait_ms": 60_000, **settings}
+        )
+        server = small.settings.model_copy(update={"admission": admission})
+        small.state = FrontendState(settings=Settings(server=server))
+        small.state.serve(small.node)
+
+    return apply
+
+
+def load(small: Any, name: str = "ctr") -> tuple[int, int]:
+    """Running and queued requests to ``name``."""
+    queue = small.state.entries[name].endpoint
+    return queue.running, queue.queued
+
+
+def rejections(small: Any) -> dict[str, float]:
+    """Rejected requests by reason."""
+    counted = small.node.metrics.numbers()[m.REQUESTS_REFUSED]
+    return {labels[0]: n for labels, n in counted.items()}

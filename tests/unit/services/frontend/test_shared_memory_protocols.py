@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -14,36 +14,33 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-import uvloop
 from tritonclient.utils import InferenceServerException
 from tritonclient.utils import shared_memory as shm
 
-from hps.config.server_settings import Listener, ServerSettings
-from services.frontend.auth import NoAuthorizer
-from services.frontend.http.app import data_app
-from services.frontend.http.server import HttpServer, listen
+from hps.config.server_settings import ServerSettings
 from services.frontend.shared_memory import SharedMemoryRegistry
 from services.frontend.state import FrontendState
-from tests.support.server_thread import Running
 from tests.unit.services.conftest import row
 from tests.unit.services.frontend.grpc.conftest import running
+from tests.unit.services.frontend.protocol_clients import running_http
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A protocol's client, and the codes of its refusals."""
+    """A protocol's client, and its status codes."""
 
     triton: ModuleType
     invalid: str
     not_found: str
     not_implemented: str
+    unauthenticated: str
 
     def extensions(self, client: Any) -> list[str]:
         metadata = client.get_server_metadata()
         return metadata["extensions"] if self is REST else list(metadata.extensions)
 
-    def regions(self, client: Any, *name: str) -> list[dict[str, Any]]:
-        status = client.get_system_shared_memory_status(*name)
+    def regions(self, client: Any, *name: str, **options: Any) -> list[dict[str, Any]]:
+        status = client.get_system_shared_memory_status(*name, **options)
         if self is REST:
             return status
         fields = ("name", "key", "offset", "byte_size")
@@ -65,12 +62,13 @@ class Protocol:
         return response["id"] if self is REST else response.id
 
 
-REST = Protocol(tritonclient.http, "400", "404", "501")
+REST = Protocol(tritonclient.http, "400", "404", "501", "401")
 GRPC = Protocol(
     tritonclient.grpc,
     "StatusCode.INVALID_ARGUMENT",
     "StatusCode.NOT_FOUND",
     "StatusCode.UNIMPLEMENTED",
+    "StatusCode.UNAUTHENTICATED",
 )
 
 
@@ -80,32 +78,22 @@ def protocol(request: pytest.FixtureRequest) -> Protocol:
 
 
 @pytest.fixture
-def connect(small: Any, protocol: Protocol) -> Iterator[Callable[[], Any]]:
-    """``connect()``: start a server of the small node; return Triton's client of it."""
+def connect(small: Any, protocol: Protocol) -> Iterator[Callable[..., Any]]:
+    """``connect(guard)``: start a server of the small node; return Triton's client of it."""
     with ExitStack() as stack:
 
-        def start() -> Any:
+        def start(guard: Any = None) -> Any:
             if protocol is GRPC:
-                url = stack.enter_context(running(small)).server.url
+                url = stack.enter_context(running(small, guard)).server.url
             else:
-                url = stack.enter_context(_serve_rest(small))
+                url = stack.enter_context(running_http(small, guard))
             return stack.enter_context(protocol.triton.InferenceServerClient(url))
 
         yield start
 
 
-@contextmanager
-def _serve_rest(small: Any) -> Iterator[str]:
-    app = data_app(small.state, small.settings, NoAuthorizer())
-    server = HttpServer(app, listen(Listener(port=0).host, 0, "server.http"), 60)
-    serving = Running(server, uvloop.new_event_loop())
-    yield server.url.removeprefix("http://")
-    serving.stop(force=True)
-    serving.join()
-
-
 class Memory:
-    """Memory of a client's own, registered as ``r``: two keys for each table, then room for their rows."""
+    """Memory of a client, registered as ``r``: two keys for each table, then space for their rows."""
 
     def __init__(self, client: Any) -> None:
         self.key = f"/hps_test_{secrets.token_hex(8)}"
@@ -121,8 +109,12 @@ class Memory:
 
 
 @pytest.fixture
-def client(small: Any, connect: Callable[[], Any]) -> Any:
+def enabled(small: Any) -> None:
     small.state.regions = SharedMemoryRegistry(on=True, most_bytes=1 << 20)
+
+
+@pytest.fixture
+def client(enabled: None, connect: Callable[..., Any]) -> Any:
     return connect()
 
 
@@ -135,7 +127,7 @@ def memory(client: Any) -> Iterator[Memory]:
 
 @pytest.fixture
 def in_region(protocol: Protocol) -> Callable[..., Any]:
-    """``in_region(name, offset, size)``: an input whose two keys lie in the region."""
+    """``in_region(name, offset, size)``: an input with two keys in the region."""
 
     def make(name: str, offset: int, size: int = 16) -> Any:
         tensor = protocol.triton.InferInput(name, [2, 1], "INT64")
@@ -146,8 +138,8 @@ def in_region(protocol: Protocol) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def wanted(protocol: Protocol) -> Callable[..., Any]:
-    """``wanted(name, size, offset)``: an output that the server writes into the region."""
+def target(protocol: Protocol) -> Callable[..., Any]:
+    """``target(name, size, offset)``: an output that the server writes into the region."""
 
     def make(name: str, size: int, offset: int = 0) -> Any:
         output = protocol.triton.InferRequestedOutput(name)
@@ -157,7 +149,7 @@ def wanted(protocol: Protocol) -> Callable[..., Any]:
     return make
 
 
-def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
+def rejection(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
     with pytest.raises(InferenceServerException) as caught:
         call(*args, **kwargs)
     return caught.value.status(), caught.value.message()
@@ -165,16 +157,16 @@ def refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, s
 
 @pytest.mark.parametrize("right_in_region", [True, False])
 def test_lookup_reads_keys_and_writes_rows_in_region(
-    client, protocol, memory, in_region, wanted, right_in_region
+    client, protocol, memory, in_region, target, right_in_region
 ):
-    right = wanted("right", 16, 2048)
+    right = target("right", 16, 2048)
     if not right_in_region:
         right = protocol.triton.InferRequestedOutput("right")
-    for _ in range(3):  # the first is parsed in full, the others have its form
+    for _ in range(3):  # the first is parsed in full, the others by its template
         result = client.infer(
             "words.lookup",
             [in_region("left", 0), in_region("right", 16)],
-            outputs=[wanted("left", 100, 1024), right],
+            outputs=[target("left", 100, 1024), right],
             request_id="a7",
         )
         assert memory.read([2, 3], 1024) == [row(1, 3), row(2, 3)]
@@ -211,13 +203,18 @@ def test_lookup_reads_keys_and_writes_rows_in_region(
     [(REST, True), (REST, False), (GRPC, True)],
     ids=["rest-binary", "rest-json", "grpc"],
 )
-def test_region_beside_tensors_that_are_sent(client, protocol, memory, in_region, wanted, binary):
+def test_request_has_tensors_in_region_and_in_body(
+    client, protocol, memory, in_region, target, binary
+):
     form = {"binary_data": binary} if protocol is REST else {}
     sent = protocol.triton.InferInput("left", [2, 1], "INT64")
     sent.set_data_from_numpy(np.array([[7], [8]]), **form)
     inputs = [in_region("right", 16), sent] if protocol is REST else [sent, in_region("right", 16)]
-    for _ in range(2):  # the second has the form of the first
-        outputs = [protocol.triton.InferRequestedOutput("left", **form), wanted("right", 16)]
+    for _ in range(2):  # the second is parsed by the template of the first
+        outputs = [
+            protocol.triton.InferRequestedOutput("left", **form),
+            target("right", 16),
+        ]
         result = client.infer("words.lookup", inputs, outputs=outputs)
         assert result.as_numpy("left").tolist() == [row(7, 3), row(8, 3)]
         assert memory.read([2, 2], 0) == [row(3, 2), row(4, 2)]
@@ -229,41 +226,69 @@ def test_registered_regions_are_listed(client, protocol, memory):
     region = {"name": "r", "key": memory.key, "offset": 0, "byte_size": 4096}
     assert protocol.regions(client) == protocol.regions(client, "r") == [region]
     if protocol is REST:
-        assert refused(client.get_system_shared_memory_status, "x")[0] == protocol.not_found
+        assert rejection(client.get_system_shared_memory_status, "x")[0] == protocol.not_found
     client.unregister_system_shared_memory("r")
     assert protocol.regions(client) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "says"), [("../x", "a plain name"), ("/hps_not_there", "Unable to open")]
+)
+def test_unusable_region_is_not_registered(client, protocol, key, says):
+    code, message = rejection(client.register_system_shared_memory, "r", key, 8)
+    assert (code, says in message) == (protocol.invalid, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"key": 1, "byte_size": 8}, "requires 'key' (string)"),
+        ({"key": "/x", "byte_size": 8.5}, "'byte_size' (integer)"),
+        ({"key": "/x"}, "'byte_size'"),
+    ],
+)
+def test_rest_registration_with_invalid_fields_is_rejected(enabled, data, call, error, body, says):
+    reply = call(data, "POST", "/v2/systemsharedmemory/region/r/register", json=body)
+    assert (reply.status_code, says in error(reply)) == (400, True)
+
+
+def test_registry_requires_an_api_key(enabled, connect, protocol, key_guard):
+    client = connect(key_guard)
+    assert rejection(client.get_system_shared_memory_status)[0] == protocol.unauthenticated
+    assert protocol.regions(client, headers={"x-api-key": "r" * 16}) == []
 
 
 def test_cuda_regions_are_not_implemented(client, protocol):
     client.unregister_cuda_shared_memory()  # as perf_analyzer does
     for call in (client.unregister_cuda_shared_memory, client.get_cuda_shared_memory_status):
-        assert refused(call, "x")[0] == protocol.not_implemented
+        assert rejection(call, "x")[0] == protocol.not_implemented
 
 
-def test_bad_references_are_refused(client, protocol, memory, in_region, wanted):
+def test_invalid_references_are_rejected(client, protocol, memory, in_region, target):
     both = [in_region("left", 0), in_region("right", 16)]
     ask = client.infer
-    code, message = refused(ask, "words.lookup", both, outputs=[wanted("left", 8)])
+    code, message = rejection(ask, "words.lookup", both, outputs=[target("left", 8)])
     assert (code, "at least 24 bytes" in message) == (protocol.invalid, True)
-    code, message = refused(ask, "words.lookup", [in_region("left", 4090)])
+    code, message = rejection(ask, "words.lookup", [in_region("left", 4090)])
     assert (code, "Invalid offset" in message) == (protocol.invalid, True)
-    code, message = refused(ask, "words.lookup", [in_region("left", 0, 8)])
+    code, message = rejection(ask, "words.lookup", [in_region("left", 0, 8)])
     assert (code, "Expected 16, got 8" in message) == (protocol.invalid, True)
     os.truncate(f"/dev/shm{memory.key}", 8)
-    code, message = refused(ask, "words.lookup", both)
+    code, message = rejection(ask, "words.lookup", both)
     assert (code, "shorter than when it was registered" in message) == (protocol.invalid, True)
     client.unregister_system_shared_memory()
-    code, message = refused(ask, "words.lookup", both)
+    code, message = rejection(ask, "words.lookup", both)
     assert (code, "Unable to find" in message) == (protocol.not_found, True)
     sent = protocol.triton.InferInput("left", [1, 1], "INT64")
     sent.set_data_from_numpy(np.array([[7]]))
     assert (
-        refused(ask, "words.lookup", [sent], outputs=[wanted("left", 24)])[0] == protocol.not_found
+        rejection(ask, "words.lookup", [sent], outputs=[target("left", 24)])[0]
+        == protocol.not_found
     )
     assert client.is_server_live()
 
 
-def test_default_settings_refuse_regions(connect, protocol, in_region, wanted):
+def test_regions_are_rejected_by_default(connect, protocol, in_region, target):
     assert FrontendState().regions.on is ServerSettings().shared_memory is False
     client = connect()
     assert "system_shared_memory" not in protocol.extensions(client)
@@ -273,12 +298,12 @@ def test_default_settings_refuse_regions(connect, protocol, in_region, wanted):
         (client.get_system_shared_memory_status, ()),
         (client.unregister_cuda_shared_memory, ()),
     ):
-        assert refused(call, *arguments)[0] == protocol.not_implemented
-    _, message = refused(client.get_system_shared_memory_status)
+        assert rejection(call, *arguments)[0] == protocol.not_implemented
+    _, message = rejection(client.get_system_shared_memory_status)
     assert "set server.shared_memory" in message
-    code, message = refused(client.infer, "words.lookup", [in_region("left", 0)])
+    code, message = rejection(client.infer, "words.lookup", [in_region("left", 0)])
     assert (code, "server.shared_memory" in message) == (protocol.invalid, True)
     sent = protocol.triton.InferInput("left", [1, 1], "INT64")
     sent.set_data_from_numpy(np.array([[7]]))
-    code, message = refused(client.infer, "words.lookup", [sent], outputs=[wanted("left", 24)])
+    code, message = rejection(client.infer, "words.lookup", [sent], outputs=[target("left", 24)])
     assert (code, "server.shared_memory" in message) == (protocol.invalid, True)

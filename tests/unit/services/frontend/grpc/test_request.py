@@ -241,3 +241,21 @@ def test_varint(number):
     found = sum((byte & 0x7F) << 7 * i for i, byte in enumerate(encoded))
     assert found == number
     assert all(byte >= 0x80 for byte in encoded[:-1])
+
+
+def test_repeated_reference_to_shared_memory_is_parsed_once(monkeypatch):
+    parser = GrpcRequestParser("m", {"f": InputRule(INTEGERS, is_keys=True)}, 1000)
+    request = pb.ModelInferRequest(model_name="m")
+    tensor = request.inputs.add(name="f", datatype="INT64", shape=[2, 1])
+    tensor.parameters["shared_memory_region"].string_param = "r"
+    tensor.parameters["shared_memory_byte_size"].int64_param = 16
+    message = request.SerializeToString()
+    first = parser.parse(message, address(message))
+    monkeypatch.setattr(module, "_parsed", None)
+    assert parser.parse(message, address(message)).form is first.form
+    assert first.form.memory_refs.inputs["f"][0] == ("r", 16, 0)
+    monkeypatch.undo()
+    tensor.contents.int64_contents.extend([1, 2])
+    message = request.SerializeToString()
+    with pytest.raises(BadRequest, match="both contents and shared memory"):
+        parser.parse(message, address(message))
