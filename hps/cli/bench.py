@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hps.cli.command_options import CommandApp, argument, option
-from hps.cli.options import HTTP, Credentials, LoadOptions, former_target, only_model, open_admin
+from hps.cli.options import (
+    HTTP,
+    Credentials,
+    RequestLoadOptions,
+    former_target,
+    only_model,
+    open_admin,
+)
 from hps.errors import ConfigError, HpsError
 
 if TYPE_CHECKING:
@@ -42,7 +49,7 @@ class ArrivalProcess(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(LoadOptions):
+class BenchOptions(RequestLoadOptions):
     model: str | None = argument(None)
     """The model to measure; required if the server has several."""
     second: str | None = argument(None, hidden=True)
@@ -101,26 +108,16 @@ def bench(options: BenchOptions) -> None:
         return
     if options.requests is not None and options.repository is not None:
         raise ConfigError("--requests and --repository exclude each other; remove one")
-    result = _run(options.server or former or HTTP, model, options)
-    _print(result, options.json)
-    if result["interrupted"]:
-        raise typer.Exit(INTERRUPTED)
-    raise typer.Exit(0 if _succeeded(result) else 1)
-
-
-def _print(result: dict[str, Any], file: Path | None) -> None:
-    from hps.tools.bench.report import save
+    from hps.tools.bench.report import errors_of, save
     from hps.tools.bench.result_tables import show
 
-    if file is not None:
-        save(file, result)
+    result = _run(options.server or former or HTTP, model, options)
+    if options.json is not None:
+        save(options.json, result)
     show(result)
-
-
-def _succeeded(result: dict[str, Any]) -> bool:
-    from hps.tools.bench.report import errors_of
-
-    return bool(result["requests"]) and not errors_of(result)
+    if result["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(0 if result["requests"] and not errors_of(result) else 1)
 
 
 def _run(url: str, model: str | None, options: BenchOptions) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -113,7 +113,7 @@ def dense_of(
     try:
         array = pc.cast(values, kind).to_numpy(zero_copy_only=False)
     except pa.ArrowInvalid:
-        raise where.refuse(values, lambda _value: kind, f"a {dtype} number") from None
+        raise where.error(values, lambda _value: kind, f"a {dtype} number") from None
     try:
         return np.ascontiguousarray(array, dtype).reshape(len(lengths), *shape[1:])
     except ValueError:
@@ -123,16 +123,15 @@ def dense_of(
         ) from None
 
 
-class _ValueLocation:
-    """Finds the first value of a column that cannot be read, for an error message."""
+class _ValueLocation(NamedTuple):
+    """The column and rows of flat values, for error messages."""
 
-    def __init__(self, name: str, first_row: int, lengths: IndexArray) -> None:
-        self.name = name
-        self.first_row = first_row
-        self.lengths = lengths
+    name: str
+    first_row: int
+    lengths: IndexArray
 
-    def refuse(self, values: Any, kind: Callable[[Any], Any], wanted: str) -> BadRequest:
-        """Build the error; ``kind(value)`` is the Arrow type that ``value`` should have been read as."""
+    def error(self, values: Any, kind: Callable[[Any], Any], wanted: str) -> BadRequest:
+        """The error of the first value that cannot be read as the Arrow type ``kind(value)``."""
         ends = np.cumsum(self.lengths)
         for i, value in enumerate(values.to_pylist()):
             try:
@@ -192,7 +191,7 @@ def _parse_keys(text: Any, where: _ValueLocation, *, is_hex: bool = False) -> Ke
         keys[mask] = pc.cast(text.filter(negative), pa.int64()).to_numpy().view(np.uint64)
         keys[~mask] = pc.cast(text.filter(pc.invert(negative)), pa.uint64()).to_numpy()
     except pa.ArrowInvalid:
-        raise where.refuse(
+        raise where.error(
             text,
             lambda value: pa.int64() if value.startswith("-") else pa.uint64(),
             "a hexadecimal number of up to 16 digits"

@@ -162,18 +162,16 @@ def schema(
     print(json.dumps(json_schema(of.value), indent=2))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConvertFileOptions:
+    file: Path = argument()
+    """An HPS ps.json."""
+    into: Path | None = option(None, metavar="FOLDER")
+    """Write the files into this folder instead of printing them."""
+
+
 @app.command(epilog=CONVERT_EXAMPLES)
-def convert(
-    file: Annotated[Path, typer.Argument(help="An HPS ps.json.")],
-    into: Annotated[
-        Path | None,
-        typer.Option(
-            "--into",
-            metavar="FOLDER",
-            help="Write the files into this folder instead of printing them.",
-        ),
-    ] = None,
-) -> None:
+def convert(options: ConvertFileOptions) -> None:
     """Convert an HPS ps.json to hps.yaml and a model.yaml per model.
 
     Rows are not converted: `hps model import` imports them."""
@@ -181,7 +179,8 @@ def convert(
     from hps.config.ps_json.converter import read_ps_json
     from hps.errors import ConfigError
 
-    legacy = read_ps_json(file)
+    into = options.into
+    legacy = read_ps_json(options.file)
     for warning in legacy.warnings:
         warn(warning)
     files = convert_ps_json(legacy)

@@ -9,12 +9,13 @@ import http.client
 import json
 import ssl
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hps.cli.command_options import CommandApp
+from hps.cli.command_options import CommandApp, option
 from hps.cli.options import SetOption, tls_of
 from hps.errors import ConfigError, HpsError, Unavailable
 
@@ -23,17 +24,7 @@ if TYPE_CHECKING:
 
 app = CommandApp(add_completion=False)
 
-TlsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tls",
-        envvar="HPS_TLS",
-        metavar="ca=FILE,certificate=FILE,key=FILE",
-        help="PEM files of this client's certificate and key, if the server requires them.",
-    ),
-]
-
-PATIENCE_S = 2.0
+TIMEOUT_S = 2.0
 _SELF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 EXAMPLES = """\b
@@ -44,24 +35,19 @@ Examples:
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class HealthcheckOptions:
+    config: Path | None = option(None, "--config", "-c", envvar="HPS_CONFIG", metavar="FILE")
+    """The server's configuration; default: HPS_CONFIG, else the default settings."""
+    live: bool = option(False)
+    """Check that the server answers, not that it is ready."""
+    overrides: SetOption = None
+    tls: str | None = option(None, envvar="HPS_TLS", metavar="ca=FILE,certificate=FILE,key=FILE")
+    """PEM files of this client's certificate and key, if the server requires them."""
+
+
 @app.command(epilog=EXAMPLES)
-def healthcheck(
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            "-c",
-            envvar="HPS_CONFIG",
-            metavar="FILE",
-            help="The server's configuration; default: HPS_CONFIG, else the default settings.",
-        ),
-    ] = None,
-    live: Annotated[
-        bool, typer.Option("--live", help="Check that the server answers, not that it is ready.")
-    ] = False,
-    overrides: SetOption = None,
-    tls: TlsOption = None,
-) -> None:
+def healthcheck(options: HealthcheckOptions) -> None:
     """Check whether the server on this machine is ready: exit code 0, else 1, within 2 s.
 
     For `hps serve` in any role and `hps ingest`. The address is server.admin of the configuration; give
@@ -70,8 +56,8 @@ def healthcheck(
     from hps.config import load_config
 
     try:
-        at = load_config(config, overrides or ()).settings.server.admin
-        status, reason = ask(at, "live" if live else "ready", tls)
+        at = load_config(options.config, options.overrides or ()).settings.server.admin
+        status, reason = ask(at, "live" if options.live else "ready", options.tls)
         if status != 200:
             raise Unavailable(reason or f"the server answered with status {status}")
     except HpsError as error:
@@ -91,13 +77,13 @@ def ask(at: Listener, what: str, tls: str | None = None) -> tuple[int, str]:
             "server.admin.port is 0 (any free port), so it is unknown here; set it to a number"
         )
     host = _SELF.get(at.host, at.host)
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     connection: http.client.HTTPConnection
     if at.tls is None:
-        connection = http.client.HTTPConnection(host, at.port, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection(host, at.port, timeout=TIMEOUT_S)
     else:
         context = _context(at, tls)
-        connection = http.client.HTTPSConnection(host, at.port, timeout=PATIENCE_S, context=context)
+        connection = http.client.HTTPSConnection(host, at.port, timeout=TIMEOUT_S, context=context)
     try:
         connection.connect()
         connection.sock.settimeout(max(0.01, end - time.monotonic()))

@@ -63,7 +63,7 @@ def _show(found: list[dict[str, Any]]) -> None:
     if tied := [e for e in found if len(e["scores"]) > 1 and min(e["scores"]) == HIGHEST]:
         names = ", ".join(f"{entry['model']}/{entry['table']}" for entry in tied)
         warn(
-            f"all keys shown of {names} have the highest score, so their order says nothing: "
+            f"all keys shown of {names} have the highest score, so their order has no meaning: "
             "`hps hotkeys --help` explains scores; eviction lfu distinguishes more keys"
         )
 

@@ -95,8 +95,8 @@ def show(report: dict[str, Any], explain: bool) -> None:
     )
     unknown = sum(not row["found"] for row in report["rows"])
     if unknown:
-        asked = plural(len(report["rows"]), "key")
-        warn(f"{unknown} of {asked} unknown: the table's default is shown")
+        number = plural(len(report["rows"]), "key")
+        warn(f"{unknown} of {number} unknown: the table's default is shown")
     if report["degraded"]:
         warn(f"looked up without {', '.join(report['degraded'])}, which was unavailable")
 

@@ -41,14 +41,14 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(ReportOptions):
+class InspectModelOptions(ReportOptions):
     name: str | None = argument(None)
     """A model; default: list all."""
     source: RepositoryOptions
 
 
 @app.command(epilog=INSPECT_EXAMPLES)
-def inspect(options: InspectOptions) -> None:
+def inspect(options: InspectModelOptions) -> None:
     """Show the models of a repository, or the contents of one version."""
     models = _repository(options.source.repository)
     if options.name is not None:
@@ -165,14 +165,14 @@ Exit code 1 when a check fails.
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(ReportOptions):
+class VerifyModelOptions(ReportOptions):
     name: str | None = argument(None)
     """A model; default: all."""
     source: RepositoryOptions
 
 
 @app.command(epilog=VERIFY_EXAMPLES)
-def verify(options: VerifyOptions) -> None:
+def verify(options: VerifyModelOptions) -> None:
     """Check a version: layout, sizes, checksums, values, keys, network."""
     name, repository, version = options.name, options.source.repository, options.source.version
     if name is None and version is not None:
@@ -216,7 +216,7 @@ def _check(models: Any, name: str, version: int | None) -> list[tuple[str, str, 
         try:
             with ExitStack() as resources:
                 open_model(opened, Settings(), resources)
-            found.append(("network", "OK", "takes and gives what model.yaml says"))
+            found.append(("network", "OK", "inputs and outputs match model.yaml"))
         except (ModelError, ConfigError) as error:
             found.append(("network", "FAIL", str(error)))
     return found

@@ -154,7 +154,7 @@ class AdminServer(OptionalAdminServer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class RequestLoadOptions:
     """The requests that ``hps bench`` and ``hps profile`` send."""
 
     batch: int = option(1, min=1)

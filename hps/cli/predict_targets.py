@@ -41,7 +41,7 @@ class ServerTarget:
         return ModelSignature.of_metadata(metadata, config.get("max_batch_size") or MAX_BATCH)
 
     def predict(self, model: str, request: PredictRequest) -> PredictResult:
-        return _ask(self._client, model, request)
+        return _predict(self._client, model, request)
 
     @contextmanager
     def submitting(self, threads: int) -> Iterator[Submit]:
@@ -50,7 +50,9 @@ class ServerTarget:
             threads, threads, name="ask"
         )  # daemon threads: a stuck server must not delay the exit
         try:
-            yield lambda model, request: workers.submit(partial(_ask, self._client, model, request))
+            yield lambda model, request: workers.submit(
+                partial(_predict, self._client, model, request)
+            )
         finally:
             workers.close(0)
 
@@ -63,7 +65,7 @@ class ServerTarget:
         return {}
 
 
-def _ask(client: Client, model: str, request: PredictRequest) -> PredictResult:
+def _predict(client: Client, model: str, request: PredictRequest) -> PredictResult:
     from hps.client.wire import tensors_of
 
     # The dense inputs already have the model's types, so the metadata is not needed.

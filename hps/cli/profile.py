@@ -14,8 +14,8 @@ from hps.cli.options import (
     ADMIN,
     Credentials,
     JsonReportOptions,
-    LoadOptions,
     LocalNode,
+    RequestLoadOptions,
     former_target,
     only_model,
 )
@@ -70,7 +70,7 @@ class ProfileOptions(JsonReportOptions):
     """Number of requests to profile."""
     warmup: int = option(20, min=0)
     """Requests before them, which are not profiled."""
-    load: LoadOptions
+    load: RequestLoadOptions
     protocol: WireProtocol = option(WireProtocol.http)
     """Encoding of the requests: HTTP with binary tensors, or gRPC messages."""
     local: LocalNode

@@ -97,17 +97,17 @@ class ConsoleProgress:
 
     @contextmanager
     def _lines(self, title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-        start = said = time.monotonic()
+        start = printed = time.monotonic()
         done = 0
 
         def advance(step: int) -> None:
-            nonlocal done, said
+            nonlocal done, printed
             with self._lock:
                 done += step
                 now = time.monotonic()
-                if now - start < self._delay_s or now - said < self._every_s:
+                if now - start < self._delay_s or now - printed < self._every_s:
                     return
-                said = now
+                printed = now
                 line = f"{title}: {_amount(done, total, unit)}"
             print(line, file=self._stream, flush=True)
 

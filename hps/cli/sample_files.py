@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -21,17 +21,8 @@ INPUTS = (".parquet", ".csv", ".tsv", ".jsonl")
 OUTPUTS = (".parquet", ".csv", ".jsonl", ".npz")
 
 
-class SampleReader(Protocol):
-    """Batches of a file's wanted columns, with the progress each one makes."""
-
-    total: int
-    unit: str
-
-    def batches(self, size: int) -> Iterator[tuple[Mapping[str, Any], int]]: ...
-
-
 def open_reader(path: Path, names: tuple[str, ...], header: Sequence[str] = ()) -> SampleReader:
-    """Open a file of samples.
+    """Open a file of samples; its batches are columns, with the progress of each.
 
     ``names``: the columns to read; a missing one is an error that lists the existing ones. ``header``:
     the names of all columns of a CSV or TSV file without a header line."""
@@ -189,6 +180,9 @@ def _text_column(cells: list[Any]) -> Any:
         words = [None if bag is None else [str(leaf) for leaf in bag] for bag in bags]
         return pa.array(words, pa.list_(pa.string()))
     return pa.array([None if cell is None else str(cell) for cell in cells], pa.string())
+
+
+SampleReader = ParquetReader | CsvReader | JsonlReader
 
 
 class SampleWriter:

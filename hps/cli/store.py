@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 HELP = """Inspect and maintain the stores of a configuration: Redis and RocksDB.
 
-Commands open the stores themselves. Reading works beside a running node; what writes to RocksDB needs
-the database to itself: stop the node first.
+Commands open the stores themselves. Reading works while a node runs; commands that write to RocksDB need
+exclusive access: stop the node first.
 """
 app = CommandApp(no_args_is_help=True, help=HELP)
 KEYS = {"ignore_unknown_options": True}  # a negative key is not an option

@@ -59,10 +59,10 @@ def top(options: TopOptions) -> None:
     with ExitStack() as resources:
         urls = former_urls(options.server, options.urls) or [ADMIN]
         watch = _ServerWatch(urls, options.interval, options.credentials, resources)
-        watch.look()
+        watch.read()
         if options.once or options.as_json or not sys.stdout.isatty():
             time.sleep(options.interval)
-            report = watch.look()
+            report = watch.read()
             options.report(report, lambda report: console().print(screen(report)))
             raise typer.Exit(1 if any(each["state"] == "away" for each in report) else 0)
         if console().is_dumb_terminal:
@@ -89,7 +89,7 @@ class _ServerWatch:
         self._last: dict[Admin, MetricsReading] = {}
         self._threads: Executor = resources.enter_context(ThreadPoolExecutor(len(urls)))
 
-    def look(self) -> list[dict[str, Any]]:
+    def read(self) -> list[dict[str, Any]]:
         """Summarise each server since the last call; the servers are read in parallel."""
         return list(self._threads.map(self._one, self._admins))
 
@@ -117,7 +117,7 @@ def _rolling(watch: _ServerWatch, interval: float) -> NoReturn:
     """Print one screen below the other until Ctrl-C, for terminals without cursor control."""
     while True:
         time.sleep(interval)
-        console().print(screen(watch.look()))
+        console().print(screen(watch.read()))
 
 
 def _live(watch: _ServerWatch, interval: float) -> None:
@@ -129,7 +129,7 @@ def _live(watch: _ServerWatch, interval: float) -> None:
             while (left := due - time.monotonic()) > 0:
                 if pressed(left) in ("q", "Q"):
                     return
-            live.update(screen(watch.look()), refresh=True)
+            live.update(screen(watch.read()), refresh=True)
             due = time.monotonic() + interval
 
 

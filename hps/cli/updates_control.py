@@ -36,12 +36,12 @@ class StreamOptions(ReportOptions):
 
     def send(self, command: str, **body: Any) -> None:
         """Send the command to the server, and report the streams afterwards."""
-        self.report(_ask(self.admin, f"/v1/updates/{command}", body), show)
+        self.report(_request(self.admin, f"/v1/updates/{command}", body), show)
 
 
 def status(admin: AdminServer, options: ReportOptions) -> None:
     """Show a server's update streams: state, lag, problems."""
-    options.report(_ask(admin, "/v1/updates"), show)
+    options.report(_request(admin, "/v1/updates"), show)
 
 
 def pause(options: StreamOptions) -> None:
@@ -77,7 +77,9 @@ def seek(options: SeekOptions) -> None:
     )
 
 
-def _ask(admin: AdminServer, path: str, body: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+def _request(
+    admin: AdminServer, path: str, body: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     with admin.open() as client:
         return list(client.ask(path, body)["updates"])
 

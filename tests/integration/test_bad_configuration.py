@@ -184,9 +184,9 @@ OF_SERVE: dict[str, Wrong] = {
         "server.workers: is 2, but workers can't use the node's GPU cache; set tiers.gpu.use",
     ),
     **{
-        f"TLS of {port}: {name}": ({"server": {port: {"tls": {**TLS, **tls}}}}, says)
+        f"TLS of {port}: {name}": ({"server": {port: {"tls": {**TLS, **tls}}}}, message)
         for port in ("http", "grpc", "admin")
-        for name, (tls, says) in WRONG_TLS.items()
+        for name, (tls, message) in WRONG_TLS.items()
     },
 }
 OF_FRONTEND: dict[str, Wrong] = {
@@ -320,26 +320,26 @@ def filled(data: Any, names: Mapping[str, Any]) -> Any:
     return data.format_map(names) if isinstance(data, str) else data
 
 
-def judge(ended: Ended, says: str) -> None:
+def judge(ended: Ended, message: str) -> None:
     assert ended.code == 2, ended.output
     assert len(ended.errors) == 1, ended.output
-    assert says in ended.errors[0]
+    assert message in ended.errors[0]
     for word in ("Traceback", " ERROR ", " WARNING "):
         assert word not in ended.output
 
 
-@pytest.mark.parametrize(("command", "wrong", "says"), MATRIX)
+@pytest.mark.parametrize(("command", "wrong", "message"), MATRIX)
 def test_bad_configuration_exits_with_2_and_one_line(
     command: tuple[str, ...],
     wrong: Mapping[str, Any],
-    says: str,
+    message: str,
     run: Commands,
     write: Any,
     places: Mapping[str, Any],
     tmp_path: Path,
 ) -> None:
     ended = run.run(*command, "--config", write(wrong))
-    judge(ended, says.format_map(here(places, tmp_path)))
+    judge(ended, message.format_map(here(places, tmp_path)))
 
 
 def test_read_only_volume_is_reported(write: Any, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_read_only_volume_is_reported(write: Any, tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o ro none {volume}"
     namespace = ["unshare", "--mount", *(() if os.geteuid() == 0 else ("--map-root-user",))]
     if subprocess.run([*namespace, "sh", "-c", mount], capture_output=True, check=False).returncode:
-        pytest.skip("this system lets nobody mount in a namespace of his own")
+        pytest.skip("this system does not allow mounts in a user namespace")
     serve = f"{mount} && exec {sys.executable} -m hps.cli.main serve --config {config}"
     done = subprocess.run(
         [*namespace, "sh", "-c", serve], capture_output=True, text=True, timeout=120, check=False

@@ -129,16 +129,16 @@ def test_explain_shows_vectors_sources_and_dense_inputs(
 ) -> None:
     ask = ("predict", "clicks", "--json", json.dumps(REQUEST), "--explain")
     for way in (["--server", urls[0]], ["--config", config]):
-        told = hps_command(*ask, "-o", "json", *way).json
-        item = told["features"]["item"]
+        report = hps_command(*ask, "-o", "json", *way).json
+        item = report["features"]["item"]
         assert item["keys"] == REQUEST["item"]
         assert item["sources"][2] == "default"
         assert set(item["sources"][:2]) <= {"cpu", "rocksdb"}
         assert item["vectors"] == [[1, 1.125], [-2, -1.875], [1, 2]]
-        history = told["features"]["history"]
+        history = report["features"]["history"]
         assert history["offsets"] == [0, 2, 2, 3]
         assert history["vectors"] == [[1.5, 1.625], [0, 0], [-3, -2.875]]
-        assert told["dense"] == {"dense": REQUEST["dense"]}
+        assert report["dense"] == {"dense": REQUEST["dense"]}
         assert item["network_input"] == (None if way[0] == "--server" else "item")
     shown = hps_command(*ask, "--server", urls[0]).out
     assert "feature history" in shown
@@ -279,7 +279,7 @@ def test_bad_cell_fails_with_its_row_and_no_output(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "says"),
+    ("words", "code", "message"),
     [
         (["predict", "nope", "--input", "a=1"], 2, "unknown model: 'nope'"),
         (["predict", "clicks", "--input", "usr=1"], 1, "did you mean 'user'?"),
@@ -289,13 +289,13 @@ def test_bad_cell_fails_with_its_row_and_no_output(
     ],
 )
 def test_user_errors_are_one_line(
-    words: list[str], code: int, says: str, urls: tuple[str, str], hps_command: Command
+    words: list[str], code: int, message: str, urls: tuple[str, str], hps_command: Command
 ) -> None:
     done = hps_command(*words, "--server", urls[0])
     assert done.code == code
     assert done.out == ""
     assert done.err.count("\n") == 1
-    assert says in done.err
+    assert message in done.err
 
 
 def test_lookup_explains_rows(config: Path, urls: tuple[str, str], hps_command: Command) -> None:
@@ -332,7 +332,7 @@ def test_many_keys_are_looked_up_in_several_calls(
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["nope", "items", "1"], "unknown model: 'nope'"),
         (["clicks", "item", "1"], "no table 'item'"),
@@ -341,13 +341,13 @@ def test_many_keys_are_looked_up_in_several_calls(
     ],
 )
 def test_lookup_errors_are_one_line(
-    words: list[str], says: str, config: Path, urls: tuple[str, str], hps_command: Command
+    words: list[str], message: str, config: Path, urls: tuple[str, str], hps_command: Command
 ) -> None:
     for way in (["--server", urls[1]], ["--config", config]):
         done = hps_command("lookup", *words, *way)
         assert done.code == 2
         assert done.err.count("\n") == 1
-        assert says in done.err
+        assert message in done.err
 
 
 def test_tables_are_listed(config: Path, urls: tuple[str, str], hps_command: Command) -> None:
@@ -434,8 +434,8 @@ def test_doctor_reports_each_fault_with_its_remedy(
     assert checks["database"]["verdict"] == "FAIL"
     assert "tiers.rocksdb.path" in checks["database"]["remedy"]
     assert all(check["remedy"] for check in done.json if check["verdict"] != "OK")
-    nobody = hps_command("doctor", "--server", "http://127.0.0.1:1", "-o", "json")
-    assert nobody.code == 1
+    unreachable = hps_command("doctor", "--server", "http://127.0.0.1:1", "-o", "json")
+    assert unreachable.code == 1
     broken = tmp_path / "broken.yaml"
     broken.write_text("tiers: {cpu_cash: {}}")
     done = hps_command("doctor", "--config", broken, "--json")
@@ -456,14 +456,14 @@ BROKEN = {
 def test_serve_exits_on_an_invalid_configuration(
     name: str, tmp_path: Path, hps_command: Command
 ) -> None:
-    text, says = BROKEN[name]
+    text, message = BROKEN[name]
     (tmp_path / "config.yaml").write_text(text)
     done = hps_command("serve", "--config", "config.yaml", cwd=tmp_path)
     assert done.code == 2
     assert done.out == ""
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert says in errors[0]
+    assert message in errors[0]
     assert "Traceback" not in done.err
 
 
@@ -571,22 +571,22 @@ def test_api_key_is_required_and_accepted(
         assert ready["auth"] == "api_key"
         http, admin = ready["endpoints"]["http"], ready["endpoints"]["admin"]
         ask = ("predict", "words", "--input", "word=1", "--server", http)
-        refused = hps_command(*ask)
-        assert refused.code == 1
-        assert "HPS_API_KEY" in refused.err
+        rejected = hps_command(*ask)
+        assert rejected.code == 1
+        assert "HPS_API_KEY" in rejected.err
         assert hps_command(*ask, "--api-key", secret).code == 0
         assert hps_command("status", "--server", admin).code == 1
         check = [
             f"--set=server.{name}.port={url.rpartition(':')[2]}"
             for name, url in ready["endpoints"].items()
         ]
-        told = hps_command("doctor", "--config", config, *check, "-o", "json").json
-        assert {c["name"]: c["verdict"] for c in told}["http port"] == "WARN"
+        report = hps_command("doctor", "--config", config, *check, "-o", "json").json
+        assert {c["name"]: c["verdict"] for c in report}["http port"] == "WARN"
         monkeypatch.setenv("HPS_API_KEY", secret)
         assert hps_command("status", "--server", admin).code == 0
         assert hps_command("lookup", "words", "words", "1", "--server", admin).code == 0
-        told = hps_command("doctor", "--config", config, *check, "-o", "json").json
-        assert {c["name"]: c["verdict"] for c in told}["http port"] == "OK"
+        report = hps_command("doctor", "--config", config, *check, "-o", "json").json
+        assert {c["name"]: c["verdict"] for c in report}["http port"] == "OK"
 
 
 def test_serve_accepts_a_ps_json(

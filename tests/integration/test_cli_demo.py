@@ -236,8 +236,8 @@ def test_demo_serves_until_it_is_stopped(
         assert float(np.ravel(outputs["score"])[0]) == pytest.approx(first, abs=1e-5)
         ours = next(line for line in shown if line.startswith("hps predict"))
         ours = ours.replace("hps", f"{sys.executable} -m hps.cli.main", 1).strip()
-        told = json.loads(subprocess.check_output(["sh", "-c", f"{ours} -o json"], text=True))
-        assert told["outputs"]["score"][0][0] == pytest.approx(first, abs=1e-5)
+        report = json.loads(subprocess.check_output(["sh", "-c", f"{ours} -o json"], text=True))
+        assert report["outputs"]["score"][0][0] == pytest.approx(first, abs=1e-5)
         process.send_signal(number)
         assert process.wait(60) == 0, shown
     with pytest.raises(ConnectionRefusedError):

@@ -74,11 +74,11 @@ def test_commands_serve_the_demo_model(checkout: Path, environment: dict[str, st
     try:
         until(lambda: "is ready after" in (checkout / "log").read_text(), 60)
         admin = environment["HPS__SERVER__ADMIN__PORT"]
-        asked = second.replace("hps status", f"hps status -s localhost:{admin}")
-        asked = asked.replace("hps lookup", f"hps lookup -s localhost:{admin}").replace(
+        commands = second.replace("hps status", f"hps status -s localhost:{admin}")
+        commands = commands.replace("hps lookup", f"hps lookup -s localhost:{admin}").replace(
             "8002", admin
         )
-        shown = run(asked)
+        shown = run(commands)
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0, (checkout / "log").read_text()

@@ -94,7 +94,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hps]:
         redis.kill()
 
 
-def asked(url: str, key: str | None = None, body: Any = None, bearer: bool = False) -> str:
+def answer_text(url: str, key: str | None = None, body: Any = None, bearer: bool = False) -> str:
     """The answer with its headers, whatever its status."""
     headers = {} if key is None else {"X-API-Key": key}
     if bearer:
@@ -111,26 +111,26 @@ def asked(url: str, key: str | None = None, body: Any = None, bearer: bool = Fal
 def test_server_output_contains_no_secret(server: Hps) -> None:
     data, admin = f"http://{server.address}", f"http://{server.admin}"
     lookup = {"inputs": [{"name": "word", "shape": [1, 1], "datatype": "INT64", "data": [5]}]}
-    said = [
-        asked(admin + path, KEYS["admin"])
+    answers = [
+        answer_text(admin + path, KEYS["admin"])
         for path in ("/v1/status", "/v1/updates", "/v1/tables", "/v1/models", "/metrics", "/openapi.json")
     ]  # fmt: skip
-    said.append(asked(f"{data}/v2/models/words/infer", KEYS["read"], lookup))
-    said.append(asked(f"{data}/v2/models/words/infer", KEYS["read"], lookup, bearer=True))
-    assert '"outputs"' in said[-1]
+    answers.append(answer_text(f"{data}/v2/models/words/infer", KEYS["read"], lookup))
+    answers.append(answer_text(f"{data}/v2/models/words/infer", KEYS["read"], lookup, bearer=True))
+    assert '"outputs"' in answers[-1]
     # Rejected: an unknown key, one whose role is too low, one in the wrong place.
     for answer in (
-        asked(f"{data}/v2/models/words/infer", f"{MARK}-of-nobody", lookup),
-        asked(f"{admin}/v1/updates/pause", KEYS["read"], {}),
-        asked(f"{data}/v2/models/words/infer?api_key={MARK}-in-the-address", None, lookup),
-        asked(f"{data}/v2/models/words/infer", None, {"key": f"{MARK}-in-the-body"}),
+        answer_text(f"{data}/v2/models/words/infer", f"{MARK}-of-nobody", lookup),
+        answer_text(f"{admin}/v1/updates/pause", KEYS["read"], {}),
+        answer_text(f"{data}/v2/models/words/infer?api_key={MARK}-in-the-address", None, lookup),
+        answer_text(f"{data}/v2/models/words/infer", None, {"key": f"{MARK}-in-the-body"}),
     ):
         assert answer.startswith("40"), answer
-        said.append(answer)
+        answers.append(answer)
     until(lambda: "refuses this user" in server.log.read_text())
     log = server.log.read_text()
     assert "status=200" in log  # requests are logged
-    for text in (*said, log):
+    for text in (*answers, log):
         assert MARK not in text, text
 
 
@@ -157,9 +157,9 @@ def test_output_of_doctor_and_other_commands_contains_no_secret(server: Hps, run
         ("status", "--server", f"http://{server.admin}", "--api-key", f"{MARK}-wrong"),
         ("updates", "dlq", "list", "--config", config),
     ):
-        said = run.run(*words)
-        assert said.code is not None
-        assert MARK not in said.output, said.output
+        done = run.run(*words)
+        assert done.code is not None
+        assert MARK not in done.output, done.output
 
 
 WRONG = {

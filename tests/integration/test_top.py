@@ -59,7 +59,7 @@ def test_live_screen_shows_requests_until_q(small_server: Hps) -> None:
         shown = b""
         end = time.monotonic() + 60
         with Client(f"http://{small_server.address}") as client:
-            # A model has a line while it is asked.
+            # A model has a line while it gets requests.
             while b"words.lookup" not in shown or b"nothing listens" not in shown:
                 assert time.monotonic() < end, shown
                 client.lookup("words", {"word": [1, 2, 3]})
@@ -103,7 +103,7 @@ def test_server_without_hps_metrics_is_away() -> None:
 def test_narrow_terminal_shows_fewer_columns_without_wrapping(width: int) -> None:
     tier = {"tier": "rocksdb", "keys_per_s": 1e5, "hit_rate": 0.5, "p50_s": 0.001, "p99_s": 0.002}
     model = {"requests_per_s": 1234.0, "errors_per_s": 0.0, "p50_s": 0.001, "p99_s": 0.01}
-    told = {
+    server = {
         **model,
         "server": "http://127.0.0.1:8002",
         "state": "not ready",
@@ -133,7 +133,7 @@ def test_narrow_terminal_shows_fewer_columns_without_wrapping(width: int) -> Non
     wide = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "console", lambda: wide)
-        wide.print(top_screen.screen([told]))
+        wide.print(top_screen.screen([server]))
     lines = wide.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 11, lines
     assert ("degraded/s" in lines[0]) == (width == 200)

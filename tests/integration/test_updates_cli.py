@@ -160,10 +160,10 @@ def test_published_difference_turns_one_version_into_the_other(broker, model, mo
 
 def test_publish_rejects_an_older_version_by_default(broker, model, models):
     to = ("--repository", models, "--brokers", broker.address)
-    refused = run("publish", model, "--base", 2, "--new", 1, *to)
-    assert refused.exit_code == 2
-    assert "version 1 was made before version 2" in refused.stderr
-    assert "--at now" in refused.stderr
+    rejected = run("publish", model, "--base", 2, "--new", 1, *to)
+    assert rejected.exit_code == 2
+    assert "version 1 was made before version 2" in rejected.stderr
+    assert "--at now" in rejected.stderr
     (items, _) = printed(
         run("publish", model, "--base", 2, "--new", 1, *to, "--at", "now", "-o", "json")
     )
@@ -212,9 +212,9 @@ def test_publish_sends_a_file_with_32_bit_keys(broker, model, tmp_path):
     keys = np.array([7, 2**32 - 1])
     assert found == [*encode_hps(keys, rows, key_bits=32), *encode_hps(keys, rows)]
     np.savez(path, key=[-1, 7], vector=rows)
-    refused = run(*arguments, "--key-bits", 32)
-    assert refused.exit_code == 1
-    assert "keys of 32 bits must lie between 0 and" in refused.stderr
+    rejected = run(*arguments, "--key-bits", 32)
+    assert rejected.exit_code == 1
+    assert "keys of 32 bits must lie between 0 and" in rejected.stderr
 
 
 def test_publish_keeps_to_the_rate_limit(broker, model, tmp_path):

@@ -121,8 +121,8 @@ def test_validate_points_to_doctor(config: Path, models: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "ctr version 1" in result.stdout
     assert f"hps doctor --config {config}" in result.stderr
-    told = json.loads(validate(config, "-o", "json").stdout)
-    assert told["models"] == [{"model": "ctr", "version": 1}]
+    report = json.loads(validate(config, "-o", "json").stdout)
+    assert report["models"] == [{"model": "ctr", "version": 1}]
     shutil.rmtree(models)
     result = validate(config)
     assert result.exit_code == 0
@@ -136,7 +136,7 @@ def test_validate_skips_networks_that_triton_runs(config: Path, models: Path) ->
     assert "dense.onnx is missing" in (
         validate(config, *triton, "--set", "dense.triton.fallback=true").stderr
     )
-    # What model.yaml says by itself is checked all the same.
+    # model.yaml itself is still checked.
     replaced(models / "ctr" / "model.yaml", "hotness: 1, context: true", "pooling: none")
     result = validate(config, *triton)
     assert "model.yaml must give its hotness" in result.stderr

@@ -26,9 +26,9 @@ def test_model_is_written_and_a_request_is_printed(tmp_path: Path) -> None:
     assert files(tmp_path / "models/ctr") == files(FOLDER / "ctr")
     assert [each.name for each in (tmp_path / "models").iterdir()] == ["ctr"]
     assert "curl -s http://127.0.0.1:9000/v2/models/ctr/infer -d '{" in done.stdout
-    told = re.search(r"click for this request is (\S+)\.\n", done.stdout)
-    assert told is not None
-    assert float(told[1]) == round(float(load_demo().scores["click"][0]), 6)
+    score = re.search(r"click for this request is (\S+)\.\n", done.stdout)
+    assert score is not None
+    assert float(score[1]) == round(float(load_demo().scores["click"][0]), 6)
 
 
 def test_second_write_changes_nothing(tmp_path: Path) -> None:

@@ -87,16 +87,16 @@ def test_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.remedy == "pip install no-such-package"
 
 
-@pytest.mark.parametrize(("lacks", "verdict"), [("there is no CuPy", "WARN"), (None, "OK")])
+@pytest.mark.parametrize(("missing", "verdict"), [("there is no CuPy", "WARN"), (None, "OK")])
 def test_unusable_gpu_is_a_warning(
-    lacks: str | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: str | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: lacks)
+    monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: missing)
     (tmp_path / "nvidia3").touch()  # what a container has that is given one of four
     monkeypatch.setattr(machine, "DEVICES", tmp_path)
     check = machine.gpu()
     assert check.verdict == verdict
-    assert (lacks or "CuPy can use it") in check.found
+    assert (missing or "CuPy can use it") in check.found
     assert any(each.name == "networks" for each in machine.machine())
     monkeypatch.setattr(machine, "DEVICES", tmp_path / "none")
     assert "serves from the CPU" in machine.gpu().found
@@ -141,7 +141,7 @@ def test_processes_are_listed_with_missing_requirements_of_workers(
     held = tmp_path / "hps.node-7" / "a.table"
     held.parent.mkdir()
     with held.open("wb") as file:
-        file.truncate(1 << 33)  # what the node that runs has taken is no lack
+        file.truncate(1 << 33)  # files of the running node do not count
     assert found(2, **shared, capacity_bytes=wanted).verdict == "OK"
     held.unlink()
     assert found(1, enabled=False).verdict == "WARN"
@@ -235,8 +235,8 @@ def test_full_disk_of_database_is_a_warning(
 
 def test_updates_folder_must_exist_and_be_writable(tmp_path: Path) -> None:
     assert streams.folder("updates", tmp_path, "updates.directory.path").verdict == "OK"
-    lacks = streams.folder("updates", tmp_path / "none", "updates.directory.path")
-    assert (lacks.verdict, "updates.directory.path" in lacks.remedy) == ("FAIL", True)
+    missing = streams.folder("updates", tmp_path / "none", "updates.directory.path")
+    assert (missing.verdict, "updates.directory.path" in missing.remedy) == ("FAIL", True)
 
 
 def test_unexpected_error_of_one_part_keeps_other_checks() -> None:
@@ -274,17 +274,17 @@ def test_servers_of_several_versions_are_a_warning() -> None:
 
 
 def test_nearly_full_disk_of_a_remote_server_is_a_warning() -> None:
-    def told(free: int, taken: int, least: int) -> str:
+    def disk_verdict(free: int, taken: int, least: int) -> str:
         bytes_ = {"free_bytes": free, "table_bytes": taken, "min_free_bytes": least}
         (check,) = states._tier("server", {"name": "rocksdb", **bytes_})
         assert (check.verdict == "OK") == (not check.remedy)
         return check.verdict
 
-    assert told(1 << 30, 1 << 30, 1 << 28) == "OK"
-    assert told(1 << 30, 1 << 33, 1 << 28) == "WARN"
-    assert told(1 << 30, 0, (1 << 29) + 1) == "WARN"
-    assert told((1 << 30) - 1, 0, 1 << 30) == "FAIL"
-    assert told(1 << 20, 0, 0) == "OK"
+    assert disk_verdict(1 << 30, 1 << 30, 1 << 28) == "OK"
+    assert disk_verdict(1 << 30, 1 << 33, 1 << 28) == "WARN"
+    assert disk_verdict(1 << 30, 0, (1 << 29) + 1) == "WARN"
+    assert disk_verdict((1 << 30) - 1, 0, 1 << 30) == "FAIL"
+    assert disk_verdict(1 << 20, 0, 0) == "OK"
 
 
 def test_messages_deleted_before_they_were_read_are_a_warning() -> None:
@@ -328,15 +328,15 @@ def test_lag_counts_kept_messages_and_reports_lost_ones() -> None:
     own = streams._lag("hps.node.a", GroupView(0, "", {place: 95}), {place: 0}, {place: 100})
     assert (own.verdict, own.found) == ("OK", "5 messages behind"), "no member reads there"
     never = streams._lag("g", GroupView(0, "", {}), {place: 100}, {place: 100})
-    assert never.verdict == "OK", "what is gone does not wait"
+    assert never.verdict == "OK", "deleted messages do not wait"
 
 
 def test_missing_required_gpus_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def verdicts(use: str, lacks: str | None, devices: list[int]) -> list[tuple[str, str]]:
+    def verdicts(use: str, missing: str | None, devices: list[int]) -> list[tuple[str, str]]:
         device = SimpleNamespace(mem_info=(10, 1000))
         count = SimpleNamespace(getDeviceCount=lambda: 1)
         cuda = SimpleNamespace(Device=lambda _n: device, runtime=count)
-        monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: lacks)
+        monkeypatch.setattr("hps.cuda.loader.missing_requirement", lambda: missing)
         monkeypatch.setattr("hps.cuda.loader.cupy", lambda: SimpleNamespace(cuda=cuda))
         gpu = {"use": use, "devices": devices, "capacity_bytes": 1000}
         settings = configuration_from({"tiers": {"gpu": gpu}}, environ={}).settings

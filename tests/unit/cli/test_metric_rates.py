@@ -27,9 +27,9 @@ def histogram(
 def test_rates_are_per_interval_and_code() -> None:
     before = reading(10.0, *histogram("200", {"+Inf": 100}))
     after = reading(12.0, *histogram("200", {"+Inf": 140}), *histogram("503", {"+Inf": 6}))
-    told = account(before, after)
-    assert (told["requests_per_s"], told["errors_per_s"]) == (23.0, 3.0)
-    assert told["models"] == [
+    summary = account(before, after)
+    assert (summary["requests_per_s"], summary["errors_per_s"]) == (23.0, 3.0)
+    assert summary["models"] == [
         {
             "model": "m",
             "requests_per_s": 23.0,
@@ -73,11 +73,12 @@ def test_account_has_tiers_freshness_and_lag() -> None:
         *age,
         *lag,
     )
-    told = account(reading(0.0), after)
+    summary = account(reading(0.0), after)
     assert (
-        told["tiers"][0] | {"tier": "cpu", "keys_per_s": 50.0, "hit_rate": 0.9} == told["tiers"][0]
+        summary["tiers"][0] | {"tier": "cpu", "keys_per_s": 50.0, "hit_rate": 0.9}
+        == summary["tiers"][0]
     )
-    assert (told["age_s"], told["lag_messages"], told["defaulted"]) == (4, 10, 0.1)
+    assert (summary["age_s"], summary["lag_messages"], summary["defaulted"]) == (4, 10, 0.1)
     idle = account(reading(0.0), reading(1.0))
     assert (idle["age_s"], idle["lag_messages"], idle["defaulted"], idle["tiers"]) == (
         None,
@@ -88,8 +89,8 @@ def test_account_has_tiers_freshness_and_lag() -> None:
 
 
 def test_account_has_a_row_per_lookup_node() -> None:
-    def told(
-        asked: float, failed: float, retries: float
+    def node_metrics(
+        answered: float, failed: float, retries: float
     ) -> list[tuple[str, dict[str, str], float]]:
         requests = "hps_lookup_node_requests_total"
         at = {"address": "a:1"}
@@ -97,12 +98,14 @@ def test_account_has_a_row_per_lookup_node() -> None:
             ("hps_lookup_node_up", at, 1.0),
             ("hps_lookup_node_up", {"address": "b:1"}, 0.0),
             ("hps_lookup_node_running", at, 3.0),
-            (requests, at | {"code": "OK"}, asked),
+            (requests, at | {"code": "OK"}, answered),
             (requests, at | {"code": "UNAVAILABLE"}, failed),
             ("hps_lookup_node_retries_total", at, retries),
         ]
 
-    found = account(reading(0.0, *told(0, 0, 0)), reading(2.0, *told(20, 4, 2)))["lookup_nodes"]
+    found = account(reading(0.0, *node_metrics(0, 0, 0)), reading(2.0, *node_metrics(20, 4, 2)))[
+        "lookup_nodes"
+    ]
     assert found == [
         {
             "address": "a:1",

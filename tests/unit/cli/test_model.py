@@ -95,11 +95,11 @@ class TestImport:
             "model": "ctr",
             "check": "network",
             "result": "OK",
-            "detail": "takes and gives what model.yaml says",
+            "detail": "inputs and outputs match model.yaml",
         }
 
     def test_network_that_does_not_fit_writes_nothing(self, tmp_path, npz, models):
-        for inputs, said in (
+        for inputs, message in (
             ({"users": 5, "price": 2}, r"has shape [-1, 4] in model.yaml, [-1, 5] in the network"),
             ({"price": 2}, "no input is called like feature 'users'; its inputs are price"),
         ):
@@ -108,7 +108,7 @@ class TestImport:
                 "import", npz, "-r", models, "-n", "c", "-t", "users=u.weight", "--dense", dense
             )
             assert result.exit_code == 2
-            assert said in result.stderr
+            assert message in result.stderr
             assert not models.exists()
 
     def test_spec_option_sets_the_description(self, tmp_path, npz, models):
@@ -137,7 +137,7 @@ class TestImport:
         assert Repository(models).spec("ctr").tables[0].default == [1, 2, 3, 4]
 
     @pytest.mark.parametrize(
-        ("words", "said"),
+        ("words", "message"),
         [
             (("-f", "user=users:contxt"), "unknown option 'contxt'; expected sum, mean, none,"),
             (("-f", "user=users:hotness=x"), "unknown option 'hotness=x'"),
@@ -147,10 +147,10 @@ class TestImport:
             (("--default", "users=1,2"), "has 2 values, but dim is 4"),
         ],
     )
-    def test_unusable_options_write_nothing(self, npz, models, words, said):
+    def test_unusable_options_write_nothing(self, npz, models, words, message):
         result = run("import", npz, "-r", models, "-n", "c", "-t", "users=u.weight", *words)
         assert result.exit_code == 2
-        assert said in result.stderr
+        assert message in result.stderr
         assert not models.exists()
 
     def test_repeated_keys_are_reported(self, tmp_path, models):
@@ -208,7 +208,7 @@ class TestImport:
         assert "--model" in both.stderr
 
     @pytest.mark.parametrize(
-        ("words", "said"),
+        ("words", "message"),
         [
             (("gone.npz", "-n", "c"), "there is no file or folder gone.npz"),
             (("t.npz",), "give the model a name: --name NAME"),
@@ -222,11 +222,11 @@ class TestImport:
             (("t.npz", "-n", "c", "--format", "zip"), "no format 'zip'; expected one of ps.json"),
         ],
     )
-    def test_errors_are_one_line(self, npz, models, monkeypatch, words, said):
+    def test_errors_are_one_line(self, npz, models, monkeypatch, words, message):
         monkeypatch.chdir(npz.parent)
         result = run("import", *words, "-r", models)
         assert result.exit_code == 2
-        assert said in result.stderr
+        assert message in result.stderr
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1
         assert not models.exists()
@@ -257,9 +257,9 @@ class TestInspect:
         text = run("inspect", "ctr", "-r", imported).stdout
         for part in ("ctr version 1, made 20", "users", "160", "score", "price", "format: npz"):
             assert part in text or part == "160"
-        told = printed(run("inspect", "words", "-r", imported, "--version", 1, "-o", "json"))
-        assert (told["version"], told["tables"][0]["rows"]) == (1, 10)
-        assert told["manifest"]["tables"]["w"]["rows"] == 10
+        described = printed(run("inspect", "words", "-r", imported, "--version", 1, "-o", "json"))
+        assert (described["version"], described["tables"][0]["rows"]) == (1, 10)
+        assert described["manifest"]["tables"]["w"]["rows"] == 10
 
     def test_context_features_are_marked(self, tmp_path, npz, models):
         spec = tmp_path / "spec.yaml"

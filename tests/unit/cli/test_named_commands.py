@@ -78,9 +78,9 @@ def unknown(words: str, where: str) -> str:
         if not rest or not re.fullmatch(r"[a-z][a-z|-]*", rest[0]):
             return ""
         chosen = rest.pop(0).split("|")
-        lacks = [name for name in chosen if name not in node.commands]
-        if lacks or len(chosen) > 1:
-            return f"{first} {lacks[0]}" if lacks else ""
+        absent = [name for name in chosen if name not in node.commands]
+        if absent or len(chosen) > 1:
+            return f"{first} {absent[0]}" if absent else ""
         node = node.commands[chosen[0]]
     takes = any(each.param_type_name == "argument" for each in node.params)
     if rest and not takes and rest[0] in sub_commands():
@@ -105,8 +105,8 @@ def test_every_named_command_exists(of: str) -> None:
         for text in strings(path) if of == "code" else [path.read_text()]:
             for words, where in named(text):
                 count += 1
-                if lack := unknown(words, where):
-                    wrong.append(f"{path.relative_to(ROOT)}: hps {words[:60]}: no {lack}")
+                if missing := unknown(words, where):
+                    wrong.append(f"{path.relative_to(ROOT)}: hps {words[:60]}: no {missing}")
     assert wrong == []
     assert count > 100
 

@@ -32,17 +32,17 @@ def run(*words: str) -> tuple[int, str]:
 @pytest.mark.parametrize("flag", ["--server", "-s"])
 @pytest.mark.parametrize("words", [*ADMIN_COMMANDS, *OTHERS], ids=" ".join)
 def test_command_connects_to_the_given_server(words: list[str], flag: str) -> None:
-    code, said = run(*words, flag, NOWHERE)
-    assert (code, NOWHERE.removeprefix("http://") in said) == (1, True), said
-    assert "deprecated" not in said
+    code, stderr = run(*words, flag, NOWHERE)
+    assert (code, NOWHERE.removeprefix("http://") in stderr) == (1, True), stderr
+    assert "deprecated" not in stderr
 
 
 @pytest.mark.parametrize("flag", ["--admin", "-a"])
 @pytest.mark.parametrize("words", ADMIN_COMMANDS, ids=" ".join)
 def test_deprecated_admin_option_works_with_a_warning(words: list[str], flag: str) -> None:
-    code, said = run(*words, flag, NOWHERE)
-    assert (code, NOWHERE in said) == (1, True), said
-    assert "warning: --admin URL is deprecated; give --server URL instead" in said
+    code, stderr = run(*words, flag, NOWHERE)
+    assert (code, NOWHERE in stderr) == (1, True), stderr
+    assert "warning: --admin URL is deprecated; give --server URL instead" in stderr
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_deprecated_admin_option_works_with_a_warning(words: list[str], flag: st
     ids=lambda words: words[0],
 )
 def test_deprecated_address_argument_works_with_a_warning(words: list[str]) -> None:
-    code, said = run(*words)
+    code, stderr = run(*words)
     assert code == 1
-    assert f"the argument {NOWHERE} is deprecated; give --server URL instead" in said
+    assert f"the argument {NOWHERE} is deprecated; give --server URL instead" in stderr
 
 
 @pytest.mark.parametrize("words", [*ADMIN_COMMANDS, *OTHERS, ["top"], ["doctor"]], ids=" ".join)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hps.cli.predict import IN_FLIGHT, _ScoreStream
+from hps.cli.predict_file import IN_FLIGHT, ScoreStream
 from hps.cli.predict_targets import ServerTarget
 from hps.client import Answer, Client
 from hps.errors import BadRequest, Unavailable
@@ -61,7 +61,7 @@ def batches(count: int, read: list[int]) -> Iterator[tuple[dict[str, Any], int]]
 
 @pytest.mark.parametrize("count", [0, 1, IN_FLIGHT, 3 * IN_FLIGHT + 1])
 def test_scores_are_in_the_order_of_the_rows(count: int) -> None:
-    server, score, read = Server(), _ScoreStream("ctr", MODEL), []
+    server, score, read = Server(), ScoreStream("ctr", MODEL), []
     seen: list[float] = []
     for result, step in score.in_order(batches(count, read), server.submit):
         assert step == 2
@@ -74,7 +74,7 @@ def test_scores_are_in_the_order_of_the_rows(count: int) -> None:
 
 
 def test_failed_request_ends_after_earlier_scores() -> None:
-    server, score = Server(), _ScoreStream("ctr", MODEL)
+    server, score = Server(), ScoreStream("ctr", MODEL)
     columns = [
         ({"user": pa.array([key]), "price": pa.array([0.0])}, 1) for key in (1, 2, -3, 4, 5, 6, 7)
     ]
@@ -90,7 +90,7 @@ def test_bad_cell_names_its_row_in_the_file() -> None:
         ({"user": pa.array(["3", "x"]), "price": pa.array(["1", "2"])}, 2),
     ]
     with pytest.raises(BadRequest, match="column 'user', row 4: 'x' is not"):
-        list(_ScoreStream("ctr", MODEL).in_order(columns, Server().submit))
+        list(ScoreStream("ctr", MODEL).in_order(columns, Server().submit))
 
 
 class Meeting(Client):
@@ -105,7 +105,7 @@ class Meeting(Client):
 
 def test_several_requests_are_in_flight() -> None:
     assert IN_FLIGHT > 1
-    score = _ScoreStream("ctr", MODEL)
+    score = ScoreStream("ctr", MODEL)
     with ServerTarget(Meeting()).submitting(IN_FLIGHT) as submit:
         results = list(score.in_order(batches(2 * IN_FLIGHT, []), submit))
     firsts = [float(result.outputs["score"][0, 0]) for result, _ in results]

@@ -9,13 +9,13 @@ import pytest
 from hps.cli.profile_summary import account
 
 
-def told(name: str, us: float | None, *parts: dict[str, Any]) -> dict[str, Any]:
+def part(name: str, us: float | None, *parts: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "us": us, "about": {"model": "m"}, "parts": list(parts)}
 
 
 def test_means_of_parts_add_up_to_the_whole() -> None:
-    first = told("r", 100.0, told("parse", 10.0), told("lookup", 80.0, told("cpu", 30.0)))
-    second = told("r", 50.0, told("parse", 10.0), told("lookup", 20.0, told("redis", 5.0)))
+    first = part("r", 100.0, part("parse", 10.0), part("lookup", 80.0, part("cpu", 30.0)))
+    second = part("r", 50.0, part("parse", 10.0), part("lookup", 20.0, part("redis", 5.0)))
     found = account([first, second])
     assert (found["requests"], found["mean_us"], found["about"]) == (2, 75.0, {"model": "m"})
     rows = {tuple(part["path"]): part for part in found["parts"]}
@@ -40,7 +40,7 @@ def test_means_of_parts_add_up_to_the_whole() -> None:
 
 
 def test_unfinished_part_counts_zero() -> None:
-    found = account([told("r", 10.0, told("lookup", None))])
+    found = account([part("r", 10.0, part("lookup", None))])
     assert [(part["path"], part["mean_us"]) for part in found["parts"]] == [
         (["lookup"], 0.0),
         (["rest"], 10.0),

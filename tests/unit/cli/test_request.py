@@ -81,7 +81,7 @@ def test_flags_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{", "is not JSON"),
         ("[1]", "must be a JSON object"),
@@ -103,8 +103,8 @@ def test_flags_are_parsed() -> None:
         ),
     ],
 )
-def test_bad_request_names_the_reason(text: str, says: str) -> None:
-    with pytest.raises(BadRequest, match=says):
+def test_bad_request_names_the_reason(text: str, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
         parse_json(text, MODEL)
 
 

@@ -102,8 +102,8 @@ def test_shared_tier_does_not_count_as_cache(capsys: pytest.CaptureFixture[str])
     status = with_redis()
     (table,) = flatten(status)
     assert (table["rows"], table["cached_rows"]) == (40, 10)
-    told = {"rows": 25, "rows_approximate": False, "bytes": None}
-    assert table["shared"] == {"redis": told}
+    report = {"rows": 25, "rows_approximate": False, "bytes": None}
+    assert table["shared"] == {"redis": report}
     show([table])
     assert "in redis" in capsys.readouterr().out
     status["models"][0]["tables"][0]["bytes"] = {"redis": 2_000_000}
@@ -161,9 +161,9 @@ def test_requests_for_unknown_models_are_counted_apart(monkeypatch: pytest.Monke
     samples += histogram({"0.001": 2, "+Inf": 2}, model="", method="infer", code="404")
     monkeypatch.setattr(Admin, "status", lambda _self: copy.deepcopy(status))
     monkeypatch.setattr(Admin, "metrics", lambda _self: samples)
-    told = json.loads(CliRunner().invoke(app, ["status", "--output", "json"]).stdout)
-    assert [each["model"] for each in told["requests"]] == ["m"]
-    assert told["unknown_model_requests"] == 2
+    report = json.loads(CliRunner().invoke(app, ["status", "--output", "json"]).stdout)
+    assert [each["model"] for each in report["requests"]] == ["m"]
+    assert report["unknown_model_requests"] == 2
     shown = CliRunner().invoke(app, ["status"]).stdout
     assert "2 requests rejected: no such model." in shown
     assert len([line for line in shown.splitlines() if " infer " in line]) == 1
@@ -184,11 +184,11 @@ def test_updates_and_dead_letters_are_shown(capsys: pytest.CaptureFixture[str]) 
     ]
     report = {"updates": [stream, stuck], "dead_letters": dead_letters(samples)}
     _show_updates(report)
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert ["hps.node.a", "paused", "12,345", "1", "min", "15", "s"] in [
-        line.split() for line in said.out.splitlines()
+        line.split() for line in captured.out.splitlines()
     ]
-    text = " ".join((said.out + said.err).split())
+    text = " ".join((captured.out + captured.err).split())
     assert "updates of hps.shared wait: redis: away" in text
     assert "3 update messages became dead letters since the start: 3 row_size" in text
     _show_updates({"updates": [], "dead_letters": {}})

@@ -106,5 +106,5 @@ def test_every_store_command_is_in_the_page() -> None:
     names = {line.split()[0] for line in listed.splitlines() if line.strip()}
     table = PAGE.read_text().split("## The stores")[1]
     first = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    told = {part.strip(" `").split()[0] for cell in first for part in cell.split("`, `")}
-    assert told == names
+    documented = {part.strip(" `").split()[0] for cell in first for part in cell.split("`, `")}
+    assert documented == names

@@ -262,14 +262,14 @@ class Servicer(GRPCInferenceServiceServicer):
 
     def __init__(self):
         self.codes, self.seen = [], []
-        self.go_on = threading.Event()
+        self.released = threading.Event()
 
     def ModelInfer(self, request, context):
         self.seen.append((request, context.time_remaining(), dict(context.invocation_metadata())))
         if self.codes:
             code = self.codes.pop(0)
             if code is HANG:
-                self.go_on.wait(30)
+                self.released.wait(30)
             else:
                 context.set_trailing_metadata((("grpc-retry-pushback-ms", "1500"),))
                 context.abort(code, "busy")
@@ -287,7 +287,7 @@ def servicer():
     made.url = f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     yield made
-    made.go_on.set()
+    made.released.set()
     server.stop(0).wait(30)
 
 

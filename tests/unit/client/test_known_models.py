@@ -24,7 +24,7 @@ class Model(GRPCInferenceServiceServicer):
 
     def __init__(self):
         self.version, self.datatype, self.outputs = "1", "FP32", ["score"]
-        self.refuses = False
+        self.rejects = False
         self.remaining, self.calls = [], 0
 
     def ModelMetadata(self, request, context):
@@ -38,7 +38,7 @@ class Model(GRPCInferenceServiceServicer):
     def ModelInfer(self, request, context):
         self.calls += 1
         types = {tensor.name: tensor.datatype for tensor in request.inputs}
-        if self.refuses or types["dense"] != self.datatype:
+        if self.rejects or types["dense"] != self.datatype:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "inference input data-type is wrong")
         answer = pb.ModelInferResponse(model_name=request.model_name, model_version=self.version)
         for wanted in request.outputs:
@@ -71,8 +71,8 @@ class Asyncio:
         self._client = AsyncClient(url)
 
     def __getattr__(self, name):
-        asked = getattr(self._client, name)
-        return lambda *args, **more: self._loop.run_until_complete(asked(*args, **more))
+        method = getattr(self._client, name)
+        return lambda *args, **more: self._loop.run_until_complete(method(*args, **more))
 
     def end(self):
         self._loop.run_until_complete(self._client.close())
@@ -115,7 +115,7 @@ def test_version_with_other_inputs_refreshes_the_metadata(client, model):
 
 def test_rejected_request_is_not_repeated_for_the_same_model(client, model):
     predict(client)
-    model.refuses = True
+    model.rejects = True
     with pytest.raises(BadRequest, match="data-type is wrong"):
         predict(client)
     assert (len(model.remaining), model.calls) == (2, 2)

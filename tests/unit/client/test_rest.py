@@ -169,8 +169,8 @@ ERRORS: list[tuple[int, type[HpsError]]] = [
 
 @pytest.mark.parametrize(("status", "kind"), ERRORS)
 def test_server_error_becomes_an_hps_error(stub: Stub, status: int, kind: type[HpsError]) -> None:
-    said = (status, b'{"error": "because of this"}')
-    url, _ = stub({"/v2/models/m/infer": said, "/v1/status": said})
+    reply = (status, b'{"error": "because of this"}')
+    url, _ = stub({"/v2/models/m/infer": reply, "/v1/status": reply})
     with Client(url, retries=0) as client, Admin(url) as admin:
         for call in (lambda: client.predict("m", {"f": [1]}), admin.status):
             with pytest.raises(HpsError, match=r"^because of this$") as error:

@@ -143,8 +143,8 @@ def test_invalid_change_keeps_the_former_keys(
     assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1
     assert str(keys_file) in caplog.text
     assert "another-secret" not in caplog.text
-    rewrite(keys_file, KEYS.replace(READER, "mended-secret-00001"))
-    assert keys.authenticate("mended-secret-00001").name == "web"
+    rewrite(keys_file, KEYS.replace(READER, "correct-secret-0001"))
+    assert keys.authenticate("correct-secret-0001").name == "web"
 
 
 def test_change_takes_effect_once_readable(
@@ -154,11 +154,11 @@ def test_change_takes_effect_once_readable(
     monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
     keys = load_api_keys(settings(keys_file))
 
-    def refused(path: Path) -> list[ApiKey]:
+    def failing(path: Path) -> list[ApiKey]:
         raise ConfigError(f"{path} cannot be read: Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(auth, "read_keys_file", refused)
+        patch.setattr(auth, "read_keys_file", failing)
         rewrite(keys_file, "- {name: web, role: write, key: another-secret-0001}\n")
         for _ in range(3):
             assert keys.authenticate(READER).name == "web"

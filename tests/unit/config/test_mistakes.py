@@ -346,7 +346,7 @@ def test_updates_need_a_store(write: Write, access: str, stream: str, line: str 
     if line is None:
         load(path)
     else:
-        (said,) = mistakes(path)
-        assert line in said
-        assert f"tiers.rocksdb.access is {access}" in said
+        (mistake,) = mistakes(path)
+        assert line in mistake
+        assert f"tiers.rocksdb.access is {access}" in mistake
     load(path, ["tiers.redis={addresses: [r:1]}"])

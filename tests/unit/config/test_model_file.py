@@ -163,7 +163,7 @@ def test_each_mistake_is_one_line_with_place_and_remedy(
     assert old in GOOD
     found = mistakes(path, GOOD.replace(old, new, 1))
     assert any(one.startswith(f"{path}{line}") for one in found), found
-    # A name that is gone is missed by everything that uses it.
+    # Everything that uses a removed name reports it.
     assert len(found) == {
         "nam: ctr": 2,
         "name: user, dim": 3,

@@ -100,8 +100,8 @@ def test_without_database_or_stream_of_hps_fusion_has_no_effect(
     document["models"][0]["fuse_embedding_table"] = True
     configuration = ps.load(document)
     assert tables(configuration) == dict(zip(["user", "item", "shop", "word"], DIMS, strict=True))
-    said = "fuse_embedding_table, models[0].fuse_embedding_table: has no effect: all tables of a"
-    assert said in " ".join(configuration.warnings)
+    warning = "fuse_embedding_table, models[0].fuse_embedding_table: has no effect: all tables of a"
+    assert warning in " ".join(configuration.warnings)
 
 
 def test_fused_table_gets_the_default_of_its_last_member(ps: Ps, document: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ def test_every_rejected_number_is_in_the_page(ps: Ps) -> None:
     """HPS accepts most numbers, so the page must name every rejected number."""
     ps.base["volatile_db"]["type"] = "redis_cluster"
     ps.base["update_source"] = {"type": "kafka"}
-    refused = set()
+    rejected = set()
     for key in KEYS:
         numbers: list[Any] = [0, 1, 100, 10**6, 2**64 - 1]
         if key.kind == "float":
@@ -172,7 +172,7 @@ def test_every_rejected_number_is_in_the_page(ps: Ps) -> None:
             try:
                 load_config(ps.path, environ={})
             except ConfigError:
-                refused.add(key.name)
+                rejected.add(key.name)
     text = PAGE.read_text().partition("Rejected, with exit code 2")[2].partition("<!--")[0]
-    assert sorted(name for name in refused if f"`{name}`" not in text) == []
-    assert "num_of_worker_buffer_in_pool" not in refused
+    assert sorted(name for name in rejected if f"`{name}`" not in text) == []
+    assert "num_of_worker_buffer_in_pool" not in rejected

@@ -45,8 +45,8 @@ def test_restarted_node_gets_the_same_folder() -> None:
     """Its folder derives from the database, or else the port, which one node at a time can own."""
     there = {"tiers": {"rocksdb": {"path": "/data/db"}}}
     assert found(for_workers(settings(**there))) == found(for_workers(settings(**there)))
-    elsewhere = {"tiers": {"rocksdb": {"path": "/data/other"}}}
-    assert found(for_workers(settings(**there))) != found(for_workers(settings(**elsewhere)))
+    other_folder = {"tiers": {"rocksdb": {"path": "/data/other"}}}
+    assert found(for_workers(settings(**there))) != found(for_workers(settings(**other_folder)))
 
     def reading(port: int) -> Settings:
         rocksdb = {"path": "/data/db", "access": "read_only"}

@@ -69,8 +69,13 @@ def test_every_key_has_an_effect(ps: Ps, name: str) -> None:
 
 def test_every_redis_key_has_a_case() -> None:
     found = {k.name for k in KEYS if k.acts_with == "redis_cluster"}
-    beside = {"num_partitions", "overflow_margin", "overflow_policy", "initialize_after_startup"}
-    assert found | beside == {*EFFECTS, *TLS, "enable_tls"}
+    shared_keys = {
+        "num_partitions",
+        "overflow_margin",
+        "overflow_policy",
+        "initialize_after_startup",
+    }
+    assert found | shared_keys == {*EFFECTS, *TLS, "enable_tls"}
 
 
 def test_tls_keys_are_converted(ps: Ps, tmp_path: Path) -> None:
