@@ -44,7 +44,7 @@ from benchmarks.peers.redis_hmget import ProgramUnavailable, build, checksum, ru
 from benchmarks.peers.redis_server import RedisServer, missing_requirement
 from hps.config.store_settings import RedisSettings
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.redis import RedisTier
+from hps.tiers.redis import RedisLoadSource, RedisTier
 from hps.tiers.redis.layout import TableLayout, pack
 from hps.types import EmbeddingTable, version_now
 
@@ -303,7 +303,7 @@ def _load(tier: RedisTier, options: Options, report: Report) -> None:
     table = EmbeddingTable.make("loaded", DIMS[0], model="bench")
     chunks = ((keys, _rows(keys, table.dim)) for keys in np.array_split(np.arange(n), n // 50_000))
     start = time.perf_counter()
-    tier.preload(table, chunks, version_now(), mark="benchmark")
+    tier.preload(table, RedisLoadSource(chunks, version_now(), mark="benchmark"))
     rate = n / (time.perf_counter() - start) / 1e6
     report.values["redis_load"] = rate
     report.figures["redis"]["load"] = {"rows": n, "million_rows_per_s": rate}

@@ -31,19 +31,20 @@ def preload_tables(
     call for the same files wrote are skipped. Raises ModelError, before a row is written, for files
     that do not match their manifest. Raises TierError when Redis rejects a table or is unavailable;
     another call continues from there."""
+    from hps.tiers.redis import RedisLoadSource  # not before a Redis is used: redis-py takes time
+
     rows = 0
     for name, table in tables.items():
         files = version.tables[name]
         with progress.task(f"loading {name} into {redis.info.name}", files.rows) as step:
-            rows += redis.preload(
-                table,
+            source = RedisLoadSource(
                 _PreloadChunks(files, table),
                 row_version(version, files),
-                share=share,
-                mark=files.digest,
-                before=partial(_verify, files, table),
-                progress=step,
+                share,
+                files.digest,
+                partial(_verify, files, table),
             )
+            rows += redis.preload(table, source, step)
     return rows
 
 

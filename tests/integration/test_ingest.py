@@ -27,7 +27,7 @@ from hps.node.model_opening import OpenedTables, open_versions
 from hps.node.stores import NodeStores
 from hps.observability.metrics import Metrics
 from hps.tiers.positions import TableChanges
-from hps.tiers.redis import RedisTier
+from hps.tiers.redis import RedisLoadSource, RedisTier
 from hps.types import EmbeddingTable, NoProgress, make_version
 from hps.updates.topics import native_topic
 from tests.support.crash_run import judge_store
@@ -412,7 +412,9 @@ def test_streamed_rows_keep_to_the_loaded_share(fleet, layout):
         assert 0.4 < there[KEYS // 2 :].mean() < 0.6
         # A key that only the stream knows is one of the share exactly if loading would have put it there.
         fresh = EmbeddingTable.make("fresh", DIM, model=fleet.model, version=1)
-        redis.preload(fresh, [(keys, np.zeros((len(keys), DIM), np.float32))], 1, share=0.5)
+        redis.preload(
+            fresh, RedisLoadSource([(keys, np.zeros((len(keys), DIM), np.float32))], 1, share=0.5)
+        )
         share = ~np.isnan(in_redis(redis, fresh, keys))
         others = (keys >= KEYS // 2) & (keys != by_hand)
         assert (there[others] == share[others]).all()

@@ -14,7 +14,7 @@ import pytest
 from hps.errors import BadRequest, TierError
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import StreamPosition, TableChanges
-from hps.tiers.redis import RedisTier
+from hps.tiers.redis import RedisLoadSource, RedisTier
 from hps.tiers.redis.layout import READ_SLICE, WRITE_SLICE
 from hps.types import EmbeddingTable, make_version, version_now
 from tests.support.redis_servers import settings, shared_server
@@ -132,7 +132,7 @@ def test_a_table_kept_otherwise_is_refused_with_both_values(open_tier, table, gi
 
 
 def test_what_was_refused_is_looked_at_again(server, open_tier, table, monkeypatch):
-    monkeypatch.setattr("hps.tiers.redis.tables._LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("hps.tiers.redis.tables._RECHECK_S", 0.0)
     fill(open_tier(partitions=4), table, 0, 100)
     tier = open_tier()
     with pytest.raises(TierError, match="partitions"):
@@ -629,12 +629,16 @@ def chunks_of(n, size=10_000):
 def test_a_share_of_the_rows_is_loaded(open_tier, table):
     tier = open_tier()
     seen = []
-    loaded = tier.preload(table, chunks_of(40_000), version_now(), share=0.25, progress=seen.append)
+    loaded = tier.preload(
+        table, RedisLoadSource(chunks_of(40_000), version_now(), share=0.25), seen.append
+    )
     assert sum(seen) == 40_000
     assert 9_000 < loaded < 11_000
     first = held(tier, table, np.arange(40_000))
     assert len(first) == loaded == tier.usage(table).entries
-    assert tier.preload(table, chunks_of(40_000), version_now(), share=0.25) == loaded
+    assert (
+        tier.preload(table, RedisLoadSource(chunks_of(40_000), version_now(), share=0.25)) == loaded
+    )
     assert tier.usage(table).entries == loaded  # the same ones
 
 
@@ -647,29 +651,35 @@ def test_killed_load_continues(open_tier, table, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tier.preload(table, broken(), version, mark="digest")
+        tier.preload(table, RedisLoadSource(broken(), version, mark="digest"))
     assert tier.usage(table).entries == 30_000
     again = open_tier()
     # Rows sent and not recorded yet are sent again.
-    loaded = again.preload(table, chunks_of(40_000), version, mark="digest")
+    loaded = again.preload(table, RedisLoadSource(chunks_of(40_000), version, mark="digest"))
     assert 10_000 <= loaded <= 12_000
     assert len(held(again, table, np.arange(40_000))) == 40_000
-    assert again.preload(table, chunks_of(40_000), version, mark="digest") == 0
-    assert again.preload(table, chunks_of(40_000), version, mark="other digest") == 40_000
+    assert again.preload(table, RedisLoadSource(chunks_of(40_000), version, mark="digest")) == 0
+    assert (
+        again.preload(table, RedisLoadSource(chunks_of(40_000), version, mark="other digest"))
+        == 40_000
+    )
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
 def test_what_redis_lost_of_a_load_is_loaded_again(server, open_tier, table, kind):
     """And nothing else, whether a partition went as a whole or its rows alone."""
     tier, version, keys = open_tier(layout=kind), version_now(), np.arange(4000)
-    assert tier.preload(table, chunks_of(4000), version, mark="digest") == 4000
+    assert tier.preload(table, RedisLoadSource(chunks_of(4000), version, mark="digest")) == 4000
     names = tier._tables.opened()[0].layout
     for gone in ([names.rows_keys[3]], [names.rows_keys[5], names.positions_keys[5]]):
         server.ask("DEL", *gone)
         lost = 4000 - len(held(tier, table, keys))
         assert 0 < lost < 1000
         assert (
-            open_tier(layout=kind).preload(table, chunks_of(4000), version, mark="digest") == lost
+            open_tier(layout=kind).preload(
+                table, RedisLoadSource(chunks_of(4000), version, mark="digest")
+            )
+            == lost
         )
         assert len(held(tier, table, keys)) == 4000
 
@@ -724,14 +734,15 @@ LOADER = """
 import sys, numpy as np
 import hps.tiers.redis.load
 from hps.config.store_settings import RedisSettings
-from hps.tiers.redis import RedisTier
+from hps.tiers.redis import RedisLoadSource, RedisTier
 from hps.types import EmbeddingTable
 
 hps.tiers.redis.load._CHUNK = 1000
 table = EmbeddingTable.make("user", 4, model="ctr", version=2)
 keys = np.arange(10**7)
 rows = np.ones((len(keys), 4), np.float32)
-RedisTier(RedisSettings(addresses=[sys.argv[1]])).preload(table, [(keys, rows)], 1, mark="digest")
+source = RedisLoadSource([(keys, rows)], 1, mark="digest")
+RedisTier(RedisSettings(addresses=[sys.argv[1]])).preload(table, source)
 """
 
 
@@ -759,7 +770,9 @@ def test_a_load_that_was_killed_is_finished(server, open_tier, table, monkeypatc
     n = seen + 3500
     rows = np.ones((n, DIM), np.float32)
     tier = open_tier()
-    assert tier.preload(table, [(np.arange(n), rows)], 1, mark="digest") == n - seen
+    assert (
+        tier.preload(table, RedisLoadSource([(np.arange(n), rows)], 1, mark="digest")) == n - seen
+    )
     part = tier.get(table, np.arange(n))
     assert len(part.missing) == 0
     assert (part.out == 1).all()
@@ -768,14 +781,14 @@ def test_a_load_that_was_killed_is_finished(server, open_tier, table, monkeypatc
 def test_a_load_overwrites_nothing_newer(open_tier, table):
     tier = open_tier()
     tier.insert(table, np.array([5]), rows_of([500]), versions_of(1))
-    tier.preload(table, chunks_of(100), make_version(STARTED.ms - 1000))
+    tier.preload(table, RedisLoadSource(chunks_of(100), make_version(STARTED.ms - 1000)))
     assert tier.get(table, np.array([5])).out.tolist() == rows_of([500]).tolist()
 
 
 def test_of_a_key_that_stands_twice_the_last_row_is_loaded(open_tier, table, monkeypatch):
     """Although two parts are in flight at a time; here the first one takes longer."""
     monkeypatch.setattr("hps.tiers.redis.load._CHUNK", 1000)
-    tier, insert = open_tier(), RedisTier.insert
+    insert = RedisTier.insert
 
     def slow(self, table, keys, vectors, versions):
         if vectors[0, 0] == 1:
@@ -783,19 +796,25 @@ def test_of_a_key_that_stands_twice_the_last_row_is_loaded(open_tier, table, mon
         insert(self, table, keys, vectors, versions)
 
     monkeypatch.setattr(RedisTier, "insert", slow)
+    tier = open_tier()
     rows = np.repeat(np.float32([1, 2]), 1000)[:, None].repeat(DIM, 1)
-    tier.preload(table, [(np.arange(2000) % 1000, rows)], version_now())
+    tier.preload(table, RedisLoadSource([(np.arange(2000) % 1000, rows)], version_now()))
     assert (tier.get(table, np.arange(1000)).out == 2).all()
 
 
 def test_the_rows_are_looked_over_before_the_first_is_written(open_tier, table):
     tier = open_tier()
     with pytest.raises(KeyboardInterrupt):
-        tier.preload(table, chunks_of(100), version_now(), mark="a", before=interrupt)
+        tier.preload(
+            table, RedisLoadSource(chunks_of(100), version_now(), mark="a", before=interrupt)
+        )
     assert not len(held(tier, table, np.arange(100)))
     version = version_now()
-    assert tier.preload(table, chunks_of(100), version, mark="b") == 100
-    assert tier.preload(table, chunks_of(100), version, mark="b", before=interrupt) == 0
+    assert tier.preload(table, RedisLoadSource(chunks_of(100), version, mark="b")) == 100
+    assert (
+        tier.preload(table, RedisLoadSource(chunks_of(100), version, mark="b", before=interrupt))
+        == 0
+    )
 
 
 def interrupt():

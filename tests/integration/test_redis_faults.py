@@ -163,7 +163,7 @@ def test_a_reply_that_came_too_late_is_never_taken_for_another(server, proxy, op
         part = Part.make(table, some)
         with pytest.raises(TierTimeout):
             tier.fetch([part], FetchContext(deadline=time.monotonic() + 0.05))
-        assert not [w for node in tier._client._nodes.all for w in node.idle]
+        assert not [w for node in tier._client._servers.all for w in node.idle]
         proxy.silent = False
         # As many of other keys: a reply left over would fit, and hold the wrong rows.
         asking.until_well(np.setdiff1d(keys, some))
@@ -174,7 +174,7 @@ def test_unsolicited_bytes_close_a_connection(server, open_tier, table):
     """As if a reply had been left in the socket after all."""
     tier = open_tier(server, connections=1)
     keys = fill(tier, table)
-    (node,) = tier._client._nodes.all
+    (node,) = tier._client._servers.all
     wire = node.idle[0]
     wire.send_command("PING")
     until(lambda: wire.stale)
@@ -316,7 +316,7 @@ def test_a_server_out_of_memory(server, open_tier, table):
 def test_a_server_that_is_still_loading(server, open_tier, table):
     tier = open_tier(server, timeout_ms=500)
     tier.check(table)
-    wire = next(iter(tier._client._nodes.all)).idle[0]
+    wire = next(iter(tier._client._servers.all)).idle[0]
     error = wire.parsed("LOADING Redis is loading the dataset in memory")
     with pytest.raises(type(error)):
         raise error

@@ -87,13 +87,13 @@ class Writing:
 
 def test_slots_move_while_rows_are_read_and_written(cluster, table, monkeypatch):
     met = Counter()
-    learn = RedisClient._learn
+    learn = RedisClient._update_topology
 
     def note(self, failed, deadline):
         met.update(type(command.reply) for command in failed)
         learn(self, failed, deadline)
 
-    monkeypatch.setattr(RedisClient, "_learn", note)
+    monkeypatch.setattr(RedisClient, "_update_topology", note)
     given = {"partitions": PARTITIONS, "overflow_margin": N, "overflow_policy": "oldest"}
     tiers = [RedisTier(cluster.settings(**given)) for _ in range(2)]
     writing = Writing(tiers[0], table)

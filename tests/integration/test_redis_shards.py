@@ -12,7 +12,7 @@ import pytest
 
 from hps.errors import TierError
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.redis import RedisTier
+from hps.tiers.redis import RedisLoadSource, RedisTier
 from hps.tiers.redis.layout import TableLayout
 from hps.tiers.redis.load import RedisLoads
 from hps.tiers.wrappers import GuardedTier
@@ -135,7 +135,7 @@ def test_promotions_wait_for_no_shard(shards):
     """Rows of other shards are written; the caller gets an error for the rest immediately."""
     hit(shards, "stopped")
     try:
-        until(lambda: shards.ask(shards.keys) and shards.tier._client.is_away(shards.dead_slot))
+        until(lambda: shards.ask(shards.keys) and shards.tier._client.is_down(shards.dead_slot))
         new = np.arange(N, N + 500)
         start = time.monotonic()
         with pytest.raises(TierError, match="no answer in time"):
@@ -150,7 +150,7 @@ def test_promotions_wait_for_no_shard(shards):
 
 def test_a_node_that_starts_while_a_shard_is_gone(cluster, shards):
     """It serves the tables whose facts it can see."""
-    holder = cluster.holder(TableLayout(shards.table, "native", 8).facts_key)
+    holder = cluster.holder(TableLayout(shards.table, "native", 8).metadata_key)
     hit(shards, "stopped")
     guard = {"deadline_ms": DEADLINE_S * 1e3, "failures_to_open": 1}
     tier = RedisTier(cluster.settings(guard=guard, timeout_ms=3000))
@@ -187,14 +187,14 @@ def test_rows_lost_by_a_shard_are_detected(cluster, shards, again, monkeypatch):
     tier, version = shards.tier, version_now()
     tier.erase("ctr")
     source = Rows() if again else iter(Rows())
-    assert tier.preload(shards.table, source, version, mark="digest") == N
+    assert tier.preload(shards.table, RedisLoadSource(source, version, mark="digest")) == N
     until(shards.all_found)
     shards.victim.restart()
     until(
         lambda: shards.ask(shards.keys)[1] and len(shards.ask(shards.alive)[0]) == len(shards.alive)
     )
     until(lambda: works(shards.victim))
-    until(lambda: not tier._client.is_away(shards.dead_slot))
+    until(lambda: not tier._client.is_down(shards.dead_slot))
     for _ in range(5):  # a missing row is reported as possibly lost
         found, degraded, _ = shards.ask(shards.keys)
         assert degraded
@@ -204,7 +204,9 @@ def test_rows_lost_by_a_shard_are_detected(cluster, shards, again, monkeypatch):
     loading.set()
     if not again:  # a node that starts loads what is missing, and only that
         mine = RedisTier(cluster.settings())
-        assert mine.preload(shards.table, Rows(), version, mark="digest") == len(shards.dead)
+        assert mine.preload(shards.table, RedisLoadSource(Rows(), version, mark="digest")) == len(
+            shards.dead
+        )
         mine.close()
         tier._maintenance._last = -100.0
     until(shards.all_found)

@@ -324,4 +324,4 @@ def test_many_threads_share_few_connections(cluster, open_tier, table):
     for thread in threads:
         thread.join()
     assert outcomes == [N] * 80
-    assert max(len(node.idle) for node in tier._client._nodes.all) <= 3
+    assert max(len(node.idle) for node in tier._client._servers.all) <= 3

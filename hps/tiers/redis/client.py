@@ -29,7 +29,7 @@ from redis.exceptions import (
     RedisError,
     TryAgainError,
 )
-from redis.exceptions import TimeoutError as Late
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from hps.backoff import Backoff
 from hps.config.store_settings import RedisSettings
@@ -46,14 +46,14 @@ from hps.tiers.redis.connection import (
 )
 from hps.tiers.redis.layout import pack
 from hps.tiers.redis.servers import RedisServers, ServerBatch, readable_servers
-from hps.tiers.redis.topology import RedisTopology, topology
+from hps.tiers.redis.topology import topology
 
 # Attempts at a server that no other can replace.
 _ATTEMPTS = 3
 _BACKOFF = Backoff(0.002, 0.1)
 # The share of a call's time for reads; the rest is for returning the partial answers.
-_SHARE_OF_PARTLY = 0.85
-_PASSING = (AskError, TryAgainError, ClusterDownError, ReadOnlyError, NoScriptError)
+_PARTIAL_TIME_SHARE = 0.85
+_TRANSIENT = (AskError, TryAgainError, ClusterDownError, ReadOnlyError, NoScriptError)
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
@@ -64,15 +64,15 @@ class RedisClient:
     Thread-safe; ``settings.connections`` calls run at a time."""
 
     def __init__(self, settings: RedisSettings, scripts: Iterable[bytes] = ()) -> None:
-        self._wires = RedisConnectionFactory(settings)
-        self._topology: RedisTopology = topology(settings, self._wires)
+        self._factory = RedisConnectionFactory(settings)
+        self._topology = topology(settings, self._factory)
         self._scripts = tuple(scripts)
         self._cluster = settings.mode == "cluster"
         self._timeout_s = settings.timeout_ms / 1000
         self._connections = settings.connections
-        self._places = threading.BoundedSemaphore(settings.connections)
-        self._nodes = RedisServers(settings, self._wires, self._topology)
-        self._topology.away = self._nodes.problem
+        self._permits = threading.BoundedSemaphore(settings.connections)
+        self._servers = RedisServers(settings, self._factory, self._topology)
+        self._topology.is_down = self._servers.problem
         self._process = os.getpid()
         self._closed = False
 
@@ -94,11 +94,11 @@ class RedisClient:
         calls: Iterable[tuple[bytes, Sequence[Any]]],
         *,
         deadline: float | None = None,
-        partly: bool = False,
+        allow_partial: bool = False,
     ) -> list[Any]:
-        """Send one command per key and return the replies. ``partly``: see `run`."""
+        """Send one command per key and return the replies. ``allow_partial``: see `run`."""
         commands = [RedisCommand(self.slot(key), pack(*arguments)) for key, arguments in calls]
-        self.run(commands, read_replies, deadline or self.deadline(), partly=partly)
+        self.run(commands, read_replies, deadline or self.deadline(), allow_partial=allow_partial)
         return [command.reply for command in commands]
 
     def primaries(self, deadline: float | None = None) -> list[int]:
@@ -117,11 +117,11 @@ class RedisClient:
     @property
     def losses(self) -> int:
         """Number of times that a connection broke or a server was unavailable: its data may be lost."""
-        return self._nodes.losses
+        return self._servers.losses
 
-    def is_away(self, slot: int) -> bool:
+    def is_down(self, slot: int) -> bool:
         """Return whether the server of ``slot`` is known to be unhealthy and gets no commands."""
-        return self._nodes.problem(self._topology.known(slot)) is not None
+        return self._servers.problem(self._topology.known(slot)) is not None
 
     def run(
         self,
@@ -129,93 +129,92 @@ class RedisClient:
         receive: Receive,
         deadline: float,
         *,
-        partly: bool = False,
+        allow_partial: bool = False,
     ) -> None:
         """Send every command and read its reply with ``receive``.
 
         Raises TierTimeout or TierError; some commands may have been executed then, even more than once.
-        ``partly``: if some server of the cluster is healthy, commands that other servers did not answer
-        get an exception as their reply instead. Such a call returns a little before the deadline."""
+        ``allow_partial``: if some server of the cluster is healthy, commands that other servers did not
+        answer get an exception as their reply instead. Such a call returns a little before the deadline."""
         if self._closed:
             raise TierError(NAME, "the connections are closed")
         if os.getpid() != self._process:
             raise TierError(
                 NAME, "this process was forked from the one that opened the connections"
             )
-        if not self._places.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._permits.acquire(timeout=max(0.0, deadline - time.monotonic())):
             number = self._connections
             raise TierTimeout(NAME, f"all {number} connections are busy (tiers.redis.connections)")
         try:
-            if partly and self._cluster:
-                self._run_partly(commands, receive, deadline)
+            if allow_partial and self._cluster:
+                self._run_partial(commands, receive, deadline)
             else:
                 self._run(commands, receive, deadline)
         except RedisError as error:  # from the topology
             raise translate_redis_error(error, self._topology.known(0)) from None
         finally:
-            self._places.release()
+            self._permits.release()
 
     def close(self) -> None:
         """Close idle connections, and those in use when they are returned. Idempotent."""
         self._closed = True
-        self._nodes.close()
-        self._wires.close()
+        self._servers.close()
+        self._factory.close()
 
     # -- attempts ---------------------------------------------------------------------------------
 
     def _run(self, commands: Sequence[RedisCommand], receive: Receive, deadline: float) -> None:
         waiting = commands
         for attempt in count(1):
-            self._once(waiting, receive, deadline)
+            self._attempt(waiting, receive, deadline)
             waiting = _failed(waiting)
             if not waiting:
                 return
             for command in waiting:
-                if not _may_pass(command.reply):
+                if not _is_transient(command.reply):
                     raise self.failure(command)
             pause = _BACKOFF.pause_s(attempt)
             hopeless = attempt == _ATTEMPTS and self._topology.fixed
             if hopeless or time.monotonic() + pause >= deadline:
                 raise self.failure(waiting[0])
             time.sleep(pause)
-            self._learn(waiting, deadline)
+            self._update_topology(waiting, deadline)
 
-    def _run_partly(
+    def _run_partial(
         self, commands: Sequence[RedisCommand], receive: Receive, deadline: float
     ) -> None:
         now = time.monotonic()
-        until = now + _SHARE_OF_PARTLY * (deadline - now)
+        until = now + _PARTIAL_TIME_SHARE * (deadline - now)
         waiting = commands
         for attempt in count(1):
-            self._once(waiting, receive, until, partly=True)
-            waiting = [each for each in _failed(waiting) if self._may_answer(each, attempt)]
+            self._attempt(waiting, receive, until, allow_partial=True)
+            waiting = [each for each in _failed(waiting) if self._is_worth_retrying(each, attempt)]
             pause = _BACKOFF.pause_s(attempt)
             if not waiting or time.monotonic() + pause >= until:
                 break
             time.sleep(pause)
             try:
-                self._learn(waiting, until)
+                self._update_topology(waiting, until)
             except RedisError:  # no server reported a topology: keep what was answered
                 break
-        failed = _failed(commands)
-        if len(failed) == len(commands) and commands:
-            tried = {self._topology.known(command.slot) for command in failed}
-            if all(a in tried or self._nodes.problem(a) for a in self._topology.addresses()):
-                raise self.failure(failed[0])
+        if commands and len(_failed(commands)) == len(commands):
+            tried = {self._topology.known(command.slot) for command in commands}
+            if all(a in tried or self._servers.problem(a) for a in self._topology.addresses()):
+                raise self.failure(commands[0])
 
-    def _may_answer(self, command: RedisCommand, attempt: int) -> bool:
-        if self.is_away(command.slot) and not isinstance(command.reply, MovedError):
+    def _is_worth_retrying(self, command: RedisCommand, attempt: int) -> bool:
+        if self.is_down(command.slot) and not isinstance(command.reply, MovedError):
             return False
         if isinstance(command.reply, ClusterDownError) and attempt >= _ATTEMPTS:
             return False
-        return _may_pass(command.reply)
+        return _is_transient(command.reply)
 
     def failure(self, command: RedisCommand) -> TierError:
         """Return the error of an unanswered command."""
         address = command.asking or self._topology.known(command.slot)
         return translate_redis_error(command.reply, address)
 
-    def _learn(self, failed: Sequence[RedisCommand], deadline: float) -> None:
+    def _update_topology(self, failed: Sequence[RedisCommand], deadline: float) -> None:
         """Update the topology, and drop servers that have left it, after failed commands."""
         lost = False
         for command in failed:
@@ -226,75 +225,75 @@ class RedisClient:
             elif isinstance(error, AskError):
                 command.asking = (error.host, error.port)
             elif isinstance(error, NoScriptError):
-                self._nodes.at(address).scripts_loaded = False
+                self._servers.at(address).scripts_loaded = False
             elif not isinstance(error, TryAgainError):
                 lost = True
         if lost:
-            self._nodes.losses += 1
+            self._servers.losses += 1
             self._topology.refresh(deadline)
-            self._nodes.forget(self._topology.addresses())
+            self._servers.keep_only(self._topology.addresses())
 
-    def _once(
+    def _attempt(
         self,
         commands: Sequence[RedisCommand],
         receive: Receive,
         until: float,
         *,
-        partly: bool = False,
+        allow_partial: bool = False,
     ) -> None:
         """Make one attempt; a failed command has an exception as its reply.
 
-        Raises TierTimeout unless ``partly``."""
-        legs: list[ServerBatch] = []
+        Raises TierTimeout unless ``allow_partial``."""
+        batches: list[ServerBatch] = []
         try:
-            shares = self._by_address(commands, until, partly=partly)
-            legs = [
-                ServerBatch(self._nodes.at(address), share) for address, share in shares.items()
-            ]
-            for leg in sorted(legs, key=lambda leg: not leg.node.idle):
-                self._attempt(leg, self._send, _until(until, partly and len(legs) > 1))
-            self._receive(legs, receive, until, partly=partly)
+            shares = self._by_address(commands, until, allow_partial=allow_partial)
+            batches = [ServerBatch(self._servers.at(a), share) for a, share in shares.items()]
+            for batch in sorted(batches, key=lambda batch: not batch.server.idle):
+                self._run_step(batch, self._send, _until(until, allow_partial and len(batches) > 1))
+            self._receive(batches, receive, until, allow_partial=allow_partial)
         finally:
-            for leg in legs:
-                self._nodes.give_back(leg)
-        if not partly:
-            late = next((c for c in commands if isinstance(c.reply, Late)), None)
-            if late is not None:
-                raise self.failure(late)
+            for batch in batches:
+                self._servers.give_back(batch)
+        if not allow_partial:
+            for command in commands:
+                if isinstance(command.reply, RedisTimeout):
+                    raise self.failure(command)
 
     def _receive(
-        self, legs: Sequence[ServerBatch], receive: Receive, until: float, *, partly: bool
+        self, batches: Sequence[ServerBatch], receive: Receive, until: float, *, allow_partial: bool
     ) -> None:
         """Read replies in the order of arrival: an unresponsive server does not delay the others."""
         began = time.monotonic()
-        waiting = [leg for leg in legs if leg.wire is not None]
+        waiting = [batch for batch in batches if batch.connection is not None]
 
-        def read(leg: ServerBatch, until: float) -> None:
-            assert leg.wire is not None
-            receive(leg.wire, leg.commands, until)
-            leg.clean = True
-            self._nodes.record_reply(leg.node)
+        def read(batch: ServerBatch, until: float) -> None:
+            assert batch.connection is not None
+            receive(batch.connection, batch.commands, until)
+            batch.clean = True
+            self._servers.record_reply(batch.server)
 
         while waiting:
             some = waiting if len(waiting) == 1 else readable_servers(waiting, until) or waiting
-            for leg in some:
-                self._attempt(leg, read, _until(until, partly and len(waiting) > 1))
-                if isinstance(error := leg.commands[0].reply, Late):
-                    self._nodes.record_timeout(leg.node, error, until - began)
-            waiting = [leg for leg in waiting if leg not in some]
+            for batch in some:
+                self._run_step(batch, read, _until(until, allow_partial and len(waiting) > 1))
+                if isinstance(error := batch.commands[0].reply, RedisTimeout):
+                    self._servers.record_timeout(batch.server, error, until - began)
+            waiting = [batch for batch in waiting if batch not in some]
 
-    def _attempt(self, leg: ServerBatch, step: Callable[[Any, float], None], until: float) -> None:
+    def _run_step(
+        self, batch: ServerBatch, step: Callable[[Any, float], None], until: float
+    ) -> None:
         try:
-            step(leg, until)
+            step(batch, until)
         except RedisError as error:
-            if leg.wire is not None:
-                leg.wire.disconnect()
-                leg.wire = None
-            for command in leg.commands:
+            if batch.connection is not None:
+                batch.connection.disconnect()
+                batch.connection = None
+            for command in batch.commands:
                 command.reply = error
 
     def _by_address(
-        self, commands: Sequence[RedisCommand], deadline: float, *, partly: bool
+        self, commands: Sequence[RedisCommand], deadline: float, *, allow_partial: bool
     ) -> dict[Address, list[RedisCommand]]:
         shares: dict[Address, list[RedisCommand]] = {}
         for command in commands:
@@ -304,35 +303,34 @@ class RedisClient:
             except RedisError as error:
                 command.reply = error
                 continue
-            if partly and (problem := self._nodes.problem(address)):
+            if allow_partial and (problem := self._servers.problem(address)):
                 command.reply = problem
                 continue
             shares.setdefault(address, []).append(command)
         return shares
 
-    def _send(self, leg: ServerBatch, until: float) -> None:
-        leg.wire = wire = self._nodes.take(leg.node, until)
-        if self._scripts and not leg.node.scripts_loaded:
-            wire.set_deadline(until)
-            wire.send_packed_command([pack("SCRIPT", "LOAD", each) for each in self._scripts])
+    def _send(self, batch: ServerBatch, until: float) -> None:
+        batch.connection = connection = self._servers.take(batch.server, until)
+        if self._scripts and not batch.server.scripts_loaded:
+            connection.set_deadline(until)
+            connection.send_packed_command([pack("SCRIPT", "LOAD", each) for each in self._scripts])
             for _ in self._scripts:
-                wire.read_response()
-            leg.node.scripts_loaded = True
-        requests = []
-        for command in leg.commands:
-            if command.asking:
-                requests.append(_ASKING)
-            requests.append(command.request)
-        wire.set_deadline(until)
-        wire.send_packed_command([b"".join(requests)], check_health=False)
+                connection.read_response()
+            batch.server.scripts_loaded = True
+        requests = b"".join(
+            _ASKING + command.request if command.asking else command.request
+            for command in batch.commands
+        )
+        connection.set_deadline(until)
+        connection.send_packed_command([requests], check_health=False)
 
 
 def _failed(commands: Sequence[RedisCommand]) -> list[RedisCommand]:
     return [command for command in commands if isinstance(command.reply, Exception)]
 
 
-def _may_pass(error: Exception) -> bool:
-    return isinstance(error, _PASSING) or is_retryable(error)
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, _TRANSIENT) or is_retryable(error)
 
 
 def _until(until: float, others: bool) -> float:

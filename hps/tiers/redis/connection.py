@@ -13,7 +13,6 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,8 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
-from redis.exceptions import ConnectionError as Lost
-from redis.exceptions import TimeoutError as Late
+from redis.exceptions import ConnectionError as ConnectionLost
+from redis.exceptions import TimeoutError as RedisTimeout
 from redis.retry import Retry
 
 from hps.config.certificates import client_context
@@ -45,10 +44,10 @@ _BUFFER = 256 << 10
 class RedisConnection(Connection):
     """A connection without TLS. Not thread-safe."""
 
-    def __init__(self, *, names: HostResolver, **kwargs: Any) -> None:
+    def __init__(self, *, resolver: HostResolver, **kwargs: Any) -> None:
         super().__init__(protocol=2, retry=Retry(NoBackoff(), 0), **kwargs)
         self.buffer = np.empty(_BUFFER, np.uint8)
-        self._names = names
+        self._resolver = resolver
         self._name = self.host
         self._connect_by = 0.0
 
@@ -63,14 +62,14 @@ class RedisConnection(Connection):
         """Connect to the first of the host's addresses that accepts."""
         failure: Exception = OSError("the name has no address")
         try:
-            for address in self._names.look_up(self._name, self._connect_by):
+            for address in self._resolver.look_up(self._name, self._connect_by):
                 self.host = address
                 self.socket_connect_timeout = remaining_s(self._connect_by)
                 try:
                     return super()._connect()
                 except (OSError, RedisError) as error:
                     failure = error
-            self._names.invalidate(self._name)
+            self._resolver.invalidate(self._name)
             raise failure
         finally:
             self.host = self._name
@@ -99,7 +98,7 @@ class RedisConnection(Connection):
         """Set the deadline of the next read or write, which fails with redis-py's timeout after it."""
         sock: Any = self._sock
         if sock is None:
-            raise Lost("Connection closed")
+            raise ConnectionLost("Connection closed")
         sock.settimeout(remaining_s(deadline))
 
     def receive(self, at: int) -> int:
@@ -109,10 +108,10 @@ class RedisConnection(Connection):
             count: int = sock.recv_into(self.buffer.data[at:])
         except OSError as error:
             if isinstance(error, TimeoutError):
-                raise Late("Timeout reading from socket") from error
-            raise Lost(f"Error while reading: {error}") from error
+                raise RedisTimeout("Timeout reading from socket") from error
+            raise ConnectionLost(f"Error while reading: {error}") from error
         if count == 0:
-            raise Lost("Connection closed by server.")
+            raise ConnectionLost("Connection closed by server.")
         return count
 
     def parsed(self, message: str) -> Exception:
@@ -137,21 +136,20 @@ class RedisConnectionFactory:
     """Makes connections from the settings. Raises ConfigError for unreadable certificates and secrets."""
 
     def __init__(self, settings: RedisSettings) -> None:
-        self._user = _RedisCredentials(
-            settings.username, settings.password, settings.password_file, "password_file"
+        self._username, self._sentinel_username = settings.username, settings.sentinel_username
+        self._password = Secret(
+            settings.password, settings.password_file, "tiers.redis.password_file"
         )
-        self._sentinel = _RedisCredentials(
-            settings.sentinel_username,
+        self._sentinel_password = Secret(
             settings.sentinel_password,
             settings.sentinel_password_file,
-            "sentinel_password_file",
+            "tiers.redis.sentinel_password_file",
         )
-        self._names = HostResolver()
+        self._resolver = HostResolver()
         self._database = settings.database
         self._tls: dict[str, Any] = {}
         self._class: type[RedisConnection] = RedisConnection
-        tls = settings.tls
-        if tls is not None:
+        if (tls := settings.tls) is not None:
             self._class = RedisTlsConnection
             self._tls = {
                 "context": client_context("tiers.redis.tls", tls.ca, tls.certificate, tls.key),
@@ -159,39 +157,34 @@ class RedisConnectionFactory:
             }
 
     def to_server(self, address: Address) -> RedisConnection:
-        return self._make(address, self._user, db=self._database)
+        return self._make(address, self._username, self._password, db=self._database)
 
     def close(self) -> None:
         """Stop resolving names. Open connections are closed by their owners."""
-        self._names.close()
+        self._resolver.close()
 
     def to_sentinel(self, address: Address) -> RedisConnection:
-        return self._make(address, self._sentinel)
+        return self._make(address, self._sentinel_username, self._sentinel_password)
 
-    def _make(self, address: Address, user: _RedisCredentials, **kwargs: Any) -> RedisConnection:
-        host, port = address
+    def _make(
+        self, address: Address, username: str | None, password: Secret, **kwargs: Any
+    ) -> RedisConnection:
         return self._class(
-            host=host, port=port, names=self._names, **user.now(), **self._tls, **kwargs
+            host=address[0],
+            port=address[1],
+            resolver=self._resolver,
+            username=username,
+            password=password.now(),  # read again at each connection
+            **self._tls,
+            **kwargs,
         )
 
 
-class _RedisCredentials:
-    """User name and password; reads the password again at each connection."""
-
-    def __init__(
-        self, username: str | None, password: str | None, file: Path | None, setting: str
-    ) -> None:
-        self._username = username
-        self._password = Secret(password, file, f"tiers.redis.{setting}")
-
-    def now(self) -> dict[str, str | None]:
-        return {"username": self._username, "password": self._password.now()}
-
-
 def remaining_s(deadline: float) -> float:
+    """Return the seconds left. Raises redis-py's timeout if there are none."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise Late("the deadline passed")
+        raise RedisTimeout("the deadline passed")
     return left
 
 
@@ -199,13 +192,13 @@ def is_retryable(error: Exception) -> bool:
     """Return whether a retry may help: False for missing rights, untrusted certificates or full memory."""
     if isinstance(error, AuthenticationError | AuthorizationError):
         return False
-    return isinstance(error, Lost) and "CERTIFICATE" not in str(error).upper()
+    return isinstance(error, ConnectionLost) and "CERTIFICATE" not in str(error).upper()
 
 
 def translate_redis_error(error: Exception, address: Address) -> TierError:
     """Translate redis-py's error to a TierError with the cause and the remedy."""
     where, text = f"{address[0]}:{address[1]}", str(error)
-    if isinstance(error, Late):
+    if isinstance(error, RedisTimeout):
         return TierTimeout(NAME, f"{where}: no answer in time ({text})")
     if isinstance(error, AuthenticationError | AuthorizationError):
         remedy = "check tiers.redis.username, and password or password_file"
@@ -219,7 +212,7 @@ def translate_redis_error(error: Exception, address: Address) -> TierError:
     if "CERTIFICATE" in text.upper():
         remedy = "renew the certificate, or set tiers.redis.tls.ca or server_name"
         return TierError(NAME, f"{where}: its certificate is not trusted ({text}); {remedy}")
-    if isinstance(error, Lost):
+    if isinstance(error, ConnectionLost):
         remedy = "check that it runs, or correct tiers.redis.addresses"
         return TierError(NAME, f"{where} cannot be reached ({text}); {remedy}")
     if isinstance(error, RedisError):
@@ -232,11 +225,11 @@ def translate_redis_error(error: Exception, address: Address) -> TierError:
 class RedisCommand:
     """One command: ``request`` is packed; ``reply`` is the reply or an exception.
 
-    ``about`` belongs to the reader of the reply."""
+    ``context`` belongs to the reader of the reply."""
 
     slot: int
     request: bytes
-    about: Any = None
+    context: Any = None
     reply: Any = None
     asking: Address | None = None
     """The node to which an ASK redirection sent this command; for one attempt."""
@@ -249,14 +242,16 @@ Receive = Callable[[RedisConnection, Sequence[RedisCommand], float], None]
 """Reads the replies to these commands; an ``asking`` one is preceded by a status line."""
 
 
-def read_replies(wire: RedisConnection, commands: Sequence[RedisCommand], deadline: float) -> None:
+def read_replies(
+    connection: RedisConnection, commands: Sequence[RedisCommand], deadline: float
+) -> None:
     """Read replies of any kind as Python objects."""
     for command in commands:
-        wire.set_deadline(deadline)
+        connection.set_deadline(deadline)
         if command.asking:
-            wire.read_response()
+            connection.read_response()
         try:
-            command.reply = wire.read_response()
+            command.reply = connection.read_response()
         except ResponseError as error:
             inside = _IN_SCRIPT.search(str(error))
-            command.reply = wire.parsed(inside[1]) if inside else error
+            command.reply = connection.parsed(inside[1]) if inside else error

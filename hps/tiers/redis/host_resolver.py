@@ -12,13 +12,13 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from redis.exceptions import TimeoutError as Late
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from hps.errors import Unavailable
 from hps.threads import BoundedThreadPool
 
 _FRESH_S = 10.0
-_AT_ONCE = 4
+_THREADS = 4
 _QUEUED = 64
 # The share of the remaining time to wait for a new address, if an earlier one is known.
 _SHARE_FOR_NEW = 0.5
@@ -35,7 +35,7 @@ class HostResolver:
     """Resolves and remembers host names. Thread-safe."""
 
     def __init__(self) -> None:
-        self._workers = BoundedThreadPool(_AT_ONCE, _QUEUED, name="redis-names")
+        self._workers = BoundedThreadPool(_THREADS, _QUEUED, name="redis-names")
         self._found: dict[str, _ResolvedHost] = {}
         self._lookups: dict[str, Future[list[str]]] = {}
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class HostResolver:
                 raise
         if resolved is not None:
             return resolved.addresses
-        raise Late(f"the name {host!r} was not resolved in time; check the name server")
+        raise RedisTimeout(f"the name {host!r} was not resolved in time; check the name server")
 
     def invalidate(self, host: str) -> None:
         """Resolve ``host`` again at its next use, because none of its addresses answered."""

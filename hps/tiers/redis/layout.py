@@ -12,7 +12,7 @@ positions   ``…}o``: ``<topic>/<partition>`` -> offset;       ``…}o``
             ``<topic>/<partition>/id`` -> Kafka's id;
             ``highest`` -> version ever written
 floors      ``…}f``: versions of evicted rows, a string
-facts       ``hps:{<model>/<version>/<table>}m``              ``hps_et{hps_et.<model>.<table>}m``
+metadata    ``hps:{<model>/<version>/<table>}m``              ``hps_et{hps_et.<model>.<table>}m``
 ==========  ================================================  ====================================
 
 A field is the key's 8 little-endian bytes; in the ``hps`` layout 4 with 32-bit keys. A value is versioned
@@ -92,7 +92,7 @@ class TableLayout:
         self.values = RowValueCodec(table, layout)
         self.key_bytes = 4 if layout == "hps" and table.key_bits == 32 else 8
         stem = _stem(layout, TableName(table.model, table.version, table.name))
-        self.facts_key = f"{stem}}}m".encode()
+        self.metadata_key = f"{stem}}}m".encode()
         self._names = [f"{stem}/p{i}}}".encode() for i in range(partitions)]
         self.rows_keys = [name + b"v" for name in self._names]
         self.stamps_keys = [name + b"t" for name in self._names]
@@ -104,7 +104,7 @@ class TableLayout:
         self._field = np.dtype([("h", "S4"), ("key", f"<u{self.key_bytes}"), ("t", "S2")])
 
     @property
-    def facts(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, str]:
         """Facts that all users of the table must agree on."""
         return {
             "layout": self.layout,
@@ -206,7 +206,7 @@ class TableLayout:
         names = [self.rows_keys[partition], self.stamps_keys[partition]]
         return packed_script(TOUCH, names, [stamp], len(keys)) + self._fields(keys).tobytes()
 
-    def forget(self, name: bytes, keys: KeyArray) -> bytes:
+    def remove(self, name: bytes, keys: KeyArray) -> bytes:
         """Return an HDEL of these keys from the hash ``name``."""
         head = b"*%d\r\n$4\r\nHDEL\r\n$%d\r\n%s\r\n" % (len(keys) + 2, len(name), name)
         return head + self._fields(keys).tobytes()
@@ -260,7 +260,7 @@ _HPS = re.compile(r"hps_et\{hps_et\.([\w-]+)\.([\w-]+)(?:/p(\d+))?\}([vtomuf])")
 
 
 class KeyName(NamedTuple):
-    """A Redis key, split into its parts; ``partition`` is None for the facts."""
+    """A Redis key, split into its parts; ``partition`` is None for the metadata."""
 
     table: TableName
     partition: int | None

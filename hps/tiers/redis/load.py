@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +28,13 @@ from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
 log = logging.getLogger(__name__)
 
 _CHUNK = 32_768
-_AT_ONCE = 2
+_PARALLEL = 2
 _FIELD = "loaded"
+
+_InsertFunction = Callable[[EmbeddingTable, KeyArray, VectorArray, VersionArray], None]
 
 LoadProgress = NDArray[np.int64]
 """(partitions,) per partition: it has its share of this many first rows of the source."""
-
-
-class _InsertFunction(Protocol):
-    def insert(
-        self, table: EmbeddingTable, keys: KeyArray, vectors: VectorArray, versions: VersionArray
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +63,12 @@ class RedisLoadSource:
 class _PendingInserts:
     """The inserts in flight of one load, oldest first. Not thread-safe.
 
-    ``store`` saves the progress of each partition; ``had`` is the progress at the start."""
+    ``store`` saves the progress of each partition; ``initial`` is the progress at the start."""
 
-    def __init__(self, store: Callable[[LoadProgress], None] | None, had: LoadProgress) -> None:
+    def __init__(self, store: Callable[[LoadProgress], None] | None, initial: LoadProgress) -> None:
         self.inserted = 0
         self._store = store
-        self._had = had
+        self._initial = initial
         self._waiting: deque[tuple[Future[int], int, KeyArray]] = deque()
 
     def add(self, future: Future[int], total: int, keys: KeyArray) -> None:
@@ -89,14 +84,14 @@ class _PendingInserts:
             future, total, _ = self._waiting.popleft()
             self.inserted += future.result()
             if self._store is not None:
-                self._store(np.maximum(self._had, total))
+                self._store(np.maximum(self._initial, total))
 
 
 class RedisLoads:
     """Loads tables, and reloads rows that Redis lost. Thread-safe."""
 
-    def __init__(self, tier: _InsertFunction, client: RedisClient) -> None:
-        self._tier = tier
+    def __init__(self, insert: _InsertFunction, client: RedisClient) -> None:
+        self._insert = insert
         self._client = client
         self._done: dict[RedisTable, tuple[RedisLoadSource, int]] = {}
         self._reloads = BoundedThreadPool(1, 1, name="redis-load-again")
@@ -112,28 +107,28 @@ class RedisLoads:
         With a mark, partitions skip the rows that an earlier load of the same source wrote. Returns the
         number of rows inserted. Raises TierError; the next call continues from the stored progress."""
         table, client = opened.layout.table, self._client
-        had = _read_progress(client, opened, source.name)
+        initial = _read_progress(client, opened, source.name)
         # While the server processes one chunk, the next one is packed. The queue has room for twice as
         # many, because a new thread may not have taken its job yet.
-        workers = BoundedThreadPool(_AT_ONCE, 2 * _AT_ONCE, name="redis-load")
+        workers = BoundedThreadPool(_PARALLEL, 2 * _PARALLEL, name="redis-load")
         store = partial(_store_progress, client, opened, source.name) if source.name else None
-        pending = _PendingInserts(store, had)
+        pending = _PendingInserts(store, initial)
         total, checked = 0, False
 
         try:
             for total, keys, vectors in _pieces(source.chunks):
-                behind = np.flatnonzero(had < total)
+                behind = np.flatnonzero(initial < total)
                 if len(behind):
                     if not checked:
                         source.before()
                         checked = True
-                    if _repeat(keys, pending.keys()):
+                    if _has_duplicates(keys, pending.keys()):
                         pending.settle(0)  # an earlier row of a key must not overwrite a later one
                     at = _chosen(opened, keys, source.share, behind)
                     rows = np.ascontiguousarray(vectors[at], table.dtype)
-                    work = partial(self._insert, table, keys[at], rows, source.version)
+                    work = partial(self._insert_rows, table, keys[at], rows, source.version)
                     pending.add(workers.submit(work), total, keys)
-                    pending.settle(_AT_ONCE)
+                    pending.settle(_PARALLEL)
                 progress(len(keys))
             pending.settle(0)
         finally:
@@ -167,10 +162,10 @@ class RedisLoads:
         """Stop; a load in flight fails. Idempotent."""
         self._reloads.close(1.0)
 
-    def _insert(
+    def _insert_rows(
         self, table: EmbeddingTable, keys: KeyArray, rows: VectorArray, version: int
     ) -> int:
-        self._tier.insert(table, keys, rows, np.full(len(keys), version, np.uint64))
+        self._insert(table, keys, rows, np.full(len(keys), version, np.uint64))
         return len(keys)
 
     def _lost(self, opened: RedisTable, source: RedisLoadSource, total: int) -> bool:
@@ -192,13 +187,10 @@ def _read_progress(client: RedisClient, opened: RedisTable, name: str) -> LoadPr
     layout = opened.layout
     if not name:
         return np.zeros(layout.partitions, np.int64)
-    calls = [(key, ("HGET", key, _FIELD)) for key in layout.positions_keys]
-    calls += [(key, ("HLEN", key)) for key in layout.rows_keys]  # type: ignore[misc]
-    replies = client.call_all(calls)
+    notes = client.call_all((key, ("HGET", key, _FIELD)) for key in layout.positions_keys)
+    sizes = client.call_all((key, ("HLEN", key)) for key in layout.rows_keys)
     seen = np.zeros(layout.partitions, np.int64)
-    for i, (note, entries) in enumerate(
-        zip(replies[: layout.partitions], replies[layout.partitions :], strict=True)
-    ):
+    for i, (note, entries) in enumerate(zip(notes, sizes, strict=True)):
         source, _, number = (note or b"").decode("utf-8", "replace").rpartition(":")
         if source == name and number.isdigit() and (entries or not int(number)):
             seen[i] = int(number)
@@ -234,7 +226,7 @@ def _pieces(
             yield seen, some, vectors[start : start + _CHUNK]
 
 
-def _repeat(keys: KeyArray, sent: Sequence[KeyArray]) -> bool:
+def _has_duplicates(keys: KeyArray, sent: Sequence[KeyArray]) -> bool:
     """Return whether any key occurs twice in ``keys`` and ``sent`` together."""
     both = np.concatenate([keys, *sent])
     return len(dedup(both)[0]) < len(both)

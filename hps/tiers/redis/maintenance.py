@@ -18,14 +18,13 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from hps.config.store_settings import RedisSettings
-from hps.errors import TierError, Unavailable
-from hps.threads import BoundedThreadPool
+from hps.errors import TierError
+from hps.periodic import PeriodicThread
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.connection import NAME, RedisCommand, read_replies
 from hps.tiers.redis.layout import SAMPLE, SWEEP, Policy, packed_script, stamp_value
@@ -75,7 +74,9 @@ class RedisMaintenance:
         self._ttl_s = settings.ttl_s
         self._table_ttl_s = settings.table_ttl_s
         self._sweeps: dict[tuple[RedisTable, int], _Sweep] = {}
-        self._workers = BoundedThreadPool(1, 1, name=f"{NAME}-maintenance")
+        self._thread = PeriodicThread(
+            self._background, _AFTER_LOSS_S, f"hps-{NAME}-maintenance", idle_rounds=1
+        )
         self._also = also
         self._last = time.monotonic()
         self._losses = self._losses_handled = 0
@@ -88,7 +89,7 @@ class RedisMaintenance:
 
     def oldest_row(self, table: EmbeddingTable) -> int:
         """Return the version below which a row is expired."""
-        ttl = self._table_ttl_s.get(f"{table.model}/{table.name}", self._ttl_s)
+        ttl = self._ttl(table)
         return 0 if ttl is None else make_version(int(max(0.0, time.time() - ttl) * 1000))
 
     # -- entries beyond the limit ------------------------------------------------------------------
@@ -99,13 +100,13 @@ class RedisMaintenance:
             return
         sweep = self._sweep(table, partition)
         sweep.resolving |= table.entries[partition] > self._margin
-        looked = 0
-        while sweep.resolving and looked < 10 * rows + 8 * _STEP:
+        scanned = 0
+        while sweep.resolving and scanned < 10 * rows + 8 * _STEP:
             need = table.entries[partition] - self._target
             if sweep.highest is None:
                 sweep.highest = self._limit(table, partition, need, deadline)
             self._step(table, partition, sweep, need, deadline)
-            looked += _STEP
+            scanned += _STEP
             sweep.resolving = table.entries[partition] > self._target
             if sweep.cursor == b"0" or not sweep.resolving:
                 sweep.highest = None
@@ -122,11 +123,8 @@ class RedisMaintenance:
         self._client.run([command], read_replies, deadline)
         stamps = np.sort([stamp_value(self._policy, each) for each in command.reply])
         share = max(0.1, need / max(1, table.entries[partition]))
-        return (
-            int(stamps[min(len(stamps) - 1, math.ceil(share * len(stamps)) - 1)])
-            if len(stamps)
-            else 0
-        )
+        last = min(len(stamps), math.ceil(share * len(stamps))) - 1
+        return int(stamps[last]) if len(stamps) else 0
 
     def _step(
         self, table: RedisTable, partition: int, sweep: _Sweep, need: int, deadline: float
@@ -166,15 +164,14 @@ class RedisMaintenance:
             if time.monotonic() < self._last + every:
                 return
             self._last, self._losses = time.monotonic(), losses
-        with suppress(Unavailable):
-            self._workers.submit(self._background)
+        self._thread.start(0)
 
     @property
     def is_current(self) -> bool:
         """True if no connection or server was lost since the last background work."""
         return self._client.losses == self._losses_handled
 
-    def _background(self) -> None:
+    def _background(self) -> bool:
         losses = self._client.losses
         try:
             tables = [each for each in self._tables.opened() if each.checked_at]
@@ -186,6 +183,7 @@ class RedisMaintenance:
         except TierError as error:
             self._losses = -1  # run again as soon as it responds
             log.debug("maintenance: %s", error)
+        return False  # ends the thread
 
     def expire(self, table: RedisTable, interval_s: float = math.inf) -> int:
         """Remove expired entries, and return their number.
@@ -196,13 +194,13 @@ class RedisMaintenance:
         if table.refused or not layout.values.versioned:
             return 0
         if interval_s < math.inf:
-            name = layout.facts_key[:-1] + b"u"
+            name = layout.metadata_key[:-1] + b"u"
             claim = ("SET", name, "1", "NX", "PX", int(interval_s * 900))
             if self._client.call(name, *claim) is None:
                 return 0
         removed = 0
         for partition, entries in enumerate(table.entries):
-            if self._client.is_away(table.slots[partition]):
+            if self._client.is_down(table.slots[partition]):
                 continue
             whole = interval_s == math.inf
             sweep = _Sweep() if whole else self._sweep(table, partition)
@@ -218,8 +216,10 @@ class RedisMaintenance:
         return removed
 
     def _pass_s(self, table: EmbeddingTable) -> float:
-        ttl = self._table_ttl_s.get(f"{table.model}/{table.name}", self._ttl_s)
-        return max(_EVERY_S, min(_LONGEST_PASS_S, (ttl or math.inf) / 4))
+        return max(_EVERY_S, min(_LONGEST_PASS_S, (self._ttl(table) or math.inf) / 4))
+
+    def _ttl(self, table: EmbeddingTable) -> float | None:
+        return self._table_ttl_s.get(f"{table.model}/{table.name}", self._ttl_s)
 
     def close(self) -> None:
-        self._workers.close(1.0)
+        self._thread.close()

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
-from redis.exceptions import ConnectionError as Lost
+from redis.exceptions import ConnectionError as ConnectionLost
 
 from hps.native import ProtocolError, RowReplies
 from hps.tiers.base import Part
@@ -41,11 +41,11 @@ class PartRead:
         counts: list[int] = []
         positions = []
         for command in commands:
-            keys = command.about
-            if keys.tried:  # discard the results of an interrupted attempt
+            keys = command.context
+            if keys.attempted:  # discard the results of an interrupted attempt
                 self.part.source[keys.at] = 0
                 self.left[keys.at] = False
-            keys.tried = True
+            keys.attempted = True
             counts += [-1, len(keys.at)] if command.asking else [len(keys.at)]
             positions.append(keys.at)
         part = self.part
@@ -67,53 +67,58 @@ class PartRead:
 
 
 @dataclass(slots=True, eq=False)
-class AskedKeys:
+class CommandKeys:
     """The keys of one command: their positions (n,) in the part."""
 
     read: PartRead
     at: IndexArray
-    tried: bool = False
+    attempted: bool = False
 
-    def give_up(self) -> None:
+    def mark_missing(self) -> None:
         """Mark the keys as missing, because no server answered; discards results of interrupted attempts."""
         self.read.part.source[self.at] = 0
         self.read.part.versions[self.at] = 0
         self.read.left[self.at] = True
 
 
-def receive_rows(wire: RedisConnection, commands: Sequence[RedisCommand], deadline: float) -> None:
-    """Read the replies to HMGETs straight into their parts. The ``about`` of each command: `AskedKeys`."""
+def receive_rows(
+    connection: RedisConnection, commands: Sequence[RedisCommand], deadline: float
+) -> None:
+    """Read the replies to HMGETs, whose ``context`` is `CommandKeys`, straight into their parts."""
     begin = end = 0
-    for read, group in groupby(commands, lambda command: command.about.read):
+    for read, group in groupby(commands, lambda command: command.context.read):
         requests = list(group)
         replies = read.replies(requests)
         while True:
             try:
-                begin = replies.feed(wire.buffer, begin, end)
+                begin = replies.feed(connection.buffer, begin, end)
             except ProtocolError as error:
-                raise Lost(f"Protocol error: {error}") from None
+                raise ConnectionLost(f"Protocol error: {error}") from None
             if replies.done:
                 break
-            begin, end = _room(wire, begin, end)
-            wire.set_deadline(deadline)
-            end += wire.receive(end)
-        _settle(wire, read, requests, replies)
+            begin, end = _make_space(connection, begin, end)
+            connection.set_deadline(deadline)
+            end += connection.receive(end)
+        _store_replies(connection, read, requests, replies)
     if begin != end:
-        raise Lost("Protocol error: more bytes than expected")
+        raise ConnectionLost("Protocol error: more bytes than expected")
 
 
-def _room(wire: RedisConnection, begin: int, end: int) -> tuple[int, int]:
+def _make_space(connection: RedisConnection, begin: int, end: int) -> tuple[int, int]:
     """Make space in the buffer behind the undecoded bytes."""
     if begin:
-        wire.buffer[: end - begin] = wire.buffer[begin:end].copy()
+        connection.buffer[: end - begin] = connection.buffer[begin:end].copy()
         begin, end = 0, end - begin
-    if end == len(wire.buffer):
-        wire.buffer = np.resize(wire.buffer, _GROWTH * end)
+    if end == len(connection.buffer):
+        connection.buffer = np.resize(connection.buffer, _GROWTH * end)
     return begin, end
 
 
-def _settle(
-    wire: RedisConnection, read: PartRead, requests: Sequence[RedisCommand], replies: RowReplies
+def _store_replies(
+    connection: RedisConnection,
+    read: PartRead,
+    requests: Sequence[RedisCommand],
+    replies: RowReplies,
 ) -> None:
     owners = [
         c for command in requests for c in ([command, command] if command.asking else [command])
@@ -121,6 +126,6 @@ def _settle(
     for command in requests:
         command.reply = True
     for reply, message in replies.errors:
-        owners[reply].reply = wire.parsed(message)
+        owners[reply].reply = connection.parsed(message)
     read.left[replies.left] = True
     read.wrong_length = read.wrong_length or replies.wrong_length

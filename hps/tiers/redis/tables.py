@@ -1,9 +1,9 @@
 """Tables in a Redis: checks against this configuration, sizes, names, erasure.
 
-Each table has a small hash of facts: layout, partitions, dim, dtype. The table's first writer writes it and
-all users compare it; reading writes nothing. A table filled by HPS has no facts yet; a few of its rows are
-checked instead. A table that does not fit is rejected with both values, and checked again every few
-seconds."""
+Each table has a small hash of metadata: layout, partitions, dim, dtype. The table's first writer writes
+it and all users compare it; reading writes nothing. A table filled by HPS has no metadata yet; a few of
+its rows are checked instead. A table that does not fit is rejected with both values, and checked again
+every few seconds."""
 
 from __future__ import annotations
 
@@ -33,36 +33,32 @@ from hps.types import EmbeddingTable, KeyArray
 
 log = logging.getLogger(__name__)
 
-_LOOK_AGAIN_S = 5.0
-_SAMPLE_ROWS = 8  # rows checked per partition, if there are no facts
+_RECHECK_S = 5.0
+_SAMPLE_ROWS = 8  # rows checked per partition, if there is no metadata
 _SCANNED = 1000
-_FIRST_FACT = "layout"
+_FIRST_FIELD = "layout"
 _FLOORS = "floors"
 _MOST_FLOORS = 1 << 20  # 8 MiB per partition
 
 
+@dataclass(slots=True, eq=False)
 class RedisTable:
     """A table in use.
 
-    ``refused``: the reason why its rows do not fit the table; None if they do. ``recorded``: its facts
-    existed at the last check. ``floors``: versions of evicted rows are kept. ``lost``: loaded rows are
-    missing."""
+    ``slots``, ``entries``: the cluster's slot and the entries at the last count, with tombstones, of each
+    partition. ``refused``: the reason why its rows do not fit the table; None if they do. ``recorded``: its
+    metadata existed at the last check. ``floors``: versions of evicted rows are kept. ``lost``: loaded rows
+    are missing."""
 
-    __slots__ = (
-        "checked_at", "entries", "facts_slot", "floors", "layout", "lost", "recorded", "refused", "slots",
-    )  # fmt: skip
-
-    def __init__(self, layout: TableLayout, client: RedisClient) -> None:
-        self.layout = layout
-        self.slots = [client.slot(key) for key in layout.rows_keys]
-        self.facts_slot = client.slot(layout.facts_key)
-        self.entries: list[int] = [0] * layout.partitions
-        """Entries per partition at the last count, with tombstones."""
-        self.refused: str | None = None
-        self.recorded = False
-        self.floors = False
-        self.lost = False
-        self.checked_at = 0.0
+    layout: TableLayout
+    slots: list[int]
+    metadata_slot: int
+    entries: list[int]
+    refused: str | None = None
+    recorded: bool = False
+    floors: bool = False
+    lost: bool = False
+    checked_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,77 +89,79 @@ class RedisTables:
         """Return the tables, checked before their first use.
 
         Some may be refused. Some may be unchecked (``checked_at`` is 0), because the server with their
-        facts is unhealthy."""
+        metadata is unhealthy."""
         wanted = [self._table(table) for table in tables]
         now = time.monotonic()
-        new = [
+        due = [
             each
             for each in dict.fromkeys(wanted)
-            if not each.checked_at or (each.refused and now > each.checked_at + _LOOK_AGAIN_S)
+            if not each.checked_at or (each.refused and now > each.checked_at + _RECHECK_S)
         ]
-        if new:
-            self.check_tables(new, deadline)
+        if due:
+            self.check_tables(due, deadline)
         return wanted
 
     def usable(self, table: EmbeddingTable, deadline: float) -> RedisTable:
         """Return the table, checked. Raises TierMisfit if it is refused."""
-        (found,) = self.ready([table], deadline)
-        if not found.checked_at:
-            self._client.call(
-                found.layout.facts_key, "EXISTS", found.layout.facts_key
-            )  # raises the reason
-            self.check_tables([found], deadline)
-        if found.refused:
-            raise TierMisfit(NAME, found.refused)
-        return found
+        (opened,) = self.ready([table], deadline)
+        if not opened.checked_at:
+            key = opened.layout.metadata_key
+            self._client.call(key, "EXISTS", key)  # raises the reason
+            self.check_tables([opened], deadline)
+        if opened.refused:
+            raise TierMisfit(NAME, opened.refused)
+        return opened
 
     def entries(self, table: EmbeddingTable) -> int:
         """Return the number of entries at the last count."""
         return sum(self._table(table).entries)
 
     def _table(self, table: EmbeddingTable) -> RedisTable:
-        found = self._open.get(table)
-        if found is None:
+        opened = self._open.get(table)
+        if opened is None:
             layout = TableLayout(table, self._layout, self._partitions)
+            slots = [self._client.slot(key) for key in layout.rows_keys]
+            metadata_slot = self._client.slot(layout.metadata_key)
+            opened = RedisTable(layout, slots, metadata_slot, [0] * self._partitions)
             with self._lock:
-                found = self._open.setdefault(table, RedisTable(layout, self._client))
-        return found
+                opened = self._open.setdefault(table, opened)
+        return opened
 
     def check_tables(self, tables: Sequence[RedisTable], deadline: float) -> None:
-        """Compare the tables' facts, or some of their rows if there are no facts; count their entries.
+        """Compare the tables' metadata, or some of their rows if there is no metadata; count their entries.
 
         Tables on an unhealthy server of a cluster stay unchanged."""
-        unsure = [not t.checked_at or t.refused or not any(t.entries) for t in tables]
-        calls = [(t.layout.facts_key, ("HGETALL", t.layout.facts_key)) for t in tables]
-        found = self._client.call_all(calls, deadline=deadline, partly=True)
-        self.count(tables, deadline, partly=True)
-        for table, reply, look in zip(tables, found, unsure, strict=True):
+        uncertain = [not t.checked_at or t.refused or not any(t.entries) for t in tables]
+        calls = [(t.layout.metadata_key, ("HGETALL", t.layout.metadata_key)) for t in tables]
+        replies = self._client.call_all(calls, deadline=deadline, allow_partial=True)
+        self.count(tables, deadline, allow_partial=True)
+        for table, reply, check_rows in zip(tables, replies, uncertain, strict=True):
             if isinstance(reply, Exception):
                 continue
-            facts = _pairs(reply)
-            table.recorded = _FIRST_FACT in facts
-            table.floors = _FLOORS in facts
+            metadata = _pairs(reply)
+            table.recorded = _FIRST_FIELD in metadata
+            table.floors = _FLOORS in metadata
             if table.recorded:
-                _judge(table, _mismatch(table, facts))
-            elif look:
-                _judge(table, self._refused_rows(table, deadline))
+                _set_refusal(table, _mismatch(table, metadata))
+            elif check_rows:
+                _set_refusal(table, self._refused_rows(table, deadline))
             table.checked_at = time.monotonic()
 
     def writable(self, table: EmbeddingTable, deadline: float) -> RedisTable:
-        """Return the table like `usable`, with its facts recorded; call it before writing rows."""
-        found = self.usable(table, deadline)
-        if not found.recorded:
-            facts = [part.encode() for pair in found.layout.facts.items() for part in pair]
-            request = packed_script(DESCRIBE, [found.layout.facts_key], facts)
-            command = RedisCommand(found.facts_slot, request)
+        """Return the table like `usable`, with its metadata recorded; call it before writing rows."""
+        opened = self.usable(table, deadline)
+        if not opened.recorded:
+            metadata = [text.encode() for pair in opened.layout.metadata.items() for text in pair]
+            request = packed_script(DESCRIBE, [opened.layout.metadata_key], metadata)
+            command = RedisCommand(opened.metadata_slot, request)
             self._client.run([command], read_replies, deadline)
-            found.recorded = True
-            _judge(found, _mismatch(found, _pairs(command.reply)))
-            if found.refused:  # another process recorded its facts first
-                raise TierMisfit(NAME, found.refused)
-        if self._floors and not found.floors and found.layout.values.versioned:
-            self._keep_floors(found, deadline)
-        return found
+            opened.recorded = True
+            _set_refusal(opened, _mismatch(opened, _pairs(command.reply)))
+            if opened.refused:  # another process recorded its metadata first
+                raise TierMisfit(NAME, opened.refused)
+        if self._floors and not opened.floors and opened.layout.values.versioned:
+            self._keep_floors(opened, deadline)
+        return opened
 
     def _keep_floors(self, table: RedisTable, deadline: float) -> None:
         """Create the floors of all partitions; existing ones stay. Call it before anything is evicted.
@@ -172,21 +170,23 @@ class RedisTables:
         exist."""
         last = str(8 * self._floors + 8)
         calls = [(key, ("SETRANGE", key, last, b"\0")) for key in table.layout.floors_keys]
-        facts = table.layout.facts_key
+        metadata = table.layout.metadata_key
         self._client.call_all(calls, deadline=deadline)
-        self._client.call(facts, "HSET", facts, _FLOORS, self._floors, deadline=deadline)
+        self._client.call(metadata, "HSET", metadata, _FLOORS, self._floors, deadline=deadline)
         table.floors = True
 
-    def count(self, tables: Sequence[RedisTable], deadline: float, *, partly: bool = False) -> None:
-        """Update ``entries`` of the tables; ``partly``: only those on healthy servers."""
-        places = [(table, i) for table in tables for i in range(table.layout.partitions)]
-        calls = [(t.layout.rows_keys[i], ("HLEN", t.layout.rows_keys[i])) for t, i in places]
-        counts = self._client.call_all(calls, deadline=deadline, partly=partly)
-        for (table, i), count in zip(places, counts, strict=True):
+    def count(
+        self, tables: Sequence[RedisTable], deadline: float, *, allow_partial: bool = False
+    ) -> None:
+        """Update ``entries`` of the tables; ``allow_partial``: only those on healthy servers."""
+        partitions = [(table, i) for table in tables for i in range(table.layout.partitions)]
+        calls = [(t.layout.rows_keys[i], ("HLEN", t.layout.rows_keys[i])) for t, i in partitions]
+        counts = self._client.call_all(calls, deadline=deadline, allow_partial=allow_partial)
+        for (table, i), count in zip(partitions, counts, strict=True):
             if not isinstance(count, Exception):
                 table.entries[i] = int(count)
 
-    # -- tables without facts ----------------------------------------------------------------------
+    # -- tables without metadata ----------------------------------------------------------------------
 
     def _refused_rows(self, table: RedisTable, deadline: float) -> str | None:
         """Return why some sampled rows do not fit the table; None if they do."""
@@ -201,41 +201,33 @@ class RedisTables:
         for partition, (_, fields) in enumerate(replies[: layout.partitions]):
             some = fields[: 2 * _SAMPLE_ROWS : 2]
             if {len(name) for name in some} - {layout.key_bytes}:
-                found = next(len(name) for name in some if len(name) != layout.key_bytes)
-                return _refusal(table, "bytes per key", found, layout.key_bytes)
+                wrong = next(len(name) for name in some if len(name) != layout.key_bytes)
+                return _refusal(table, "bytes per key", wrong, layout.key_bytes)
             keys += layout.keys(some).tolist()
             partitions += [partition] * len(some)
             lengths |= {len(value) for value in fields[1 : 2 * _SAMPLE_ROWS : 2]}
         for at in np.flatnonzero(replies[layout.partitions :]).tolist():
             keys, partitions = [*keys, 0], [*partitions, layout.partitions + at]
-        wrong = lengths - {layout.values.value_bytes} - ({9} if layout.values.versioned else set())
-        if wrong:
-            return _refusal(table, "bytes per value", min(wrong), layout.values.value_bytes)
+        lengths -= {layout.values.value_bytes} | ({9} if layout.values.versioned else set())
+        if lengths:
+            return _refusal(table, "bytes per value", min(lengths), layout.values.value_bytes)
         return _partition_mismatch(table, np.array(keys, np.int64), np.array(partitions))
 
     # -- all tables -------------------------------------------------------------------------------
 
     def names(self, model: str | None = None) -> list[TableName]:
         """Return the existing tables of this layout, of one model or of all, by SCAN."""
-        found = {
-            parsed.table for key in self.keys(model) if (parsed := parse_key(self._layout, key))
-        }
-        return sorted(found, key=lambda each: (each.model, each.version, each.name))
+        parsed = (parse_key(self._layout, key) for key in self.keys(model))
+        tables = {each.table for each in parsed if each}
+        return sorted(tables, key=lambda each: (each.model, each.version, each.name))
 
     def keys(self, model: str | None = None) -> Iterator[bytes]:
         """Yield the Redis keys of these tables; some keys may repeat."""
         for slot in self._client.primaries():
             cursor = "0"
             while True:
-                reply = self._client.call_slot(
-                    slot,
-                    "SCAN",
-                    cursor,
-                    "MATCH",
-                    scan_pattern(self._layout, model),
-                    "COUNT",
-                    _SCANNED,
-                )
+                options = "MATCH", scan_pattern(self._layout, model), "COUNT", _SCANNED
+                reply = self._client.call_slot(slot, "SCAN", cursor, *options)
                 cursor = reply[0].decode()
                 yield from reply[1]
                 if cursor == "0":
@@ -267,12 +259,7 @@ class RedisTables:
         deadline = self._client.deadline()
         self.count([opened], deadline)
         layout = opened.layout
-        names = [
-            *layout.rows_keys,
-            *layout.stamps_keys,
-            *layout.positions_keys,
-            *layout.floors_keys,
-        ]
+        names = layout.rows_keys + layout.stamps_keys + layout.positions_keys + layout.floors_keys
         calls = [(key, ("MEMORY", "USAGE", key, "SAMPLES", "50")) for key in names]
         sizes = self._client.call_all(calls, deadline=deadline)
         return RedisTableUsage(sum(opened.entries), sum(size or 0 for size in sizes))
@@ -283,20 +270,20 @@ def _pairs(reply: Sequence[bytes]) -> dict[str, str]:
     return dict(zip(text[::2], text[1::2], strict=True))
 
 
-def _judge(table: RedisTable, reason: str | None) -> None:
+def _set_refusal(table: RedisTable, reason: str | None) -> None:
     if reason and reason != table.refused:
         log.error("%s", reason)
     table.refused = reason
 
 
-def _mismatch(table: RedisTable, facts: dict[str, str]) -> str | None:
-    for name, expected in table.layout.facts.items():
-        if facts.get(name, expected) != expected:
-            return _refusal(table, name, facts[name], expected)
+def _mismatch(table: RedisTable, metadata: dict[str, str]) -> str | None:
+    for name, expected in table.layout.metadata.items():
+        if metadata.get(name, expected) != expected:
+            return _refusal(table, name, metadata[name], expected)
     return None
 
 
-def _refusal(table: RedisTable, what: str, found: Any, expected: Any) -> str:
+def _refusal(table: RedisTable, what: str, stored: Any, expected: Any) -> str:
     layout = table.layout
     remedy = (
         "set tiers.redis.partitions to that" if what == "partitions" else "serve another version"
@@ -304,8 +291,8 @@ def _refusal(table: RedisTable, what: str, found: Any, expected: Any) -> str:
     if layout.layout == "hps" and what != "partitions":
         remedy = "erase the table in Redis, or use another Redis"
     return (
-        f"table {layout.table.id}: {what} in Redis: {found}, here: {expected} "
-        f"({layout.facts_key.decode()}); {remedy}"
+        f"table {layout.table.id}: {what} in Redis: {stored}, here: {expected} "
+        f"({layout.metadata_key.decode()}); {remedy}"
     )
 
 

@@ -11,8 +11,9 @@ Thread-safe. Connects at the first use."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -26,11 +27,10 @@ from hps.tiers.positions import StreamPosition, TableChanges
 from hps.tiers.redis.client import RedisClient
 from hps.tiers.redis.connection import NAME, RedisCommand, read_replies
 from hps.tiers.redis.layout import SCRIPTS, WRITE_SLICE, entry_stamp
-from hps.tiers.redis.load import RedisLoads
-from hps.tiers.redis.load import RedisLoadSource as LoadSource
+from hps.tiers.redis.load import RedisLoads, RedisLoadSource
 from hps.tiers.redis.maintenance import RedisMaintenance
 from hps.tiers.redis.positions import RedisStreamPositions
-from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
+from hps.tiers.redis.rows import CommandKeys, PartRead, receive_rows
 from hps.tiers.redis.tables import RedisTable, RedisTables, RedisTableUsage
 from hps.tiers.redis.writes import Only, RedisWriter
 from hps.tiers.row_values import Layout, StoredRows, WrongLength
@@ -59,7 +59,7 @@ class RedisTier:
     def __init__(self, settings: RedisSettings) -> None:
         self._client = RedisClient(settings, SCRIPTS)
         self._tables = RedisTables(self._client, settings)
-        self._loads = RedisLoads(self, self._client)
+        self._loads = RedisLoads(self.insert, self._client)
         self._maintenance = RedisMaintenance(
             self._client, self._tables, settings, self._loads.check_losses
         )
@@ -79,9 +79,7 @@ class RedisTier:
         for part in parts:
             check_part(part)
         wanted = [part for part in parts if len(part.missing)]
-        deadline = self._client.deadline()
-        if ctx.deadline is not None:
-            deadline = min(deadline, ctx.deadline)
+        deadline = min(self._client.deadline(), ctx.deadline or math.inf)
         opened = self._tables.ready((part.table for part in wanted), deadline)
         reads: list[tuple[PartRead, RedisTable]] = []
         commands: list[RedisCommand] = []
@@ -95,10 +93,10 @@ class RedisTier:
             reads.append((read, table))
             commands += _commands(read, table)
         if commands:
-            self._client.run(commands, receive_rows, deadline, partly=True)
+            self._client.run(commands, receive_rows, deadline, allow_partial=True)
         for command in commands:
             if isinstance(command.reply, Exception):
-                command.about.give_up()
+                command.context.mark_missing()
                 _degrade(ctx)
         for read, table in reads:
             if read.wrong_length:
@@ -113,18 +111,18 @@ class RedisTier:
         self._maintenance.run_if_due()
 
     def _note_use(self, table: RedisTable, part: Part, positions: IndexArray) -> None:
-        mark = entry_stamp(self._maintenance.policy)
-        if not mark:
+        stamp = entry_stamp(self._maintenance.policy)
+        if not stamp:
             return
         keys = part.keys[positions[part.source[positions] != 0]]
         with suppress(Unavailable):
-            self._touches.submit(lambda: self._touch(table, keys, mark))
+            self._touches.submit(lambda: self._touch(table, keys, stamp))
 
-    def _touch(self, table: RedisTable, keys: KeyArray, mark: bytes) -> None:
+    def _touch(self, table: RedisTable, keys: KeyArray, stamp: bytes) -> None:
         commands = [
             RedisCommand(
                 table.slots[share.partition],
-                table.layout.touch(share.partition, mark, keys[share.at[i : i + WRITE_SLICE]]),
+                table.layout.touch(share.partition, stamp, keys[share.at[i : i + WRITE_SLICE]]),
             )
             for share in table.layout.shares(keys)
             for i in range(0, len(share.at), WRITE_SLICE)
@@ -156,7 +154,9 @@ class RedisTier:
         check_rows(table, keys, vectors, versions)
         at = np.flatnonzero(versions >= self._maintenance.oldest_row(table))
         only: Only | None = "absent" if self.layout == "hps" else None
-        self._writes.write(table, keys[at], vectors[at], versions[at], only=only, partly=True)
+        self._writes.write(
+            table, keys[at], vectors[at], versions[at], only=only, allow_partial=True
+        )
 
     def delete(self, table: EmbeddingTable, keys: KeyArray, versions: VersionArray) -> None:
         """Delete; in the ``hps`` layout without a tombstone."""
@@ -198,20 +198,15 @@ class RedisTier:
     def preload(
         self,
         table: EmbeddingTable,
-        chunks: Iterable[tuple[KeyArray, VectorArray]],
-        version: int,
-        *,
-        share: float = 1.0,
-        mark: str = "",
-        before: Callable[[], None] = lambda: None,
+        source: RedisLoadSource,
         progress: Callable[[int], None] = lambda _rows: None,
     ) -> int:
-        """Insert a share of a table's rows, or continue a killed call; see `hps.tiers.redis.load`.
+        """Insert a share of a table's rows, or continue a killed call; see `RedisLoads.load`.
 
-        Returns the number of rows inserted. If Redis later loses rows of a complete load, fetches that miss
-        rows are degraded, and the rows are loaded again if ``chunks`` can be read again."""
+        If Redis later loses rows of a complete load, fetches that miss rows are degraded, and the rows are
+        loaded again if the source can be read again."""
         opened = self._tables.usable(table, self._client.deadline())
-        return self._loads.load(opened, LoadSource(chunks, version, share, mark, before), progress)
+        return self._loads.load(opened, source, progress)
 
     # -- tables -----------------------------------------------------------------------------------
 
@@ -309,4 +304,4 @@ def _commands(read: PartRead, table: RedisTable) -> Iterator[RedisCommand]:
     """Yield the part's missing keys as one HMGET per partition and slice."""
     missing = read.part.missing
     for partition, at, request in table.layout.reads(read.part.keys[missing]):
-        yield RedisCommand(table.slots[partition], request, AskedKeys(read, missing[at]))
+        yield RedisCommand(table.slots[partition], request, CommandKeys(read, missing[at]))

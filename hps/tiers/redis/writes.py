@@ -54,12 +54,12 @@ class RedisWriter:
         versions: VersionArray,
         *,
         only: Only | None = None,
-        partly: bool = False,
+        allow_partial: bool = False,
     ) -> None:
         """Upsert the rows, or delete them if ``vectors`` is None, unless a stored version is newer.
 
-        ``only``: write only to keys that are resident, or only to absent ones. ``partly``: do not wait for
-        unhealthy servers of a cluster; when the call raises, the healthy ones have their rows."""
+        ``only``: write only to keys that are resident, or only to absent ones. ``allow_partial``: do not
+        wait for unhealthy servers of a cluster; when the call raises, the healthy ones have their rows."""
         if not len(keys):
             return
         opened = self._tables.writable(table, self._client.deadline())
@@ -67,7 +67,7 @@ class RedisWriter:
         for start in range(0, len(at), _BLOCK):
             some = at[start : start + _BLOCK]
             slices = _slices(opened.layout, keys[some], vectors, versions, some)
-            self._run(opened, slices, only=only, partly=partly)
+            self._run(opened, slices, only=only, allow_partial=allow_partial)
         self._maintenance.run_if_due()
 
     def remove(self, table: EmbeddingTable, keys: KeyArray) -> None:
@@ -80,7 +80,7 @@ class RedisWriter:
             for start in range(0, len(share.at), WRITE_SLICE):
                 some = keys[share.at[start : start + WRITE_SLICE]]
                 for names in (layout.rows_keys, layout.stamps_keys):
-                    request = layout.forget(names[share.partition], some)
+                    request = layout.remove(names[share.partition], some)
                     commands.append(RedisCommand(opened.slots[share.partition], request))
         self._client.run(commands, read_replies, self._client.deadline())
 
@@ -140,7 +140,7 @@ class RedisWriter:
         *,
         only: Only | None = None,
         positions: Sequence[StreamPosition] = (),
-        partly: bool = False,
+        allow_partial: bool = False,
     ) -> None:
         head = self._head(opened, only, positions)
         commands = [
@@ -150,11 +150,11 @@ class RedisWriter:
             for p, keys, records in slices
         ]
         deadline = self._client.deadline()
-        self._client.run(commands, read_replies, deadline, partly=partly)
+        self._client.run(commands, read_replies, deadline, allow_partial=allow_partial)
         written: dict[int, int] = {}
         failed = None
         for command in commands:
-            partition, rows = command.about
+            partition, rows = command.context
             if isinstance(command.reply, Exception):
                 failed = command
                 continue
@@ -170,12 +170,12 @@ class RedisWriter:
     ) -> WriteScriptArguments:
         flags = (b"v" if opened.layout.values.versioned else b"") + (_FLAGS[only] if only else b"")
         oldest = oldest_tombstone(opened.layout.table, time.time()).to_bytes(8, "little")
-        noted = [
+        encoded = [
             (position_field(p.topic, p.partition), b"%d" % p.offset, b"%d" % p.continues_from)
             for p in positions
         ]
         return WriteScriptArguments(
-            flags, oldest, entry_stamp(self._maintenance.policy), noted, opened.floors
+            flags, oldest, entry_stamp(self._maintenance.policy), encoded, opened.floors
         )
 
 

@@ -8,7 +8,7 @@
 --       6 the number of further entries to evict
 --       7 the format of stamps: '' evicts any entry, 'n' a count of uses, 't' seconds as i64 little-endian
 --       8 the highest stamp that is evicted; an entry without a stamp has 0.
--- Use counts of the remaining entries are halved, so that once popular entries do not stay for ever.
+-- Use counts of the remaining entries are halved, so that entries that were popular once can be evicted.
 -- Returns the next cursor, the number removed and the number of entries left.
 local v, t = KEYS[1], KEYS[2]
 local versioned, row, tombstone = ARGV[3] == 'v', ARGV[4], ARGV[5]

@@ -1,4 +1,4 @@
--- Common head of the scripts that compare versions.
+-- Prelude of the scripts that compare versions.
 --
 -- The versions of evicted entries are kept approximately: the floors of a partition are a string that holds
 -- for each bucket of its keys the highest version evicted, then the highest of all, each a u64 little-endian,

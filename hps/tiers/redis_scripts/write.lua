@@ -1,12 +1,12 @@
--- Writes rows into one partition of a table, under the version rule, atomically.
+-- Writes rows into one partition of a table atomically, under the version rule.
 --
 -- KEYS: the hash of rows; of stamps, if there is one; the floors, if they are kept; the hash of stream
 -- positions, if there are any, and with versions: it also holds the highest version ever written. A row that
--- is not older than that is written without reading the row that it replaces, which costs more than the rest.
+-- is not older than that is written without reading the row that it replaces: that read costs more than the rest.
 -- ARGV: 1 'v' when values begin with a version, 'r' when only resident rows are written, 'a' when only
 --       absent ones are, 'f' when floors are kept
 --       2 the version below which a tombstone is expired, u64 little-endian
---       3 the stamp of an entry that is used now: '' for none, 'n' to count uses, else the bytes to keep
+--       3 the stamp of an entry used now: '' for none, 'n' to count uses, else the bytes to keep
 --       4, 5 the lowest and the highest version of the values, u64 little-endian; '' if there are none
 --       6 how many stream positions follow, as field, offset and the offset that must have been reached
 --       then pairs of key and value.

@@ -9,7 +9,7 @@ from hps.tiers.redis.host_resolver import HostResolver
 
 class Refusing(RedisConnection):
     def __init__(self, message):
-        super().__init__(names=HostResolver())
+        super().__init__(resolver=HostResolver())
         self.message = message
 
     def set_deadline(self, _deadline):

@@ -57,7 +57,7 @@ def test_names_of_hps():
     ]
     assert layout.stamps_keys[1] == b"hps_et{hps_et.wdl_1.user-id/p1}t"
     assert layout.positions_keys[1] == b"hps_et{hps_et.wdl_1.user-id/p1}o"
-    assert layout.facts_key == b"hps_et{hps_et.wdl_1.user-id}m"
+    assert layout.metadata_key == b"hps_et{hps_et.wdl_1.user-id}m"
 
 
 def test_names_of_our_own():
@@ -65,7 +65,7 @@ def test_names_of_our_own():
     assert layout.rows_keys == [b"hps:{wdl_1/7/user-id/p0}v"]
     assert layout.stamps_keys == [b"hps:{wdl_1/7/user-id/p0}t"]
     assert layout.positions_keys == [b"hps:{wdl_1/7/user-id/p0}o"]
-    assert layout.facts_key == b"hps:{wdl_1/7/user-id}m"
+    assert layout.metadata_key == b"hps:{wdl_1/7/user-id}m"
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
@@ -75,7 +75,7 @@ def test_names_are_taken_apart_again(kind):
     name = TableName("m_2", 3 if kind == "native" else 0, "t-1")
     assert parse_key(kind, layout.rows_keys[11]) == (name, 11, "v")
     assert parse_key(kind, layout.stamps_keys[0]) == (name, 0, "t")
-    assert parse_key(kind, layout.facts_key) == (name, None, "m")
+    assert parse_key(kind, layout.metadata_key) == (name, None, "m")
     other = "hps" if kind == "native" else "native"
     for key in (b"", b"x", b"hps:{a/b/c/p0}v", b"hps_et{hps_et.a/p1}v", b"hps:{a/1/c}\xff"):
         assert parse_key(kind, key) is None

@@ -4,14 +4,14 @@ import struct
 
 import numpy as np
 import pytest
-from redis.exceptions import ConnectionError as Lost
+from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import MovedError
 
 from hps.tiers.base import Part
 from hps.tiers.redis.connection import RedisCommand, RedisConnection
 from hps.tiers.redis.host_resolver import HostResolver
 from hps.tiers.redis.layout import TableLayout
-from hps.tiers.redis.rows import AskedKeys, PartRead, receive_rows
+from hps.tiers.redis.rows import CommandKeys, PartRead, receive_rows
 from hps.types import EmbeddingTable, Source
 
 
@@ -19,13 +19,13 @@ class ScriptedConnection(RedisConnection):
     """A connection that receives prepared bytes, a piece at a time."""
 
     def __init__(self, data, piece=10**9, room=64):
-        super().__init__(names=HostResolver())
+        super().__init__(resolver=HostResolver())
         self.data, self.piece = data, piece
         self.buffer = np.empty(room, np.uint8)
 
     def set_deadline(self, _deadline):
         if not self.data:
-            raise Lost("Connection closed by server.")
+            raise ConnectionLost("Connection closed by server.")
 
     def receive(self, at):
         some = self.data[: min(self.piece, len(self.buffer) - at)]
@@ -40,7 +40,7 @@ def asked(dim, *positions, n=4):
     part = Part.make(table, np.arange(n))
     part.out[:] = -1
     read = PartRead(part, TableLayout(table, "native", 1), 0, 0)
-    commands = [RedisCommand(0, b"", AskedKeys(read, np.array(at, np.int64))) for at in positions]
+    commands = [RedisCommand(0, b"", CommandKeys(read, np.array(at, np.int64))) for at in positions]
     return read, commands
 
 
@@ -75,7 +75,7 @@ def test_rows_of_any_size_in_pieces_of_any_size(piece, dim):
 def test_hits_of_interrupted_attempt_are_ignored():
     """The row was deleted before the retry."""
     read, commands = asked(2, (0, 1))
-    with pytest.raises(Lost):
+    with pytest.raises(ConnectionLost):
         receive_rows(ScriptedConnection(reply((5, [1, 2]), (5, [3, 4]))[:-10]), commands, 0.0)
     assert read.part.source[0] == Source.REDIS
     receive_rows(ScriptedConnection(reply(None, (6, [5, 6]))), commands, 0.0)
@@ -102,13 +102,13 @@ def test_an_error_is_its_commands_reply():
 @pytest.mark.parametrize("extra", [b"+OK\r\n", b"x"])
 def test_excess_reply_bytes_close_connection(extra):
     _, commands = asked(2, (0,))
-    with pytest.raises(Lost, match="more bytes than expected"):
+    with pytest.raises(ConnectionLost, match="more bytes than expected"):
         receive_rows(ScriptedConnection(reply((5, [1, 2])) + extra), commands, 0.0)
 
 
 def test_another_answer_ends_the_connection():
     _, commands = asked(2, (0, 1))
-    with pytest.raises(Lost, match="does not match the request"):
+    with pytest.raises(ConnectionLost, match="does not match the request"):
         receive_rows(ScriptedConnection(reply((5, [1, 2]))), commands, 0.0)
 
 
@@ -116,7 +116,7 @@ def test_misses_of_interrupted_attempt_count_once():
     """The first of two tables was read to its end before the connection broke; then its row was written."""
     one, (first,) = asked(2, (0, 1))
     two, (second,) = asked(2, (0,))
-    with pytest.raises(Lost):
+    with pytest.raises(ConnectionLost):
         receive_rows(ScriptedConnection(reply(None, None)), [first, second], 0.0)
     receive_rows(
         ScriptedConnection(reply((5, [1, 2]), None) + reply((5, [3, 4]))), [first, second], 0.0

@@ -24,12 +24,10 @@ class Recording:
 
     def __init__(self, kind, fails=None):
         self.runs, self.fails = [], fails
-        self.table = RedisTable(TableLayout(TABLE, kind, PARTITIONS), self)
+        layout, zeros = TableLayout(TABLE, kind, PARTITIONS), [0] * PARTITIONS
+        self.table = RedisTable(layout, zeros, 0, list(zeros))
 
     losses = 0
-
-    def slot(self, _key):
-        return 0
 
     def deadline(self):
         return 0.0
@@ -39,8 +37,8 @@ class Recording:
 
     usable = writable
 
-    def run(self, commands, _receive, _deadline, *, partly=False):
-        assert not partly  # a stream waits for a failover
+    def run(self, commands, _receive, _deadline, *, allow_partial=False):
+        assert not allow_partial  # a stream waits for a failover
         self.runs.append([command.request for command in commands])
         if len(self.runs) == self.fails:
             raise TierError("redis", "no")
