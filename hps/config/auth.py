@@ -20,6 +20,7 @@ from hps.config.checks import duplicates, is_loopback
 from hps.config.config_errors import ConfigProblem, InvalidConfiguration, validate
 from hps.config.model_file import place
 from hps.config.model_schema import StrictModel
+from hps.config.reload_log import ReloadLog
 from hps.config.schema import Settings
 from hps.config.server_settings import ApiKey, AuthSettings
 from hps.config.yaml_text import read_yaml
@@ -96,7 +97,7 @@ class ApiKeyRing(ApiKeys):
         self._lock = threading.Lock()
         self._next_check = time.monotonic() + CHECK_EVERY_S
         self._stamp = _stamp(file) if file else None
-        self._problem = ""
+        self._log = ReloadLog("failed to reload API keys, keeping the former ones")
         self._owners, self._certificates = self._read()
 
     def certified(self, names: Collection[str]) -> Identity | None:
@@ -159,14 +160,13 @@ class ApiKeyRing(ApiKeys):
             if stamp == self._stamp:
                 return
             self._owners, self._certificates = self._read()
-            self._stamp, self._problem = stamp, ""
+            self._stamp = stamp
+            self._log.succeeded()
             known = len(self._owners) + len(self._certificates)
             log.info("%s: reloaded, %d API keys in force", self._file, known)
         except ConfigError as error:
             self._stamp = None
-            if str(error) != self._problem:
-                self._problem = str(error)
-                log.error("failed to reload API keys, keeping the former ones: %s", error)
+            self._log.failed(error)
         finally:
             self._lock.release()
 

@@ -9,6 +9,7 @@ from base64 import b64decode
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hps.config.reload_log import ReloadLog
 from hps.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class ClientCertificates:
     ) -> None:
         """Read the files. Raises ConfigError as `client_context` does, and for a folder."""
         self._setting, self._files = setting, (ca, certificate, key)
-        self._problem = ""
+        self._log = ReloadLog("failed to reload certificates, keeping the former ones")
         self._contents = self._read()
         client_context(setting, *self._files)
 
@@ -63,11 +64,10 @@ class ClientCertificates:
             if contents != self._contents:
                 client_context(self._setting, *self._files)
                 log.info("%s: reloaded certificates", self._setting)
-            self._contents, self._problem = contents, ""
+            self._contents = contents
+            self._log.succeeded()
         except ConfigError as error:
-            if str(error) != self._problem:
-                self._problem = str(error)
-                log.error("failed to reload certificates, keeping the former ones: %s", error)
+            self._log.failed(error)
         return self._contents
 
     def _read(self) -> tuple[bytes | None, bytes | None, bytes | None]:

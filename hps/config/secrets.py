@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 
+from hps.config.reload_log import ReloadLog
 from hps.config.server_settings import KEY_PATTERN
 from hps.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 
 def read_secret(path: Path, setting: str, *, api_key: bool = False) -> str:
@@ -43,7 +41,7 @@ class Secret:
         """``setting`` is the name of ``path``'s setting. Raises ConfigError as `read_secret` does."""
         self._path, self._setting, self._api_key = path, setting, api_key
         self._value = value if path is None else read_secret(path, setting, api_key=api_key)
-        self._problem = ""
+        self._log = ReloadLog("failed to reload the secret, keeping the former one")
 
     def now(self) -> str | None:
         """Read the secret; if the file cannot be read, return the former one and log that once."""
@@ -51,9 +49,7 @@ class Secret:
             return self._value
         try:
             self._value = read_secret(self._path, self._setting, api_key=self._api_key)
-            self._problem = ""
+            self._log.succeeded()
         except ConfigError as error:
-            if str(error) != self._problem:
-                self._problem = str(error)
-                log.error("failed to reload the secret, keeping the former one: %s", error)
+            self._log.failed(error)
         return self._value

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Iterable
 
 from hps.config.certificates import check_current, no_password, unusable_file_error
+from hps.config.reload_log import ReloadLog
 from hps.config.server_settings import Listener, TlsSettings
 from hps.errors import ConfigError
 
@@ -22,7 +23,7 @@ class PortCertificates:
     def __init__(self, tls: TlsSettings, setting: str) -> None:
         """Load the files. Raises ``ConfigError`` with those that cannot be used."""
         self._tls, self._setting = tls, setting
-        self._problem = ""
+        self._log = ReloadLog("failed to reload certificates, keeping the former ones")
         self.contents = self._read()
         self.context = self._made()
 
@@ -36,11 +37,9 @@ class PortCertificates:
             if changed:
                 self.context = self._made()
         except ConfigError as error:
-            if str(error) != self._problem:
-                self._problem = str(error)
-                log.error("failed to reload certificates, keeping the former ones: %s", error)
+            self._log.failed(error)
             return False
-        self._problem = ""
+        self._log.succeeded()
         if changed:
             self.contents = contents
             log.info("%s: reloaded certificates", self._setting)

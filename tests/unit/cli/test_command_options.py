@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -49,6 +50,21 @@ def annotated(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Send nothing.")] = False,
     kind: Annotated[str, typer.Option("--kind", "-k", help="An explicit help.")] = "a",
 ) -> None:
+    """Ask a server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived(Declared):
+    file: str = argument()
+    """A file."""
+    limit: int = option(2)
+    """Rows."""
+    kind: str = option("b", "--kind", "-k")
+    """Replaces the option of the base class."""
+
+
+@expand_options
+def derived(options: Derived) -> None:
     """Ask a server."""
 
 
@@ -111,6 +127,12 @@ def test_declared_fields_get_their_values() -> None:
         0,
         f"{Declared(name='m', batch_size=1, dry_run=True, kind='b')}\n",
     )
+
+
+def test_inherited_arguments_come_first_and_inherited_options_last() -> None:
+    names = list(inspect.signature(derived).parameters)
+    assert names == ["name", "file", "kind", "limit", "batch_size", "dry_run"]
+    assert "Replaces the option" in run(derived, "--help")[1]
 
 
 def test_two_fields_of_one_name_are_rejected() -> None:
