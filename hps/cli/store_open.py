@@ -94,7 +94,7 @@ def chosen_tiers(configuration: Configuration, tier: TierName | None) -> list[Ti
     there = {TierName.redis: tiers.redis is not None, TierName.rocksdb: tiers.rocksdb.enabled}
     chosen = [name for name, enabled in there.items() if enabled and tier in (None, name)]
     if not chosen:
-        raise ConfigError(_lack(tier))
+        raise ConfigError(_missing_tier(tier))
     return chosen
 
 
@@ -135,7 +135,7 @@ def open_store(
         yield stores[-1]
 
 
-def _lack(tier: TierName | None) -> str:
+def _missing_tier(tier: TierName | None) -> str:
     if tier is TierName.redis:
         return "tiers.redis is not configured: give its addresses, or another --tier"
     if tier is TierName.rocksdb:
