@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STEP := $(PYTHON) tools/step
 NATIVE_SOURCES := pyproject.toml $(shell find hps/native -name '*.?pp' -o -name CMakeLists.txt)
 
-.PHONY: help setup demo test test-gpu test-services test-compose test-kube check check-deploy check-native check-aarch64 soak format proto bench bench-peers lock wheels check-wheels audit clean
+.PHONY: help setup demo test test-fallbacks test-gpu test-services test-compose test-kube check check-deploy check-native check-aarch64 soak format proto bench bench-peers lock wheels check-wheels audit clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
@@ -44,6 +44,17 @@ demo: $(VENV)/.installed-runtime
 JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 test: setup test-services
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --slowest-files 15
+
+# The tests of both protocols again, on the public interfaces of uvicorn and grpc that servers fall back to; see
+# services/frontend/{http/protocol,grpc/core}/README.md. Tests marked private_interface are skipped.
+FALLBACKS := HPS__SERVER__HTTP__PROTOCOL=uvicorn HPS__SERVER__ADMIN__PROTOCOL=uvicorn HPS__SERVER__GRPC__CALLS=threads
+PROTOCOL_TESTS := $(addprefix tests/unit/services/frontend/,http grpc workers test_shared_memory_protocols.py) \
+  $(addprefix tests/integration/,conformance test_clients.py test_hostile_clients.py test_openapi_fuzz.py \
+  test_rest_bad_input.py test_rest_clients.py test_rest_docs.py test_rest_lifecycle.py test_rest_repeated.py \
+  test_workers.py)
+test-fallbacks: setup test-services
+	@env -u PYTHONDONTWRITEBYTECODE $(FALLBACKS) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
+	  --slowest-files 10 $(PROTOCOL_TESTS)
 
 # The tests that need a CUDA device, by an interpreter that has CuPy: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

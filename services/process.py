@@ -20,7 +20,7 @@ import uvloop
 
 from hps.config import Configuration
 from hps.config.auth import check_exposure
-from hps.config.server_settings import Listener
+from hps.config.server_settings import HttpListener
 from hps.errors import ConfigError
 from hps.observability import otel
 from hps.tracing import set_recorder
@@ -28,7 +28,7 @@ from hps.types import NoProgress, Progress
 from services.frontend.background_open import LoadProgress, open_in_background
 from services.frontend.certificates import server_context
 from services.frontend.http.application import PortApplication
-from services.frontend.http.server import HttpServer, listen
+from services.frontend.http.server import HttpPortOptions, HttpServer, listen
 from services.frontend.logs import fields, log
 from services.frontend.path_redaction import hide_paths
 from services.server_state import Node, ServerState
@@ -76,7 +76,7 @@ class ServerProcess(ABC, Generic[Node]):
         self._owns_process = False
 
     @abstractmethod
-    def _ports(self) -> Mapping[str, Listener]:
+    def _ports(self) -> Mapping[str, HttpListener]:
         """HTTP ports by the setting's name below ``server``; the last one closes last."""
 
     @abstractmethod
@@ -210,8 +210,10 @@ class ServerProcess(ABC, Generic[Node]):
                 each.close()
             raise
         for name, each in sockets.items():
-            app = self._app(name)
-            self._servers[name] = HttpServer(app, each, self._settings.drain_s, tls_contexts[name])
+            options = HttpPortOptions(
+                self._settings.drain_s, tls_contexts[name], ports[name].protocol
+            )
+            self._servers[name] = HttpServer(self._app(name), each, options)
 
     async def _load(self) -> None:
         node = await open_in_background(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hps.cuda.loader import missing_requirement
+from tests.support.fallbacks import CHOSEN
 from tests.support.tiers import TIERS, TierUnderTest, open_case
 
 # A machine that does something else at the moment is no failure.
@@ -82,7 +83,8 @@ def _lack(message: str) -> NoReturn:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` without a CUDA device; move those marked `alone` to the end if distributed.
+    """Skip tests marked `gpu` without a CUDA device, and those marked `private_interface` on fallbacks; move
+    those marked `alone` to the end if distributed.
 
     `make test-gpu` fails without a device.
     """
@@ -91,6 +93,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("alone"):
                 item.add_marker(pytest.mark.xdist_group("alone"))
+    for item in items:
+        for mark in item.iter_markers("private_interface"):
+            library, reason = mark.args
+            if CHOSEN[library] != "auto":
+                item.add_marker(pytest.mark.skip(reason=f"public interface: {reason}"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and (reason := missing_requirement()):
         for item in marked:

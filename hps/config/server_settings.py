@@ -51,7 +51,14 @@ class Listener(StrictModel):
     """TLS certificates; null: plain text."""
 
 
-class HttpSettings(Listener):
+class HttpListener(Listener):
+    """An HTTP port."""
+
+    protocol: Literal["auto", "uvicorn"] = "auto"
+    """`auto` uses uvicorn's private protocol where that works; `uvicorn` uses its public interface only."""
+
+
+class HttpSettings(HttpListener):
     """The port of the Open Inference Protocol."""
 
     port: int = Field(8000, ge=0, le=65_535)
@@ -85,7 +92,7 @@ class GrpcSettings(GrpcListener):
     """The port of updates and administration over gRPC; null: none."""
 
 
-class AdminSettings(Listener):
+class AdminSettings(HttpListener):
     """The port of status, metrics and administration."""
 
     port: int = Field(8002, ge=0, le=65_535)

@@ -12,7 +12,7 @@ from typing import Any
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
 from hps.config.runtime_folder import for_workers
-from hps.config.server_settings import Listener
+from hps.config.server_settings import HttpListener
 from hps.errors import ConfigError
 from hps.node.node import Node
 from hps.node.served_models import OpenModels
@@ -103,7 +103,7 @@ class FrontendServer(ServerProcess[OpenModels]):
         if self._workers is not None and self._workers.broken:
             raise ConfigError("a worker process failed to start; see its log line")
 
-    def _ports(self) -> Mapping[str, Listener]:
+    def _ports(self) -> Mapping[str, HttpListener]:
         if self._settings.workers or self._settings.role == "lookup":
             return {"admin": self._settings.admin}
         return {"http": self._settings.http, "admin": self._settings.admin}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
-from hps.config.server_settings import Listener
+from hps.config.server_settings import HttpListener
 from hps.node.ingest import IngestNode, open_ingest
 from hps.types import Progress
 from services.frontend.auth import guard
@@ -36,7 +36,7 @@ class IngestServer(ServerProcess[IngestNode]):
         ``on_ready`` is called on a separate thread when the reader has been started."""
         self._run(None if on_ready is None else lambda urls: on_ready(urls["admin"]), None)
 
-    def _ports(self) -> Mapping[str, Listener]:
+    def _ports(self) -> Mapping[str, HttpListener]:
         return {"admin": self._settings.admin}
 
     def _app(self, port: str) -> PortApplication:

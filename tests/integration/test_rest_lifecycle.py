@@ -25,6 +25,7 @@ from hps.observability import otel
 from hps.types import LookupResult
 from services.frontend.http import server as http_server
 from services.frontend.main import FrontendServer
+from tests.support.fallbacks import environment
 from tests.support.grpc_load import no_call_lost
 from tests.support.waiting import until
 
@@ -330,6 +331,7 @@ def serve(folder, **settings):
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
+        env=environment(settings["server"]),
     )
 
 

@@ -32,8 +32,9 @@ from services.frontend.grpc.method_handlers import (
 from services.frontend.grpc.thread_calls import ThreadPoolCalls
 from services.server_state import ServerState
 
-# Threads for short calls, and for calls that keep a thread: reflection, a stream.
-_QUICK, _OTHERS = 16, 8
+# Threads for short calls, for calls that keep a thread (reflection, a stream), and for health watches without
+# grpc's core: a watcher that does not read keeps one.
+_QUICK, _OTHERS, _WATCHES = 16, 8, 8
 # Limits on requests and lookups in flight, and on other calls, such as health's; the second bounds streams
 # too. Calls beyond them are rejected with RESOURCE_EXHAUSTED.
 _REQUESTS, _AUXILIARY = 4096, 512
@@ -84,7 +85,8 @@ class GrpcPort:
         on_core = at.calls == "auto" and probe.is_supported()
         self.acceptor = _call_acceptor(guard) if on_core else ThreadPoolCalls()
         self._quick = quick
-        self._pools = [quick, others]
+        self._watches = quick if on_core else ThreadPoolExecutor(_WATCHES, "grpc-watch")
+        self._pools = [quick, others, self._watches]
         self._server = grpc.server(
             others,
             # Limits only the calls that grpc itself accepts.
@@ -111,7 +113,7 @@ class GrpcPort:
 
     def _listen(self, services: Mapping[str, Handlers]) -> None:
         """Register ``services``, by name, with health and reflection, and listen. Raises ``ConfigError``."""
-        self._health = GrpcHealth(self._state, self._quick, ("", *services))
+        self._health = GrpcHealth(self._state, self._watches, ("", *services))
         generated = HandlerCollector()
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, generated)
         for name, handlers in services.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -13,9 +14,9 @@ from hps.config.auth import Role
 from hps.errors import BadRequest, HpsError
 from services.frontend.errors import RequestCancelled, client_error
 from services.frontend.grpc.responders import (
-    BlockingResponder,
     CallContext,
     StreamResponder,
+    ThreadResponder,
     UnaryResponder,
 )
 from services.frontend.grpc.status import abort, call_status
@@ -23,6 +24,10 @@ from services.frontend.grpc.status import abort, call_status
 Begin = Callable[[bytes, UnaryResponder], None]
 Behavior = Callable[[Any, CallContext], Any]
 Send = Callable[[bytes | None], None]
+
+# Requests begin one at a time, as on grpc's core: an admission queue that has a slot counts a request once it
+# runs, and threads that begin requests together would exceed its limit.
+_BEGINNING = threading.Lock()
 
 
 class UnaryHandler:
@@ -53,8 +58,10 @@ class UnaryHandler:
 
     def __call__(self, message: bytes, context: grpc.ServicerContext) -> bytes:
         """Answer a call on grpc's thread, which waits. grpc's signature."""
-        reply = BlockingResponder(context)
-        self.begin(message, reply)
+        reply = ThreadResponder(context)
+        with _BEGINNING:
+            self.begin(message, reply)
+        reply.run_large()
         try:
             return reply.result()
         except HpsError as error:
@@ -75,6 +82,14 @@ class PooledUnaryHandler(UnaryHandler):
         self._write = handler.response_serializer
         self.role = getattr(self._behavior, "role", None)
         self._pool = self.experimental_thread_pool = pool
+
+    def refuse(self, error: HpsError) -> None:
+        super().refuse(error)  # calls on grpc's core; those on grpc's threads do not use `begin`
+
+        def refuse_call(_request: Any, _context: CallContext) -> Any:
+            raise error
+
+        self._behavior = refuse_call
 
     def reject(self, error: Exception, reply: UnaryResponder) -> None:
         reply.fail(client_error(error, ""))

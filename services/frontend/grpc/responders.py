@@ -10,6 +10,9 @@ import grpc
 
 from hps.errors import HpsError
 
+LARGE_BYTES = 65_536
+"""Requests of more bytes are parsed without keeping others from beginning."""
+
 
 class CallContext(Protocol):
     """Properties of a call, from grpc or a `UnaryCall`; see ``grpc.ServicerContext``."""
@@ -102,3 +105,22 @@ class BlockingResponder:
             return self._result.result()
         finally:
             self._result, self._future = Future(), None
+
+
+class ThreadResponder(BlockingResponder):
+    """A `BlockingResponder` for one call on a thread of its own."""
+
+    def __init__(self, context: grpc.ServicerContext) -> None:
+        super().__init__(context)
+        self._large: Callable[[], None] | None = None
+
+    def run(self, work: Callable[[], None], size: int) -> None:
+        if size > LARGE_BYTES:
+            self._large = work
+        else:
+            work()
+
+    def run_large(self) -> None:
+        """Run the rest of the work for a large request, if this is one."""
+        if self._large is not None:
+            self._large()

@@ -20,7 +20,7 @@ from typing import Any
 
 from hps.config import Configuration
 from hps.config.auth import load_api_keys
-from hps.config.server_settings import Listener
+from hps.config.server_settings import HttpListener
 from hps.errors import ConfigError, HpsError, ModelError, TierError, Unavailable
 from hps.node.attached import Attached, attach
 from hps.node.served_models import OpenModels
@@ -32,6 +32,7 @@ from services.frontend.certificates import server_context
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import data_app
 from services.frontend.http.application import PortApplication
+from services.frontend.http.server import HttpPortOptions
 from services.frontend.logs import log
 from services.frontend.request_observer import RequestObserver
 from services.frontend.state import FrontendState
@@ -99,7 +100,7 @@ class WorkerProcess(ServerProcess[OpenModels]):
                 self._grpc_heartbeat.parent.rmdir()
         self.stop()
 
-    def _ports(self) -> Mapping[str, Listener]:
+    def _ports(self) -> Mapping[str, HttpListener]:
         return {}
 
     def _other_servers(self) -> Mapping[str, PortServer]:
@@ -107,13 +108,9 @@ class WorkerProcess(ServerProcess[OpenModels]):
         servers: dict[str, PortServer] = {}
         if self._listeners:
             tls = server_context(settings.http, "server.http")
+            options = HttpPortOptions(settings.drain_s, tls, settings.http.protocol)
             self._http = servers["http"] = WorkerServer(
-                self._app("http"),
-                self._listeners,
-                self._number,
-                settings.drain_s,
-                tls,
-                self._heartbeat,
+                self._app("http"), self._listeners, self._number, options, self._heartbeat
             )
         if settings.grpc is not None:
             servers["grpc"] = GrpcServer(

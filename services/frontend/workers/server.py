@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from services.frontend.http.application import PortApplication
-from services.frontend.http.server import BACKLOG, HttpServer
+from services.frontend.http.server import BACKLOG, HttpPortOptions, HttpServer
 
 
 class WorkerServer(HttpServer):
@@ -22,14 +21,13 @@ class WorkerServer(HttpServer):
         app: PortApplication,
         listeners: Sequence[socket.socket],
         number: int,
-        drain_s: float,
-        tls: ssl.SSLContext | None = None,
+        options: HttpPortOptions,
         heartbeat: socket.socket | None = None,
     ) -> None:
         """``heartbeat``: a connection to the node's process.
 
         It is answered in plain text while the event loop runs."""
-        super().__init__(app, listeners[number - 1], drain_s, tls)
+        super().__init__(app, listeners[number - 1], options)
         self._others = {n: each for n, each in enumerate(listeners, 1) if n != number}
         self._heartbeat = heartbeat
         self._accepting_for: dict[int, asyncio.Server] = {}

@@ -13,14 +13,13 @@ from typing import Any, Protocol
 from grpc._cython import cygrpc
 
 from hps.errors import HpsError
+from services.frontend.grpc import responders
 from services.frontend.grpc.method_handlers import UnaryHandler
 from services.frontend.grpc.slow_readers import WATCHED_BYTES, SlowReaderLimit
 from services.frontend.grpc.status import Trailers, call_status
 
 log = logging.getLogger(__name__)
 
-# Requests of more bytes are parsed on other threads.
-_LARGE = 65_536
 _MOST_DETAILS = 2048
 # The operations that all answers share: they hold no state of a call.
 _HEADERS = cygrpc.SendInitialMetadataOperation(None, 0)
@@ -133,7 +132,7 @@ class UnaryCall:
         return result
 
     def run(self, work: Callable[[], None], size: int) -> None:
-        if size > _LARGE:
+        if size > responders.LARGE_BYTES:
             self._listen()
             self._acceptor.run_on_pool(partial(self._run, work))
         else:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from typing import Literal
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.frontend.connection_limit import ConnectionLimit
-from services.frontend.http.errors import error_body, error_headers
+from services.frontend.http.connection_bounds import (
+    LINGER_S,
+    TOO_MANY_CONNECTIONS,
+    ConnectionActivity,
+    StallDetector,
+    last_answer,
+)
 from services.frontend.http.peer import ConnectionPeer
-
-# The time after which an idle keep-alive connection is closed, or one whose client reads nothing of its
-# answer. A connection whose request has begun but stalls is closed after one to two sweeps.
-KEEP_ALIVE_S = 75
-# When the server stops, an idle connection is closed after this time: a request may be in transit.
-LINGER_S = 0.5
 
 
 class ConnectionLifetime(HttpToolsProtocol):
@@ -35,18 +34,15 @@ class ConnectionLifetime(HttpToolsProtocol):
     """True if the connection closes after the next answer."""
     _entered = False
     _give_up: Callable[[], None] | None = None
-    # State at the last sweep: arrivals, bytes that the client had not taken, the request still arriving.
-    _swept_arrivals, _unsent, _coming = -1, 0, 0
-    # Sweeps since then without a change of the first two.
-    _silent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn narrows it
         super().connection_made(transport)
         self.peer = ConnectionPeer(self.client, transport)
+        self._stalls = StallDetector()
         if self.of_port is not None:
             self._entered = self.of_port.enter(self.peer.host)
             if not self._entered:
-                self._end_with(503, "too many connections; close some, or ask another replica")
+                self._end_with(*TOO_MANY_CONNECTIONS)
                 self.loop.call_later(LINGER_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -67,11 +63,11 @@ class ConnectionLifetime(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Make the next answer the connection's last, as the server stops; close an idle connection."""
-        self.leave()
+        self.end_keep_alive()
         if self._is_idle():
             self.loop.call_later(LINGER_S, self._close_idle)
 
-    def leave(self) -> None:
+    def end_keep_alive(self) -> None:
         """Make the next answer the connection's last."""
         self._last = True
         if not self._is_idle():
@@ -91,26 +87,15 @@ class ConnectionLifetime(HttpToolsProtocol):
     def sweep(self, every_s: float) -> None:
         """Close the connection if it has stalled. Called every ``every_s`` seconds.
 
-        It has if no byte was received or sent for too long, or if the same head, or body that no request
-        waits for, was already arriving at the last sweep.
+        The same head, or body that no request waits for, must not be arriving at two sweeps.
         """
-        coming = self._requests if self._is_coming() else 0
-        if coming and coming == self._coming and not self.transport.is_closing():
-            self.transport.close()
-            return
-        self._coming = coming
-        now = self._arrivals, self.transport.get_write_buffer_size()
-        unsent = now[1]
-        if now != (self._swept_arrivals, self._unsent) or (self._is_answering() and not unsent):
-            (self._swept_arrivals, self._unsent), self._silent = now, 0
-            return
-        self._silent += 1
-        waits_for_request = self._reads == "nothing" and self._arrivals
-        if self._silent >= (
-            math.ceil(KEEP_ALIVE_S / every_s) if waits_for_request or unsent else 1
-        ):
-            # ``close`` would wait until the client has taken all that was sent.
-            (self.transport.abort if unsent else self.transport.close)()
+        activity = ConnectionActivity(
+            arrivals=self._arrivals,
+            arriving=self._requests if self._is_coming() else 0,
+            is_answering=self._is_answering(),
+            is_idle=self._reads == "nothing" and self._arrivals > 0,
+        )
+        self._stalls.sweep(self.transport, activity, every_s)
 
     def _is_coming(self) -> bool:
         """Return True if a request is arriving within a time limit.
@@ -130,9 +115,5 @@ class ConnectionLifetime(HttpToolsProtocol):
 
     def _end_with(self, status: int, message: str) -> None:
         """Send an error as the connection's last answer and close it."""
-        body = error_body(message)
-        lines = [STATUS_LINE[status]]
-        for name, value in [*error_headers(status, body), (b"connection", b"close")]:
-            lines += (name, b": ", value, b"\r\n")
-        self.transport.write(b"".join([*lines, b"\r\n", body]))
+        self.transport.write(last_answer(status, message))
         self.transport.close()

@@ -9,12 +9,11 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from services.frontend.http.connection_bounds import MAX_HEAD_BYTES
 from services.frontend.http.protocol.connection_lifetime import ConnectionLifetime
 
-MAX_HEAD_BYTES = 64 << 10
-"""Bound of a request's target and header fields, with trailers; each field counts `FIELD_BYTES` more."""
 FIELD_BYTES = 32
-"""Cost of a field besides its text, as HTTP/2 counts (RFC 9113, 6.5.2)."""
+"""Cost of a field besides its text, as HTTP/2 counts (RFC 9113, 6.5.2); part of `MAX_HEAD_BYTES`."""
 MAX_PIPELINED = 16
 """Requests queued per connection, after the one being answered, before reading pauses."""
 SLICE_BYTES = 4 << 10

@@ -17,7 +17,8 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from hps.config.server_settings import Listener
 from services.frontend.auth import NoAuthorizer
 from services.frontend.http.app import data_app
-from services.frontend.http.server import HttpServer, listen
+from services.frontend.http.server import HttpPortOptions, HttpServer, listen
+from tests.support.fallbacks import HTTP_PROTOCOL
 from tests.support.server_thread import Running
 from tests.unit.services.frontend.grpc.conftest import running
 
@@ -166,7 +167,11 @@ def infer_request(model: str = "ctr") -> pb.ModelInferRequest:
 def running_http(small: Any, guard: Any = None) -> Iterator[str]:
     """The address of a data port for ``small``."""
     app = data_app(small.state, small.settings, guard or NoAuthorizer())
-    server = HttpServer(app, listen(Listener(port=0).host, 0, "server.http"), TIMEOUT_S)
+    server = HttpServer(
+        app,
+        listen(Listener(port=0).host, 0, "server.http"),
+        HttpPortOptions(TIMEOUT_S, protocol=HTTP_PROTOCOL),
+    )
     serving = Running(server, uvloop.new_event_loop())
     try:
         yield server.url.removeprefix("http://")

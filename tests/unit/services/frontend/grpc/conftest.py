@@ -12,6 +12,7 @@ import tritonclient.grpc as triton
 from hps.config.server_settings import GrpcSettings
 from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.server import GrpcServer
+from tests.support.fallbacks import GRPC_CALLS
 from tests.support.server_thread import Running
 
 
@@ -19,7 +20,7 @@ from tests.support.server_thread import Running
 def running(small: Any, guard: Any = None, **settings: Any) -> Iterator[Running]:
     """A server for ``small``; ``settings`` as in `server`, those of `server.grpc` under ``grpc``; ``state``
     in place of the small node's."""
-    at = GrpcSettings(**{"port": 0, **settings.pop("grpc", {})})
+    at = GrpcSettings(**{"port": 0, "calls": GRPC_CALLS, **settings.pop("grpc", {})})
     state = settings.pop("state", small.state)
     chosen = small.settings.model_copy(update=settings)
     server = Running(GrpcServer(at, state, chosen, guard or NoAuthorizer()))

@@ -20,8 +20,9 @@ from hps.lookup.remote.connection import NodeChannel
 from hps.v1.lookup_pb2 import ServingRequest
 from services.frontend.grpc import listener as port_module
 from services.frontend.state import FrontendState
+from tests.support.fallbacks import GRPC_CALLS
 from tests.support.waiting import until
-from tests.unit.services.frontend.grpc.test_overload import predict
+from tests.unit.services.frontend.protocol_clients import infer_request
 
 CLIENTS, CALLS = 6, 40
 # What a client has to say to be told that a server is not ready any more.
@@ -144,10 +145,13 @@ def test_no_call_of_ours_is_lost_by_the_age_of_a_connection(serve):
                     some_more()
 
 
-def test_whoever_asks_a_server_that_ends_is_told_to_ask_another(serve, channels, monkeypatch):
+@pytest.mark.parametrize("calls", sorted({GRPC_CALLS, "threads"}))
+def test_whoever_asks_a_server_that_ends_is_told_to_ask_another(
+    serve, channels, monkeypatch, calls
+):
     """CANCELLED would not say so."""
     monkeypatch.setattr(port_module, "_REFUSING_S", 60.0)
-    running = serve()
+    running = serve(grpc={"calls": calls})
     with grpc.insecure_channel(running.server.url) as channel:
         stub = GRPCInferenceServiceStub(channel)
         stub.ModelInfer(question(), timeout=60)
@@ -222,7 +226,7 @@ def test_work_that_cannot_be_stopped_does_not_hold_up_the_end(
             call = stub.RepositoryIndex.future(pb.RepositoryIndexRequest(), timeout=600)
             assert began.wait(60)
         else:
-            call = stub.ModelInfer.future(predict(), timeout=600)
+            call = stub.ModelInfer.future(infer_request(), timeout=600)
             until(lambda: slow.runs)
         running.stop()
         running.stop(force=at_once)

@@ -16,8 +16,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from hps.v1 import lookup_pb2
 from services.frontend.admission.queue import AdmissionQueue
-from services.frontend.grpc import infer, listener
-from services.frontend.grpc.core import probe, unary_call
+from services.frontend.grpc import infer, listener, responders
 from tests.support.waiting import until
 from tests.unit.services.frontend.conftest import load, rejections
 from tests.unit.services.frontend.protocol_clients import infer_request
@@ -45,7 +44,7 @@ def send(service, count):
 def test_large_requests_are_rejected_on_the_thread_that_received_them(
     small, slow, start, monkeypatch
 ):
-    monkeypatch.setattr(unary_call, "_LARGE", 8)
+    monkeypatch.setattr(responders, "LARGE_BYTES", 8)
     service = start()
     admitted = send(service, 5)
     until(lambda: load(small) == (2, 3))
@@ -66,7 +65,7 @@ def test_large_requests_are_rejected_on_the_thread_that_received_them(
 
 def test_large_requests_reserve_slots_before_they_are_parsed(small, slow, start, monkeypatch):
     """A thread of the pool parses them. Without a slot, their parsing could be wasted."""
-    monkeypatch.setattr(unary_call, "_LARGE", 8)
+    monkeypatch.setattr(responders, "LARGE_BYTES", 8)
     parsing, parsed = [], threading.Event()
     parse = infer.GrpcRequestParser.parse
 
@@ -148,7 +147,7 @@ def test_queued_request_ends_at_the_deadline_of_its_call(small, slow, start):
     assert slow.runs == 2
 
 
-@pytest.mark.skipif(not probe.is_supported(), reason="calls run on grpc's threads")
+@pytest.mark.private_interface("grpc", "requests and other calls have one limit")
 def test_health_calls_are_accepted_while_inference_calls_reach_their_limit(
     small, slow, start, monkeypatch
 ):
@@ -176,6 +175,7 @@ def test_client_limits_count_each_request_of_a_stream(small, start):
     assert rejections(small) == {"client_rate": 1}
 
 
+@pytest.mark.private_interface("grpc", "a call without a request keeps a thread")
 def test_calls_without_a_request_do_not_delay_others(small, start):
     """They do not occupy a thread each."""
     service = start()

@@ -460,6 +460,7 @@ def test_health_is_watched(serve, small):
         said.cancel()
 
 
+@pytest.mark.private_interface("grpc", "a watcher that does not read keeps a thread")
 def test_watchers_who_read_nothing_hold_up_nobody(serve, small):
     server = serve()
     watching = server.server._health._watchers

@@ -8,10 +8,10 @@ import json
 import numpy as np
 import orjson
 import pytest
-import uvicorn
 from uvicorn.server import ServerState
 
-from services.frontend.http.protocol.connection import HttpProtocol
+from services.frontend.http.server import HttpPortOptions, port_config
+from tests.support.fallbacks import HTTP_PROTOCOL
 
 PATH = "/v2/models/words.lookup/infer"
 
@@ -24,11 +24,15 @@ class Wire(asyncio.Transport):
         self.data = b""
         self.closed = self.aborted = self.paused = False
         self.unsent = 0
+        self.protocol = None
 
     def write(self, data):
         if self.closed:  # as uvloop does
             raise RuntimeError("the handler is closed")
         self.data += data
+
+    def set_protocol(self, protocol):
+        self.protocol = protocol
 
     def is_closing(self):
         return self.closed
@@ -61,19 +65,15 @@ class Http:
 
     def connect(self, app=None):
         """A protocol and its wire, on the running loop."""
-        config = uvicorn.Config(
-            app or self._app,
-            http=HttpProtocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
+        config = port_config(app or self._app, HttpPortOptions(60, protocol=HTTP_PROTOCOL))
+        if not config.loaded:
+            config.load()
+        protocol = config.http_protocol_class(
+            config, ServerState(), {}, _loop=asyncio.get_running_loop()
         )
-        config.load()
-        protocol = HttpProtocol(config, ServerState(), {}, _loop=asyncio.get_running_loop())
-        protocol.connection_made(Wire())
-        return protocol, protocol.transport
+        wire = Wire()
+        protocol.connection_made(wire)
+        return wire.protocol or protocol, wire
 
     @staticmethod
     def request(keys, *, path=PATH, request_id="", more=""):

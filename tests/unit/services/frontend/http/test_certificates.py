@@ -24,8 +24,9 @@ from hps.tools.doctor import check, ports
 from services.frontend.auth import NoAuthorizer
 from services.frontend.certificates import server_context
 from services.frontend.http.app import admin_app
-from services.frontend.http.server import HttpServer, listen
+from services.frontend.http.server import HttpPortOptions, HttpServer, listen
 from tests.support.certificates import made
+from tests.support.fallbacks import HTTP_PROTOCOL
 from tests.support.server_thread import Running
 from tests.support.waiting import until
 from tests.unit.services.frontend.conftest import CALLERS
@@ -42,7 +43,11 @@ def serve(small):
             at = Listener(port=0, tls=TlsSettings(**tls))
             answers = admin_app(small.state, small.settings, guard or NoAuthorizer())
             context = server_context(at, "server.admin")
-            server = HttpServer(answers, listen(at.host, 0, "server.admin"), 60, context)
+            server = HttpServer(
+                answers,
+                listen(at.host, 0, "server.admin"),
+                HttpPortOptions(60, context, HTTP_PROTOCOL),
+            )
             ran = Running(server, uvloop.new_event_loop())
             stack.callback(ran.join)
             stack.callback(ran.stop, force=True)
@@ -196,6 +201,7 @@ def test_plain_text_is_hung_up_on(serve, tls, shows):
         assert client.ready()
 
 
+@pytest.mark.private_interface("http", "CONNECT is an unknown method")
 def test_connect_is_refused(serve, tls, shows):
     """As without TLS; what the client sends behind it is not read."""
     server = serve(tls)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+from functools import partial
 
 import pytest
 
 from services.frontend.connection_limit import ConnectionLimit
-from services.frontend.http.protocol.connection import HttpProtocol
+from services.frontend.http.connection_bounds import MAX_HEAD_BYTES
 from services.frontend.http.protocol.cycle import resume_coroutine
-from services.frontend.http.protocol.parsing import MAX_HEAD_BYTES
 
 PATH = "/v2/models/words.lookup/infer"
+private = partial(pytest.mark.private_interface, "http")
 
 
+@pytest.mark.private_interface("http", "no head is known")
 def test_request_with_known_head_is_answered_without_a_turn_of_the_loop(http):
     async def scenario():
         protocol, wire = http.connect()
@@ -77,7 +79,7 @@ def test_what_waits_can_be_cancelled_and_runs_out_of_time(small, http):
         body = json.loads(http.request([12]).partition(b"\r\n\r\n")[2])
         body["parameters"] = {"timeout": 20_000}
         text = json.dumps(body).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nContent-Length: {len(text)}\r\n\r\n".encode()
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n".encode()
         await http.read(protocol, head + text)
         await http.until(lambda: wire.statuses == [503, 504])
 
@@ -90,7 +92,7 @@ def test_large_answers_and_closed_connections(http):
         many = http.request([1] * 3000, more="Connection: close\r\n")
         await http.read(protocol, many)
         assert wire.statuses == [200]
-        assert b"connection: close\r\n" in wire.data
+        assert b"connection: close\r\n" in wire.data.lower()
         assert wire.closed
         protocol.connection_lost(None)
 
@@ -114,7 +116,7 @@ def test_compressed_bodies_leave_the_loop_and_come_back(http):
         protocol, wire = http.connect()
         plain = http.request([1] * 200_000).partition(b"\r\n\r\n")[2]
         body = gzip.compress(plain)
-        head = f"POST {PATH} HTTP/1.1\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n"
         await http.read(protocol, head.encode() + b"\r\n" + body)
         await http.until(lambda: wire.statuses == [200])
 
@@ -136,6 +138,7 @@ def test_long_bodies_do_not_count_as_heads(http):
     http.run(scenario)
 
 
+@pytest.mark.private_interface("http", "idle connections are closed at once")
 def test_the_last_answer_of_a_server_that_stops_says_so(http):
     async def scenario():
         protocol, wire = http.connect()
@@ -164,7 +167,12 @@ def test_the_date_is_renewed(http):
 
 @pytest.mark.parametrize(
     ("sent", "sweeps"),
-    [(0, 1), (20, 1), (-5, 1), (None, 8)],
+    [
+        (0, 1),
+        (20, 1),
+        pytest.param(-5, 1, marks=private("the application's timeout ends a body")),
+        (None, 8),
+    ],
 )
 def test_silent_connections_are_closed_in_time(http, sent, sweeps):
     async def scenario():
@@ -181,7 +189,9 @@ def test_silent_connections_are_closed_in_time(http, sent, sweeps):
     http.run(scenario)
 
 
-@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize(
+    "answered", [False, pytest.param(True, marks=private("a body is noticed one sweep later"))]
+)
 def test_what_comes_drop_by_drop_is_not_waited_for(http, admin, answered):
     """A head; a body that nobody asked for, when its request is answered."""
 
@@ -242,8 +252,9 @@ def test_connections_have_an_end(http, monkeypatch):
 
     async def scenario():
         there = ConnectionLimit(2)
-        monkeypatch.setattr(HttpProtocol, "of_port", there)
-        monkeypatch.setattr("services.frontend.http.protocol.connection_lifetime.LINGER_S", 0)
+        monkeypatch.setattr("services.frontend.http.server.ConnectionLimit", lambda _most: there)
+        for module in ("protocol.connection_lifetime", "uvicorn_connection"):
+            monkeypatch.setattr(f"services.frontend.http.{module}.LINGER_S", 0)
         assert there.enter("another")
         protocol, wire = http.connect()
         await http.read(protocol, http.request([1]))

@@ -12,6 +12,8 @@ import pytest
 
 from hps.observability import metric_names as m
 
+pytestmark = pytest.mark.private_interface("http", "no head is known")
+
 PATH = "/v2/models/words.lookup/infer"
 
 

@@ -35,6 +35,7 @@ LARGE = {
 }
 
 
+@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
 @pytest.mark.parametrize("piece", [256 << 10, 1000])
 @pytest.mark.parametrize("sent", LARGE.values(), ids=LARGE)
 def test_a_head_or_trailers_beyond_the_bound_are_rejected(http, sent, piece):
@@ -68,6 +69,7 @@ BAD = {
 }
 
 
+@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
 @pytest.mark.parametrize("piece", [1 << 20, 100])
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
@@ -106,6 +108,7 @@ def test_a_body_that_breaks_off_behind_its_answer_gets_no_second_one(http):
     http.run(scenario)
 
 
+@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
 def test_what_is_no_http(http):
     async def scenario():
         protocol, wire = http.connect()
@@ -131,6 +134,7 @@ def test_the_body_before_a_head_does_not_count_as_head(http):
     http.run(scenario)
 
 
+@pytest.mark.private_interface("http", "h11 parses")
 @pytest.mark.parametrize("piece", [256 << 10, 1000])
 @pytest.mark.parametrize("tail", [b"", b"what?\r\n\r\n"])
 def test_a_pipeline_is_bounded_and_answered_in_order(small, http, tail, piece):
@@ -161,6 +165,7 @@ def test_a_pipeline_is_bounded_and_answered_in_order(small, http, tail, piece):
     http.run(scenario)
 
 
+@pytest.mark.private_interface("http", "h11 parses")
 def test_a_long_body_of_known_length_is_fed_whole(http, monkeypatch):
     """The part of it that came with its head in one slice, the rest in another."""
     fed = []
@@ -187,7 +192,8 @@ def test_a_client_that_offers_another_protocol_is_answered_in_this_one(http, pro
     async def scenario():
         protocol, wire = http.connect()
         first = http.binary([1, 2], more=offer)
-        await http.read(protocol, first[:cut])
+        if cut:
+            await http.read(protocol, first[:cut])
         await http.read(protocol, first[cut:] + http.binary([3], more=offer) + http.binary([4]))
         await http.until(lambda: len(wire.statuses) == 3)
         assert http.vectors(wire) == [[1, 2], [3], [4]]
@@ -222,6 +228,7 @@ def any_app(request, data, admin):
     return {"data": data, "admin": admin}[request.param]
 
 
+@pytest.mark.private_interface("http", "CONNECT is an unknown method")
 @pytest.mark.parametrize("piece", [1 << 20, 1])
 @pytest.mark.parametrize("more", [b"", UPGRADE, b"Content-Length: 3\r\n"])
 @pytest.mark.parametrize("target", [b"/v2", b"other:80", b"*", b"/v2/models/words.lookup/infer"])
@@ -272,6 +279,7 @@ def test_an_offer_of_another_protocol_makes_one_parser(
     assert len(parsers) <= 2
 
 
+@pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
 @pytest.mark.parametrize("piece", [1 << 20, 1])
 @pytest.mark.parametrize("more", [b"", UPGRADE])
 @pytest.mark.parametrize("version", [b"2.0", b"1.1"])

@@ -18,7 +18,7 @@ import uvloop
 from hps.config.server_settings import GrpcSettings
 from services.frontend.auth import NoAuthorizer
 from services.frontend.grpc.server import GrpcServer
-from services.frontend.http.server import listen
+from services.frontend.http.server import HttpPortOptions, listen
 from services.frontend.workers.heartbeat import (
     GrpcHeartbeat,
     Heartbeat,
@@ -27,6 +27,7 @@ from services.frontend.workers.heartbeat import (
 )
 from services.frontend.workers.server import WorkerServer
 from services.frontend.workers.worker_watch import WorkerWatch
+from tests.support.fallbacks import HTTP_PROTOCOL
 from tests.support.server_thread import Running
 from tests.support.waiting import until
 
@@ -51,7 +52,11 @@ def over_http(data, stack):
     loop = uvloop.new_event_loop()
     ours, theirs = socket.socketpair()
     listener = listen("127.0.0.1", 0, "server.http")
-    started(stack, WorkerServer(data, [listener], 1, 60, None, theirs), loop)
+    started(
+        stack,
+        WorkerServer(data, [listener], 1, HttpPortOptions(60, protocol=HTTP_PROTOCOL), theirs),
+        loop,
+    )
     return stack.enter_context(closing(HttpHeartbeat(ours))), loop
 
 

@@ -10,8 +10,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import uvloop
 
-from services.frontend.http.server import listen
+from services.frontend.http.server import HttpPortOptions, listen
 from services.frontend.workers.server import WorkerServer
+from tests.support.fallbacks import HTTP_PROTOCOL
 from tests.support.server_thread import Running
 from tests.support.waiting import until
 
@@ -23,7 +24,8 @@ class Worker:
         self.listeners = [listen("127.0.0.1", 0, "server.http") for _ in range(3)]
         self.ports = [each.getsockname()[1] for each in self.listeners]
         self._loop = uvloop.new_event_loop()
-        self.server = WorkerServer(app, [each.dup() for each in self.listeners], 1, 60)
+        options = HttpPortOptions(60, protocol=HTTP_PROTOCOL)
+        self.server = WorkerServer(app, [each.dup() for each in self.listeners], 1, options)
         self.running = Running(self.server, self._loop)
         until(lambda: self.server.started)
 

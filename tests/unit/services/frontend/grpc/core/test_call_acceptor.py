@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from hps.errors import BadRequest
 from services.frontend.grpc import listener as port
+from services.frontend.grpc import responders
 from services.frontend.grpc import slow_readers as unsent_module
 from services.frontend.grpc.core import call_acceptor as module
 from services.frontend.grpc.core import probe
@@ -24,6 +25,8 @@ from services.frontend.grpc.thread_calls import ThreadPoolCalls
 from tests.support.http2_client import Http2Client
 from tests.support.waiting import until
 from tests.unit.services.frontend.grpc.test_server import keys, row
+
+pytestmark = pytest.mark.private_interface("grpc", "asserts how calls are taken from grpc's core")
 
 
 @pytest.fixture
@@ -67,6 +70,17 @@ def test_unsupported_grpc_answers_calls_on_threads(serve, monkeypatch):
 def test_setting_chooses_threads_without_a_probe(serve, monkeypatch):
     monkeypatch.setattr(probe, "is_supported", lambda: 1 / 0)
     assert isinstance(serve(grpc={"calls": "threads"}).server.acceptor, ThreadPoolCalls)
+
+
+def test_watchers_that_do_not_read_leave_other_calls_their_threads(serve):
+    with closing(Http2Client(url := serve(grpc={"calls": "threads"}).server.url)) as unresponsive:
+        for _ in range(40):
+            unresponsive.call("/grpc.health.v1.Health/Watch")
+        with grpc.insecure_channel(url) as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            assert check(b"", timeout=60) == b"\x08\x01"
+        with triton.InferenceServerClient(url) as client:
+            assert client.is_server_live(client_timeout=60)
 
 
 def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, monkeypatch):
@@ -394,7 +408,7 @@ def test_large_requests_do_not_hold_up_the_servers_thread(serve, small, monkeypa
             submit(*args, **kwargs),
         )[1],
     )
-    monkeypatch.setattr(unary, "_LARGE", 8)
+    monkeypatch.setattr(responders, "LARGE_BYTES", 8)
     with triton.InferenceServerClient(serve().server.url) as client:
         client.infer("words.lookup", [keys("left", 1)])
         monkeypatch.setattr(unary.UnaryCall, "answer", lambda self, message: 1 / 0)
