@@ -66,7 +66,7 @@ def degraded(ask: Any, server: Hps) -> str:
     return str(answer.get("parameters", {}).get("hps_degraded", ""))
 
 
-def test_a_node_serves_without_all_of_them(
+def test_node_serves_while_all_services_are_unreachable(
     ask: Any, server: Hps, ports: dict[str, int], tmp_path: Path
 ) -> None:
     need("redis-server")
@@ -88,7 +88,7 @@ def test_a_node_serves_without_all_of_them(
     assert "Traceback" not in server.log.read_text()
 
 
-def test_ingest_waits_for_both(small_repository: Path, tmp_path: Path) -> None:
+def test_ingest_waits_for_redis_and_kafka(small_repository: Path, tmp_path: Path) -> None:
     redis, kafka = free_ports(2)
     process = IngestProcess(
         tmp_path / "ingest",

@@ -118,7 +118,7 @@ JUNK = st.recursive(
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a JSON document."""
+    """All positions in a JSON document."""
     found = [path]
     if isinstance(node, dict | list):
         children = node.items() if isinstance(node, dict) else enumerate(node)
@@ -129,7 +129,7 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @st.composite
 def mutated(draw: st.DrawFn, document: Any) -> Any:
-    """``document`` with one to three places replaced, removed, repeated or added to."""
+    """``document`` with one to three positions replaced, removed, repeated or extended."""
     document = json.loads(json.dumps(document))
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(places(document)))
@@ -163,7 +163,7 @@ def dumps(document: Any) -> bytes:
 
 @given(request=good_requests(), binary=st.booleans())
 @settings(FUZZ, max_examples=100)
-def test_the_requests_that_are_mutated_are_good_ones(ask, small_server, request, binary):
+def test_unmutated_requests_are_answered(ask, small_server, request, binary):
     path, tensors = request
     header, raw = as_binary(tensors) if binary else (as_json(tensors), b"")
     text = dumps(header)
@@ -176,7 +176,7 @@ def test_the_requests_that_are_mutated_are_good_ones(ask, small_server, request,
 
 @given(data=st.data(), request=good_requests())
 @FUZZ
-def test_mutated_json(ask, small_server, data, request):
+def test_mutated_json_gets_no_server_error(ask, small_server, data, request):
     path, tensors = request
     body = dumps(data.draw(mutated(as_json(tensors))))
     headers = {"Content-Length": str(len(body)), "Content-Type": "application/json"}
@@ -185,7 +185,7 @@ def test_mutated_json(ask, small_server, data, request):
 
 @given(data=st.data(), request=good_requests())
 @FUZZ
-def test_mutated_binary(ask, small_server, data, request):
+def test_mutated_binary_gets_no_server_error(ask, small_server, data, request):
     """The header mutated, its length wrong, the tensors cut, extended or overwritten."""
     path, tensors = request
     header, raw = as_binary(tensors)
@@ -216,7 +216,7 @@ ENCODERS = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}
 
 @given(data=st.data(), request=good_requests())
 @settings(FUZZ, max_examples=150)
-def test_encodings(ask, small_server, data, request):
+def test_content_codings_get_no_server_error(ask, small_server, data, request):
     """Encodings that are named and not used, used and not named, unknown, cut short."""
     path, tensors = request
     body = dumps(as_json(tensors))
@@ -242,7 +242,7 @@ def test_encodings(ask, small_server, data, request):
     header=st.none() | st.integers(-1, 301),
 )
 @FUZZ
-def test_noise(ask, small_server, body, path, method, verb, header):
+def test_random_bytes_get_no_server_error(ask, small_server, body, path, method, verb, header):
     """Bytes that are no request at all, on paths that may not exist."""
     assume("#" not in path)
     headers = {"Content-Length": str(len(body))}
@@ -253,7 +253,7 @@ def test_noise(ask, small_server, body, path, method, verb, header):
 
 @given(chunks=st.lists(st.binary(min_size=1, max_size=40), max_size=6), request=good_requests())
 @settings(FUZZ, max_examples=60)
-def test_chunked_bodies(ask, small_server, chunks, request):
+def test_chunked_bodies_get_no_server_error(ask, small_server, chunks, request):
     path, tensors = request
     good = dumps(as_json(tensors))
     pieces = chunks or [good[i : i + 7] for i in range(0, len(good), 7)]
@@ -263,7 +263,7 @@ def test_chunked_bodies(ask, small_server, chunks, request):
 
 # -- connections of any bytes ----------------------------------------------------------------------
 
-# llhttp knows these; the last ones are not HTTP's, not upper case, or no method at all.
+# llhttp accepts these; the last ones are not HTTP's, not upper case, or no method at all.
 METHODS = """GET HEAD POST PUT DELETE CONNECT OPTIONS TRACE PATCH COPY LOCK MKCOL MOVE PROPFIND PROPPATCH
 SEARCH UNLOCK BIND REBIND UNBIND ACL REPORT MKACTIVITY CHECKOUT MERGE M-SEARCH NOTIFY SUBSCRIBE UNSUBSCRIBE
 PURGE MKCALENDAR LINK UNLINK SOURCE QUERY PRI DESCRIBE ANNOUNCE SETUP PLAY PAUSE TEARDOWN GET_PARAMETER
@@ -403,10 +403,10 @@ def fuzzed(small_server: Hps) -> Fuzzed:
 
 @given(port=st.sampled_from(["address", "admin"]), pieces=connections())
 @settings(FUZZ, max_examples=1000)
-def test_any_connection_leaves_the_server_answering(fuzzed, port, pieces):
+def test_server_answers_after_arbitrary_bytes_on_connections(fuzzed, port, pieces):
     fuzzed.take(port, pieces)
 
 
-def test_the_server_is_still_right(ask, small_server):
+def test_server_still_answers_correctly(ask, small_server):
     """Last in this file: no test above has left a trace."""
     check_still_right(ask, small_server)

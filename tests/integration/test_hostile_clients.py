@@ -30,7 +30,7 @@ def check_still_right(ask, server):
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_body_that_unpacks_to_gigabytes_is_refused_unread(ask, small_server, encoding):
+def test_compression_bomb_is_rejected(ask, small_server, encoding):
     body = ENCODERS[encoding](bytes(200 << 20))
     assert len(body) < 1 << 18
     headers = {"Content-Encoding": encoding, "Content-Length": str(len(body))}
@@ -40,7 +40,7 @@ def test_a_body_that_unpacks_to_gigabytes_is_refused_unread(ask, small_server, e
     assert small_server.process.memory_info().rss - before < 50 << 20
 
 
-def test_a_body_beyond_the_limit_is_refused(ask, small_server):
+def test_body_beyond_the_limit_is_rejected(ask, small_server):
     size = 100 << 20
     headers = {"Content-Length": str(size)}
     answer = ask(small_server.address, "POST", "/v2/models/words/infer", bytes(size), headers)
@@ -52,14 +52,14 @@ TENSOR = b'{"inputs": [{"name": "word", "shape": [1, 1], "datatype": "INT64", "d
 
 
 @pytest.mark.parametrize("body", [b'{"inputs": %b}' % NESTED, TENSOR % NESTED, b'{"a":' * 50_000])
-def test_json_that_nests_without_end_is_refused(ask, small_server, body):
+def test_deeply_nested_json_is_rejected(ask, small_server, body):
     length = {"Content-Length": str(len(body))}
     answer = ask(small_server.address, "POST", "/v2/models/words/infer", body, length)
     assert answer.status == 400
     check_still_right(ask, small_server)
 
 
-def test_a_grpc_message_that_unpacks_to_much_more_takes_no_memory(ask, small_server):
+def test_compressed_grpc_message_takes_no_memory_beyond_the_limit(ask, small_server):
     """Bodies of up to 200 KB, within the limit, that are up to 200 MB of zeros."""
     before = most_memory(small_server)
     with calling(small_server) as infer:
@@ -71,7 +71,7 @@ def test_a_grpc_message_that_unpacks_to_much_more_takes_no_memory(ask, small_ser
     assert most_memory(small_server) - before < 30 << 20
 
 
-def test_grpc_metadata_has_a_bound(ask, small_server):
+def test_grpc_metadata_is_bounded(ask, small_server):
     with calling(small_server) as infer:
         with pytest.raises(grpc.RpcError) as refused:
             infer(b"", metadata=[("x-long", "a" * (64 << 10))], timeout=60)
@@ -93,7 +93,7 @@ def most_memory(server):
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
-def test_clients_that_never_finish_do_not_hold_up_the_others(ask, small_server):
+def test_unfinished_requests_do_not_block_other_clients(ask, small_server):
     """Bodies that stop half way, heads that stop half way, connections that say nothing."""
     host, _, port = small_server.address.rpartition(":")
     head = b"POST /v2/models/words/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
@@ -118,7 +118,7 @@ def many_open_files():
 
 
 @pytest.mark.usefixtures("many_open_files")
-def test_a_client_that_connects_without_end_leaves_files_to_others(tmp_path):
+def test_one_client_cannot_use_all_open_files(tmp_path):
     """Other clients are served, and rows written meanwhile."""
     most = 512
     write_models(tmp_path / "models")

@@ -21,7 +21,7 @@ class Answer(NamedTuple):
 
 @pytest.mark.parametrize("port", ["address", "admin"])
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
-def test_every_operation(small_server, judge, port, mode):
+def test_every_operation_matches_its_document(small_server, judge, port, mode):
     """``mode``: requests that fit the document, or ones that break it in some place."""
     base = f"http://{getattr(small_server, port)}"
     document = schemathesis.openapi.from_url(f"{base}/openapi.json")

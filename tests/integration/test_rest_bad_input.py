@@ -121,7 +121,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_documented_status_at_once(small_server, case):
+def test_bad_input_gets_the_documented_status(small_server, case):
     path, data, headers, expected = CASES[case]
     good = framed(WORDS, body(WORD))
     start = time.monotonic()
@@ -137,7 +137,7 @@ def test_the_documented_status_at_once(small_server, case):
     assert again == 200
 
 
-def test_the_documentation_names_these_statuses():
+def test_documentation_names_these_statuses():
     table = dict(re.findall(r"^\| ([^|]+?) \| (\d{3}) \|", DOCS.read_text(), re.MULTILINE))
     for case, (_, _, _, status) in CASES.items():
         assert table.get(case) == str(status), case
@@ -158,7 +158,7 @@ def test_nan_in_binary_form_reaches_the_scores(small_server):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_of_100_mb_is_refused_and_the_connection_stays_usable(small_server, chunked):
+def test_body_of_100_mb_is_rejected_and_the_connection_stays_usable(small_server, chunked):
     before = small_server.process.memory_info().rss
     request = framed(WORDS, bytes(100 << 20), chunked=chunked)
     (status, answer), (again, _) = exchange(
@@ -169,20 +169,20 @@ def test_a_body_of_100_mb_is_refused_and_the_connection_stays_usable(small_serve
     assert small_server.process.memory_info().rss - before < 20 << 20
 
 
-def test_a_large_body_announced_with_expect_is_refused_before_it_is_sent(small_server):
+def test_large_body_announced_with_expect_is_rejected_before_it_is_sent(small_server):
     headers = {"Content-Length": 100 << 20, "Expect": "100-continue"}
     status, _ = exchange(small_server.address, framed(WORDS, b"", headers))
     assert status == 413
 
 
-def test_a_chunked_body_is_taken(small_server):
+def test_chunked_body_is_accepted(small_server):
     many = changed(shape=[1, 9000], data=list(range(1000)) * 9)
     status, answer = exchange(small_server.address, framed(WORDS, body(many), chunked=True))
     assert status == 200
     assert json.loads(answer)["outputs"][0]["shape"] == [9000, 8]
 
 
-def test_a_head_without_end_is_refused(small_server):
+def test_endless_head_is_rejected(small_server):
     host, _, port = small_server.address.rpartition(":")
 
     def flood(piece):
@@ -199,7 +199,7 @@ def test_a_head_without_end_is_refused(small_server):
     assert "head has more than" in json.loads(answer)["error"]
 
 
-def test_a_chunked_body_that_is_no_chunked_body(small_server):
+def test_invalid_chunked_body_is_rejected(small_server):
     head = framed(WORDS, b"", {"Transfer-Encoding": "chunked", "Content-Length": ""})
     head = head.replace(b"Content-Length: \r\n", b"")
     status, answer = exchange(small_server.address, head + b"no size\r\n")
@@ -207,7 +207,7 @@ def test_a_chunked_body_that_is_no_chunked_body(small_server):
     assert json.loads(answer)["error"]
 
 
-def test_bytes_that_are_not_http_get_an_answer(small_server):
+def test_bytes_that_are_not_http_are_answered_with_400(small_server):
     status, answer = exchange(small_server.address, b"nonsense\r\n\r\n")
     assert status == 400
     assert json.loads(answer)["error"]

@@ -70,7 +70,7 @@ def client(request, small_server, sync_client):
     return sync_client if request.param == "sync" else Blocking(small_server.address)
 
 
-def test_health_metadata_and_configuration(client):
+def test_health_metadata_and_configuration_are_read(client):
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("clicks")
@@ -89,7 +89,7 @@ def test_health_metadata_and_configuration(client):
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_ranking(client, binary):
+def test_ranking_returns_the_networks_scores(client, binary):
     inputs, logit = ranking(5, binary=binary)
     wanted = [
         triton.InferRequestedOutput(n, binary_data=binary)
@@ -105,7 +105,7 @@ def test_ranking(client, binary):
     assert head["parameters"] == {"hps_defaulted": 0, "hps_degraded": ""}
 
 
-def test_json_and_binary_agree_to_the_bit(client):
+def test_json_and_binary_answers_are_bit_identical(client):
     keys = RNG.integers(0, 1000, (2, 9))
     as_bytes = client.infer("words.lookup", [tensor("word", keys)]).as_numpy("word")
     wanted = [triton.InferRequestedOutput("word", binary_data=False)]
@@ -113,7 +113,7 @@ def test_json_and_binary_agree_to_the_bit(client):
     assert as_bytes.tobytes() == as_json.as_numpy("word").tobytes() == row(keys, 8).tobytes()
 
 
-def test_candidates_and_top_k(client):
+def test_top_k_returns_the_best_candidates(client):
     inputs, _ = ranking(6)
     user = inputs[0]._get_tensor()
     assert user["shape"] == [6, 1]
@@ -125,7 +125,7 @@ def test_candidates_and_top_k(client):
     assert best.as_numpy("score").tobytes() == everyone.as_numpy("score")[order].tobytes()
 
 
-def test_hps_own_form(client):
+def test_lookup_by_keys_and_numkeys(client):
     keys = np.array([[3, 999, 10**6]])
     counts = np.array([[3]], np.int32)
     result = client.infer("words", [tensor("KEYS", keys), tensor("NUMKEYS", counts)])
@@ -134,7 +134,7 @@ def test_hps_own_form(client):
     assert result.get_response()["parameters"]["hps_defaulted"] == 1
 
 
-def test_jagged_keys(client):
+def test_jagged_keys_are_pooled(client):
     inputs = [
         tensor("history", np.array([1, 3, -5])),
         tensor("history.offsets", np.array([0, 2, 2, 3])),
@@ -144,7 +144,7 @@ def test_jagged_keys(client):
     assert found.tolist() == [[1.5, 1.625], [0, 0], [-5, -4.875]]
 
 
-def test_errors_reach_the_caller(client):
+def test_errors_have_status_and_message(client):
     cases = [
         ("nope", [tensor("word", [[1]])], "404", "Request for unknown model: 'nope' is not found"),
         (
@@ -162,7 +162,7 @@ def test_errors_reach_the_caller(client):
         assert caught.value.status() == status
 
 
-def test_many_at_once(small_server):
+def test_concurrent_requests_are_answered(small_server):
     async def flood():
         async with triton_aio.InferenceServerClient(small_server.address) as client:
 
@@ -179,7 +179,7 @@ def test_many_at_once(small_server):
     asyncio.run(asyncio.wait_for(flood(), 120))
 
 
-def test_the_admin_port_shows_rows(small_server):
+def test_admin_port_shows_rows(small_server):
     import json
     import urllib.request
 

@@ -22,7 +22,7 @@ CURLS = [
 
 
 @pytest.mark.parametrize("words", CURLS, ids=lambda words: words[1])
-def test_curl(small_server, words):
+def test_curl_examples_work(small_server, words):
     name, url, *rest = words
     assert name == "curl"
     host, _, path = url.partition("/")
@@ -41,7 +41,7 @@ def test_curl(small_server, words):
 
 @pytest.mark.parametrize("code", [block for kind, block in BLOCKS if kind == "python"])
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-def test_python(small_server, code):
+def test_python_examples_work(small_server, code):
     names = {}
     code = code.replace("localhost:8000", small_server.address)
     exec(code.replace("localhost:8001", small_server.grpc), names)
@@ -50,6 +50,6 @@ def test_python(small_server, code):
             names[each].close()
 
 
-def test_there_are_examples_of_both_kinds():
+def test_documentation_has_curl_and_python_examples():
     assert len(CURLS) > 10
     assert sum(kind == "python" for kind, _ in BLOCKS) == 8

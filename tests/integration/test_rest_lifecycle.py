@@ -92,7 +92,7 @@ def running(*arguments, **options):
         server.join()
 
 
-def test_alive_but_not_ready_while_loading(small_repository, tmp_path):
+def test_server_is_live_but_not_ready_while_loading(small_repository, tmp_path):
     go = threading.Event()
 
     def slowly(chosen, progress):
@@ -118,7 +118,7 @@ def test_alive_but_not_ready_while_loading(small_repository, tmp_path):
         assert "loading" not in server.request("GET", "/v1/status", admin=True)[1]
 
 
-def test_a_stop_while_loading_cuts_loading_off(small_repository, tmp_path):
+def test_stop_cancels_loading(small_repository, tmp_path):
     loading = threading.Event()
 
     def forever(chosen, progress):
@@ -138,7 +138,7 @@ def test_a_stop_while_loading_cuts_loading_off(small_repository, tmp_path):
         assert not server.ready.is_set()
 
 
-def test_what_was_accepted_is_answered_and_the_node_is_closed(
+def test_accepted_requests_are_answered_and_the_node_is_closed(
     small_repository, tmp_path, monkeypatch
 ):
     # On a machine that is busy with other things, the default ten seconds may pass between two steps.
@@ -182,7 +182,7 @@ def test_what_was_accepted_is_answered_and_the_node_is_closed(
             state.node.lookup("words", {"word": [[12345]]})
 
 
-def test_a_request_that_outlasts_the_drain_does_not_keep_the_server(
+def test_request_longer_than_the_drain_does_not_delay_the_shutdown(
     small_repository, tmp_path, monkeypatch
 ):
     hasty = configuration(small_repository, tmp_path, drain_s=1, request_timeout_ms=120_000)
@@ -251,7 +251,7 @@ def test_requests_during_the_drain_delay_are_answered_and_connections_closed(
         assert server.error is None
 
 
-def test_a_server_records_spans_where_it_is_asked_to(small_repository, tmp_path, monkeypatch):
+def test_server_records_spans_if_tracing_is_configured(small_repository, tmp_path, monkeypatch):
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -273,7 +273,7 @@ def test_a_server_records_spans_where_it_is_asked_to(small_repository, tmp_path,
         assert spans[part].parent.span_id == request.context.span_id
 
 
-def test_a_repository_without_a_model_that_fits_ends_the_server(tmp_path):
+def test_unusable_repository_ends_the_server(tmp_path):
     empty = tmp_path / "models"
     empty.mkdir()
     server = Running(FrontendServer(configuration(empty, tmp_path)))
@@ -281,7 +281,7 @@ def test_a_repository_without_a_model_that_fits_ends_the_server(tmp_path):
     assert isinstance(server.error, ConfigError | ModelError)
 
 
-def test_a_port_that_is_taken(small_repository, tmp_path):
+def test_taken_port_is_a_configuration_error(small_repository, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         for name in ("http", "admin"):
@@ -292,14 +292,14 @@ def test_a_port_that_is_taken(small_repository, tmp_path):
             assert f"server.{name}: cannot listen on 127.0.0.1:{port}" in str(server.error)
 
 
-def test_a_port_open_to_everybody_needs_a_stated_mode(small_repository, tmp_path):
+def test_port_open_to_all_hosts_requires_an_explicit_auth_mode(small_repository, tmp_path):
     with pytest.raises(ConfigError, match=r"auth\.mode must be set"):
         FrontendServer(
             configuration(small_repository, tmp_path, http={"host": "0.0.0.0", "port": 0})
         )
 
 
-def test_stalled_connections_are_closed(small_repository, tmp_path, monkeypatch):
+def test_stalled_connections_are_closed_but_not_idle_ones(small_repository, tmp_path, monkeypatch):
     """A partial head or body, or a connection without data; not an idle one."""
     monkeypatch.setattr(http_server, "SWEEP_S", 0.3)
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode()
@@ -336,7 +336,7 @@ def serve(folder, **settings):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_process_with_exit_code_0(small_repository, tmp_path, number):
+def test_signal_ends_the_process_with_exit_code_0(small_repository, tmp_path, number):
     http_port, admin_port = free_ports(2)
     server = {"http": {"port": http_port}, "grpc": None, "admin": {"port": admin_port}}
     models = {"repository": str(small_repository)}
@@ -389,9 +389,7 @@ def test_sigterm_under_load_loses_no_request(small_repository, tmp_path):
     assert process.returncode == 0, errors
 
 
-def test_certificates_that_are_not_there_end_the_process_with_exit_code_2(
-    small_repository, tmp_path
-):
+def test_missing_certificates_end_the_process_with_exit_code_2(small_repository, tmp_path):
     tls = {"certificate_file": "no.crt", "key_file": "no.key"}
     server = {"http": {"port": 0}, "grpc": None, "admin": {"port": 0, "tls": tls}}
     models = {"repository": str(small_repository)}
@@ -403,7 +401,7 @@ def test_certificates_that_are_not_there_end_the_process_with_exit_code_2(
     assert "Traceback" not in errors
 
 
-def test_a_port_that_is_taken_ends_the_process_with_exit_code_2(small_repository, tmp_path):
+def test_taken_port_ends_the_process_with_exit_code_2(small_repository, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         server = {"http": {"port": port}, "grpc": None, "admin": {"port": 0}}

@@ -47,7 +47,7 @@ def infer(server: Hps, model: str, keys: dict[str, np.ndarray]):
 
 
 def rows(keys: np.ndarray, first: int, last: int, default: list[float]) -> np.ndarray:
-    """What ``write_models`` made of a table whose keys are ``first…last - 1``."""
+    """The rows that ``write_models`` writes for a table with the keys ``first…last - 1``."""
     dim = len(default)
     made = keys.reshape(-1, 1) + np.arange(dim, dtype=np.float32) / 8
     held = ((keys >= first) & (keys < last)).reshape(-1, 1)
@@ -60,7 +60,7 @@ def inferences(server: Hps, model: str) -> int:
 
 
 @pytest.mark.parametrize("shape", [(1, 26), (3, 2), (1, 0), (1, 3000)])
-def test_unpooled_keys(small_server, shape):
+def test_repeated_requests_for_unpooled_keys(small_server, shape):
     before = inferences(small_server, "words.lookup")
     for last in (1000, 1000, 1010, 1000, 3000):  # with unknown keys now and then
         keys = RNG.integers(0, last, shape)
@@ -70,7 +70,7 @@ def test_unpooled_keys(small_server, shape):
     assert inferences(small_server, "words.lookup") == before + 5 * shape[0]
 
 
-def test_several_features_some_of_one_table(small_server):
+def test_repeated_requests_for_several_features_of_one_table(small_server):
     for low, high in ((0, 50), (0, 50), (-60, 120), (0, 50)):
         user = RNG.integers(low, high, (4, 1))
         item = RNG.integers(low, high, (4, 1))
@@ -86,7 +86,7 @@ def test_several_features_some_of_one_table(small_server):
         assert parameters["hps_defaulted"] == unknown + ((user < 0) | (user >= 100)).sum()
 
 
-def test_hps_own_form_whose_counts_are_data(small_server):
+def test_repeated_requests_by_keys_and_numkeys(small_server):
     """``KEYS`` and ``NUMKEYS`` are two inputs, as many as the model has tables."""
     for users, items in ((2, 1), (1, 2), (3, 0), (0, 3), (2, 1)):
         flat = RNG.integers(0, 50, (1, 3))
@@ -100,7 +100,7 @@ def test_hps_own_form_whose_counts_are_data(small_server):
         assert parameters["hps_defaulted"] == 0
 
 
-def test_bags_whose_lengths_are_data(small_server):
+def test_repeated_requests_with_jagged_bags(small_server):
     for ends in ([0, 2, 5], [0, 0, 5], [0, 5, 5], [0, 2, 5]):
         flat = RNG.integers(0, 50, 5)
         keys = {"history": flat, "history.offsets": np.array(ends)}

@@ -110,7 +110,7 @@ def features(batch):
     }
 
 
-def test_hps_own_contract(client, node):
+def test_lookup_by_keys_and_numkeys(client, node):
     users, items = RNG.integers(0, 110, 7), RNG.integers(-60, 60, 5)
     result = infer(
         client,
@@ -126,7 +126,7 @@ def test_hps_own_contract(client, node):
     assert found.tobytes() == expected.tobytes()
 
 
-def test_a_tensor_per_feature(client, node):
+def test_lookup_with_one_tensor_per_feature(client, node):
     for batch in (1, 6):
         asked = features(batch)
         result = infer(client, "clicks.lookup", ["user", "history"], **asked)
@@ -136,7 +136,7 @@ def test_a_tensor_per_feature(client, node):
 
 
 @pytest.mark.parametrize("model", ["clicks", "halved"])
-def test_the_ensemble_scores_as_the_node_does(client, node, model):
+def test_ensemble_scores_equal_the_nodes(client, node, model):
     for batch in (1, 9, 64):
         asked, dense = features(batch), RNG.standard_normal((batch, 3), dtype=np.float32)
         result = infer(client, model, dense=dense, **asked)
@@ -145,7 +145,7 @@ def test_the_ensemble_scores_as_the_node_does(client, node, model):
             np.testing.assert_allclose(result.as_numpy(name), ours[name], atol=1e-6)
 
 
-def test_requests_at_the_same_time(client, node):
+def test_concurrent_requests_get_their_own_answers(client, node):
     asked = [features(int(batch)) for batch in RNG.integers(1, 9, 60)]
     if client.kind is triton_http:
         pytest.skip("Triton's HTTP client is for one thread")
@@ -158,8 +158,8 @@ def test_requests_at_the_same_time(client, node):
         assert result.as_numpy("history").tobytes() == expected.tobytes()
 
 
-def test_unequal_numbers_of_keys_share_a_call(server):
-    """Triton passes on requests together that wait at the same time, whatever their numbers of keys."""
+def test_requests_with_unequal_numbers_of_keys_are_batched(server):
+    """Triton passes on waiting requests together, whatever their numbers of keys."""
     with triton_grpc.InferenceServerClient(server.grpc) as client, ThreadPoolExecutor(16) as pool:
         client.kind = triton_grpc
         counted = statistics(client)
@@ -191,7 +191,7 @@ def statistics(client):
     return found.inference_count, found.execution_count
 
 
-def test_a_row_that_changes_is_seen(client, node):
+def test_changed_row_is_returned(client, node):
     key, row = np.array([[7]]), np.full((1, 8), float(RNG.integers(1, 1000)), np.float32)
     infer(client, "words.lookup", ["word"], word=key)
     node.write("words", "words", key[0], row)
@@ -200,7 +200,7 @@ def test_a_row_that_changes_is_seen(client, node):
     ]
 
 
-def test_it_stays_with_its_version_and_goes_with_the_nodes_model(client, node, config):
+def test_backend_keeps_its_version_until_the_node_removes_the_model(client, node, config):
     key, words = np.array([[900]]), config.parent / "models" / "words"
 
     def first():
@@ -238,7 +238,7 @@ def test_it_stays_with_its_version_and_goes_with_the_nodes_model(client, node, c
         ),
     ],
 )
-def test_wrong_requests(client, inputs, error):
+def test_invalid_requests_are_rejected(client, inputs, error):
     with pytest.raises(InferenceServerException, match=error) as refused:
         infer(client, "clicks.lookup", ["OUTPUT0"], **inputs)
     assert refused.value.status() == status(client, 400)

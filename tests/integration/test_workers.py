@@ -133,7 +133,7 @@ def test_status_lists_the_workers(server):
     assert counted(server, "hps_workers") == 2
 
 
-def test_the_answers_are_those_of_one_process_to_the_bit(server, alone):
+def test_answers_are_bit_identical_to_those_of_one_process(server, alone):
     rng = np.random.default_rng(3)
     with Client(f"http://{server.address}") as client:
         for _ in range(20):
@@ -153,7 +153,7 @@ def test_the_answers_are_those_of_one_process_to_the_bit(server, alone):
                 assert scores.outputs[name].tobytes() == values.tobytes()
 
 
-def test_grpc_is_answered_by_workers_too(server):
+def test_workers_answer_grpc(server):
     tritonclient = pytest.importorskip("tritonclient.grpc")
     with tritonclient.InferenceServerClient(server.grpc) as client:
         assert client.is_server_ready()
@@ -171,7 +171,7 @@ def _count(client: Any) -> int:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_perf_analyzer_reads_the_statistics_of_all(server, perf_analyzer_ready, protocol):
+def test_perf_analyzer_reads_the_sums_of_all_workers(server, perf_analyzer_ready, protocol):
     tritonclient = pytest.importorskip("tritonclient.grpc")
     address = server.grpc if protocol == "grpc" else server.address
     with tritonclient.InferenceServerClient(server.grpc) as client:
@@ -207,7 +207,7 @@ def test_every_worker_reports_the_sums_of_all(server):
             each.__exit__()
 
 
-def test_each_worker_keeps_to_its_bounds(server):
+def test_each_worker_has_its_own_byte_budget(server):
     """Of three bodies in transit, one worker has two, which exceed its byte budget."""
     host, _, port = server.address.rpartition(":")
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n\r\n".encode()
@@ -223,7 +223,7 @@ def test_each_worker_keeps_to_its_bounds(server):
     assert counted(server, "hps_requests_refused_total", reason="queue_bytes") >= 1
 
 
-def test_what_is_written_at_the_admin_port_every_worker_serves(server):
+def test_rows_written_at_the_admin_port_are_served_by_all_workers(server):
     def first(connection: Connection) -> float:
         word = WORD | {"data": [777]}
         answer = connection.ask("POST", PATH, json.dumps({"inputs": [word]}))
@@ -239,7 +239,7 @@ def test_what_is_written_at_the_admin_port_every_worker_serves(server):
         each.__exit__()
 
 
-def test_a_worker_that_was_killed_is_replaced_and_its_counts_stay(server):
+def test_killed_worker_is_replaced_and_its_counts_are_kept(server):
     before = workers(server)
     restarts = counted(server, "hps_worker_restarts_total")
     answered = counted(server, "hps_request_duration_seconds_count", model="words.lookup")
@@ -260,7 +260,7 @@ def test_a_worker_that_was_killed_is_replaced_and_its_counts_stay(server):
     assert total == answered + 8
 
 
-def test_connections_to_a_worker_that_is_away_are_answered_by_the_others(server):
+def test_connections_of_an_ended_worker_are_answered_by_the_others(server):
     """Its successor is stopped as it starts, so it answers none of them."""
     before = workers(server)[0]["pid"]
     os.kill(before, signal.SIGKILL)
@@ -298,7 +298,7 @@ def two_workers(folder: Path, timeout_s: float) -> Iterator[Hps]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGSTOP], ids=["loop", "stop"])
-def test_workers_that_are_stuck_are_not_ready_killed_and_replaced(tmp_path, monkeypatch, number):
+def test_stuck_workers_are_unready_then_killed_and_replaced(tmp_path, monkeypatch, number):
     """All of both workers: by an endless loop in the event loop, or the whole process."""
     (tmp_path / "sitecustomize.py").write_text(STUCK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -325,9 +325,7 @@ def test_briefly_stuck_worker_is_replaced_in_service_and_continues(tmp_path):
         before = workers(server)
         os.kill(before[0]["pid"], signal.SIGSTOP)
         try:
-            for _ in range(
-                32
-            ):  # some come to the one that is stuck, and wait until it counts as such
+            for _ in range(32):  # some reach the stuck one, and wait until it counts as stuck
                 with Connection(server.address) as connection:
                     connection.ask("POST", PATH, BODY)
             until(lambda: workers(server)[0]["state"] == "unresponsive")
@@ -366,7 +364,7 @@ def serve(
     return process, [worker["pid"] for worker in report["processes"][1:]], urls
 
 
-def test_a_killed_node_takes_its_workers_along_and_a_stopped_one_loses_no_request(
+def test_workers_end_with_a_killed_node_and_a_stopped_one_loses_no_request(
     small_repository, tmp_path
 ):
     ca = made(tmp_path, "ca")
@@ -381,7 +379,7 @@ def test_a_killed_node_takes_its_workers_along_and_a_stopped_one_loses_no_reques
     process.communicate(timeout=60)
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
-    # Another takes its place, in the folder and with the cache's name that it left.
+    # Another node starts with the folder and the name of the cache that it left.
     process, pids, urls = serve(tmp_path, small_repository)
     ends: list[Any] = []
     answered = [threading.Semaphore(0) for _ in range(8)]
@@ -418,7 +416,7 @@ def test_a_killed_node_takes_its_workers_along_and_a_stopped_one_loses_no_reques
     assert errors.count("hps.frontend stopped") == 3
 
 
-def test_a_worker_that_cannot_be_started_ends_the_server(small_repository, tmp_path):
+def test_worker_that_cannot_start_ends_the_server(small_repository, tmp_path):
     """Its gRPC certificate is found wrong by workers alone, since they alone listen."""
     (tmp_path / "config.yaml").write_text(
         json.dumps(
@@ -451,7 +449,7 @@ def test_a_worker_that_cannot_be_started_ends_the_server(small_repository, tmp_p
     assert "hps.frontend stopped" in done.stderr  # in order: nothing is left in shared memory
 
 
-def test_a_lookup_node_may_have_workers(tmp_path):
+def test_lookup_node_may_have_workers(tmp_path):
     """They answer front ends, by gRPC alone."""
     write_models(tmp_path / "models")
     limits = {"role": "lookup", "workers": 1}

@@ -1,4 +1,4 @@
-"""A node in memory, made by hand: two models, one of them with a dense part, and an ASGI client."""
+"""A node in memory with three models, one of them with a network, and an ASGI client."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ HALVES = {
 
 
 class Adder:
-    """``logit``: the sum of everything that is fed; ``score``: half of it."""
+    """``logit``: the sum of all inputs; ``score``: half of it."""
 
     inputs = (
         NetworkTensor("user", "FP32", (-1, 4)),
@@ -96,7 +96,7 @@ class Adder:
 
 
 class GatedTier(MemoryTier):
-    """A store that waits: it answers once ``gate`` is set."""
+    """A store that answers once ``gate`` is set."""
 
     def __init__(self) -> None:
         super().__init__(TierInfo("rocksdb", Source.ROCKSDB, blocking=True))
@@ -115,7 +115,7 @@ def row(key: int, dim: int) -> list[float]:
 
 @dataclass
 class Small:
-    """The node and its parts. Keys 0…9 lie in memory, 10…19 in the store."""
+    """The node and its parts. Keys 0…9 are in memory, 10…19 in the store."""
 
     node: Node
     memory: MemoryTier
@@ -176,7 +176,7 @@ def make_small() -> Small:
     node._resources.callback(writer.close)
     state = FrontendState()
     state.serve(node)
-    # A machine that stands still for seconds must not fail a test that is not about timeouts.
+    # A machine that stalls for seconds must not fail a test that is not about timeouts.
     return Small(node, memory, store, state, ServerSettings(request_timeout_ms=60_000))
 
 
@@ -190,7 +190,7 @@ def small() -> Iterator[Small]:
 
 @dataclass
 class Reply:
-    """What an application answered."""
+    """The response of an application."""
 
     status: int
     headers: dict[str, str]
@@ -217,7 +217,7 @@ async def call_app(
     chunks: Sequence[bytes] = (b"",),
     headers: Mapping[str, str] | None = None,
 ) -> Reply:
-    """One request to an ASGI application; the body comes in ``chunks``."""
+    """Send one request to an ASGI application, its body in ``chunks``."""
     left = list(chunks)
     messages: list[Any] = []
 
@@ -257,7 +257,7 @@ async def call_app(
 
 @pytest.fixture
 def ask() -> Any:
-    """``ask(app, method, path, body, headers)``: one request, answered."""
+    """``ask(app, method, path, body, headers)``: the reply to one request."""
 
     def ask(
         app: Any,
@@ -288,14 +288,14 @@ def data(small: Small) -> Any:
 
 @pytest.fixture
 def key_guard() -> Any:
-    """Wants API keys: sixteen times r, w or a for the roles read, write and admin."""
+    """Requires API keys: sixteen times r, w or a for the roles read, write and admin."""
     keys = [ApiKey(name=role, role=role, key=role[0] * 16) for role in ("read", "write", "admin")]
     return guard(load_api_keys(AuthSettings(mode="api_key", keys=keys)))
 
 
 @pytest.fixture
 def call() -> Any:
-    """``call(app, method, path, **options)``: one request through httpx."""
+    """``call(app, method, path, **options)``: the response to one request, by httpx."""
 
     def call(app: Any, method: str, path: str, **options: Any) -> httpx.Response:
         async def once() -> httpx.Response:
@@ -310,7 +310,7 @@ def call() -> Any:
 
 @pytest.fixture
 def error() -> Any:
-    """The text of a failed answer, which must have the one shape there is."""
+    """``error(reply)``: the message of a failed request, whose body must have the documented shape."""
 
     def error(reply: httpx.Response) -> str:
         assert reply.headers["content-type"] == "application/json"
@@ -322,7 +322,7 @@ def error() -> Any:
 
 
 class SlowNetwork:
-    """A network whose runs take until the test lets them end."""
+    """A network whose runs last until ``leave`` is set."""
 
     def __init__(self, network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.leave = threading.Event()

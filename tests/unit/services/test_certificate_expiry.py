@@ -1,4 +1,4 @@
-"""Until when certificates are valid that the settings name."""
+"""Metrics for the expiry of certificates in the settings."""
 
 import time
 
@@ -13,17 +13,17 @@ from tests.support.certificates import expire, made
 from tests.support.redis_servers import need
 
 DAY_S = 86_400
-OLD_S = 1_577_836_800  # the beginning of 2020
+OLD_S = 1_577_836_800  # 2020-01-01
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A key and its certificate, of two days."""
+    """A key and its certificate, valid for two days."""
     need("openssl")
     return made(tmp_path_factory.mktemp("certificates"), "one")
 
 
-def test_the_first_that_ends_counts_of_roots_the_last(pair, tmp_path):
+def test_first_expiry_counts_but_the_last_of_roots(pair, tmp_path):
     old = tmp_path / "old.crt"
     old.write_text(pair[1].read_text())
     expire(old)
@@ -37,7 +37,7 @@ def test_the_first_that_ends_counts_of_roots_the_last(pair, tmp_path):
     assert expiry(tmp_path / "none.crt") is None
 
 
-def test_files_that_are_read_again_are_told_as_they_are_others_as_they_were(pair, tmp_path):
+def test_reloaded_files_are_read_again_and_others_keep_their_expiry_at_start(pair, tmp_path):
     key, certificate = pair
     port, client = tmp_path / "port.crt", tmp_path / "client.crt"
     for each in (port, client):

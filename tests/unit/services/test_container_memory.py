@@ -1,4 +1,4 @@
-"""How much memory there is, as the kernel tells it of machines and containers."""
+"""Memory of machines and containers, as the kernel reports it."""
 
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ def written(folder: Path, **files: object) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """Of 16 GB, 6 of which are taken."""
+    """A machine with 16 GB, 6 of which are used."""
     kilobytes = {"MemTotal": 16 << 20, "MemFree": 1 << 20, "MemAvailable": 10 << 20}
     lines = "\n".join(f"{name}:  {n} kB" for name, n in kilobytes.items())
     written(tmp_path / "proc", meminfo=lines)
@@ -33,28 +33,28 @@ def told(machine: Path, groups: str) -> ContainerMemory:
     return read_memory_limits(machine / "proc", machine / "groups")
 
 
-def test_of_a_machine(machine):
+def test_memory_of_a_machine(machine):
     assert told(machine, "0::/") == (6 * GB, 16 * GB)
     written(machine / "groups", memory__max="max", memory__current=GB, memory__stat="anon 1")
     assert told(machine, "0::/") == (6 * GB, 16 * GB)
 
 
-def test_of_a_container_files_that_are_cached_do_not_count(machine):
+def test_memory_of_a_container_excludes_file_cache(machine):
     stat = f"anon {2 * GB}\ninactive_file {GB}\nactive_file {GB // 2}"
     written(machine / "groups", memory__max=4 * GB, memory__current=3 * GB, memory__stat=stat)
     assert told(machine, "0::/") == (3 * GB - GB - GB // 2, 4 * GB)
-    # Named as whoever is outside sees it.
+    # The name that is seen from outside the container.
     assert told(machine, "0::/../../pods/one") == (3 * GB - GB - GB // 2, 4 * GB)
 
 
-def test_of_the_group_that_has_the_least_left(machine):
+def test_memory_of_the_fullest_group_counts(machine):
     pod = machine / "groups/pod"
     written(pod, memory__max=2 * GB, memory__current=GB, memory__stat="anon 1")
     written(pod / "hps", memory__max=8 * GB, memory__current=GB // 2, memory__stat="anon 1")
     assert told(machine, "0::/pod/hps") == (GB, 2 * GB)
 
 
-def test_of_the_first_version_of_groups(machine):
+def test_memory_by_control_groups_version_1(machine):
     files = {"memory__stat": f"total_inactive_file {GB}", "memory__usage_in_bytes": 3 * GB}
     group = machine / "groups/memory/hps"
     written(group, memory__limit_in_bytes=4 * GB, **files)
@@ -63,15 +63,15 @@ def test_of_the_first_version_of_groups(machine):
     assert told(machine, lines) == (2 * GB, 4 * GB)
 
 
-def test_of_this_machine():
+def test_memory_of_this_machine_is_plausible():
     found = read_memory_limits()
     assert 1 << 20 < found.used < found.limit
 
 
-def test_where_the_system_shows_nothing_of_it_nothing_is_told(
+def test_metrics_omit_memory_that_the_system_hides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And all other metrics are."""
+    """All other metrics are exported."""
     metrics = Metrics()
     publish_memory(metrics)
     assert len(metrics.numbers()[m.MEMORY_LIMIT]) == 1

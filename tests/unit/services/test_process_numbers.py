@@ -1,4 +1,4 @@
-"""What a server process tells of itself."""
+"""Metrics of a server process."""
 
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
@@ -12,12 +12,12 @@ RssShmem:\t   10 kB
 """
 
 
-def test_kinds_of_resident_memory():
+def test_resident_memory_by_kind():
     told = {"anonymous": 60 << 10, "file": 30 << 10, "shared": 10 << 10}
     assert dict(resident_bytes(STATUS)) == told
 
 
-def test_a_process_is_told_of():
+def test_process_exports_cpu_time_and_memory():
     metrics = Metrics()
     publish_process(metrics, "lookup")
     numbers = metrics.numbers()

@@ -1,4 +1,4 @@
-"""Predictions and lookups answered together, as the settings say."""
+"""Dynamic batching of predictions and lookups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAR = 1e12
 
 @pytest.fixture
 def batched(small):
-    """``batched(**settings)``: the small node's endpoints, batched."""
+    """``batched(**settings)``: the small node's endpoints with dynamic batching."""
 
     def make(**settings):
         batching = BatchingSettings(**{"at_once": 1, **settings})
@@ -52,7 +52,7 @@ def call(items, *, users=None, top_k=None, outputs=None, offsets=None):
 
 
 def runs(small, name):
-    """How many batches of how many requests."""
+    """Number of batches by their number of requests."""
     counts, requests = small.node.metrics.histogram(m.BATCH_REQUESTS, name).read()
     return sum(counts), requests
 
@@ -62,7 +62,7 @@ def answers(endpoint, result):
     return dict(endpoint.outputs(asked, future.result(60)))
 
 
-def test_predictions_that_wait_are_one_run(small, batched):
+def test_waiting_predictions_run_as_one_batch(small, batched):
     endpoint, plain = batched()["ctr"], small.state.entries["ctr"].endpoint
     small.store.gate.clear()
     first = endpoint.submit(call([15]), FAR)
@@ -90,8 +90,8 @@ def test_predictions_that_wait_are_one_run(small, batched):
 
 
 @pytest.mark.parametrize("name", ["ctr", "ctr.lookup"])
-def test_a_batch_is_on_behalf_of_its_first_request(small, batched, name, monkeypatch):
-    """Where no spans are kept, those who are asked are told of that one."""
+def test_batch_runs_with_the_trace_of_its_first_request(small, batched, name, monkeypatch):
+    """Without recorded spans, downstream services get the first request's trace."""
     told, fetch = [], small.store.fetch
 
     def telling(parts, ctx):
@@ -104,7 +104,7 @@ def test_a_batch_is_on_behalf_of_its_first_request(small, batched, name, monkeyp
 
 
 @pytest.mark.parametrize("name", ["ctr", "ctr.lookup"])
-def test_a_batch_is_a_span_linked_to_its_requests(small, batched, name):
+def test_batch_has_a_span_linked_to_its_requests(small, batched, name):
     export = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -127,7 +127,7 @@ def test_a_batch_is_a_span_linked_to_its_requests(small, batched, name):
 
 
 def submit_three(small, endpoint, origins):
-    """A request alone, and two that wait for it and are one batch."""
+    """Submit one request, and two that wait for it and form one batch."""
     small.store.gate.clear()
     futures = []
     for key, origin in enumerate(origins, 15):
@@ -141,7 +141,7 @@ def submit_three(small, endpoint, origins):
         future.result(60)
 
 
-def test_a_request_at_fault_fails_alone(small, batched):
+def test_invalid_request_fails_alone(small, batched):
     endpoint = batched()["ctr"]
     small.store.gate.clear()
     endpoint.submit(call([15]), FAR)
@@ -155,7 +155,7 @@ def test_a_request_at_fault_fails_alone(small, batched):
     )
 
 
-def test_a_network_that_chokes_on_one_request_fails_that_one(small, batched, monkeypatch):
+def test_request_that_makes_the_network_fail_fails_alone(small, batched, monkeypatch):
     pipeline = small.node.models["ctr"].pipeline
     run = pipeline.dense.predict
 
@@ -176,7 +176,7 @@ def test_a_network_that_chokes_on_one_request_fails_that_one(small, batched, mon
 
 
 @pytest.mark.parametrize("delay_us", [0, 500])
-def test_scores_under_concurrency(small, batched, delay_us):
+def test_concurrent_requests_get_their_own_scores(small, batched, delay_us):
     endpoint = batched(max_rows=16, max_delay_us=delay_us)["ctr"]
     plain = small.state.entries["ctr"].endpoint
     random = np.random.default_rng(3)
@@ -191,7 +191,7 @@ def test_scores_under_concurrency(small, batched, delay_us):
         )
 
 
-def test_lookups_share_the_settings(small, batched):
+def test_lookups_are_batched_too(small, batched):
     endpoints = batched()
     small.store.gate.clear()
     kept = RequestTemplate(shapes={"left": [1, 1]}, kept=True)
@@ -199,13 +199,13 @@ def test_lookups_share_the_settings(small, batched):
     def ask(key):
         return endpoints["words"].submit(InferenceRequest(kept, {"left": np.array([key])}), FAR)
 
-    assert ask(3).done()  # memory has it, and nothing is under way
+    assert ask(3).done()  # it is in memory, and no batch is running
     first, *others = (ask(key) for key in (15, 3, 16))
     assert not any(future.done() for future in others)
     small.store.gate.set()
     assert [f.result(60).vectors["left"][0, 0] for f in (first, *others)] == [15, 3, 16]
 
 
-def test_the_settings_bound_a_batch_and_the_model_too(batched):
+def test_batch_size_is_bounded_by_settings_and_model(batched):
     bounds = batched(max_rows=1000)["halves"]._endpoint._engine._batcher._limits
     assert bounds.rows == 8

@@ -1,4 +1,4 @@
-"""Files of certificates that cannot be used, told apart; the same for every protocol."""
+"""Errors for unusable certificate files, for all protocols."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.certificates import expire
         ({"client_ca_file": "text"}, r"server\.x\.tls: [^ ]*/text cannot be used: invalid PEM"),
     ],
 )
-def test_files_that_cannot_be_used(certificates, tls, tmp_path: Path, changed, problem) -> None:
+def test_unusable_files_are_reported(certificates, tls, tmp_path: Path, changed, problem) -> None:
     (tmp_path / "text").write_text("no certificate")
     (tmp_path / "other").write_bytes(certificates["front"][0].read_bytes())
     (tmp_path / "old").write_bytes(tls["certificate_file"].read_bytes())
@@ -41,5 +41,5 @@ def test_files_that_cannot_be_used(certificates, tls, tmp_path: Path, changed, p
     assert "\n" not in str(caught.value)
 
 
-def test_an_alternative_name_passes_for_no_common_name() -> None:
+def test_alternative_name_is_not_a_common_name() -> None:
     assert caller_names(["a.org", "CN=root"], ["me"]) == {"a.org", "CN=me"}

@@ -1,4 +1,4 @@
-"""Connections of a port, within what files may be open."""
+"""Limit on a port's connections."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from services.frontend.connection_limit import ConnectionLimit, most_connections
 INFINITE = resource.RLIM_INFINITY
 
 
-def test_a_client_has_half_of_them() -> None:
-    there = ConnectionLimit(4)
-    assert [there.enter("a") for _ in range(3)] == [True, True, False]
-    assert [there.enter(client) for client in "bcd"] == [True, True, False]
-    there.leave("a")
-    assert [there.enter(client) for client in "dd"] == [True, False]
+def test_one_client_gets_half_of_the_connections() -> None:
+    limit = ConnectionLimit(4)
+    assert [limit.enter("a") for _ in range(3)] == [True, True, False]
+    assert [limit.enter(client) for client in "bcd"] == [True, True, False]
+    limit.leave("a")
+    assert [limit.enter(client) for client in "dd"] == [True, False]
 
 
-def test_of_few_too() -> None:
-    there = ConnectionLimit(1)
-    assert [there.enter("a") for _ in range(2)] == [True, False]
+def test_one_client_gets_half_of_few_connections() -> None:
+    limit = ConnectionLimit(1)
+    assert [limit.enter("a") for _ in range(2)] == [True, False]
 
 
-def test_it_is_told_from_time_to_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_connections_are_logged_at_most_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.WARNING, "hps.frontend")
-    there = ConnectionLimit(1)
+    limit = ConnectionLimit(1)
     for _ in range(5):
-        there.enter("1.2.3.4")
+        limit.enter("1.2.3.4")
     (told,) = caplog.messages
     assert "ulimit -n" in told
     assert "client=1.2.3.4 open=1" in told
@@ -47,7 +49,7 @@ def test_it_is_told_from_time_to_time(caplog: pytest.LogCaptureFixture) -> None:
         ((100, 100), None, 64),
     ],
 )
-def test_the_limit_of_open_files_is_raised(
+def test_limit_of_open_files_is_raised(
     limits: tuple[int, int], raised: int | None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_to: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""What models take and give on the wire: every form, and what is refused."""
+"""Endpoints: every format of requests and answers, and rejected requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ K = "INT64"
 
 
 def infer(small, model, tensors, outputs=None, **parameters):
-    """Outputs by name, through the endpoint alone."""
+    """``infer(name, inputs)``: outputs by name, from the endpoint."""
     import orjson
 
     entry = small.state.entries[model]
@@ -49,7 +49,7 @@ def logits():
 # -- lookup by feature -----------------------------------------------------------------------------
 
 
-def test_a_tensor_per_feature(small):
+def test_lookup_with_one_tensor_per_feature(small):
     found, call, result = infer(
         small, "ctr.lookup", [("item", K, [[1], [12]]), ("user", K, [[1], [99]])]
     )
@@ -60,7 +60,7 @@ def test_a_tensor_per_feature(small):
     assert result.defaulted == 1
 
 
-def test_the_model_without_a_dense_part_answers_under_both_names(small):
+def test_model_without_network_answers_under_both_names(small):
     for name in ("words", "words.lookup"):
         found, _, _ = infer(small, name, [("left", K, [[1]]), ("right", K, [[2]])])
         assert found["left"].tolist() == rows([1], 3)
@@ -70,7 +70,7 @@ def test_the_model_without_a_dense_part_answers_under_both_names(small):
 @pytest.mark.parametrize(
     "datatype", ["INT8", "UINT8", "INT16", "UINT16", "INT32", "UINT32", "UINT64"]
 )
-def test_keys_of_any_integer_type_are_widened(small, datatype):
+def test_keys_of_any_integer_type_are_widened_to_64_bits(small, datatype):
     found, _, _ = infer(small, "words.lookup", [("left", datatype, [[7]])])
     assert found["left"].tolist() == rows([7], 3)
 
@@ -96,7 +96,7 @@ def test_jagged_keys_with_and_without_weights(small):
     assert found["history"].tolist() == [[1.5, 1.625], [0, 0], [5, 5.125]]
 
 
-def test_weights_beside_a_fixed_number_of_keys(small):
+def test_weights_with_fixed_hotness(small):
     keys = ("history", K, [[1, 3]])
     for weights in ([[3, 1]], [3, 1]):
         found, _, _ = infer(small, "ctr.lookup", [keys, ("history.weights", "FP32", weights)])
@@ -108,7 +108,7 @@ def test_one_key_per_sample_needs_no_second_dimension(small):
     assert found["item"].tolist() == rows([1, 2], 2)
 
 
-def test_sources_have_the_keys_shape(small):
+def test_source_outputs_have_the_shape_of_the_keys(small):
     keys = [[1, 12], [99, 1]]
     found, _, _ = infer(small, "ctr.lookup", [("history", K, keys)], ["history.source", "history"])
     assert list(found) == ["history.source", "history"]
@@ -116,7 +116,7 @@ def test_sources_have_the_keys_shape(small):
     assert found["history.source"].dtype == np.uint8
 
 
-def test_an_output_whose_input_was_not_sent_is_left_out(small):
+def test_output_without_its_input_is_left_out(small):
     found, _, _ = infer(
         small, "ctr.lookup", [("item", K, [[1]])], ["user", "item", "user.source", "OUTPUT0"]
     )
@@ -193,13 +193,13 @@ LOOKUP_FAULTS = {
 
 
 @pytest.mark.parametrize("case", LOOKUP_FAULTS)
-def test_lookups_at_fault(small, case):
+def test_invalid_lookups_are_rejected(small, case):
     tensors, message = LOOKUP_FAULTS[case]
     with pytest.raises(BadRequest, match=message):
         infer(small, "ctr.lookup", tensors)
 
 
-def test_outputs_nobody_has(small):
+def test_unknown_outputs_are_rejected(small):
     with pytest.raises(
         BadRequest, match=r"unexpected inference output \"items\" for model.*'item'"
     ):
@@ -208,12 +208,12 @@ def test_outputs_nobody_has(small):
         infer(small, "ctr.lookup", [("item", K, [[1]])], top_k=1)
 
 
-# -- HPS's own form --------------------------------------------------------------------------------
+# -- HPS's KEYS and NUMKEYS ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(1, -1), (-1,)])
 @pytest.mark.parametrize("model", ["words", "words.lookup"])
-def test_keys_and_numkeys(small, model, shape):
+def test_lookup_with_keys_and_numkeys(small, model, shape):
     keys = np.array([1, 12, 99, 4, 5]).reshape(shape)
     found, call, result = infer(
         small, model, [("KEYS", K, keys), ("NUMKEYS", "INT32", np.array([3, 2]).reshape(shape))]
@@ -226,7 +226,7 @@ def test_keys_and_numkeys(small, model, shape):
     assert call.batch == 1
 
 
-def test_tables_without_keys(small):
+def test_tables_without_keys_are_left_out(small):
     def flat(counts, keys):
         tensors = [("KEYS", K, keys), ("NUMKEYS", "INT32", counts)]
         return infer(small, "words", tensors)[0]["OUTPUT0"].tolist()
@@ -236,14 +236,14 @@ def test_tables_without_keys(small):
     assert flat([0, 0], []) == []
 
 
-def test_the_source_of_every_key(small):
+def test_source_of_every_key_is_reported(small):
     tensors = [("KEYS", K, [[1, 12, 99]]), ("NUMKEYS", "INT32", [[2, 1]])]
     found, _, _ = infer(small, "words", tensors, ["KEYS.source", "OUTPUT0", "left"])
     assert found["KEYS.source"].tolist() == [[2, 4, 0]]
     assert list(found) == ["KEYS.source", "OUTPUT0"]
 
 
-def test_half_precision_rows_come_as_float32(small):
+def test_half_precision_rows_are_returned_as_float32(small):
     tensors = [("KEYS", K, [1]), ("NUMKEYS", "INT32", [1])]
     found, _, _ = infer(small, "halves", tensors)
     assert found["OUTPUT0"].dtype == np.float32
@@ -255,7 +255,7 @@ def test_half_precision_rows_come_as_float32(small):
 # -- ranking ---------------------------------------------------------------------------------------
 
 
-def test_scores(small):
+def test_ranking_returns_scores(small):
     found, call, _ = infer(small, "ctr", RANKING)
     assert list(found) == ["score", "logit"]
     np.testing.assert_allclose(found["logit"], logits(), rtol=1e-6)
@@ -263,18 +263,18 @@ def test_scores(small):
     assert call.batch == 2
 
 
-def test_outputs_in_the_order_of_the_request(small):
+def test_outputs_have_the_order_of_the_request(small):
     found, _, _ = infer(small, "ctr", RANKING, ["item.source", "logit"])
     assert list(found) == ["item.source", "logit"]
     assert found["item.source"].tolist() == [[2], [2]]
 
 
-def test_sources_alone(small):
+def test_ranking_returns_sources_only(small):
     found, _, _ = infer(small, "ctr", RANKING, ["history.source"])
     assert found["history.source"].tolist() == [[2, 2], [2, 2]]
 
 
-def test_top_k(small):
+def test_top_k_returns_the_best_candidates(small):
     found, _, _ = infer(small, "ctr", RANKING, top_k=1)
     assert list(found) == ["score", "logit", "top_k_index"]
     assert found["top_k_index"].tolist() == [1]
@@ -283,7 +283,7 @@ def test_top_k(small):
     assert found["top_k_index"].tolist() == [1, 0]
 
 
-def test_an_empty_batch_of_candidates(small):
+def test_empty_batch_of_candidates_has_empty_scores(small):
     empty = [(n, d, np.zeros((0, *np.shape(v)[1:]), np.asarray(v).dtype)) for n, d, v in RANKING]
     found, _, _ = infer(small, "ctr", empty)
     assert found["score"].shape == (0, 1)
@@ -305,7 +305,7 @@ RANKING_FAULTS = {
 
 
 @pytest.mark.parametrize("case", RANKING_FAULTS)
-def test_ranking_at_fault(small, case):
+def test_invalid_ranking_requests_are_rejected(small, case):
     tensors, options, message = RANKING_FAULTS[case]
     with pytest.raises(BadRequest, match=message):
         infer(small, "ctr", tensors, **options)

@@ -17,7 +17,7 @@ def engine(features: dict[str, str], dims: dict[str, int]) -> SimpleNamespace:
     return SimpleNamespace(tables=tables, features=found)
 
 
-def test_keys_go_by_the_tables():
+def test_keys_are_split_by_table():
     form = HpsKeysFormat(engine({"old": "user", "new": "user"}, {"user": 2, "item": 3}))
     assert form.names == ["user", "item"]
     assert {n: k.keys.tolist() for n, k in form.split(np.arange(3), [2, 1]).items()} == {
@@ -27,7 +27,7 @@ def test_keys_go_by_the_tables():
     assert list(form.split(np.arange(3), [0, 3])) == ["item"]
 
 
-def test_keys_go_by_the_features_where_hps_fused_the_tables():
+def test_keys_are_split_by_feature_if_hps_fused_the_tables():
     features = {"user": "fused_embedding1", "item": "fused_embedding0", "shop": "fused_embedding1"}
     of = engine(features, {"fused_embedding0": 1, "fused_embedding1": 2})
     form = HpsKeysFormat(of)
@@ -46,7 +46,7 @@ def test_keys_go_by_the_features_where_hps_fused_the_tables():
     assert [each.tolist() for each in joined] == [[0], [1]]
 
 
-def test_one_fused_table_of_one_feature_keeps_the_features_name():
+def test_fused_table_of_one_feature_has_the_features_name():
     form = HpsKeysFormat(engine({"user": "fused_embedding0"}, {"fused_embedding0": 2}))
     assert form.names == ["user"]
     split = form.split(np.arange(2), [2])

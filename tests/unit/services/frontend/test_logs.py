@@ -1,4 +1,4 @@
-"""Log lines as text and as JSON, and what is told of single requests."""
+"""Log lines as text and as JSON, and the access log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def line(form, message, *args, error=None):
     ).format(record)
 
 
-def test_a_json_line_has_the_fields_of_the_text():
+def test_json_line_has_the_fields_of_the_text_line():
     args = logs.fields(model="m", keys=3, empty="", text='a "b"')
     text = line("text", "serving %s", args)
     assert text.endswith('WARNING hps.x serving model=m keys=3 text="a \\"b\\"" worker=1')
@@ -47,11 +47,11 @@ def test_a_json_line_has_the_fields_of_the_text():
     assert told["msg"] == "two of 3\nfailed"
     assert told["traceback"] == "ValueError: x\ny"
     assert json.loads(line("json", "nothing %s", logs.fields()))["msg"].rstrip() == "nothing"
-    # What an event calls like the line's own does not take its place.
+    # A field of an event does not replace a field of the line with the same name.
     assert json.loads(line("json", "a %s", logs.fields(level="mine")))["level"] == "warning"
 
 
-def test_nothing_in_a_line_is_obeyed_by_a_terminal():
+def test_terminal_control_characters_are_escaped():
     said = line("text", "table %s: größer… \\", "\x1b[2Jx\r\x9b\u2028y\n")
     assert said.endswith("table \\x1b[2Jx\\r\\x9b\\u2028y\\n: größer… \\\\ worker=1")
 
@@ -64,7 +64,7 @@ def levels():
         logging.getLogger(name).setLevel(level)
 
 
-def test_the_level_is_changed_while_the_server_runs(levels):
+def test_log_level_changes_while_the_server_runs(levels):
     state, spread = ServerState("node"), []
     state.propagate_log_level = spread.append
     logs.set_level("info")
@@ -114,7 +114,7 @@ def tell(observer, origin):
     observer.answered("grpc", origin, Endpoint(), call, Result(), 0, 10, 20, 5_000_000)
 
 
-def test_a_share_of_the_requests_is_told(caplog, monkeypatch):
+def test_share_of_the_requests_is_logged(caplog, monkeypatch):
     monkeypatch.setattr("random.random", iter([0.4, 0.6, 0.4, 0.6]).__next__)
     caplog.set_level("INFO", "hps.access")
     observer = RequestObserver(0.5)
@@ -140,7 +140,7 @@ def test_a_share_of_the_requests_is_told(caplog, monkeypatch):
     assert second.args["error"] == "busy"
 
 
-def test_nothing_is_told_unless_asked_for(caplog):
+def test_requests_are_not_logged_by_default(caplog):
     caplog.set_level("INFO", "hps.access")
     observer = RequestObserver()
     assert not observer.watches
@@ -148,7 +148,9 @@ def test_nothing_is_told_unless_asked_for(caplog):
     assert not caplog.records
     assert observer.begin("m", 0, "", "", "").request_id == ""
     with caplog.at_level("DEBUG", "hps.access"):
-        assert len(observer.begin("m", 0, "", "", "").request_id) == 16  # who logs needs a name
+        assert (
+            len(observer.begin("m", 0, "", "", "").request_id) == 16
+        )  # a logged request needs an id
         tell(observer, RequestContext("r-1"))
     assert len(caplog.records) == 1
 
@@ -166,5 +168,5 @@ def test_nothing_is_told_unless_asked_for(caplog):
         ("", False),
     ],
 )
-def test_a_trace_is_taken_over_when_it_is_one(header, is_one):
+def test_valid_traceparent_is_continued(header, is_one):
     assert traceparent_of(header) == (header[:55] if is_one else "")

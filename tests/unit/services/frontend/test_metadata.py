@@ -1,4 +1,4 @@
-"""Models as the protocol describes them, and requests made from the description."""
+"""Model metadata, and requests that are built from it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def test_metadata_of_lookups(data, call):
 
 
 @pytest.mark.parametrize("model", ["ctr", "ctr.lookup", "words", "halves.lookup"])
-def test_configuration_and_metadata_agree(data, model, call):
-    """As perf_analyzer reads them: the metadata's first dimension is the batch, the
-    configuration's dimensions are without it."""
+def test_configuration_and_metadata_agree_on_dimensions(data, model, call):
+    """As perf_analyzer reads them: only the metadata's dimensions include the batch."""
     metadata = call(data, "GET", f"/v2/models/{model}").json()
     config = call(data, "GET", f"/v2/models/{model}/config").json()
     assert config["max_batch_size"] > 0
@@ -58,8 +57,8 @@ def test_configuration_and_metadata_agree(data, model, call):
 
 
 @pytest.mark.parametrize("model", ["ctr", "ctr.lookup", "words", "words.lookup", "halves.lookup"])
-def test_a_request_made_from_the_metadata_is_answered(data, model, call):
-    """Every input sent and every output asked for, as perf_analyzer does."""
+def test_request_built_from_the_metadata_is_answered(data, model, call):
+    """It sends every input and requests every output, as perf_analyzer does."""
     metadata = call(data, "GET", f"/v2/models/{model}").json()
     inputs = []
     for tensor in metadata["inputs"]:

@@ -25,13 +25,13 @@ def control(small):
 
 @pytest.fixture
 def everywhere(small, control):
-    """Served by a state whose data ports load and unload too."""
+    """Serves with a state whose data ports load and unload, too."""
     small.state = FrontendState(settings=Settings.model_validate({"models": {"control": "all"}}))
     small.state.serve(small.node)
     return small
 
 
-def test_the_index_has_states(call, admin, control):
+def test_index_reports_the_state_of_each_model(call, admin, control):
     told = call(admin, "POST", "/v2/repository/index").json()
     found = [(each["name"], each["version"], each["state"], each["reason"]) for each in told]
     assert found[:2] == [("ctr", "1", "READY", ""), ("ctr.lookup", "1", "READY", "")]
@@ -43,7 +43,7 @@ def test_the_index_has_states(call, admin, control):
     assert {each["state"] for each in ready} == {"READY"}
 
 
-def test_over_http(call, admin, control, error):
+def test_models_are_loaded_and_unloaded_over_http(call, admin, control, error):
     path = "/v2/repository/models/other/load"
     said = {"warning": "the CPU cache is full"}
     assert call(admin, "POST", path).json() == {"name": "other", "version": "7", **said}
@@ -59,7 +59,7 @@ def test_over_http(call, admin, control, error):
         assert "parameter" in error(reply)
 
 
-def test_the_data_port_says_where(call, data, control, error):
+def test_data_port_rejects_model_control_and_names_the_admin_port(call, data, control, error):
     for verb in ("load", "unload"):
         reply = call(data, "POST", f"/v2/repository/models/ctr/{verb}")
         assert reply.status_code == 501
@@ -68,7 +68,7 @@ def test_the_data_port_says_where(call, data, control, error):
     assert "model_repository" not in call(data, "GET", "/v2").json()["extensions"]
 
 
-def test_role_admin_is_asked_for(call, small, control, key_guard):
+def test_model_control_requires_role_admin(call, small, control, key_guard):
     app = admin_app(small.state, small.settings, key_guard)
     for verb in ("load", "unload"):
         path = f"/v2/repository/models/ctr/{verb}"
@@ -77,7 +77,7 @@ def test_role_admin_is_asked_for(call, small, control, key_guard):
             assert reply.status_code == status
 
 
-def test_every_port_where_it_is_wanted(call, everywhere, control):
+def test_data_ports_control_models_if_the_setting_allows(call, everywhere, control):
     app = data_app(everywhere.state, everywhere.settings, NoAuthorizer())
     assert call(app, "POST", "/v2/repository/models/ctr/load").status_code == 200
     with running(everywhere) as one, triton.InferenceServerClient(one.server.url) as client:
@@ -89,7 +89,7 @@ def test_every_port_where_it_is_wanted(call, everywhere, control):
     assert {"name": "other", "version": "7", "state": "UNAVAILABLE", "reason": "unloaded"} in index
 
 
-def test_triton_is_refused_where_it_is_not(small, control):
+def test_grpc_rejects_model_control_by_default(small, control):
     with running(small) as one, triton.InferenceServerClient(one.server.url) as client:
         with pytest.raises(InferenceServerException, match=r"set models\.control: all"):
             client.load_model("ctr")
@@ -98,8 +98,8 @@ def test_triton_is_refused_where_it_is_not(small, control):
     assert not control.asked
 
 
-def test_loads_that_wait_stop_nothing_else(small, control):
-    """Those beyond a few are refused, and all threads but those few are left for others."""
+def test_waiting_loads_do_not_block_other_requests(small, control):
+    """More than a few are rejected, so that all other threads stay free."""
     small.state.serve(small.node)
     entered, gate = threading.Semaphore(0), threading.Event()
 
@@ -120,7 +120,7 @@ def test_loads_that_wait_stop_nothing_else(small, control):
     assert model_control.load(small.state, "other")[0] == 7
 
 
-def test_what_failed_half_way_is_served_as_it_is(small, control):
+def test_models_are_refreshed_after_a_failed_change(small, control):
     small.state.serve(small.node)
 
     def load(name, version=None):
@@ -134,7 +134,7 @@ def test_what_failed_half_way_is_served_as_it_is(small, control):
 
 
 @pytest.mark.parametrize("version", ["1" * 5000, "\u00b2", "-1", "1.0", [1], 2**63, "0"])
-def test_what_is_no_version(call, admin, control, error, version):
+def test_invalid_version_is_rejected(call, admin, control, error, version):
     path = "/v2/repository/models/ctr/load"
     reply = call(admin, "POST", path, json={"parameters": {"version": version}})
     assert reply.status_code == 400

@@ -1,4 +1,4 @@
-"""The small parts: error table, log lines, statistics, progress, sockets."""
+"""Error table, log lines, statistics, progress, sockets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_error_has_a_status():
     assert http_status(Later("")) == 503
 
 
-def test_error_bodies_are_json_whatever_the_message():
+def test_error_bodies_are_valid_json_for_any_message():
     for message in ("", 'a "quoted" \n text', "é", "\ud800"):
         assert list(orjson.loads(error_body(message))) == ["error"]
 
@@ -57,7 +57,7 @@ def test_log_fields_are_plain_or_quoted():
     assert str(line) == 'id=a-1 n=3 text="two words \\"x\\"\\nend" accent="\\xe9"'
 
 
-def test_a_traceback_is_one_line():
+def test_traceback_is_one_line():
     try:
         raise ValueError("broken\nin two")
     except ValueError as error:
@@ -80,7 +80,7 @@ def test_a_traceback_is_one_line():
 COMPUTE = ("compute_input", "compute_infer", "compute_output")
 
 
-def test_statistics_break_out_a_bounded_number_of_batch_sizes():
+def test_statistics_list_a_bounded_number_of_batch_sizes():
     stats = Statistics()
     for batch in range(MAX_BATCH_SIZES + 10):
         stats.succeeded(batch, 10, 20, 40, 80)
@@ -97,7 +97,7 @@ def test_statistics_break_out_a_bounded_number_of_batch_sizes():
     assert Statistics().as_json("m", "1")["last_inference"] == 0
 
 
-def test_a_request_that_waited_for_its_turn_is_queued_meanwhile():
+def test_statistics_separate_queue_time():
     stats = Statistics()
     stats.succeeded(2, 10, 20, 140, 150, queued=70)
     stats.failed(10, 30)
@@ -111,7 +111,7 @@ def test_a_request_that_waited_for_its_turn_is_queued_meanwhile():
     assert total.as_json("m", "1") == stats.as_json("m", "1")
 
 
-def test_requests_of_a_batch_are_one_execution():
+def test_statistics_count_a_batch_as_one_execution():
     stats = Statistics()
     one, other = iter((5,)), iter((0,))
     stats.succeeded(2, 10, 20, 140, 150, queued=70, execution=one)
@@ -136,7 +136,7 @@ def test_requests_of_a_batch_are_one_execution():
     assert [each["compute_infer"]["count"] for each in twice["batch_stats"]] == [2, 4]
 
 
-def test_progress_is_seen_and_can_be_cut_off():
+def test_progress_is_reported_and_loading_can_be_cancelled():
     tasks = []
     progress = LoadProgress(tasks, NoProgress())
     with progress.task("rows", 10) as step:
@@ -150,7 +150,7 @@ def test_progress_is_seen_and_can_be_cut_off():
         pass
 
 
-def test_a_port_that_is_taken():
+def test_taken_port_is_a_configuration_error():
     with listen("127.0.0.1", 0, "server.http") as first:
         port = first.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
@@ -161,14 +161,14 @@ def test_a_port_that_is_taken():
     assert "set server.http.port (0 takes a free one)" in str(caught.value)
 
 
-def test_an_address_that_is_none():
+def test_invalid_address_is_a_configuration_error():
     with pytest.raises(ConfigError, match=r"server.admin.host is 'no such host.invalid'"):
         listen("no such host.invalid", 0, "server.admin")
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0"):
         listen("192.0.2.1", 0, "server.admin")
 
 
-def test_ipv6():
+def test_ipv6_address_is_in_brackets_in_urls():
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))

@@ -1,4 +1,4 @@
-"""Messages for clients have no paths of the server."""
+"""Redaction of the server's paths in messages for clients."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def hidden(monkeypatch):
         ("in /dev/shm", "in /dev/shm"),
     ],
 )
-def test_paths_become_the_names_of_their_settings(message, shown):
+def test_paths_are_replaced_by_the_names_of_their_settings(message, shown):
     assert str(client_error(Unavailable(message), "")) == shown
 
 
-def test_errors_stay_what_they_are():
+def test_redacted_error_keeps_its_type_and_attributes():
     error = client_error(TierTimeout("rocksdb", "/srv/1.sst"), "")
     assert (type(error), str(error), error.tier) == (
         TierTimeout,
@@ -45,7 +45,7 @@ def test_errors_stay_what_they_are():
     assert http_status(client_error(ModelError("/srv/models"), "")) == 409
 
 
-def test_what_a_client_sent_is_not_compared_with_paths():
+def test_text_of_clients_is_not_redacted():
     assert (
         str(client_error(BadRequest("no feature '/srv/models'"), "")) == "no feature '/srv/models'"
     )

@@ -1,4 +1,4 @@
-"""Regions as clients make them, cut them short, take them away, and as nobody should."""
+"""Regions that clients register, truncate and remove, and invalid ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def regions(tmp_path):
 
 @pytest.fixture
 def numbers(tmp_path, regions):
-    """A file of ten numbers; region ``r`` is all but the first."""
+    """A file of ten numbers; region ``r`` has all but the first."""
     path = tmp_path / "numbers"
     np.arange(10).tofile(path)
     regions.register("r", "/numbers", 8, 72, HERE)
@@ -50,28 +50,28 @@ def put(regions, place, array):
     return regions.put([("f", array), ("g", array)], targets(regions, place))
 
 
-def test_tensors_are_read_where_they_are(regions, numbers):
+def test_inputs_are_read_at_their_offsets(regions, numbers):
     found = taken(regions, SharedMemoryRef("r", 16, 24))
     assert found.tolist() == [4, 5]
     assert taken(regions, SharedMemoryRef("r", 72)).tolist() == [*range(1, 10)]
     assert taken(regions, SharedMemoryRef("r", 0)).tolist() == []
-    numbers.write_bytes(bytes(80))  # what was read is the request's own
+    numbers.write_bytes(bytes(80))  # the request has a copy
     assert found.tolist() == [4, 5]
 
 
-def test_outputs_are_written_where_they_are_wanted(regions, numbers):
+def test_outputs_are_written_at_their_targets(regions, numbers):
     strided = np.arange(-4, 0)[::2].reshape(2, 1)
     left = put(regions, SharedMemoryRef("r", 16, 8), strided)
     assert [(name, array.size) for name, array in left] == [("f", 0), ("g", 2)]
     assert np.fromfile(numbers, np.int64).tolist() == [0, 1, -4, -2, *range(4, 10)]
-    put(regions, SharedMemoryRef("r", 16, 8), np.ones(1, np.float16))  # there may be room left
+    put(regions, SharedMemoryRef("r", 16, 8), np.ones(1, np.float16))  # the target may be larger
     assert numbers.read_bytes()[16:18] == np.float16(1).tobytes()
     put(regions, SharedMemoryRef("r", 16), np.empty((0, 3), np.float32))
     with pytest.raises(BadRequest, match=r"\(8 bytes\) should be at least 16 bytes"):
         put(regions, SharedMemoryRef("r", 8), strided)
 
 
-def test_what_is_registered_is_told(regions, numbers):
+def test_registered_regions_are_listed(regions, numbers):
     expected = {"name": "r", "key": "/numbers", "offset": 8, "byte_size": 72}
     assert regions.status("", HERE) == regions.status("r", HERE) == [expected]
     regions.register("s", "numbers", 0, 80, HERE)  # with and without the slash
@@ -84,7 +84,7 @@ def test_what_is_registered_is_told(regions, numbers):
     assert regions.status("", HERE) == []
 
 
-def test_it_is_off_or_for_this_machine(tmp_path, regions, numbers):
+def test_registry_is_off_or_for_clients_on_this_machine(tmp_path, regions, numbers):
     off = SharedMemoryRegistry(on=False, most_bytes=1000, folder=tmp_path)
     asked = ("r", "numbers", 0, 8), ("",), ("",)
     for verb, arguments in zip(("register", "unregister", "status"), asked, strict=True):
@@ -101,7 +101,7 @@ def test_it_is_off_or_for_this_machine(tmp_path, regions, numbers):
     assert taken(regions, SharedMemoryRef("r", 8), "::1").tolist() == [1]
 
 
-def test_keys_reach_nothing_else(tmp_path, regions, numbers):
+def test_region_keys_name_only_files_of_shared_memory(tmp_path, regions, numbers):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/numbers").write_bytes(bytes(80))
     (tmp_path / "link").symlink_to(numbers)
@@ -114,7 +114,7 @@ def test_keys_reach_nothing_else(tmp_path, regions, numbers):
             regions.register("s", key, 0, 8, HERE)
     with pytest.raises(BadRequest, match="is not a shared memory file"):
         regions.register("s", "pipe", 0, 8, HERE)
-    # Nor does what takes a registered file's name later.
+    # Nor is a file accepted that takes a registered file's name later.
     numbers.rename(tmp_path / "other")
     with pytest.raises(BadRequest, match="No such file"):
         taken(regions, SharedMemoryRef("r", 8))
@@ -127,7 +127,7 @@ def test_keys_reach_nothing_else(tmp_path, regions, numbers):
         taken(regions, SharedMemoryRef("r", 8))
 
 
-def test_sizes_are_those_of_the_file(regions, numbers):
+def test_region_must_fit_in_its_file(regions, numbers):
     for offset, size in ((0, 81), (80, 1), (2**64 - 1, 2**64 - 1)):
         with pytest.raises(BadRequest, match=r"has 80 bytes, not"):
             regions.register("s", "numbers", offset, size, HERE)
@@ -147,7 +147,7 @@ def test_sizes_are_those_of_the_file(regions, numbers):
         taken(regions, SharedMemoryRef("r", 1008))
 
 
-def test_a_file_that_is_cut_short_is_an_error(regions, numbers):
+def test_truncated_file_is_an_error(regions, numbers):
     os.truncate(numbers, 20)
     for size in (16, 72):
         with pytest.raises(BadRequest, match="shorter than when it was registered"):
@@ -158,7 +158,7 @@ def test_a_file_that_is_cut_short_is_an_error(regions, numbers):
     assert taken(regions, SharedMemoryRef("r", 8)).tolist() == [1]
 
 
-def test_names_and_how_many_there_may_be(regions, numbers, monkeypatch):
+def test_number_and_names_of_regions_are_bounded(regions, numbers, monkeypatch):
     with pytest.raises(BadRequest, match="shared memory region 'r' already in manager"):
         regions.register("r", "numbers", 0, 8, HERE)
     for name in ("", "é" * 128):
@@ -169,10 +169,8 @@ def test_names_and_how_many_there_may_be(regions, numbers, monkeypatch):
         regions.register("s", "numbers", 0, 8, HERE)
 
 
-def test_an_answer_to_an_earlier_request_is_not_written_into_a_region_of_the_same_name(
-    regions, numbers
-):
-    """As one of a client that hung up, unregistered its region, and uses the name for the next request."""
+def test_late_answer_is_not_written_into_a_new_region_of_the_same_name(regions, numbers):
+    """A client may hang up, unregister its region, and use the name for its next request."""
     earlier = targets(regions, SharedMemoryRef("r", 8))
     regions.unregister("r", HERE)
     regions.register("r", "/numbers", 8, 72, HERE)
@@ -182,14 +180,14 @@ def test_an_answer_to_an_earlier_request_is_not_written_into_a_region_of_the_sam
     assert np.fromfile(numbers, np.int64).tolist() == [0, -2, *range(2, 10)]
 
 
-def test_unregister_waits_for_the_answer_that_is_written(regions, numbers, monkeypatch):
+def test_unregister_waits_for_a_running_write(regions, numbers, monkeypatch):
     writing, going_on = threading.Event(), threading.Event()
     really = os.pwrite
 
     def pwrite(file, data, at):
         writing.set()
         assert going_on.wait(60)
-        return really(file, data[:3], at)  # and it may write less than it was given
+        return really(file, data[:3], at)  # and it may write less than the size of its target
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     writer = threading.Thread(target=put, args=(regions, SharedMemoryRef("r", 8), np.array([-1])))
@@ -207,7 +205,7 @@ def test_unregister_waits_for_the_answer_that_is_written(regions, numbers, monke
         put(regions, SharedMemoryRef("r", 8), np.array([-1]))
 
 
-def test_an_answer_that_comes_when_the_region_is_gone(regions, numbers):
+def test_answer_to_a_removed_region_is_an_error(regions, numbers):
     earlier = targets(regions, SharedMemoryRef("r", 8))
     regions.unregister("r", HERE)
     with pytest.raises(NotFound, match="'r' was unregistered meanwhile"):
@@ -215,7 +213,7 @@ def test_an_answer_that_comes_when_the_region_is_gone(regions, numbers):
     assert np.fromfile(numbers, np.int64)[1] == 1
 
 
-def test_what_parameters_may_say():
+def test_invalid_parameters_are_rejected():
     full = {"shared_memory_region": "r", "shared_memory_byte_size": 8, "shared_memory_offset": 16}
     place = place_of("f", full)
     assert place == SharedMemoryRef("r", 8, 16)

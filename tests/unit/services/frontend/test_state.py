@@ -1,4 +1,4 @@
-"""Names that come, change and go while the server runs."""
+"""Names that are added, changed and removed while the server runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.frontend.state import FrontendState
 from services.frontend.statistics import Statistics
 
 
-def test_names_whose_model_is_the_same_keep_what_was_counted(small):
+def test_names_of_unchanged_models_keep_their_statistics(small):
     state, models = small.state, small.node.models
     before = dict(state.entries)
     models["words"] = replace(models["words"], version=2)
@@ -25,7 +25,7 @@ def test_names_whose_model_is_the_same_keep_what_was_counted(small):
         state.entry("words", "1")
 
 
-def test_who_watches_is_told_before_the_server_is_ready(small):
+def test_watcher_is_called_before_the_server_is_ready(small):
     state, seen = FrontendState(), []
     state.on_models_changed(lambda: seen.append((list(state.entries)[:1], state.ready)))
     state.serve(small.node)
@@ -33,7 +33,7 @@ def test_who_watches_is_told_before_the_server_is_ready(small):
     assert state.ready
 
 
-def test_models_may_come_later(small):
+def test_server_without_models_becomes_ready_with_the_first_one(small):
     models = dict(small.node.models)
     small.node.models.clear()
     state = FrontendState()
@@ -44,14 +44,14 @@ def test_models_may_come_later(small):
     assert state.ready
 
 
-def test_a_server_that_stops_is_not_made_ready_by_a_model(small):
+def test_stopping_server_does_not_become_ready(small):
     small.state.stop()
     small.state.serve(small.node)
     assert not small.state.ready
 
 
-def test_statistics_are_those_of_all_processes(small):
-    """As another one's sums have them; without any, and of names they lack, our own."""
+def test_statistics_include_all_processes(small):
+    """Without values of others, or for names that they do not have, this process's own."""
     state, entry = small.state, small.state.entries["words"]
     entry.statistics.succeeded(4, 0, 10, 30, 60)
     other = Statistics()
@@ -71,7 +71,7 @@ def test_statistics_are_those_of_all_processes(small):
     assert state.statistics([entry])[0]["inference_count"] == 4
 
 
-def test_a_server_whose_workers_are_not_there_is_not_ready(small):
+def test_server_is_not_ready_without_its_workers(small):
     assert small.state.ready
     small.state.not_ready_reason = lambda: "1 of 2 worker processes answer"
     assert not small.state.ready

@@ -1,4 +1,4 @@
-"""The line before a name, and what one client may ask."""
+"""Admission queues, the byte budget, and limits of one client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAR = 1e12
 
 
 class Works:
-    """An endpoint whose work ends when the test says so. A call without inputs is answered at once."""
+    """An endpoint whose requests end by `end`. A request without inputs is answered immediately."""
 
     name, version, raw_input, rules = "m", "1", None, {}
     is_long = False
@@ -53,7 +53,7 @@ class Works:
         return [("echo", result)]
 
     def end(self):
-        """The work that began first ends."""
+        """End the request that began first."""
         statistics_key, future = self.begun.pop(0)
         future.set_result(statistics_key)
 
@@ -63,8 +63,8 @@ def call(statistics_key="", size=1):
 
 
 @pytest.fixture
-def made():
-    """``made(**settings)``: an endpoint, its line, what lines share and the metrics."""
+def make_queue():
+    """``make_queue(**settings)``: an endpoint, its queue, the controller and the metrics."""
 
     def make(**settings):
         works, metrics = Works(), Metrics()
@@ -78,9 +78,9 @@ def gauge(metrics, name):
     return metrics.numbers()[name]
 
 
-def test_work_is_bounded_and_the_rest_waits_in_order(made):
-    works, line, shared, metrics = made(running=2)
-    futures = [line.submit(call(str(i), size=100), FAR) for i in range(5)]
+def test_requests_beyond_the_limit_are_queued_in_order(make_queue):
+    works, queue, shared, metrics = make_queue(running=2)
+    futures = [queue.submit(call(str(i), size=100), FAR) for i in range(5)]
     assert [name for name, _ in works.begun] == ["0", "1"]
     assert gauge(metrics, m.QUEUE_REQUESTS) == {("m",): 3}
     assert gauge(metrics, m.RUNNING_REQUESTS) == {("m",): 2}
@@ -88,21 +88,20 @@ def test_work_is_bounded_and_the_rest_waits_in_order(made):
     for i in range(5):
         works.end()
         assert futures[i].result(0) == str(i)
-    assert (line.running, line.queued, shared.byte_budget.held) == (0, 0, 0)
+    assert (queue.running, queue.queued, shared.byte_budget.held) == (0, 0, 0)
     assert sum(metrics.histogram(m.QUEUE_SECONDS, "m").read()[0]) == 3
     assert [queued_ns(future) > 0 for future in futures] == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_what_waited_in_the_line_tells_also_of_its_batch(made, at_once):
-    """Of the batch's execution, and of the wait for both."""
-    works, line, *_ = made()
-    line.submit(call(), FAR)
+def test_queued_request_reports_its_batch_and_both_waits(make_queue, at_once):
+    works, queue, *_ = make_queue()
+    queue.submit(call(), FAR)
     batched: Future[str] = Future()
     batched.queued_ns, batched.execution = 10**15, iter((7,))
     if at_once:
         batched.set_result("batched")
-    waits = line.admit(lambda: batched, 1, FAR)
+    waits = queue.admit(lambda: batched, 1, FAR)
     assert (queued_ns(waits), execution_samples(waits)) == (0, None)
     works.end()
     if not at_once:
@@ -112,98 +111,98 @@ def test_what_waited_in_the_line_tells_also_of_its_batch(made, at_once):
     assert next(execution_samples(waits)) == 7
 
 
-def test_another_kind_of_request_stands_in_the_same_line(made):
-    works, line, *_ = made(queue=1)
-    line.submit(call(), FAR)
-    other = line.admit(lambda: works.submit(call("other"), FAR), 5, FAR)
+def test_requests_of_another_kind_share_the_queue(make_queue):
+    works, queue, *_ = make_queue(queue=1)
+    queue.submit(call(), FAR)
+    other = queue.admit(lambda: works.submit(call("other"), FAR), 5, FAR)
     with pytest.raises(Overloaded):
-        line.admit(lambda: CompletedFuture("never"), 5, FAR)
+        queue.admit(lambda: CompletedFuture("never"), 5, FAR)
     works.end()
     works.end()
     assert other.result(0) == "other"
-    assert line.admit(lambda: CompletedFuture("at once"), 5, FAR).result(0) == "at once"
+    assert queue.admit(lambda: CompletedFuture("at once"), 5, FAR).result(0) == "at once"
 
 
-def test_the_settings_may_leave_open_how_many(made):
-    works, line, *_ = made(running=None)
+def test_number_of_running_requests_has_a_default(make_queue):
+    works, queue, *_ = make_queue(running=None)
     for _ in range(20):
-        line.submit(call(), FAR)
+        queue.submit(call(), FAR)
     assert len(works.begun) == 16
 
 
-def test_what_is_answered_at_once_takes_no_place(made):
-    works, line, *_ = made()
+def test_request_answered_immediately_takes_no_slot(make_queue):
+    works, queue, *_ = make_queue()
     for _ in range(3):
-        assert line.submit(InferenceRequest(RequestTemplate(), {}), FAR).result(0) == "at once"
-    line.submit(call(), FAR)
-    later = line.submit(InferenceRequest(RequestTemplate(), {}), FAR)
+        assert queue.submit(InferenceRequest(RequestTemplate(), {}), FAR).result(0) == "at once"
+    queue.submit(call(), FAR)
+    later = queue.submit(InferenceRequest(RequestTemplate(), {}), FAR)
     assert not later.done()
     works.end()
     assert later.result(0) == "at once"
-    assert line.running == 0
+    assert queue.running == 0
 
 
-def test_a_full_line_refuses(made):
-    _, line, *_ = made(queue=2)
+def test_queue_rejects_when_full(make_queue):
+    _, queue, *_ = make_queue(queue=2)
     for _ in range(3):
-        line.submit(call(), FAR)
+        queue.submit(call(), FAR)
     with pytest.raises(Overloaded, match=r"Exceeds maximum queue size \(2 requests") as refused:
-        line.submit(call(), FAR)
+        queue.submit(call(), FAR)
     assert refused.value.reason == "queue_full"
     assert status_of(refused.value) == (503, "UNAVAILABLE")
     with pytest.raises(Overloaded):
-        line.require_capacity()
+        queue.require_capacity()
 
 
-def test_a_place_is_kept_for_who_is_expected(made):
-    works, line, *_ = made(queue=1, max_wait_ms=60_000)
-    assert line.reserve(1) is None
-    assert line.is_saturated
-    assert line.reserve(1) is None  # it would wait
+def test_reservation_holds_a_slot(make_queue):
+    works, queue, *_ = make_queue(queue=1, max_wait_ms=60_000)
+    assert queue.reserve(1) is None
+    assert queue.is_saturated
+    assert queue.reserve(1) is None  # it would be queued
     with pytest.raises(Overloaded, match=r"1 requests to 'm' are queued"):
-        line.require_capacity()
-    assert "1 requests to 'm' are queued" in str(line.reserve(1))
-    first, second = (line.submit(call(statistics_key), FAR, reserved=1) for statistics_key in "12")
-    assert (line.running, line.queued) == (1, 1)
+        queue.require_capacity()
+    assert "1 requests to 'm' are queued" in str(queue.reserve(1))
+    first, second = (queue.submit(call(statistics_key), FAR, reserved=1) for statistics_key in "12")
+    assert (queue.running, queue.queued) == (1, 1)
     for future in (first, second):
         works.end()
         future.result(0)
-    assert not line.is_saturated
+    assert not queue.is_saturated
 
 
-def test_who_was_expected_is_not_refused_when_it_comes(made):
-    works, line, *_ = made(queue=0)
-    assert line.reserve(1) is None
-    line.admit(lambda: works.submit(call("other"), FAR), 1, FAR)  # answered where it came
-    waits = line.submit(call("expected"), FAR, reserved=1)
-    assert line.queued == 1
+def test_reserved_request_is_queued_although_the_queue_is_full(make_queue):
+    works, queue, *_ = make_queue(queue=0)
+    assert queue.reserve(1) is None
+    queue.admit(lambda: works.submit(call("other"), FAR), 1, FAR)  # it needs no reservation
+    waits = queue.submit(call("expected"), FAR, reserved=1)
+    assert queue.queued == 1
     works.end()
     works.end()
     assert waits.result(0) == "expected"
 
 
-def test_the_bytes_of_the_expected_are_held(made):
-    _, line, shared, _ = made(running=2, queue_bytes=100 * 2**20)
+def test_reservation_holds_bytes(make_queue):
+    _, queue, shared, _ = make_queue(running=2, queue_bytes=100 * 2**20)
     mib = [n * 2**20 for n in range(101)]
-    assert line.reserve(mib[80]) is None
-    assert f"hold {mib[80]} bytes" in str(line.reserve(mib[80]))
-    line.submit(call(size=mib[80]), FAR, reserved=mib[80])
+    assert queue.reserve(mib[80]) is None
+    assert f"hold {mib[80]} bytes" in str(queue.reserve(mib[80]))
+    queue.submit(call(size=mib[80]), FAR, reserved=mib[80])
     assert shared.byte_budget.held == 0
-    line.submit(call(), FAR)
-    assert [line.reserve(mib[40]), line.reserve(mib[40])] == [None, None]
+    queue.submit(call(), FAR)
+    assert [queue.reserve(mib[40]), queue.reserve(mib[40])] == [None, None]
     with pytest.raises(Overloaded, match=f"hold {mib[80]} bytes"):  # larger than its message
-        line.submit(call(size=mib[90]), FAR, reserved=mib[40])
-    line.cancel_reservation(mib[40])
+        queue.submit(call(size=mib[90]), FAR, reserved=mib[40])
+    queue.cancel_reservation(mib[40])
     assert shared.byte_budget.held == 0
 
 
-def test_an_expected_request_larger_than_all_there_is_may_come_alone(made):
-    works, line, shared, _ = made(queue_bytes=2**20)
-    assert line.reserve(200) is None
-    line.require_bytes(2**21, 200)  # in shared memory
-    line.submit(call(size=2**21), FAR, reserved=200)
-    assert line.reserve(200) is None
-    waits = line.submit(call("large", size=2**21), FAR, reserved=200)
+def test_reserved_request_larger_than_the_byte_budget_runs_alone(make_queue):
+    works, queue, shared, _ = make_queue(queue_bytes=2**20)
+    assert queue.reserve(200) is None
+    queue.require_bytes(2**21, 200)  # in shared memory
+    queue.submit(call(size=2**21), FAR, reserved=200)
+    assert queue.reserve(200) is None
+    waits = queue.submit(call("large", size=2**21), FAR, reserved=200)
     assert shared.byte_budget.held == 2**21
     works.end()
     works.end()
@@ -211,22 +210,22 @@ def test_an_expected_request_larger_than_all_there_is_may_come_alone(made):
     assert shared.byte_budget.held == 0
 
 
-def test_one_that_does_not_come_gives_its_place_back(made):
-    _, line, *_ = made(queue=0)
-    assert line.reserve(1) is None
-    assert line.reserve(1) is not None
-    line.cancel_reservation(1)
-    assert line.reserve(1) is None
+def test_cancelled_reservation_frees_its_slot(make_queue):
+    _, queue, *_ = make_queue(queue=0)
+    assert queue.reserve(1) is None
+    assert queue.reserve(1) is not None
+    queue.cancel_reservation(1)
+    assert queue.reserve(1) is None
 
 
-def test_refusals_hold_nothing(made):
-    """Neither frames, nor the requests in them."""
-    _, line, *_ = made(queue=0)
-    line.submit(call(), FAR)
+def test_rejection_keeps_no_references(make_queue):
+    """It refers to no frames, nor to the requests in them."""
+    _, queue, *_ = make_queue(queue=0)
+    queue.submit(call(), FAR)
     gc.disable()
     try:
         with pytest.raises(Overloaded) as caught:
-            line.require_capacity()
+            queue.require_capacity()
         error = ref(caught.value)
         del caught
         assert error() is None
@@ -234,22 +233,22 @@ def test_refusals_hold_nothing(made):
         gc.enable()
 
 
-def test_no_line_at_all(made):
-    works, line, *_ = made(queue=0)
-    line.submit(call(), FAR)
+def test_queue_of_length_zero_rejects_while_busy(make_queue):
+    works, queue, *_ = make_queue(queue=0)
+    queue.submit(call(), FAR)
     with pytest.raises(Overloaded):
-        line.submit(call(), FAR)
+        queue.submit(call(), FAR)
     works.end()
-    line.submit(call(), FAR)
+    queue.submit(call(), FAR)
 
 
-def test_bytes_are_bounded_over_all_lines(made):
-    _, line, shared, metrics = made(queue_bytes=1 << 20)
+def test_byte_budget_is_shared_by_all_queues(make_queue):
+    _, queue, shared, metrics = make_queue(queue_bytes=1 << 20)
     other = shared.add_queue(Works(), 1, metrics)
-    for each in (line, other):
+    for each in (queue, other):
         each.submit(call(), FAR)
-    line.submit(call(size=2 << 20), FAR)  # alone it may be larger
-    for each in (line, other):
+    queue.submit(call(size=2 << 20), FAR)  # the only one may be larger
+    for each in (queue, other):
         with pytest.raises(Overloaded, match=r"hold 2097152 bytes") as refused:
             each.submit(call(), FAR)
         assert refused.value.reason == "queue_bytes"
@@ -258,126 +257,126 @@ def test_bytes_are_bounded_over_all_lines(made):
 
 
 def _clock(monkeypatch):
-    """``clock[0]``: what the line takes for now; a whole number of seconds, whose sums are exact."""
+    """``clock[0]``: the queue's current time; a whole number of seconds, so that sums are exact."""
     clock = [float(int(time.monotonic()))]
     for each in (module, wait_bound):
         monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     return clock
 
 
-def test_who_would_wait_too_long_is_refused_forced(made, monkeypatch):
-    """By how long those under way will still take, and those that wait before it."""
+def test_request_with_too_long_expected_wait_is_rejected(make_queue, monkeypatch):
+    """The expected wait follows from the remaining time of running requests, and the queued ones."""
     clock = _clock(monkeypatch)
-    _, line, *_ = made(running=2, max_wait_ms=30_000)
-    line._estimate.work_s = line._estimate.turn_s = 40.0
-    line.submit(call(), FAR)
+    _, queue, *_ = make_queue(running=2, max_wait_ms=30_000)
+    queue._estimate.work_s = queue._estimate.turn_s = 40.0
+    queue.submit(call(), FAR)
     clock[0] += 5
-    line.submit(call(), FAR)
-    clock[0] += 1  # the first is over in 34 s
+    queue.submit(call(), FAR)
+    clock[0] += 1  # the first ends in 34 s
     with pytest.raises(Overloaded, match="would wait longer than 30000 ms") as refused:
-        line.submit(call(), FAR)
+        queue.submit(call(), FAR)
     assert refused.value.reason == "queue_wait"
     clock[0] += 4  # 30 s
-    line.submit(call(), FAR)
-    with pytest.raises(Overloaded):  # behind that one: 35 s, when the second is over
-        line.require_capacity()
+    queue.submit(call(), FAR)
+    with pytest.raises(Overloaded):  # behind that one: 35 s, when the second ends
+        queue.require_capacity()
     clock[0] += 5
-    line.submit(call(), FAR)
-    with pytest.raises(Overloaded):  # the third of the line: the first place again, 25 + 40 s
-        line.require_capacity()
-    assert line.queued == 2
+    queue.submit(call(), FAR)
+    with pytest.raises(Overloaded):  # the third in the queue: the first slot again, 25 + 40 s
+        queue.require_capacity()
+    assert queue.queued == 2
 
 
-def test_who_takes_longer_than_others_may_be_over_at_any_time(made, monkeypatch):
+def test_request_running_longer_than_average_counts_as_about_to_end(make_queue, monkeypatch):
     clock = _clock(monkeypatch)
-    _, line, *_ = made(max_wait_ms=10_000)
-    line._estimate.work_s = 40.0
-    line.submit(call(), FAR)
+    _, queue, *_ = make_queue(max_wait_ms=10_000)
+    queue._estimate.work_s = 40.0
+    queue.submit(call(), FAR)
     with pytest.raises(Overloaded):
-        line.require_capacity()
+        queue.require_capacity()
     clock[0] += 100
-    line.submit(call(), FAR)
-    assert line.queued == 1
+    queue.submit(call(), FAR)
+    assert queue.queued == 1
 
 
-def test_what_is_over_when_it_begins_is_not_waited_for(made, monkeypatch):
-    """Short requests behind a long one go all at once."""
+def test_requests_that_take_no_time_add_no_expected_wait(make_queue, monkeypatch):
+    """Short requests behind a long one all start together."""
     clock = _clock(monkeypatch)
-    works, line, *_ = made(max_wait_ms=10_000)
-    line._estimate.work_s = line._estimate.turn_s = 4.0
+    works, queue, *_ = make_queue(max_wait_ms=10_000)
+    queue._estimate.work_s = queue._estimate.turn_s = 4.0
     for _ in range(30):
-        line.submit(call(), FAR)
-        line.submit(InferenceRequest(RequestTemplate(), {}), FAR)
-        line.submit(InferenceRequest(RequestTemplate(), {}), FAR)
+        queue.submit(call(), FAR)
+        queue.submit(InferenceRequest(RequestTemplate(), {}), FAR)
+        queue.submit(InferenceRequest(RequestTemplate(), {}), FAR)
         clock[0] += 4
         works.end()
-    line.submit(call(), FAR)
+    queue.submit(call(), FAR)
     for _ in range(4):  # 4 s each would be too long
-        line.submit(InferenceRequest(RequestTemplate(), {}), FAR)
-    assert line.queued == 4
+        queue.submit(InferenceRequest(RequestTemplate(), {}), FAR)
+    assert queue.queued == 4
 
 
-def test_nobody_is_refused_for_a_wait_while_a_place_is_free(made, monkeypatch):
+def test_no_request_is_rejected_for_its_wait_while_a_slot_is_free(make_queue, monkeypatch):
     _clock(monkeypatch)
-    _, line, *_ = made(running=2, max_wait_ms=10_000)
-    line._estimate.work_s = line._estimate.turn_s = 40.0
-    line.submit(call(), FAR)
-    line.require_capacity()  # as if the second had ended since somebody found the line busy
-    assert [line._estimate.wait_s(ahead) for ahead in range(4)] == [0, 40, 40, 80]
-    line.submit(call(), FAR)
+    _, queue, *_ = make_queue(running=2, max_wait_ms=10_000)
+    queue._estimate.work_s = queue._estimate.turn_s = 40.0
+    queue.submit(call(), FAR)
+    queue.require_capacity()  # as if the second had ended since the caller found the queue saturated
+    assert [queue._estimate.wait_s(ahead) for ahead in range(4)] == [0, 40, 40, 80]
+    queue.submit(call(), FAR)
     with pytest.raises(Overloaded):
-        line.require_capacity()
+        queue.require_capacity()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_who_asks_again_when_answered_finds_the_place_free(made, monkeypatch, at_once):
-    """Work that was shorter than others is known to be over by the time its client hears of it."""
+def test_slot_is_free_before_the_client_gets_its_answer(make_queue, monkeypatch, at_once):
+    """A client may send its next request immediately."""
     clock = _clock(monkeypatch)
-    works, line, *_ = made(max_wait_ms=10_000)
-    line.submit(call(), FAR)
-    waits = line.submit(InferenceRequest(RequestTemplate(), {}) if at_once else call(), FAR)
+    works, queue, *_ = make_queue(max_wait_ms=10_000)
+    queue.submit(call(), FAR)
+    waits = queue.submit(InferenceRequest(RequestTemplate(), {}) if at_once else call(), FAR)
     asked = []
-    waits.add_done_callback(lambda _: asked.append(line.submit(call("again"), FAR)))
-    line._estimate.work_s = line._estimate.turn_s = 400.0
+    waits.add_done_callback(lambda _: asked.append(queue.submit(call("again"), FAR)))
+    queue._estimate.work_s = queue._estimate.turn_s = 400.0
     clock[0] += 40
     works.end()
     if not at_once:
         clock[0] += 25
         works.end()
     assert [name for name, _ in works.begun] == ["again"]
-    assert (line.running, line.queued) == (1, 0)
+    assert (queue.running, queue.queued) == (1, 0)
 
 
-def test_a_line_learns_how_long_work_takes(made, monkeypatch):
-    """One that took long once is not believed to for ever, though all are refused meanwhile."""
+def test_estimate_follows_the_recent_durations(make_queue, monkeypatch):
+    """One long request must not cause rejections forever."""
     clock = _clock(monkeypatch)
-    works, line, *_ = made(max_wait_ms=10_000)
-    line._estimate.work_s = 1e3
+    works, queue, *_ = make_queue(max_wait_ms=10_000)
+    queue._estimate.work_s = 1e3
     for _ in range(60):
-        line.submit(call(), FAR)
+        queue.submit(call(), FAR)
         clock[0] += 5
         works.end()
-    assert 5 < line._estimate.work_s < 10
-    line.submit(call(), FAR)
-    line.submit(call(), FAR)
-    assert line.queued == 1
+    assert 5 < queue._estimate.work_s < 10
+    queue.submit(call(), FAR)
+    queue.submit(call(), FAR)
+    assert queue.queued == 1
 
 
-def test_work_that_ends_while_it_begins_is_counted_out(made):
-    works, line, *_ = made(running=2)
-    line.submit(call(), FAR)
-    line.submit(call(), FAR)
-    answers = [line.submit(InferenceRequest(RequestTemplate(), {}), FAR) for _ in range(3)]
+def test_request_that_ends_as_it_begins_releases_its_slot(make_queue):
+    works, queue, *_ = make_queue(running=2)
+    queue.submit(call(), FAR)
+    queue.submit(call(), FAR)
+    answers = [queue.submit(InferenceRequest(RequestTemplate(), {}), FAR) for _ in range(3)]
     works.end()
     assert [each.result(0) for each in answers] == ["at once"] * 3
     works.end()
-    assert (line.running, line._estimate.begun) == (0, [])
+    assert (queue.running, queue._estimate.begun) == (0, [])
 
 
-def test_long_work_takes_its_place_before_it_is_submitted(made, monkeypatch):
-    """Others that come meanwhile, on other threads, wait."""
+def test_long_request_takes_its_slot_before_it_is_submitted(make_queue, monkeypatch):
+    """Requests that arrive meanwhile on other threads are queued."""
     monkeypatch.setattr(Works, "is_long", True)
-    works, line, *_ = made()
+    works, queue, *_ = make_queue()
     submit, let_on, submitting = works.submit, threading.Event(), threading.Event()
 
     def slowly(asked, deadline):
@@ -387,54 +386,54 @@ def test_long_work_takes_its_place_before_it_is_submitted(made, monkeypatch):
 
     works.submit = slowly
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(line.submit, call("first"), FAR)
+        first = pool.submit(queue.submit, call("first"), FAR)
         assert submitting.wait(60)
-        second = line.submit(call("second"), FAR)
-        assert (line.running, line.queued) == (1, 1)
+        second = queue.submit(call("second"), FAR)
+        assert (queue.running, queue.queued) == (1, 1)
         let_on.set()
         answer = first.result(60)
     works.end()
     works.end()
     assert (answer.result(0), second.result(0)) == ("first", "second")
-    assert (line.running, line._estimate.begun) == (0, [])
+    assert (queue.running, queue._estimate.begun) == (0, [])
 
 
-def test_long_work_that_cannot_be_submitted_gives_its_place_back(made, monkeypatch):
+def test_long_request_that_fails_to_start_releases_its_slot(make_queue, monkeypatch):
     monkeypatch.setattr(Works, "is_long", True)
-    works, line, *_ = made()
+    works, queue, *_ = make_queue()
     submit = works.submit
 
     def fails(asked, deadline):
         works.submit = submit
-        waits.append(line.submit(call("other"), FAR))
+        waits.append(queue.submit(call("other"), FAR))
         raise BadRequest("no")
 
     waits: list[Future[str]] = []
     works.submit = fails
     with pytest.raises(BadRequest):
-        line.submit(call(), FAR)
+        queue.submit(call(), FAR)
     works.end()
     assert waits[0].result(0) == "other"
-    assert (line.running, line._estimate.begun) == (0, [])
+    assert (queue.running, queue._estimate.begun) == (0, [])
 
 
-def test_what_has_waited_too_long_is_refused(made):
-    _, line, shared, _ = made(max_wait_ms=20)
-    line.submit(call(), FAR)
-    waits = [line.submit(call(), FAR) for _ in range(2)]
+def test_queued_request_is_rejected_after_maximum_wait(make_queue):
+    _, queue, shared, _ = make_queue(max_wait_ms=20)
+    queue.submit(call(), FAR)
+    waits = [queue.submit(call(), FAR) for _ in range(2)]
     for each in waits:
         with pytest.raises(Overloaded, match="has waited for 20 ms") as refused:
             each.result(60)
         assert refused.value.reason == "queue_wait"
-    assert (line.queued, shared.byte_budget.held) == (0, 0)
+    assert (queue.queued, shared.byte_budget.held) == (0, 0)
 
 
-def test_what_was_answered_in_time_is_let_go(made):
-    """With its inputs and its result, and without the collector of cycles."""
-    works, line, *_ = made(max_wait_ms=60_000)
-    line.submit(call(), FAR)
+def test_answered_request_is_freed_without_garbage_collection(make_queue):
+    """Its inputs and its result are freed, too."""
+    works, queue, *_ = make_queue(max_wait_ms=60_000)
+    queue.submit(call(), FAR)
     asked = call()
-    waits = line.submit(asked, FAR)
+    waits = queue.submit(asked, FAR)
     works.end()
     works.end()
     assert waits.done()
@@ -443,7 +442,7 @@ def test_what_was_answered_in_time_is_let_go(made):
     assert [each() for each in kept] == [None, None]
 
 
-def test_one_that_cannot_be_refused_does_not_keep_the_others(caplog):
+def test_item_that_fails_to_expire_does_not_stop_the_others(caplog):
     class Waits:
         has_ended, expired = False, False
 
@@ -474,7 +473,7 @@ class Stays:
         self.expired = True
 
 
-def test_who_is_due_is_not_missed_for_one_that_is_gone():
+def test_freed_item_does_not_delay_the_next_due_one():
     expiry = QueueTimeout(1000.0)
     expiry._sweeper = SimpleNamespace(start=lambda: None)
     assert expiry._next_s() == 1000.0
@@ -492,10 +491,10 @@ def test_who_is_due_is_not_missed_for_one_that_is_gone():
     assert not expiry._expire_due()
 
 
-def test_deadlines_hold_in_the_line(made):
-    works, line, *_ = made()
-    line.submit(call("first"), FAR)
-    late, good = line.submit(call("late"), time.monotonic() - 1), line.submit(call("good"), FAR)
+def test_queued_request_fails_after_its_deadline(make_queue):
+    works, queue, *_ = make_queue()
+    queue.submit(call("first"), FAR)
+    late, good = queue.submit(call("late"), time.monotonic() - 1), queue.submit(call("good"), FAR)
     works.end()
     with pytest.raises(DeadlineExceeded, match="while the request was queued"):
         late.result(0)
@@ -504,35 +503,35 @@ def test_deadlines_hold_in_the_line(made):
     assert good.result(0) == "good"
 
 
-def test_who_gives_up_makes_room(made):
-    works, line, shared, _ = made(queue=1)
-    line.submit(call(), FAR)
-    gone = line.submit(call("gone"), FAR)
+def test_cancelled_request_leaves_the_queue(make_queue):
+    works, queue, shared, _ = make_queue(queue=1)
+    queue.submit(call(), FAR)
+    gone = queue.submit(call("gone"), FAR)
     assert gone.cancel()
     assert shared.byte_budget.held == 0
-    stays = line.submit(call("stays"), FAR)
+    stays = queue.submit(call("stays"), FAR)
     works.end()
     assert [name for name, _ in works.begun] == ["stays"]
     works.end()
     assert stays.result(0) == "stays"
 
 
-def test_who_gives_up_later_stops_the_work(made):
-    works, line, *_ = made()
-    line.submit(call(), FAR)
-    waits = line.submit(call(), FAR)
+def test_cancelling_a_started_request_cancels_its_work(make_queue):
+    works, queue, *_ = make_queue()
+    queue.submit(call(), FAR)
+    waits = queue.submit(call(), FAR)
     works.end()
     assert waits.cancel()
     assert works.begun[0][1].cancelled()
     with pytest.raises(Unavailable, match="cancelled"):
         waits.result(0)
-    assert line.running == 0
+    assert queue.running == 0
 
 
-def test_a_fault_in_the_line_is_its_own(made):
-    works, line, *_ = made()
-    line.submit(call(), FAR)
-    wrong, good = line.submit(call("wrong"), FAR), line.submit(call("good"), FAR)
+def test_failing_request_does_not_affect_the_next_one(make_queue):
+    works, queue, *_ = make_queue()
+    queue.submit(call(), FAR)
+    wrong, good = queue.submit(call("wrong"), FAR), queue.submit(call("good"), FAR)
     works.end()
     with pytest.raises(BadRequest):
         wrong.result(0)
@@ -540,8 +539,8 @@ def test_a_fault_in_the_line_is_its_own(made):
     assert good.result(0) == "good"
 
 
-def test_nothing_is_lost_under_concurrency(made):
-    works, line, shared, _ = made(running=3, queue=10_000, max_wait_ms=60_000)
+def test_all_requests_are_answered_under_concurrency(make_queue):
+    works, queue, shared, _ = make_queue(running=3, queue=10_000, max_wait_ms=60_000)
     over = threading.Event()
 
     def finish():
@@ -555,7 +554,7 @@ def test_nothing_is_lost_under_concurrency(made):
     finisher.start()
 
     def ask(i):
-        return line.submit(call(str(i)), FAR).result(60)
+        return queue.submit(call(str(i)), FAR).result(60)
 
     try:
         with ThreadPoolExecutor(8) as pool:
@@ -563,16 +562,16 @@ def test_nothing_is_lost_under_concurrency(made):
     finally:
         over.set()
         finisher.join(60)
-    until(lambda: (line.running, line.queued, shared.byte_budget.held) == (0, 0, 0))
+    until(lambda: (queue.running, queue.queued, shared.byte_budget.held) == (0, 0, 0))
 
 
-def test_names_that_are_gone_are_told_of_no_more(made):
-    _, _, shared, metrics = made()
+def test_metrics_omit_names_that_are_not_served(make_queue):
+    _, _, shared, metrics = make_queue()
     shared.retain([])
     assert gauge(metrics, m.QUEUE_REQUESTS) == {}
 
 
-def test_a_client_has_so_many_requests_at_a_time():
+def test_client_limit_bounds_requests_in_flight():
     clients = ClientLimits(ClientSettings(running=2))
     clients.enter("a")
     clients.enter("a")
@@ -586,7 +585,7 @@ def test_a_client_has_so_many_requests_at_a_time():
     clients.enter("a")
 
 
-def test_a_client_has_so_many_requests_a_second(monkeypatch):
+def test_client_limit_bounds_requests_per_second(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     clients = ClientLimits(ClientSettings(per_second=10, burst=3))
@@ -604,7 +603,7 @@ def test_a_client_has_so_many_requests_a_second(monkeypatch):
         clients.enter("a")
 
 
-def test_clients_that_ask_no_more_are_forgotten():
+def test_idle_clients_are_dropped():
     clients = ClientLimits(ClientSettings(running=1))
     clients.enter("busy")
     for i in range(10_000):

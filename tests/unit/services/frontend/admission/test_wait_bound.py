@@ -11,15 +11,15 @@ import pytest
 
 from hps.config.admission_settings import AdmissionSettings
 from hps.observability.metrics import Metrics
-from services.frontend.admission import queue as line
-from services.frontend.admission import queued_request as waiting
+from services.frontend.admission import queue as queue_module
+from services.frontend.admission import queued_request as queued_request_module
 from services.frontend.admission import wait_bound
 from services.frontend.admission.controller import AdmissionController
 from services.frontend.admission.wait_bound import WaitBound, WaitEstimate
 from services.frontend.errors import Overloaded
 from tests.unit.services.frontend.admission.test_controller import Works, call
 
-# A request's work, and for how long requests come, in seconds.
+# Duration of a request, and of the arrivals, in seconds.
 WORK_S, LASTS_S = 0.01, 20.0
 FAR_S = 1e6
 
@@ -34,21 +34,21 @@ def bound():
 SHORT_S = 0.012 + 10 * 0.012 / 2
 
 
-def test_a_refusal_shrinks_the_bound_to_the_time_of_ten_requests(bound):
+def test_rejection_shrinks_the_bound_to_the_time_of_ten_requests(bound):
     assert bound.allows(1.0)
     assert not bound.allows(1.1)
     assert bound.now_s == pytest.approx(SHORT_S)
     assert not bound.allows(1.0)
 
 
-def test_one_given_up_after_a_short_wait_leaves_the_bound_as_it_is(bound):
+def test_cancellation_after_a_short_wait_does_not_change_the_bound(bound):
     bound.shrink(SHORT_S - 0.001)
     assert bound.now_s == 1.0
     bound.shrink(SHORT_S + 0.001)
     assert bound.now_s == pytest.approx(SHORT_S)
 
 
-def test_the_bound_doubles_until_it_is_whole_while_the_queue_is_empty(bound):
+def test_bound_doubles_up_to_its_maximum_while_the_queue_is_empty(bound):
     bound.shrink(1.0)
     bound.relax()
     assert bound.now_s == pytest.approx(2 * SHORT_S)
@@ -57,7 +57,7 @@ def test_the_bound_doubles_until_it_is_whole_while_the_queue_is_empty(bound):
     assert bound.now_s == 1.0
 
 
-def test_a_bound_below_the_time_of_ten_requests_stays():
+def test_bound_below_the_time_of_ten_requests_does_not_change():
     estimate = WaitEstimate(1)
     estimate.work_s = estimate.turn_s = 1.0
     bound = WaitBound(0.01, estimate)
@@ -66,17 +66,17 @@ def test_a_bound_below_the_time_of_ten_requests_stays():
 
 
 class Simulated:
-    """Requests at random to a line with one slot, by a clock of its own. Work that runs can't be stopped."""
+    """Random requests to a queue with one slot, by a simulated clock. Running work cannot be stopped."""
 
     def __init__(self, monkeypatch):
         self.now = time.monotonic()
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in (line, wait_bound, waiting):
+        for module in (queue_module, wait_bound, queued_request_module):
             monkeypatch.setattr(module, "time", clock)
         self.works = Works()
         shared = AdmissionController(AdmissionSettings(running=1))
-        monkeypatch.setattr(shared.timeout, "add", lambda _: None)  # which has a clock of its own
-        self.line = shared.add_queue(self.works, 1, Metrics())
+        monkeypatch.setattr(shared.timeout, "add", lambda _: None)  # it uses the real clock
+        self.queue = shared.add_queue(self.works, 1, Metrics())
         self._random, self._events = random.Random(1), []
 
     def run(self, times, patience_s, *, tells):
@@ -102,7 +102,7 @@ class Simulated:
     def _ask(self, patience_s, tells):
         deadline = self.now + (patience_s if tells else FAR_S)
         try:
-            answer = self.line.submit(call(), deadline)
+            answer = self.queue.submit(call(), deadline)
         except Overloaded:
             self._refused.append(self.now)
             return
@@ -130,20 +130,20 @@ def simulated(monkeypatch):
     ("patience_s", "tells"),
     [(0.05, True), (0.3, True), (0.3, False), (1.0, True), (1.0, False), (10.0, False)],
 )
-def test_four_times_the_capacity_leaves_nine_tenths_of_the_answers_in_time(
+def test_nine_tenths_of_capacity_is_answered_in_time_at_four_times_the_load(
     simulated, patience_s, tells
 ):
     answered, _ = simulated.run(4.0, patience_s, tells=tells)
     assert answered > 0.9
 
 
-def test_at_eight_tenths_of_the_capacity_hardly_any_request_is_refused(simulated):
+def test_few_requests_are_rejected_at_eight_tenths_of_capacity(simulated):
     answered, refused = simulated.run(0.8, 10.0, tells=False)
     assert refused < 0.01
     assert answered > 0.75
 
 
-def test_after_an_overload_hardly_any_request_is_refused(simulated):
+def test_few_requests_are_rejected_after_an_overload(simulated):
     simulated.run(4.0, 1.0, tells=False)
     _, refused = simulated.run(0.8, 10.0, tells=False)
     assert refused < 0.01

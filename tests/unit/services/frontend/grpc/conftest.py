@@ -18,8 +18,9 @@ from tests.support.server_thread import Running
 
 @contextmanager
 def running(small: Any, guard: Any = None, **settings: Any) -> Iterator[Running]:
-    """A server for ``small``; ``settings`` as in `server`, those of `server.grpc` under ``grpc``; ``state``
-    in place of the small node's."""
+    """A server for ``small``.
+
+    ``settings``: those of `server`, of `server.grpc` under ``grpc``; ``state`` replaces the small node's."""
     at = GrpcSettings(**{"port": 0, "calls": GRPC_CALLS, **settings.pop("grpc", {})})
     state = settings.pop("state", small.state)
     chosen = small.settings.model_copy(update=settings)

@@ -1,4 +1,4 @@
-"""`hps.v1.Updates` and `hps.v1.Admin`, on a port of their own."""
+"""gRPC's admin port: `hps.v1.Updates` and `hps.v1.Admin`."""
 
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ from tests.unit.services.conftest import row
 
 
 class Stub:
-    """Every call of a service."""
+    """The methods of a service."""
 
     def __init__(self, channel, service):
         descriptor = pb.DESCRIPTOR.services_by_name[service]
@@ -41,7 +41,7 @@ class Stub:
 
 @pytest.fixture
 def serve(small):
-    """``serve(guard)``: a channel to a running port."""
+    """``serve(guard)``: a channel to a running admin port."""
     open_ones = []
 
     def serve(guard=None, state=None):
@@ -59,7 +59,7 @@ def serve(small):
 
 
 class KeptStore:
-    """A store that keeps what it is given, as `PositionedStore` says."""
+    """A `PositionedStore` that records the changes it gets."""
 
     def __init__(self, tier):
         self.tier = tier
@@ -95,7 +95,7 @@ def packed(dtype, *values):
 
 
 @pytest.mark.usefixtures("writable")
-def test_rows_are_written_and_deleted(serve, small):
+def test_rows_are_written_and_deleted_in_all_stores(serve, small):
     updates = Stub(serve(), "Updates")
     keys = packed(np.uint64, 15, 2**64 - 1)
     vectors = packed(np.float32, *range(6))
@@ -127,14 +127,14 @@ def test_rows_are_written_and_deleted(serve, small):
         ),
     ],
 )
-def test_writes_at_fault(serve, request_, code, text):
+def test_invalid_writes_are_rejected(serve, request_, code, text):
     found = refused(Stub(serve(), "Updates").Write, request_)
     assert found[0] == code
     assert text in found[1]
 
 
 class FakeStreams:
-    """What is asked of a node's streams, noted."""
+    """A node's streams that record what is requested."""
 
     def __init__(self):
         self.asked = []
@@ -187,7 +187,7 @@ def test_streams_are_paused_resumed_and_replayed(serve, small):
     assert refused(updates.Seek, pb.SeekRequest()) == ("INVALID_ARGUMENT", "'topic' is missing")
 
 
-def test_status_and_models_are_those_of_http(serve, small):
+def test_status_and_models_equal_those_over_http(serve, small):
     admin = Stub(serve(), "Admin")
     told = MessageToDict(admin.Status(pb.StatusRequest()).status)
     assert told["phase"] == "ready"
@@ -198,7 +198,7 @@ def test_status_and_models_are_those_of_http(serve, small):
     assert (table.name, table.dim, table.rows["cpu"]) == ("users", 4, 10)
 
 
-def test_while_models_load(serve):
+def test_status_reports_loading_and_writes_are_unavailable(serve):
     channel = serve(state=FrontendState())
     assert refused(Stub(channel, "Admin").Models, pb.ModelsRequest())[0] == "UNAVAILABLE"
     told = Stub(channel, "Admin").Status(pb.StatusRequest()).status
@@ -208,7 +208,7 @@ def test_while_models_load(serve):
     assert told.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_roles(serve, key_guard):
+def test_each_method_requires_its_role(serve, key_guard):
     channel = serve(key_guard)
     updates, admin = Stub(channel, "Updates"), Stub(channel, "Admin")
     write = pb.WriteRequest(model="none")
@@ -237,7 +237,7 @@ def test_roles(serve, key_guard):
     assert admin.Status(pb.StatusRequest(), metadata=[("x-api-key", "a" * 16)]).status
 
 
-def test_reflection_names_the_services(serve):
+def test_reflection_lists_the_services(serve):
     stub = reflection_pb2_grpc.ServerReflectionStub(serve())
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     (told,) = stub.ServerReflectionInfo(iter([request]))
@@ -245,7 +245,7 @@ def test_reflection_names_the_services(serve):
     assert {"hps.v1.Updates", "hps.v1.Admin", "grpc.health.v1.Health"} <= names
 
 
-def test_a_port_that_is_taken_is_named(small):
+def test_taken_port_is_named_in_the_error(small):
     taken = AdminPort(GrpcAdminSettings(port=0), small.state, small.settings, NoAuthorizer())
     port = int(taken.url.rsplit(":", 1)[1])
     again = GrpcAdminSettings(port=port)
@@ -257,7 +257,7 @@ def test_a_port_that_is_taken_is_named(small):
 
 
 class FakeControl:
-    """What changes a node's models, noted."""
+    """Model control that records changes."""
 
     loading: ClassVar = {"ctr": 2}
     warnings: ClassVar = {"other": "the CPU cache is full"}
@@ -276,7 +276,7 @@ class FakeControl:
         self.asked.append(("unload", name))
 
 
-def test_models_are_loaded_and_unloaded(serve, small):
+def test_models_are_loaded_and_unloaded_over_grpc(serve, small):
     admin = Stub(serve(), "Admin")
     code, text = refused(admin.LoadModel, pb.LoadModelRequest(model="ctr"))
     assert (code, "gets its models from a node" in text) == ("UNIMPLEMENTED", True)

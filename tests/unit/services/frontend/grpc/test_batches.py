@@ -1,4 +1,4 @@
-"""What the statistics tell of requests over gRPC that were answered together."""
+"""Statistics of batched requests over gRPC."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.services.frontend.grpc.test_lookup import Client, keys, question
 
 @pytest.fixture
 def batches(small, serve):
-    """A client of a server that answers one batch at a time; ``lookup`` is that of `hps.v1`."""
+    """A client of a server that runs one batch at a time; ``lookup`` is the method of `hps.v1`."""
     settings = ServerSettings(
         batching=BatchingSettings(at_once=1), admission=AdmissionSettings(running=64)
     )
@@ -57,7 +57,7 @@ def by_table(n):
 
 
 def ask(small, ask_for, *requests, model=None):
-    """The first begins alone, the others are a batch when it is done; their calls."""
+    """Send requests; the first runs alone, the others form the next batch. Return their calls."""
     small.store.gate.clear()
     line = small.state.entries[model or requests[0].model_name].endpoint
     calls = []
@@ -68,7 +68,7 @@ def ask(small, ask_for, *requests, model=None):
 
 
 def told(stub, model):
-    """Samples, executions, requests, and how many executions there were of each size."""
+    """Samples, executions, requests, and the number of executions by batch size."""
     asked = pb.ModelStatisticsRequest(name=model)
     (found,) = stub.ModelStatistics(asked, timeout=60).model_stats
     sizes = {each.batch_size: each.compute_infer.count for each in found.batch_stats}
@@ -77,7 +77,7 @@ def told(stub, model):
 
 
 @pytest.mark.parametrize("make", [prediction, lookup])
-def test_a_batch_is_one_execution(small, batches, make):
+def test_batch_counts_as_one_execution(small, batches, make):
     calls = ask(small, batches.ModelInfer, make(3), make(1), make(2), make(4))
     small.store.gate.set()
     for call in calls:
@@ -88,8 +88,8 @@ def test_a_batch_is_one_execution(small, batches, make):
     assert told(batches, model) == (13, 3, 5, {3: 2, 7: 1})
 
 
-def test_keys_by_table_are_one_sample(small, batches):
-    batches.ModelInfer(by_table(0), timeout=60)  # answered at once
+def test_keys_by_table_count_as_one_sample(small, batches):
+    batches.ModelInfer(by_table(0), timeout=60)  # answered immediately
     calls = ask(small, batches.ModelInfer, by_table(5), by_table(2), by_table(3))
     small.store.gate.set()
     for call in calls:
@@ -98,7 +98,7 @@ def test_keys_by_table_are_one_sample(small, batches):
 
 
 @pytest.mark.parametrize("report", [False, True])
-def test_lookups_for_other_nodes_are_batched(small, batches, report):
+def test_lookups_of_other_nodes_are_batched(small, batches, report):
     asked = [
         question("words", keys("left", *mine, batch=2), version=1, report=report)
         for mine in ((15, 16), (16, 17), (18, 15))
@@ -114,7 +114,7 @@ def test_lookups_for_other_nodes_are_batched(small, batches, report):
         assert not answer.defaulted
 
 
-def test_keys_by_table_for_other_nodes_are_one_sample_too(small, batches):
+def test_keys_by_table_of_other_nodes_count_as_one_sample(small, batches):
     asked = [
         question("words", keys("left", *range(15, 15 + n)), by_table=True, version=1)
         for n in (5, 2, 3)
@@ -128,7 +128,7 @@ def test_keys_by_table_for_other_nodes_are_one_sample_too(small, batches):
 
 
 @pytest.mark.parametrize("wrong", [1, 2])
-def test_a_batch_is_counted_though_one_of_its_requests_fails_later(
+def test_batch_is_counted_although_one_of_its_requests_fails_later(
     small, batches, wrong, monkeypatch
 ):
     line = small.state.entries["ctr"].endpoint

@@ -1,4 +1,4 @@
-"""One gRPC client's calls beside another's that makes and cancels as many as it can."""
+"""Calls of one gRPC client while another makes and cancels as many as it can."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def message():
     return asked.SerializeToString()
 
 
-def test_a_cancel_storm_of_one_client_fails_no_call_of_another(serve, message):
+def test_no_call_fails_while_another_client_cancels_many(serve, message):
     url = serve().server.url
     command = [sys.executable, Path(cancel_storm.__file__), url, METHOD, str(STORM_S)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -43,7 +43,7 @@ def test_a_cancel_storm_of_one_client_fails_no_call_of_another(serve, message):
     assert set(ends) == {grpc.StatusCode.OK}, ends
 
 
-def test_a_connection_may_have_all_its_calls_in_flight(serve, message):
+def test_connection_may_have_all_its_calls_in_flight(serve, message):
     with grpc.insecure_channel(serve().server.url) as channel:
         infer = channel.unary_unary(METHOD)
         calls = [infer.future(message, timeout=60) for _ in range(CALLS_PER_CONNECTION)]

@@ -1,4 +1,4 @@
-"""Callers known by their certificates, over real TLS."""
+"""Callers identified by their certificates, over real TLS."""
 
 import os
 from pathlib import Path
@@ -46,7 +46,7 @@ def admin(small, by_certificate, tls):
 
 
 def asks(channel, **options):
-    """The status of each call that needs a role of its own."""
+    """The status of one call for each role."""
     updates, admin = Stub(channel, "Updates"), Stub(channel, "Admin")
     write = refused(updates.Write, admin_pb2.WriteRequest(model="none"), **options)[0]
     try:
@@ -66,18 +66,18 @@ def asks(channel, **options):
         ("liar", ("UNAUTHENTICATED", "UNAUTHENTICATED")),
     ],
 )
-def test_roles(admin, connect, who, found):
+def test_certificate_determines_the_role(admin, connect, who, found):
     assert asks(connect(admin, who)) == found
 
 
-def test_a_key_goes_before_a_certificate(admin, connect):
+def test_api_key_takes_precedence_over_certificate(admin, connect):
     assert asks(connect(admin, "front"), metadata=KEY) == ("NOT_FOUND", "OK")
     assert asks(connect(admin, "liar"), metadata=KEY) == ("NOT_FOUND", "OK")
     wrong = [("x-api-key", "w" * 16)]
     assert asks(connect(admin, "operator"), metadata=wrong)[1] == "UNAUTHENTICATED"
 
 
-def test_messages_name_the_caller(admin, connect):
+def test_errors_name_the_caller(admin, connect):
     status = admin_pb2.StatusRequest()
     told = refused(Stub(connect(admin, "front"), "Admin").Status, status)[1]
     assert told == "certificate of 'front' has role read; this needs role admin"
@@ -85,7 +85,7 @@ def test_messages_name_the_caller(admin, connect):
     assert "unknown certificate, with the names CN=liar" in told
 
 
-def test_the_data_port(small, by_certificate, tls, connect):
+def test_data_port_requires_a_known_certificate(small, by_certificate, tls, connect):
     with running(small, by_certificate, grpc={"tls": tls}) as server:
         request = lookup_pb2.DescribeRequest(model="words")
 
@@ -102,7 +102,7 @@ def test_the_data_port(small, by_certificate, tls, connect):
             describe("liar")
 
 
-def test_roles_change_with_the_file(admin, connect, keys_file, monkeypatch):
+def test_reloaded_keys_file_changes_roles(admin, connect, keys_file, monkeypatch):
     monkeypatch.setattr(auth_module, "CHECK_EVERY_S", 0.01)
     channel = connect(admin, "front")
     assert asks(channel)[1] == "PERMISSION_DENIED"

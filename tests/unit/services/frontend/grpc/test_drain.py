@@ -1,4 +1,4 @@
-"""A gRPC server that ends under load, beside another one: no call is lost."""
+"""Shutdown of a gRPC server under load, beside another one: no call is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 from tests.unit.services.frontend.protocol_clients import infer_request
 
 CLIENTS, CALLS = 6, 40
-# What a client has to say to be told that a server is not ready any more.
+# A client's service configuration that enables health checking.
 HEALTH = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": "inference.GRPCInferenceService"},
@@ -94,7 +94,7 @@ def channels():
         channel.close()
 
 
-def test_clients_that_look_at_its_health_leave_a_server_before_it_ends(small, serve, channels):
+def test_health_checking_clients_leave_a_server_before_it_ends(small, serve, channels):
     second = serve()
     ending = FrontendState()
     ending.serve(small.node)
@@ -107,7 +107,7 @@ def test_clients_that_look_at_its_health_leave_a_server_before_it_ends(small, se
         some_more()  # within server.drain_delay_s
         before = counted.success_count
         some_more()
-        assert counted.success_count == before  # nobody asks it any more
+        assert counted.success_count == before  # no client calls it any more
         first.stop()
         first.join()
 
@@ -117,7 +117,7 @@ def test_clients_that_look_at_its_health_leave_a_server_before_it_ends(small, se
     [{"grpc": {"max_connection_age_s": 0.05}}, {"drain_delay_s": 0.1}],
     ids=["set", "half of drain_delay_s"],
 )
-def test_no_call_is_lost_by_the_age_of_a_connection(serve, channels, settings):
+def test_no_call_is_lost_when_a_connection_reaches_its_age(serve, channels, settings):
     running = serve(**settings)
     states = []
     with load(lambda: channels(running.server.url, watch=states.append)) as some_more:
@@ -125,8 +125,8 @@ def test_no_call_is_lost_by_the_age_of_a_connection(serve, channels, settings):
         some_more()
 
 
-def test_no_call_of_ours_is_lost_by_the_age_of_a_connection(serve):
-    """gRPC repeats what a server has not looked at, unless it is told not to repeat anything."""
+def test_no_call_of_hps_client_is_lost_when_a_connection_reaches_its_age(serve):
+    """gRPC retries calls that a server has not processed, unless retries are disabled."""
     running = serve(grpc={"max_connection_age_s": 0.05})
     with ExitStack() as made:
 
@@ -146,10 +146,8 @@ def test_no_call_of_ours_is_lost_by_the_age_of_a_connection(serve):
 
 
 @pytest.mark.parametrize("calls", sorted({GRPC_CALLS, "threads"}))
-def test_whoever_asks_a_server_that_ends_is_told_to_ask_another(
-    serve, channels, monkeypatch, calls
-):
-    """CANCELLED would not say so."""
+def test_stopping_server_rejects_calls_as_unavailable(serve, channels, monkeypatch, calls):
+    """CANCELLED would not make clients retry."""
     monkeypatch.setattr(port_module, "_REFUSING_S", 60.0)
     running = serve(grpc={"calls": calls})
     with grpc.insecure_channel(running.server.url) as channel:
@@ -177,7 +175,7 @@ def test_whoever_asks_a_server_that_ends_is_told_to_ask_another(
             assert int(pushback) == 1000
 
 
-def test_our_client_asks_again_where_a_call_was_cut_off(serve):
+def test_client_retries_a_call_that_was_cut_off(serve):
     first, second = serve(), serve()
     ends = [first.server.url, second.server.url]
     clients = []
@@ -208,9 +206,7 @@ def test_our_client_asks_again_where_a_call_was_cut_off(serve):
 
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("beside", [False, True])
-def test_work_that_cannot_be_stopped_does_not_hold_up_the_end(
-    slow, serve, monkeypatch, at_once, beside
-):
+def test_uncancellable_work_does_not_delay_the_shutdown(slow, serve, monkeypatch, at_once, beside):
     running = serve(drain_s=60.0 if at_once else 0.2)
     began, leave = threading.Event(), threading.Event()
 
@@ -236,7 +232,7 @@ def test_work_that_cannot_be_stopped_does_not_hold_up_the_end(
     slow.leave.set()
 
 
-def test_who_watches_its_health_does_not_hold_up_the_end(serve):
+def test_health_watchers_do_not_delay_the_shutdown(serve):
     running = serve(drain_s=3600)
     with grpc.insecure_channel(running.server.url) as channel:
         said = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=600)

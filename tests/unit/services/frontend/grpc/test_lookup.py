@@ -1,4 +1,4 @@
-"""`hps.v1.Lookup`, asked as any gRPC client would."""
+"""`hps.v1.Lookup`, called by a plain gRPC client."""
 
 import logging
 from dataclasses import replace
@@ -47,7 +47,7 @@ def client(channel):
 
 
 def keys(name, *values, batch=0, **more):
-    """One name's share of a request: what is said of it, and its numbers."""
+    """The keys of one name in a request: their description and their numbers."""
     if "offsets" in more:
         batch = len(more["offsets"]) - 1
     told = {f"has_{what}": True for what in more}
@@ -55,7 +55,7 @@ def keys(name, *values, batch=0, **more):
 
 
 def question(model, *given, **more):
-    """The request of these keys."""
+    """The request for these keys."""
     dtypes = {"keys": np.int64, "offsets": np.int64, "weights": np.float32}
     numbers = {
         what: b"".join(np.array(n.get(what, ()), dtype).tobytes() for _, n in given)
@@ -66,7 +66,7 @@ def question(model, *given, **more):
 
 
 def vectors(answer, *dims, dtype=np.float32, rows=2):
-    """Of each name, which have so many rows."""
+    """The vectors by name; ``rows`` has their number of rows."""
     flat, found, at = np.frombuffer(answer.vectors, dtype), [], 0
     for dim in dims:
         found.append(flat[at : at + rows * dim].reshape(rows, dim).tolist())
@@ -81,15 +81,15 @@ def refused(call, *args, **kwargs):
     return caught.value.code().name, caught.value.details()
 
 
-def test_features_in_the_request_order(client):
+def test_vectors_have_the_order_of_the_request(client):
     answer = client.lookup(question("words", keys("right", 3, 4), keys("left", 1, 2)))
     assert (answer.version, answer.defaulted) == (1, 0)
     assert vectors(answer, 2, 3) == [[row(3, 2), row(4, 2)], [row(1, 3), row(2, 3)]]
     assert not answer.sources
 
 
-def test_requests_that_differ_in_their_numbers_alone(client, small):
-    """What they ask is read once, until other models are served."""
+def test_repeated_description_is_parsed_once(client, small):
+    """Until other models are served."""
     for key in (1, 2, 3):
         answer = client.lookup(question("words", keys("right", key, 4), keys("left", 5, key)))
         assert vectors(answer, 2, 3) == [[row(key, 2), row(4, 2)], [row(5, 3), row(key, 3)]]
@@ -99,7 +99,7 @@ def test_requests_that_differ_in_their_numbers_alone(client, small):
     assert client.lookup(question("words", keys("left", 1, 99))).version == 2
 
 
-def test_the_report_has_sources_and_versions_of_every_key(client):
+def test_report_has_the_source_and_version_of_every_key(client):
     answer = client.lookup(
         question("words", keys("left", 1, 15, 99), keys("right", 99, 2, 3), report=True)
     )
@@ -111,7 +111,7 @@ def test_the_report_has_sources_and_versions_of_every_key(client):
     assert answer.defaulted == 2
 
 
-def test_jagged_and_weighted_keys(client):
+def test_jagged_and_weighted_keys_are_pooled(client):
     offsets, weights = np.array([0, 2, 2, 3]), np.array([2, 4, 6], np.float32)
     given = keys("left", 1, 2, 3, offsets=offsets, weights=weights)
     even = keys("right", 4, 5, 6)
@@ -125,16 +125,16 @@ def test_jagged_and_weighted_keys(client):
     assert vectors(answer, 2, 3, rows=3) == [rights, [a.tolist(), (b + c).tolist(), [0.0] * 3]]
 
 
-def test_tables_of_half_precision(client):
+def test_tables_of_half_precision_return_float16(client):
     answer = client.lookup(question("halves", keys("half", 1, 2), by_table=True))
     assert vectors(answer, 4, dtype=np.float16) == [[row(1, 4), row(2, 4)]]
 
 
-def test_no_keys_are_no_vectors(client):
+def test_request_without_keys_returns_no_vectors(client):
     assert client.lookup(question("words", keys("left"))).vectors == b""
 
 
-def test_what_can_be_looked_up(client):
+def test_describe_lists_what_can_be_looked_up(client):
     told = client.describe(pb.DescribeRequest(model="ctr"))
     assert (told.model, told.version, told.max_batch_size) == ("ctr", 1, 64)
     assert [(t.name, t.dim, t.datatype, t.key_bits) for t in told.tables] == [
@@ -204,13 +204,13 @@ def test_what_can_be_looked_up(client):
         ),
     ],
 )
-def test_requests_at_fault(client, request_, code, text):
+def test_invalid_requests_are_rejected(client, request_, code, text):
     found = refused(client.lookup, request_)
     assert found[0] == code
     assert text in found[1]
 
 
-def test_too_many_keys(serve):
+def test_too_many_keys_are_rejected(serve):
     with grpc.insecure_channel(serve(max_keys=3).server.url) as channel:
         request = question("words", keys("left", 1, 2, 3, 4))
         code, text = refused(Client(channel).lookup, request)
@@ -218,7 +218,7 @@ def test_too_many_keys(serve):
     assert "has 4 keys" in text
 
 
-def test_keys_of_callers_are_asked_for(serve, key_guard):
+def test_api_key_is_required(serve, key_guard):
     request = question("words", keys("left", 1))
     with grpc.insecure_channel(serve(key_guard).server.url) as channel:
         client = Client(channel)
@@ -227,7 +227,7 @@ def test_keys_of_callers_are_asked_for(serve, key_guard):
         assert client.lookup(request, metadata=[("x-api-key", "r" * 16)]).vectors
 
 
-def test_a_lookup_ends_at_its_deadline(client, small):
+def test_lookup_fails_at_its_deadline(client, small):
     small.store.gate.clear()
     request = question("words", keys("left", 15))
     assert refused(client.lookup, request, timeout=0.05)[0] == "DEADLINE_EXCEEDED"
@@ -235,7 +235,7 @@ def test_a_lookup_ends_at_its_deadline(client, small):
     assert client.lookup(request).vectors
 
 
-def test_keys_of_tables_have_no_batch_and_are_one_sample(client, small):
+def test_keys_by_table_count_as_one_sample(client, small):
     client.lookup(question("words", keys("left", 1, 2, 3), by_table=True))
     for given in (keys("left", batch=2**63 - 1), keys("left", 1, batch=2)):
         request = question("words", given, by_table=True)
@@ -245,7 +245,7 @@ def test_keys_of_tables_have_no_batch_and_are_one_sample(client, small):
     assert (counted.success_count, counted.inferences) == (1, 1)
 
 
-def test_lookups_are_told_of_in_the_log(client, small, caplog):
+def test_lookups_are_logged(client, small, caplog):
     small.state.observer = RequestObserver(1.0)
     caplog.set_level(logging.INFO, "hps.access")
     caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -263,7 +263,7 @@ def test_lookups_are_told_of_in_the_log(client, small, caplog):
     assert "did you mean 'left'" in third["error"]
 
 
-def test_lookups_count_as_requests(client, small):
+def test_lookups_are_counted_as_requests(client, small):
     client.lookup(question("words", keys("left", 1, 2)))
     refused(client.lookup, question("words", keys("lift", 1)))
     counted = small.state.entries["words.lookup"].statistics
@@ -273,7 +273,7 @@ def test_lookups_count_as_requests(client, small):
     assert 'method="lookup",model="words.lookup",protocol="grpc"' in text
 
 
-def test_health_knows_the_service(channel):
+def test_health_service_reports_the_lookup_service(channel):
     stub = health_pb2_grpc.HealthStub(channel)
     told = stub.Check(health_pb2.HealthCheckRequest(service="hps.v1.Lookup"))
     assert told.status == health_pb2.HealthCheckResponse.SERVING
@@ -290,7 +290,7 @@ def served_by(client):
     return told.ready, {(m.model, m.version, m.former) for m in told.models if m.model == "words"}
 
 
-def test_what_a_node_serves_and_whether_it_is_ready(client, small):
+def test_nodes_describe_their_models_and_readiness(client, small):
     ready, models = served_by(client)
     assert ready
     assert models == {("words", 1, False)}
@@ -301,13 +301,13 @@ def test_what_a_node_serves_and_whether_it_is_ready(client, small):
     assert served_by(client) == (False, models)
 
 
-def test_a_version_that_was_replaced_is_answered_for_on(client, small):
-    """Where somebody asks for it by its number."""
+def test_replaced_version_is_served_for_a_while(client, small):
+    """If a request names it by its number."""
     later = []
     small.state.later = lambda seconds, work: later.append((seconds, work))
     first = question("words", keys("left", 1), version=1)
     other_version(small, 2)
-    assert refused(client.lookup, first)[0] == "NOT_FOUND"  # nobody did
+    assert refused(client.lookup, first)[0] == "NOT_FOUND"  # none was
     other_version(small, 1)
     assert client.lookup(first).version == 1
     other_version(small, 2)
@@ -321,7 +321,7 @@ def test_a_version_that_was_replaced_is_answered_for_on(client, small):
     assert served_by(client)[1] == {("words", 2, False)}
 
 
-def test_a_model_that_was_unloaded_is_not_answered_for(client, small):
+def test_unloaded_model_is_not_found(client, small):
     small.state.later = lambda _seconds, _work: None
     first = question("words", keys("left", 1), version=1)
     client.lookup(first)

@@ -1,4 +1,4 @@
-"""Answers that others work at: each is ended once, by whatever comes first."""
+"""Pending answers: each ends once, by its result, its deadline or its cancellation."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def pending(allowed_s, end=None):
 WAITING = PendingAnswers()
 
 
-def test_a_result_is_given_once():
+def test_result_is_delivered_once():
     future, ended, _ = pending(60)
     future.set_result(1)
     assert [each.result() for each in ended] == [1]
 
 
-def test_a_client_that_left_was_not_refused():
+def test_cancelled_call_is_not_counted_as_rejected():
     future, ended, reply = pending(60)
     reply.future.cancel()
     with pytest.raises(RequestCancelled) as caught:
@@ -46,14 +46,14 @@ def test_a_client_that_left_was_not_refused():
     assert future.cancelled()
 
 
-def test_a_client_that_left_when_its_time_was_up():
+def test_call_cancelled_after_its_deadline_has_exceeded_it():
     _, ended, reply = pending(0)
     reply.future.cancel()
     with pytest.raises(DeadlineExceeded):
         ended[0].result()
 
 
-def test_deadlines_are_kept_whatever_an_end_does():
+def test_deadlines_hold_although_a_callback_fails():
     pending(0, lambda future: 1 / 0)
     future, ended, _ = pending(0.05)
     until(lambda: ended)
@@ -62,10 +62,10 @@ def test_deadlines_are_kept_whatever_an_end_does():
     assert future.cancelled()
 
 
-def test_what_has_ended_is_not_held_until_something_else_waits():
+def test_ended_answer_is_freed_immediately():
     _, late, _ = pending(0.05)
     future, ended, reply = pending(60)
-    until(lambda: late)  # they have been looked at, the second after the first
+    until(lambda: late)  # both were checked, the second after the first
     future.set_result(1)
     gone = weakref.ref(future)
     del future, ended, reply

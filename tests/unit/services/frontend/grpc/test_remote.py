@@ -1,4 +1,4 @@
-"""`RemoteLookup` over real ports: as the engine behind them, to the bit; and what it does when they fail."""
+"""`RemoteLookup` over real ports: answers equal to the engine's, and failures of nodes."""
 
 import contextlib
 import threading
@@ -119,14 +119,14 @@ def requests():
 
 @pytest.mark.parametrize("report", [False, True])
 @pytest.mark.parametrize("features", list(requests()))
-def test_answers_are_those_of_the_engine(remote, small, features, report):
-    small.memory.insert = lambda *_args: None  # sources stay as they are
+def test_answers_equal_those_of_the_engine(remote, small, features, report):
+    small.memory.insert = lambda *_args: None  # sources are unchanged
     request = LookupRequest(features, want_source=report)
     same(remote.lookup(request), small.node.models["ctr"].engine.lookup(request))
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_calls_with_and_without_grpcs_futures(serve, connect, small, known, monkeypatch):
+def test_calls_with_and_without_grpc_futures(serve, connect, small, known, monkeypatch):
     assert unary.KNOWN, "gRPC is another inside: see hps/lookup/remote/unary_method.py"
     monkeypatch.setattr(unary, "KNOWN", known)
     remote = connect(serve().server.url, model="words")
@@ -155,7 +155,7 @@ def test_tables_and_half_precision(serve, connect, small):
     assert found.defaulted == 1
 
 
-def test_vectors_go_where_the_caller_says(remote):
+def test_vectors_are_written_into_the_callers_arrays(remote):
     out = np.zeros((2, 2), np.float32)
     request = LookupRequest({"item": JaggedKeys(np.array([1, 2]), 2)}, out={"item": out})
     found = remote.lookup(request)
@@ -164,8 +164,8 @@ def test_vectors_go_where_the_caller_says(remote):
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int8, np.uint64])
-def test_a_prepared_lookup(remote, dtype):
-    """Its keys are of whatever integers the client sends."""
+def test_prepared_lookup_is_called_with_other_keys(remote, dtype):
+    """Keys may have any integer type."""
     submit = remote.prepare(LookupRequest({"item": JaggedKeys(np.array([1, 2]), 2)}))
     for keys in ([3, 4], [5, -1], [4, 3]):
         found = submit([np.array(keys).astype(dtype)], None).result()
@@ -183,13 +183,13 @@ def test_a_prepared_lookup(remote, dtype):
         ({"item": [1], "user": [1, 2]}, "batch sizes differ"),
     ],
 )
-def test_requests_at_fault_go_nowhere(remote, features, text):
+def test_invalid_requests_are_not_sent(remote, features, text):
     given = {name: JaggedKeys(np.array(keys), len(keys)) for name, keys in features.items()}
     with pytest.raises(BadRequest, match=text):
         remote.submit(LookupRequest(given))
 
 
-def test_degraded_tiers_are_told(remote, small):
+def test_degraded_tiers_are_reported(remote, small):
     def broken(parts, ctx):
         ctx.degraded.append("rocksdb")
 
@@ -199,7 +199,7 @@ def test_degraded_tiers_are_told(remote, small):
     assert found.vectors["item"].tolist() == [[0.5, 0.5]]
 
 
-def test_lookups_spread_over_nodes_and_survive_one(small, connect):
+def test_lookups_spread_over_nodes_and_survive_the_loss_of_one(small, connect):
     with running(small) as one, running(small) as two:
         remote = connect(one.server.url, two.server.url, model="words")
         counted = small.state.entries["words.lookup"].statistics
@@ -214,7 +214,7 @@ def test_lookups_spread_over_nodes_and_survive_one(small, connect):
         remote.lookup(left(1))
 
 
-def test_a_node_that_comes_back_is_asked_again(small, connect):
+def test_recovered_node_gets_lookups_again(small, connect):
     with running(small) as first:
         url = first.server.url
         remote = connect(url, model="words")
@@ -232,7 +232,7 @@ def test_a_node_that_comes_back_is_asked_again(small, connect):
         until(answers)
 
 
-def test_a_node_that_was_away_at_the_start(small, connect):
+def test_node_unreachable_at_the_start_is_used_once_it_answers(small, connect):
     with running(small) as once:
         url = once.server.url
     remote = connect(url, model="words")
@@ -246,7 +246,7 @@ def test_a_node_that_was_away_at_the_start(small, connect):
         assert remote.lookup(left(1)).defaulted == 0
 
 
-def test_the_deadline_goes_along(remote, small):
+def test_deadline_is_passed_to_the_node(remote, small):
     small.store.gate.clear()
     request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)}, time.monotonic() + 0.05)
     with pytest.raises(DeadlineExceeded):
@@ -255,14 +255,14 @@ def test_the_deadline_goes_along(remote, small):
         remote.submit(replace(request, deadline=time.monotonic() - 1))
 
 
-def test_a_request_without_a_deadline_gets_one(serve, connect, small):
+def test_request_without_deadline_gets_the_default(serve, connect, small):
     remote = connect(serve().server.url, timeout_s=0.05)
     small.store.gate.clear()
     with pytest.raises(DeadlineExceeded):
         remote.lookup(LookupRequest({"item": JaggedKeys(np.array([15]), 1)}))
 
 
-def test_too_many_under_way(serve, connect, small):
+def test_lookups_beyond_the_limit_are_rejected(serve, connect, small):
     remote = connect(serve().server.url, in_flight=2)
     small.store.gate.clear()
     request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)})
@@ -274,7 +274,7 @@ def test_too_many_under_way(serve, connect, small):
     assert remote.lookup(request).vectors
 
 
-def test_a_cancelled_lookup_is_given_up(remote, small):
+def test_cancelled_lookup_is_cancelled_at_the_node(remote, small):
     small.store.gate.clear()
     asked = remote.submit(LookupRequest({"item": JaggedKeys(np.array([15]), 1)}))
     assert asked.cancel()
@@ -283,7 +283,7 @@ def test_a_cancelled_lookup_is_given_up(remote, small):
     until(lambda: not nodes_of(remote)[0].in_flight)
 
 
-def test_another_model_yaml_is_refused(serve, connect, small):
+def test_node_with_another_model_yaml_is_rejected(serve, connect, small):
     served = small.node.models["words"]
     wider = EmbeddingTable.make("left", 5, model="words")
     tables = {**served.tables, "left": wider}
@@ -304,7 +304,7 @@ def test_another_model_yaml_is_refused(serve, connect, small):
         connect(url, described=mine)
 
 
-def test_a_version_that_is_not_served_any_more(serve, connect, small):
+def test_removed_version_is_noticed_by_a_lookup(serve, connect, small):
     remote = connect(serve().server.url, model="words")
     served = small.node.models["words"]
     small.node.models["words"] = replace(served, version=2)
@@ -318,8 +318,8 @@ def test_a_version_that_is_not_served_any_more(serve, connect, small):
     assert remote.lookup(left(1)).vectors
 
 
-def test_a_node_that_starts_again_with_another_model_yaml(small, connect, monkeypatch):
-    """Shapes are the same, vectors would be others."""
+def test_restarted_node_with_another_model_yaml_is_rejected(small, connect, monkeypatch):
+    """The shapes are equal, the vectors would be wrong."""
     feature = {"name": "left", "table": "left", "key_offset": 1}
     monkeypatch.setattr(support, "WORDS", {**support.WORDS, "features": [feature]})
     other = support.make_small()
@@ -349,7 +349,7 @@ def test_a_node_that_starts_again_with_another_model_yaml(small, connect, monkey
 
 
 class Faulty(LeastBusy):
-    """A picker with a fault at one place."""
+    """A picker that raises in one method."""
 
     def __init__(self, place):
         self.place = place
@@ -362,23 +362,23 @@ class Faulty(LeastBusy):
 
 
 @pytest.mark.parametrize("place", ["pick", "record"])
-def test_a_picker_that_fails(serve, connect, place):
+def test_failing_picker_fails_the_lookup(serve, connect, place):
     remote = connect(serve().server.url, model="words", in_flight=1, picker=Faulty(place))
-    for _ in range(3):  # nothing is under way any more
+    for _ in range(3):  # none is in flight any more
         with pytest.raises((KeyError, AssertionError), match=place):
             remote.submit(left(1)).result(20)
     remote._picker.place = ""
     assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
 
 
-def test_keys_of_callers(serve, connect, key_guard):
+def test_api_key_is_sent(serve, connect, key_guard):
     url = serve(key_guard).server.url
     assert "UNAUTHENTICATED" in problems(connect(url, model="words"))[url]
     assert connect(url, model="words", api_key="r" * 16).lookup(left(1)).vectors
 
 
 class Impostor(grpc.GenericRpcHandler):
-    """Describes a model, and answers lookups of it with something else."""
+    """A node that describes a model and answers lookups of it with something else."""
 
     def __init__(self, described, answer):
         serving = pb.ServingResponse(ready=True)
@@ -393,7 +393,7 @@ class Impostor(grpc.GenericRpcHandler):
 @pytest.mark.parametrize(
     "given", [{"vectors": bytes(13)}, {"sources": b"xx"}, {"versions": bytes(9)}, {"sources": b""}]
 )
-def test_an_answer_that_does_not_fit_is_an_error(connect, small, given):
+def test_answer_of_the_wrong_shape_is_an_error(connect, small, given):
     model = model_of(small.node.models["words"])
     told = describe_model(model)
     right = {"vectors": bytes(12), "sources": b"x", "versions": bytes(8)}
@@ -411,7 +411,7 @@ def test_an_answer_that_does_not_fit_is_an_error(connect, small, given):
         server.stop(None).wait()
 
 
-def test_many_at_a_time(serve, connect):
+def test_concurrent_lookups_get_their_own_answers(serve, connect):
     remote = connect(serve().server.url, model="words")
     wrong = []
 
@@ -434,7 +434,7 @@ def test_many_at_a_time(serve, connect):
 
 @pytest.fixture
 def two(small):
-    """Two nodes with rows of their own, each with its port."""
+    """Two nodes with different rows, each with its port."""
     other = support.make_small()
     with contextlib.closing(other.node), running(small) as one, running(other) as two:
         yield (small, one.server.url), (other, two.server.url)
@@ -442,21 +442,21 @@ def two(small):
         other.store.gate.set()
 
 
-def test_a_node_that_hangs_is_passed_over(two, connect):
+def test_hanging_node_is_skipped(two, connect):
     (first, _), (second, _) = two
     for small in (first, second):
-        small.memory.insert = lambda *_args: None  # the store is asked each time
+        small.memory.insert = lambda *_args: None  # the store is read each time
     remote = connect(*[url for _, url in two], attempt_s=0.05)
     request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)}, time.monotonic() + 30)
     for hangs in (first, second):
         hangs.store.gate.clear()
-        for _ in range(2):  # whichever comes first
+        for _ in range(2):  # in either order
             assert remote.lookup(request).vectors["item"].tolist() == [row(15, 2)]
         hangs.store.gate.set()
     assert sum(node.retries for node in nodes_of(remote)) >= 1
 
 
-def test_without_retries_a_node_has_all_of_the_time(two, connect):
+def test_without_retries_a_node_gets_the_whole_deadline(two, connect):
     (first, _), (second, _) = two
     for small in (first, second):
         small.memory.insert = lambda *_args: None
@@ -465,7 +465,7 @@ def test_without_retries_a_node_has_all_of_the_time(two, connect):
     request = LookupRequest({"item": JaggedKeys(np.array([15]), 1)}, time.monotonic() + 60)
     asked = spent.submit(request)
     refused = connect(*[url for _, url in two], attempt_s=0.05, retries=0).submit(request)
-    with pytest.raises(DeadlineExceeded):  # two are asked, neither answers in their time
+    with pytest.raises(DeadlineExceeded):  # two nodes are asked, neither answers in time
         connect(*[url for _, url in two], attempt_s=0.05, retries=1).lookup(
             replace(request, deadline=time.monotonic() + 0.5)
         )
@@ -475,7 +475,7 @@ def test_without_retries_a_node_has_all_of_the_time(two, connect):
         assert each.result(60).vectors["item"].tolist() == [row(15, 2)]
 
 
-def test_a_node_that_is_about_to_end_is_asked_when_there_is_no_other(two, connect):
+def test_draining_node_is_used_if_there_is_no_other(two, connect):
     (first, first_url), (second, second_url) = two
     remote = connect(first_url, second_url, model="words")
 
@@ -494,8 +494,8 @@ def test_a_node_that_is_about_to_end_is_asked_when_there_is_no_other(two, connec
     assert "shutting down" in remote._candidates.nodes.problem
 
 
-def test_names_stand_for_nodes_that_come_and_go(small):
-    """One port, as replicas behind a name have it."""
+def test_name_resolves_to_changing_nodes(small):
+    """On one port, as replicas behind a name have it."""
     known = {"name": ["127.0.0.1"]}
 
     def resolve(host):
@@ -519,12 +519,12 @@ def test_names_stand_for_nodes_that_come_and_go(small):
                 known["name"] = ["127.0.0.2"]
                 until(lambda: len(nodes.all) == 1)
                 assert remote.lookup(left(2)).vectors["left"].tolist() == [row(2, 3)]
-                known["name"] = []  # what was known of it stays
+                known["name"] = []  # its state is kept
                 until(lambda: "Name or service not known" in str(nodes._addresses.problems))
                 assert remote.lookup(left(3)).vectors["left"].tolist() == [row(3, 3)]
 
 
-def test_retries_have_a_budget(small, connect):
+def test_retries_stay_within_their_budget(small, connect):
     with running(small) as one:
         url = one.server.url
     remote = connect("127.0.0.1:1", url, model="words", budget=RetryBudget(0))
@@ -537,7 +537,7 @@ def test_retries_have_a_budget(small, connect):
     assert sum(node.retries for node in nodes_of(remote)) == 0
 
 
-def test_certificates_bear_the_name_that_was_looked_up(small, tmp_path):
+def test_certificates_are_checked_against_the_resolved_name(small, tmp_path):
     authority = redis_servers.Certificates(tmp_path / "ca")
     certificate, key = authority.make("node", host="lookup.test")
     tls = TlsSettings(certificate_file=certificate, key_file=key)
@@ -558,7 +558,7 @@ def test_certificates_bear_the_name_that_was_looked_up(small, tmp_path):
             assert "other.test" in found.problem or "UNAVAILABLE" in found.problem
 
 
-def test_lookups_that_come_alone_are_answered_on_one_thread(remote):
+def test_single_lookups_are_answered_on_one_thread(remote):
     (target,) = remote._candidates.nodes.all
     until(lambda: target._connection.keeps_thread)
     threads, told = set(), remote._finish_attempt

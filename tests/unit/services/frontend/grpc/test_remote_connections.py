@@ -1,4 +1,4 @@
-"""Connections to lookup nodes: lost without notice, renewed with their certificates and keys."""
+"""Connections to lookup nodes: lost silently, renewed with their certificates and keys."""
 
 import contextlib
 import logging
@@ -36,7 +36,7 @@ def asking(small, nodes):
         yield RemoteLookup(candidates)
 
 
-def test_a_connection_that_was_lost_is_given_up(small, monkeypatch):
+def test_silently_lost_connection_is_closed(small, monkeypatch):
     soon = {"keepalive_time_ms": 300, "keepalive_timeout_ms": 2000, "http2.ping_timeout_ms": 2000}
     soon = {f"grpc.{name}": ms for name, ms in soon.items()}
     monkeypatch.setattr(connection, "OPTIONS", connection.OPTIONS | soon)
@@ -57,14 +57,14 @@ def test_a_connection_that_was_lost_is_given_up(small, monkeypatch):
         until(answers)
 
 
-def test_a_proxy_of_the_environment_is_not_asked(small, monkeypatch):
+def test_proxy_of_the_environment_is_not_used(small, monkeypatch):
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     with running(small) as node, asking(small, NodeRegistry([node.server.url])) as remote:
         assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
 
 
-def test_certificates_that_are_renewed(small, tmp_path):
+def test_renewed_certificates_are_used(small, tmp_path):
     authority = redis_servers.Certificates(tmp_path / "ca")
     stranger = redis_servers.Certificates(tmp_path / "stranger")
     certificate, key = authority.make("node", host="lookup.test")
@@ -87,7 +87,7 @@ def test_certificates_that_are_renewed(small, tmp_path):
             assert remote.lookup(left(1)).vectors["left"].tolist() == [row(1, 3)]
 
 
-def test_a_key_that_is_renewed(small, tmp_path, key_guard):
+def test_renewed_key_is_used(small, tmp_path, key_guard):
     path = tmp_path / "key"
     path.write_text("x" * 16)
     with running(small, key_guard) as node:
@@ -100,7 +100,7 @@ def test_a_key_that_is_renewed(small, tmp_path, key_guard):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_trace_goes_along(small, caplog, kept):
+def test_trace_is_passed_to_the_node(small, caplog, kept):
     small.state.observer = RequestObserver(1.0)
     caplog.set_level(logging.INFO, "hps.access")
     origin = RequestContext("", CALLER, "")

@@ -1,4 +1,4 @@
-"""Messages as tritonclient builds them and as nobody should."""
+"""Messages as tritonclient builds them, and invalid ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ arrays = st.sampled_from(sorted(DTYPES)).flatmap(
     st.text(st.characters(codec="utf-8"), max_size=200),
     st.booleans(),
 )
-def test_raw_tensors_arrive(tensors, request_id, versioned):
+def test_raw_tensors_are_parsed(tensors, request_id, versioned):
     request = asked(
         *((name, name, array.shape, array.tobytes()) for name, array in tensors),
         id=request_id,
@@ -79,7 +79,7 @@ def test_raw_tensors_arrive(tensors, request_id, versioned):
 
 
 @given(st.lists(arrays.filter(lambda a: a[0] != "FP16"), min_size=1, unique_by=lambda a: a[0]))
-def test_tensors_in_protobufs_own_types_arrive(tensors):
+def test_tensors_in_typed_contents_are_parsed(tensors):
     request = pb.ModelInferRequest(model_name="m")
     for name, array in tensors:
         tensor = request.inputs.add(name=name, datatype=name, shape=array.shape)
@@ -90,7 +90,7 @@ def test_tensors_in_protobufs_own_types_arrive(tensors):
         np.testing.assert_array_equal(call.inputs[name], array.reshape(-1))
 
 
-def test_a_description_seen_before_is_not_read_again(monkeypatch):
+def test_repeated_description_is_parsed_once(monkeypatch):
     parser = GrpcRequestParser("m", RULES, 1000)
     parsed(asked(KEYS), parser)
     monkeypatch.setattr(module, "_parsed", None)
@@ -102,7 +102,7 @@ def test_a_description_seen_before_is_not_read_again(monkeypatch):
         parsed(asked(("f", "INT64", (2, 1), KEYS[3])), parser)
 
 
-def test_forms_are_kept_by_number_and_size(monkeypatch):
+def test_number_and_size_of_kept_templates_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "_FORMS_KEPT", 2)
     parser = GrpcRequestParser("m", RULES, 1000)
     for count in range(1, 6):
@@ -114,7 +114,7 @@ def test_forms_are_kept_by_number_and_size(monkeypatch):
     assert not parsed(long, parser).form.kept
 
 
-def test_fields_in_any_order_are_a_request():
+def test_fields_may_have_any_order():
     known = asked(KEYS, id="a", model_version="3")
     parts = [
         field(0x3A, KEYS[3]),
@@ -132,18 +132,18 @@ def test_fields_in_any_order_are_a_request():
     assert parsed(known, parser).inputs["f"].tolist() == [1, 2]
 
 
-def test_a_known_description_before_other_bytes_is_read_with_care():
+def test_known_description_before_an_unknown_field_is_parsed_in_full():
     parser = GrpcRequestParser("m", RULES, 1000)
     message = asked(KEYS).SerializeToString()
     parsed(message, parser)
     at = message.rindex(b"\x3a\x10")
-    # Of the same size and still protobuf, but no raw tensor: a field that nobody knows.
+    # Of the same size and still protobuf, but an unknown field instead of the raw tensor.
     unknown = message[:at] + b"\x7a" + message[at + 1 :]
     with pytest.raises(BadRequest, match="unexpected number of elements 0 in int64_contents"):
         parsed(unknown, parser)
 
 
-def test_parameters_and_outputs():
+def test_parameters_and_outputs_are_parsed():
     request = asked(KEYS)
     request.parameters["timeout"].int64_param = 5
     request.parameters["top_k"].uint64_param = 3
@@ -168,12 +168,12 @@ def test_parameters_and_outputs():
         (asked(("FP16", "FP16", (1,), None)), "FP16 can only be sent in raw_input_contents"),
     ],
 )
-def test_wrong_requests_are_told_what_is_wrong(message, error):
+def test_errors_name_what_is_wrong(message, error):
     with pytest.raises(BadRequest, match=error):
         parsed(message)
 
 
-def test_contents_in_the_wrong_place():
+def test_invalid_typed_contents_are_rejected():
     request = asked(("f", "INT32", (1,), None))
     request.inputs[0].contents.int64_contents.append(1)
     with pytest.raises(BadRequest, match="belong in int_contents, not in int64_contents"):
@@ -197,14 +197,14 @@ def test_contents_in_the_wrong_place():
         ("bool_param", "top_k", True),
     ],
 )
-def test_wrong_parameters(kind, name, value):
+def test_invalid_parameters_are_rejected(kind, name, value):
     request = asked(KEYS)
     setattr(request.parameters[name], kind, value)
     with pytest.raises(BadRequest, match=f"parameter '{name}' must be"):
         parsed(request)
 
 
-def test_extensions_that_are_not_offered():
+def test_unsupported_extensions_are_rejected():
     request = asked(KEYS)
     request.outputs.add(name="a").parameters["classification"].int64_param = 1
     with pytest.raises(BadRequest, match="classification extension is not offered"):
@@ -216,18 +216,18 @@ def test_extensions_that_are_not_offered():
         parsed(request)
 
 
-def test_too_many_keys():
+def test_too_many_keys_are_rejected():
     with pytest.raises(RequestTooLarge, match="has 4 keys, at most 3"):
         parsed(asked(KEYS, ("g", *KEYS[1:])), max_keys=3)
 
 
 @given(st.binary(max_size=60))
-def test_bytes_that_are_no_message(message):
+def test_bytes_that_are_no_message_are_rejected(message):
     with suppress(BadRequest):
         parsed(message)
 
 
-def test_a_truncated_message():
+def test_truncated_message_is_rejected():
     message = asked(KEYS, id="a").SerializeToString()
     for size in range(1, len(message)):
         with suppress(BadRequest):
@@ -235,7 +235,7 @@ def test_a_truncated_message():
 
 
 @given(st.integers(0, 2**31))
-def test_varint(number):
+def test_varint_encodes_as_protobuf_does(number):
     assert pb.ModelInferRequest.FromString(b"\xd8\x3e" + varint(number)) is not None
     encoded = varint(number)
     found = sum((byte & 0x7F) << 7 * i for i, byte in enumerate(encoded))

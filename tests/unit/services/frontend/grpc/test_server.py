@@ -1,4 +1,4 @@
-"""The gRPC port, asked by Triton's client."""
+"""The gRPC data port, called by Triton's client."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refused(call, *args, **kwargs):
     return caught.value.status(), caught.value.message()
 
 
-def test_a_lookup(client):
+def test_lookup_returns_vectors(client):
     result = client.infer(
         "words.lookup", [keys("left", 1, 2), keys("right", 3, 4)], request_id="a7"
     )
@@ -64,7 +64,7 @@ def test_a_lookup(client):
     assert response.parameters["hps_degraded"].string_param == ""
 
 
-def test_log_settings(client, monkeypatch):
+def test_log_settings_are_read_and_changed(client, monkeypatch):
     set_to = []
     monkeypatch.setattr(log_settings, "set_level", set_to.append)
     told = client.get_log_settings(as_json=True)["settings"]
@@ -76,7 +76,7 @@ def test_log_settings(client, monkeypatch):
     assert "unknown log setting" in message
 
 
-def test_hps_own_form_and_sources(client):
+def test_lookup_by_keys_and_numkeys_with_sources(client):
     inputs = [keys("KEYS", 1, 15, 99, shape=(1, 3))]
     counts = triton.InferInput("NUMKEYS", [1, 2], "INT32")
     inputs.append(counts.set_data_from_numpy(np.array([[2, 1]], np.int32)))
@@ -88,7 +88,7 @@ def test_hps_own_form_and_sources(client):
     assert result.get_response().parameters["hps_defaulted"].int64_param == 1
 
 
-def test_a_prediction(client):
+def test_prediction_returns_scores(client):
     dense = triton.InferInput("dense", [2, 3], "FP32")
     dense.set_data_from_numpy(np.ones((2, 3), np.float32))
     inputs = [keys("user", 1, 2), keys("item", 3, 4), keys("history", 5, 6), dense]
@@ -100,14 +100,14 @@ def test_a_prediction(client):
     assert ranked.as_numpy("logit").tolist() == [max(result.as_numpy("logit"))]
 
 
-def test_half_precision_and_nothing_at_all(client):
+def test_half_precision_and_empty_tensors(client):
     result = client.infer("halves", [keys("half", 1, 2)])
     assert result.as_numpy("half").dtype == np.float16
     empty = client.infer("words.lookup", [keys("left", shape=(0, 1))])
     assert empty.as_numpy("left").shape == (0, 3)
 
 
-def test_answers_are_as_http_gives_them(client, small, ask):
+def test_answers_equal_those_over_http(client, small, ask):
     from tritonclient.http import InferenceServerClient, InferInput, InferResult
 
     for numbers in ([1, 2, 3], [1, 15, 99], [-5]):
@@ -123,7 +123,7 @@ def test_answers_are_as_http_gives_them(client, small, ask):
         assert by_http.as_numpy("left").tobytes() == by_grpc.as_numpy("left").tobytes()
 
 
-def test_what_is_told_of_the_server_and_its_models(client):
+def test_metadata_of_server_and_models(client):
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("words")
@@ -147,7 +147,7 @@ def test_what_is_told_of_the_server_and_its_models(client):
     assert len(client.get_inference_statistics().model_stats) == 6
 
 
-def test_errors_have_codes_and_name_the_mend(client, small):
+def test_errors_have_codes_and_name_the_remedy(client, small):
     code, message = refused(client.infer, "nope", [keys("left", 1)])
     assert (code, message) == (
         "StatusCode.NOT_FOUND",
@@ -165,7 +165,7 @@ def test_errors_have_codes_and_name_the_mend(client, small):
         assert "is not offered" in message
 
 
-def test_every_call_that_is_not_offered_says_so(serve):
+def test_unsupported_methods_are_unimplemented(serve):
     methods = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
     refusing = set()
     with grpc.insecure_channel(serve().server.url) as channel:
@@ -189,7 +189,7 @@ def test_every_call_that_is_not_offered_says_so(serve):
     }
 
 
-def test_failures_are_counted(client, small):
+def test_failures_are_counted_by_status(client, small):
     refused(client.infer, "nope", [keys("left", 1)])
     client.infer("words.lookup", [keys("left", 1)])
     metrics = small.state.metrics
@@ -198,7 +198,7 @@ def test_failures_are_counted(client, small):
         assert sum(counts) == 1
 
 
-def test_a_server_that_loads_says_so(small, serve):
+def test_loading_server_is_unavailable(small, serve):
     small.state = FrontendState()
     with triton.InferenceServerClient(serve().server.url) as client:
         assert client.is_server_live()
@@ -211,20 +211,20 @@ def test_a_server_that_loads_says_so(small, serve):
         client.infer("words.lookup", [keys("left", 1)])
 
 
-def test_deadlines(client, small):
+def test_calls_fail_at_their_deadline(client, small):
     small.store.gate.clear()
     waiting = [keys("left", 12)]
     code, _ = refused(client.infer, "words.lookup", waiting, client_timeout=0.3)
     assert code == "StatusCode.DEADLINE_EXCEEDED"
     code, message = refused(client.infer, "words.lookup", waiting, timeout=20_000)
     assert code == "StatusCode.DEADLINE_EXCEEDED"
-    # Of 20 ms a stalled machine may leave nothing for the lookup to begin in.
+    # With 20 ms, a stalled machine may leave no time for the lookup to begin.
     assert "server.request_timeout_ms" in message or "for a thread" in message
     small.store.gate.set()
     assert client.infer("words.lookup", waiting).as_numpy("left").tolist() == [row(12, 3)]
 
 
-def test_busy_threads_keep_nobody_from_asking_whether_the_server_lives(client, small):
+def test_health_is_answered_while_all_threads_are_busy(client, small):
     small.store.gate.clear()
     answers = queue.Queue()
     for key in range(10, 18):  # twice the threads
@@ -238,7 +238,7 @@ def test_busy_threads_keep_nobody_from_asking_whether_the_server_lives(client, s
         assert isinstance(answers.get(timeout=60), triton.InferResult)
 
 
-def test_clients_that_send_no_request_hold_up_nobody(serve):
+def test_calls_without_a_request_do_not_block_others(serve):
     url = serve().server.url
     gate = threading.Event()
 
@@ -259,7 +259,7 @@ def test_clients_that_send_no_request_hold_up_nobody(serve):
             each.cancel()
 
 
-def test_a_stream_keeps_nothing_of_what_it_answered(serve, small):
+def test_stream_frees_its_answered_requests(serve, small):
     kept = []
     endpoint = small.state.entries["words.lookup"].endpoint
     submit = type(endpoint).submit
@@ -274,7 +274,7 @@ def test_a_stream_keeps_nothing_of_what_it_answered(serve, small):
         answers = queue.Queue()
         with triton.InferenceServerClient(serve().server.url) as client:
             client.start_stream(lambda result, error: answers.put((result, error)))
-            for key in range(10, 20):  # in the store: to be waited for
+            for key in range(10, 20):  # in the store: the answer waits for it
                 client.async_stream_infer("words.lookup", [keys("right", key)])
                 assert answers.get(timeout=60)[1] is None
             until(lambda: sum(ref() is not None for ref in kept) <= 1)
@@ -284,7 +284,7 @@ def test_a_stream_keeps_nothing_of_what_it_answered(serve, small):
 
 @pytest.fixture
 def streams(serve):
-    """``streams()``: one that says nothing after its first request, whose answer has been read."""
+    """``streams()``: an idle stream, whose first request has been answered."""
     url, gate = serve().server.url, threading.Event()
 
     def asking():
@@ -313,8 +313,8 @@ def ended(stream):
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_a_client_has_not_all_streams(streams, monkeypatch, most):
-    """Of one it may have that one."""
+def test_one_client_cannot_open_all_streams(streams, monkeypatch, most):
+    """If one stream is allowed, a client may have it."""
     monkeypatch.setattr(streams_module, "STREAMS", most)
     first = streams()
     with pytest.raises(grpc.RpcError, match="half of it per client") as caught:
@@ -339,13 +339,13 @@ def test_a_client_has_not_all_streams(streams, monkeypatch, most):
     until(room)
 
 
-def test_streams_of_silent_clients_end(streams, monkeypatch):
+def test_idle_streams_are_closed(streams, monkeypatch):
     monkeypatch.setattr(streams_module, "_SWEEP_S", 0.01)
     monkeypatch.setattr(streams_module, "_IDLE_TIMEOUT_S", 0.1)
     assert ended(streams()) is grpc.StatusCode.CANCELLED
 
 
-def test_streams_that_wait_for_their_answer_go_on(small, serve, monkeypatch):
+def test_streams_that_wait_for_an_answer_stay_open(small, serve, monkeypatch):
     monkeypatch.setattr(streams_module, "_SWEEP_S", 0.01)
     looked = threading.Semaphore(0)
     works = streams_module.OpenStream.works
@@ -374,7 +374,7 @@ def test_streams_that_wait_for_their_answer_go_on(small, serve, monkeypatch):
         assert not next(stream).error_message
 
 
-def test_a_stream_ends_with_its_callers_key(serve, tmp_path, monkeypatch):
+def test_stream_ends_when_its_callers_key_expires(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
     file = tmp_path / "keys.yaml"
     entry = "- {{name: {0}, role: read, key: {0}-secret-000001}}\n"
@@ -397,7 +397,7 @@ def test_a_stream_ends_with_its_callers_key(serve, tmp_path, monkeypatch):
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_stream(client):
+def test_stream_answers_in_order(client):
     answers = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     for name in ("left", "wrong", "right"):
@@ -412,7 +412,7 @@ def test_a_stream(client):
     client.stop_stream()
 
 
-def test_statistics_agree_with_what_was_asked(client, small):
+def test_statistics_count_the_requests(client, small):
     answers = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     for key in (1, 12, 2):  # the second is in the store
@@ -432,7 +432,7 @@ def test_statistics_agree_with_what_was_asked(client, small):
     assert sum(part.ns for part in split) == stats.success.ns
 
 
-def test_a_stream_that_wants_its_errors_as_its_own(serve):
+def test_strict_stream_fails_with_the_status_of_its_error(serve):
     with grpc.insecure_channel(serve().server.url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         strict = (("triton_grpc_error", "true"),)
@@ -444,7 +444,7 @@ def test_a_stream_that_wants_its_errors_as_its_own(serve):
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_health_is_watched(serve, small):
+def test_health_watch_reports_changes(serve, small):
     small.state = FrontendState()
     server = serve()
     with grpc.insecure_channel(server.server.url) as channel:
@@ -461,7 +461,7 @@ def test_health_is_watched(serve, small):
 
 
 @pytest.mark.private_interface("grpc", "a watcher that does not read keeps a thread")
-def test_watchers_who_read_nothing_hold_up_nobody(serve, small):
+def test_watchers_that_do_not_read_block_no_others(serve, small):
     server = serve()
     watching = server.server._health._watchers
     with closing(Http2Client(server.server.url)) as deaf:
@@ -480,7 +480,7 @@ def test_watchers_who_read_nothing_hold_up_nobody(serve, small):
     until(lambda: not watching)
 
 
-def test_who_begins_to_watch_a_server_that_ends_does_not_hold_it_up(serve):
+def test_new_watcher_does_not_delay_a_stopping_server(serve):
     server = serve()
     health = server.server._health
     health.stop()
@@ -495,7 +495,7 @@ def test_who_begins_to_watch_a_server_that_ends_does_not_hold_it_up(serve):
     until(lambda: not health._watchers)
 
 
-def test_watchers_have_a_largest_number(serve, monkeypatch):
+def test_number_of_watchers_is_bounded(serve, monkeypatch):
     monkeypatch.setattr(health_module, "WATCHERS", 1)
     with grpc.insecure_channel(serve().server.url) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -507,7 +507,7 @@ def test_watchers_have_a_largest_number(serve, monkeypatch):
         first.cancel()
 
 
-def test_reflection(serve):
+def test_reflection_describes_the_services(serve):
     def services(url):
         with grpc.insecure_channel(url) as channel:
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -520,7 +520,7 @@ def test_reflection(serve):
         services(serve(grpc={"reflection": False}).server.url)
 
 
-def test_api_keys(serve, key_guard, small):
+def test_api_key_is_required(serve, key_guard, small):
     server = serve(key_guard)
     with triton.InferenceServerClient(server.server.url) as client:
         assert client.is_server_live()
@@ -540,19 +540,19 @@ def test_api_keys(serve, key_guard, small):
     assert small.state.metrics.counter(m.REQUESTS_REFUSED, "unauthenticated").value == 2
 
 
-def test_a_time_limit_beyond_what_threads_can_wait(client):
+def test_very_long_deadline_is_accepted(client):
     waiting = [keys("left", 13)]
     assert client.infer("words.lookup", waiting, timeout=2**62).as_numpy("left").size == 3
 
 
-def test_certificates_that_are_none(small, tmp_path):
+def test_invalid_certificates_are_a_configuration_error(small, tmp_path):
     (tmp_path / "f").write_text("no certificate")
     tls = TlsSettings(key_file=tmp_path / "f", certificate_file=tmp_path / "f")
     with pytest.raises(ConfigError, match=r"server.grpc.tls: .*/f.* cannot be used"):
         GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, NoAuthorizer())
 
 
-def test_messages_have_a_largest_size(serve):
+def test_message_size_is_bounded(serve):
     with triton.InferenceServerClient(serve(max_body_bytes=4096).server.url) as client:
         client.infer("words.lookup", [keys("left", *range(400))])
         code, _ = refused(client.infer, "words.lookup", [keys("left", *range(600))])
@@ -563,7 +563,7 @@ def test_messages_have_a_largest_size(serve):
         assert "server.max_keys" in message
 
 
-def test_what_was_accepted_is_answered(serve, small, monkeypatch):
+def test_accepted_calls_are_answered_during_shutdown(serve, small, monkeypatch):
     server = serve()
     small.store.gate.clear()
     asked = threading.Event()
@@ -587,7 +587,7 @@ def certified(folder, name, ca=None):
     return made(folder, name, [f"DNS:{name}"] if ca else (), ca)
 
 
-def test_certificates_on_both_sides(serve, small, tmp_path):
+def test_mutual_tls(serve, small, tmp_path):
     ca = certified(tmp_path, "ca")
     key, certificate = certified(tmp_path, "localhost", ca)
     client_key, client_certificate = certified(tmp_path, "client", ca)
@@ -607,7 +607,7 @@ def test_certificates_on_both_sides(serve, small, tmp_path):
     assert refused(asks, port)[0] == "StatusCode.UNAVAILABLE"
 
 
-def test_certificates_are_renewed(serve, tmp_path, caplog):
+def test_renewed_certificates_are_used(serve, tmp_path, caplog):
     old = certified(tmp_path, "localhost")
     tls = {"key_file": old[0], "certificate_file": old[1]}
     port = serve(grpc={"tls": tls}).server.url.rpartition(":")[2]
@@ -629,13 +629,13 @@ def test_certificates_are_renewed(serve, tmp_path, caplog):
     assert refused(asks, root)[0] == "StatusCode.UNAVAILABLE"
 
 
-def test_certificate_files_that_are_not_there(small, tmp_path):
+def test_missing_certificate_files_are_a_configuration_error(small, tmp_path):
     tls = TlsSettings(key_file=tmp_path / "no", certificate_file=tmp_path / "no")
     with pytest.raises(ConfigError, match=r"server.grpc.tls: .*/no: No such file"):
         GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, NoAuthorizer())
 
 
-def test_a_port_that_is_taken(small, serve):
+def test_taken_port_is_a_configuration_error(small, serve):
     port = int(serve().server.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"server.grpc: cannot listen on 127.0.0.1:{port}"):
         GrpcServer(GrpcSettings(port=port), small.state, small.settings, NoAuthorizer())

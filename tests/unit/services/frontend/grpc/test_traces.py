@@ -1,4 +1,4 @@
-"""A request's id and trace, from what it came with to the spans of its parts, by both protocols."""
+"""Request ids and traces over both protocols, from the client's to the spans of a request's parts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def infer(request, small, ask, serve):
 
 @pytest.fixture
 def spans(small):
-    """The small server records; those that have ended, by name."""
+    """``spans()``: the ended spans of the small server, by name."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
@@ -93,14 +93,14 @@ def spans(small):
     return lambda: {span.name: span for span in exporter.get_finished_spans()}
 
 
-def test_the_id_comes_back_the_messages_before_the_headers(infer):
+def test_request_id_is_returned_the_messages_before_the_headers(infer):
     word = {"left": np.array([[1]])}
     assert infer("words.lookup", word, NAMED) == (200, "r-1")
     assert infer("words.lookup", word, {}, "r-2") == (200, "r-2")
     assert infer("words.lookup", word, {}) == (200, None)
 
 
-def test_a_prediction_is_a_span_with_all_its_parts(infer, spans):
+def test_prediction_has_a_span_with_all_its_parts(infer, spans):
     assert infer("ctr", CTR, NAMED)[0] == 200
     found = spans()
     request = found.pop("infer ctr")
@@ -118,7 +118,7 @@ def test_a_prediction_is_a_span_with_all_its_parts(infer, spans):
 
 
 class Recording(GRPCInferenceServiceServicer):
-    """A Triton that scores everything 1, and keeps what it is told beside the tensors."""
+    """A Triton that scores everything 1, and records the metadata of its requests."""
 
     def __init__(self):
         self.told = []
@@ -145,7 +145,7 @@ class Recording(GRPCInferenceServiceServicer):
 
 @pytest.fixture
 def recording(small):
-    """The small server's network is in a Triton that records."""
+    """The small server's network, run by a recording Triton."""
     made = Recording()
     server = grpc.server(ThreadPoolExecutor(2))
     add_GRPCInferenceServiceServicer_to_server(made, server)
@@ -161,7 +161,7 @@ def recording(small):
     server.stop(0).wait(30)
 
 
-def test_a_trace_goes_from_the_client_through_the_server_to_triton(small, serve, spans, recording):
+def test_trace_continues_from_the_client_to_triton(small, serve, spans, recording):
     tracer = small.state.observer._tracer.tracer
     one = {name: values[:1] for name, values in CTR.items()}
     dense = {"dense": one.pop("dense")}
@@ -180,8 +180,8 @@ def test_a_trace_goes_from_the_client_through_the_server_to_triton(small, serve,
     assert told[36:52] == f"{found['triton_infer'].context.span_id:016x}"
 
 
-def test_a_trace_goes_on_at_the_lookup_node(small, serve, spans):
-    """The node and the process that asks it record to the same place here."""
+def test_trace_continues_at_the_lookup_node(small, serve, spans):
+    """The node and its caller record to the same place here."""
     served = small.node.models["words"]
     model = LookupModel(served.name, served.version, served.tables, served.engine.features)
     with (
@@ -195,7 +195,7 @@ def test_a_trace_goes_on_at_the_lookup_node(small, serve, spans):
         origin.end()
 
     def chained():
-        """Of the two lookups, the one that asks ends last."""
+        """Of the two lookups, the caller's ends last."""
         found = spans()
         chain = [found.get(name) for name in ("infer words", "lookup", "infer words.lookup")]
         return None not in chain and all(
@@ -208,7 +208,7 @@ def test_a_trace_goes_on_at_the_lookup_node(small, serve, spans):
     assert found["rocksdb"].attributes == {"hps.asked": 1, "hps.found": 1}
 
 
-def test_lookups_of_one_form_are_spans_each(infer, spans):
+def test_each_lookup_of_a_prepared_form_has_a_span(infer, spans):
     for i in range(3):
         infer("words.lookup", {"left": np.array([[i]])}, {"x-request-id": f"r-{i}"})
     found = spans()
@@ -216,7 +216,7 @@ def test_lookups_of_one_form_are_spans_each(infer, spans):
     assert found["infer words.lookup"].attributes["hps.request_id"] == "r-2"
 
 
-def test_a_request_that_fails_is_a_span_that_failed(infer, spans):
+def test_failed_request_has_a_failed_span(infer, spans):
     infer("words.lookup", {"lift": np.array([[1]])}, NAMED)
     infer("ctr", {"user": np.array([[1]])}, NAMED)
     for name in ("infer words.lookup", "infer ctr"):
@@ -224,7 +224,7 @@ def test_a_request_that_fails_is_a_span_that_failed(infer, spans):
         assert f"{spans()[name].context.trace_id:032x}" == CALLER[3:35]
 
 
-def test_requests_are_told_of_in_the_log(infer, small, caplog):
+def test_requests_are_logged_with_their_trace(infer, small, caplog):
     small.state.observer = RequestObserver(1.0)
     caplog.set_level(logging.INFO, "hps.access")
     infer("words.lookup", {"left": np.array([[1], [99]])}, NAMED)

@@ -17,7 +17,7 @@ PATH = "/v2/models/words.lookup/infer"
 
 
 class Wire(asyncio.Transport):
-    """Collects what is written."""
+    """A transport that collects what is written."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Wire(asyncio.Transport):
 
 
 class Http:
-    """What tests of a connection do with it."""
+    """Opens connections without a socket, builds requests and reads answers."""
 
     def __init__(self, app):
         self._app = app
@@ -84,7 +84,7 @@ class Http:
 
     @staticmethod
     def post(path, asked, *, more=""):
-        """A request of JSON."""
+        """The bytes of a JSON request."""
         body = json.dumps(asked)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n"
         return (head + body).encode()
@@ -107,7 +107,7 @@ class Http:
 
     @staticmethod
     def vectors(wire):
-        """The vectors ``(n, 3)`` of each answer on the wire, JSON cut off."""
+        """The first column of the vectors ``(n, 3)`` of each binary answer on the wire."""
         found = []
         for answer in wire.data.split(b"HTTP/1.1 200 OK\r\n")[1:]:
             head, _, body = answer.partition(b"\r\n\r\n")
@@ -127,7 +127,7 @@ class Http:
 
     @staticmethod
     async def read(protocol, data):
-        """Hand over ``data`` as an event loop does, outside every task; the statuses right afterwards."""
+        """Pass ``data`` as an event loop does, outside all tasks; return the statuses right afterwards."""
         loop = asyncio.get_running_loop()
         there = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""The admin port: status, tables, rows, metrics; who may do what."""
+"""The admin port: status, tables, rows, metrics, roles."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from services.frontend.state import FrontendState
 LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
 
 
-def test_the_admin_port_answers_the_data_ports_requests_too(admin, call):
+def test_admin_port_answers_requests_of_the_data_port(admin, call):
     reply = call(admin, "POST", "/v2/models/words.lookup/infer", json={"inputs": [LEFT]})
     assert reply.json()["parameters"]["hps_defaulted"] == 1
 
 
-def test_metrics(admin, call):
+def test_metrics_are_exposed(admin, call):
     reply = call(admin, "GET", "/metrics")
     assert reply.headers["content-type"].startswith("text/plain")
     assert "hps_request_duration_seconds" in reply.text
 
 
-def test_status_models_tables(small, admin, call):
+def test_status_lists_models_and_tables(small, admin, call):
     status = call(admin, "GET", "/v1/status").json()
     assert status["phase"] == "ready"
     assert status["models"] == call(admin, "GET", "/v1/models").json()["models"]
@@ -36,7 +36,7 @@ def test_status_models_tables(small, admin, call):
     ]
 
 
-def test_status_while_loading(small, call):
+def test_status_reports_loading(small, call):
     state = FrontendState()
     state.loading.append({"title": "t", "done": 1, "total": 2, "unit": "rows"})
     app = admin_app(state, small.settings, NoAuthorizer())
@@ -47,7 +47,7 @@ def test_status_while_loading(small, call):
         assert call(app, "GET", path).status_code == 503
 
 
-def test_rows_with_their_tier_and_age(admin, call):
+def test_rows_are_shown_with_tier_and_age(admin, call):
     found = call(
         admin, "GET", "/v1/tables/ctr/items/rows?keys=1, 12,-7,18446744073709551615"
     ).json()
@@ -67,7 +67,7 @@ def test_rows_with_their_tier_and_age(admin, call):
     assert unsigned["key"] == -1
 
 
-def test_half_precision_rows(admin, call):
+def test_half_precision_rows_are_shown(admin, call):
     found = call(admin, "GET", "/v1/tables/halves/half/rows?keys=1").json()
     assert found["rows"][0]["vector"] == [1.0, 1.125, 1.25, 1.375]
     assert found["dtype"] == "float16"
@@ -87,13 +87,13 @@ def test_half_precision_rows(admin, call):
         ("/v1/tables/nope/items/rows?keys=1", 404, "unknown model: 'nope'"),
     ],
 )
-def test_rows_at_fault(admin, path, status, message, call, error):
+def test_invalid_row_requests_are_rejected(admin, path, status, message, call, error):
     reply = call(admin, "GET", path)
     assert reply.status_code == status
     assert message in error(reply)
 
 
-def test_who_may_do_what(small, call, error, key_guard):
+def test_each_route_requires_its_role(small, call, error, key_guard):
     app = admin_app(small.state, small.settings, key_guard)
     reader, writer, root = ({"X-API-Key": letter * 16} for letter in "rwa")
     for path in ("/v2", "/v2/models", "/v2/models/words", "/v2/models/stats"):
@@ -112,7 +112,7 @@ def test_who_may_do_what(small, call, error, key_guard):
     assert call(app, "POST", "/v2/repository/index").status_code == 401
 
 
-def test_hot_keys(small, admin, call, monkeypatch):
+def test_hot_keys_are_listed(small, admin, call, monkeypatch):
     asked = []
     monkeypatch.setattr(type(small.node), "hot_keys", lambda _, *told: asked.append(told) or [1])
     assert call(admin, "GET", "/v1/hotkeys?model=ctr&table=items&limit=1").json() == {"tables": [1]}

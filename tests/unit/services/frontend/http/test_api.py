@@ -1,4 +1,4 @@
-"""Bodies of the routes beside inference: within bounds, and in time."""
+"""Bodies of routes other than inference: bounds and timeouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROFILE = INDEX.replace(b"/v2/repository/index", b"/v1/profile/ctr")
 
 
 @pytest.mark.parametrize("head", [INDEX, PROFILE])
-def test_a_body_that_does_not_come(http, admin, monkeypatch, head):
+def test_missing_body_times_out(http, admin, monkeypatch, head):
     monkeypatch.setattr(api, "_BODY_TIMEOUT_S", 0.01)
 
     async def scenario():
@@ -27,7 +27,7 @@ def test_a_body_that_does_not_come(http, admin, monkeypatch, head):
 
 
 @pytest.mark.parametrize("head", [INDEX, PROFILE])
-def test_a_body_that_is_too_large_is_refused_by_its_length(http, admin, head):
+def test_too_large_body_is_rejected_by_its_length(http, admin, head):
     async def scenario():
         protocol, wire = http.connect(admin)
         await http.read(protocol, head % (200 << 20))
@@ -36,7 +36,7 @@ def test_a_body_that_is_too_large_is_refused_by_its_length(http, admin, head):
     http.run(scenario)
 
 
-def test_a_client_that_hangs_up_is_no_fault_of_ours(http, admin, caplog):
+def test_disconnected_client_is_not_an_error(http, admin, caplog):
     caplog.set_level(logging.ERROR)
 
     async def scenario():
@@ -52,7 +52,7 @@ def test_a_client_that_hangs_up_is_no_fault_of_ours(http, admin, caplog):
 
 
 @pytest.mark.parametrize("size", ["9" * 5000, "\u00b2", "-1", "1"])
-def test_a_header_size_that_is_none(call, admin, error, size):
+def test_invalid_header_size_is_rejected(call, admin, error, size):
     header = {"inference-header-content-length": size.encode("latin-1")}
     reply = call(admin, "POST", "/v1/profile/words.lookup", headers=header)
     assert reply.status_code == 400
@@ -60,8 +60,8 @@ def test_a_header_size_that_is_none(call, admin, error, size):
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_pages_of_other_sites_ask_for_nothing(call, small, key_guard, guarded):
-    """A browser sends what any of them asks, with its user's certificate."""
+def test_requests_of_other_sites_pages_are_rejected(call, small, key_guard, guarded):
+    """A browser sends them with its user's certificate."""
     guard = key_guard if guarded else NoAuthorizer()
     admin, data = (make(small.state, small.settings, guard) for make in (admin_app, data_app))
     key = {"x-api-key": "a" * 16}
@@ -73,7 +73,7 @@ def test_pages_of_other_sites_ask_for_nothing(call, small, key_guard, guarded):
         for headers in ({"origin": "http://x"}, {"origin": "HTTP://X"}, {}):
             assert call(*asked, headers={**headers, **key}).status_code != 403
         for site, refused in (("same-origin", False), ("same-site", True), ("cross-site", True)):
-            # The host is what a proxy calls this server.
+            # The host is the name by which a proxy calls this server.
             headers = {"origin": "https://hps.example", "sec-fetch-site": site}
             answer = call(*asked, headers={**headers, **key})
             assert (answer.status_code == 403) == refused

@@ -1,4 +1,4 @@
-"""Everything but inference on the data port: health, the protocol, one shape of error."""
+"""The data port without inference: health, metadata, errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
 
 
 @pytest.mark.parametrize("make", [data_app, admin_app])
-def test_alive_from_the_start_ready_when_models_are_there(small, make, call, error):
+def test_server_is_live_from_the_start_and_ready_with_its_models(small, make, call, error):
     state = FrontendState()
     app = make(state, small.settings, NoAuthorizer())
 
@@ -35,7 +35,7 @@ def test_alive_from_the_start_ready_when_models_are_there(small, make, call, err
     assert call(app, "GET", "/v2/health/live").json() == {"live": True}
 
 
-def test_a_server_without_a_model_is_never_ready(small, call, error):
+def test_server_without_a_model_is_not_ready(small, call, error):
     state = FrontendState()
     small.node.models.clear()
     state.serve(small.node)
@@ -44,7 +44,7 @@ def test_a_server_without_a_model_is_never_ready(small, call, error):
     assert "no model to serve" in error(reply)
 
 
-def test_server_metadata_names_only_what_there_is(data, call):
+def test_server_metadata_names_only_offered_extensions(data, call):
     for path in ("/v2", "/v2/"):
         found = call(data, "GET", path).json()
         assert found["name"] == "hps"
@@ -57,7 +57,7 @@ def test_server_metadata_names_only_what_there_is(data, call):
         ]
 
 
-def test_log_settings(data, call, error, monkeypatch):
+def test_log_settings_are_read_and_changed(data, call, error, monkeypatch):
     set_to = []
     monkeypatch.setattr(log_settings, "set_level", set_to.append)
     told = call(data, "GET", "/v2/logging").json()
@@ -69,7 +69,7 @@ def test_log_settings(data, call, error, monkeypatch):
     assert "unknown log setting" in error(reply)
 
 
-def test_names(data, call):
+def test_index_lists_all_names(data, call):
     names = ["ctr", "ctr.lookup", "words", "words.lookup", "halves", "halves.lookup"]
     assert call(data, "GET", "/v2/models").json() == {"models": names}
     index = call(data, "POST", "/v2/repository/index", json={"ready": True}).json()
@@ -78,7 +78,7 @@ def test_names(data, call):
     assert call(data, "POST", "/v2/repository/index").json() == index
 
 
-def test_the_index_of_a_server_that_stops(small, data, call):
+def test_index_of_a_stopping_server_is_unavailable(small, data, call):
     small.state.stop()
     assert call(data, "POST", "/v2/repository/index", json={"ready": True}).json() == []
     index = call(data, "POST", "/v2/repository/index").json()
@@ -86,11 +86,11 @@ def test_the_index_of_a_server_that_stops(small, data, call):
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{", b'{"ready":1}'])
-def test_an_index_request_at_fault(data, body, call):
+def test_invalid_index_request_is_rejected(data, body, call):
     assert call(data, "POST", "/v2/repository/index", content=body).status_code == 400
 
 
-def test_an_index_request_that_is_too_large(data, call):
+def test_too_large_index_request_is_rejected(data, call):
     assert call(data, "POST", "/v2/repository/index", content=bytes(2 << 20)).status_code == 413
 
 
@@ -105,14 +105,14 @@ def test_an_index_request_that_is_too_large(data, call):
         ("POST", "/v2/models/words/generate"),
     ],
 )
-def test_parts_of_the_protocol_that_are_not_offered(data, method, path, call, error):
+def test_unsupported_extensions_are_not_implemented(data, method, path, call, error):
     reply = call(data, method, path)
     assert reply.status_code == 501
     assert f"{path} is not offered" in error(reply)
 
 
 @pytest.mark.parametrize("path", ["", "/config", "/stats", "/ready"])
-def test_unknown_models_and_versions(data, path, call, error):
+def test_unknown_models_and_versions_are_not_found(data, path, call, error):
     reply = call(data, "GET", f"/v2/models/nope{path}")
     assert reply.status_code == 404
     assert error(reply) == "Request for unknown model: 'nope' is not found"
@@ -122,7 +122,7 @@ def test_unknown_models_and_versions(data, path, call, error):
     assert call(data, "GET", f"/v2/models/words/versions/1{path}").status_code == 200
 
 
-def test_statistics_of_one_and_of_all(data, call):
+def test_statistics_of_one_model_and_of_all(data, call):
     call(data, "POST", "/v2/models/words.lookup/infer", json={"inputs": [LEFT]})
     (one,) = call(data, "GET", "/v2/models/words.lookup/stats").json()["model_stats"]
     assert one["inference_stats"]["success"]["count"] == 1
@@ -143,7 +143,7 @@ def test_statistics_of_one_and_of_all(data, call):
         ("GET", "/metrics", 404),
     ],
 )
-def test_paths_and_verbs_nobody_knows(data, method, path, status, call, error):
+def test_unknown_paths_and_methods_are_rejected(data, method, path, status, call, error):
     reply = call(data, method, path)
     assert reply.status_code == status
     assert f"{method} {path}" in error(reply)
@@ -151,7 +151,7 @@ def test_paths_and_verbs_nobody_knows(data, method, path, status, call, error):
         assert reply.headers["allow"]
 
 
-def test_an_unexpected_error_is_logged_once_and_not_told(
+def test_unexpected_error_is_logged_once_and_hidden_from_clients(
     small, data, caplog, monkeypatch, call, error
 ):
     monkeypatch.setattr(FrontendState, "require_node", lambda _: 1 / 0)
@@ -162,7 +162,7 @@ def test_an_unexpected_error_is_logged_once_and_not_told(
     assert len(caplog.records) == 1
 
 
-def test_request_ids_are_repeated(data, call):
+def test_request_id_is_returned(data, call):
     for path in ("/v2", "/nope"):
         reply = call(data, "GET", path, headers={"X-Request-ID": "r-1"})
         assert reply.headers["x-request-id"] == "r-1"

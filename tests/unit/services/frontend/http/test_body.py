@@ -1,4 +1,4 @@
-"""Bodies within bounds: refused early, inflated no further than the limit, never waited for forever."""
+"""Request bodies: limits, timeouts, content codings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENCODERS = {"gzip": gzip.compress, "deflate": zlib.compress}
 
 
 class Source:
-    """An ASGI ``receive`` that hands out ``chunks`` and then waits forever."""
+    """An ASGI ``receive`` that returns ``chunks`` and then waits forever."""
 
     def __init__(self, *chunks, gone=False, more=False):
         self.chunks = list(chunks)
@@ -70,27 +70,27 @@ def test_chunks_are_joined(chunks):
     assert read(Source(*chunks)) == b"".join(chunks)
 
 
-def test_a_stated_length_beyond_the_limit_is_refused_unread():
+def test_announced_length_beyond_the_limit_is_rejected_unread():
     source = Source(b"x" * 101)
     with pytest.raises(RequestTooLarge, match="has 101 bytes, at most 100 are taken"):
         read(source, content_length="101")
     assert source.asked == 0
 
 
-def test_a_body_without_a_length_is_refused_when_it_passes_the_limit():
+def test_chunked_body_is_rejected_when_it_exceeds_the_limit():
     source = Source(*[b"x" * 40] * 1000)
     with pytest.raises(RequestTooLarge, match="at least 120 bytes"):
         read(source)
     assert source.asked == 3
 
 
-def test_a_body_that_stops_coming():
+def test_stalled_body_times_out():
     with pytest.raises(RequestBodyTimeout, match=r"timed out after 0.05 s"):
         read(Source(b"x", more=True), timeout_s=0.05)
 
 
-def test_a_body_that_comes_too_slowly(monkeypatch):
-    """Though there is news all the time."""
+def test_slow_body_times_out(monkeypatch):
+    """Although bytes arrive all the time."""
     now = [1000.0]
     monkeypatch.setattr(body_module.time, "monotonic", lambda: now[0])
 
@@ -105,7 +105,7 @@ def test_a_body_that_comes_too_slowly(monkeypatch):
     assert len(read(Slow(*chunks), limit=4 << 20, room=ByteBudget(4 << 20))) == 2600 << 10
 
 
-def test_what_has_come_holds_room():
+def test_received_bytes_are_reserved():
     room = ByteBudget(100)
     room.add(50)
     with pytest.raises(Overloaded, match="hold 90 bytes"):
@@ -115,10 +115,10 @@ def test_what_has_come_holds_room():
     room.add(-50)
     assert (
         len(read(Source(*[b"x" * 50] * 4), limit=1000, room=room)) == 200
-    )  # alone it may be larger
+    )  # the only one may be larger
 
 
-def test_a_client_that_hangs_up():
+def test_disconnect_raises_client_gone():
     with pytest.raises(ClientGone):
         read(Source(gone=True))
     with pytest.raises(ClientGone):
@@ -126,13 +126,13 @@ def test_a_client_that_hangs_up():
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "GZIP ", "x-gzip", "identity", ""])
-def test_content_codings(coding):
+def test_content_codings_are_decoded(coding):
     encode = {"gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress}
     body = encode.get(coding.strip().lower(), bytes)(b"hello" * 4)
     assert read(Source(body), content_encoding=coding) == b"hello" * 4
 
 
-def test_large_bodies_inflate_beyond_the_inline_part():
+def test_large_body_is_inflated_on_a_thread():
     plain = bytes(range(256)) * 4096
     for name, encode in ENCODERS.items():
         body = encode(plain)
@@ -142,7 +142,7 @@ def test_large_bodies_inflate_beyond_the_inline_part():
 
 
 @pytest.mark.parametrize("coding", ENCODERS)
-def test_a_bomb_takes_no_more_memory_than_the_limit(coding):
+def test_compression_bomb_takes_no_more_memory_than_the_limit(coding):
     body = ENCODERS[coding](bytes(64 << 20))
     tracemalloc.start()
     with pytest.raises(RequestTooLarge):
@@ -152,7 +152,7 @@ def test_a_bomb_takes_no_more_memory_than_the_limit(coding):
 
 
 @pytest.mark.parametrize("coding", ENCODERS)
-def test_what_was_inflated_holds_room(coding):
+def test_inflated_bytes_are_reserved(coding):
     room, body = ByteBudget(8 << 20), ENCODERS[coding](bytes(64 << 20))
     room.add(1 << 20)
     tracemalloc.start()
@@ -167,7 +167,7 @@ def test_what_was_inflated_holds_room(coding):
 
 
 @pytest.mark.parametrize("coding", ENCODERS)
-def test_damaged_streams(coding):
+def test_damaged_compressed_bodies_are_rejected(coding):
     body = ENCODERS[coding](b"hello" * 9)
     with pytest.raises(BadRequest, match="ends early"):
         read(Source(body[:-3]), content_encoding=coding)
@@ -179,7 +179,7 @@ def test_damaged_streams(coding):
         read(Source(b""), content_encoding=coding)
 
 
-def test_a_coding_nobody_speaks():
+def test_unknown_coding_is_rejected():
     with pytest.raises(UnknownEncoding, match="'br' is not supported; use gzip, deflate"):
         read(Source(b""), content_encoding="br")
 
@@ -199,18 +199,18 @@ def test_a_coding_nobody_speaks():
         (b"gzip;q=x", None),
     ],
 )
-def test_what_a_client_accepts(accept, coding):
+def test_accept_encoding_is_parsed(accept, coding):
     assert accepted_coding(accept) == coding
 
 
 @pytest.mark.parametrize("size", [10, 1 << 20])
-def test_compressed_answers(size):
+def test_compressed_answers_are_decompressible(size):
     body = bytes(range(10)) * (size // 10)
     assert gzip.decompress(asyncio.run(compress(body, "gzip"))) == body
     assert zlib.decompress(asyncio.run(compress(body, "deflate"))) == body
 
 
-def test_what_is_left_of_a_refused_body_is_read_and_forgotten():
+def test_rest_of_a_rejected_body_is_discarded():
     source = Source(*[b"x"] * 50)
     asyncio.run(discard(source))
     assert source.asked == 50

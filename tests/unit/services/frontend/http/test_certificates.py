@@ -1,4 +1,4 @@
-"""HTTP ports with certificates: who may ask, certificates that are renewed, answers of every size."""
+"""HTTP ports with TLS: roles by certificate, renewed certificates, answers of every size."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class Server:
 
 @pytest.fixture
 def known(serve, tls, by_certificate):
-    """The address of a server that knows its callers."""
+    """The address of a server that identifies callers by their certificates."""
     return serve(tls, by_certificate).url
 
 
 @pytest.fixture
 def shows(certificates):
-    """``shows(who)``: what a client shows."""
+    """``shows(who)``: the certificate that a client presents."""
 
     def shows(who):
         key, certificate = certificates[who]
@@ -99,14 +99,14 @@ def outcome(ask, *args):
         ("liar", (Unauthenticated,) * 3),
     ],
 )
-def test_roles(known, shows, who, found):
+def test_certificate_determines_the_role(known, shows, who, found):
     with Client(known, tls=shows(who)) as client, Admin(known, tls=shows(who)) as admin:
         ways = (client.lookup, "words", {"left": [1]}), (admin.ask, WRITE, {}), (admin.status,)
         assert tuple(outcome(*way) for way in ways) == found
 
 
-def test_a_head_that_was_read_before_is_another_callers(known, shows):
-    """Heads are kept by their bytes, whoever sends them."""
+def test_cached_head_is_checked_for_each_caller(known, shows):
+    """Heads are cached by their bytes, which clients share."""
     with Client(known, tls=shows("front")) as front, Client(known, tls=shows("liar")) as liar:
         for _ in range(3):
             assert front.lookup("words", {"left": [1]}).vectors["left"][0, 0] == 1
@@ -116,14 +116,14 @@ def test_a_head_that_was_read_before_is_another_callers(known, shows):
                 liar.lookup("words", {"left": [1]})
 
 
-def test_a_key_goes_before_a_certificate(known, shows):
+def test_api_key_takes_precedence_over_certificate(known, shows):
     with Admin(known, api_key="s" * 16, tls=shows("liar")) as admin:
         assert admin.status()
     with Admin(known, api_key="w" * 16, tls=shows("operator")) as admin:
         assert outcome(admin.status) is Unauthenticated
 
 
-def test_who_shows_no_certificate_is_not_let_in(known, certificates):
+def test_connection_without_certificate_is_refused(known, certificates):
     tls = Tls(certificates["ca"][1])
     with Admin(known, tls=tls) as admin, pytest.raises(Unavailable, match="require a client cert"):
         admin.status()
@@ -132,7 +132,7 @@ def test_who_shows_no_certificate_is_not_let_in(known, certificates):
         admin.status()
 
 
-def test_roles_change_with_the_file(known, shows, keys_file, monkeypatch):
+def test_reloaded_keys_file_changes_roles(known, shows, keys_file, monkeypatch):
     monkeypatch.setattr(auth_module, "CHECK_EVERY_S", 0.01)
     with Admin(known, tls=shows("front")) as admin:
         assert outcome(admin.status) is Forbidden
@@ -143,7 +143,7 @@ def test_roles_change_with_the_file(known, shows, keys_file, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 500, 1_000, 60_000])
-def test_answers_of_every_size(serve, tls, shows, count):
+def test_answers_of_every_size_arrive(serve, tls, shows, count):
     keys = np.arange(count) % 10
     with Client(serve(tls).url, tls=shows("front")) as client:
         for _ in range(3):
@@ -151,8 +151,8 @@ def test_answers_of_every_size(serve, tls, shows, count):
             assert np.array_equal(found[:, 0], keys)
 
 
-def test_certificates_are_renewed(serve, tmp_path, caplog):
-    """The server's, and the roots that its clients' must lead to; connections that are open stay so."""
+def test_renewed_certificates_are_used(serve, tmp_path, caplog):
+    """The server's, and its clients' root certificates; open connections stay open."""
     caplog.set_level(logging.INFO)
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()
@@ -172,7 +172,7 @@ def test_certificates_are_renewed(serve, tmp_path, caplog):
 
     with Client(server.url, tls=Tls(old[1], old[1], old[0])) as lasting:
         assert lasting.ready()
-        shutil.copy(new[0], used["key_file"])  # its certificate is still to come
+        shutil.copy(new[0], used["key_file"])  # its certificate is made below
         assert asks(old)
         assert asks(old)
         (message,) = [r.message for r in caplog.records if "keeping the former" in r.message]
@@ -190,7 +190,7 @@ def test_certificates_are_renewed(serve, tmp_path, caplog):
         assert lasting.ready()
 
 
-def test_plain_text_is_hung_up_on(serve, tls, shows):
+def test_plain_text_connection_is_closed(serve, tls, shows):
     server = serve(tls)
     with socket.create_connection(("localhost", int(server.url.rpartition(":")[2])), 60) as sock:
         sock.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -202,8 +202,8 @@ def test_plain_text_is_hung_up_on(serve, tls, shows):
 
 
 @pytest.mark.private_interface("http", "CONNECT is an unknown method")
-def test_connect_is_refused(serve, tls, shows):
-    """As without TLS; what the client sends behind it is not read."""
+def test_connect_is_rejected(serve, tls, shows):
+    """As without TLS; bytes after it are not read."""
     server = serve(tls)
     port = int(server.url.rpartition(":")[2])
     plain = socket.create_connection(("localhost", port), 60)
@@ -218,7 +218,7 @@ def test_connect_is_refused(serve, tls, shows):
         assert client.ready()
 
 
-def test_a_client_that_does_not_say_goodbye_keeps_no_server(serve, tls, shows):
+def test_client_without_tls_close_does_not_delay_the_shutdown(serve, tls, shows):
     server = serve(tls)
     port = int(server.url.rpartition(":")[2])
     plain = socket.create_connection(("localhost", port), 60)
@@ -230,7 +230,7 @@ def test_a_client_that_does_not_say_goodbye_keeps_no_server(serve, tls, shows):
         until(lambda: not server.running.is_alive(), 20)
 
 
-def test_commands(known, certificates):
+def test_commands_use_tls(known, certificates):
     """`hps` with `--tls`, on the admin port and on the data port."""
 
     def hps(*words, who="operator"):
@@ -258,7 +258,7 @@ def test_commands(known, certificates):
     assert (done.exit_code, "must look like ca=FILE" in done.stderr) == (2, True)
 
 
-def test_the_doctor_knows_a_port_with_certificates(serve, tls, certificates):
+def test_doctor_checks_a_port_with_tls(serve, tls, certificates):
     port = int(serve({**tls, "client_ca_file": None}).url.rpartition(":")[2])
     at = HttpSettings(host="localhost", port=port, tls=TlsSettings(**tls))
     own = ports.RunningServer(True, "", frozenset([port]))
@@ -271,7 +271,7 @@ def test_the_doctor_knows_a_port_with_certificates(serve, tls, certificates):
     assert (found.verdict, "give --tls" in found.remedy) == ("WARN", True)
     assert "not trusted" in found.found
     found = ports.certificates("http", at)
-    assert (found.verdict, "days" in found.found) == ("WARN", True)  # it is good for two days
+    assert (found.verdict, "days" in found.found) == ("WARN", True)  # it is valid for two days
     wrong = at.model_copy(update={"tls": TlsSettings(**{**tls, "key_file": tls["client_ca_file"]})})
     found = check.attempt("http certificates", lambda: ports.certificates("http", wrong))
     assert (found.verdict, "cannot be used" in found.found) == ("FAIL", True)

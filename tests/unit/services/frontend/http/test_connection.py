@@ -1,4 +1,4 @@
-"""The protocol under uvicorn: answered where the last byte was read, in order, within bounds."""
+"""HTTP connections: answers in order and without a task, bounds, closing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ private = partial(pytest.mark.private_interface, "http")
 
 
 @pytest.mark.private_interface("http", "no head is known")
-def test_request_with_known_head_is_answered_without_a_turn_of_the_loop(http):
+def test_request_with_cached_head_is_answered_within_data_received(http):
     async def scenario():
         protocol, wire = http.connect()
         await http.read(protocol, http.request([1]))
@@ -31,7 +31,7 @@ def test_request_with_known_head_is_answered_without_a_turn_of_the_loop(http):
     http.run(scenario)
 
 
-def test_a_request_in_pieces(http):
+def test_request_in_pieces_is_answered(http):
     async def scenario():
         protocol, wire = http.connect()
         whole = http.request([1])
@@ -43,7 +43,7 @@ def test_a_request_in_pieces(http):
     http.run(scenario)
 
 
-def test_pipelined_requests_keep_their_order(small, http):
+def test_pipelined_requests_are_answered_in_order(small, http):
     async def scenario():
         protocol, wire = http.connect()
         small.store.gate.clear()
@@ -66,7 +66,7 @@ def test_pipelined_requests_keep_their_order(small, http):
     http.run(scenario)
 
 
-def test_what_waits_can_be_cancelled_and_runs_out_of_time(small, http):
+def test_waiting_request_can_be_cancelled_and_times_out(small, http):
     async def scenario():
         small.store.gate.clear()
         protocol, wire = http.connect()
@@ -86,7 +86,7 @@ def test_what_waits_can_be_cancelled_and_runs_out_of_time(small, http):
     http.run(scenario)
 
 
-def test_large_answers_and_closed_connections(http):
+def test_large_answer_closes_the_connection_on_request(http):
     async def scenario():
         protocol, wire = http.connect()
         many = http.request([1] * 3000, more="Connection: close\r\n")
@@ -99,7 +99,7 @@ def test_large_answers_and_closed_connections(http):
     http.run(scenario)
 
 
-def test_errors_of_requests_that_came_whole(http):
+def test_errors_are_answered_in_order(http):
     async def scenario():
         protocol, wire = http.connect()
         await http.read(protocol, http.request([1], path="/v2/models/nope/infer"))
@@ -109,7 +109,7 @@ def test_errors_of_requests_that_came_whole(http):
     http.run(scenario)
 
 
-def test_compressed_bodies_leave_the_loop_and_come_back(http):
+def test_compressed_bodies_are_inflated_on_a_thread(http):
     import gzip
 
     async def scenario():
@@ -123,7 +123,7 @@ def test_compressed_bodies_leave_the_loop_and_come_back(http):
     http.run(scenario)
 
 
-def test_long_bodies_do_not_count_as_heads(http):
+def test_long_bodies_do_not_count_towards_the_head_limit(http):
     async def scenario():
         protocol, wire = http.connect()
         whole = http.request([1] * 60_000)
@@ -139,7 +139,7 @@ def test_long_bodies_do_not_count_as_heads(http):
 
 
 @pytest.mark.private_interface("http", "idle connections are closed at once")
-def test_the_last_answer_of_a_server_that_stops_says_so(http):
+def test_last_answer_of_a_stopping_server_closes_the_connection(http):
     async def scenario():
         protocol, wire = http.connect()
         await http.read(protocol, http.binary([1, 2]))
@@ -152,7 +152,7 @@ def test_the_last_answer_of_a_server_that_stops_says_so(http):
     http.run(scenario)
 
 
-def test_the_date_is_renewed(http):
+def test_date_header_is_refreshed(http):
     async def scenario():
         protocol, wire = http.connect()
         for date in (b"now", b"now", b"later"):
@@ -174,13 +174,13 @@ def test_the_date_is_renewed(http):
         (None, 8),
     ],
 )
-def test_silent_connections_are_closed_in_time(http, sent, sweeps):
+def test_idle_connections_are_closed(http, sent, sweeps):
     async def scenario():
         protocol, wire = http.connect()
         if sent != 0:
             await http.read(protocol, http.binary([1, 2])[:sent])
             await asyncio.sleep(0)
-        for _ in range(sweeps):  # the first one begins to count
+        for _ in range(sweeps):  # the first sweep starts the count
             protocol.sweep(10)
             assert not wire.closed
         protocol.sweep(10)
@@ -192,12 +192,12 @@ def test_silent_connections_are_closed_in_time(http, sent, sweeps):
 @pytest.mark.parametrize(
     "answered", [False, pytest.param(True, marks=private("a body is noticed one sweep later"))]
 )
-def test_what_comes_drop_by_drop_is_not_waited_for(http, admin, answered):
-    """A head; a body that nobody asked for, when its request is answered."""
+def test_slow_head_or_discarded_body_closes_the_connection(http, admin, answered):
+    """A head; a body that is discarded after its request was answered."""
 
     async def scenario():
         protocol, wire = http.connect(admin)
-        await http.read(protocol, http.request([1]))  # one that is answered does not count
+        await http.read(protocol, http.request([1]))  # an answered request does not count
         begun = b"GET /v2 HTTP/1.1\r\nHost: x\r\n"
         await http.read(protocol, begun)
         if answered:
@@ -213,7 +213,7 @@ def test_what_comes_drop_by_drop_is_not_waited_for(http, admin, answered):
 
 
 @pytest.mark.parametrize("cut", [20, -5])
-def test_half_a_request_does_not_cost_the_answer_before_it(small, http, cut):
+def test_incomplete_request_does_not_cut_off_the_answer_before_it(small, http, cut):
     """Half its head, half its body."""
 
     async def scenario():
@@ -233,7 +233,7 @@ def test_half_a_request_does_not_cost_the_answer_before_it(small, http, cut):
     http.run(scenario)
 
 
-def test_a_request_at_each_sweep_is_another_one(http, admin):
+def test_steady_requests_keep_the_connection_open(http, admin):
     async def scenario():
         protocol, wire = http.connect(admin)
         begin, end = b"GET /v2 HTTP/1.1\r\n", b"Host: x\r\n\r\n"
@@ -247,8 +247,7 @@ def test_a_request_at_each_sweep_is_another_one(http, admin):
     http.run(scenario)
 
 
-def test_connections_have_an_end(http, monkeypatch):
-    """Their number: those beyond it are told so."""
+def test_connections_beyond_the_limit_are_rejected(http, monkeypatch):
 
     async def scenario():
         there = ConnectionLimit(2)
@@ -271,9 +270,10 @@ def test_connections_have_an_end(http, monkeypatch):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_client_that_never_reads_its_answers_is_cut_off(http, waits):
-    """Closing alone would keep what was not sent, and the connection, for ever. ``waits``: another
-    request was begun, whose answer waits for room."""
+def test_client_that_reads_no_answers_is_disconnected_by_abort(http, waits):
+    """A mere close would keep the unsent bytes and the connection forever.
+
+    ``waits``: another request has begun, and its answer waits for the client to read."""
 
     async def scenario():
         protocol, wire = http.connect()
@@ -282,7 +282,7 @@ def test_a_client_that_never_reads_its_answers_is_cut_off(http, waits):
         if waits:
             protocol.flow.pause_writing()
             await http.read(protocol, http.binary([1, 2]))
-        for _ in range(9):  # it reads some of it from time to time
+        for _ in range(9):  # it reads some of it now and then
             for _ in range(7):
                 protocol.sweep(10)
             wire.unsent -= 1
@@ -298,7 +298,7 @@ def test_a_client_that_never_reads_its_answers_is_cut_off(http, waits):
     http.run(scenario)
 
 
-def test_one_that_has_begun_another_request_is_cut_off_too(http):
+def test_client_that_reads_no_answers_is_disconnected_within_a_request(http):
     async def scenario():
         protocol, wire = http.connect()
         await http.read(protocol, http.request([1] * 3000))
@@ -317,8 +317,8 @@ def test_one_that_has_begun_another_request_is_cut_off_too(http):
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_client_that_goes_while_its_answer_waits_is_no_error(http, caplog, behind):
-    """``behind``: requests that it has sent after the one that waits for room."""
+def test_client_that_disconnects_while_its_answer_waits_is_not_an_error(http, caplog, behind):
+    """``behind``: requests that it has sent after the one whose answer waits."""
 
     async def scenario():
         protocol, wire = http.connect()
@@ -336,8 +336,8 @@ def test_a_client_that_goes_while_its_answer_waits_is_no_error(http, caplog, beh
     assert [record.message for record in caplog.records] == []
 
 
-def test_what_goes_on_in_a_task_is_a_coroutine():
-    """From Python 3.12 on a task takes nothing else."""
+def test_continuation_in_a_task_is_a_coroutine():
+    """From Python 3.12 on, a task accepts nothing else."""
     going_on = resume_coroutine(None, None)
     assert inspect.iscoroutine(going_on)
     going_on.close()

@@ -1,4 +1,4 @@
-"""The hot route as an ASGI application: statuses, headers, bounds, deadlines, what is counted."""
+"""Inference as an ASGI application: statuses, headers, bounds, deadlines."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ def test_binary_in_binary_out(small, ask):
     assert left(reply) == ROWS
 
 
-def test_a_version_may_be_named(small, ask):
+def test_version_may_be_named(small, ask):
     reply = ask(small.app(), "POST", "/v2/models/words.lookup/versions/1/infer", GOOD)
     assert left(reply) == ROWS
 
 
-def test_a_body_in_pieces_without_a_length(small, ask):
+def test_chunked_body_is_answered(small, ask):
     body = orjson.dumps(GOOD)
     pieces = [body[i : i + 9] for i in range(0, len(body), 9)]
     assert left(ask(small.app(), "POST", PATH, pieces)) == ROWS
 
 
-def test_a_raw_body(small, ask):
+def test_raw_body_is_answered(small, ask):
     keys = np.array([1, 1]).tobytes()
     path = "/v2/models/halves.lookup/infer"
     reply = ask(small.app(), "POST", path, keys, {"Inference-Header-Content-Length": "0"})
@@ -83,7 +83,7 @@ def test_a_raw_body(small, ask):
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_compressed_both_ways(small, ask, coding):
+def test_request_and_answer_may_be_compressed(small, ask, coding):
     many = {**LEFT, "shape": [200, 1], "data": [1] * 200}
     body = {"gzip": gzip.compress, "deflate": zlib.compress}[coding](
         orjson.dumps({"inputs": [many], "parameters": {"binary_data_output": True}})
@@ -109,21 +109,21 @@ def test_small_answers_are_not_compressed(small, ask):
         (PATH, 400, "failed to parse"),
     ],
 )
-def test_names_and_versions(small, ask, path, status, message):
+def test_unknown_names_and_versions_are_not_found(small, ask, path, status, message):
     reply = ask(small.app(), "POST", path, b"{}x")
     assert reply.status == status
     assert message in reply.error
 
 
 @pytest.mark.parametrize("value", ["-1", "1000", "x", "", "+1", "1_0", "9" * 30, "0x1", "²"])
-def test_header_lengths_out_of_range(small, ask, value):
+def test_header_length_out_of_range_is_rejected(small, ask, value):
     body = orjson.dumps(GOOD)
     reply = ask(small.app(), "POST", PATH, body, {"Inference-Header-Content-Length": value})
     assert reply.status == 400
     assert f"inference header size should be in range (0, {len(body)}), got: {value}" in reply.error
 
 
-def test_bodies_and_keys_beyond_the_limits(small, ask):
+def test_bodies_and_keys_beyond_the_limits_are_rejected(small, ask):
     app = small.app(max_body_bytes=2000, max_keys=100)
     for body in (bytes(2001), [bytes(900)] * 1000):
         reply = ask(app, "POST", PATH, body)
@@ -139,13 +139,13 @@ def test_bodies_and_keys_beyond_the_limits(small, ask):
     assert "has 101 keys, at most 100 are accepted" in reply.error
 
 
-def test_codings_nobody_speaks(small, ask):
+def test_unknown_codings_are_rejected(small, ask):
     reply = ask(small.app(), "POST", PATH, GOOD, {"Content-Encoding": "br"})
     assert reply.status == 415
     assert reply.headers["accept-encoding"] == "gzip, deflate"
 
 
-def test_request_ids_are_repeated(small, ask):
+def test_request_id_is_returned(small, ask):
     app = small.app()
     assert ask(app, "POST", PATH, GOOD, {"X-Request-ID": "r-1"}).headers["x-request-id"] == "r-1"
     assert ask(app, "POST", PATH, b"", {"X-Request-ID": "r-2"}).headers["x-request-id"] == "r-2"
@@ -153,7 +153,7 @@ def test_request_ids_are_repeated(small, ask):
         assert "x-request-id" not in ask(app, "POST", PATH, GOOD, {"X-Request-ID": bad}).headers
 
 
-def test_other_requests_go_on(small, ask):
+def test_other_requests_are_passed_on(small, ask):
     seen = []
 
     async def rest(scope, receive, send):
@@ -169,7 +169,7 @@ def test_other_requests_go_on(small, ask):
         assert seen.pop() == (method, path)
 
 
-def test_before_the_models_are_loaded(small, ask):
+def test_requests_are_unavailable_while_models_load(small, ask):
     small.state = FrontendState()
     reply = ask(small.app(), "POST", PATH, GOOD)
     assert reply.status == 503
@@ -177,13 +177,13 @@ def test_before_the_models_are_loaded(small, ask):
     assert "loading its models" in reply.error
 
 
-def test_models_are_answered_while_the_server_drains(small, ask):
+def test_models_answer_while_the_server_drains(small, ask):
     app = small.app()
     small.state.stop()
     assert ask(app, "POST", PATH, GOOD).status == 200
 
 
-# -- deadlines and work elsewhere ------------------------------------------------------------------
+# -- deadlines and work on other threads -----------------------------------------------------------
 
 
 def slow(timeout_us=None):
@@ -191,7 +191,7 @@ def slow(timeout_us=None):
     return {"inputs": [{**LEFT, "data": [1, 12]}], "parameters": parameters}
 
 
-def test_rows_from_a_store_are_waited_for_without_holding_up_others(small, ask):
+def test_request_that_waits_for_a_store_does_not_block_others(small, ask):
     app = small.app()
     small.store.gate.clear()
     replies = []
@@ -205,7 +205,7 @@ def test_rows_from_a_store_are_waited_for_without_holding_up_others(small, ask):
 
 
 @pytest.mark.parametrize("timeout_us", [50_000, 0, None])
-def test_an_answer_that_takes_too_long(small, ask, timeout_us):
+def test_late_answer_times_out(small, ask, timeout_us):
     small.store.gate.clear()
     start = time.monotonic()
     reply = ask(small.app(request_timeout_ms=50), "POST", PATH, slow(timeout_us))
@@ -214,7 +214,7 @@ def test_an_answer_that_takes_too_long(small, ask, timeout_us):
     assert "no answer within the request's time" in reply.error
 
 
-def test_a_body_that_stops_coming(small, ask):
+def test_stalled_body_times_out(small, ask):
     async def stalled():
         app, sent = small.app(request_timeout_ms=50), []
 
@@ -240,7 +240,7 @@ def test_a_body_that_stops_coming(small, ask):
     assert json.loads(sent[1]["body"])["error"].startswith("timed out after ")
 
 
-def test_a_client_that_hung_up_gets_nothing(small):
+def test_disconnected_client_gets_no_answer(small):
     async def gone():
         async def receive():
             return {"type": "http.disconnect"}

@@ -1,4 +1,4 @@
-"""The hot route: faults of our own, API keys, and what is counted and logged."""
+"""Inference: internal errors, API keys, metrics and logs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOOD = {"inputs": [LEFT]}
 ROWS = [[2.0 + 98 - 99, 1.125, 1.25]]  # the row of key 1, plus the zeros of key 99
 
 
-def test_an_unexpected_error_is_logged_and_not_told(small, ask, monkeypatch, caplog):
+def test_unexpected_error_is_logged_and_hidden_from_clients(small, ask, monkeypatch, caplog):
     endpoint = small.state.entries["words.lookup"].endpoint
 
     def broken(*_):
@@ -65,7 +65,7 @@ def test_requests_are_logged_at_debug_level(small, ask, caplog):
         ({"Authorization": "bearer  " + "a" * 16}, 200),
     ],
 )
-def test_api_keys(small, ask, headers, status, key_guard):
+def test_api_key_is_required(small, ask, headers, status, key_guard):
     reply = ask(small.app(guard=key_guard), "POST", PATH, GOOD, headers)
     assert reply.status == status
     if status == 401:
@@ -73,7 +73,7 @@ def test_api_keys(small, ask, headers, status, key_guard):
         assert "API key" in reply.error
 
 
-def test_unknown_models_are_nobodys_business_without_a_key(small, ask, key_guard):
+def test_unknown_model_is_unauthenticated_without_a_key(small, ask, key_guard):
     reply = ask(small.app(guard=key_guard), "POST", "/v2/models/nope/infer", GOOD)
     assert reply.status == 401
 
@@ -107,7 +107,7 @@ def test_successes_and_failures_are_counted(small, ask):
         assert counted % (code, model, version, times) in text
 
 
-def test_refusals_are_counted(small, ask, key_guard):
+def test_rejections_are_counted(small, ask, key_guard):
     ask(small.app(max_body_bytes=1024), "POST", PATH, bytes(2000))
     ask(small.app(guard=key_guard), "POST", PATH, GOOD)
     text = small.node.metrics.render().decode()
@@ -115,7 +115,7 @@ def test_refusals_are_counted(small, ask, key_guard):
     assert 'hps_requests_refused_total{reason="unauthenticated"} 1.0' in text
 
 
-def test_requests_of_a_batch_are_one_execution(small, http):
+def test_batch_counts_as_one_execution(small, http):
     settings = ServerSettings(batching=BatchingSettings(at_once=1))
     state = FrontendState(settings=Settings(server=settings))
     state.serve(small.node)

@@ -1,4 +1,4 @@
-"""Requests whose head was read before go past the parser; nobody can tell by the answers."""
+"""Requests with a cached head bypass the parser, and their answers do not differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATH = "/v2/models/words.lookup/infer"
 
 
 class Parser:
-    """Counts what the HTTP parser is fed."""
+    """Records the bytes that the HTTP parser gets."""
 
     def __init__(self, parser):
         self._parser = parser
@@ -42,16 +42,16 @@ def connect(http):
     return connect
 
 
-def test_the_parser_sees_a_head_once_and_every_answer_is_its_own(small, http, connect):
+def test_head_is_parsed_once_and_each_request_gets_its_answer(small, http, connect):
     async def scenario():
         protocol, wire = connect()
         for keys in ([1, 2], [3, 4], [5, 99]):
             await http.read(protocol, http.binary(keys))
-        await http.until(lambda: len(wire.statuses) == 3)  # 99 was asked for further down
+        await http.until(lambda: len(wire.statuses) == 3)  # 99 is requested below
         assert http.vectors(wire) == [[1, 2], [3, 4], [5, 0]]
         assert protocol.parser.fed == 1
         assert protocol.server_state.total_requests == 3
-        other, wire = connect()  # heads are known to every connection
+        other, wire = connect()  # heads are cached for all connections
         await http.read(other, http.binary([6, 7]))
         assert http.vectors(wire) == [[6, 7]]
         assert other.parser.fed == 0
@@ -63,8 +63,8 @@ def test_the_parser_sees_a_head_once_and_every_answer_is_its_own(small, http, co
     http.run(scenario)
 
 
-def test_a_known_head_before_anything_but_its_body(http, connect):
-    """Too little, too much, a wrong body, another request in between."""
+def test_cached_head_before_other_bytes_than_its_body(http, connect):
+    """A body that is too short, too long or invalid, another request in between."""
 
     async def scenario():
         protocol, wire = connect()
@@ -89,7 +89,7 @@ def test_a_known_head_before_anything_but_its_body(http, connect):
     http.run(scenario)
 
 
-def test_a_raw_body_is_waited_for(http, connect):
+def test_raw_body_in_pieces_is_answered(http, connect):
     async def scenario():
         protocol, wire = connect()
         head = b"POST /v2/models/halves.lookup/infer HTTP/1.1\r\nContent-Length: 16\r\n"
@@ -106,7 +106,7 @@ def test_a_raw_body_is_waited_for(http, connect):
     http.run(scenario)
 
 
-def test_what_looks_like_a_known_request_within_another_is_none(http, connect):
+def test_body_that_looks_like_a_known_request_is_not_one(http, connect):
     async def scenario():
         protocol, wire = connect()
         whole = http.binary([1, 2])
@@ -119,7 +119,7 @@ def test_what_looks_like_a_known_request_within_another_is_none(http, connect):
     http.run(scenario)
 
 
-def test_nobody_can_teach_a_head_that_was_never_sent(http, connect):
+def test_head_within_a_body_is_not_cached(http, connect):
     """A request for one model, cut so that its second piece looks like a request for another."""
 
     async def scenario():
@@ -136,7 +136,7 @@ def test_nobody_can_teach_a_head_that_was_never_sent(http, connect):
     http.run(scenario)
 
 
-def test_a_compressed_raw_body_is_no_key(http, connect):
+def test_compressed_raw_body_is_decompressed(http, connect):
     async def scenario():
         protocol, wire = connect()
         bodies = (gzip.compress(np.arange(n).tobytes()) for n in range(1, 10_000))
@@ -152,7 +152,7 @@ def test_a_compressed_raw_body_is_no_key(http, connect):
     http.run(scenario)
 
 
-def test_an_answer_waits_while_the_client_reads_nothing(http, connect):
+def test_answer_waits_while_the_client_does_not_read(http, connect):
     async def scenario():
         protocol, wire = connect()
         await http.read(protocol, http.binary([1, 2]))
@@ -167,7 +167,7 @@ def test_an_answer_waits_while_the_client_reads_nothing(http, connect):
     http.run(scenario)
 
 
-def test_a_known_request_that_has_to_wait_keeps_its_place(small, http, connect):
+def test_waiting_request_with_cached_head_keeps_its_order(small, http, connect):
     async def scenario():
         protocol, wire = connect()
         await http.read(protocol, http.binary([1, 2]))
@@ -197,7 +197,7 @@ def test_a_known_request_that_has_to_wait_keeps_its_place(small, http, connect):
         f"X: {'y' * 3000}\r\n",
     ],
 )
-def test_heads_that_are_not_kept(http, connect, more):
+def test_uncacheable_heads_are_parsed_again(http, connect, more):
     async def scenario():
         for _ in range(2):
             protocol, wire = connect()
@@ -213,7 +213,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def named(http, keys, **own):
-    """A request with lines of its own in the middle of its head."""
+    """A request with header lines of its own, such as an id, in the middle of its head."""
     lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in own.items())
     return http.binary(keys, more=f"A: 1\r\n{lines}B: 2\r\n")
 
@@ -222,7 +222,7 @@ def ids(wire):
     return re.findall(rb"x-request-id: (\S+)", wire.data)
 
 
-def test_a_head_is_known_by_what_requests_have_in_common(small, http, connect):
+def test_head_is_cached_without_the_lines_of_single_requests(small, http, connect):
     async def scenario():
         protocol, wire = connect()
         await http.read(protocol, named(http, [1, 2], X_Request_ID="a"))
@@ -250,7 +250,7 @@ def test_a_head_is_known_by_what_requests_have_in_common(small, http, connect):
         "X-Request-IDs: a\r\n",
     ],
 )
-def test_what_is_no_line_of_its_own_is_left_to_the_parser(http, connect, line):
+def test_unusual_lines_in_a_head_are_left_to_the_parser(http, connect, line):
     async def scenario():
         protocol, _ = connect()
         plain = http.binary([1, 2], more="A: 1\r\nB: 2\r\n")
@@ -265,7 +265,7 @@ def test_what_is_no_line_of_its_own_is_left_to_the_parser(http, connect, line):
     http.run(scenario)
 
 
-def test_a_client_that_takes_compressed_answers_gets_them(http, connect):
+def test_client_that_accepts_compression_gets_compressed_answers(http, connect):
     async def scenario():
         protocol, wire = connect()
         for n in (1, 2):
@@ -283,7 +283,7 @@ def test_a_client_that_takes_compressed_answers_gets_them(http, connect):
     http.run(scenario)
 
 
-def test_who_may_ask_is_looked_at_each_time(small, http, connect):
+def test_callers_role_is_checked_for_each_request(small, http, connect):
     class Moody:
         enabled = True
         allowed = True
@@ -307,7 +307,7 @@ def test_who_may_ask_is_looked_at_each_time(small, http, connect):
     http.run(scenario)
 
 
-def test_limits_hold_for_known_heads(small, http, connect):
+def test_limits_hold_for_cached_heads(small, http, connect):
     async def scenario():
         protocol, wire = connect(small.app(max_keys=3))
         await http.read(protocol, http.binary([1, 2, 3]))
@@ -322,7 +322,7 @@ def test_limits_hold_for_known_heads(small, http, connect):
     http.run(scenario)
 
 
-def test_a_bounded_number_of_heads_is_kept(small, http, connect):
+def test_number_of_cached_heads_is_bounded(small, http, connect):
     async def scenario():
         app = small.app()
         protocol, wire = connect(app)
@@ -334,7 +334,7 @@ def test_a_bounded_number_of_heads_is_kept(small, http, connect):
     http.run(scenario)
 
 
-def test_a_known_head_asks_the_model_that_is_served_now(small, http, connect):
+def test_cached_head_reaches_the_current_model(small, http, connect):
     async def scenario():
         protocol, wire = connect()
         models = small.node.models
@@ -352,7 +352,7 @@ def test_a_known_head_asks_the_model_that_is_served_now(small, http, connect):
     http.run(scenario)
 
 
-def test_heads_of_a_model_that_stays_are_read_anew_but_its_requests_are_known(small, http, connect):
+def test_model_change_drops_cached_heads_but_keeps_templates_of_other_models(small, http, connect):
     async def scenario():
         app = small.app()
         protocol, _ = connect(app)
@@ -368,8 +368,8 @@ def test_heads_of_a_model_that_stays_are_read_anew_but_its_requests_are_known(sm
 
 @pytest.mark.parametrize("between", ["", "\r\n"], ids=["nothing", "an empty line"])
 @pytest.mark.parametrize("size", [1, 40])
-def test_a_request_in_pieces_teaches_its_own_head_alone(small, http, connect, size, between):
-    """Wherever two requests are cut, and whatever comes between them."""
+def test_request_in_pieces_caches_only_its_own_head(small, http, connect, size, between):
+    """Wherever two requests are split, and whatever is sent between them."""
 
     async def scenario():
         one = http.binary([1], more="X-First: 1\r\n")

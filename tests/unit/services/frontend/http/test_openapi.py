@@ -1,4 +1,4 @@
-"""The OpenAPI documents, and answers held against them."""
+"""The OpenAPI documents, and answers checked against them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def openapi(call, app):
     return call(app, "GET", "/openapi.json").json()
 
 
-def test_the_document_describes_inference_and_one_shape_of_error(admin, data, call):
+def test_document_describes_inference_and_errors(admin, data, call):
     for app in (admin, data):
         document = openapi(call, app)
         assert {"/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"} <= set(
@@ -65,11 +65,11 @@ def validator(document, schema):
         ("/v1/tables/ctr/items/rows?keys=1,99", "Rows"),
     ],
 )
-def test_answers_are_as_the_document_says(admin, path, schema, call):
+def test_answers_match_the_document(admin, path, schema, call):
     validator(openapi(call, admin), schema).validate(call(admin, "GET", path).json())
 
 
-def test_inference_is_as_the_document_says(admin, call):
+def test_inference_matches_the_document(admin, call):
     document = openapi(call, admin)
     request = {
         "id": "x",
@@ -94,7 +94,7 @@ def test_documentation_loads_nothing_from_other_hosts(admin, data, call):
         assert call(app, "GET", f"/{url}").json()["openapi"]
 
 
-def test_documentation_allows_its_own_script_alone(admin, call):
+def test_documentation_allows_only_its_own_script(admin, call):
     page = call(admin, "GET", "/docs")
     policy = dict(
         rule.strip().split(" ", 1) for rule in page.headers["content-security-policy"].split(";")
@@ -107,13 +107,13 @@ def test_documentation_allows_its_own_script_alone(admin, call):
     assert not any("//" in sources for sources in policy.values())
 
 
-def test_documentation_is_open_where_keys_are_wanted(small, key_guard, call):
+def test_documentation_needs_no_key(small, key_guard, call):
     app = admin_app(small.state, small.settings, key_guard)
     for path in ("/docs", "/docs/files/swagger-ui-bundle.js", "/openapi.json"):
         assert call(app, "GET", path).status_code == 200
 
 
-def test_documentation_can_be_left_out(small, call):
+def test_documentation_can_be_disabled(small, call):
     settings = ServerSettings(docs=False)
     for make in (data_app, admin_app):
         app = make(small.state, settings, NoAuthorizer())
@@ -121,7 +121,7 @@ def test_documentation_can_be_left_out(small, call):
             assert call(app, "GET", path).status_code == 404
 
 
-def test_keys_are_in_the_document_when_they_are_wanted(small, admin, key_guard, call):
+def test_document_describes_keys_if_they_are_required(small, admin, key_guard, call):
     assert "securitySchemes" not in openapi(call, admin)["components"]
     document = openapi(call, admin_app(small.state, small.settings, key_guard))
     assert set(document["components"]["securitySchemes"]) == {"ApiKey", "Bearer"}

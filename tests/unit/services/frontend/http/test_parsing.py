@@ -38,7 +38,7 @@ LARGE = {
 @pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
 @pytest.mark.parametrize("piece", [256 << 10, 1000])
 @pytest.mark.parametrize("sent", LARGE.values(), ids=LARGE)
-def test_a_head_or_trailers_beyond_the_bound_are_rejected(http, sent, piece):
+def test_head_or_trailers_beyond_the_limit_are_rejected(http, sent, piece):
     async def scenario():
         protocol, wire = http.connect()
         for i in range(0, len(sent), piece):
@@ -49,7 +49,7 @@ def test_a_head_or_trailers_beyond_the_bound_are_rejected(http, sent, piece):
     http.run(scenario)
 
 
-def test_trailers_are_no_fields_of_the_head(http):
+def test_trailers_do_not_become_headers(http):
     async def scenario():
         protocol, wire = http.connect()
         await http.read(protocol, CHUNKED + b"3\r\nabc\r\n0\r\nAuthorization: x\r\n\r\n")
@@ -73,8 +73,8 @@ BAD = {
 @pytest.mark.parametrize("piece", [1 << 20, 100])
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-def test_a_rejection_comes_behind_the_answers_before_it(small, http, bad, waits, piece):
-    """``waits``: the first of the requests before waits for the store; what follows is not answered."""
+def test_rejection_is_sent_after_earlier_answers(small, http, bad, waits, piece):
+    """``waits``: the first of the earlier requests waits for the store; later requests are not answered."""
 
     async def scenario():
         protocol, wire = http.connect()
@@ -95,7 +95,7 @@ def test_a_rejection_comes_behind_the_answers_before_it(small, http, bad, waits,
     http.run(scenario)
 
 
-def test_a_body_that_breaks_off_behind_its_answer_gets_no_second_one(http):
+def test_invalid_body_after_its_answer_gets_no_second_answer(http):
     async def scenario():
         protocol, wire = http.connect()
         long = CHUNKED.replace(b"/v2/models/words/infer", b"/v2")
@@ -109,7 +109,7 @@ def test_a_body_that_breaks_off_behind_its_answer_gets_no_second_one(http):
 
 
 @pytest.mark.private_interface("http", "uvicorn answers invalid requests in text")
-def test_what_is_no_http(http):
+def test_invalid_http_is_rejected(http):
     async def scenario():
         protocol, wire = http.connect()
         await http.read(protocol, b"what?\r\n\r\n")
@@ -120,8 +120,8 @@ def test_what_is_no_http(http):
     http.run(scenario)
 
 
-def test_the_body_before_a_head_does_not_count_as_head(http):
-    """Two requests behind each other, cut in the second one's head."""
+def test_body_before_a_head_does_not_count_towards_the_head_limit(http):
+    """Two consecutive requests, split in the second one's head."""
 
     async def scenario():
         protocol, wire = http.connect()
@@ -137,8 +137,8 @@ def test_the_body_before_a_head_does_not_count_as_head(http):
 @pytest.mark.private_interface("http", "h11 parses")
 @pytest.mark.parametrize("piece", [256 << 10, 1000])
 @pytest.mark.parametrize("tail", [b"", b"what?\r\n\r\n"])
-def test_a_pipeline_is_bounded_and_answered_in_order(small, http, tail, piece):
-    """The first request waits for the store; what was received behind a full pipeline stays bytes."""
+def test_pipeline_is_bounded_and_answered_in_order(small, http, tail, piece):
+    """The first request waits for the store; what was received after a full pipeline stays unparsed."""
     short = b"GET /v2/health/live HTTP/1.1\r\n\r\n"
     most = MAX_PIPELINED + SLICE_BYTES // len(short) + 1
     sent = http.request([12]) + short * 2 * most + http.request([1] * 9000) + short + tail
@@ -152,7 +152,7 @@ def test_a_pipeline_is_bounded_and_answered_in_order(small, http, tail, piece):
             longest = max(longest, len(protocol.pipeline))
         assert longest <= most
         assert wire.paused
-        protocol.flow.resume_reading()  # as an application does that waits for its client to go
+        protocol.flow.resume_reading()  # as an application does that waits for a disconnect
         assert wire.paused
         small.store.gate.set()
         statuses = [200] * (2 * most + 3) + [400] * bool(tail)
@@ -166,8 +166,8 @@ def test_a_pipeline_is_bounded_and_answered_in_order(small, http, tail, piece):
 
 
 @pytest.mark.private_interface("http", "h11 parses")
-def test_a_long_body_of_known_length_is_fed_whole(http, monkeypatch):
-    """The part of it that came with its head in one slice, the rest in another."""
+def test_long_body_of_known_length_is_passed_in_two_slices(http, monkeypatch):
+    """The part that arrived with its head in one slice, the rest in another."""
     fed = []
     feed = HttpProtocol._feed
     monkeypatch.setattr(
@@ -185,8 +185,8 @@ def test_a_long_body_of_known_length_is_fed_whole(http, monkeypatch):
 
 @pytest.mark.parametrize("protocol_name", ["h2c", "websocket"])
 @pytest.mark.parametrize("cut", [0, 25, 90, 300, -5])
-def test_a_client_that_offers_another_protocol_is_answered_in_this_one(http, protocol_name, cut):
-    """Java's own client offers HTTP/2 with its first request, whatever its method and body."""
+def test_upgrade_offer_is_ignored_and_the_request_answered(http, protocol_name, cut):
+    """Java's client offers HTTP/2 with its first request, for any method and body."""
     offer = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol_name}\r\nHTTP2-Settings: AAMAAA\r\n"
 
     async def scenario():
@@ -206,7 +206,7 @@ def test_a_client_that_offers_another_protocol_is_answered_in_this_one(http, pro
 
 @pytest.fixture
 def parsers(monkeypatch):
-    """Counts the parsers that connections make; more than a thousand are a loop, which it ends."""
+    """Counts the parsers that connections create; stops a loop after a thousand."""
     made = []
 
     def counted(protocol):
@@ -222,7 +222,7 @@ def parsers(monkeypatch):
 
 @pytest.fixture(params=["data", "admin", "ingest"])
 def any_app(request, data, admin):
-    """Applications of ports: that for requests, the admin ports of a server and of ``hps ingest``."""
+    """Applications of ports: the data port, and the admin ports of a server and of ``hps ingest``."""
     if request.param == "ingest":
         return ingest_app(ServerState("ingest"), ServerSettings(), NoAuthorizer())
     return {"data": data, "admin": admin}[request.param]
@@ -233,7 +233,7 @@ def any_app(request, data, admin):
 @pytest.mark.parametrize("more", [b"", UPGRADE, b"Content-Length: 3\r\n"])
 @pytest.mark.parametrize("target", [b"/v2", b"other:80", b"*", b"/v2/models/words.lookup/infer"])
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_connect_is_refused_and_ends_the_connection(
+def test_connect_is_rejected_and_closes_the_connection(
     http, any_app, parsers, version, target, more, piece
 ):
     async def scenario():
@@ -256,9 +256,7 @@ def test_connect_is_refused_and_ends_the_connection(
 @pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"a, b", b"", b"x\r\nUpgrade: y"])
 @pytest.mark.parametrize("body", [b"", b"Content-Length: 3\r\n", b"Transfer-Encoding: chunked\r\n"])
 @pytest.mark.parametrize("method", [b"GET", b"POST", b"OPTIONS", b"SOURCE", b"QUERY"])
-def test_an_offer_of_another_protocol_makes_one_parser(
-    http, admin, parsers, method, body, offer, piece
-):
+def test_upgrade_offer_creates_one_parser(http, admin, parsers, method, body, offer, piece):
     async def scenario():
         protocol, wire = http.connect(admin)
         head = b"%b /v2 HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: %b\r\n" % (
@@ -283,7 +281,7 @@ def test_an_offer_of_another_protocol_makes_one_parser(
 @pytest.mark.parametrize("piece", [1 << 20, 1])
 @pytest.mark.parametrize("more", [b"", UPGRADE])
 @pytest.mark.parametrize("version", [b"2.0", b"1.1"])
-def test_the_preface_of_http2_is_refused(http, parsers, version, more, piece):
+def test_http2_preface_is_rejected(http, parsers, version, more, piece):
     async def scenario():
         protocol, wire = http.connect()
         sent = b"PRI * HTTP/%b\r\n%b\r\nSM\r\n\r\n" % (version, more)

@@ -1,4 +1,4 @@
-"""Request bodies, as tritonclient builds them and as nobody should."""
+"""Request bodies as tritonclient builds them, and invalid ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RULES["g"] = InputRule(INTEGERS, is_keys=True)
 
 
 def parsed(body, size=None, max_keys=1000):
-    """The call; read twice, because a header that was seen before is not read again."""
+    """The parsed request; parsed twice, because a repeated header is not parsed again."""
     parser = HttpRequestParser("m", RULES, max_keys)
     first, second = parser.parse(body, size), parser.parse(body, size)
     assert (first.form is second.form) == (size is not None and not first.form.json_inputs)
@@ -63,7 +63,7 @@ arrays = st.sampled_from(sorted(DTYPES)).flatmap(
     st.data(),
     st.text(st.characters(codec="utf-8"), max_size=8),
 )
-def test_what_tritonclient_sends_is_what_arrives(tensors, data, request_id):
+def test_tensors_of_tritonclient_are_parsed(tensors, data, request_id):
     inputs = []
     for name, array in tensors:
         finite = array.dtype.kind != "f" or bool(np.isfinite(array).all())
@@ -83,7 +83,7 @@ def test_what_tritonclient_sends_is_what_arrives(tensors, data, request_id):
         assert found.tobytes() == array.tobytes()
 
 
-def test_requested_outputs_and_parameters():
+def test_outputs_and_parameters_are_parsed():
     inputs = [InferInput("f", [1, 2], "UINT64")]
     inputs[0].set_data_from_numpy(np.array([[2**64 - 1, 0]], np.uint64))
     outputs = [InferRequestedOutput("a"), InferRequestedOutput("b", binary_data=False)]
@@ -98,7 +98,7 @@ def test_requested_outputs_and_parameters():
     assert call.inputs["f"].tolist() == [2**64 - 1, 0]
 
 
-def test_an_output_says_otherwise_than_the_request():
+def test_output_parameter_overrides_that_of_the_request():
     outputs = [{"name": "a"}, {"name": "b", "parameters": {"binary_data": False}}]
     call = parsed(dumps(tensor(), outputs=outputs, parameters={"binary_data_output": True}))
     assert call.form.outputs == ("a", "b")
@@ -108,12 +108,12 @@ def test_an_output_says_otherwise_than_the_request():
 @pytest.mark.parametrize(
     "data", [[1, 2, 3, 4], [[1, 2], [3, 4]], [[[1], [2]], [[3], [4]]], [[1, 2, 3, 4]]]
 )
-def test_json_data_is_flat_or_nested(data):
+def test_json_data_may_be_flat_or_nested(data):
     call = parsed(dumps({**tensor(shape=(2, 2)), "data": data}))
     assert call.inputs["f"].tolist() == [1, 2, 3, 4]
 
 
-def test_an_empty_id_is_none_and_a_missing_one_too():
+def test_empty_and_missing_ids_are_equal():
     assert parsed(dumps(tensor(), id="")).id == ""
     assert parsed(dumps(tensor())).id == ""
 
@@ -127,13 +127,13 @@ def test_64_bit_keys_survive_json():
     assert call.inputs["f"].tolist() == keys
 
 
-def test_zero_size_tensors_take_no_bytes():
+def test_empty_tensors_take_no_bytes():
     body = dumps(tensor(shape=(0, 3), data=None, binary_data_size=0))
     assert parsed(body, len(body)).form.shapes["f"] == [0, 3]
     assert parsed(dumps(tensor(shape=(2, 0), data=()))).inputs["f"].shape == (0,)
 
 
-def test_nan_passes_in_binary_form():
+def test_nan_is_accepted_in_binary_form():
     value = np.array([np.nan, np.inf, -0.0], np.float32)
     head = dumps(tensor("FP32", "FP32", (3,), None, binary_data_size=12))
     found = parsed(head + value.tobytes(), len(head)).inputs["FP32"]
@@ -250,7 +250,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_what_is_wrong_is_named(case):
+def test_errors_name_what_is_wrong(case):
     body, message = FAULTS[case]
     with pytest.raises(BadRequest, match=message):
         parsed(body)
@@ -268,26 +268,26 @@ BINARY_FAULTS = {
 
 
 @pytest.mark.parametrize("case", BINARY_FAULTS)
-def test_what_is_wrong_with_bytes_is_named(case):
+def test_errors_of_binary_data_name_what_is_wrong(case):
     stated, sent, message = BINARY_FAULTS[case]
     head = dumps(tensor(data=None, binary_data_size=stated))
     with pytest.raises(BadRequest, match=message):
         parsed(head + bytes(sent), len(head))
 
 
-def test_data_and_bytes_forced():
+def test_tensor_with_json_and_binary_data_is_rejected():
     head = dumps(tensor(binary_data_size=16))
     with pytest.raises(BadRequest, match="both 'data' and 'binary_data_size'"):
         parsed(head + bytes(16), len(head))
 
 
-def test_bytes_without_the_header_that_says_where_they_begin():
+def test_binary_data_without_header_length_is_rejected():
     head = dumps(tensor(data=None, binary_data_size=16))
     with pytest.raises(BadRequest, match="Inference-Header-Content-Length"):
         parsed(head)
 
 
-def test_keys_are_counted_over_all_features():
+def test_key_limit_applies_to_the_sum_over_features():
     body = dumps(tensor(), tensor("g"))
     assert parsed(body, max_keys=4)
     with pytest.raises(RequestTooLarge, match="has 4 keys, at most 3"):
@@ -314,7 +314,7 @@ JSON = st.recursive(
     st.lists(JSON, max_size=2),
     st.binary(max_size=20),
 )
-def test_whatever_comes_the_answer_is_a_call_or_a_bad_request(header, inputs, raw):
+def test_arbitrary_body_is_parsed_or_a_bad_request(header, inputs, raw):
     import json
 
     if inputs:
@@ -328,7 +328,7 @@ def test_whatever_comes_the_answer_is_a_call_or_a_bad_request(header, inputs, ra
     assert "malformed inference request" not in message  # every fault has its own
 
 
-def test_a_raw_request_is_the_only_inputs_bytes():
+def test_raw_request_has_the_bytes_of_the_only_input():
     call = raw(np.arange(3).tobytes(), "f")
     assert call.inputs["f"].tolist() == [0, 1, 2]
     assert call.inputs["f"].dtype == np.int64
@@ -336,7 +336,7 @@ def test_a_raw_request_is_the_only_inputs_bytes():
     assert call.form.is_binary("any")
 
 
-def test_raw_requests_at_fault():
+def test_invalid_raw_requests_are_rejected():
     with pytest.raises(BadRequest, match="exactly one input"):
         raw(b"", None)
     with pytest.raises(BadRequest, match="not a multiple of 8"):

@@ -20,7 +20,7 @@ arrays = st.sampled_from(sorted(DTYPES)).flatmap(lambda n: hnp.arrays(DTYPES[n],
 
 
 def encode(request_id, outputs, defaulted=0, degraded=(), heads=None, stale_s=0):
-    """The body and the length of its JSON header; written twice, because heads are kept."""
+    """The body and the length of its JSON header; encoded twice, because heads are cached."""
     form = JsonRequestTemplate(id=request_id, binary={name: binary for name, binary, _ in outputs})
     if heads is not None:
         form.heads = heads
@@ -49,7 +49,7 @@ def read(body, size):
     st.lists(st.tuples(st.booleans(), arrays), max_size=5),
     st.text(st.characters(codec="utf-8"), max_size=8),
 )
-def test_what_is_sent_is_what_tritonclient_reads(outputs, request_id):
+def test_tritonclient_reads_the_encoded_tensors(outputs, request_id):
     sent = [
         (f"o{i}", binary or array.dtype == np.float16, array)
         for i, (binary, array) in enumerate(outputs)
@@ -69,7 +69,7 @@ def test_what_is_sent_is_what_tritonclient_reads(outputs, request_id):
             assert found.tobytes() == array.tobytes()
 
 
-def test_the_header_length_is_there_only_for_bytes():
+def test_header_length_is_sent_only_with_binary_data():
     body, size = encode("", [("a", True, np.empty((0, 3), np.float32))])
     assert size == 0
     assert orjson.loads(body)["outputs"][0]["parameters"] == {"binary_data_size": 0}
@@ -78,7 +78,7 @@ def test_the_header_length_is_there_only_for_bytes():
     assert len(body) == size + 4
 
 
-def test_numbers_that_are_not_finite_are_null_in_json_and_counted():
+def test_non_finite_numbers_are_null_in_json_and_counted():
     values = np.array([1, np.nan, np.inf, -np.inf], np.float32)
     body, _ = encode("", [("a", False, values), ("b", False, values[:2])])
     head = orjson.loads(body)
@@ -89,19 +89,19 @@ def test_numbers_that_are_not_finite_are_null_in_json_and_counted():
     assert body[size:] == values.tobytes()
 
 
-def test_half_precision_has_no_json():
+def test_half_precision_in_json_is_rejected():
     with pytest.raises(BadRequest, match="output 'a' is FP16, which can only be sent in binary"):
         encode("", [("a", False, np.ones(1, np.float16))])
 
 
 @pytest.mark.parametrize("binary", [True, False])
-def test_views_that_are_not_contiguous(binary):
+def test_non_contiguous_arrays_are_encoded(binary):
     array = np.arange(12, dtype=np.int64).reshape(3, 4)[:, ::2]
     body, size = encode("", [("a", binary, array)])
     assert read(body, size).as_numpy("a").tolist() == array.tolist()
 
 
-def test_kept_heads_are_told_apart_by_everything_they_say():
+def test_cached_heads_differ_by_all_their_fields():
     heads = {}
     ones, twos = np.ones((1, 2), np.float32), np.ones((2, 1), np.float32)
     for array, defaulted, degraded in (
@@ -119,16 +119,16 @@ def test_kept_heads_are_told_apart_by_everything_they_say():
     assert len(heads) == 4
 
 
-def test_a_bounded_number_of_heads_is_kept():
+def test_number_of_cached_heads_is_bounded():
     heads = {}
     for n in range(500):
         encode("", [("a", True, np.zeros(n, np.uint8))], heads=heads)
     assert len(heads) <= 64
 
 
-def test_a_stale_answer_says_so_and_a_fresh_one_does_not():
+def test_only_stale_answers_are_marked_stale():
     sent = [("o", True, np.ones(3, np.float32))]
-    heads = {}  # kept heads do not mix the two up
+    heads = {}  # cached heads are not mixed up
     for stale_s in (0, 12, 0, 13):
         parameters = read(*encode("", sent, heads=heads, stale_s=stale_s)).get_response()[
             "parameters"

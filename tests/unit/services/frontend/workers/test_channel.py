@@ -1,4 +1,4 @@
-"""Between the node's process and a worker."""
+"""Control channel between the node's process and a worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ends():
         yield ControlChannelSupervisor(ours), theirs
 
 
-def test_questions_are_answered_until_one_side_ends(ends):
+def test_queries_are_answered_until_one_side_ends(ends):
     asking, theirs = ends
     alone = threading.Event()
     answering = ControlChannelWorker(theirs, alone.set)
@@ -36,7 +36,7 @@ def test_questions_are_answered_until_one_side_ends(ends):
     assert alone.wait(60)
 
 
-def test_an_answer_that_was_waited_for_in_vain_is_not_taken_for_another(ends):
+def test_late_answer_is_not_taken_for_the_next_one(ends):
     asking, theirs = ends
     go = threading.Event()
     ControlChannelWorker(theirs, lambda: None).start(
@@ -48,14 +48,14 @@ def test_an_answer_that_was_waited_for_in_vain_is_not_taken_for_another(ends):
     assert asking.query("quick", 60) == "here"
 
 
-def test_who_asks_a_worker_that_has_ended_is_told(ends):
+def test_query_to_an_ended_worker_raises(ends):
     asking, theirs = ends
     theirs.close()
     with pytest.raises(OSError, match=r"pipe|closed"):
         asking.query("ready", 60)
 
 
-def test_a_worker_that_cannot_answer_is_alone_too(ends, caplog):
+def test_worker_that_fails_to_answer_closes_the_channel(ends, caplog):
     asking, theirs = ends
     alone = threading.Event()
     ControlChannelWorker(theirs, alone.set).start({"broken": lambda: 1 // 0})
@@ -65,7 +65,7 @@ def test_a_worker_that_cannot_answer_is_alone_too(ends, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_what_is_no_frame_ends_the_channel_for_both():
+def test_invalid_frame_closes_the_channel_for_both():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         alone = threading.Event()
@@ -76,10 +76,10 @@ def test_what_is_no_frame_ends_the_channel_for_both():
         with pytest.raises(OSError, match="invalid JSON"):
             ControlChannelSupervisor(ours).receive_first()
         theirs.settimeout(60)
-        assert theirs.recv(1) == b""  # who answers there would be alone
+        assert theirs.recv(1) == b""  # the other end notices that the channel has closed
 
 
-def test_nobody_hears_what_is_told_to_a_process_that_has_ended(ends):
+def test_message_to_an_ended_process_is_dropped(ends):
     asking, theirs = ends
     asking.close()
     ControlChannelWorker(theirs, lambda: None).send_first("ready")

@@ -1,4 +1,4 @@
-"""A worker's heartbeat: answered by the threads that answer clients, and when it may count as stuck."""
+"""A worker's heartbeat: answered by the threads that serve clients; when the worker counts as stuck."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def over_http(data, stack):
     return stack.enter_context(closing(HttpHeartbeat(ours))), loop
 
 
-def test_the_event_loop_answers(over_http):
+def test_http_heartbeat_is_answered_by_the_event_loop(over_http):
     transport, loop = over_http
     assert all(transport.beat(60) for _ in range(3))
     goes_on = threading.Event()
@@ -70,12 +70,12 @@ def test_the_event_loop_answers(over_http):
         assert not transport.beat(0.05)
     finally:
         goes_on.set()
-    assert transport.beat(60)  # the one that was late
+    assert transport.beat(60)  # the late answer
     assert transport.beat(60)
 
 
-def test_the_thread_that_begins_calls_answers(small, stack, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a path of pytest's is too long
+def test_grpc_heartbeat_is_answered_by_the_accepting_thread(small, stack, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # pytest's paths are too long
     at = GrpcSettings(port=0)
     server = GrpcServer(at, small.state, small.settings, NoAuthorizer(), also_at="beat")
     started(stack, server, None)
@@ -103,7 +103,7 @@ def test_the_thread_that_begins_calls_answers(small, stack, tmp_path, monkeypatc
         assert call.exception(60).code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_way_whose_other_end_is_gone_does_not_answer(stack):
+def test_heartbeat_on_a_closed_connection_is_unanswered(stack):
     ours, theirs = socket.socketpair()
     transport = stack.enter_context(closing(HttpHeartbeat(ours)))
     theirs.close()
@@ -112,7 +112,7 @@ def test_a_way_whose_other_end_is_gone_does_not_answer(stack):
 
 
 class Played:
-    """A transport, which is answered or not."""
+    """A heartbeat transport, answered or not."""
 
     name = "http"
     is_answered = True
@@ -121,7 +121,7 @@ class Played:
         return self.is_answered
 
 
-def test_time_without_an_answer_counts_until_there_is_one():
+def test_time_without_answer_counts_until_the_next_answer():
     transport = Played()
     heartbeat = Heartbeat(os.getpid(), [transport, Played()])
     heartbeat.check()
@@ -139,7 +139,7 @@ def test_time_without_an_answer_counts_until_there_is_one():
     assert (heartbeat.unanswered, heartbeat.unanswered_s, heartbeat.stuck_s) == ([], 0.0, 0.0)
 
 
-# -- the time in which a process could have worked -------------------------------------------------
+# -- runnable time of a process --------------------------------------------------------------------
 
 LOOP = "print(1, flush=True)\nwhile True: pass"
 SLEEP = "print(1, flush=True); input()"
@@ -161,24 +161,24 @@ def process(stack):
     return start
 
 
-def test_a_process_that_waits_could_have_worked(process):
+def test_waiting_process_was_runnable(process):
     opportunity = _RunnableTime(process(SLEEP).pid)
     until(lambda: opportunity.in_last(7.0) == 7.0)
 
 
-def test_a_stopped_process_could_have_worked(process):
+def test_stopped_process_was_runnable(process):
     child = process(LOOP)
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
     assert _RunnableTime(child.pid).in_last(7.0) == 7.0
 
 
-def test_a_process_that_a_debugger_holds_could_not_have_worked(process):
+def test_process_stopped_by_a_debugger_was_not_runnable(process):
     assert _RunnableTime(process(TRACED).pid).in_last(7.0) == 0.0
 
 
-def test_a_process_that_waits_for_a_core_could_have_worked_as_long_as_it_had_one(process):
-    """One that runs only where nothing else does, beside one that always runs."""
+def test_process_waiting_for_a_core_was_runnable_for_its_cpu_time(process):
+    """A process that runs only on an idle core, beside one that always runs."""
     core = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
     process(LOOP, *core)
     opportunity = _RunnableTime(process(LOOP, *core, "chrt", "--idle", "0").pid)
@@ -187,18 +187,18 @@ def test_a_process_that_waits_for_a_core_could_have_worked_as_long_as_it_had_one
     assert opportunity.in_last(7.0) < 0.3
 
 
-def test_a_process_that_has_ended_is_none_that_waits_for_a_core(process):
+def test_ended_process_counts_as_runnable(process):
     child = process(SLEEP)
     child.kill()
     child.wait()
     assert _RunnableTime(child.pid).in_last(7.0) == 7.0
 
 
-# -- what becomes of a worker ----------------------------------------------------------------------
+# -- watchdog of a worker --------------------------------------------------------------------------
 
 
 class Silent:
-    """A heartbeat that is not answered, for as long at a time as ``seconds`` say; 0: it is."""
+    """A heartbeat that is unanswered for the next of ``seconds`` at each check; 0: answered."""
 
     def __init__(self, *seconds):
         self._left = list(seconds)
@@ -210,7 +210,7 @@ class Silent:
 
 @pytest.fixture
 def watched(process, monkeypatch):
-    """``watched(*seconds)``: a process watched whose heartbeat is `Silent`; what was reported of it."""
+    """``watched(*seconds)``: a watchdog with a `Silent` heartbeat, its reports, and the exit code."""
     monkeypatch.setattr("services.frontend.workers.worker_watch.BEAT_S", 0.01)
 
     def watch(*seconds):
@@ -226,7 +226,7 @@ def watched(process, monkeypatch):
     return watch
 
 
-def test_a_worker_that_does_not_answer_is_not_ready_until_it_does(watched, caplog):
+def test_unresponsive_worker_is_not_ready_until_it_answers(watched, caplog):
     watch, told, _ = watched(0.0, 2.0, 6.0, 7.0, 0.0, 0.0)
     assert told == [False, True]
     assert watch.timeouts == 0
@@ -234,7 +234,7 @@ def test_a_worker_that_does_not_answer_is_not_ready_until_it_does(watched, caplo
     assert "worker does not answer worker=3" in caplog.text
 
 
-def test_a_worker_that_does_not_answer_for_too_long_is_killed(watched, caplog):
+def test_unresponsive_worker_is_killed_after_its_timeout(watched, caplog):
     watch, told, code = watched(0.0, 6.0, 11.0)
     assert told == [False]
     assert watch.timeouts == 1

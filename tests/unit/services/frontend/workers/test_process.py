@@ -1,4 +1,4 @@
-"""A worker that is told to end before its node is there."""
+"""A worker that is stopped before its node is available."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.waiting import until
 
 
 class Started:
-    """One of a node that is still loading, for ever."""
+    """A worker of a node that loads forever."""
 
     def __init__(self, folder: Path, *, replaces: bool) -> None:
         self._settings = {"server": {"runtime": str(folder), "grpc": None}}
         self._replaces = replaces
         self.worker: WorkerProcess | None = None
         self.ours, self._theirs = socket.socketpair()
-        # Not kept waiting for: as long as a worker hangs, so would the test.
+        # Daemon: a worker that hangs must not make the test hang.
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
@@ -47,7 +47,7 @@ def folder():
 
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("early", [False, True], ids=["while it waits", "before it waits"])
-def test_a_worker_does_not_outlive_a_node_that_it_waits_for(folder, replaces, early):
+def test_worker_ends_with_the_node_that_it_waits_for(folder, replaces, early):
     started = Started(folder, replaces=replaces)
     if early:
         started.ours.close()
@@ -59,7 +59,7 @@ def test_a_worker_does_not_outlive_a_node_that_it_waits_for(folder, replaces, ea
     assert not started.thread.is_alive()
 
 
-def test_a_stop_that_comes_before_a_server_runs_is_not_lost(folder):
+def test_stop_before_the_start_ends_the_server(folder):
     with listen("127.0.0.1", 0, "server.http") as listener:
         settings = {"server": {"runtime": str(folder), "grpc": None}}
         worker = WorkerProcess(as_configuration(settings), 1, None, [listener])

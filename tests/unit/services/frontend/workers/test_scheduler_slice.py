@@ -1,4 +1,4 @@
-"""What a worker asks of the kernel's scheduler."""
+"""Short scheduler slices of workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from services.frontend.workers.scheduler_slice import SLICE_NS, request_short_slices, slice_ns
 
 
-def test_a_thread_and_those_it_starts_have_short_slices():
+def test_thread_and_its_children_get_short_slices():
     if not slice_ns():
         pytest.skip("this kernel knows no slices of a thread's own")
 
@@ -24,7 +24,7 @@ def test_a_thread_and_those_it_starts_have_short_slices():
     assert slice_ns() == before
 
 
-def test_it_does_no_harm_where_the_kernel_knows_nothing_of_it(monkeypatch):
+def test_request_is_ignored_if_the_kernel_does_not_support_it(monkeypatch):
     monkeypatch.setattr("services.frontend.workers.scheduler_slice._NUMBERS", {})
     assert slice_ns() == 0
     request_short_slices()

@@ -1,4 +1,4 @@
-"""The data port of a worker: its own listening socket, and those of others while it accepts for them."""
+"""The data port of a worker: its listening socket, and those of workers that it accepts for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 
 class Worker:
-    """The first of three; its listeners have ports of their own, so that a test can choose."""
+    """The first of three workers; each listener has another port, so that a test can choose one."""
 
     def __init__(self, app):
         self.listeners = [listen("127.0.0.1", 0, "server.http") for _ in range(3)]
@@ -49,7 +49,7 @@ def worker(data):
 
 @contextmanager
 def asking(port):
-    """A connection on which a request was sent."""
+    """A connection with a sent request."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/v2/health/live")
     yield connection
@@ -64,7 +64,7 @@ def is_answered(connection, within_s=60.0):
         return False
 
 
-def test_connections_of_others_are_accepted_while_it_covers_for_them(worker):
+def test_worker_accepts_connections_for_unready_workers(worker):
     own, second, third = worker.ports
     with asking(own) as mine, asking(second) as theirs:
         assert is_answered(mine)
@@ -80,12 +80,12 @@ def test_connections_of_others_are_accepted_while_it_covers_for_them(worker):
         assert is_answered(mine)
         assert not is_answered(theirs, 0.1)
         assert not is_answered(another, 0.1)
-        worker.accept_for(1, 2, 3)  # its own number is nothing to cover
+        worker.accept_for(1, 2, 3)  # its own number is ignored
         assert is_answered(another)
 
 
-def test_a_worker_that_stops_leaves_all_sockets(worker):
-    """Else their connections would still come, and be lost with its process."""
+def test_stopping_worker_closes_all_sockets(worker):
+    """Otherwise connections would still arrive, and be lost with the process."""
     worker.accept_for(2)
     worker.running.stop()
     worker.running.join()

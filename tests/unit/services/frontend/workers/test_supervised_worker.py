@@ -1,4 +1,4 @@
-"""What becomes of a worker's supervision when something fails; the processes are played."""
+"""Supervision of a worker in failures, with simulated processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 
 class Life:
-    """Plays a worker's process: becomes ready or not, then ends with ``code``; without one, when told."""
+    """A simulated worker process: becomes ready or not, then ends with ``code``, or when terminated."""
 
     pid = 1
 
@@ -51,11 +51,11 @@ class Life:
         return code
 
     def poll(self) -> None:
-        """It runs."""
+        """None: it runs."""
 
 
 class Run:
-    """One worker, supervised, whose ``lives`` are these; an error is raised in place of one."""
+    """A supervised worker with these simulated processes; an error is raised in place of one."""
 
     def __init__(self, monkeypatch, *lives):
         left = iter(lives)
@@ -86,7 +86,7 @@ class Run:
         self.worker.join(60)
 
 
-def test_a_process_that_cannot_be_had_is_tried_again(monkeypatch, caplog):
+def test_failed_process_start_is_retried(monkeypatch, caplog):
     lack = OSError(errno.ENOMEM, "Cannot allocate memory")
     pairs = []
     pair = socket.socketpair
@@ -108,7 +108,7 @@ def test_a_process_that_cannot_be_had_is_tried_again(monkeypatch, caplog):
     assert "Too many open files" in caplog.text
 
 
-def test_a_wrong_configuration_ends_the_server_before_it_was_ready_alone(monkeypatch):
+def test_invalid_configuration_ends_the_server_unless_it_was_ready_before(monkeypatch):
     lives = Life(code=1), Life(ready=False, code=BROKEN), Life()
     with Run(monkeypatch, *lives) as run:
         until(lambda: run.worker.ready and run.worker.restarts == 2)
@@ -119,7 +119,7 @@ def test_a_wrong_configuration_ends_the_server_before_it_was_ready_alone(monkeyp
         assert run.worker.broken
 
 
-def test_what_a_worker_counted_counts_once_when_it_ends_while_it_is_asked(monkeypatch):
+def test_values_count_once_if_a_worker_ends_during_a_query(monkeypatch):
     def ended_meanwhile():
         told = ask()
         worker._keep_last_values()
@@ -139,11 +139,11 @@ def test_what_a_worker_counted_counts_once_when_it_ends_while_it_is_asked(monkey
     assert worker.metrics()[m.LOOKUP_KEYS] == {("words", "cpu"): 7}
     worker._channel = Channel()
     counted = worker.statistics()["words"]
-    assert sum(each["success_count"] for each in counted) == 2  # one each of two workers
+    assert sum(each["success_count"] for each in counted) == 2  # one of each worker
 
 
-def test_what_ended_workers_counted_goes_with_the_version():
-    """The metrics, and the protocol's statistics, which the version after it does not inherit."""
+def test_values_of_ended_workers_are_dropped_with_their_version():
+    """The next version does not inherit them: metrics, and the protocol's statistics."""
 
     def told(version):
         own = Statistics()

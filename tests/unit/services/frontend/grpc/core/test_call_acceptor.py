@@ -1,4 +1,4 @@
-"""Calls taken up once their request is there: on grpc's own thread, beside it, and as grpc has it."""
+"""The call acceptor: calls answered on grpc's core thread, on other threads, and grpc's usual way."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_watchers_that_do_not_read_leave_other_calls_their_threads(serve):
             assert client.is_server_live(client_timeout=60)
 
 
-def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, monkeypatch):
+def test_lookups_from_memory_are_answered_on_the_acceptors_thread(serve, small, monkeypatch):
     endpoint = type(small.state.entries["words.lookup"].endpoint)
     names = []
     submit = endpoint.submit
@@ -102,7 +102,7 @@ def test_what_memory_has_is_answered_on_the_servers_own_thread(serve, small, mon
     assert not names[0].startswith("grpc-")
 
 
-def test_without_what_is_known_of_grpc_calls_run_on_threads(serve, monkeypatch):
+def test_calls_run_on_threads_if_grpc_is_unsupported(serve, monkeypatch):
     monkeypatch.setattr(probe, "is_supported", lambda: False)
     with triton.InferenceServerClient(serve().server.url) as client:
         for key in (1, 12):  # in memory, in the store
@@ -115,7 +115,9 @@ def test_without_what_is_known_of_grpc_calls_run_on_threads(serve, monkeypatch):
             client.get_model_metadata("none")
 
 
-def test_without_it_many_calls_without_a_request_leave_health_its_threads(serve, monkeypatch):
+def test_health_has_threads_if_grpc_is_unsupported_and_many_calls_send_no_request(
+    serve, monkeypatch
+):
     monkeypatch.setattr(probe, "is_supported", lambda: False)
     gate = threading.Event()
 
@@ -136,7 +138,7 @@ def test_without_it_many_calls_without_a_request_leave_health_its_threads(serve,
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ServerLive"])
-def test_a_call_without_a_request(serve, method):
+def test_call_without_a_request_fails(serve, method):
     with grpc.insecure_channel(serve().server.url) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             channel.stream_unary(f"/{SERVICE}/{method}")(iter([]), timeout=60)
@@ -147,8 +149,8 @@ def test_a_call_without_a_request(serve, method):
 @pytest.mark.parametrize(
     "method", [f"{SERVICE}/ModelInfer", f"{SERVICE}/RepositoryModelLoad", "hps.v1.Lookup/Lookup"]
 )
-def test_messages_of_strangers_are_not_waited_for(serve, key_guard, method):
-    """They can be large."""
+def test_calls_of_unknown_callers_are_rejected_before_their_message(serve, key_guard, method):
+    """Messages can be large."""
     url, over = serve(key_guard).server.url, threading.Event()
 
     def nothing():
@@ -160,7 +162,7 @@ def test_messages_of_strangers_are_not_waited_for(serve, key_guard, method):
             channel.stream_unary(f"/{method}")(nothing(), timeout=50)
         over.set()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    with triton.InferenceServerClient(url) as client:  # what everybody may ask
+    with triton.InferenceServerClient(url) as client:  # needs no key
         assert client.is_server_live()
         known = {"x-api-key": "r" * 16}
         client.infer("words.lookup", [keys("left", 1)], headers=known)
@@ -169,7 +171,7 @@ def test_messages_of_strangers_are_not_waited_for(serve, key_guard, method):
             client.load_model("words", headers=known)
 
 
-def test_a_callers_key_is_looked_forced(serve, key_guard, monkeypatch):
+def test_api_key_is_checked_once_per_call(serve, key_guard, monkeypatch):
     monkeypatch.setattr(module, "_RECHECK_S", 600.0)
     asked = []
     check = key_guard.check
@@ -177,9 +179,7 @@ def test_a_callers_key_is_looked_forced(serve, key_guard, monkeypatch):
     with triton.InferenceServerClient(serve(key_guard).server.url) as client:
         client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
         assert len(asked) == 1
-    monkeypatch.setattr(
-        probe, "is_supported", lambda: False
-    )  # on a thread, which has to look itself
+    monkeypatch.setattr(probe, "is_supported", lambda: False)  # on a thread, which checks it again
     with triton.InferenceServerClient(serve(key_guard).server.url) as client:
         client.infer("words.lookup", [keys("left", 1)], headers={"x-api-key": "r" * 16})
         with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
@@ -187,7 +187,9 @@ def test_a_callers_key_is_looked_forced(serve, key_guard, monkeypatch):
 
 
 @pytest.mark.parametrize("method", [f"{SERVICE}/ModelInfer", "hps.v1.Lookup/Lookup"])
-def test_a_key_that_went_bad_before_the_request_came(serve, key_guard, monkeypatch, method):
+def test_key_that_expires_before_the_message_arrives_is_rejected(
+    serve, key_guard, monkeypatch, method
+):
     monkeypatch.setattr(module, "_RECHECK_S", -1.0)
     server, revoked = serve(key_guard).server, threading.Event()
 
@@ -207,8 +209,8 @@ def test_a_key_that_went_bad_before_the_request_came(serve, key_guard, monkeypat
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "RepositoryModelLoad"])
-def test_refused_calls_are_over(serve, key_guard, method):
-    """They don't count towards the most that may be open."""
+def test_rejected_calls_end(serve, key_guard, method):
+    """They do not count towards the maximum of open calls."""
     running = serve(key_guard)
     with grpc.insecure_channel(running.server.url) as channel:
         for _ in range(20):
@@ -220,14 +222,14 @@ def test_refused_calls_are_over(serve, key_guard, method):
     assert not running.server.acceptor.auxiliary.open
 
 
-def test_a_message_that_is_none(serve):
+def test_invalid_message_is_rejected(serve):
     with grpc.insecure_channel(serve().server.url) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary(f"/{SERVICE}/ModelMetadata")(b"\xff\xff", timeout=60)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_fault_of_ours_does_not_end_the_server(serve, small, monkeypatch):
+def test_internal_error_does_not_end_the_server(serve, small, monkeypatch):
     server = serve()
     with triton.InferenceServerClient(server.server.url) as client:
         with monkeypatch.context() as patch:
@@ -238,7 +240,7 @@ def test_a_fault_of_ours_does_not_end_the_server(serve, small, monkeypatch):
 
 
 @pytest.mark.alone
-def test_calls_that_ended_are_not_counted_any_more(serve, small):
+def test_ended_calls_are_not_counted(serve, small):
     server = serve()
     state, requests = server.server._server._state, server.server.acceptor.requests.open
     small.store.gate.clear()
@@ -250,7 +252,7 @@ def test_calls_that_ended_are_not_counted_any_more(serve, small):
         until(lambda: requests)
         left.cancel()
         until(lambda: not state.rpc_states)
-        assert requests  # somebody still works for it
+        assert requests  # its work still runs
         small.store.gate.set()
         until(lambda: not requests)
 
@@ -273,19 +275,19 @@ print(woken)
 """
 
 
-def test_grpcs_engine_is_off():
-    """It hands every request to other threads once more."""
+def test_grpcs_event_engine_is_disabled():
+    """It would pass every request through other threads once more."""
     pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SERVER], **pipe) as server:
         with grpc.insecure_channel(f"127.0.0.1:{int(server.stdout.readline())}") as channel:
             echo = channel.unary_unary("/test/Echo")
-            for _ in range(3_000):  # so many that what its threads do now and then is little
+            for _ in range(3_000):  # so many that the periodic work of its threads is negligible
                 echo(b"", timeout=60)
         woken, _ = server.communicate("\n", timeout=60)
     assert int(woken) < 2_000
 
 
-def test_calls_without_a_request_hold_up_nobody_and_end(serve, monkeypatch):
+def test_calls_without_a_request_block_no_others_and_end(serve, monkeypatch):
     monkeypatch.setattr(module, "_REQUEST_TIMEOUT_S", 0.0)
     monkeypatch.setattr(module, "_SWEEP_S", 2.0)
     server = serve()
@@ -322,7 +324,7 @@ def test_calls_without_a_request_hold_up_nobody_and_end(serve, monkeypatch):
             stream.cancel()
 
 
-def test_calls_that_wait_for_their_requests_take_no_room_of_healths(serve, monkeypatch):
+def test_calls_that_wait_for_their_request_leave_slots_for_health(serve, monkeypatch):
     monkeypatch.setattr(port, "_REQUESTS", 6)
     monkeypatch.setattr(port, "_AUXILIARY", 2)
     url, gate = serve().server.url, threading.Event()
@@ -343,7 +345,7 @@ def test_calls_that_wait_for_their_requests_take_no_room_of_healths(serve, monke
         gate.set()
 
 
-def test_a_call_whose_work_cannot_be_stopped_does_not_end_the_server(serve, small, monkeypatch):
+def test_server_continues_if_cancelling_a_calls_work_fails(serve, small, monkeypatch):
     server = serve()
 
     def broken(*_):
@@ -360,7 +362,7 @@ def test_a_call_whose_work_cannot_be_stopped_does_not_end_the_server(serve, smal
         client.infer("words.lookup", [keys("left", 1)])
 
 
-def test_what_cannot_be_told_of_a_fault_is_told_as_far_as_it_can(serve, monkeypatch):
+def test_error_text_that_is_not_unicode_is_sent_with_replacements(serve, monkeypatch):
     server = serve()
 
     def broken(*_, **_only):
@@ -375,8 +377,10 @@ def test_what_cannot_be_told_of_a_fault_is_told_as_far_as_it_can(serve, monkeypa
     until(lambda: not server.server.acceptor.auxiliary.open)
 
 
-def test_a_stranger_is_refused_by_what_was_found_of_him(serve, key_guard, small, monkeypatch):
-    """His call is not made when his key becomes good meanwhile."""
+def test_rejection_of_a_caller_stays_although_its_key_becomes_valid(
+    serve, key_guard, small, monkeypatch
+):
+    """The call is not made if the key becomes valid meanwhile."""
     url, made = serve(key_guard).server.url, []
     monkeypatch.setattr("services.frontend.grpc.service.load", lambda *args: made.append(args))
     check = key_guard.check
@@ -396,7 +400,7 @@ def test_a_stranger_is_refused_by_what_was_found_of_him(serve, key_guard, small,
     assert made == []
 
 
-def test_large_requests_do_not_hold_up_the_servers_thread(serve, small, monkeypatch):
+def test_large_requests_do_not_block_the_acceptors_thread(serve, small, monkeypatch):
     endpoint = type(small.state.entries["words.lookup"].endpoint)
     names = []
     submit = endpoint.submit
@@ -417,13 +421,13 @@ def test_large_requests_do_not_hold_up_the_servers_thread(serve, small, monkeypa
     assert all(name.startswith("grpc-large") for name in names)
 
 
-def test_long_details_arrive(client):
+def test_long_error_details_arrive(client):
     with pytest.raises(triton.InferenceServerException, match="NOT_FOUND"):
         client.infer("ü" * 20_000, [keys("left", 1)])
 
 
 @pytest.mark.parametrize("limit", ["_SEND_TIMEOUT_S", "_MAX_UNSENT_BYTES"])
-def test_answers_that_nobody_takes_are_dropped(serve, monkeypatch, limit):
+def test_answers_that_the_client_does_not_read_are_dropped(serve, monkeypatch, limit):
     monkeypatch.setattr(unsent_module, "_SWEEP_S", 0.01)
     server = serve()
     state = server.server._server._state
@@ -437,7 +441,7 @@ def test_answers_that_nobody_takes_are_dropped(serve, monkeypatch, limit):
         until(lambda: noted)
         with triton.InferenceServerClient(server.server.url) as client:
             client.infer("words.lookup", [keys("left", *values)])
-        until(lambda: len(noted) == 1)  # that one was taken
+        until(lambda: len(noted) == 1)  # that one was read
         assert len(state.rpc_states) == 1
         monkeypatch.setattr(unsent_module, limit, -1.0)
         until(lambda: not state.rpc_states)
