@@ -303,26 +303,26 @@ def test_nodes_describe_their_models_and_readiness(client, small):
 
 def test_replaced_version_is_served_for_a_while(client, small):
     """If a request names it by its number."""
-    later = []
-    small.state.later = lambda seconds, work: later.append((seconds, work))
+    calls = []
+    small.state.call_later = lambda seconds, work: calls.append((seconds, work))
     first = question("words", keys("left", 1), version=1)
     other_version(small, 2)
-    assert refused(client.lookup, first)[0] == "NOT_FOUND"  # none was
+    assert refused(client.lookup, first)[0] == "NOT_FOUND"  # it was not served by its number
     other_version(small, 1)
     assert client.lookup(first).version == 1
     other_version(small, 2)
     assert client.lookup(first).version == 1
     assert client.lookup(question("words", keys("left", 1))).version == 2
     assert served_by(client)[1] == {("words", 2, False), ("words", 1, True)}
-    seconds, let_go = later[-1]
+    seconds, drop = calls[-1]
     assert seconds == ModelsSettings().linger_s
-    let_go()
+    drop()
     assert refused(client.lookup, first)[0] == "NOT_FOUND"
     assert served_by(client)[1] == {("words", 2, False)}
 
 
 def test_unloaded_model_is_not_found(client, small):
-    small.state.later = lambda _seconds, _work: None
+    small.state.call_later = lambda _seconds, _work: None
     first = question("words", keys("left", 1), version=1)
     client.lookup(first)
     small.node.models = {n: m for n, m in small.node.models.items() if n != "words"}
