@@ -152,7 +152,7 @@ def test_hps_response_parameters(backend, monkeypatch):
         name: replace(each, max_hotness=most)
         for (name, each), most in zip(engine.features.items(), (2, 1), strict=True)
     }
-    monkeypatch.setattr(engine, "model", replace(engine.model, features=bound))
+    monkeypatch.setattr(engine, "features", bound)
     answers = backend.answer([by_table(*range(7)), by_feature])
     assert [each.parameters.get("NumSample") for each in answers] == [2, None]
 
