@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel
-
 from hps.config import Settings
 from hps.config.certificates import expiry
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
+from services.frontend.path_redaction import settings_paths
 
-_OWN = ("certificate_file", "certificate")
+_CERTIFICATES = ("certificate_file", "certificate")
 _ROOTS = ("client_ca_file", "ca_file", "ca")
-_READ_AGAIN = ("server.", "lookup.")
-_KAFKAS = {"ssl.certificate.location": False, "ssl.ca.location": True}
+_RELOADED = ("server.", "lookup.")
+_KAFKA_OPTIONS = {"ssl.certificate.location": False, "ssl.ca.location": True}
 
 
 class CertificateFile(NamedTuple):
@@ -36,7 +35,7 @@ def publish_expiry(metrics: Metrics, settings: Settings) -> None:
     Files that are reloaded when they change are read at each exposition; of others, the expiry at the start
     is exported, since those contents are in use."""
     files = certificate_files(settings)
-    at_start = {file: file.expiry() for file in files if not file.setting.startswith(_READ_AGAIN)}
+    at_start = {file: file.expiry() for file in files if not file.setting.startswith(_RELOADED)}
 
     def read_expiry() -> Iterator[tuple[tuple[str, ...], float]]:
         for file in files:
@@ -49,19 +48,15 @@ def publish_expiry(metrics: Metrics, settings: Settings) -> None:
 
 def certificate_files(settings: Settings) -> list[CertificateFile]:
     """Certificate files in a deployment's settings, of all its processes."""
-    found = list(_named(settings, ""))
+    found = []
+    for setting, path in settings_paths(settings):
+        name = setting.rpartition(".")[2]
+        if name in _CERTIFICATES or name in _ROOTS:
+            found.append(CertificateFile(setting, path, name in _ROOTS))
     if settings.updates.kafka is not None:
         options = settings.updates.kafka.options
-        for name, roots in _KAFKAS.items():
+        for name, roots in _KAFKA_OPTIONS.items():
             if name in options:
                 path = Path(str(options[name]))
                 found.append(CertificateFile(f"updates.kafka.options.{name}", path, roots))
     return found
-
-
-def _named(settings: BaseModel, within: str) -> Iterator[CertificateFile]:
-    for name, value in settings:
-        if isinstance(value, BaseModel):
-            yield from _named(value, f"{within}{name}.")
-        elif isinstance(value, Path) and name in (*_OWN, *_ROOTS):
-            yield CertificateFile(f"{within}{name}", value, name in _ROOTS)

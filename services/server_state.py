@@ -15,8 +15,7 @@ from hps.errors import Unavailable
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 from services.certificate_expiry import publish_expiry
-from services.container_memory import publish_memory
-from services.process_numbers import publish_process
+from services.process_metrics import publish_memory, publish_process
 
 Phase = Literal["starting", "ready", "empty", "stopping"]
 

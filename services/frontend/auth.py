@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
 
 from hps.config.auth import ApiKeys, Role
 from hps.errors import Forbidden, Unauthenticated
@@ -12,10 +11,10 @@ from hps.errors import Forbidden, Unauthenticated
 EXEMPT = ("/v2/health/", "/metrics", "/docs", "/openapi.json")
 
 
-class Authorizer(Protocol):
-    """Checks the caller's role. Thread-safe."""
+class Authorizer:
+    """Checks callers; allows everything except requests of other sites' web pages. Thread-safe."""
 
-    enabled: bool
+    enabled = False
 
     def check(
         self,
@@ -29,26 +28,12 @@ class Authorizer(Protocol):
         ``Unauthenticated``, or ``Forbidden`` if the role is too low or the caller is a web page of another
         site: browsers let any page send requests to any server that the user can reach, with the user's
         certificate."""
-        ...
-
-
-class NoAuthorizer:
-    """Allows everything except requests of other sites' web pages."""
-
-    enabled = False
-
-    def check(
-        self,
-        headers: Mapping[bytes, bytes],
-        role: Role,
-        certificate: Callable[[], Collection[str]] = tuple,
-    ) -> str:
         if b"origin" in headers:
             _refuse_other_sites(headers)
         return ""
 
 
-class ApiKeyAuthorizer:
+class ApiKeyAuthorizer(Authorizer):
     """Requires ``X-API-Key: <key>``, ``Authorization: Bearer <key>``, or a known certificate."""
 
     enabled = True
@@ -85,7 +70,7 @@ class ApiKeyAuthorizer:
 
 def guard(keys: ApiKeys) -> Authorizer:
     """Build the authorizer for these keys."""
-    return ApiKeyAuthorizer(keys) if keys.enabled else NoAuthorizer()
+    return ApiKeyAuthorizer(keys) if keys.enabled else Authorizer()
 
 
 def _refuse_other_sites(headers: Mapping[bytes, bytes]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 from hps.errors import HpsError, Unavailable
@@ -33,14 +33,9 @@ class LoadProgress:
     def cancel(self) -> None:
         self._cancelled.set()
 
-    def task(
-        self, title: str, total: int, unit: str = "rows"
-    ) -> AbstractContextManager[Callable[[int], None]]:
-        """See ``hps.types.Progress``."""
-        return self._task(title, total, unit)
-
     @contextmanager
-    def _task(self, title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    def task(self, title: str, total: int, unit: str = "rows") -> Iterator[Callable[[int], None]]:
+        """See ``hps.types.Progress``."""
         self._check()
         entry: dict[str, Any] = {"title": title, "done": 0, "total": total, "unit": unit}
         self._tasks.append(entry)
@@ -62,12 +57,12 @@ class LoadProgress:
 
 
 async def open_in_background(
-    open_node: Callable[[], Closes], stopping: asyncio.Event, patience_s: float
+    open_node: Callable[[], Closes], stopping: asyncio.Event, close_timeout_s: float
 ) -> Closes | None:
     """Open the node on a daemon thread, which does not keep the process alive if it is stuck.
 
-    Returns None once ``stopping`` is set; a node that still opens within ``patience_s`` is closed. Raises
-    the errors of ``open_node``."""
+    Returns None once ``stopping`` is set; a node that still opens within ``close_timeout_s`` is closed.
+    Raises the errors of ``open_node``."""
     loop = asyncio.get_running_loop()
     opened: asyncio.Future[Closes] = loop.create_future()
 
@@ -88,7 +83,7 @@ async def open_in_background(
     if not stopping.is_set():
         return await opened
     with suppress(TimeoutError, HpsError):
-        node = await asyncio.wait_for(opened, patience_s)
+        node = await asyncio.wait_for(opened, close_timeout_s)
         await asyncio.to_thread(node.close)
     return None
 
@@ -96,12 +91,12 @@ async def open_in_background(
 def _hand_over(loop: asyncio.AbstractEventLoop, settle: Callable[[Any], None], value: Any) -> bool:
     """Complete a future of ``loop`` from another thread; False if the loop has ended."""
 
-    def there() -> None:
+    def complete() -> None:
         with suppress(asyncio.InvalidStateError):  # the waiter was cancelled
             settle(value)
 
     try:
-        loop.call_soon_threadsafe(there)
+        loop.call_soon_threadsafe(complete)
     except RuntimeError:
         return False
     return True

@@ -72,7 +72,7 @@ class ModelInfo:
             "input": [
                 {
                     "name": tensor.name,
-                    "data_type": _data_type(tensor.datatype),
+                    "data_type": f"TYPE_{tensor.datatype}",
                     "format": "FORMAT_NONE",
                     "dims": list(tensor.shape[1:]),
                     "is_shape_tensor": False,
@@ -84,7 +84,7 @@ class ModelInfo:
             "output": [
                 {
                     "name": tensor.name,
-                    "data_type": _data_type(tensor.datatype),
+                    "data_type": f"TYPE_{tensor.datatype}",
                     "dims": list(tensor.shape[1:]),
                     "label_filename": "",
                     "is_shape_tensor": False,
@@ -109,9 +109,10 @@ def ranking_info(served: ServedModel) -> ModelInfo:
         *(TensorMetadata(t.name, t.datatype, (-1, *t.shape[1:])) for t in dense.inputs),
     ]
     outputs = [TensorMetadata(t.name, t.datatype, (-1, *t.shape[1:])) for t in dense.outputs]
+    ranking_output = dense.ranking_output or dense.outputs[0].name
     parameters = {
         **_common(served),
-        "top_k": f"request parameter: keep the k best by '{_ranking_output(served)}' and add output "
+        "top_k": f"request parameter: keep the k best by '{ranking_output}' and add output "
         f"'{TOP_K_INDEX}' INT64 [k]",
         "context": [
             n for n, (f, *_) in features_by_input(served.engine.features).items() if f.context
@@ -127,7 +128,7 @@ def lookup_info(served: ServedModel) -> ModelInfo:
     features = served.engine.features.values()
     inputs = _key_inputs(served, optional=True)
     outputs = [
-        TensorMetadata(f.name, _datatype(f.table.dtype.itemsize), (-1, f.table.dim))
+        TensorMetadata(f.name, "FP16" if f.table.dtype.itemsize == 2 else "FP32", (-1, f.table.dim))
         for f in features
     ]
     parameters = {**_common(served), "also_accepts": _tables_form(served)}
@@ -201,18 +202,3 @@ def _key_inputs(served: ServedModel, *, optional: bool = False) -> list[TensorMe
         TensorMetadata(name, "INT64", (-1, feature.hotness or -1), optional)
         for name, (feature, *_) in features_by_input(served.engine.features).items()
     ]
-
-
-def _ranking_output(served: ServedModel) -> str:
-    dense = served.spec.dense
-    assert dense is not None
-    return dense.ranking_output or dense.outputs[0].name
-
-
-def _datatype(itemsize: int) -> str:
-    return "FP16" if itemsize == 2 else "FP32"
-
-
-def _data_type(datatype: str) -> str:
-    """ModelConfig's name of a datatype."""
-    return f"TYPE_{datatype}"

@@ -20,10 +20,9 @@ _ECHOES = (BadRequest, NotFound, Unsupported)
 def hide_paths(settings: Settings) -> None:
     """Make `without_paths` replace the files and folders in ``settings``."""
     global _pattern  # one per process, as are its settings
-    for path, setting in _paths(settings, ""):
-        if (
-            len(path.parts) > 1 and path.parts[1] != "dev"
-        ):  # not the root, nor folders that all systems have
+    for setting, path in settings_paths(settings):
+        # not the root, nor folders that all systems have
+        if path.is_absolute() and len(path.parts) > 1 and path.parts[1] != "dev":
             _names[str(path.absolute())] = setting
     longest_first = sorted(_names, key=len, reverse=True)
     _pattern = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w-])")
@@ -45,9 +44,10 @@ def redact_error(error: HpsError) -> HpsError:
     return other
 
 
-def _paths(settings: BaseModel, within: str) -> Iterator[tuple[Path, str]]:
+def settings_paths(settings: BaseModel, within: str = "") -> Iterator[tuple[str, Path]]:
+    """The names of all settings that are paths, and their values."""
     for name, value in settings:
         if isinstance(value, BaseModel):
-            yield from _paths(value, f"{within}{name}.")
-        elif isinstance(value, Path) and value.is_absolute():
-            yield value, f"{within}{name}"
+            yield from settings_paths(value, f"{within}{name}.")
+        elif isinstance(value, Path):
+            yield f"{within}{name}", value

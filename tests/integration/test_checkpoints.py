@@ -18,7 +18,7 @@ from hps.errors import Forbidden
 from hps.models.version_writer import write_version
 from hps.tiers.rocksdb import bootstrap
 from hps.tiers.rocksdb.checkpoint import complete_checkpoints
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
 
@@ -42,7 +42,7 @@ def opened(folder: Path, **rocksdb: Any) -> Any:
 def post(node: Any, body: Any, guard: Any = None) -> httpx.Response:
     state = FrontendState()
     state.serve(node)
-    app = admin_app(state, ServerSettings(), guard or NoAuthorizer())
+    app = admin_app(state, ServerSettings(), guard or Authorizer())
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=app)
@@ -85,7 +85,7 @@ def test_checkpoint_without_a_folder_raises_unsupported(folder: Path) -> None:
 def test_checkpoint_requires_the_admin_role(folder: Path) -> None:
     asked = []
 
-    class Guarded(NoAuthorizer):
+    class Guarded(Authorizer):
         def check(self, headers: object, role: Role, certificate: object = None) -> None:
             asked.append(role)
             raise Forbidden("no")

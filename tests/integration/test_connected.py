@@ -14,7 +14,7 @@ from hps.errors import ConfigError, ModelError, TierError, Unavailable
 from hps.observability import metric_names as m
 from hps.observability.profile import Profile
 from hps.types import LookupRequest
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.state import FrontendState
 from tests.support.server_thread import Running
@@ -37,7 +37,7 @@ def ports(node):
     state = FrontendState()
     state.serve(node)
     at = GrpcSettings(port=0)
-    running = [Running(GrpcServer(at, state, ServerSettings(), NoAuthorizer())) for _ in range(2)]
+    running = [Running(GrpcServer(at, state, ServerSettings(), Authorizer())) for _ in range(2)]
     yield [each.server.url for each in running]
     for each in running:
         each.stop(force=True)
@@ -167,7 +167,7 @@ def test_connect_raises_without_a_reachable_node(front, tmp_path):
 def test_models_appear_when_nodes_do(front, node):
     state = FrontendState()
     state.serve(node)
-    first = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), NoAuthorizer()))
+    first = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), Authorizer()))
     url = first.server.url
     first.stop(force=True)
     first.join()
@@ -177,7 +177,7 @@ def test_models_appear_when_nodes_do(front, node):
         changed = threading.Event()
         opened.watch(changed.set)
         at = GrpcSettings(port=int(url.rsplit(":", 1)[1]))
-        again = Running(GrpcServer(at, state, ServerSettings(), NoAuthorizer()))
+        again = Running(GrpcServer(at, state, ServerSettings(), Authorizer()))
         try:
             until(changed.is_set)
             assert list(opened.models) == ["clicks", "words"]

@@ -22,7 +22,7 @@ from hps.tiers.redis import RedisTier
 from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable
 from hps.updates.codec import encode_hps
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
 from tests.support.kafka_brokers import make_topic, shared_broker, unique
@@ -168,7 +168,7 @@ def test_rows_of_hpss_topics_are_applied_and_others_are_letters(configure, model
 def infer(node, model: str, keys, counts) -> httpx.Response:
     state = FrontendState()
     state.serve(node)
-    asked = admin_app(state, ServerSettings(), NoAuthorizer())
+    asked = admin_app(state, ServerSettings(), Authorizer())
     tensors = [
         {"name": "KEYS", "shape": [1, len(keys)], "datatype": "INT64", "data": keys},
         {"name": "NUMKEYS", "shape": [1, len(counts)], "datatype": "INT32", "data": counts},

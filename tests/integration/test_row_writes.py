@@ -18,7 +18,7 @@ from hps.errors import BadRequest, Forbidden, NotFound, Unsupported
 from hps.models.version_writer import write_version
 from hps.tiers.positions import TableChanges
 from hps.types import Source, make_version, version_now
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
 from tests.support.redis_servers import shared_server
@@ -60,7 +60,7 @@ def values(node, *keys, table="items"):
 def post(node, body, path=PATH, guard=None, raw=None):
     state = FrontendState()
     state.serve(node)
-    app = admin_app(state, ServerSettings(), guard or NoAuthorizer())
+    app = admin_app(state, ServerSettings(), guard or Authorizer())
 
     async def send():
         transport = httpx.ASGITransport(app=app)
@@ -204,7 +204,7 @@ def test_unknown_names_invalid_json_and_large_bodies_are_rejected(folder):
 def test_write_requires_the_write_role(folder):
     asked = []
 
-    class Guarded(NoAuthorizer):
+    class Guarded(Authorizer):
         def check(self, headers, role: Role, certificate):
             asked.append(role)
             raise Forbidden("no")

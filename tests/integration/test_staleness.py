@@ -17,7 +17,7 @@ from hps.config.server_settings import ServerSettings
 from hps.errors import ConfigError, Unavailable
 from hps.models.version_writer import write_version
 from hps.updates.topics import native_topic
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
 from tests.support.kafka_brokers import (
@@ -71,7 +71,7 @@ def send(broker: KafkaBroker, model: str, value: float) -> None:
 def ask(node: hps.Node, method: str, path: str, body=None) -> httpx.Response:
     state = FrontendState()
     state.serve(node)
-    app = admin_app(state, ServerSettings(), NoAuthorizer())
+    app = admin_app(state, ServerSettings(), Authorizer())
 
     async def send():
         transport = httpx.ASGITransport(app=app)

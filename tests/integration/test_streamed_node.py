@@ -17,7 +17,7 @@ from hps.models.version_writer import write_version
 from hps.observability import metric_names as m
 from hps.types import Source, version_unix_ms
 from hps.updates.topics import native_topic
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
 from tests.support.kafka_brokers import SEES_NEW_TOPICS_SOON, shared_broker, unique
@@ -199,7 +199,7 @@ def test_versions_contain_the_event_time(settings, model):
 def ask(node, method: str, path: str, body=None):
     state = FrontendState()
     state.serve(node)
-    app = admin_app(state, ServerSettings(), NoAuthorizer())
+    app = admin_app(state, ServerSettings(), Authorizer())
 
     async def send():
         transport = httpx.ASGITransport(app=app)

@@ -23,7 +23,7 @@ from hps.dense.triton.http import HttpTransport
 from hps.errors import DeadlineExceeded, DenseModelError, ModelError, Unavailable
 from hps.models.repository import Repository
 from hps.triton.export import MODEL_FILES, export_dense
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.state import FrontendState
 from tests.support.certificates import made
@@ -134,7 +134,7 @@ def test_behind_a_front_end(opened, triton, small_repository, way):
     """Rows at a lookup node, networks in Triton: the front end has neither."""
     here, state = opened(), FrontendState()
     state.serve(here)
-    node = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), NoAuthorizer()))
+    node = Running(GrpcServer(GrpcSettings(port=0), state, ServerSettings(), Authorizer()))
     settings = {
         "models": {"repository": str(small_repository)},
         "lookup": {"nodes": [node.server.url], "timeout_ms": 60_000},

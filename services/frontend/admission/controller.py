@@ -11,9 +11,10 @@ from collections.abc import Container, Iterable
 from hps.config.admission_settings import AdmissionSettings
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.frontend.admission.byte_budget import ByteBudget, QueueTimeout
+from services.frontend.admission.byte_budget import ByteBudget
 from services.frontend.admission.client_limits import ClientLimits
 from services.frontend.admission.queue import AdmissionQueue
+from services.frontend.admission.queued_request import QueueTimeout
 from services.frontend.endpoints import Endpoint
 
 

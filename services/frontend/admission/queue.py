@@ -17,8 +17,8 @@ from hps.config.admission_settings import AdmissionSettings
 from hps.errors import DeadlineExceeded
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.frontend.admission.byte_budget import ByteBudget, QueueTimeout
-from services.frontend.admission.queued_request import QueuedRequest
+from services.frontend.admission.byte_budget import ByteBudget, raise_rejection
+from services.frontend.admission.queued_request import QueuedRequest, QueueTimeout
 from services.frontend.admission.wait_bound import WaitBound, WaitEstimate
 from services.frontend.datatypes import InputRule
 from services.frontend.endpoints import Endpoint, Output
@@ -84,12 +84,7 @@ class AdmissionQueue:
 
     def require_capacity(self, size: int = 0) -> None:
         """Raise ``Overloaded`` if a request of ``size`` bytes would be rejected now."""
-        rejection = self.rejection(size)
-        try:
-            if rejection is not None:
-                raise rejection
-        finally:
-            del rejection  # break the reference cycle: the error's traceback refers to this frame
+        raise_rejection(self.rejection(size))
 
     def reserve(self, size: int) -> Overloaded | None:
         """Reserve a slot for a request of ``size`` bytes; return the error if it is rejected.

@@ -157,17 +157,17 @@ class SupervisedWorker:
 
     def accept_for(self, numbers: Collection[int]) -> None:
         """Make the worker also accept connections for exactly these other workers."""
-        channel = self._channel
-        if self.ready and channel is not None:
-            with suppress(OSError):  # it has ended
-                channel.notify("accept_for", list(numbers))
+        self._notify("accept_for", list(numbers))
 
     def set_not_ready(self, reason: str) -> None:
         """Set the worker's reason for not being ready; empty: ready."""
+        self._notify("set_not_ready", reason)
+
+    def _notify(self, name: str, argument: Any) -> None:
         channel = self._channel
         if self.ready and channel is not None:
             with suppress(OSError):  # it has ended
-                channel.notify("set_not_ready", reason)
+                channel.notify(name, argument)
 
     def _fetch_values(self) -> None:
         """Fetch the worker's current metrics and statistics, if it answers."""
@@ -223,11 +223,8 @@ class SupervisedWorker:
         with ExitStack() as ours:
             with ExitStack() as theirs:
                 end, control = _socket_pair(ours, theirs)
-                channel, files, transports = (
-                    ControlChannelSupervisor(end),
-                    [control],
-                    list[HeartbeatTransport](),
-                )
+                channel, files = ControlChannelSupervisor(end), [control]
+                transports: list[HeartbeatTransport] = []
                 if self._listeners:
                     end, answering = _socket_pair(ours, theirs)
                     files += [answering, *self._listeners]

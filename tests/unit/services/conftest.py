@@ -31,7 +31,7 @@ from hps.tiers.chain import TierChain
 from hps.tiers.wrappers import MeteredTier
 from hps.types import EmbeddingTable, Source, make_version
 from hps.updates.cache_writer import CacheWriter
-from services.frontend.auth import NoAuthorizer, guard
+from services.frontend.auth import Authorizer, guard
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.http.infer import InferApp
 from services.frontend.state import FrontendState
@@ -125,7 +125,7 @@ class Small:
 
     def app(self, rest: Any = None, guard: Any = None, **settings: Any) -> InferApp:
         chosen = self.settings.model_copy(update=settings)
-        return InferApp(self.state, chosen, guard or NoAuthorizer(), rest)
+        return InferApp(self.state, chosen, guard or Authorizer(), rest)
 
 
 def _served(spec: ModelSpec, caches: Any, stores: Any, workers: BoundedThreadPool) -> ServedModel:
@@ -277,13 +277,13 @@ def ask() -> Any:
 @pytest.fixture
 def admin(small: Small) -> Any:
     """The admin port's application."""
-    return admin_app(small.state, small.settings, NoAuthorizer())
+    return admin_app(small.state, small.settings, Authorizer())
 
 
 @pytest.fixture
 def data(small: Small) -> Any:
     """The data port's application."""
-    return data_app(small.state, small.settings, NoAuthorizer())
+    return data_app(small.state, small.settings, Authorizer())
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from hps.config.server_settings import Listener
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import data_app
 from services.frontend.http.server import HttpPortOptions, HttpServer, listen
 from tests.support.fallbacks import HTTP_PROTOCOL
@@ -166,7 +166,7 @@ def infer_request(model: str = "ctr") -> pb.ModelInferRequest:
 @contextmanager
 def running_http(small: Any, guard: Any = None) -> Iterator[str]:
     """The address of a data port for ``small``."""
-    app = data_app(small.state, small.settings, guard or NoAuthorizer())
+    app = data_app(small.state, small.settings, guard or Authorizer())
     server = HttpServer(
         app,
         listen(Listener(port=0).host, 0, "server.http"),

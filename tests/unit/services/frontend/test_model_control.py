@@ -10,7 +10,7 @@ from tritonclient.utils import InferenceServerException
 from hps.config import Settings
 from hps.errors import Unavailable
 from services.frontend import model_control
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.state import FrontendState
 from tests.unit.services.frontend.grpc.conftest import running
@@ -78,7 +78,7 @@ def test_model_control_requires_role_admin(call, small, control, key_guard):
 
 
 def test_data_ports_control_models_if_the_setting_allows(call, everywhere, control):
-    app = data_app(everywhere.state, everywhere.settings, NoAuthorizer())
+    app = data_app(everywhere.state, everywhere.settings, Authorizer())
     assert call(app, "POST", "/v2/repository/models/ctr/load").status_code == 200
     with running(everywhere) as one, triton.InferenceServerClient(one.server.url) as client:
         assert "model_repository" in client.get_server_metadata().extensions

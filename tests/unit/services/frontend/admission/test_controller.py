@@ -19,9 +19,9 @@ from hps.observability.metrics import Metrics
 from hps.threads import CompletedFuture
 from services.frontend.admission import queue as module
 from services.frontend.admission import wait_bound
-from services.frontend.admission.byte_budget import QueueTimeout
 from services.frontend.admission.client_limits import ClientLimits
 from services.frontend.admission.controller import AdmissionController
+from services.frontend.admission.queued_request import QueueTimeout
 from services.frontend.errors import Overloaded, TooManyRequests, http_status, status_of
 from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.statistics import execution_samples, queued_ns

@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from hps.config.server_settings import GrpcSettings
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.grpc.server import GrpcServer
 from tests.support.fallbacks import GRPC_CALLS
 from tests.support.server_thread import Running
@@ -24,7 +24,7 @@ def running(small: Any, guard: Any = None, **settings: Any) -> Iterator[Running]
     at = GrpcSettings(**{"port": 0, "calls": GRPC_CALLS, **settings.pop("grpc", {})})
     state = settings.pop("state", small.state)
     chosen = small.settings.model_copy(update=settings)
-    server = Running(GrpcServer(at, state, chosen, guard or NoAuthorizer()))
+    server = Running(GrpcServer(at, state, chosen, guard or Authorizer()))
     try:
         yield server
     finally:

@@ -15,7 +15,7 @@ from hps.tiers.base import FetchContext, Part
 from hps.tiers.positions import TableChanges
 from hps.updates.stream_positions import FedStore
 from hps.v1 import admin_pb2 as pb
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.grpc.admin_port import AdminPort
 from services.frontend.state import FrontendState
 from tests.support.server_thread import Running
@@ -46,7 +46,7 @@ def serve(small):
 
     def serve(guard=None, state=None):
         at = GrpcAdminSettings(port=0)
-        port = AdminPort(at, state or small.state, small.settings, guard or NoAuthorizer())
+        port = AdminPort(at, state or small.state, small.settings, guard or Authorizer())
         channel = grpc.insecure_channel(port.url)
         open_ones.append((Running(port), channel))
         return channel
@@ -246,11 +246,11 @@ def test_reflection_lists_the_services(serve):
 
 
 def test_taken_port_is_named_in_the_error(small):
-    taken = AdminPort(GrpcAdminSettings(port=0), small.state, small.settings, NoAuthorizer())
+    taken = AdminPort(GrpcAdminSettings(port=0), small.state, small.settings, Authorizer())
     port = int(taken.url.rsplit(":", 1)[1])
     again = GrpcAdminSettings(port=port)
     with pytest.raises(ConfigError, match=r"server\.grpc\.admin: cannot listen .*\.admin\.port"):
-        AdminPort(again, small.state, small.settings, NoAuthorizer())
+        AdminPort(again, small.state, small.settings, Authorizer())
     running = Running(taken)
     running.stop(force=True)
     running.join()

@@ -25,7 +25,7 @@ from hps.config.server_settings import AuthSettings, GrpcSettings, TlsSettings
 from hps.errors import ConfigError
 from hps.observability import metric_names as m
 from services.frontend import log_settings
-from services.frontend.auth import NoAuthorizer, guard
+from services.frontend.auth import Authorizer, guard
 from services.frontend.grpc import health as health_module
 from services.frontend.grpc import stream_limit as streams_module
 from services.frontend.grpc.server import GrpcServer
@@ -549,7 +549,7 @@ def test_invalid_certificates_are_a_configuration_error(small, tmp_path):
     (tmp_path / "f").write_text("no certificate")
     tls = TlsSettings(key_file=tmp_path / "f", certificate_file=tmp_path / "f")
     with pytest.raises(ConfigError, match=r"server.grpc.tls: .*/f.* cannot be used"):
-        GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, NoAuthorizer())
+        GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, Authorizer())
 
 
 def test_message_size_is_bounded(serve):
@@ -632,10 +632,10 @@ def test_renewed_certificates_are_used(serve, tmp_path, caplog):
 def test_missing_certificate_files_are_a_configuration_error(small, tmp_path):
     tls = TlsSettings(key_file=tmp_path / "no", certificate_file=tmp_path / "no")
     with pytest.raises(ConfigError, match=r"server.grpc.tls: .*/no: No such file"):
-        GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, NoAuthorizer())
+        GrpcServer(GrpcSettings(port=0, tls=tls), small.state, small.settings, Authorizer())
 
 
 def test_taken_port_is_a_configuration_error(small, serve):
     port = int(serve().server.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"server.grpc: cannot listen on 127.0.0.1:{port}"):
-        GrpcServer(GrpcSettings(port=port), small.state, small.settings, NoAuthorizer())
+        GrpcServer(GrpcSettings(port=port), small.state, small.settings, Authorizer())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app
 from services.frontend.state import FrontendState
 
@@ -39,7 +39,7 @@ def test_status_lists_models_and_tables(small, admin, call):
 def test_status_reports_loading(small, call):
     state = FrontendState()
     state.loading.append({"title": "t", "done": 1, "total": 2, "unit": "rows"})
-    app = admin_app(state, small.settings, NoAuthorizer())
+    app = admin_app(state, small.settings, Authorizer())
     status = call(app, "GET", "/v1/status").json()
     assert status["phase"] == "starting"
     assert status["loading"] == state.loading

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http import api
 from services.frontend.http.app import admin_app, data_app
 
@@ -62,7 +62,7 @@ def test_invalid_header_size_is_rejected(call, admin, error, size):
 @pytest.mark.parametrize("guarded", [False, True])
 def test_requests_of_other_sites_pages_are_rejected(call, small, key_guard, guarded):
     """A browser sends them with its user's certificate."""
-    guard = key_guard if guarded else NoAuthorizer()
+    guard = key_guard if guarded else Authorizer()
     admin, data = (make(small.state, small.settings, guard) for make in (admin_app, data_app))
     key = {"x-api-key": "a" * 16}
     unload = admin, "POST", "/v2/repository/models/ctr/unload"

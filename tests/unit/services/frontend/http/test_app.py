@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.frontend import log_settings
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app, data_app
 from services.frontend.state import FrontendState
 
@@ -15,7 +15,7 @@ LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
 @pytest.mark.parametrize("make", [data_app, admin_app])
 def test_server_is_live_from_the_start_and_ready_with_its_models(small, make, call, error):
     state = FrontendState()
-    app = make(state, small.settings, NoAuthorizer())
+    app = make(state, small.settings, Authorizer())
 
     def ready():
         reply = call(app, "GET", "/v2/health/ready")
@@ -39,7 +39,7 @@ def test_server_without_a_model_is_not_ready(small, call, error):
     state = FrontendState()
     small.node.models.clear()
     state.serve(small.node)
-    reply = call(data_app(state, small.settings, NoAuthorizer()), "GET", "/v2/health/ready")
+    reply = call(data_app(state, small.settings, Authorizer()), "GET", "/v2/health/ready")
     assert reply.status_code == 503
     assert "no model to serve" in error(reply)
 

@@ -21,7 +21,7 @@ from hps.config import auth as auth_module
 from hps.config.server_settings import HttpSettings, Listener, TlsSettings
 from hps.errors import Forbidden, HpsError, NotFound, Unauthenticated, Unavailable
 from hps.tools.doctor import check, ports
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.certificates import server_context
 from services.frontend.http.app import admin_app
 from services.frontend.http.server import HttpPortOptions, HttpServer, listen
@@ -41,7 +41,7 @@ def serve(small):
 
         def serve(tls, guard=None):
             at = Listener(port=0, tls=TlsSettings(**tls))
-            answers = admin_app(small.state, small.settings, guard or NoAuthorizer())
+            answers = admin_app(small.state, small.settings, guard or Authorizer())
             context = server_context(at, "server.admin")
             server = HttpServer(
                 answers,

@@ -10,7 +10,7 @@ import pytest
 from hps.config import Settings
 from hps.config.admission_settings import BatchingSettings
 from hps.config.server_settings import ServerSettings
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import data_app
 from services.frontend.state import FrontendState
 
@@ -119,7 +119,7 @@ def test_batch_counts_as_one_execution(small, http):
     settings = ServerSettings(batching=BatchingSettings(at_once=1))
     state = FrontendState(settings=Settings(server=settings))
     state.serve(small.node)
-    app, entry = data_app(state, settings, NoAuthorizer()), state.entries["words.lookup"]
+    app, entry = data_app(state, settings, Authorizer()), state.entries["words.lookup"]
 
     async def together():
         small.store.gate.clear()

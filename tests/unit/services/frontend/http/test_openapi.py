@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from hps.config.server_settings import ServerSettings
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import admin_app, data_app
 
 LEFT = {"name": "left", "shape": [1, 2], "datatype": "INT64", "data": [1, 99]}
@@ -116,7 +116,7 @@ def test_documentation_needs_no_key(small, key_guard, call):
 def test_documentation_can_be_disabled(small, call):
     settings = ServerSettings(docs=False)
     for make in (data_app, admin_app):
-        app = make(small.state, settings, NoAuthorizer())
+        app = make(small.state, settings, Authorizer())
         for path in ("/docs", "/docs/files/swagger-ui.css", "/openapi.json", "/redoc"):
             assert call(app, "GET", path).status_code == 404
 

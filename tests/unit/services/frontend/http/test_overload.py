@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hps.errors import Unauthenticated
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.app import data_app
 from tests.unit.services.frontend.conftest import load, rejections
 from tests.unit.services.frontend.protocol_clients import infer_body
@@ -19,7 +19,7 @@ def limited(small, limit):
 
     def make(guard=None, **settings):
         limit(**settings)
-        return data_app(small.state, small.settings, guard or NoAuthorizer())
+        return data_app(small.state, small.settings, guard or Authorizer())
 
     return make
 

@@ -8,7 +8,7 @@ import httptools
 import pytest
 
 from hps.config.server_settings import ServerSettings
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.http.protocol.connection import HttpProtocol
 from services.frontend.http.protocol.parsing import (
     FIELD_BYTES,
@@ -224,7 +224,7 @@ def parsers(monkeypatch):
 def any_app(request, data, admin):
     """Applications of ports: the data port, and the admin ports of a server and of ``hps ingest``."""
     if request.param == "ingest":
-        return ingest_app(ServerState("ingest"), ServerSettings(), NoAuthorizer())
+        return ingest_app(ServerState("ingest"), ServerSettings(), Authorizer())
     return {"data": data, "admin": admin}[request.param]
 
 

@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from hps.config.server_settings import GrpcSettings
-from services.frontend.auth import NoAuthorizer
+from services.frontend.auth import Authorizer
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.server import HttpPortOptions, listen
 from services.frontend.workers.heartbeat import (
@@ -77,7 +77,7 @@ def test_http_heartbeat_is_answered_by_the_event_loop(over_http):
 def test_grpc_heartbeat_is_answered_by_the_accepting_thread(small, stack, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # pytest's paths are too long
     at = GrpcSettings(port=0)
-    server = GrpcServer(at, small.state, small.settings, NoAuthorizer(), also_at="beat")
+    server = GrpcServer(at, small.state, small.settings, Authorizer(), also_at="beat")
     started(stack, server, None)
     transport = stack.enter_context(closing(GrpcHeartbeat("beat")))
     assert all(transport.beat(60) for _ in range(3))

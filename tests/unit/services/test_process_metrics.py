@@ -1,14 +1,20 @@
-"""Memory of machines and containers, as the kernel reports it."""
+"""Metrics of a server process, and memory of machines and containers as the kernel reports it."""
 
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-import services.container_memory
+import services.process_metrics
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
-from services.container_memory import ContainerMemory, publish_memory, read_memory_limits
+from services.process_metrics import (
+    ContainerMemory,
+    publish_memory,
+    publish_process,
+    read_memory_limits,
+    resident_bytes,
+)
 
 GB = 1 << 30
 
@@ -76,8 +82,29 @@ def test_metrics_omit_memory_that_the_system_hides(
     publish_memory(metrics)
     assert len(metrics.numbers()[m.MEMORY_LIMIT]) == 1
     monkeypatch.setattr(
-        services.container_memory,
+        services.process_metrics,
         "read_memory_limits",
         partial(read_memory_limits, Path("/nowhere")),
     )
     assert metrics.numbers()[m.MEMORY_LIMIT] == metrics.numbers()[m.MEMORY_USED] == {}
+
+
+STATUS = """Name:\tpython
+VmRSS:\t  100 kB
+RssAnon:\t   60 kB
+RssFile:\t   30 kB
+RssShmem:\t   10 kB
+"""
+
+
+def test_resident_memory_by_kind():
+    told = {"anonymous": 60 << 10, "file": 30 << 10, "shared": 10 << 10}
+    assert dict(resident_bytes(STATUS)) == told
+
+
+def test_process_exports_cpu_time_and_memory():
+    metrics = Metrics()
+    publish_process(metrics, "lookup")
+    numbers = metrics.numbers()
+    assert numbers[m.PROCESS_CPU][("lookup",)] > 0
+    assert numbers[m.PROCESS_MEMORY]["lookup", "anonymous"] > 1 << 20

@@ -1,8 +1,11 @@
-"""Memory used and available in the container: the kernel kills a process when none is left."""
+"""Metrics of a process: its CPU time and memory, and the memory of its container.
+
+The kernel kills a process when its container has no memory left."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +14,8 @@ from hps.cgroups import GROUPS, PROC, own_groups
 from hps.observability import metric_names as m
 from hps.observability.metrics import Metrics
 
+_STATUS = Path("/proc/self/status")
+_RESIDENT = {"Anon": "anonymous", "File": "file", "Shmem": "shared"}
 _KILOBYTE = 1024
 # The two versions of control groups: controller, files with a group's limit and use, and the part of
 # the use that is file cache, which the kernel reclaims before it kills a process.
@@ -23,6 +28,21 @@ _FORMS = (
         ("total_inactive_file", "total_active_file"),
     ),
 )
+
+
+def publish_process(metrics: Metrics, role: str) -> None:
+    """Export CPU time and memory, read at each exposition; processes of one role can be added up."""
+    metrics.gauge(m.PROCESS_CPU, time.process_time, role)
+    metrics.gauges(
+        m.PROCESS_MEMORY,
+        lambda: [((role, kind), size) for kind, size in resident_bytes(_STATUS.read_text())],
+    )
+
+
+def resident_bytes(status: str) -> Iterator[tuple[str, int]]:
+    """Resident memory by kind from ``/proc/PID/status``, in bytes."""
+    for kind, kilobytes in re.findall(r"^Rss(\w+):\s+(\d+) kB$", status, re.MULTILINE):
+        yield _RESIDENT.get(kind, kind.lower()), int(kilobytes) * 1024
 
 
 class ContainerMemory(NamedTuple):
