@@ -176,8 +176,7 @@ def _open_rocksdb(
             threads=chosen.threads,
             min_free_bytes=chosen.min_free_bytes,
         ),
-        on_lost_writes="accept" if repair else chosen.on_lost_writes,
-        repair=repair,
+        on_lost_writes="repair" if repair else chosen.on_lost_writes,
     )
     resources.callback(tier.close)
     return RocksDbRows(tier)

@@ -28,7 +28,7 @@ from hps.tiers.rocksdb.database_options import (
     make_private,
 )
 from hps.tiers.rocksdb.errors import (
-    NAME,
+    RocksDbError,
     full_disk,
     is_full,
     nearest_folder,
@@ -69,7 +69,7 @@ def restore(folder: Path, path: Path) -> None:
     checkpoint."""
     folder, path = Path(folder), Path(path)
     if not existing_families(folder):
-        raise TierError(NAME, f"{folder} holds no checkpoint: there is no database in it")
+        raise RocksDbError(f"{folder} holds no checkpoint: there is no database in it")
     _refuse_contents(path, "a restored database")
     part = _part(path)
     try:
@@ -126,13 +126,12 @@ def _check(part: Path, folder: Path) -> None:
         opened = DatabaseHandle(OpenSettings(part, "read_only", RocksDbTuning()))
         opened.close()
     except TierError as error:
-        raise TierError(NAME, f"the checkpoint {folder} cannot be restored: {error}") from error
+        raise RocksDbError(f"the checkpoint {folder} cannot be restored: {error}") from error
 
 
 def _refuse_contents(folder: Path, what: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise TierError(
-            NAME,
+        raise RocksDbError(
             f"{folder} is not an empty folder; {what} never overwrites existing files: name another "
             "one, or move this one away",
         )

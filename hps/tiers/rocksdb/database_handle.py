@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rocksdict import DBRecoveryMode, Options
+from rocksdict import DBRecoveryMode
 
 from hps.errors import TierError
 from hps.tiers.rocksdb.acknowledged_writes import (
@@ -24,9 +23,10 @@ from hps.tiers.rocksdb.database_options import (
     folder_beside,
     make_options,
     open_database,
+    open_read_only,
     repair_folder,
 )
-from hps.tiers.rocksdb.errors import NAME
+from hps.tiers.rocksdb.errors import RocksDbError
 from hps.tiers.rocksdb.recovery import LogRecovery, LostWrites, lost_by_reader
 
 # Attempts of a reader: the primary may remove files while they are opened; the next attempt finds newer
@@ -46,8 +46,7 @@ class DatabaseHandle:
         self._acknowledged: AcknowledgedWrites | None = None
         check_manifest(settings.path)
         if os.path.isdir(repair_folder(settings.path)) and not settings.repair:
-            raise TierError(
-                NAME,
+            raise RocksDbError(
                 f"{settings.path}: a repair was interrupted; run `hps store verify --repair` again, which "
                 "continues it",
             )
@@ -67,8 +66,7 @@ class DatabaseHandle:
         for attempt in range(_ATTEMPTS):
             self._prepare(settings)
             if not self.families:
-                raise TierError(
-                    NAME,
+                raise RocksDbError(
                     f"{settings.path} holds no database, and access: {settings.access} does not create "
                     "one; load it once with access: primary",
                 )
@@ -77,7 +75,10 @@ class DatabaseHandle:
             known = read_acknowledged(settings.path)
             try:
                 if settings.access == "secondary":
-                    _check_files(settings, self.options, self.families)
+                    # A secondary skips damaged and missing files, as if their rows had never been written;
+                    # opening read-only checks that all can be opened.
+                    with open_read_only(settings, self.options, self.families):
+                        pass
                 self._folder = folder_beside(settings)
                 self.db = open_database(settings, self.options, self.families, self._folder)
             except TierError:
@@ -133,18 +134,6 @@ class DatabaseHandle:
         finally:
             if self._acknowledged is not None:
                 self._acknowledged.close()
-
-
-def _check_files(settings: OpenSettings, options: Options, families: Iterable[str]) -> None:
-    """Check that all table files can be opened, by opening the database read-only.
-
-    A secondary does not check them: it skips damaged and missing files, as if their rows had never been
-    written."""
-    reading = replace(settings, access="read_only")
-    links = folder_beside(reading)
-    assert links is not None
-    with links:
-        open_database(reading, options, families, links).close()
 
 
 def _identity(path: Path) -> tuple[int, int]:

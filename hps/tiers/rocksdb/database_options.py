@@ -1,34 +1,14 @@
 """Opening RocksDB: options, column families, and the three kinds of access.
 
-Measurements behind the options: 10 million rows of 137 bytes in 1.6 GB of table files, all in the
-operating system's file cache; batches of 10,000 sorted random keys. Values are µs of one core per key
-that is found. A key that is not found costs 0.3 with every option; without the bloom filter it would
-cost as much as a found one.
-
-====================================================  ====
-pread, no block cache, 1 KiB blocks, hash index       2.9   chosen
-the same, mapped files (``mmap_reads``)               2.5
-pread, block cache of 256 MiB (LRU)                   4.8
-the same, hyper clock cache                           4.8
-direct I/O, block cache of 256 MiB                    23
-mapped: blocks of 512 B, 2, 4, 16 KiB                 2.7, 2.5, 2.8, 4.6
-mapped: without the hash index in the blocks          2.8
-mapped: two-level index                               2.8
-mapped: restart interval 1                            3.3
-====================================================  ====
-
-No block cache: it would only copy the operating system's cache, and hot rows are in the tiers above. No
-mapped files by default: they are a seventh faster, but if the disk fails or a file is cut short, a
-signal ends the process where a read would return an error. Small blocks, because memory may be short: a
-block that is not cached costs one disk read whatever its size. Ribbon filters would save a third of the
-1.25 bytes per row, but the binding does not offer them."""
+Measurements behind the options: docs/decisions/0076-read-rocksdb-without-a-block-cache.md."""
 
 from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -45,10 +25,10 @@ from rocksdict import (
 )
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.errors import NAME, translate_rocksdb_error
+from hps.tiers.rocksdb.errors import RocksDbError, translate_rocksdb_error
 
 Access = Literal["primary", "read_only", "secondary"]
-OnLostWrites = Literal["refuse", "accept"]
+OnLostWrites = Literal["refuse", "accept", "repair"]
 
 # Memory for unflushed rows, over all tables together. When it is used up, the oldest buffer is flushed, and
 # counts until its file is written. A table's full buffer is flushed immediately. RocksDB does not merge
@@ -92,14 +72,17 @@ class RocksDbTuning:
 class OpenSettings:
     """Settings with which a database is opened.
 
-    ``on_lost_writes``: a primary's reaction to acknowledged writes that are missing from its log.
-    ``repair``: open a primary although table files are damaged."""
+    ``on_lost_writes``: a primary's reaction to acknowledged writes that are missing from its log;
+    ``repair`` accepts the loss, and opens the database although table files are damaged too."""
 
     path: Path
     access: Access
     tuning: RocksDbTuning
     on_lost_writes: OnLostWrites = "refuse"
-    repair: bool = False
+
+    @property
+    def repair(self) -> bool:
+        return self.on_lost_writes == "repair"
 
 
 def make_options(settings: OpenSettings, families: int) -> Options:
@@ -203,6 +186,25 @@ def open_database(
     return opened
 
 
+@contextmanager
+def open_read_only(
+    settings: OpenSettings, options: Options, families: Iterable[str], *, with_logs: bool = True
+) -> Iterator[Rdict]:
+    """Open the database read-only for a moment, without changing its folder."""
+    reading = replace(settings, access="read_only")
+    links = folder_beside(reading)
+    assert links is not None
+    with links:
+        if not with_logs:
+            for link in Path(links.name).glob("*.log"):
+                link.unlink()
+        db = open_database(reading, options, families, links)
+        try:
+            yield db
+        finally:
+            db.close()
+
+
 def make_private(path: Path, remedy: str = "name another folder", *, exist_ok: bool = True) -> None:
     """Create a folder for rows, and its parents, accessible to this user only.
 
@@ -211,7 +213,7 @@ def make_private(path: Path, remedy: str = "name another folder", *, exist_ok: b
         path.mkdir(mode=PRIVATE, parents=True, exist_ok=exist_ok)
     except FileNotFoundError as error:
         why = f"{error.strerror}: {error.filename}"
-        raise TierError(NAME, f"{path} cannot be created ({why}); {remedy}") from None
+        raise RocksDbError(f"{path} cannot be created ({why}); {remedy}") from None
 
 
 def repair_folder(path: Path) -> Path:

@@ -18,22 +18,21 @@ any log file but the newest one."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rocksdict import DBRecoveryMode, Options, Rdict
 
-from hps.errors import TierError
 from hps.tiers.rocksdb.acknowledged_writes import AcknowledgedRecord, log_files, read_acknowledged
 from hps.tiers.rocksdb.database_options import (
     OpenSettings,
     existing_families,
-    folder_beside,
     open_database,
+    open_read_only,
 )
-from hps.tiers.rocksdb.errors import NAME, DamagedFileError
+from hps.tiers.rocksdb.errors import DamagedFileError, RocksDbError
 
 log = logging.getLogger(__name__)
 
@@ -74,17 +73,14 @@ def _report(settings: OpenSettings, most: int | None, fault: str, *, stopped: bo
     ``stopped``: the machine was restarted, and only its newest writes are missing."""
     number = "an unknown number of" if most is None else f"up to {most:,}"
     what = f"{number} acknowledged writes are missing from the write-ahead log ({fault})"
-    if stopped:
-        log.error("rocksdb %s: after a restart of the machine, %s. %s", settings.path, what, _LOSS)
-    elif settings.on_lost_writes == "accept":
-        log.error("rocksdb %s: %s. %s", settings.path, what, _LOSS)
-    else:
-        raise TierError(
-            NAME,
+    if settings.on_lost_writes == "refuse" and not stopped:
+        raise RocksDbError(
             f"{settings.path} is damaged: {what}. Restore the log files or a checkpoint; or keep what "
             "can be read: `hps store verify --repair`, or tiers.rocksdb.on_lost_writes: accept. "
             f"{_LOSS}",
         )
+    after = "after a restart of the machine, " if stopped else ""
+    log.error("rocksdb %s: %s%s. %s", settings.path, after, what, _LOSS)
 
 
 class LogRecovery:
@@ -176,20 +172,8 @@ class LogRecovery:
         self._options.set_wal_recovery_mode(mode)
         return open_database(self._settings, self._options, self._families)
 
-    @contextmanager
-    def _reading(self, *, with_logs: bool = True) -> Iterator[Rdict]:
+    def _reading(self, *, with_logs: bool = True) -> AbstractContextManager[Rdict]:
         """Open the database up to the log's first damaged record, without changing its folder."""
         self._options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
-        reading = replace(self._settings, access="read_only")
-        links = folder_beside(reading)
-        assert links is not None
-        with links:
-            if not with_logs:
-                for link in Path(links.name).glob("*.log"):
-                    link.unlink()
-            families = existing_families(reading.path)
-            db = open_database(reading, self._options, families, links)
-            try:
-                yield db
-            finally:
-                db.close()
+        families = existing_families(self._settings.path)
+        return open_read_only(self._settings, self._options, families, with_logs=with_logs)

@@ -22,7 +22,6 @@ from hps.tiers.checks import check_keys, check_part, check_rows
 from hps.tiers.positions import Applied, StreamPosition, TableChanges, TopicPartition
 from hps.tiers.rocksdb.checkpoint import checkpoint
 from hps.tiers.rocksdb.counts import compacted_rows, entries_in
-from hps.tiers.rocksdb.damage import DamagedFiles
 from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
 from hps.tiers.rocksdb.database_options import Access, OnLostWrites, OpenSettings, RocksDbTuning
 from hps.tiers.rocksdb.errors import NAME
@@ -54,7 +53,7 @@ class RocksDbTier:
 
     ``layout="hps"`` reads and writes HPS's own layout: no versions, no tombstones, last write wins.
     ``on_lost_writes``: whether a primary opens if acknowledged writes are missing from its write-ahead
-    log. ``repair``: open it although table files are damaged, for `repair` only. ``clock`` returns Unix
+    log; with ``repair`` also although table files are damaged, for `repair` only. ``clock`` returns Unix
     seconds and drives the expiry of tombstones."""
 
     info = TierInfo(NAME, Source.ROCKSDB, blocking=True, volatile=False)
@@ -67,14 +66,15 @@ class RocksDbTier:
         access: Access = "primary",
         tuning: RocksDbTuning = _TUNING,
         on_lost_writes: OnLostWrites = "refuse",
-        repair: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        settings = OpenSettings(Path(path), access, tuning, on_lost_writes, repair)
+        settings = OpenSettings(Path(path), access, tuning, on_lost_writes)
         self.path, self.access = settings.path, access
         self.layout: Layout = layout
         self._database = RocksDbDatabase(settings, layout)
-        self._follower = SecondaryCatchUp(self._database)
+        self.damage = self._database.damage
+        """The damaged table files found so far."""
+        self._catch_up = SecondaryCatchUp(self._database)
         self._rows = VersionedRows(self._database, clock)
         self._positions = positions = RocksDbStreamPositions(self._database, self._rows)
         self.applied, self.identify = positions.applied, positions.identify
@@ -224,11 +224,11 @@ class RocksDbTier:
 
     def catch_up(self) -> None:
         """Read the primary's new writes on a secondary; `fetch` also does so every ``catch_up_s`` seconds."""
-        self._follower.catch_up()
+        self._catch_up.catch_up()
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         """See `Tier`. Unreadable rows of a damaged table file stay missing and degrade the answer."""
-        self._follower.catch_up_if_due()
+        self._catch_up.catch_up_if_due()
         for part in parts:
             check_part(part)
             if len(part.missing) and not self._fetch_part(part) and NAME not in ctx.degraded:
@@ -239,18 +239,13 @@ class RocksDbTier:
 
         Keys (n,), vectors (n, dim) and versions (n,) (0 in the ``hps`` layout), without tombstones. Other
         calls may run meanwhile. Raises TierError; a scan that cannot read on never ends silently."""
-        family = self._follower.find(table)
+        family = self._catch_up.find(table)
         return iter(()) if family is None else self._rows.scan(family, start)
 
     def tombstones(self, table: EmbeddingTable) -> Iterator[tuple[KeyArray, VersionArray]]:
         """Yield the unexpired tombstones like `scan`: keys (n,), versions (n,)."""
-        family = self._follower.find(table)
+        family = self._catch_up.find(table)
         return iter(()) if family is None else self._rows.tombstones(family)
-
-    @property
-    def damage(self) -> DamagedFiles:
-        """The damaged table files found so far."""
-        return self._database.damage
 
     def gaps(self, table: EmbeddingTable) -> list[UnreadableRange]:
         """Return the unreadable ranges of a table. Reads all of it."""
@@ -268,7 +263,7 @@ class RocksDbTier:
         check_records(self._database)
 
     def repair(self, table: EmbeddingTable) -> TableRepair:
-        """Return the repair of a damaged table; only for a tier opened with ``repair``."""
+        """Return the repair of a damaged table; only for a tier opened with ``on_lost_writes="repair"``."""
         return TableRepair(self._database, table)
 
     def figures(self) -> StoreFigures:
@@ -281,7 +276,7 @@ class RocksDbTier:
 
     def _fetch_part(self, part: Part) -> bool:
         """Fetch one part; return False if some rows could not be read, and stay missing."""
-        family = self._follower.find(part.table)
+        family = self._catch_up.find(part.table)
         if family is None:
             return True
         code = family.codec.codes(part.keys[part.missing])
@@ -373,7 +368,7 @@ class RocksDbTier:
 
     def positions(self, table: EmbeddingTable) -> dict[TopicPartition, Applied]:
         """See `hps.tiers.positions.PositionedStore`."""
-        self._follower.catch_up_if_due()
+        self._catch_up.catch_up_if_due()
         return self._positions.positions(table)
 
     def sync(self) -> None:

@@ -50,7 +50,7 @@ class World:
         return sorted(found)[0 if of == "items" else -1]
 
     def repair(self, *, loaded: bool = True):
-        with_damage = self.open(repair=True, on_lost_writes="accept")
+        with_damage = self.open(on_lost_writes="repair")
         try:
             version = self.version if loaded else None
             return [
