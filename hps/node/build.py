@@ -33,7 +33,7 @@ from hps.observability.meters import TierMeter
 from hps.observability.metrics import Metrics
 from hps.tiers.base import Tier
 from hps.tiers.chain import TierChain
-from hps.tiers.node import AttachedProcesses, NodeServer
+from hps.tiers.node import AttachedProcesses, NodeServer, ServedTiers
 from hps.tiers.wrappers import MeteredTier
 from hps.types import NoProgress, Progress
 from hps.updates.arrival_times import POLL_EVERY_S
@@ -119,13 +119,13 @@ class _NodeBuilder:
         )
         self._publish(node, serving)
         self._read_updates(node, writer)
-        followers = AttachedProcesses({model.name: model.version for model in served})
-        followers.fingerprints.update((m.version.key, m.version.fingerprint) for m in self._opened)
-        node.socket = self._open_socket(node, serving, followers)
+        attached = AttachedProcesses({model.name: model.version for model in served})
+        attached.fingerprints.update((m.version.key, m.version.fingerprint) for m in self._opened)
+        node.socket = self._open_socket(node, serving, attached)
         parts = NodeParts(
             self._settings, serving, stores, caches, self._devices, self._opened, self._tables
         )
-        node.control = ModelControl(parts, node, followers, later)
+        node.control = ModelControl(parts, node, attached, later)
         self._resources.callback(node.control.close)
         node.checkpoints = stores.checkpoints
         return node
@@ -151,7 +151,7 @@ class _NodeBuilder:
         return serving.serve(model, self._metrics, self._devices, freshness)
 
     def _open_socket(
-        self, node: Node, serving: ServingContext, followers: AttachedProcesses
+        self, node: Node, serving: ServingContext, attached: AttachedProcesses
     ) -> NodeServer | None:
         """The socket for other processes, which may read the CPU cache directly if it is shared."""
         folder, cache = self._settings.server.runtime, self._settings.tiers.cpu_cache
@@ -169,14 +169,11 @@ class _NodeBuilder:
         socket = NodeServer(
             folder,
             lambda: self._stores.tables,
-            serving.caches,
-            serving.stores,
-            serving.lookups.stores,
-            serving.promote,
-            followers,
+            ServedTiers(serving.caches, serving.stores, serving.lookups.stores, serving.promote),
+            attached,
             {
                 "node": lambda _question: about,
-                "versions": lambda _question: followers.fingerprints,
+                "versions": lambda _question: attached.fingerprints,
                 "ages": lambda _question: {t.id: node.streams.age_s(t) for t in self._tables},
             },
         )

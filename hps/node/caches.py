@@ -131,7 +131,7 @@ class NodeCaches:
                 bytes_per_s=chosen.snapshot.bytes_per_s,
             )
             self._resources.callback(snapshots.close)
-        return TierStatus(cache, cache.size, cache.capacity, facts=cache.facts)
+        return TierStatus(cache, cache.size, cache.capacity, facts=cache.status)
 
     # -- before the node is ready ------------------------------------------------------------------
 

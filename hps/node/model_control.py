@@ -66,7 +66,7 @@ class ModelControl:
     Any thread may call it; changes run one at a time."""
 
     def __init__(
-        self, parts: NodeParts, node: Node, followers: AttachedProcesses, resources: ExitStack
+        self, parts: NodeParts, node: Node, attached: AttachedProcesses, resources: ExitStack
     ) -> None:
         """``resources`` close the networks of versions loaded later; after all threads of the node."""
         self._settings = settings = parts.settings
@@ -74,7 +74,7 @@ class ModelControl:
         self._caches, self._devices = parts.caches, parts.devices
         self._opened, self._tables = parts.opened, parts.tables
         self._node = node
-        self._attached = followers
+        self._attached = attached
         self._repository = Repository(settings.models.repository)
         root = settings.models.repository
         self._legacy = {

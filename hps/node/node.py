@@ -181,5 +181,5 @@ class Node(OpenModels):
             ],
             "updates": self.streams.status(),
             "promotions_waiting_keys": sum(self.promotions_waiting().values()),
-            "socket": self.socket.facts() if self.socket else None,
+            "socket": self.socket.status() if self.socket else None,
         }

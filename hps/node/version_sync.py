@@ -39,8 +39,8 @@ class OpenedVersion:
 class VersionSource(Protocol):
     """Decides which versions are served."""
 
-    def follow(self, report: Any, deadline: float) -> Any:
-        """Report this process's versions (`hps.tiers.node.Followers`); returns what to serve.
+    def report_versions(self, report: Any, deadline: float) -> Any:
+        """Report this process's versions (`hps.tiers.node.AttachedProcesses`); returns what to serve.
 
         The answer has ``(model, version, token)``: ``serve`` these, and have those of ``open`` ready.
         Raises TierError or Unavailable."""
@@ -115,7 +115,7 @@ class VersionSync:
             self._free(keep={*wanted, *self._served.values()})
 
     def _report(self, *, leaves: bool = False) -> Any:
-        return self._connections.follow(
+        return self._connections.report_versions(
             {
                 "process": os.getpid(),
                 "holds": [*self._opened, *self._retiring],

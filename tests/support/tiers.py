@@ -16,7 +16,7 @@ from hps.tiers.base import FetchContext, Part, Tier, TierInfo
 from hps.tiers.chain import TierChain
 from hps.tiers.checks import check_part
 from hps.tiers.cpu.cache import CpuCache
-from hps.tiers.node import AttachedProcesses, NodeConnectionPool, NodeServer, NodeTier
+from hps.tiers.node import AttachedProcesses, NodeConnectionPool, NodeServer, NodeTier, ServedTiers
 from hps.tiers.rocksdb import Access, RocksDbTier, RocksDbTuning
 from hps.tiers.single_flight import SingleFlight
 from hps.tiers.wrappers import GuardedTier, MeteredTier, PromotingTier
@@ -137,17 +137,14 @@ class BesideNode:
 
     def __init__(self, store: Tier, tables: TableSet) -> None:
         self._store = store
-        self._lane = BoundedThreadPool(4, 1024, name="lookup")
+        self._pool = BoundedThreadPool(4, 1024, name="lookup")
         # Pytest's folders have names too long for a socket.
         self._folder = tempfile.TemporaryDirectory(prefix="hps-")
         path = Path(self._folder.name)
         self._server = NodeServer(
             path,
             lambda: tables,
-            TierChain([]),
-            store,
-            self._lane,
-            lambda *_: None,
+            ServedTiers(TierChain([]), store, self._pool, lambda *_: None),
             AttachedProcesses({}),
         )
         self._tier = NodeTier([NodeConnectionPool(self._server.path, tables)])
@@ -158,7 +155,7 @@ class BesideNode:
     def close(self) -> None:
         self._tier.close()
         self._server.close()
-        self._lane.close()
+        self._pool.close()
         self._folder.cleanup()
 
 

@@ -22,7 +22,7 @@ class VersionVote:
         self._nodes = nodes
         self._chosen = chosen
 
-    def follow(self, report: Mapping[str, Any], _deadline: float) -> dict[str, Any]:
+    def report_versions(self, report: Mapping[str, Any], _deadline: float) -> dict[str, Any]:
         """Return, as ``(model, version, token)``, the versions to ``serve`` and those to keep ``open``."""
         served = dict(map(_of, report["serves"]))
         serving = [target for target in self._nodes.all if target.may_serve]

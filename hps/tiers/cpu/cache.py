@@ -115,9 +115,9 @@ class CpuCache(CacheReads):
         if held := self._tables.get(table):
             held.evict(keys)
 
-    def facts(self) -> dict[str, Any]:
-        """Return facts for a node's status: the shared memory, if other processes may attach to it."""
-        return {"shared_memory": self._memory.shared.facts()} if self._memory.shared else {}
+    def status(self) -> dict[str, Any]:
+        """Describe the shared memory, if other processes may attach to it."""
+        return {"shared_memory": self._memory.shared.status()} if self._memory.shared else {}
 
     def close(self) -> None:
         self._tables.clear()

@@ -172,7 +172,7 @@ class Segments:
                 _write(self.path / "tables.json", published)
         (self.path / entry["file"]).unlink(missing_ok=True)
 
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return path, size, owner, and number of reading processes."""
         size = sum(map(_size, self.path.glob("*.table")))
         owner = self._owner["pid"]

@@ -4,7 +4,7 @@
 
 from hps.tiers.node.attached_processes import AttachedProcesses, LoadedVersion
 from hps.tiers.node.connections import NodeConnectionPool
-from hps.tiers.node.server import NodeServer, private_folder
+from hps.tiers.node.server import NodeServer, ServedTiers, private_folder
 from hps.tiers.node.tier import NodeTier
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "NodeConnectionPool",
     "NodeServer",
     "NodeTier",
+    "ServedTiers",
     "private_folder",
 ]

@@ -63,7 +63,7 @@ class AttachedProcesses:
         self.fingerprints: dict[str, str] = {}
         """Fingerprint by `ModelVersion.key`, of the versions that processes may open."""
         self._next: LoadedVersion | None = None
-        self._followers: dict[Hashable, _AttachedProcess] = {}
+        self._attached: dict[Hashable, _AttachedProcess] = {}
         # Processes killed before they opened the next version, with the time.
         self._deaths: list[tuple[float, _AttachedProcess]] = []
         self._replaced = False
@@ -71,14 +71,14 @@ class AttachedProcesses:
 
     # -- called for a process ------------------------------------------------------------------------
 
-    def report(self, who: Hashable, report: Report) -> dict[str, Any]:
+    def report(self, connection: Hashable, report: Report) -> dict[str, Any]:
         """Record a process's report; return the versions that it must serve and open.
 
-        ``who``: the process's connection."""
+        ``connection``: that of the process."""
         with self._changed:
             wanted = [*self._served.values(), *([self._next] if self._next else [])]
-            self._replaced |= bool(self._deaths) and who not in self._followers
-            self._followers[who] = _AttachedProcess(
+            self._replaced |= bool(self._deaths) and connection not in self._attached
+            self._attached[connection] = _AttachedProcess(
                 report["process"],
                 {*report["holds"], *(each.token for each in wanted)},
                 set(report["holds"]),
@@ -92,19 +92,19 @@ class AttachedProcesses:
                 "open": _as_json([self._next] if self._next else []),
             }
 
-    def left(self, who: Hashable) -> None:
-        """Record that the connection of ``who`` has ended, if it is an attached process."""
+    def disconnected(self, connection: Hashable) -> None:
+        """Record that the ``connection`` has ended, if it is an attached process."""
         with self._changed:
-            follower = self._followers.pop(who, None)
-            if follower is not None and not follower.leaves and self._has_not_opened(follower):
-                self._deaths.append((time.monotonic(), follower))
+            process = self._attached.pop(connection, None)
+            if process is not None and not process.leaves and self._has_not_opened(process):
+                self._deaths.append((time.monotonic(), process))
             self._changed.notify_all()
 
     @property
     def processes(self) -> list[int]:
         """Process IDs of the attached processes, ascending."""
         with self._changed:
-            return sorted(each.process for each in self._followers.values())
+            return sorted(each.process for each in self._attached.values())
 
     # -- called by the node --------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class AttachedProcesses:
             self._deaths, self._replaced = [], False
             while True:
                 check()
-                waiting = [each for each in self._followers.values() if self._has_not_opened(each)]
+                waiting = [each for each in self._attached.values() if self._has_not_opened(each)]
                 self._check_waiting(waiting, time.monotonic() > until)
                 if not waiting and not self._may_be_replaced():
                     return
@@ -157,7 +157,7 @@ class AttachedProcesses:
             served = {each.token for each in self._served.values()}
             while True:
                 check()
-                late = [f for f in self._followers.values() if f.serves and f.serves != served]
+                late = [f for f in self._attached.values() if f.serves and f.serves != served]
                 if not late:
                     return
                 if time.monotonic() > until:
@@ -171,10 +171,10 @@ class AttachedProcesses:
     def uses(self, loaded: LoadedVersion) -> bool:
         """Return whether any process may be using the version."""
         with self._changed:
-            return any(loaded.token in each.may_hold for each in self._followers.values())
+            return any(loaded.token in each.may_hold for each in self._attached.values())
 
-    def _has_not_opened(self, follower: _AttachedProcess) -> bool:
-        return self._next is not None and self._next.token not in follower.holds
+    def _has_not_opened(self, process: _AttachedProcess) -> bool:
+        return self._next is not None and self._next.token not in process.holds
 
     def _may_be_replaced(self) -> bool:
         """Return whether a replacement for a process killed recently is still expected."""
@@ -186,22 +186,22 @@ class AttachedProcesses:
         """Raise if a process in ``waiting`` failed, two were killed, or the wait is too long (``late``)."""
         next_version = self._next
         assert next_version is not None
-        what = f"version {next_version.version} of model '{next_version.model}'"
+        version = f"version {next_version.version} of model '{next_version.model}'"
         if len(self._deaths) > 1:
             killed = " and ".join(str(each.process) for _, each in self._deaths)
             raise Unavailable(
-                f"attached processes {killed} ended before they opened {what}, which may be the cause; "
+                f"attached processes {killed} ended before they opened {version}, which may be the cause; "
                 "the previous version is still served"
             )
         for each in waiting:
             if next_version.token in each.failed:
-                refused, why = each.failed[next_version.token]
-                raise (Unsupported if refused else Unavailable)(
-                    f"attached process {each.process} failed to open {what}: {why}"
+                is_rejected, reason = each.failed[next_version.token]
+                raise (Unsupported if is_rejected else Unavailable)(
+                    f"attached process {each.process} failed to open {version}: {reason}"
                 )
             if late:
                 raise Unavailable(
-                    f"attached process {each.process} has not opened {what} within {_OPEN_S:g} s; "
+                    f"attached process {each.process} has not opened {version} within {_OPEN_S:g} s; "
                     "end or resume the process, then load the version again"
                 )
 

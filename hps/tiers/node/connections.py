@@ -54,24 +54,24 @@ class NodeConnectionPool:
                 connection.close()
                 if used and isinstance(error, ConnectionError):
                     continue  # the node closed it while idle: try another one, finally a new one
-                raise self._failed(error) from None
+                raise self._translated(error) from None
             except BaseException:
                 connection.close()
                 raise
             self._give_back(connection)
             return connection.read(answer)
 
-    def ask(self, what: str, deadline: float | None = None, **given: Any) -> Any:
-        """Call the node's handler ``what`` with JSON arguments; return its JSON answer."""
-        question = frames.as_json({"what": what, **given})
-        return frames.read_json(self.request(FrameKind.ASK, question, deadline))
+    def ask(self, handler: str, deadline: float | None = None, **arguments: Any) -> Any:
+        """Call one of the node's handlers with JSON arguments; return its JSON answer."""
+        request = frames.as_json({"what": handler, **arguments})
+        return frames.read_json(self.request(FrameKind.ASK, request, deadline))
 
-    def follow(self, report: Report, deadline: float | None = None) -> Any:
+    def report_versions(self, report: Report, deadline: float | None = None) -> Any:
         """Report this process's model versions; return those that it must serve and open.
 
         For one thread only, so that all reports use one connection: see
         `hps.tiers.node.attached_processes`."""
-        return frames.read_json(self.request(FrameKind.FOLLOW, frames.as_json(report), deadline))
+        return frames.read_json(self.request(FrameKind.REPORT, frames.as_json(report), deadline))
 
     def close(self) -> None:
         """Close idle connections; requests in flight finish first. Idempotent."""
@@ -91,14 +91,14 @@ class NodeConnectionPool:
         try:
             return _NodeConnection(self.path, self._hello, until), False
         except (OSError, frames.BadFrame) as error:
-            raise self._failed(error) from None
+            raise self._translated(error) from None
 
     def _give_back(self, connection: _NodeConnection) -> None:
         self._free.append(connection)
         if self._closed:
             self.close()
 
-    def _failed(self, error: Exception) -> TierError:
+    def _translated(self, error: Exception) -> TierError:
         if isinstance(error, TimeoutError):
             return TierTimeout(NAME, f"no answer from {self.path} in time")
         if isinstance(error, FileNotFoundError | ConnectionRefusedError):
@@ -112,7 +112,7 @@ class _NodeConnection:
     def __init__(self, path: Path, hello: dict[str, Any], until: float) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.settimeout(min(_CONNECT_S, _left(until)))
+            self._socket.settimeout(min(_CONNECT_S, _remaining_s(until)))
             self._socket.connect(str(path))
             answer = self.request(FrameKind.HELLO, frames.as_json(hello), until)
             self._check(hello, frames.read_json(self.read(answer)))
@@ -138,9 +138,9 @@ class _NodeConnection:
         """Send a request; return the kind and the payload of the answer.
 
         Raises OSError or BadFrame; the connection is unusable then."""
-        self._socket.settimeout(_left(until))
+        self._socket.settimeout(_remaining_s(until))
         frames.send(self._socket, kind, pieces)
-        self._socket.settimeout(_left(until))
+        self._socket.settimeout(_remaining_s(until))
         reply_kind, size = frames.receive_head(self._socket)
         return reply_kind, frames.receive_payload(self._socket, size)
 
@@ -161,7 +161,7 @@ class _NodeConnection:
         self._socket.close()
 
 
-def _left(until: float) -> float:
+def _remaining_s(until: float) -> float:
     """Return the seconds left. Raises TimeoutError if there are none."""
     left = until - time.monotonic()
     if left <= 0:

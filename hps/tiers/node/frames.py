@@ -14,11 +14,11 @@ FETCH     f64 seconds left (NaN: any), u32 parts, u32 0;  u32 rows by part (and 
                                                           that were skipped, by commas
 PROMOTE   u32 table, u32 0; i64 keys                      nothing
 ASK       JSON: a name, and its arguments             JSON
-FOLLOW    JSON: the state of the process's models    JSON: the models that it must open and serve
+REPORT    JSON: the state of the process's models    JSON: the models that it must open and serve
 ========  ==============================================  ==============================================
 
 Tables are identified by their number in HELLO. Rows are sent only for keys whose source is not 0. A key that
-is answered without a row was deleted. For FOLLOW see `hps.tiers.node.attached_processes`. ``FAILED`` answers
+is answered without a row was deleted. For REPORT see `hps.tiers.node.attached_processes`. ``FAILED`` answers
 with JSON: the error's kind and its message.
 """
 
@@ -58,7 +58,7 @@ class FrameKind(IntEnum):
     FETCH = 1
     PROMOTE = 2
     ASK = 3
-    FOLLOW = 4
+    REPORT = 4
     OK = 64
     FAILED = 65
 
@@ -71,7 +71,7 @@ class BadFrame(Exception):
     """The received bytes are not a frame of this protocol."""
 
 
-def send(to: socket.socket, kind: FrameKind, pieces: Pieces) -> None:
+def send(connection: socket.socket, kind: FrameKind, pieces: Pieces) -> None:
     """Send one frame. Raises OSError, and ValueError if it is too large."""
     flat = [view for piece in pieces if (view := _flat(piece)).nbytes]
     size = sum(view.nbytes for view in flat)
@@ -79,39 +79,39 @@ def send(to: socket.socket, kind: FrameKind, pieces: Pieces) -> None:
         raise ValueError(f"a frame of {size:,} bytes; {MAX_PAYLOAD:,} are allowed")
     # Small frames in one call: one segment, and one wake-up of the peer.
     if size <= 1 << 16:
-        to.sendall(b"".join([_HEAD.pack(size, kind), *flat]))
+        connection.sendall(b"".join([_HEAD.pack(size, kind), *flat]))
         return
-    to.sendall(_HEAD.pack(size, kind))
+    connection.sendall(_HEAD.pack(size, kind))
     for view in flat:
-        to.sendall(view)
+        connection.sendall(view)
 
 
-def receive_head(of: socket.socket) -> tuple[int, int]:
+def receive_head(connection: socket.socket) -> tuple[int, int]:
     """Return the kind and the size of the next frame. Raises ConnectionEnded, OSError or BadFrame."""
     head = bytearray(_HEAD.size)
-    got = of.recv_into(head)
-    if not got:
+    received = connection.recv_into(head)
+    if not received:
         raise ConnectionEnded("the peer closed the connection")
-    _fill(of, memoryview(head)[got:])
+    _fill(connection, memoryview(head)[received:])
     size, kind = _HEAD.unpack(head)
     if size > MAX_PAYLOAD:
         raise BadFrame(f"a frame of {size:,} bytes; {MAX_PAYLOAD:,} are allowed")
     return kind, size
 
 
-def receive_payload(of: socket.socket, size: int) -> bytearray:
+def receive_payload(connection: socket.socket, size: int) -> bytearray:
     """Return the payload that follows a head. Raises OSError."""
     payload = bytearray(size)
-    _fill(of, memoryview(payload))
+    _fill(connection, memoryview(payload))
     return payload
 
 
-def _fill(of: socket.socket, view: memoryview) -> None:
+def _fill(connection: socket.socket, view: memoryview) -> None:
     while len(view):
-        got = of.recv_into(view)
-        if not got:
+        received = connection.recv_into(view)
+        if not received:
             raise ConnectionError("the connection ended within a frame")
-        view = view[got:]
+        view = view[received:]
 
 
 def _flat(piece: Any) -> memoryview:

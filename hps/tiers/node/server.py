@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hps.types import EmbeddingTable, KeyArray
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1_024
 # The longest pause within a frame; after it the connection is closed.
-_STALLED_S = 30.0
+_FRAME_TIMEOUT_S = 30.0
 # If a fetch waited longer than this for a thread, the caches are checked first: other requests may have
 # loaded its rows meanwhile.
 _RECHECK_CACHES_S = 0.002
@@ -36,46 +37,53 @@ Answer = Callable[[Mapping[str, Any]], Any]
 """Handler of an ASK request: takes its JSON object, returns a value that JSON can represent."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServedTiers:
+    """The tiers of a node that a `NodeServer` reads.
+
+    ``stores`` are read on ``pool``, like by the node's own lookups; ``promote`` must not block."""
+
+    caches: Tier
+    stores: Tier
+    pool: BoundedThreadPool
+    promote: Callable[[EmbeddingTable, KeyArray], None]
+
+
 class NodeServer:
     """Listens at ``folder``/node.sock until it is closed, with one thread per connection.
 
-    A connection may fetch the tables that exist when it begins. Fetches read ``stores`` on the threads of
-    ``lane``, like the node's own lookups; ``promote`` must not block. ``followers`` gets the reports of
-    attached processes. ``answers``: handlers of ASK requests by name; may be extended later. Raises
-    ConfigError if another node listens there, or ``folder`` is not private to this user."""
+    A connection may fetch the tables that exist when it begins. ``attached`` gets the reports of attached
+    processes. ``answers``: handlers of ASK requests by name; may be extended later. Raises ConfigError if
+    another node listens there, or ``folder`` is not private to this user."""
 
     def __init__(
         self,
         folder: Path,
         tables: Callable[[], Iterable[EmbeddingTable]],
-        caches: Tier,
-        stores: Tier,
-        lane: BoundedThreadPool,
-        promote: Callable[[EmbeddingTable, KeyArray], None],
-        followers: AttachedProcesses,
+        tiers: ServedTiers,
+        attached: AttachedProcesses,
         answers: Mapping[str, Answer] | None = None,
     ) -> None:
         self.path = folder / frames.SOCKET
         self._tables = tables
-        self._followers = followers
-        self._caches, self._stores, self._lane, self._promote = caches, stores, lane, promote
+        self._tiers = tiers
+        self._attached = attached
         self.answers = dict(answers or {})
         self._connections: set[socket.socket] = set()
         self._closed = False
-        self._claim = _FolderLock(folder)
+        self._lock = _FolderLock(folder)
         try:
             self._listener = _listen(self.path)
         except BaseException:
-            self._claim.give_up()
+            self._lock.release()
             raise
         threading.Thread(target=self._accept, name="hps-node-socket", daemon=True).start()
 
-    def facts(self) -> dict[str, Any]:
-        """Return facts for a node's status."""
+    def status(self) -> dict[str, Any]:
         return {
             "path": str(self.path),
             "connections": len(self._connections),
-            "attached": self._followers.processes,
+            "attached": self._attached.processes,
         }
 
     def close(self) -> None:
@@ -88,7 +96,7 @@ class NodeServer:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # wakes the waiting thread
         self._listener.close()
-        self._claim.give_up()
+        self._lock.release()
 
     # -- connections -------------------------------------------------------------------------------
 
@@ -117,15 +125,15 @@ class NodeServer:
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        known: list[EmbeddingTable | None] = []
+        client_tables: list[EmbeddingTable | None] = []
         try:
             while not self._closed:
                 connection.settimeout(None)
                 kind, size = frames.receive_head(connection)
-                connection.settimeout(_STALLED_S)
+                connection.settimeout(_FRAME_TIMEOUT_S)
                 payload = frames.receive_payload(connection, size)
                 try:
-                    answer = self._answer(connection, kind, payload, known)
+                    answer = self._answer(connection, kind, payload, client_tables)
                 except HpsError as error:
                     frames.send(connection, FrameKind.FAILED, _failure(error))
                 else:
@@ -140,7 +148,7 @@ class NodeServer:
             log.exception("closing a connection to %s after an unexpected error", self.path)
         finally:
             self._connections.discard(connection)
-            self._followers.left(connection)
+            self._attached.disconnected(connection)
             connection.close()
 
     # -- requests ----------------------------------------------------------------------------------
@@ -150,46 +158,48 @@ class NodeServer:
         connection: socket.socket,
         kind: int,
         payload: bytearray,
-        known: list[EmbeddingTable | None],
+        client_tables: list[EmbeddingTable | None],
     ) -> Pieces:
-        """Answer one request. ``known``: the tables of the client's HELLO, by their numbers there."""
+        """Answer one request. ``client_tables``: the tables of the client's HELLO, by their numbers there."""
         if kind == FrameKind.FETCH:
-            parts, left_s = frames.read_fetch(payload, known)
+            parts, left_s = frames.read_fetch(payload, client_tables)
             return self._fetch(parts, left_s)
         if kind == FrameKind.PROMOTE:
-            self._promote(*frames.read_promote(payload, known))
+            self._tiers.promote(*frames.read_promote(payload, client_tables))
             return []
         if kind == FrameKind.ASK:
-            question = frames.read_json(payload)
-            answer = self.answers.get(question["what"])
+            request = frames.read_json(payload)
+            answer = self.answers.get(request["what"])
             if answer is None:
-                raise Unavailable(f"no handler for {question['what']!r} is available now")
-            return frames.as_json(answer(question))
-        if kind == FrameKind.FOLLOW:
-            return frames.as_json(self._followers.report(connection, frames.read_json(payload)))
+                raise Unavailable(f"no handler for {request['what']!r} is available now")
+            return frames.as_json(answer(request))
+        if kind == FrameKind.REPORT:
+            return frames.as_json(self._attached.report(connection, frames.read_json(payload)))
         if kind == FrameKind.HELLO:
             hello = frames.read_json(payload)
             tables = {(t.id, t.dim, t.dtype.str): t for t in self._tables()}
-            known[:] = [tables.get(tuple(each)) for each in hello["tables"]]
-            missing = [i for i, table in enumerate(known) if table is None]
+            client_tables[:] = [tables.get(tuple(each)) for each in hello["tables"]]
+            missing = [i for i, table in enumerate(client_tables) if table is None]
             return frames.as_json({"protocol": frames.PROTOCOL, "lacking": missing})
         raise frames.BadFrame(f"unknown frame kind {kind}")
 
     def _fetch(self, parts: list[Part], left_s: float | None) -> Pieces:
         arrived = time.monotonic()
         ctx = FetchContext(None if left_s is None else arrived + left_s)
-        self._lane.submit(partial(self._fetch_misses, parts, ctx, arrived), ctx.deadline).result()
+        self._tiers.pool.submit(
+            partial(self._fetch_misses, parts, ctx, arrived), ctx.deadline
+        ).result()
         for part in parts:
             # With the other miss policy, the client itself asks for promotions.
-            if part.table.miss.kind == "wait" and len(found := part.source.nonzero()[0]):
-                self._promote(part.table, part.keys[found])
+            if part.table.miss.kind == "wait" and len(hits := part.source.nonzero()[0]):
+                self._tiers.promote(part.table, part.keys[hits])
         return frames.fetch_answer(parts, ctx.degraded)
 
     def _fetch_misses(self, parts: list[Part], ctx: FetchContext, arrived: float) -> None:
         if time.monotonic() - arrived > _RECHECK_CACHES_S:
-            self._caches.fetch(parts, ctx)
+            self._tiers.caches.fetch(parts, ctx)
         if waiting := [part for part in parts if len(part.missing)]:
-            self._stores.fetch(waiting, ctx)
+            self._tiers.stores.fetch(waiting, ctx)
 
 
 def _failure(error: HpsError) -> Pieces:
@@ -209,15 +219,15 @@ def private_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # A symbolic link of another user is as unsafe as a folder of another user.
-        found, named = folder.stat(), folder.lstat()
+        target, link = folder.stat(), folder.lstat()
     except OSError as error:
         remedy = "name a folder that this user can create, on a writable file system"
         raise ConfigError(
             f"server.runtime {folder} cannot be created: {error.strerror}; {remedy}"
         ) from None
-    if {found.st_uid, named.st_uid} != {os.getuid()}:
+    if {target.st_uid, link.st_uid} != {os.getuid()}:
         raise ConfigError(f"server.runtime {folder} belongs to another user; choose another folder")
-    if found.st_mode & 0o077:
+    if target.st_mode & 0o077:
         raise ConfigError(f"server.runtime {folder} is open to other users; chmod 700 {folder}")
 
 
@@ -241,7 +251,7 @@ class _FolderLock:
             else:
                 return
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Remove the lock file and, if this process made it and it is empty, the folder; release the lock."""
         (self._folder / "lock").unlink(missing_ok=True)
         if self._made:

@@ -20,7 +20,7 @@ from hps.types import EmbeddingTable, IndexArray, KeyArray, Source, VectorArray,
 # Bytes of rows per request: small enough that copying them delays no other thread noticeably.
 _ANSWER_BYTES = 8 << 20
 _PROMOTIONS_WAITING = 1_024
-_Way = tuple[NodeConnectionPool, int]
+_Route = tuple[NodeConnectionPool, int]
 """The pool that serves a table, and the table's number in it."""
 
 
@@ -39,7 +39,7 @@ class NodeTier:
         """``connections``: pools, each for its own tables.
 
         ``dropped(keys)`` receives the number of keys whose promotion could not be sent to the node."""
-        self._ways: dict[EmbeddingTable, _Way] = {}
+        self._routes: dict[EmbeddingTable, _Route] = {}
         self._dropped = dropped
         for each in connections:
             self.add(each)
@@ -48,33 +48,38 @@ class NodeTier:
     def add(self, connections: NodeConnectionPool) -> None:
         """Use the pool ``connections`` for its tables."""
         numbered = {table: (connections, i) for i, table in enumerate(connections.tables)}
-        self._ways = self._ways | numbered
+        self._routes = self._routes | numbered
 
     def remove(self, connections: NodeConnectionPool) -> None:
         """Stop using the pool ``connections``, and close it."""
-        self._ways = {table: way for table, way in self._ways.items() if way[0] is not connections}
+        self._routes = {
+            table: route for table, route in self._routes.items() if route[0] is not connections
+        }
         connections.close()
 
     def fetch(self, parts: Sequence[Part], ctx: FetchContext) -> None:
         for part in parts:
             check_part(part)
-        by_way: dict[NodeConnectionPool, list[tuple[Part, int]]] = {}
+        by_pool: dict[NodeConnectionPool, list[tuple[Part, int]]] = {}
         for part in parts:
-            if len(part.missing) and (way := self._ways.get(part.table)):
-                by_way.setdefault(way[0], []).append((part, way[1]))
-        for connections, known in by_way.items():
-            self._fetch_all(connections, known, ctx)
+            if len(part.missing) and (route := self._routes.get(part.table)):
+                by_pool.setdefault(route[0], []).append((part, route[1]))
+        for connections, numbered in by_pool.items():
+            self._fetch_all(connections, numbered, ctx)
 
     def _fetch_all(
-        self, connections: NodeConnectionPool, known: Sequence[tuple[Part, int]], ctx: FetchContext
+        self,
+        connections: NodeConnectionPool,
+        numbered: Sequence[tuple[Part, int]],
+        ctx: FetchContext,
     ) -> None:
-        numbers = {part.table: number for part, number in known}
+        numbers = {part.table: number for part, number in numbered}
         left: dict[int, list[IndexArray]] = {}
-        for portion in _portions([part for part, _ in known]):
+        for portion in _portions([part for part, _ in numbered]):
             answered = self._fetch(connections, numbers, portion, ctx)
             for (part, _), missing in zip(portion, answered, strict=True):
                 left.setdefault(id(part), []).append(missing)
-        for part, _ in known:
+        for part, _ in numbered:
             pieces = left[id(part)]
             part.missing = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -103,16 +108,16 @@ class NodeTier:
 
         Does nothing for a table with the miss policy ``wait``: the node itself promotes the rows that it
         returns."""
-        way = self._ways.get(table)
-        if table.miss.kind == "wait" or way is None:
+        route = self._routes.get(table)
+        if table.miss.kind == "wait" or route is None:
             return
         try:
-            self._promotions.submit(partial(self._promote, way, keys))
+            self._promotions.submit(partial(self._promote, route, keys))
         except Unavailable:
             self._dropped(len(keys))
 
-    def _promote(self, way: _Way, keys: KeyArray) -> None:
-        connections, number = way
+    def _promote(self, route: _Route, keys: KeyArray) -> None:
+        connections, number = route
         most = frames.MAX_PAYLOAD // 16
         for start in range(0, len(keys), most):
             some = keys[start : start + most]
@@ -139,10 +144,10 @@ class NodeTier:
         raise _refused(table)
 
     def close(self) -> None:
-        self._promotions.close(1.0, self._close_ways)
+        self._promotions.close(1.0, self._close_routes)
 
-    def _close_ways(self) -> None:
-        for connections, _ in self._ways.values():
+    def _close_routes(self) -> None:
+        for connections, _ in self._routes.values():
             connections.close()
 
 
@@ -153,19 +158,19 @@ def _refused(table: EmbeddingTable) -> TierError:
 def _portions(parts: Sequence[Part]) -> Iterator[list[tuple[Part, IndexArray]]]:
     """Yield the parts, with the positions to request, of one request at a time."""
     portion: list[tuple[Part, IndexArray]] = []
-    room = _ANSWER_BYTES
+    budget = _ANSWER_BYTES
     for part in parts:
         size, positions = part.table.row_bytes + frames.KEY_BYTES, part.missing
         while len(positions):
             most = min(
-                max(room // size, 0 if portion else 1), frames.most_keys(part.table.row_bytes)
+                max(budget // size, 0 if portion else 1), frames.most_keys(part.table.row_bytes)
             )
             if some := len(positions[:most]):
                 portion.append((part, positions[:most]))
                 positions = positions[most:]
-                room -= some * size
+                budget -= some * size
             if len(positions):
                 yield portion
-                portion, room = [], _ANSWER_BYTES
+                portion, budget = [], _ANSWER_BYTES
     if portion:
         yield portion

@@ -28,10 +28,10 @@ from hps.tiers.rocksdb.database_options import (
     make_private,
 )
 from hps.tiers.rocksdb.errors import (
-    RocksDbError,
     full_disk,
     is_full,
     nearest_folder,
+    rocksdb_error,
     translate_rocksdb_error,
 )
 
@@ -69,7 +69,7 @@ def restore(folder: Path, path: Path) -> None:
     checkpoint."""
     folder, path = Path(folder), Path(path)
     if not existing_families(folder):
-        raise RocksDbError(f"{folder} holds no checkpoint: there is no database in it")
+        raise rocksdb_error(f"{folder} holds no checkpoint: there is no database in it")
     _refuse_contents(path, "a restored database")
     part = _part(path)
     try:
@@ -126,12 +126,12 @@ def _check(part: Path, folder: Path) -> None:
         opened = DatabaseHandle(OpenSettings(part, "read_only", RocksDbTuning()))
         opened.close()
     except TierError as error:
-        raise RocksDbError(f"the checkpoint {folder} cannot be restored: {error}") from error
+        raise rocksdb_error(f"the checkpoint {folder} cannot be restored: {error}") from error
 
 
 def _refuse_contents(folder: Path, what: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RocksDbError(
+        raise rocksdb_error(
             f"{folder} is not an empty folder; {what} never overwrites existing files: name another "
             "one, or move this one away",
         )

@@ -23,7 +23,7 @@ from hps.tiers.rocksdb.counts import estimated_rows
 from hps.tiers.rocksdb.damage import DamagedFiles
 from hps.tiers.rocksdb.database_handle import DatabaseHandle
 from hps.tiers.rocksdb.database_options import OpenSettings, note_manifest
-from hps.tiers.rocksdb.errors import DamagedFileError, RocksDbError, translate_rocksdb_error
+from hps.tiers.rocksdb.errors import DamagedFileError, rocksdb_error, translate_rocksdb_error
 from hps.tiers.rocksdb.high_water import HighWaterMarks
 from hps.tiers.rocksdb.layout import RowCodec, family_name
 from hps.tiers.rocksdb.load import LoadRecord, LoadRecords, clean_leftovers
@@ -78,7 +78,7 @@ class RocksDbDatabase:
     @property
     def opened(self) -> DatabaseHandle:
         if self._opened is None:
-            raise RocksDbError(f"{self.settings.path} is closed")
+            raise rocksdb_error(f"{self.settings.path} is closed")
         return self._opened
 
     @property
@@ -148,7 +148,7 @@ class RocksDbDatabase:
     def require_primary(self) -> None:
         access = self.settings.access
         if access != "primary":
-            raise RocksDbError(
+            raise rocksdb_error(
                 f"{self.settings.path} was opened with access: {access}; writing is off. Write where "
                 "it is open with access: primary",
             )
@@ -185,7 +185,7 @@ class RocksDbDatabase:
                 missing = sorted(set(missing) - self.opened.families)
             if missing:
                 if self.settings.access != "primary":
-                    raise RocksDbError(
+                    raise rocksdb_error(
                         f"{self.settings.path} holds no table {missing[0]}, and access: "
                         f"{self.settings.access} does not create it; load it once with access: primary",
                     )

@@ -26,7 +26,7 @@ from hps.tiers.rocksdb.database_options import (
     open_read_only,
     repair_folder,
 )
-from hps.tiers.rocksdb.errors import RocksDbError
+from hps.tiers.rocksdb.errors import rocksdb_error
 from hps.tiers.rocksdb.recovery import LogRecovery, LostWrites, lost_by_reader
 
 # Attempts of a reader: the primary may remove files while they are opened; the next attempt finds newer
@@ -46,7 +46,7 @@ class DatabaseHandle:
         self._acknowledged: AcknowledgedWrites | None = None
         check_manifest(settings.path)
         if os.path.isdir(repair_folder(settings.path)) and not settings.repair:
-            raise RocksDbError(
+            raise rocksdb_error(
                 f"{settings.path}: a repair was interrupted; run `hps store verify --repair` again, which "
                 "continues it",
             )
@@ -66,7 +66,7 @@ class DatabaseHandle:
         for attempt in range(_ATTEMPTS):
             self._prepare(settings)
             if not self.families:
-                raise RocksDbError(
+                raise rocksdb_error(
                     f"{settings.path} holds no database, and access: {settings.access} does not create "
                     "one; load it once with access: primary",
                 )

@@ -25,7 +25,7 @@ from rocksdict import (
 )
 
 from hps.errors import TierError
-from hps.tiers.rocksdb.errors import RocksDbError, translate_rocksdb_error
+from hps.tiers.rocksdb.errors import rocksdb_error, translate_rocksdb_error
 
 Access = Literal["primary", "read_only", "secondary"]
 OnLostWrites = Literal["refuse", "accept", "repair"]
@@ -213,7 +213,7 @@ def make_private(path: Path, remedy: str = "name another folder", *, exist_ok: b
         path.mkdir(mode=PRIVATE, parents=True, exist_ok=exist_ok)
     except FileNotFoundError as error:
         why = f"{error.strerror}: {error.filename}"
-        raise RocksDbError(f"{path} cannot be created ({why}); {remedy}") from None
+        raise rocksdb_error(f"{path} cannot be created ({why}); {remedy}") from None
 
 
 def repair_folder(path: Path) -> Path:

@@ -23,15 +23,15 @@ _DAMAGE = (
 )
 
 
-class RocksDbError(TierError):
-    """A TierError of this store."""
+class DamagedFileError(TierError):
+    """A file of the database is damaged or missing."""
 
     def __init__(self, message: str) -> None:
         super().__init__(NAME, message)
 
 
-class DamagedFileError(RocksDbError):
-    """A file of the database is damaged or missing."""
+def rocksdb_error(message: str) -> TierError:
+    return TierError(NAME, message)
 
 
 def translate_rocksdb_error(error: BaseException, path: Path) -> TierError:
@@ -39,32 +39,32 @@ def translate_rocksdb_error(error: BaseException, path: Path) -> TierError:
     text = str(error)
     low = text.lower()
     if "lock hold by current process" in low:
-        return RocksDbError(f"{path} is already open in this process; close what opened it first")
+        return rocksdb_error(f"{path} is already open in this process; close what opened it first")
     if "lock file" in low or "resource temporarily unavailable" in low:
-        return RocksDbError(
+        return rocksdb_error(
             f"{path} is locked by {_lock_owner(path)}; a database folder belongs to one node: "
             "stop that process or set tiers.rocksdb.path to another folder",
         )
     if is_full(error):
         return full_disk(path, 0, text)
     if "permission denied" in low or isinstance(error, PermissionError):
-        return RocksDbError(f"no permission for {path}; make it writable for this user ({text})")
+        return rocksdb_error(f"no permission for {path}; make it writable for this user ({text})")
     if "read-only file system" in low:
         remedy = "mount it writable, or set tiers.rocksdb.path to a folder that is"
-        return RocksDbError(f"{path} is on a read-only file system; {remedy} ({text})")
+        return rocksdb_error(f"{path} is on a read-only file system; {remedy} ({text})")
     if "too many open files" in low:
-        return RocksDbError(
+        return rocksdb_error(
             f"{path}: too many open files; raise the limit (ulimit -n) to 4 per table ({text})",
         )
     if "not a directory" in low or isinstance(error, (NotADirectoryError, FileExistsError)):
-        return RocksDbError(f"{path} is not a folder ({text})")
+        return rocksdb_error(f"{path} is not a folder ({text})")
     if any(word in low for word in _DAMAGE):
         return DamagedFileError(
             f"{path} is damaged: {text}. Stop the node and run `hps store verify --repair`; if that does not "
             "help, restore the folder from a checkpoint, or remove it: tables are loaded and streams read "
             "again, but rows written by calls are lost with it",
         )
-    return RocksDbError(f"{path}: {text}")
+    return rocksdb_error(f"{path}: {text}")
 
 
 def is_full(error: BaseException) -> bool:
@@ -86,7 +86,7 @@ def full_disk(path: Path, needed: int, why: str, remedy: str = _REMEDY) -> TierE
     except OSError:
         free = 0
     wanted = f", {needed:,} bytes are needed" if needed else ""
-    return RocksDbError(
+    return rocksdb_error(
         f"{path}: the disk is full: {free:,} bytes are free{wanted}. {remedy} ({why})",
     )
 

@@ -32,7 +32,7 @@ from rocksdict import (
     WriteBatch,
 )
 
-from hps.tiers.rocksdb.errors import RocksDbError
+from hps.tiers.rocksdb.errors import rocksdb_error
 from hps.tiers.rocksdb.layout import CodeArray, RowCodec
 from hps.types import VectorArray
 
@@ -229,7 +229,7 @@ class BulkLoad:
         if not len(code):
             return last
         if int(code[0]) <= last or not (code[1:] > code[:-1]).all():
-            raise RocksDbError("a bulk load needs its codes in strictly ascending order")
+            raise rocksdb_error("a bulk load needs its codes in strictly ascending order")
         values = self._codec.encode(vectors, self._version)
         batch = WriteBatch(raw_mode=True)
         deque(map(batch.put, self._codec.stored_keys(code), values, repeat(handle)), 0)

@@ -32,7 +32,7 @@ from hps.tiers.rocksdb.database_options import (
     open_database,
     open_read_only,
 )
-from hps.tiers.rocksdb.errors import DamagedFileError, RocksDbError
+from hps.tiers.rocksdb.errors import DamagedFileError, rocksdb_error
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _report(settings: OpenSettings, most: int | None, fault: str, *, stopped: bo
     number = "an unknown number of" if most is None else f"up to {most:,}"
     what = f"{number} acknowledged writes are missing from the write-ahead log ({fault})"
     if settings.on_lost_writes == "refuse" and not stopped:
-        raise RocksDbError(
+        raise rocksdb_error(
             f"{settings.path} is damaged: {what}. Restore the log files or a checkpoint; or keep what "
             "can be read: `hps store verify --repair`, or tiers.rocksdb.on_lost_writes: accept. "
             f"{_LOSS}",

@@ -14,7 +14,7 @@ from rocksdict import Rdict, WriteBatch
 
 from hps.tiers.base import newest_of_each
 from hps.tiers.rocksdb.database import RocksDbDatabase, TableFamily
-from hps.tiers.rocksdb.errors import RocksDbError
+from hps.tiers.rocksdb.errors import rocksdb_error
 from hps.tiers.rocksdb.layout import CodeArray
 from hps.tiers.row_values import StoredRows, WrongLength
 from hps.types import (
@@ -278,7 +278,7 @@ def _decode(family: TableFamily, values: Sequence[bytes]) -> StoredRows:
         remedy = (
             "serve it under a new version" if family.codec.versioned else "take another database"
         )
-        raise RocksDbError(
+        raise rocksdb_error(
             f"table {table.id}: a stored row has {error.actual} bytes, expected {error.expected} "
             f"(dim {table.dim} of {table.dtype}); it was written with another dim, dtype or "
             f"layout: {remedy}",

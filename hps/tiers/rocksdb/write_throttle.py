@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rocksdict import Rdict, WriteBatch, WriteOptions
 
-from hps.tiers.rocksdb.errors import RocksDbError, full_disk, nearest_folder
+from hps.tiers.rocksdb.errors import full_disk, nearest_folder, rocksdb_error
 
 # The longest time that a batch waits for compactions.
 STALL_SECONDS = 10.0
@@ -98,7 +98,7 @@ class WriteThrottle:
             waited = time.monotonic() - began
             if waited > STALL_SECONDS:
                 self._stalled_seconds += waited
-                raise RocksDbError(
+                raise rocksdb_error(
                     f"{self._path}: writes have been stopped for {waited:.0f} s, as compactions are "
                     f"behind; write more slowly, or raise tiers.rocksdb.threads",
                 )

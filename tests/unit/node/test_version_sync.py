@@ -209,7 +209,7 @@ def test_load_waits_for_the_successor_of_a_killed_process(node, attached, settin
     loading.start()
     assert entered.wait(60)
     attached._sync._connections.close()  # as the system does for a killed process
-    until(lambda: node.socket._followers._deaths)
+    until(lambda: node.socket._attached._deaths)
     assert loading.is_alive()
     with hps.attach(settings) as successor:
         loading.join()
@@ -234,7 +234,7 @@ def test_attach_raises_when_a_version_cannot_be_opened(node, settings, repositor
     (repository / "words" / "1" / "tables" / "left" / "emb_vector").write_bytes(b"short")
     with pytest.raises(hps.HpsError):
         hps.attach(settings)
-    assert not any(follower.holds for follower in node.socket._followers._followers.values())
+    assert not any(process.holds for process in node.socket._attached._attached.values())
 
 
 def test_attach_raises_without_a_node(node, attached):

@@ -20,6 +20,7 @@ from hps.tiers.node import (
     NodeConnectionPool,
     NodeServer,
     NodeTier,
+    ServedTiers,
     frames,
     server,
     tier,
@@ -54,7 +55,7 @@ class Ends:
     """A node's server and its client."""
 
     def __init__(self, folder, store, tables=TABLES, caches=None, threads=2, queued=8):
-        self.lane = BoundedThreadPool(threads, queued, name="lookup")
+        self.pool = BoundedThreadPool(threads, queued, name="lookup")
         self.promoted = []
         self.answers = {"sum": lambda given: sum(given["of"])}
         self.folder, self.store, self.caches = folder, store, caches or TierChain([])
@@ -67,15 +68,12 @@ class Ends:
         def promote(table, keys):
             self.promoted.append((table.name, keys.tolist()))
 
-        self.followers = AttachedProcesses({"m": 1})
+        self.attached = AttachedProcesses({"m": 1})
         self.server = NodeServer(
             self.folder,
             lambda: tables,
-            self.caches,
-            self.store,
-            self.lane,
-            promote,
-            self.followers,
+            ServedTiers(self.caches, self.store, self.pool, promote),
+            self.attached,
             self.answers,
         )
 
@@ -87,7 +85,7 @@ class Ends:
     def close(self):
         self.tier.close()
         self.server.close()
-        self.lane.close()
+        self.pool.close()
 
 
 @pytest.fixture
@@ -200,7 +198,7 @@ def test_a_connection_without_a_thread_is_refused_and_the_next_is_answered(ends,
     with pytest.raises(TierError):
         ends.connections.ask("sum", of=[1, 2])
     assert ends.connections.ask("sum", time.monotonic() + 60, of=[1, 2]) == 3
-    assert ends.server.facts()["connections"] == 1
+    assert ends.server.status()["connections"] == 1
 
 
 def test_a_node_that_came_back_is_found_again(ends):
@@ -262,13 +260,13 @@ def test_tiers_skipped_by_node_are_reported(folder):
 def test_the_deadline_holds_on_both_sides(folder, monkeypatch):
     slow = Slow()
     ends = Ends(folder, slow, threads=1)
-    submit, deadlines = ends.lane.submit, []
+    submit, deadlines = ends.pool.submit, []
 
     def noted(work, deadline):
         deadlines.append(deadline)
         return submit(work, deadline)
 
-    monkeypatch.setattr(ends.lane, "submit", noted)
+    monkeypatch.setattr(ends.pool, "submit", noted)
     waiting = threading.Thread(target=ends.fetch, args=(ITEMS, [1]))
     waiting.start()
     assert slow.begun.acquire(timeout=60)

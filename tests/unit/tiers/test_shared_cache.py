@@ -154,7 +154,7 @@ def test_a_closed_reader_does_not_attach_again(tmp_path, monkeypatch):
     cache.add_table(TABLE, 50)  # which readers notice
     insert(cache, [1])
     assert held(reader, [1]) == []
-    assert cache.facts()["shared_memory"]["readers"] == 0
+    assert cache.status()["shared_memory"]["readers"] == 0
     cache.close()
 
 
@@ -243,10 +243,10 @@ os.kill(os.getpid(), signal.SIGKILL)
     subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
     mine = CacheReaderLock(tmp_path / "hps.c")
     assert len(list(tmp_path.glob("hps.c/readers/*"))) == 2
-    assert cache.facts()["shared_memory"]["readers"] == 1
+    assert cache.status()["shared_memory"]["readers"] == 1
     assert len(list(tmp_path.glob("hps.c/readers/*"))) == 1
     mine.close()
-    assert cache.facts()["shared_memory"]["readers"] == 0
+    assert cache.status()["shared_memory"]["readers"] == 0
     cache.close()
 
 
@@ -279,24 +279,24 @@ def test_a_table_of_another_capacity_is_not_taken_over(tmp_path):
 
 def test_facts_report_size_owner_and_readers(tmp_path):
     cache, reader = owned(tmp_path), attached(tmp_path)
-    facts = cache.facts()["shared_memory"]
+    facts = cache.status()["shared_memory"]
     assert facts["path"] == str(tmp_path / "hps.c")
     assert facts["bytes"] == cache.stats(TABLE).bytes
     assert (facts["owner"], facts["readers"]) == (os.getpid(), 1)
     (tmp_path / "hps.c" / "readers" / "dead").touch()
-    assert cache.facts()["shared_memory"]["readers"] == 1
+    assert cache.status()["shared_memory"]["readers"] == 1
     reader.close()
-    assert cache.facts()["shared_memory"]["readers"] == 0
+    assert cache.status()["shared_memory"]["readers"] == 0
     cache.close()
 
 
 def test_facts_are_available_while_tables_and_readers_change(tmp_path):
     cache, reader = owned(tmp_path), attached(tmp_path)
-    before = cache.facts()
+    before = cache.status()
     # Removed between listing and checking; and the file of a reader that is being written.
     (tmp_path / "hps.c" / "gone.table").symlink_to("removed")
     (tmp_path / "hps.c" / "readers" / f".1-2-3.{os.getpid()}").touch()
-    assert cache.facts() == before
+    assert cache.status() == before
     reader.close()
     cache.close()
 

@@ -38,7 +38,7 @@ class Process:
         return self.report()
 
     def end(self):
-        self._node.left(self)
+        self._node.disconnected(self)
 
 
 @pytest.fixture
