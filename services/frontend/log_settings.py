@@ -22,21 +22,21 @@ def log_settings() -> dict[str, Any]:
     return {**_FIXED, **switches, "log_verbose_level": int(held == 0)}
 
 
-def change_log_settings(given: Mapping[str, Any], state: ServerState[Any]) -> dict[str, Any]:
-    """Change the settings in ``given`` in all of the server's processes; return the settings.
+def change_log_settings(changes: Mapping[str, Any], state: ServerState[Any]) -> dict[str, Any]:
+    """Change the settings in ``changes`` in all of the server's processes; return the settings.
 
     Raises ``BadRequest`` or ``Unsupported``."""
     if state.propagate_log_level is None:
         raise Unsupported("this is one of several processes; use the admin port, which changes all")
     settings = log_settings()
-    for name, value in given.items():
+    for name, value in changes.items():
         _check(name, value, settings)
         settings[name] = value
-    wanted = _level(settings)
-    if wanted != level():
-        set_level(wanted)
-        state.propagate_log_level(wanted)
-        log.warning("changed the log level to %s", wanted)
+    new_level = _level(settings)
+    if new_level != level():
+        set_level(new_level)
+        state.propagate_log_level(new_level)
+        log.warning("changed the log level to %s", new_level)
     return log_settings()
 
 

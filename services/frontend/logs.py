@@ -19,7 +19,6 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
-Format = Literal["text", "json"]
 
 
 class LogFields(dict[str, Any]):
@@ -66,13 +65,13 @@ class JsonLogFormatter(TextLogFormatter):
     """The same as a JSON object: ``ts``, ``level``, ``logger``, ``msg`` and the event's fields by name."""
 
     def _line(self, record: logging.LogRecord, when: str, more: LogFields) -> str:
-        given = record.args if isinstance(record.args, LogFields) else {}
+        event_fields = record.args if isinstance(record.args, LogFields) else {}
         message = record.getMessage()
-        if given and isinstance(record.msg, str):
+        if event_fields and isinstance(record.msg, str):
             message = record.msg.removesuffix("%s").rstrip()
         head = {"ts": when, "level": record.levelname.lower(), "logger": record.name}
-        event = {**more, **given, **head, "msg": message}
-        ordered = {name: event[name] for name in (*head, "msg", *given, *more)}
+        event = {**more, **event_fields, **head, "msg": message}
+        ordered = {name: event[name] for name in (*head, "msg", *event_fields, *more)}
         return orjson.dumps(ordered, default=str).decode()
 
 
@@ -92,21 +91,15 @@ def _escaped(text: str) -> str:
     return text.encode("unicode_escape").decode("ascii")
 
 
-def setup(level: Level, form: Format = "text", **always: Any) -> None:
-    """Log to standard error from ``level`` upwards, with the fields ``always`` in each line."""
+def setup_logging(settings: ServerSettings, **always: Any) -> None:
+    """Log to standard error as the settings say, with the fields ``always`` in each line."""
+    formatter = JsonLogFormatter if settings.log_format == "json" else TextLogFormatter
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        (JsonLogFormatter if form == "json" else TextLogFormatter)(fields(**always))
-    )
+    handler.setFormatter(formatter(fields(**always)))
     logging.getLogger().handlers[:] = [handler]
     for chatty in ("asyncio", "concurrent.futures"):
         logging.getLogger(chatty).setLevel("WARNING")
-    set_level(level)
-
-
-def setup_logging(settings: ServerSettings, **always: Any) -> None:
-    """`setup` with the server's settings."""
-    setup(settings.log_level, settings.log_format, **always)
+    set_level(settings.log_level)
 
 
 def level() -> Level:

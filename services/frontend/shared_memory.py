@@ -27,7 +27,7 @@ from services.frontend.shared_memory_refs import Region, SharedMemoryRef, Shared
 
 FOLDER = Path("/dev/shm")
 # Limits on the number of regions, and on the bytes of a name.
-_MOST, _NAME = 4096, 255
+_MAX_REGIONS, _MAX_NAME = 4096, 255
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NOTHING = np.empty(0, np.uint8)
 
@@ -43,7 +43,7 @@ class SharedMemoryRegistry:
         self._most_bytes = most_bytes
         self._folder = folder
         self._regions: dict[str, Region] = {}
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
 
     def require(self, caller: str) -> None:
         """Raise ``Unsupported`` if it is off, ``Forbidden`` for callers on other machines."""
@@ -63,20 +63,22 @@ class SharedMemoryRegistry:
 
         Raises ``BadRequest``, or as ``require``."""
         self.require(caller)
-        if not 0 < len(name.encode()) <= _NAME:
-            raise BadRequest(f"the name of a shared memory region must have 1 to {_NAME} bytes")
-        region = Region(name, key, offset, size, self._look(key, offset, size))
-        with self._changing:
+        if not 0 < len(name.encode()) <= _MAX_NAME:
+            raise BadRequest(f"the name of a shared memory region must have 1 to {_MAX_NAME} bytes")
+        region = Region(name, key, offset, size, self._checked_file(key, offset, size))
+        with self._lock:
             if name in self._regions:
                 raise BadRequest(f"shared memory region '{name}' already in manager")
-            if len(self._regions) >= _MOST:
-                raise BadRequest(f"{_MOST} shared memory regions are registered; unregister some")
+            if len(self._regions) >= _MAX_REGIONS:
+                raise BadRequest(
+                    f"{_MAX_REGIONS} shared memory regions are registered; unregister some"
+                )
             self._regions[name] = region
 
     def unregister(self, name: str, caller: str) -> None:
-        """Remove a region, or all for the name "". No answer is written there after the return."""
+        """Remove a region, or all for the name "". After the return, no answer is written into it."""
         self.require(caller)
-        with self._changing:
+        with self._lock:
             names = [name] if name else list(self._regions)
             gone = [region for each in names if (region := self._regions.pop(each, None))]
         for region in gone:
@@ -104,16 +106,15 @@ class SharedMemoryRegistry:
                 f"the inputs in shared memory take {tensors.size} bytes, at most {self._most_bytes} are "
                 "taken; send smaller batches or raise server.max_body_bytes"
             )
-        targets = {n: Target(place, self._region(n, place)) for n, place in tensors.outputs.items()}
-        inputs = {n: self._read(n, place, dtype) for n, (place, dtype) in tensors.inputs.items()}
+        targets = {n: Target(ref, self._region(n, ref)) for n, ref in tensors.outputs.items()}
+        inputs = {n: self._read(n, ref, dtype) for n, (ref, dtype) in tensors.inputs.items()}
         return inputs, targets
 
     def put(self, outputs: Sequence[Output], targets: Mapping[str, Target]) -> list[Output]:
         """Write the outputs that have a target; return all outputs, the written ones without elements.
 
         Raises ``BadRequest``, or ``NotFound`` if a region was unregistered since `take`, even if its
-        name is
-        registered again."""
+        name is registered again."""
         left = []
         for name, array in outputs:
             if (target := targets.get(name)) is not None:
@@ -122,25 +123,25 @@ class SharedMemoryRegistry:
             left.append((name, array))
         return left
 
-    def _region(self, tensor: str, place: SharedMemoryRef) -> Region:
-        region = self._regions.get(place.region)
+    def _region(self, tensor: str, ref: SharedMemoryRef) -> Region:
+        region = self._regions.get(ref.region)
         if region is None:
             raise NotFound(
-                f"'{tensor}': Unable to find shared memory region: {short_value(place.region)}; "
+                f"'{tensor}': Unable to find shared memory region: {short_value(ref.region)}; "
                 "register it first"
             )
-        if place.offset + place.size > region.size:
+        if ref.offset + ref.size > region.size:
             raise BadRequest(
-                f"'{tensor}': Invalid offset + byte size for shared memory region: '{place.region}' has "
-                f"{region.size} bytes, not {place.size} from {place.offset}"
+                f"'{tensor}': Invalid offset + byte size for shared memory region: '{ref.region}' has "
+                f"{region.size} bytes, not {ref.size} from {ref.offset}"
             )
         return region
 
-    def _read(self, tensor: str, place: SharedMemoryRef, dtype: np.dtype[Any]) -> NDArray[Any]:
-        region = self._region(tensor, place)
-        array = np.empty(place.size // dtype.itemsize, dtype)
-        left, at = array.view(np.uint8).data, region.offset + place.offset
-        with _as_bad_request(region.key), self._opened(region, os.O_RDONLY) as file:
+    def _read(self, tensor: str, ref: SharedMemoryRef, dtype: np.dtype[Any]) -> NDArray[Any]:
+        region = self._region(tensor, ref)
+        array = np.empty(ref.size // dtype.itemsize, dtype)
+        left, at = array.view(np.uint8).data, region.offset + ref.offset
+        with self._opened_region(region, os.O_RDONLY) as file:
             while left:
                 read = os.preadv(file, [left], at)
                 if not read:
@@ -149,18 +150,18 @@ class SharedMemoryRegistry:
         return array
 
     def _write(self, tensor: str, target: Target, array: NDArray[Any]) -> None:
-        place, region = target
-        if array.nbytes > place.size:
+        ref, region = target
+        if array.nbytes > ref.size:
             raise BadRequest(
-                f"shared memory size specified with the request for output '{tensor}' ({place.size} bytes) "
+                f"shared memory size specified with the request for output '{tensor}' ({ref.size} bytes) "
                 f"should be at least {array.nbytes} bytes to hold the results"
             )
         left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        at = region.offset + place.offset
+        at = region.offset + ref.offset
         with region.busy:
             if self._regions.get(region.name) is not region:
                 raise NotFound(f"shared memory region '{region.name}' was unregistered meanwhile")
-            with _as_bad_request(region.key), self._opened(region, os.O_WRONLY) as file:
+            with self._opened_region(region, os.O_WRONLY) as file:
                 # A write must not extend a file that was truncated.
                 if os.fstat(file).st_size < at + array.nbytes:
                     raise _short(region.key)
@@ -168,25 +169,21 @@ class SharedMemoryRegistry:
                     written = os.pwrite(file, left, at)
                     left, at = left[written:], at + written
 
-    def _look(self, key: str, offset: int, size: int) -> tuple[int, int]:
+    def _checked_file(self, key: str, offset: int, size: int) -> tuple[int, int]:
         """Check that the file of ``key`` has the bytes; return its identity. Raises ``BadRequest``."""
         plain = key.removeprefix("/")
         # A plain name that is not a link cannot lead to a file outside the folder.
-        if plain in ("", ".", "..") or len(plain.encode()) > _NAME or {"/", "\0"} & {*plain}:
+        if plain in ("", ".", "..") or len(plain.encode()) > _MAX_NAME or {"/", "\0"} & {*plain}:
             raise BadRequest(
-                f"the key of a shared memory region must be a plain name of up to {_NAME} bytes, as shm_open "
-                f"takes it, got {short_value(key)}"
+                f"the key of a shared memory region must be a plain name of up to {_MAX_NAME} bytes, as "
+                f"shm_open takes it, got {short_value(key)}"
             )
         if size <= 0 or offset < 0:
             raise BadRequest(
                 f"'byte_size' must be positive, 'offset' not negative; got {size}, {offset}"
             )
-        with _as_bad_request(key):
-            file = os.open(self._folder / plain, os.O_RDWR | _FLAGS)
-            try:
-                found = os.fstat(file)
-            finally:
-                os.close(file)
+        with _as_bad_request(key), self._opened(key, os.O_RDWR) as file:
+            found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
             raise BadRequest(f"shared memory key {short_value(key)} is not a shared memory file")
         if offset + size > found.st_size:
@@ -196,9 +193,16 @@ class SharedMemoryRegistry:
         return found.st_dev, found.st_ino
 
     @contextmanager
-    def _opened(self, region: Region, mode: int) -> Iterator[int]:
-        file = os.open(self._folder / region.key.removeprefix("/"), mode | _FLAGS)
+    def _opened(self, key: str, mode: int) -> Iterator[int]:
+        file = os.open(self._folder / key.removeprefix("/"), mode | _FLAGS)
         try:
+            yield file
+        finally:
+            os.close(file)
+
+    @contextmanager
+    def _opened_region(self, region: Region, mode: int) -> Iterator[int]:
+        with _as_bad_request(region.key), self._opened(region.key, mode) as file:
             found = os.fstat(file)
             if (found.st_dev, found.st_ino) != region.file:
                 raise BadRequest(
@@ -206,8 +210,6 @@ class SharedMemoryRegistry:
                     f"registered as '{region.name}'; unregister and register it again"
                 )
             yield file
-        finally:
-            os.close(file)
 
 
 @contextmanager

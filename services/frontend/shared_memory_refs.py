@@ -25,8 +25,8 @@ class SharedMemoryRef(NamedTuple):
     @property
     def parameters(self) -> dict[str, str | int]:
         """The reference as a tensor's parameters."""
-        parameters_json: dict[str, str | int] = {_REGION: self.region, _SIZE: self.size}
-        return {**parameters_json, _OFFSET: self.offset} if self.offset else parameters_json
+        offset = {_OFFSET: self.offset} if self.offset else {}
+        return {_REGION: self.region, _SIZE: self.size, **offset}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,18 @@ class Region:
 
     def as_json(self) -> dict[str, Any]:
         """The region in the protocol's form."""
-        parameters_json = {"name": self.name, "key": self.key, "offset": self.offset}
-        return {**parameters_json, "byte_size": self.size}
+        return {
+            "name": self.name,
+            "key": self.key,
+            "offset": self.offset,
+            "byte_size": self.size,
+        }
 
 
 class Target(NamedTuple):
     """Target of an output: a location, and the region that had its name when the request arrived."""
 
-    place: SharedMemoryRef
+    reference: SharedMemoryRef
     region: Region
 
 
@@ -65,12 +69,16 @@ class SharedMemoryRefs:
     @property
     def size(self) -> int:
         """Bytes of the inputs."""
-        return sum(place.size for place, _ in self.inputs.values())
+        return sum(reference.size for reference, _ in self.inputs.values())
 
 
-def place_of(tensor: str, given: Mapping[str, Any]) -> SharedMemoryRef:
-    """Parse the location of ``tensor`` from the parameters ``given``. Raises ``BadRequest``."""
-    region, size, offset = given.get(_REGION), given.get(_SIZE), given.get(_OFFSET, 0)
+def parse_reference(tensor: str, parameters: Mapping[str, Any]) -> SharedMemoryRef:
+    """Parse the location of ``tensor`` from its ``parameters``. Raises ``BadRequest``."""
+    region, size, offset = (
+        parameters.get(_REGION),
+        parameters.get(_SIZE),
+        parameters.get(_OFFSET, 0),
+    )
     if type(region) is not str or type(size) is not int or type(offset) is not int:
         raise BadRequest(
             f"'{tensor}': '{_REGION}' must be a string, '{_SIZE}' and '{_OFFSET}' whole numbers of bytes; "
@@ -83,10 +91,10 @@ def place_of(tensor: str, given: Mapping[str, Any]) -> SharedMemoryRef:
     return SharedMemoryRef(region, size, offset)
 
 
-def require_size(tensor: str, place: SharedMemoryRef, expected: int, model: str) -> None:
+def require_size(tensor: str, reference: SharedMemoryRef, expected: int, model: str) -> None:
     """Check that an input's bytes match its shape."""
-    if place.size != expected:
+    if reference.size != expected:
         raise BadRequest(
             f"input byte size mismatch for input '{tensor}' for model '{model}'. Expected {expected}, got "
-            f"{place.size}"
+            f"{reference.size}"
         )

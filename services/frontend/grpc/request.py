@@ -29,7 +29,7 @@ from services.frontend.shared_memory_refs import (
     PARAMETERS,
     SharedMemoryRef,
     SharedMemoryRefs,
-    place_of,
+    parse_reference,
     require_size,
 )
 
@@ -270,7 +270,7 @@ def _place(tensor: Any) -> SharedMemoryRef | None:
     """Return a tensor's reference to shared memory; None if the message has its elements."""
     parameters = tensor.parameters
     ref = {name: _value(parameters[name]) for name in PARAMETERS if name in parameters}
-    return place_of(tensor.name, ref) if ref else None
+    return parse_reference(tensor.name, ref) if ref else None
 
 
 def _parsed(message: bytes) -> Any:

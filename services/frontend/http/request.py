@@ -27,7 +27,7 @@ from services.frontend.inference_request import InferenceRequest, RequestTemplat
 from services.frontend.shared_memory_refs import (
     PARAMETERS,
     SharedMemoryRefs,
-    place_of,
+    parse_reference,
     require_size,
 )
 
@@ -174,7 +174,7 @@ def _form(
             if parameters is not None and not _PLACES.isdisjoint(parameters):
                 if "data" in item:
                     raise ValueError("data")
-                place = place_of(name, parameters)
+                place = parse_reference(name, parameters)
                 require_size(name, place, count * dtype.itemsize, model)
                 refs.inputs[name] = place, dtype
                 continue
@@ -235,7 +235,7 @@ def _with_options(
                 raise ValueError("outputs")
             name = item["name"]
             if not _PLACES.isdisjoint(parameters):
-                refs.outputs[name] = place_of(name, parameters)
+                refs.outputs[name] = parse_reference(name, parameters)
                 binary = True
             form.binary[name] = binary
         if len(form.binary) != len(wanted):

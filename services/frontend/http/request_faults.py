@@ -16,7 +16,7 @@ from hps.errors import BadRequest
 from services.frontend import request_errors as faults
 from services.frontend.datatypes import BINARY_ONLY, InputRule, flat, numbers
 from services.frontend.errors import short_value
-from services.frontend.shared_memory_refs import PARAMETERS, place_of, require_size
+from services.frontend.shared_memory_refs import PARAMETERS, parse_reference, require_size
 
 _PLACES = frozenset(PARAMETERS)
 
@@ -102,7 +102,7 @@ def _input(
             raise BadRequest(
                 f"input '{name}' has both data and a reference to shared memory; send one of them"
             )
-        require_size(name, place_of(name, parameters), count * dtype.itemsize, model)
+        require_size(name, parse_reference(name, parameters), count * dtype.itemsize, model)
         return offset
     if "binary_data_size" not in parameters or parameters["binary_data_size"] is None:
         _data(item, name, item["datatype"], dtype, count)
@@ -225,4 +225,4 @@ def _outputs(wanted: Any) -> None:
         if "classification" in parameters:
             raise faults.classification(name)
         if not _PLACES.isdisjoint(parameters):
-            place_of(name, parameters)
+            parse_reference(name, parameters)

@@ -142,10 +142,10 @@ class _RunnableTime:
         try:
             if _TRACED.search((self._folder / "status").read_bytes()):
                 return 0.0
-            cpu_s, before_s = _cpu_s(self._folder / "stat"), self._cpu_s
+            (_, cpu_s), before_s = _state_and_cpu_s(self._folder), self._cpu_s
             self._cpu_s = cpu_s
             tasks = (self._folder / "task").iterdir()
-            waits = any(_state(each / "stat") == b"R" for each in tasks)
+            waits = any(_state_and_cpu_s(each)[0] == b"R" for each in tasks)
         except OSError:  # it has ended, or the system has no /proc
             return passed_s
         return min(passed_s, cpu_s - before_s) if waits else passed_s
@@ -155,13 +155,8 @@ _TRACED = re.compile(rb"^TracerPid:\t[1-9]", re.MULTILINE)
 _STAT = re.compile(rb".*\) (?P<state>\S)(?: \S+){10} (?P<user>\d+) (?P<system>\d+) ", re.DOTALL)
 
 
-def _cpu_s(stat: Path) -> float:
-    found = _STAT.match(stat.read_bytes())
-    assert found is not None
-    return (int(found["user"]) + int(found["system"])) / os.sysconf("SC_CLK_TCK")
-
-
-def _state(stat: Path) -> bytes:
-    found = _STAT.match(stat.read_bytes())
-    assert found is not None
-    return found["state"]
+def _state_and_cpu_s(folder: Path) -> tuple[bytes, float]:
+    """State and CPU time of the process or thread with this folder in ``/proc``."""
+    stat = _STAT.match((folder / "stat").read_bytes())
+    assert stat is not None
+    return stat["state"], (int(stat["user"]) + int(stat["system"])) / os.sysconf("SC_CLK_TCK")

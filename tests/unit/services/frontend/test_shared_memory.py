@@ -15,7 +15,7 @@ from services.frontend.shared_memory import SharedMemoryRegistry
 from services.frontend.shared_memory_refs import (
     SharedMemoryRef,
     SharedMemoryRefs,
-    place_of,
+    parse_reference,
     require_size,
 )
 from tests.support.waiting import until
@@ -164,7 +164,7 @@ def test_number_and_names_of_regions_are_bounded(regions, numbers, monkeypatch):
     for name in ("", "é" * 128):
         with pytest.raises(BadRequest, match="must have 1 to 255 bytes"):
             regions.register(name, "numbers", 0, 8, HERE)
-    monkeypatch.setattr(module, "_MOST", 1)
+    monkeypatch.setattr(module, "_MAX_REGIONS", 1)
     with pytest.raises(BadRequest, match="1 shared memory regions are registered"):
         regions.register("s", "numbers", 0, 8, HERE)
 
@@ -215,7 +215,7 @@ def test_answer_to_a_removed_region_is_an_error(regions, numbers):
 
 def test_invalid_parameters_are_rejected():
     full = {"shared_memory_region": "r", "shared_memory_byte_size": 8, "shared_memory_offset": 16}
-    place = place_of("f", full)
+    place = parse_reference("f", full)
     assert place == SharedMemoryRef("r", 8, 16)
     assert place.parameters == full
     assert "shared_memory_offset" not in SharedMemoryRef("r", 8).parameters
@@ -226,11 +226,11 @@ def test_invalid_parameters_are_rejected():
         {"shared_memory_offset": True},
     ):
         with pytest.raises(BadRequest, match="'f': 'shared_memory_region' must be a string"):
-            place_of("f", full | wrong)
+            parse_reference("f", full | wrong)
     for name in ("shared_memory_byte_size", "shared_memory_offset"):
         with pytest.raises(BadRequest, match="must not be negative"):
-            place_of("f", full | {name: -1})
+            parse_reference("f", full | {name: -1})
     with pytest.raises(BadRequest, match="first two go together"):
-        place_of("f", {"shared_memory_byte_size": 8})
+        parse_reference("f", {"shared_memory_byte_size": 8})
     with pytest.raises(BadRequest, match=r"for model 'm'\. Expected 16, got 8"):
         require_size("f", place, 16, "m")
