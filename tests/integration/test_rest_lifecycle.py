@@ -396,8 +396,8 @@ def test_missing_certificates_end_the_process_with_exit_code_2(small_repository,
     with serve(tmp_path, models=models, server=server) as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
-    (told,) = [line for line in errors.splitlines() if "server.admin.tls" in line]
-    assert "no.key: No such file or directory" in told
+    (reported,) = [line for line in errors.splitlines() if "server.admin.tls" in line]
+    assert "no.key: No such file or directory" in reported
     assert "Traceback" not in errors
 
 

@@ -102,11 +102,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hps.Node]:
 
 def test_log_level_reaches_all_workers(server):
     def levels():
-        told = set()
+        reported = set()
         for _ in range(12):  # connections are spread over the workers
             with Connection(server.address) as data:
-                told.add(data.ask("GET", "/v2/logging")["log_verbose_level"])
-        return told
+                reported.add(data.ask("GET", "/v2/logging")["log_verbose_level"])
+        return reported
 
     with Admin(f"http://{server.admin}") as admin, Admin(f"http://{server.address}") as data:
         with pytest.raises(Unsupported, match="use the admin port"):
@@ -166,8 +166,8 @@ def test_workers_answer_grpc(server):
 
 
 def _count(client: Any) -> int:
-    told = client.get_inference_statistics("words.lookup", as_json=True)
-    return int(told["model_stats"][0]["inference_stats"]["success"].get("count", 0))
+    reported = client.get_inference_statistics("words.lookup", as_json=True)
+    return int(reported["model_stats"][0]["inference_stats"]["success"].get("count", 0))
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -189,8 +189,8 @@ def test_every_worker_reports_the_sums_of_all(server):
     """Connections until both workers have answered: the kernel spreads them."""
 
     def total(connection: Connection) -> int:
-        told = connection.ask("GET", "/v2/models/words.lookup/stats")["model_stats"][0]
-        return int(told["inference_stats"]["success"]["count"])
+        reported = connection.ask("GET", "/v2/models/words.lookup/stats")["model_stats"][0]
+        return int(reported["inference_stats"]["success"]["count"])
 
     with Connection(server.admin) as admin:
         before = total(admin)
@@ -329,9 +329,9 @@ def test_briefly_stuck_worker_is_replaced_in_service_and_continues(tmp_path):
                 with Connection(server.address) as connection:
                     connection.ask("POST", PATH, BODY)
             until(lambda: workers(server)[0]["state"] == "unresponsive")
-            with Admin(f"http://{server.admin}") as admin, pytest.raises(Unavailable) as told:
+            with Admin(f"http://{server.admin}") as admin, pytest.raises(Unavailable) as reported:
                 admin.ask("/v2/health/ready")
-            assert "1 of 2 worker processes answer; no answer from number 1" in str(told.value)
+            assert "1 of 2 worker processes answer; no answer from number 1" in str(reported.value)
         finally:
             os.kill(before[0]["pid"], signal.SIGCONT)
         until(lambda: status(server)["ready"])

@@ -61,8 +61,8 @@ class AdmissionQueue:
         self._lock = threading.Lock()
         self.running = 0
         self._reserved = 0
-        self._estimate = WaitEstimate(running)
-        self._bound = WaitBound(self._max_wait_s, self._estimate)
+        self.estimate = WaitEstimate(running)
+        self._bound = WaitBound(self._max_wait_s, self.estimate)
 
     @property
     def queued(self) -> int:
@@ -123,14 +123,14 @@ class AdmissionQueue:
                 "server.admission.queue); retry later, or ask another replica",
                 "queue_full",
             )
-        if not self._bound.allows(self._estimate.wait_s(ahead)):
+        if not self._bound.allows(self.estimate.wait_s(ahead)):
             return Overloaded(self._wait_too_long, "queue_wait")
         return self._byte_budget.rejection(size)
 
     def _require_time(self, deadline: float) -> None:
         """Raise ``Overloaded`` if a request would spend too much of its time until ``deadline`` queued."""
         left_s = deadline - time.monotonic()
-        wait_s = self._estimate.wait_s(len(self._queue))
+        wait_s = self.estimate.wait_s(len(self._queue))
         if 0 < _MAX_DEADLINE_SHARE * left_s < wait_s:
             self._bound.shrink(wait_s)
             raise Overloaded(self._wait_too_long, "queue_wait")
@@ -184,17 +184,17 @@ class AdmissionQueue:
 
     def _count_start(self) -> None:
         self.running += 1
-        self._estimate.begin()
+        self.estimate.begin()
 
     def _count_end(self) -> None:
         self.running -= 1
-        self._estimate.end()
+        self.estimate.end()
 
     def _count_immediate_end(self) -> None:
         """End a request that took no time."""
         with self._lock:
             self.running -= 1
-            self._estimate.end_immediately()
+            self.estimate.end_immediately()
 
     def _enqueue(
         self,

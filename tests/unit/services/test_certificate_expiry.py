@@ -70,12 +70,12 @@ def test_reloaded_files_are_read_again_and_others_keep_their_expiry_at_start(pai
         ("updates.kafka.options.ssl.ca.location",): valid,
     }
 
-    def told():
+    def reported():
         return metrics.numbers()[m.CERTIFICATE_EXPIRY]
 
-    assert told() == dict.fromkeys(read_again, OLD_S) | of_clients
+    assert reported() == dict.fromkeys(read_again, OLD_S) | of_clients
     for each in (port, client):
         each.write_text(certificate.read_text())
-    assert told() == dict.fromkeys(read_again, valid) | of_clients
+    assert reported() == dict.fromkeys(read_again, valid) | of_clients
     port.unlink()
-    assert told() == of_clients
+    assert reported() == of_clients

@@ -34,30 +34,30 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(machine: Path, groups: str) -> ContainerMemory:
+def reported(machine: Path, groups: str) -> ContainerMemory:
     written(machine / "proc/self", cgroup=groups)
     return read_memory_limits(machine / "proc", machine / "groups")
 
 
 def test_memory_of_a_machine(machine):
-    assert told(machine, "0::/") == (6 * GB, 16 * GB)
+    assert reported(machine, "0::/") == (6 * GB, 16 * GB)
     written(machine / "groups", memory__max="max", memory__current=GB, memory__stat="anon 1")
-    assert told(machine, "0::/") == (6 * GB, 16 * GB)
+    assert reported(machine, "0::/") == (6 * GB, 16 * GB)
 
 
 def test_memory_of_a_container_excludes_file_cache(machine):
     stat = f"anon {2 * GB}\ninactive_file {GB}\nactive_file {GB // 2}"
     written(machine / "groups", memory__max=4 * GB, memory__current=3 * GB, memory__stat=stat)
-    assert told(machine, "0::/") == (3 * GB - GB - GB // 2, 4 * GB)
+    assert reported(machine, "0::/") == (3 * GB - GB - GB // 2, 4 * GB)
     # The name that is seen from outside the container.
-    assert told(machine, "0::/../../pods/one") == (3 * GB - GB - GB // 2, 4 * GB)
+    assert reported(machine, "0::/../../pods/one") == (3 * GB - GB - GB // 2, 4 * GB)
 
 
 def test_memory_of_the_fullest_group_counts(machine):
     pod = machine / "groups/pod"
     written(pod, memory__max=2 * GB, memory__current=GB, memory__stat="anon 1")
     written(pod / "hps", memory__max=8 * GB, memory__current=GB // 2, memory__stat="anon 1")
-    assert told(machine, "0::/pod/hps") == (GB, 2 * GB)
+    assert reported(machine, "0::/pod/hps") == (GB, 2 * GB)
 
 
 def test_memory_by_control_groups_version_1(machine):
@@ -66,7 +66,7 @@ def test_memory_by_control_groups_version_1(machine):
     written(group, memory__limit_in_bytes=4 * GB, **files)
     written(machine / "groups/memory", memory__limit_in_bytes=2**63 - 4096, **files)
     lines = "4:memory:/hps\n3:cpu,cpuacct:/hps\n0::/"
-    assert told(machine, lines) == (2 * GB, 4 * GB)
+    assert reported(machine, lines) == (2 * GB, 4 * GB)
 
 
 def test_memory_of_this_machine_is_plausible():
@@ -98,8 +98,8 @@ RssShmem:\t   10 kB
 
 
 def test_resident_memory_by_kind():
-    told = {"anonymous": 60 << 10, "file": 30 << 10, "shared": 10 << 10}
-    assert dict(resident_bytes(STATUS)) == told
+    reported = {"anonymous": 60 << 10, "file": 30 << 10, "shared": 10 << 10}
+    assert dict(resident_bytes(STATUS)) == reported
 
 
 def test_process_exports_cpu_time_and_memory():

@@ -92,15 +92,15 @@ def test_waiting_predictions_run_as_one_batch(small, batched):
 @pytest.mark.parametrize("name", ["ctr", "ctr.lookup"])
 def test_batch_runs_with_the_trace_of_its_first_request(small, batched, name, monkeypatch):
     """Without recorded spans, downstream services get the first request's trace."""
-    told, fetch = [], small.store.fetch
+    reported, fetch = [], small.store.fetch
 
     def telling(parts, ctx):
-        told.append(ctx.origin.request_id)
+        reported.append(ctx.origin.request_id)
         fetch(parts, ctx)
 
     monkeypatch.setattr(small.store, "fetch", telling)
     submit_three(small, batched()[name], [RequestContext(f"r-{i}") for i in range(3)])
-    assert told == ["r-0", "r-1"]
+    assert reported == ["r-0", "r-1"]
 
 
 @pytest.mark.parametrize("name", ["ctr", "ctr.lookup"])

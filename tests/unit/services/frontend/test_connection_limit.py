@@ -32,9 +32,9 @@ def test_refused_connections_are_logged_at_most_once_a_minute(
     limit = ConnectionLimit(1)
     for _ in range(5):
         limit.enter("1.2.3.4")
-    (told,) = caplog.messages
-    assert "ulimit -n" in told
-    assert "client=1.2.3.4 open=1" in told
+    (reported,) = caplog.messages
+    assert "ulimit -n" in reported
+    assert "client=1.2.3.4 open=1" in reported
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ def test_metadata_of_a_ranking_model(data, call):
         {"name": "score", "datatype": "FP32", "shape": [-1, 1]},
         {"name": "logit", "datatype": "FP32", "shape": [-1]},
     ]
-    told = found["parameters"]
-    assert told["source_codes"]["rocksdb"] == 4
-    assert told["source_outputs"] == ["user.source", "item.source", "history.source"]
-    assert told["jagged_inputs"] == ["history.offsets", "history.weights"]
-    assert told["context"] == ["user"]
+    reported = found["parameters"]
+    assert reported["source_codes"]["rocksdb"] == 4
+    assert reported["source_outputs"] == ["user.source", "item.source", "history.source"]
+    assert reported["jagged_inputs"] == ["history.offsets", "history.weights"]
+    assert reported["context"] == ["user"]
 
 
 def test_metadata_of_lookups(data, call):
@@ -46,8 +46,8 @@ def test_configuration_and_metadata_agree_on_dimensions(data, model, call):
     metadata = call(data, "GET", f"/v2/models/{model}").json()
     config = call(data, "GET", f"/v2/models/{model}/config").json()
     assert config["max_batch_size"] > 0
-    for told, configured in (("inputs", "input"), ("outputs", "output")):
-        for tensor, entry in zip(metadata[told], config[configured], strict=True):
+    for reported, configured in (("inputs", "input"), ("outputs", "output")):
+        for tensor, entry in zip(metadata[reported], config[configured], strict=True):
             assert tensor["name"] == entry["name"]
             assert tensor["shape"] == [-1, *entry["dims"]]
             assert entry["data_type"] == f"TYPE_{tensor['datatype']}"

@@ -32,8 +32,8 @@ def everywhere(small, control):
 
 
 def test_index_reports_the_state_of_each_model(call, admin, control):
-    told = call(admin, "POST", "/v2/repository/index").json()
-    found = [(each["name"], each["version"], each["state"], each["reason"]) for each in told]
+    reported = call(admin, "POST", "/v2/repository/index").json()
+    found = [(each["name"], each["version"], each["state"], each["reason"]) for each in reported]
     assert found[:2] == [("ctr", "1", "READY", ""), ("ctr.lookup", "1", "READY", "")]
     assert found[-2:] == [
         ("ctr", "2", "LOADING", ""),

@@ -121,11 +121,11 @@ def test_statistics_count_a_batch_as_one_execution():
     stats.succeeded(0, 10, 20, 40, 80, execution=other)
     found = stats.as_json("m", "1")
     assert (found["inference_count"], found["execution_count"]) == (10, 3)
-    told = [
+    reported = [
         (each["batch_size"], each["compute_infer"]["count"], each["compute_infer"]["ns"])
         for each in found["batch_stats"]
     ]
-    assert told == [(0, 1, 20), (5, 2, 50 + 20)]
+    assert reported == [(0, 1, 20), (5, 2, 50 + 20)]
     # The times of all requests are in the totals.
     assert found["inference_stats"]["compute_infer"] == {"count": 5, "ns": 50 + 220 + 3 * 20}
     total = Statistics()

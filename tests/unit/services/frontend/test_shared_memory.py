@@ -38,23 +38,23 @@ def numbers(tmp_path, regions):
     return path
 
 
-def taken(regions, place, caller=HERE):
-    return regions.take(SharedMemoryRefs({"f": (place, INT64)}), caller)[0]["f"]
+def read_input(regions, ref, caller=HERE):
+    return regions.take(SharedMemoryRefs({"f": (ref, INT64)}), caller)[0]["f"]
 
 
-def targets(regions, place):
-    return regions.take(SharedMemoryRefs(outputs={"f": place}), HERE)[1]
+def targets(regions, ref):
+    return regions.take(SharedMemoryRefs(outputs={"f": ref}), HERE)[1]
 
 
-def put(regions, place, array):
-    return regions.put([("f", array), ("g", array)], targets(regions, place))
+def put(regions, ref, array):
+    return regions.put([("f", array), ("g", array)], targets(regions, ref))
 
 
 def test_inputs_are_read_at_their_offsets(regions, numbers):
-    found = taken(regions, SharedMemoryRef("r", 16, 24))
+    found = read_input(regions, SharedMemoryRef("r", 16, 24))
     assert found.tolist() == [4, 5]
-    assert taken(regions, SharedMemoryRef("r", 72)).tolist() == [*range(1, 10)]
-    assert taken(regions, SharedMemoryRef("r", 0)).tolist() == []
+    assert read_input(regions, SharedMemoryRef("r", 72)).tolist() == [*range(1, 10)]
+    assert read_input(regions, SharedMemoryRef("r", 0)).tolist() == []
     numbers.write_bytes(bytes(80))  # the request has a copy
     assert found.tolist() == [4, 5]
 
@@ -95,10 +95,10 @@ def test_registry_is_off_or_for_clients_on_this_machine(tmp_path, regions, numbe
     with pytest.raises(
         BadRequest, match=r"'f': shared memory is not offered.*server\.shared_memory"
     ):
-        taken(off, SharedMemoryRef("r", 8))
+        read_input(off, SharedMemoryRef("r", 8))
     with pytest.raises(Forbidden, match=r"not for 10\.0\.0\.9"):
-        taken(regions, SharedMemoryRef("r", 8), "10.0.0.9")
-    assert taken(regions, SharedMemoryRef("r", 8), "::1").tolist() == [1]
+        read_input(regions, SharedMemoryRef("r", 8), "10.0.0.9")
+    assert read_input(regions, SharedMemoryRef("r", 8), "::1").tolist() == [1]
 
 
 def test_region_keys_name_only_files_of_shared_memory(tmp_path, regions, numbers):
@@ -117,14 +117,14 @@ def test_region_keys_name_only_files_of_shared_memory(tmp_path, regions, numbers
     # Nor is a file accepted that takes a registered file's name later.
     numbers.rename(tmp_path / "other")
     with pytest.raises(BadRequest, match="No such file"):
-        taken(regions, SharedMemoryRef("r", 8))
+        read_input(regions, SharedMemoryRef("r", 8))
     numbers.symlink_to(tmp_path / "other")
     with pytest.raises(BadRequest, match="Unable to open"):
         put(regions, SharedMemoryRef("r", 8), np.zeros(1))
     numbers.unlink()
     numbers.write_bytes(bytes(80))
     with pytest.raises(BadRequest, match="now names another file"):
-        taken(regions, SharedMemoryRef("r", 8))
+        read_input(regions, SharedMemoryRef("r", 8))
 
 
 def test_region_must_fit_in_its_file(regions, numbers):
@@ -134,28 +134,28 @@ def test_region_must_fit_in_its_file(regions, numbers):
     for offset, size in ((0, 0), (-1, 8)):
         with pytest.raises(BadRequest, match="'byte_size' must be positive"):
             regions.register("s", "numbers", offset, size, HERE)
-    for place in (
+    for ref in (
         SharedMemoryRef("r", 73),
         SharedMemoryRef("r", 8, 72),
         SharedMemoryRef("r", 2**63, 2**63),
     ):
         with pytest.raises(BadRequest, match="Invalid offset"):
-            targets(regions, place)
+            targets(regions, ref)
     with pytest.raises(NotFound, match="Unable to find shared memory region"):
-        taken(regions, SharedMemoryRef("none", 8))
+        read_input(regions, SharedMemoryRef("none", 8))
     with pytest.raises(RequestTooLarge, match=r"at most 1000 are taken.*server\.max_body_bytes"):
-        taken(regions, SharedMemoryRef("r", 1008))
+        read_input(regions, SharedMemoryRef("r", 1008))
 
 
 def test_truncated_file_is_an_error(regions, numbers):
     os.truncate(numbers, 20)
     for size in (16, 72):
         with pytest.raises(BadRequest, match="shorter than when it was registered"):
-            taken(regions, SharedMemoryRef("r", size))
+            read_input(regions, SharedMemoryRef("r", size))
         with pytest.raises(BadRequest, match="shorter than when it was registered"):
             put(regions, SharedMemoryRef("r", size), np.zeros(size // 8))
     assert numbers.stat().st_size == 20
-    assert taken(regions, SharedMemoryRef("r", 8)).tolist() == [1]
+    assert read_input(regions, SharedMemoryRef("r", 8)).tolist() == [1]
 
 
 def test_number_and_names_of_regions_are_bounded(regions, numbers, monkeypatch):
@@ -215,9 +215,9 @@ def test_answer_to_a_removed_region_is_an_error(regions, numbers):
 
 def test_invalid_parameters_are_rejected():
     full = {"shared_memory_region": "r", "shared_memory_byte_size": 8, "shared_memory_offset": 16}
-    place = parse_reference("f", full)
-    assert place == SharedMemoryRef("r", 8, 16)
-    assert place.parameters == full
+    ref = parse_reference("f", full)
+    assert ref == SharedMemoryRef("r", 8, 16)
+    assert ref.parameters == full
     assert "shared_memory_offset" not in SharedMemoryRef("r", 8).parameters
     for wrong in (
         {"shared_memory_region": 3},
@@ -233,4 +233,4 @@ def test_invalid_parameters_are_rejected():
     with pytest.raises(BadRequest, match="first two go together"):
         parse_reference("f", {"shared_memory_byte_size": 8})
     with pytest.raises(BadRequest, match=r"for model 'm'\. Expected 16, got 8"):
-        require_size("f", place, 16, "m")
+        require_size("f", ref, 16, "m")

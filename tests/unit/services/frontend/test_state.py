@@ -61,12 +61,12 @@ def test_statistics_include_all_processes(small):
     other.add(entry.statistics.numbers())
     assert state.statistics([entry])[0]["inference_count"] == 4
     state.set_statistics_source(lambda: {"words/1": other.numbers(), "ctr/7": other.numbers()})
-    told = state.statistics([entry, state.entries["ctr"]])
-    assert [each["inference_count"] for each in told] == [17, 0]
-    assert told[0]["inference_stats"]["success"] == {"count": 3, "ns": 72}
-    assert told[0]["inference_stats"]["fail"]["count"] == 1
-    assert [b["batch_size"] for b in told[0]["batch_stats"]] == [4, 9]
-    assert told[0]["batch_stats"][0]["compute_infer"] == {"count": 2, "ns": 22}
+    reported = state.statistics([entry, state.entries["ctr"]])
+    assert [each["inference_count"] for each in reported] == [17, 0]
+    assert reported[0]["inference_stats"]["success"] == {"count": 3, "ns": 72}
+    assert reported[0]["inference_stats"]["fail"]["count"] == 1
+    assert [b["batch_size"] for b in reported[0]["batch_stats"]] == [4, 9]
+    assert reported[0]["batch_stats"][0]["compute_infer"] == {"count": 2, "ns": 22}
     state.set_statistics_source(lambda: None)
     assert state.statistics([entry])[0]["inference_count"] == 4
 

@@ -26,18 +26,18 @@ def test_counts_durations_and_failure_reasons():
         }
     )
     numbers = {"ctr/7": statistics.numbers(), "ctr/6": Statistics().numbers()}
-    told = triton_numbers(found, {"ctr/7": ("ctr", "7")}, lambda: numbers)
-    assert told.keys() == {spec.name for spec in TRITON}
-    failures = told.pop("nv_inference_request_failure")
+    reported = triton_numbers(found, {"ctr/7": ("ctr", "7")}, lambda: numbers)
+    assert reported.keys() == {spec.name for spec in TRITON}
+    failures = reported.pop("nv_inference_request_failure")
     assert failures == {
         ("ctr", "7", "REJECTED"): 3,
         ("ctr", "7", "CANCELED"): 3,
         ("ctr", "7", "BACKEND"): 4,
         ("ctr", "7", "OTHER"): 11,
     }
-    assert told.pop("nv_gpu_memory_used_bytes") == {("GPU-1",): 5}
-    assert told.pop("nv_gpu_memory_total_bytes") == {("GPU-1",): 80}
-    assert {name: values["ctr", "7"] for name, values in told.items()} == {
+    assert reported.pop("nv_gpu_memory_used_bytes") == {("GPU-1",): 5}
+    assert reported.pop("nv_gpu_memory_total_bytes") == {("GPU-1",): 80}
+    assert {name: values["ctr", "7"] for name, values in reported.items()} == {
         "nv_inference_request_success": 2,
         "nv_inference_count": 6,
         "nv_inference_exec_count": 1,
@@ -48,4 +48,4 @@ def test_counts_durations_and_failure_reasons():
         "nv_inference_compute_infer_duration_us": 40,
         "nv_inference_compute_output_duration_us": 6,
     }
-    assert all(len(values) == 1 for values in told.values())
+    assert all(len(values) == 1 for values in reported.values())

@@ -268,7 +268,7 @@ def test_request_with_too_long_expected_wait_is_rejected(make_queue, monkeypatch
     """The expected wait follows from the remaining time of running requests, and the queued ones."""
     clock = _clock(monkeypatch)
     _, queue, *_ = make_queue(running=2, max_wait_ms=30_000)
-    queue._estimate.work_s = queue._estimate.turn_s = 40.0
+    queue.estimate.work_s = queue.estimate.turn_s = 40.0
     queue.submit(call(), FAR)
     clock[0] += 5
     queue.submit(call(), FAR)
@@ -290,7 +290,7 @@ def test_request_with_too_long_expected_wait_is_rejected(make_queue, monkeypatch
 def test_request_running_longer_than_average_counts_as_about_to_end(make_queue, monkeypatch):
     clock = _clock(monkeypatch)
     _, queue, *_ = make_queue(max_wait_ms=10_000)
-    queue._estimate.work_s = 40.0
+    queue.estimate.work_s = 40.0
     queue.submit(call(), FAR)
     with pytest.raises(Overloaded):
         queue.require_capacity()
@@ -303,7 +303,7 @@ def test_requests_that_take_no_time_add_no_expected_wait(make_queue, monkeypatch
     """Short requests behind a long one all start together."""
     clock = _clock(monkeypatch)
     works, queue, *_ = make_queue(max_wait_ms=10_000)
-    queue._estimate.work_s = queue._estimate.turn_s = 4.0
+    queue.estimate.work_s = queue.estimate.turn_s = 4.0
     for _ in range(30):
         queue.submit(call(), FAR)
         queue.submit(InferenceRequest(RequestTemplate(), {}), FAR)
@@ -319,10 +319,10 @@ def test_requests_that_take_no_time_add_no_expected_wait(make_queue, monkeypatch
 def test_no_request_is_rejected_for_its_wait_while_a_slot_is_free(make_queue, monkeypatch):
     _clock(monkeypatch)
     _, queue, *_ = make_queue(running=2, max_wait_ms=10_000)
-    queue._estimate.work_s = queue._estimate.turn_s = 40.0
+    queue.estimate.work_s = queue.estimate.turn_s = 40.0
     queue.submit(call(), FAR)
     queue.require_capacity()  # as if the second had ended since the caller found the queue saturated
-    assert [queue._estimate.wait_s(ahead) for ahead in range(4)] == [0, 40, 40, 80]
+    assert [queue.estimate.wait_s(ahead) for ahead in range(4)] == [0, 40, 40, 80]
     queue.submit(call(), FAR)
     with pytest.raises(Overloaded):
         queue.require_capacity()
@@ -337,7 +337,7 @@ def test_slot_is_free_before_the_client_gets_its_answer(make_queue, monkeypatch,
     waits = queue.submit(InferenceRequest(RequestTemplate(), {}) if at_once else call(), FAR)
     asked = []
     waits.add_done_callback(lambda _: asked.append(queue.submit(call("again"), FAR)))
-    queue._estimate.work_s = queue._estimate.turn_s = 400.0
+    queue.estimate.work_s = queue.estimate.turn_s = 400.0
     clock[0] += 40
     works.end()
     if not at_once:
@@ -351,12 +351,12 @@ def test_estimate_follows_the_recent_durations(make_queue, monkeypatch):
     """One long request must not cause rejections forever."""
     clock = _clock(monkeypatch)
     works, queue, *_ = make_queue(max_wait_ms=10_000)
-    queue._estimate.work_s = 1e3
+    queue.estimate.work_s = 1e3
     for _ in range(60):
         queue.submit(call(), FAR)
         clock[0] += 5
         works.end()
-    assert 5 < queue._estimate.work_s < 10
+    assert 5 < queue.estimate.work_s < 10
     queue.submit(call(), FAR)
     queue.submit(call(), FAR)
     assert queue.queued == 1
@@ -370,7 +370,7 @@ def test_request_that_ends_as_it_begins_releases_its_slot(make_queue):
     works.end()
     assert [each.result(0) for each in answers] == ["at once"] * 3
     works.end()
-    assert (queue.running, queue._estimate.begun) == (0, [])
+    assert (queue.running, queue.estimate.begun) == (0, [])
 
 
 def test_long_request_takes_its_slot_before_it_is_submitted(make_queue, monkeypatch):
@@ -395,7 +395,7 @@ def test_long_request_takes_its_slot_before_it_is_submitted(make_queue, monkeypa
     works.end()
     works.end()
     assert (answer.result(0), second.result(0)) == ("first", "second")
-    assert (queue.running, queue._estimate.begun) == (0, [])
+    assert (queue.running, queue.estimate.begun) == (0, [])
 
 
 def test_long_request_that_fails_to_start_releases_its_slot(make_queue, monkeypatch):
@@ -414,7 +414,7 @@ def test_long_request_that_fails_to_start_releases_its_slot(make_queue, monkeypa
         queue.submit(call(), FAR)
     works.end()
     assert waits[0].result(0) == "other"
-    assert (queue.running, queue._estimate.begun) == (0, [])
+    assert (queue.running, queue.estimate.begun) == (0, [])
 
 
 def test_queued_request_is_rejected_after_maximum_wait(make_queue):

@@ -175,23 +175,23 @@ def test_streams_are_paused_resumed_and_replayed(serve, small):
     updates = Stub(serve(), "Updates")
     updates.Pause(pb.Group(group="g"))
     updates.Resume(pb.Group())
-    told = updates.Seek(pb.SeekRequest(topic="t", partition=1, offset=2**40))
+    reported = updates.Seek(pb.SeekRequest(topic="t", partition=1, offset=2**40))
     assert streams.asked == [("pause", "g"), ("resume", None), ("seek", "t", 1, 2**40, None)]
-    stream = told.updates[0]
+    stream = reported.updates[0]
     assert (stream.group, stream.state, stream.problem) == ("g", "paused", "")
     assert not stream.HasField("lag")
     assert [p.lag for p in stream.partitions if p.HasField("lag")] == [3]
     assert [(t.model, t.table, t.age_s) for t in stream.tables] == [("m", "t", 1.5)]
-    assert updates.Status(pb.UpdatesStatusRequest()) == told
+    assert updates.Status(pb.UpdatesStatusRequest()) == reported
     assert refused(updates.Seek, pb.SeekRequest(topic="unread"))[0] == "NOT_FOUND"
     assert refused(updates.Seek, pb.SeekRequest()) == ("INVALID_ARGUMENT", "'topic' is missing")
 
 
 def test_status_and_models_equal_those_over_http(serve, small):
     admin = Stub(serve(), "Admin")
-    told = MessageToDict(admin.Status(pb.StatusRequest()).status)
-    assert told["phase"] == "ready"
-    assert [model["name"] for model in told["models"]] == ["ctr", "words", "halves"]
+    reported = MessageToDict(admin.Status(pb.StatusRequest()).status)
+    assert reported["phase"] == "ready"
+    assert [model["name"] for model in reported["models"]] == ["ctr", "words", "halves"]
     models = admin.Models(pb.ModelsRequest()).models
     assert (models[0].name, models[0].version, models[0].dense) == ("ctr", 1, True)
     table = models[0].tables[0]
@@ -201,11 +201,11 @@ def test_status_and_models_equal_those_over_http(serve, small):
 def test_status_reports_loading_and_writes_are_unavailable(serve):
     channel = serve(state=FrontendState())
     assert refused(Stub(channel, "Admin").Models, pb.ModelsRequest())[0] == "UNAVAILABLE"
-    told = Stub(channel, "Admin").Status(pb.StatusRequest()).status
-    assert told["phase"] == "starting"
+    reported = Stub(channel, "Admin").Status(pb.StatusRequest()).status
+    assert reported["phase"] == "starting"
     health = health_pb2_grpc.HealthStub(channel)
-    told = health.Check(health_pb2.HealthCheckRequest(service="hps.v1.Admin"))
-    assert told.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    reported = health.Check(health_pb2.HealthCheckRequest(service="hps.v1.Admin"))
+    assert reported.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_each_method_requires_its_role(serve, key_guard):
@@ -240,8 +240,8 @@ def test_each_method_requires_its_role(serve, key_guard):
 def test_reflection_lists_the_services(serve):
     stub = reflection_pb2_grpc.ServerReflectionStub(serve())
     request = reflection_pb2.ServerReflectionRequest(list_services="")
-    (told,) = stub.ServerReflectionInfo(iter([request]))
-    names = {each.name for each in told.list_services_response.service}
+    (reported,) = stub.ServerReflectionInfo(iter([request]))
+    names = {each.name for each in reported.list_services_response.service}
     assert {"hps.v1.Updates", "hps.v1.Admin", "grpc.health.v1.Health"} <= names
 
 

@@ -67,7 +67,7 @@ def ask(small, ask_for, *requests, model=None):
     return calls
 
 
-def told(stub, model):
+def reported(stub, model):
     """Samples, executions, requests, and the number of executions by batch size."""
     asked = pb.ModelStatisticsRequest(name=model)
     (found,) = stub.ModelStatistics(asked, timeout=60).model_stats
@@ -83,9 +83,9 @@ def test_batch_counts_as_one_execution(small, batches, make):
     for call in calls:
         call.result(60)
     model = make(1).model_name
-    assert told(batches, model) == (10, 2, 4, {3: 1, 7: 1})
+    assert reported(batches, model) == (10, 2, 4, {3: 1, 7: 1})
     batches.ModelInfer(make(3), timeout=60)
-    assert told(batches, model) == (13, 3, 5, {3: 2, 7: 1})
+    assert reported(batches, model) == (13, 3, 5, {3: 2, 7: 1})
 
 
 def test_keys_by_table_count_as_one_sample(small, batches):
@@ -94,7 +94,7 @@ def test_keys_by_table_count_as_one_sample(small, batches):
     small.store.gate.set()
     for call in calls:
         call.result(60)
-    assert told(batches, "words.lookup") == (4, 3, 4, {1: 2, 2: 1})
+    assert reported(batches, "words.lookup") == (4, 3, 4, {1: 2, 2: 1})
 
 
 @pytest.mark.parametrize("report", [False, True])
@@ -106,7 +106,7 @@ def test_lookups_of_other_nodes_are_batched(small, batches, report):
     calls = ask(small, batches.lookup, *asked, model="words.lookup")
     small.store.gate.set()
     answers = [call.result(60) for call in calls]
-    assert told(batches, "words.lookup") == (6, 2, 3, {2: 1, 4: 1})
+    assert reported(batches, "words.lookup") == (6, 2, 3, {2: 1, 4: 1})
     for answer, each in zip(answers, asked, strict=True):
         alone = batches.lookup(each, timeout=60)
         assert (answer.vectors, answer.versions) == (alone.vectors, alone.versions)
@@ -122,7 +122,7 @@ def test_keys_by_table_of_other_nodes_count_as_one_sample(small, batches):
     calls = ask(small, batches.lookup, *asked, model="words.lookup")
     small.store.gate.set()
     answers = [call.result(60) for call in calls]
-    assert told(batches, "words.lookup") == (3, 2, 3, {1: 1, 2: 1})
+    assert reported(batches, "words.lookup") == (3, 2, 3, {1: 1, 2: 1})
     for answer, each in zip(answers, asked, strict=True):
         assert answer.vectors == batches.lookup(each, timeout=60).vectors
 
@@ -147,4 +147,4 @@ def test_batch_is_counted_although_one_of_its_requests_fails_later(
     assert calls.pop(wrong).code() is grpc.StatusCode.UNAVAILABLE
     for call in calls:
         call.result(60)
-    assert told(batches, "ctr") == (8 - wrong, 2, 2, {5: 1, 3: 1})
+    assert reported(batches, "ctr") == (8 - wrong, 2, 2, {5: 1, 3: 1})

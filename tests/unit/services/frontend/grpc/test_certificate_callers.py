@@ -79,10 +79,10 @@ def test_api_key_takes_precedence_over_certificate(admin, connect):
 
 def test_errors_name_the_caller(admin, connect):
     status = admin_pb2.StatusRequest()
-    told = refused(Stub(connect(admin, "front"), "Admin").Status, status)[1]
-    assert told == "certificate of 'front' has role read; this needs role admin"
-    told = refused(Stub(connect(admin, "liar"), "Admin").Status, status)[1]
-    assert "unknown certificate, with the names CN=liar" in told
+    reported = refused(Stub(connect(admin, "front"), "Admin").Status, status)[1]
+    assert reported == "certificate of 'front' has role read; this needs role admin"
+    reported = refused(Stub(connect(admin, "liar"), "Admin").Status, status)[1]
+    assert "unknown certificate, with the names CN=liar" in reported
 
 
 def test_data_port_requires_a_known_certificate(small, by_certificate, tls, connect):

@@ -50,8 +50,8 @@ def keys(name, *values, batch=0, **more):
     """The keys of one name in a request: their description and their numbers."""
     if "offsets" in more:
         batch = len(more["offsets"]) - 1
-    told = {f"has_{what}": True for what in more}
-    return pb.Keys(name=name, count=len(values), batch=batch, **told), {"keys": values, **more}
+    reported = {f"has_{what}": True for what in more}
+    return pb.Keys(name=name, count=len(values), batch=batch, **reported), {"keys": values, **more}
 
 
 def question(model, *given, **more):
@@ -135,15 +135,15 @@ def test_request_without_keys_returns_no_vectors(client):
 
 
 def test_describe_lists_what_can_be_looked_up(client):
-    told = client.describe(pb.DescribeRequest(model="ctr"))
-    assert (told.model, told.version, told.max_batch_size) == ("ctr", 1, 64)
-    assert [(t.name, t.dim, t.datatype, t.key_bits) for t in told.tables] == [
+    reported = client.describe(pb.DescribeRequest(model="ctr"))
+    assert (reported.model, reported.version, reported.max_batch_size) == ("ctr", 1, 64)
+    assert [(t.name, t.dim, t.datatype, t.key_bits) for t in reported.tables] == [
         ("users", 4, "FP32", 64),
         ("items", 2, "FP32", 64),
     ]
-    history = told.features[2]
+    history = reported.features[2]
     assert (history.name, history.table, history.pooling) == ("history", "items", "mean")
-    assert (told.features[0].hotness, told.features[0].context) == (1, True)
+    assert (reported.features[0].hotness, reported.features[0].context) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,8 @@ def test_lookups_are_counted_as_requests(client, small):
 
 def test_health_service_reports_the_lookup_service(channel):
     stub = health_pb2_grpc.HealthStub(channel)
-    told = stub.Check(health_pb2.HealthCheckRequest(service="hps.v1.Lookup"))
-    assert told.status == health_pb2.HealthCheckResponse.SERVING
+    reported = stub.Check(health_pb2.HealthCheckRequest(service="hps.v1.Lookup"))
+    assert reported.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def other_version(small, version):
@@ -286,8 +286,10 @@ def other_version(small, version):
 
 
 def served_by(client):
-    told = client.serving(pb.ServingRequest())
-    return told.ready, {(m.model, m.version, m.former) for m in told.models if m.model == "words"}
+    reported = client.serving(pb.ServingRequest())
+    return reported.ready, {
+        (m.model, m.version, m.former) for m in reported.models if m.model == "words"
+    }
 
 
 def test_nodes_describe_their_models_and_readiness(client, small):
@@ -295,8 +297,8 @@ def test_nodes_describe_their_models_and_readiness(client, small):
     assert ready
     assert models == {("words", 1, False)}
     described = client.describe(pb.DescribeRequest(model="words"))
-    told = client.serving(pb.ServingRequest()).models
-    assert described.digest in {each.digest for each in told}
+    reported = client.serving(pb.ServingRequest()).models
+    assert described.digest in {each.digest for each in reported}
     small.state.stop()
     assert served_by(client) == (False, models)
 

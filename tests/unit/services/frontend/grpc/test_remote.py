@@ -386,8 +386,8 @@ class Impostor(grpc.GenericRpcHandler):
         self._answers = {"Describe": described, "Lookup": answer, "Serving": serving}
 
     def service(self, details):
-        told = self._answers[details.method.rpartition("/")[2]].SerializeToString()
-        return grpc.unary_unary_rpc_method_handler(lambda _request, _context: told)
+        reported = self._answers[details.method.rpartition("/")[2]].SerializeToString()
+        return grpc.unary_unary_rpc_method_handler(lambda _request, _context: reported)
 
 
 @pytest.mark.parametrize(
@@ -395,11 +395,11 @@ class Impostor(grpc.GenericRpcHandler):
 )
 def test_answer_of_the_wrong_shape_is_an_error(connect, small, given):
     model = model_of(small.node.models["words"])
-    told = describe_model(model)
+    reported = describe_model(model)
     right = {"vectors": bytes(12), "sources": b"x", "versions": bytes(8)}
-    answer = pb.LookupResponse(digest=told.digest, **{**right, **given})
+    answer = pb.LookupResponse(digest=reported.digest, **{**right, **given})
     server = grpc.server(ThreadPoolExecutor(2))
-    handler = Impostor(told, answer)
+    handler = Impostor(reported, answer)
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -561,8 +561,11 @@ def test_certificates_are_checked_against_the_resolved_name(small, tmp_path):
 def test_single_lookups_are_answered_on_one_thread(remote):
     (target,) = remote._candidates.nodes.all
     until(lambda: target._connection.keeps_thread)
-    threads, told = set(), remote._finish_attempt
-    remote._finish_attempt = lambda *given: (threads.add(threading.current_thread()), told(*given))
+    threads, reported = set(), remote._finish_attempt
+    remote._finish_attempt = lambda *given: (
+        threads.add(threading.current_thread()),
+        reported(*given),
+    )
     for key in range(5):
         remote.lookup(LookupRequest({"item": JaggedKeys(np.array([key]), 1)}))
         until(lambda: not target.in_flight)

@@ -67,9 +67,11 @@ def test_lookup_returns_vectors(client):
 def test_log_settings_are_read_and_changed(client, monkeypatch):
     set_to = []
     monkeypatch.setattr(log_settings, "set_level", set_to.append)
-    told = client.get_log_settings(as_json=True)["settings"]
-    assert told["log_error"] == {"bool_param": True}
-    assert client.update_log_settings({"log_verbose_level": 1}, as_json=True)["settings"] == told
+    reported = client.get_log_settings(as_json=True)["settings"]
+    assert reported["log_error"] == {"bool_param": True}
+    assert (
+        client.update_log_settings({"log_verbose_level": 1}, as_json=True)["settings"] == reported
+    )
     assert set_to == ["debug"]
     status, message = refused(client.update_log_settings, {"log_x": True})
     assert status == "StatusCode.INVALID_ARGUMENT"
@@ -423,10 +425,10 @@ def test_statistics_count_the_requests(client, small):
     for _ in range(6):
         answers.get(timeout=60)
     client.stop_stream()
-    told = client.get_inference_statistics("words.lookup").model_stats[0]
-    stats = told.inference_stats
+    reported = client.get_inference_statistics("words.lookup").model_stats[0]
+    stats = reported.inference_stats
     assert (stats.success.count, stats.fail.count) == (6, 6)
-    assert (told.execution_count, told.inference_count) == (6, 9)
+    assert (reported.execution_count, reported.inference_count) == (6, 9)
     split = [stats.queue, stats.compute_input, stats.compute_infer, stats.compute_output]
     assert [part.count for part in split] == [6] * 4
     assert sum(part.ns for part in split) == stats.success.ns

@@ -83,9 +83,9 @@ class Http:
         return (head + body).encode()
 
     @staticmethod
-    def post(path, asked, *, more=""):
+    def post(path, document, *, more=""):
         """The bytes of a JSON request."""
-        body = json.dumps(asked)
+        body = json.dumps(document)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n"
         return (head + body).encode()
 

@@ -114,7 +114,9 @@ def test_each_route_requires_its_role(small, call, error, key_guard):
 
 def test_hot_keys_are_listed(small, admin, call, monkeypatch):
     asked = []
-    monkeypatch.setattr(type(small.node), "hot_keys", lambda _, *told: asked.append(told) or [1])
+    monkeypatch.setattr(
+        type(small.node), "hot_keys", lambda _, *reported: asked.append(reported) or [1]
+    )
     assert call(admin, "GET", "/v1/hotkeys?model=ctr&table=items&limit=1").json() == {"tables": [1]}
     call(admin, "GET", "/v1/hotkeys")
     assert asked == [("ctr", "items", 1), (None, None, 20)]

@@ -60,9 +60,9 @@ def test_server_metadata_names_only_offered_extensions(data, call):
 def test_log_settings_are_read_and_changed(data, call, error, monkeypatch):
     set_to = []
     monkeypatch.setattr(log_settings, "set_level", set_to.append)
-    told = call(data, "GET", "/v2/logging").json()
-    assert (told["log_file"], told["log_error"]) == ("", True)
-    assert call(data, "POST", "/v2/logging", json={"log_verbose_level": 3}).json() == told
+    reported = call(data, "GET", "/v2/logging").json()
+    assert (reported["log_file"], reported["log_error"]) == ("", True)
+    assert call(data, "POST", "/v2/logging", json={"log_verbose_level": 3}).json() == reported
     assert set_to == ["debug"]
     reply = call(data, "POST", "/v2/logging", json={"log_inof": True})
     assert reply.status_code == 400

@@ -45,10 +45,10 @@ def test_requests_are_logged_at_debug_level(small, ask, caplog):
     with caplog.at_level("INFO", "hps.access"):
         ask(small.app(), "POST", PATH, GOOD)
     first, second = (record.getMessage() for record in caplog.records)
-    told = (
+    reported = (
         "request request_id=r-1 protocol=http model=words.lookup model_version=1 status=200 dur_ms="
     )
-    assert first.startswith(told)
+    assert first.startswith(reported)
     assert first.endswith(" keys=2 misses=1")
     assert "status=400" in second
 

@@ -63,9 +63,9 @@ async def saturate(http, app, slow, more=""):
     assert wire.statuses == [200]
     assert len(app._heads) == 1
     slow.leave.clear()
-    busy, taken = http.connect(app)
+    busy, slot_holder = http.connect(app)
     await http.read(busy, data)
-    return protocol, wire, taken
+    return protocol, wire, slot_holder
 
 
 @pytest.mark.private_interface("http", "no head is known")
@@ -77,7 +77,7 @@ def test_request_with_cached_head_is_rejected_without_parsing(
     app = limited(running=1, queue=0)
 
     async def refuse():
-        protocol, wire, taken = await saturate(http, app, slow)
+        protocol, wire, slot_holder = await saturate(http, app, slow)
         parsed = []
         monkeypatch.setattr(type(protocol), "_parse", lambda self, data: parsed.append(data))
         data = predict(http)
@@ -91,7 +91,7 @@ def test_request_with_cached_head_is_rejected_without_parsing(
         assert not parsed
         monkeypatch.undo()
         slow.leave.set()
-        await http.until(lambda: taken.statuses)
+        await http.until(lambda: slot_holder.statuses)
         await http.until(lambda: load(small) == (0, 0))
         await http.read(protocol, data[:160])
         await http.read(protocol, data[160:])
@@ -109,7 +109,7 @@ def test_request_that_arrives_with_the_end_of_a_discarded_body_is_answered(
     app = limited(running=1, queue=0)
 
     async def refuse():
-        protocol, wire, taken = await saturate(http, app, slow)
+        protocol, wire, slot_holder = await saturate(http, app, slow)
         data = predict(http)
         assert await http.read(protocol, data[:-30]) == [200, 503]
         health = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -117,7 +117,7 @@ def test_request_that_arrives_with_the_end_of_a_discarded_body_is_answered(
         await http.until(lambda: len(wire.statuses) == 3)
         assert wire.statuses == [200, 503, 200]
         slow.leave.set()
-        await http.until(lambda: taken.statuses)
+        await http.until(lambda: slot_holder.statuses)
 
     http.run(refuse)
 
@@ -127,14 +127,14 @@ def test_connection_closes_when_a_discarded_body_stalls(small, slow, limited, ht
     app = limited(running=1, queue=0)
 
     async def stop():
-        protocol, wire, taken = await saturate(http, app, slow)
+        protocol, wire, slot_holder = await saturate(http, app, slow)
         await http.read(protocol, predict(http)[:-30])
         protocol.sweep(10)
         assert not wire.closed
         protocol.sweep(10)
         assert wire.closed
         slow.leave.set()
-        await http.until(lambda: taken.statuses)
+        await http.until(lambda: slot_holder.statuses)
 
     http.run(stop)
 
@@ -150,14 +150,14 @@ def test_expired_key_with_cached_head_is_rejected_as_such_in_an_overload(
 
     async def ask():
         more = f"X-API-Key: {'r' * 16}\r\n"
-        protocol, wire, taken = await saturate(http, app, slow, more)
+        protocol, wire, slot_holder = await saturate(http, app, slow, more)
         assert await http.read(protocol, predict(http, more=more)) == [200, 503]
         monkeypatch.setattr(key_guard, "check", reject)
         await http.read(protocol, predict(http, more=more))
         await http.until(lambda: len(wire.statuses) == 3)
         assert wire.statuses == [200, 503, 401]
         slow.leave.set()
-        await http.until(lambda: taken.statuses)
+        await http.until(lambda: slot_holder.statuses)
 
     http.run(ask)
 
@@ -189,7 +189,7 @@ def test_requests_rejected_before_their_body_do_not_count_against_rate_limit(
     app = limited(running=1, queue=0, client={"per_second": 1e-3, "burst": 2})
 
     async def ask():
-        first, taken = http.connect(app)
+        first, slot_holder = http.connect(app)
         await http.read(first, predict(http))
         for _ in range(4):
             protocol, wire = http.connect(app)
@@ -198,7 +198,7 @@ def test_requests_rejected_before_their_body_do_not_count_against_rate_limit(
                 await http.read(protocol, part)
             await http.until(lambda wire=wire: 503 in wire.statuses)
         slow.leave.set()
-        await http.until(lambda: taken.statuses)
+        await http.until(lambda: slot_holder.statuses)
         protocol, wire = http.connect(app)
         for count in (1, 2):
             await http.read(protocol, predict(http))

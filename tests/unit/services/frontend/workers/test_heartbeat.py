@@ -214,29 +214,29 @@ def watched(process, monkeypatch):
     monkeypatch.setattr("services.frontend.workers.worker_watch.BEAT_S", 0.01)
 
     def watch(*seconds):
-        told, stopping = [], threading.Event()
-        watch = WorkerWatch(3, 10.0, told.append)
+        reported, stopping = [], threading.Event()
+        watch = WorkerWatch(3, 10.0, reported.append)
         child = process(SLEEP)
         ends = threading.Timer(0.3, child.kill) if seconds[-1] <= 10 else None
         if ends is not None:
             ends.start()
         code = watch.wait(child, Silent(*seconds), stopping)
-        return watch, told, code
+        return watch, reported, code
 
     return watch
 
 
 def test_unresponsive_worker_is_not_ready_until_it_answers(watched, caplog):
-    watch, told, _ = watched(0.0, 2.0, 6.0, 7.0, 0.0, 0.0)
-    assert told == [False, True]
+    watch, reported, _ = watched(0.0, 2.0, 6.0, 7.0, 0.0, 0.0)
+    assert reported == [False, True]
     assert watch.timeouts == 0
     assert not watch.unresponsive
     assert "worker does not answer worker=3" in caplog.text
 
 
 def test_unresponsive_worker_is_killed_after_its_timeout(watched, caplog):
-    watch, told, code = watched(0.0, 6.0, 11.0)
-    assert told == [False]
+    watch, reported, code = watched(0.0, 6.0, 11.0)
+    assert reported == [False]
     assert watch.timeouts == 1
     assert code in (-signal.SIGUSR1, -signal.SIGKILL)
     assert "worker killed: it does not answer" in caplog.text

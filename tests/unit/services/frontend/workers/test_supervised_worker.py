@@ -121,9 +121,9 @@ def test_invalid_configuration_ends_the_server_unless_it_was_ready_before(monkey
 
 def test_values_count_once_if_a_worker_ends_during_a_query(monkeypatch):
     def ended_meanwhile():
-        told = ask()
+        reported = ask()
         worker._keep_last_values()
-        return told
+        return reported
 
     class Channel:
         def query(self, *_):
@@ -145,7 +145,7 @@ def test_values_count_once_if_a_worker_ends_during_a_query(monkeypatch):
 def test_values_of_ended_workers_are_dropped_with_their_version():
     """The next version does not inherit them: metrics, and the protocol's statistics."""
 
-    def told(version):
+    def reported(version):
         own = Statistics()
         own.succeeded(1, 0, 1, 2, 3)
         labels = ["words", version, "words", "cpu"]
@@ -154,9 +154,9 @@ def test_values_of_ended_workers_are_dropped_with_their_version():
 
     worker = SupervisedWorker(1, as_configuration({}), [], None, lambda: None, lambda: None)
     for version in ("1", "2"):
-        worker._values = told(version)
+        worker._values = reported(version)
         worker._keep_last_values()
-    worker._values = told("1")
+    worker._values = reported("1")
     assert len(worker.statistics()["words/1"]) == 2
     worker.drop_version("words", 1)
     assert worker.metrics()[m.LOOKUP_KEYS] == {("words", "2", "words", "cpu"): 7}
