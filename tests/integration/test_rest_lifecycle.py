@@ -299,6 +299,7 @@ def test_port_open_to_all_hosts_requires_an_explicit_auth_mode(small_repository,
         )
 
 
+@pytest.mark.private_interface("http", "the application's timeout ends a body")
 def test_stalled_connections_are_closed_but_not_idle_ones(small_repository, tmp_path, monkeypatch):
     """A partial head or body, or a connection without data; not an idle one."""
     monkeypatch.setattr(http_server, "SWEEP_S", 0.3)
