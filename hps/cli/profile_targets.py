@@ -73,7 +73,7 @@ class LocalProfileTarget:
         settings = Settings()
         self._state = state = FrontendState("node", settings)
         state.serve(node)
-        wires = {"http": http_wire(settings.server), "grpc": grpc_wire(state, settings.server)}
+        wires = {"http": http_wire(settings.server), "grpc": grpc_wire(settings.server)}
         self._profiler = RequestProfiler(state, settings.server, wires)
 
     def metadata(self, model: str) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class FrontendServer(ServerProcess[OpenModels]):
         arguments = self.state, self._settings, self._guard
         if port == "http":
             return data_app(*arguments)
-        return admin_app(*arguments, {"grpc": grpc_wire(self.state, self._settings)})
+        return admin_app(*arguments, {"grpc": grpc_wire(self._settings)})
 
     def _open(self, progress: Progress) -> OpenModels:
         if self._settings.role == "frontend":

@@ -7,31 +7,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from hps.config.server_settings import ServerSettings
 from hps.errors import BadRequest
 from hps.observability.profile import Profile
-from services.frontend.endpoints import Output
+from services.frontend.inference import ResponseEncoder
 from services.frontend.inference_request import InferenceRequest
 from services.frontend.state import FrontendState, ServedEndpoint
 
 
-class ProfiledProtocol(Protocol):
-    """Decoder of a protocol's requests to one name, and encoder of their answers."""
+class ProfiledProtocol(NamedTuple):
+    """Decoder of a protocol's requests to one name, and encoder of their answers.
 
-    def read(self, body: bytes, size: int | None) -> InferenceRequest:
-        """Decode a request. ``size``: length of the JSON at the start of ``body``, for HTTP; None: all of
-        it.
+    ``decode`` takes the body and the length of the JSON at its start, for HTTP; None: all of it. It raises
+    ``BadRequest``."""
 
-        Raises BadRequest."""
-        ...
-
-    def write(self, call: InferenceRequest, result: Any, outputs: Sequence[Output]) -> object:
-        """The answer's bytes, in pieces of any type."""
-        ...
+    decode: Callable[[bytes, int | None], InferenceRequest]
+    encoder: ResponseEncoder[object]
 
 
 MakeWire = Callable[[ServedEndpoint], ProfiledProtocol]
@@ -71,7 +66,7 @@ class RequestProfiler:
     ) -> Profile:
         profile, done = Profile(), list[int]()
         started = perf_counter_ns()
-        call = wire.read(body, size)
+        call = wire.decode(body, size)
         if call.form.memory_refs is not None:
             raise BadRequest(
                 "a profile needs tensors in the request, not in shared memory; send them"
@@ -86,7 +81,8 @@ class RequestProfiler:
         inferred = perf_counter_ns()
         if done:  # otherwise it was answered on this thread
             profile.stage("return", min(done[0], inferred), inferred)
-        wire.write(call, result, entry.endpoint.outputs(call, result))
+        outputs = entry.endpoint.outputs(call, result)
+        wire.encoder.encode(call, result.defaulted, result.degraded, result.stale_s, outputs)
         profile.stage("serialise", inferred, perf_counter_ns())
         profile.ns = perf_counter_ns() - started
         profile.note(

@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+from collections.abc import Mapping
 from time import perf_counter_ns
 from typing import Any
+
+from numpy.typing import NDArray
 
 from hps.observability.otel import Tracer
 from hps.tracing import RequestContext
 from services.frontend.endpoints import Endpoint
-from services.frontend.inference_request import InferenceRequest
 from services.frontend.logs import fields
 
 access = logging.getLogger("hps.access")
+
+Stages = tuple[int, int, int, int]
+"""Instants (``perf_counter_ns``) of a request: received, decoded, result ready, answer encoded."""
 
 
 class RequestObserver:
@@ -52,21 +57,20 @@ class RequestObserver:
         protocol: str,
         origin: RequestContext,
         endpoint: Endpoint,
-        call: InferenceRequest,
+        batch: int,
+        inputs: Mapping[str, NDArray[Any]],
         result: Any,
-        started: int,
-        parsed: int,
-        inferred: int,
-        done: int,
+        stages: Stages,
     ) -> None:
-        """Report an answered ``call``, with the instants at which its stages ended."""
+        """Report an answered request of ``batch`` samples."""
+        started, parsed, inferred, done = stages
         if origin.is_recorded:
             origin.stage("decode", started, parsed)
             origin.stage("encode", inferred, done)
-            origin.note(batch=call.batch, defaulted=result.defaulted)
+            origin.note(batch=batch, defaulted=result.defaulted)
             origin.end()
         if (level := self._level()) is not None:
-            keys = sum(array.size for name, array in call.inputs.items() if _keys(endpoint, name))
+            keys = sum(array.size for name, array in inputs.items() if _keys(endpoint, name))
             self._log(
                 level,
                 origin,

@@ -19,6 +19,7 @@ from services.frontend.admission.controller import AdmissionController
 from services.frontend.admission.queue import AdmissionQueue
 from services.frontend.batching import endpoints
 from services.frontend.metadata import ModelInfo
+from services.frontend.pending import PendingRequests
 from services.frontend.request_observer import RequestObserver
 from services.frontend.shared_memory import SharedMemoryRegistry
 from services.frontend.statistics import Statistics
@@ -65,6 +66,7 @@ class FrontendState(ServerState[OpenModels]):
         self._statistics_source: StatisticsSource = lambda: None
         super().__init__(role, settings)
         self.admission = AdmissionController(settings.server.admission)
+        self.pending = PendingRequests()
         server = settings.server
         self.regions = SharedMemoryRegistry(
             on=server.shared_memory, most_bytes=server.max_body_bytes

@@ -149,7 +149,7 @@ def test_accepted_requests_are_answered_and_the_node_is_closed(
         entry = state.entries["words.lookup"]
         slow, begun = Future(), threading.Event()
 
-        def submit(*_):
+        def submit(*_, **__):
             begun.set()
             return slow
 
@@ -190,7 +190,7 @@ def test_request_longer_than_the_drain_does_not_delay_the_shutdown(
         assert server.ready.wait(60)
         begun = threading.Event()
         entry = server.frontend.state.entries["words.lookup"]
-        monkeypatch.setattr(entry.endpoint, "submit", lambda *_: begun.set() or Future())
+        monkeypatch.setattr(entry.endpoint, "submit", lambda *_, **__: begun.set() or Future())
 
         answers = []
         waiting = threading.Thread(

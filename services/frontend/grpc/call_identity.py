@@ -1,20 +1,17 @@
-"""Authentication and client identity of a gRPC call, from its metadata and certificate."""
+"""Caller, address, request ID and trace context of a gRPC call, from its metadata and certificate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
-from typing import Any
 from urllib.parse import unquote
 
 from hps.config.auth import Role
-from hps.errors import HpsError
-from services.frontend.admission.client_limits import ClientLimits
 from services.frontend.auth import Authorizer
 from services.frontend.certificates import caller_names
 from services.frontend.grpc.responders import CallContext, UnaryResponder
+from services.frontend.inference import NO_IDENTITY, RequestIdentity, request_identity
 
+_NAMES = frozenset({"x-request-id", "traceparent", "tracestate"})
 # Property names in grpc's auth context.
 _COMMON, _ALTERNATIVE = "x509_common_name", "x509_subject_alternative_name"
 
@@ -65,35 +62,10 @@ def address_of(context: CallContext) -> str:
     return address.removeprefix("[").removesuffix("]")
 
 
-class CountedResponder:
-    """A responder that counts the request against its client's limits until it is answered."""
-
-    def __init__(self, reply: UnaryResponder, clients: ClientLimits, caller: str) -> None:
-        """``caller`` is the client's name, "" if only its address is known. Raises ``TooManyRequests``."""
-        self.context = reply.context
-        self.caller = reply.caller
-        self._reply = reply
-        self._clients = clients
-        self._client = caller or address_of(reply.context)
-        self._has_left = False
-        clients.enter(self._client)
-
-    def answer(self, message: bytes) -> None:
-        self._leave(None)
-        self._reply.answer(message)
-
-    def fail(self, error: HpsError) -> None:
-        self._leave(error)
-        self._reply.fail(error)
-
-    def _leave(self, error: HpsError | None) -> None:
-        """Leave the limits, the first time only: an answer that cannot be sent is followed by a failure."""
-        if not self._has_left:
-            self._has_left = True
-            self._clients.leave(self._client, error)
-
-    def waits_for(self, future: Future[Any]) -> None:
-        self._reply.waits_for(future)
-
-    def run(self, work: Callable[[], None], size: int) -> None:
-        self._reply.run(work, size)
+def sent_identity(context: CallContext) -> RequestIdentity:
+    """Return the request ID and the trace context in a call's metadata."""
+    sent = {name: str(value) for name, value in context.invocation_metadata() if name in _NAMES}
+    if not sent:
+        return NO_IDENTITY
+    parent, state = sent.get("traceparent", ""), sent.get("tracestate", "")
+    return request_identity(sent.get("x-request-id", "")[:128], parent, state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from time import perf_counter_ns
 from typing import Any
 
 import grpc
@@ -16,22 +15,19 @@ from hps.config.server_settings import ServerSettings
 from hps.lookup.base import LookupModel
 from hps.lookup.remote.model_description import describe_model
 from hps.observability.profile import Profile
-from hps.tracing import RequestContext
-from hps.types import LookupRequest, LookupResult
+from hps.types import JaggedKeys, LookupRequest, LookupResult
 from hps.v1 import lookup_pb2 as pb
 from services.frontend.auth import Authorizer
-from services.frontend.grpc.call_identity import CountedResponder, caller_of
-from services.frontend.grpc.failures import fail
+from services.frontend.grpc.call_identity import caller_of
+from services.frontend.grpc.inference import GrpcInference
 from services.frontend.grpc.lookup_request import LookupRequestParser
 from services.frontend.grpc.method_handlers import UnaryHandler
-from services.frontend.grpc.pending import PendingAnswers, call_deadline
 from services.frontend.grpc.protobuf_wire import field, parse_message
-from services.frontend.grpc.request_naming import call_identity, request_context
 from services.frontend.grpc.responders import CallContext, UnaryResponder
 from services.frontend.grpc.unary_services import handlers_of
-from services.frontend.inference_request import InferenceRequest, RequestTemplate
+from services.frontend.inference import InferencePort
+from services.frontend.request_observer import Stages
 from services.frontend.state import FrontendState, ServedEndpoint
-from services.frontend.statistics import execution_samples, queued_ns
 
 SERVICE = "hps.v1.Lookup"
 _LOOKUP = ".lookup"
@@ -44,6 +40,27 @@ Version = tuple[str, str]
 _PARSERS_KEPT, _ASKED_BYTES = 256, 16_384
 
 
+class _LookupInference(GrpcInference):
+    """A ``LookupRequest``; it has ``features`` unless a prepared lookup answers it."""
+
+    __slots__ = ("features", "parser", "profile")
+
+    parser: LookupRequestParser
+
+    def __init__(self, port: InferencePort, reply: UnaryResponder) -> None:
+        super().__init__(port, reply)
+        self.features: Mapping[str, JaggedKeys] = {}
+        self.profile: Profile | None = None
+
+    def answer(self, future: Future[LookupResult]) -> bytes:
+        parser, result = self.parser, future.result()
+        answer = parser.answer(result, self.stale_s(result))
+        is_observed = self.origin is not None
+        keys = {name: each.keys for name, each in self.features.items()} if is_observed else {}
+        stages = self.succeed(result, future, parser.observe, parser.batch, keys)
+        return answer if self.profile is None else answer + _profile_field(self.profile, stages)
+
+
 class LookupService:
     """The lookup service. Thread-safe.
 
@@ -53,17 +70,10 @@ class LookupService:
 
     roles: Mapping[str, Role] = {"Describe": "read", "Serving": "read"}
 
-    def __init__(
-        self,
-        state: FrontendState,
-        settings: ServerSettings,
-        guard: Authorizer,
-        pending: PendingAnswers,
-    ) -> None:
-        self._pending = pending
+    def __init__(self, state: FrontendState, settings: ServerSettings, guard: Authorizer) -> None:
         self._state = state
+        self._port = InferencePort(state, "grpc", "lookup", settings.request_timeout_ms)
         self._guard = guard
-        self._timeout_s = settings.request_timeout_ms / 1e3
         self._max_keys = settings.max_keys
         self._digests: dict[ServedEndpoint, int] = {}
         self._current: dict[Version, ServedEndpoint] = {}
@@ -126,97 +136,50 @@ class LookupService:
 
     def begin(self, message: bytes, reply: UnaryResponder) -> None:
         """``Lookup``."""
-        reply.run(partial(self._begin, message, reply, perf_counter_ns()), len(message))
+        inference = _LookupInference(self._port, reply)
+        reply.run(partial(self._begin, message, inference), len(message))
 
-    def _begin(self, message: bytes, reply: UnaryResponder, started: int) -> None:
-        entry: ServedEndpoint | None = None
-        origin: RequestContext | None = None
+    def _begin(self, message: bytes, inference: _LookupInference) -> None:
+        reply = inference.reply
         try:
-            caller = caller_of(reply, self._guard)
-            if (clients := self._state.admission.clients) is not None:
-                reply = CountedResponder(reply, clients, caller)
+            inference.enter(caller_of(reply, self._guard))
             request = parse_message(pb.LookupRequest, message)
-            parsers = self._parsers  # replaced when the served models change
-            parser = parsers.get(request.asked)
-            if parser is None:
-                description = parse_message(pb.Asked, request.asked)
-                entry = self._entry(description)
-                parser = self._make_parser(description, entry)
-                _keep_parser(parsers, request.asked, parser)
-            entry = parser.entry
+            inference.parser = parser = self._parser(request.asked)
+            entry = inference.entry = parser.entry
             entry.freshness.require()
             keys = parser.keys(request)
-            read = perf_counter_ns()
+            inference.decoded(remaining_s=reply.context.time_remaining())
+            deadline, profile = inference.deadline, None
             if request.profile:
-                origin = Profile(began=started)
-            else:
-                identity = call_identity("", reply.context)
-                origin = request_context(identity, entry.name, started, self._state.observer)
-            deadline = call_deadline(reply.context, self._timeout_s)
-            lookup_request: LookupRequest | None = None
+                inference.profile = profile = Profile(began=inference.started)
+            origin = profile or inference.origin
             if origin is None and parser.prepared is not None:
                 start = partial(parser.prepared, keys, deadline)
             else:
-                features = parser.features(request, keys)
+                inference.features = features = parser.features(request, keys)
                 lookup_request = LookupRequest(
                     features, deadline, parser.report, None, parser.by_table, origin
                 )
                 # A profile covers its own request alone, so it bypasses batching.
-                engine = entry.served.engine if request.profile else entry.lookup
+                engine = entry.lookup if profile is None else entry.served.engine
                 start = partial(engine.submit, lookup_request)
-            future = entry.endpoint.admit(start, len(message), deadline)
+            inference.future = entry.endpoint.admit(start, len(message), deadline)
         except Exception as error:
-            fail(error, reply, self._state, "lookup", entry, started, origin=origin)
-            return
-        end = partial(self._end, reply, parser, lookup_request, started, read)
-        self._pending.add(future, deadline, reply, end)
-
-    def _end(
-        self,
-        reply: UnaryResponder,
-        parser: LookupRequestParser,
-        lookup_request: LookupRequest | None,
-        started: int,
-        parsed: int,
-        future: Future[LookupResult],
-    ) -> None:
-        """Answer with the result or the error of ``future``, which is done.
-
-        ``lookup_request`` is None unless the request is observed or profiled.
-        """
-        entry = parser.entry
-        origin = None if lookup_request is None else lookup_request.origin
-        try:
-            # Raising the failure would make a reference cycle.
-            if (failure := future.exception()) is not None:
-                fail(failure, reply, self._state, "lookup", entry, started, origin=origin)
-                return
-            result = future.result()
-            inferred = perf_counter_ns()
-            freshness = entry.freshness
-            stale_s = freshness.flag() if freshness.stale_s else result.stale_s
-            answer = parser.answer(result, stale_s)
-            done = perf_counter_ns()
-            batch, queued = parser.batch, queued_ns(future)
-            entry.statistics.succeeded(
-                batch, started, parsed, inferred, done, queued, execution_samples(future)
-            )
-            parser.observe((done - started) * 1e-9)
-            if isinstance(origin, Profile):
-                answer += field(_PROFILE, _profiled(origin, started, parsed, inferred, done))
-            elif lookup_request is not None and origin is not None:
-                call = InferenceRequest(
-                    RequestTemplate(),
-                    {name: keys.keys for name, keys in lookup_request.features.items()},
-                )
-                call.batch = batch
-                self._state.observer.answered(
-                    "grpc", origin, entry.endpoint, call, result, started, parsed, inferred, done
-                )
-        except Exception as error:
-            fail(error, reply, self._state, "lookup", entry, started, origin=origin)
+            inference.reject(error)
         else:
-            reply.answer(answer)
+            inference.wait()
+
+    def _parser(self, asked: bytes) -> LookupRequestParser:
+        """Return the parser of the requests with these bytes of ``Asked``."""
+        parsers = self._parsers  # replaced when the served models change
+        parser = parsers.get(asked)
+        if parser is None:
+            description = parse_message(pb.Asked, asked)
+            parser = self._make_parser(description, self._entry(description))
+            if len(asked) <= _ASKED_BYTES:
+                parser.prepare()
+                memoize(parsers, asked, parser, _PARSERS_KEPT)
+        return parser
 
     def _make_parser(self, description: Any, entry: ServedEndpoint) -> LookupRequestParser:
         digest, metrics = self._digest(entry), self._state.metrics
@@ -248,16 +211,9 @@ def _version_of(entry: ServedEndpoint) -> Version:
     return entry.served.name, entry.version
 
 
-def _keep_parser(
-    parsers: dict[bytes, LookupRequestParser], key: bytes, parser: LookupRequestParser
-) -> None:
-    if len(key) <= _ASKED_BYTES:
-        parser.prepare()
-        memoize(parsers, key, parser, _PARSERS_KEPT)
-
-
-def _profiled(profile: Profile, started: int, parsed: int, inferred: int, done: int) -> bytes:
+def _profile_field(profile: Profile, stages: Stages) -> bytes:
+    started, parsed, inferred, done = stages
     profile.stage("decode", started, parsed)
     profile.stage("encode", inferred, done)
     profile.ns = done - started
-    return profile.packed()
+    return field(_PROFILE, profile.packed())

@@ -18,18 +18,17 @@ from services.frontend.datatypes import DATATYPE_OF
 from services.frontend.endpoints import Output
 from services.frontend.grpc.protobuf_wire import field, varint
 from services.frontend.grpc.request import GrpcInferenceRequest, GrpcRequestTemplate
-from services.frontend.shared_memory import SharedMemoryRegistry
 
 _ID, _RAW = 0x1A, 0x32  # tags of fields of ModelInferResponse
+_NO_ELEMENTS = field(_RAW, b"")
 _HEADS_KEPT = 64
 
 
 class GrpcResponseEncoder:
     """Encodes the responses of one model version. Thread-safe."""
 
-    def __init__(self, model: str, version: str, regions: SharedMemoryRegistry) -> None:
+    def __init__(self, model: str, version: str) -> None:
         self._model, self._version = model, version
-        self._regions = regions
 
     def encode(
         self,
@@ -41,8 +40,7 @@ class GrpcResponseEncoder:
     ) -> bytes:
         """Return the encoded response to ``call`` with ``outputs``.
 
-        The head, before the tensors, is encoded once per template and output shapes. Raises ``BadRequest`` or
-        ``NotFound`` if outputs cannot be written to the requested shared memory.
+        The head, before the tensors, is encoded once per template and output shapes.
         """
         heads = call.form.heads
         key = (defaulted, degraded, stale_s, *[array.shape for _, array in outputs])
@@ -53,9 +51,10 @@ class GrpcResponseEncoder:
         pieces: list[Any] = [head]
         if call.id:
             pieces.append(field(_ID, call.id.encode()))
-        if call.targets:
-            outputs = self._regions.put(outputs, call.targets)
-        for _, array in outputs:
+        for name, array in outputs:
+            if name in call.targets:
+                pieces.append(_NO_ELEMENTS)
+                continue
             pieces.append(b"%c%b" % (_RAW, varint(array.nbytes)))
             if array.size:
                 pieces.append(np.ascontiguousarray(array))

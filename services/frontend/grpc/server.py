@@ -20,7 +20,6 @@ from services.frontend.grpc.listener import GrpcPort, HandlerCollector, Handlers
 from services.frontend.grpc.lookup import SERVICE as LOOKUP
 from services.frontend.grpc.lookup import LookupService, lookup_handlers
 from services.frontend.grpc.method_handlers import BidiStreamHandler, UnaryHandler
-from services.frontend.grpc.pending import PendingAnswers
 from services.frontend.grpc.service import SERVICE, InferenceService
 from services.frontend.grpc.stream_limit import STREAMS
 from services.frontend.state import FrontendState
@@ -44,12 +43,12 @@ class GrpcServer(GrpcPort):
         """``one_of_many``: other processes listen on the port too. ``also_at``: a Unix socket in a private
         folder, in plain text. Raises ``ConfigError`` if it cannot listen."""
         super().__init__("server.grpc", at, state, settings, guard, one_of_many=one_of_many)
-        pending, services = PendingAnswers(), {}
+        services: dict[str, Handlers] = {}
         if settings.role != "lookup":
-            inference = GrpcInferenceService(state, settings, guard, pending)
+            inference = GrpcInferenceService(state, settings, guard)
             services[SERVICE] = self._open_inference(inference, InferenceService(state, guard))
         if settings.role != "frontend":
-            lookups = LookupService(state, settings, guard, pending)
+            lookups = LookupService(state, settings, guard)
             services[LOOKUP] = lookup_handlers(lookups, guard)
         self._listen(services)
         if also_at is not None:

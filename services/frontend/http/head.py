@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from hps.tracing import traceparent_of, tracestate_of
 from services.frontend.http.body import accepted_coding
 from services.frontend.http.routes import HttpRoute
+from services.frontend.inference import NO_IDENTITY, request_identity
 
 # A head with one of these headers is not kept: the same bytes may mean something else next time.
 _PASSING = frozenset({b"content-encoding", b"expect", b"transfer-encoding", b"upgrade"})
@@ -27,18 +27,15 @@ class RequestHead:
     """Route, headers, request ID and trace context of an inference request.
 
     ``coding`` is the content coding that the client accepts, or None. ``body_size``: the bytes after a head
-    that is kept. ``is_named``: whether it has a request ID or a trace.
+    that is kept.
     """
 
     __slots__ = (
         "body_size",
         "coding",
         "headers",
-        "is_named",
-        "request_id",
+        "identity",
         "route",
-        "traceparent",
-        "tracestate",
     )
 
     def __init__(self, route: HttpRoute | None, headers: dict[bytes, bytes]) -> None:
@@ -70,13 +67,11 @@ class RequestHead:
         return other
 
     def _name(self, headers: Mapping[bytes, bytes]) -> None:
-        self.request_id = request_id(headers)
-        parent = headers.get(b"traceparent")
-        self.traceparent = self.tracestate = ""
-        if parent is not None and (known := traceparent_of(parent.decode("latin-1"))):
-            self.traceparent = known
-            self.tracestate = tracestate_of(headers.get(b"tracestate", b"").decode("latin-1"))
-        self.is_named = bool(self.request_id or self.traceparent)
+        self.identity = NO_IDENTITY
+        if not headers.keys().isdisjoint(_OWN):
+            parent, state = headers.get(b"traceparent", b""), headers.get(b"tracestate", b"")
+            traced = parent.decode("latin-1"), state.decode("latin-1")
+            self.identity = request_identity(request_id(headers), *traced)
 
 
 def split_request_lines(text: bytes) -> tuple[bytes, dict[bytes, bytes]]:

@@ -1,7 +1,6 @@
 """``POST /v2/models/<m>[/versions/<v>]/infer``: the hot route, as raw ASGI.
 
-One dictionary lookup finds the model by path; other paths are passed to FastAPI. Every failure ends in
-``failures.fail``.
+One dictionary lookup finds the model by path; other paths are passed to FastAPI.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from hps.errors import HpsError, Unavailable
 from services.frontend.auth import Authorizer
 from services.frontend.errors import Overloaded, RequestBodyTimeout, RequestTooLarge
 from services.frontend.http.asgi import App, Receive, Scope, Send
-from services.frontend.http.body import decompress, read_body
-from services.frontend.http.failures import fail, failure
+from services.frontend.http.body import ClientGone, decompress, read_body
+from services.frontend.http.failures import error_reply, send_error
 from services.frontend.http.head import RequestHead, shared_headers, split_request_lines
 from services.frontend.http.inference import HttpInference
 from services.frontend.http.peer import ConnectionPeer, peer_of
 from services.frontend.http.response import HttpReply
-from services.frontend.http.routes import HttpRoute
+from services.frontend.http.routes import HttpRoute, http_route, inference_paths
+from services.frontend.inference import InferencePort
 from services.frontend.state import FrontendState
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
@@ -41,12 +41,11 @@ class InferApp:
         self, state: FrontendState, settings: ServerSettings, guard: Authorizer, rest: App
     ) -> None:
         self.state = state
-        self.timeout_s = settings.request_timeout_ms / 1e3
+        self._port = InferencePort(state, "http", "infer", settings.request_timeout_ms)
         self._guard = guard
         self._rest = rest
         self._max_body = settings.max_body_bytes
         self._max_keys = settings.max_keys
-        self._clients = state.admission.clients
         self._routes: dict[str, HttpRoute] = {}
         # Parsed heads by their bytes. They keep references to their routes.
         self._heads: dict[bytes, RequestHead] = {}
@@ -57,43 +56,46 @@ class InferApp:
         known = {route.entry: route for route in self._routes.values()}
         routes: dict[str, HttpRoute] = {}
         for entry in self.state.entries.values():
-            route = known.get(entry) or HttpRoute(entry, self.state.metrics, self._max_keys)
-            routes.update(dict.fromkeys(route.paths, route))
+            route = known.get(entry) or http_route(entry, self._port, self._max_keys)
+            routes.update(dict.fromkeys(inference_paths(entry), route))
         self._heads.clear()
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived = perf_counter_ns()
         route = None
         if scope["type"] == "http" and scope["method"] == "POST":
             route = self._routes.get(scope["path"])
-            if route is None and _INFER.fullmatch(scope["path"]):
-                await self._refuse(scope, receive, send, arrived)
+            if route is None and (unknown := _INFER.fullmatch(scope["path"])):
+                await self._refuse(unknown[1], unknown[2], scope, receive, send)
                 return
         if route is None:
             await self._rest(scope, receive, send)
             return
         head, peer = RequestHead(route, dict(scope["headers"])), peer_of(scope)
-        admitted, client = False, None
+        inference = HttpInference(self._port, route, head, peer)
+        admitted = False
         body: bytes | None = None
         try:
-            client = self._enter(self._check(head, peer), peer)
+            inference.enter(self._check(head, peer))
             if route.entry.endpoint.is_saturated:
                 route.entry.endpoint.require_capacity(_announced(head.headers))
             admitted = True
             room = self.state.admission.byte_budget
-            body = await read_body(receive, head.headers, self._max_body, self.timeout_s, room)
+            body = await read_body(
+                receive, head.headers, self._max_body, self._port.timeout_s, room
+            )
             if (coding := head.headers.get(b"content-encoding")) is not None:
                 body = await decompress(body, coding.decode("latin-1"), self._max_body, room)
-            arrived = perf_counter_ns()  # leaves out the time for which the client sent
-            inference = HttpInference(self, head, body, arrived, peer, client)
+            inference.started = perf_counter_ns()  # leaves out the time for which the client sent
+            inference.begin(body)
+        except ClientGone as error:
+            inference.leave(error)
         except (Exception, asyncio.CancelledError) as error:
-            self.leave(client, error)
-            coming = not admitted or (body is None and _is_unread(error))
-            unread = receive if coming else None
-            await fail(error, head, self.state, send, arrived, unread)
-            return
-        await inference(scope, receive, send)
+            reply = inference.error_reply(error)
+            is_unread = not admitted or (body is None and _is_unread(error))
+            await send_error(reply, head, send, receive if is_unread else None)
+        else:
+            await inference(scope, receive, send)
 
     def known(self, request: bytes) -> tuple[RequestHead | None, int]:
         """Return the cached head that ``request`` begins with, or None, and the number of bytes after it."""
@@ -126,17 +128,15 @@ class InferApp:
 
     def begin(self, head: RequestHead, body: bytes, peer: ConnectionPeer) -> HttpInference:
         """Begin a complete request of ``peer``. If it raises, the request has had no effect."""
-        started = perf_counter_ns()
-        caller = self._guard.check(head.headers, "read", peer.certificate)
-        if self._clients is None:
-            return HttpInference(self, head, body, started, peer)
-        client = self._enter(caller, peer)
+        assert head.route is not None
+        inference = HttpInference(self._port, head.route, head, peer)
+        inference.enter(self._check(head, peer))
         try:
-            return HttpInference(self, head, body, started, peer, client)
+            inference.begin(body)
         except BaseException:
-            if client is not None:
-                self._clients.undo(client)
+            inference.undo()
             raise
+        return inference
 
     def early_refusal(self, scope: Mapping[str, Any]) -> HttpReply | None:
         """`refusal` for a request whose head is not cached."""
@@ -161,35 +161,24 @@ class InferApp:
 
     def refuse(self, head: RequestHead, error: Exception) -> HttpReply:
         """Return the answer to a request that could not begin."""
-        return failure(error, head, self.state, perf_counter_ns())
+        entry = None if head.route is None else head.route.entry
+        failure = self._port.fail(error, perf_counter_ns(), lambda: head.identity, entry)
+        return error_reply(failure, head)
 
     def _check(self, head: RequestHead, peer: ConnectionPeer) -> str:
         return self._guard.check(head.headers, "read", peer.certificate)
 
-    def _enter(self, caller: str, peer: ConnectionPeer) -> str | None:
-        """Count a client's new request; return the client, None without client limits."""
-        if self._clients is None:
-            return None
-        client = caller or peer.host
-        self._clients.enter(client)
-        return client
-
-    def leave(self, client: str | None, error: BaseException | None = None) -> None:
-        """End the count of a request of ``client``, with its ``error`` if it failed."""
-        if client is not None and self._clients is not None:
-            self._clients.leave(client, error)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send, arrived: int) -> None:
+    async def _refuse(
+        self, name: str, version: str | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Reject an inference request for a name that is not served."""
         head = RequestHead(None, dict(scope["headers"]))
-        match = _INFER.fullmatch(scope["path"])
-        assert match is not None
         try:
             self._check(head, peer_of(scope))
-            self.state.entry(match[1], match[2])
+            self.state.entry(name, version)
             raise Unavailable("the model has just become ready; retry")
         except HpsError as error:
-            await fail(error, head, self.state, send, arrived, receive)
+            await send_error(self.refuse(head, error), head, send, receive)
 
 
 def _announced(headers: dict[bytes, bytes]) -> int:

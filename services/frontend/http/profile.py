@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,37 +11,22 @@ from starlette.responses import Response
 
 from hps.config.server_settings import ServerSettings
 from services.frontend.auth import Authorizer
-from services.frontend.endpoints import Output
 from services.frontend.http.api import JsonAnswer, answers, body_of, needs
 from services.frontend.http.inference import header_size
 from services.frontend.http.request import HttpRequestParser
 from services.frontend.http.response import HttpResponseEncoder
-from services.frontend.inference_request import InferenceRequest
-from services.frontend.profiling import MakeWire, RequestProfiler
+from services.frontend.profiling import MakeWire, ProfiledProtocol, RequestProfiler
 from services.frontend.state import FrontendState, ServedEndpoint
 
 _GRPC = b"application/grpc"
 
 
-class HttpProfiledProtocol:
-    """The REST implementation of `profiling.ProfiledProtocol`."""
-
-    def __init__(self, entry: ServedEndpoint, max_keys: int) -> None:
-        endpoint = entry.endpoint
-        self._parser = HttpRequestParser(endpoint.name, endpoint.rules, max_keys)
-        self._encoder = HttpResponseEncoder(endpoint.name, endpoint.version)
-
-    def read(self, body: bytes, size: int | None) -> InferenceRequest:
-        return self._parser.parse(body, size)
-
-    def write(self, call: Any, result: Any, outputs: Sequence[Output]) -> object:
-        return self._encoder.encode(
-            call.form, result.defaulted, result.degraded, result.stale_s, outputs
-        )
-
-
 def http_wire(settings: ServerSettings) -> MakeWire:
-    return lambda entry: HttpProfiledProtocol(entry, settings.max_keys)
+    def make(entry: ServedEndpoint) -> ProfiledProtocol:
+        parser = HttpRequestParser(entry.name, entry.endpoint.rules, settings.max_keys)
+        return ProfiledProtocol(parser.parse, HttpResponseEncoder(entry.name, entry.version))
+
+    return make
 
 
 def profile_route(

@@ -13,7 +13,7 @@ from hps.bounded_memo import memoize
 from hps.errors import BadRequest
 from services.frontend.datatypes import BINARY_ONLY, DATATYPE_OF
 from services.frontend.endpoints import Output
-from services.frontend.http.request import JsonRequestTemplate
+from services.frontend.http.request import JsonInferenceRequest, JsonRequestTemplate
 
 _JSON = orjson.OPT_SERIALIZE_NUMPY
 _OCTETS = (b"content-type", b"application/octet-stream")
@@ -62,17 +62,18 @@ class HttpResponseEncoder:
 
     def encode(
         self,
-        form: JsonRequestTemplate,
+        call: JsonInferenceRequest,
         defaulted: int,
         degraded: tuple[str, ...],
         stale_s: int,
         outputs: Sequence[Output],
     ) -> HttpReply:
-        """Return the answer with ``outputs`` to a request with template ``form``.
+        """Return the answer to ``call`` with ``outputs``.
 
         Outputs of one template differ only in shape: while all are binary, the header written for the same
         shapes is reused. An output in shared memory is sent as its reference.
         """
+        form = call.form
         key = (defaulted, degraded, stale_s, *[array.shape for _, array in outputs])
         kept = form.heads.get(key)
         if kept is not None:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from hps.observability import metric_names as m
-from hps.observability.metrics import Metrics
 from services.frontend.http.request import HttpRequestParser
-from services.frontend.http.response import HttpResponseEncoder
+from services.frontend.http.response import HttpReply, HttpResponseEncoder
+from services.frontend.inference import InferencePort, InferenceRoute
 from services.frontend.state import ServedEndpoint
 
+HttpRoute = InferenceRoute[HttpRequestParser, HttpReply]
+"""Used by one event loop."""
 
-class HttpRoute:
-    """Parser, encoder and latency histogram of one served name. Used by one event loop."""
 
-    __slots__ = ("encoder", "entry", "observe_ok", "parser")
+def http_route(entry: ServedEndpoint, port: InferencePort, max_keys: int) -> HttpRoute:
+    """Create the route of a served name."""
+    parser = HttpRequestParser(entry.name, entry.endpoint.rules, max_keys)
+    encoder = HttpResponseEncoder(entry.name, entry.version)
+    return InferenceRoute(entry, parser, encoder, port.latency(entry, "200"))
 
-    def __init__(self, entry: ServedEndpoint, metrics: Metrics, max_keys: int) -> None:
-        endpoint = entry.endpoint
-        self.entry = entry
-        self.parser = HttpRequestParser(endpoint.name, endpoint.rules, max_keys)
-        self.encoder = HttpResponseEncoder(endpoint.name, endpoint.version)
-        self.observe_ok = metrics.histogram(
-            m.REQUEST_SECONDS, "http", "infer", endpoint.name, endpoint.version, "200"
-        ).observe
 
-    @property
-    def paths(self) -> tuple[str, str]:
-        """The paths of its inference requests."""
-        base = f"/v2/models/{self.entry.name}"
-        return f"{base}/infer", f"{base}/versions/{self.entry.version}/infer"
+def inference_paths(entry: ServedEndpoint) -> tuple[str, str]:
+    """Return the paths of the inference requests to ``entry``."""
+    base = f"/v2/models/{entry.name}"
+    return f"{base}/infer", f"{base}/versions/{entry.version}/infer"

@@ -20,7 +20,6 @@ from hps.types import JaggedKeys, KeyArray, LookupRequest, VectorArray
 from services.frontend.auth import Authorizer
 from services.frontend.errors import short_value
 from services.frontend.http.api import JsonAnswer, answers, json_body, needs, takes
-from services.frontend.http.inference import await_result
 from services.frontend.state import FrontendState
 from services.server_state import ServerState
 
@@ -46,7 +45,7 @@ def rows_routes(state: FrontendState, guard: Authorizer, timeout_s: float) -> AP
         request = LookupRequest(
             {table: JaggedKeys(wanted, len(wanted))}, deadline, want_source=True, by_table=True
         )
-        result = await await_result(engine.submit(request), deadline)
+        result = await state.pending.result(engine.submit(request), deadline)
         return JsonAnswer(explain_rows(rows_table, wanted, result))
 
     return router

@@ -1,4 +1,4 @@
-"""An inference request in flight, answered when its future is done or its deadline has passed."""
+"""An inference request in flight, answered when it has ended."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from hps.errors import DeadlineExceeded
-from services.frontend.http.inference import TOO_LATE, HttpInference
+from services.frontend.http.inference import HttpInference
 from services.frontend.http.protocol.cycle import HttpConnection, HttpCycle
 
 
@@ -19,41 +18,35 @@ class PendingInference:
     loop.
     """
 
-    __slots__ = ("_cycle", "_inference", "_protocol", "_tasks", "_timer")
+    __slots__ = ("_cycle", "_http", "_protocol", "_tasks")
 
-    def __init__(
-        self, protocol: HttpConnection, cycle: HttpCycle, inference: HttpInference
-    ) -> None:
-        self._protocol, self._cycle, self._inference = protocol, cycle, inference
+    def __init__(self, protocol: HttpConnection, cycle: HttpCycle, http: HttpInference) -> None:
+        self._protocol, self._cycle, self._http = protocol, cycle, http
         self._tasks = protocol.tasks  # the server only cancels them
         self._tasks.add(self)
-        self._timer = protocol.loop.call_at(inference.deadline, self._time_out)
-        protocol.when_gone(inference.give_up)
-        inference.future.add_done_callback(self._done)
+        protocol.when_gone(http.give_up)
+        http.port.state.pending.add(http.future, http.deadline, self._done)
 
-    def _done(self, _: Future[Any]) -> None:
+    def _done(self, outcome: Future[Any]) -> None:
         """Resume on the event loop. Called on any thread."""
         with suppress(RuntimeError):  # the loop has ended
-            self._protocol.loop.call_soon_threadsafe(self._resume)
-
-    def _time_out(self) -> None:
-        self._inference.fail(DeadlineExceeded(TOO_LATE))
-        self._resume()
+            self._protocol.loop.call_soon_threadsafe(self._resume, outcome)
 
     def cancel(self, msg: object = None) -> None:
         """Fail the request, as the drain is over. A task's signature."""
-        self._inference.fail(asyncio.CancelledError())
-        self._protocol.loop.call_soon(self._resume)
+        self._http.abort(asyncio.CancelledError())
+        self._protocol.loop.call_soon(self._resume, self._http.outcome)
 
-    def _resume(self) -> None:
-        protocol, cycle = self._protocol, self._cycle
+    def _resume(self, outcome: Future[Any]) -> None:
+        protocol, http = self._protocol, self._http
         if self not in self._tasks:
             return
-        self._timer.cancel()
         self._tasks.discard(self)
+        if http.outcome is http.future:  # else it was aborted
+            http.outcome = outcome
         can_send = not (protocol.flow.write_paused or protocol.transport.is_closing())
-        reply = self._inference.ready_reply() if can_send else None
-        if reply is None:  # the application reports the error
-            protocol.run(cycle, self._inference)
+        reply = http.ready_reply() if can_send else None
+        if reply is None:
+            protocol.run(self._cycle, http)
         else:
-            cycle.finish(reply)
+            self._cycle.finish(reply)

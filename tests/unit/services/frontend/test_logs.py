@@ -13,7 +13,6 @@ from hps.errors import BadRequest, Unsupported
 from hps.tracing import RequestContext, traceparent_of
 from services.frontend import log_settings, logs
 from services.frontend.datatypes import INTEGERS, InputRule
-from services.frontend.inference_request import InferenceRequest, RequestTemplate
 from services.frontend.request_observer import RequestObserver
 from services.server_state import ServerState
 
@@ -110,8 +109,8 @@ class Result:
 
 
 def tell(observer, origin):
-    call = InferenceRequest(RequestTemplate(), {"f": np.arange(5), "dense": np.ones(7)})
-    observer.answered("grpc", origin, Endpoint(), call, Result(), 0, 10, 20, 5_000_000)
+    inputs = {"f": np.arange(5), "dense": np.ones(7)}
+    observer.answered("grpc", origin, Endpoint(), 1, inputs, Result(), (0, 10, 20, 5_000_000))
 
 
 def test_share_of_the_requests_is_logged(caplog, monkeypatch):

@@ -12,7 +12,7 @@ from tritonclient.http import InferResult
 
 from hps.dense.base import DATATYPES as DTYPES
 from hps.errors import BadRequest
-from services.frontend.http.request import JsonRequestTemplate
+from services.frontend.http.request import JsonInferenceRequest, JsonRequestTemplate
 from services.frontend.http.response import HttpResponseEncoder
 
 shapes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
@@ -24,11 +24,12 @@ def encode(request_id, outputs, defaulted=0, degraded=(), heads=None, stale_s=0)
     form = JsonRequestTemplate(id=request_id, binary={name: binary for name, binary, _ in outputs})
     if heads is not None:
         form.heads = heads
+    call = JsonInferenceRequest(form, {})
     named = [(name, array) for name, _, array in outputs]
     encoder = HttpResponseEncoder("m", "3")
     body, headers = None, None
     for _ in range(2):
-        reply = encoder.encode(form, defaulted, degraded, stale_s, named)
+        reply = encoder.encode(call, defaulted, degraded, stale_s, named)
         assert body in (None, reply.body)
         assert headers in (None, reply.headers)
         body, headers = reply.body, reply.headers

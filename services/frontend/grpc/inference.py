@@ -1,0 +1,56 @@
+"""One gRPC inference request: its caller, its answer and its failure."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from services.frontend.grpc.call_identity import address_of, sent_identity
+from services.frontend.grpc.responders import UnaryResponder
+from services.frontend.inference import Inference, InferencePort, RequestIdentity
+
+
+class GrpcInference(Inference):
+    """A request that is answered through ``reply``. Subclasses implement `answer`."""
+
+    __slots__ = ("reply",)
+
+    def __init__(self, port: InferencePort, reply: UnaryResponder) -> None:
+        super().__init__(port)
+        self.reply = reply
+
+    def identify(self) -> RequestIdentity:
+        return sent_identity(self.reply.context)
+
+    def address(self) -> str:
+        return address_of(self.reply.context)
+
+    def answer(self, future: Future[Any]) -> bytes:
+        """Encode and count the answer with the result of ``future``."""
+        raise NotImplementedError
+
+    def reject(self, error: BaseException) -> None:
+        """Answer with a failure."""
+        self.reply.fail(self.fail(error))
+
+    def wait(self) -> None:
+        """Answer the submitted request when its result is ready or its deadline has passed.
+
+        The work is cancelled when the client is gone.
+        """
+        future = self.future
+        if not future.done():
+            self.reply.waits_for(future)
+        self.port.state.pending.add(future, self.deadline, self._end)
+
+    def _end(self, future: Future[Any]) -> None:
+        failure = future.exception()  # raising it would make a reference cycle
+        if failure is not None:
+            self.reject(failure)
+            return
+        try:
+            message = self.answer(future)
+        except Exception as error:
+            self.reject(error)
+        else:
+            self.reply.answer(message)

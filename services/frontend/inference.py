@@ -1,0 +1,345 @@
+"""The lifecycle of one inference request, for every protocol.
+
+A protocol's subclass of `Inference` authenticates the caller, then calls in this order:
+
+    Inference.enter        limits of the client
+    Inference.admit        admission queue and byte budget, before the request is decoded
+    Inference.submit       decode, shared memory, trace context, deadline, the endpoint
+    PendingRequests.add    wait for the result up to the deadline
+    Inference.encode       the answer's tensors to the protocol's answer
+    Inference.succeed      statistics, latency, trace, log
+
+Whatever fails on the way ends in ``Inference.fail``, which returns the error for the client. Subclasses know
+bytes and statuses: ``http/inference.py``, ``grpc/infer.py`` and, for lookups of other nodes,
+``grpc/lookup.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from time import perf_counter_ns
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from numpy.typing import NDArray
+
+from hps.errors import HpsError
+from hps.observability import metric_names as m
+from hps.tracing import RequestContext, traceparent_of, tracestate_of
+from services.frontend.endpoints import Output
+from services.frontend.errors import (
+    REFUSALS,
+    Overloaded,
+    client_error,
+    rejection_reason,
+    status_of,
+)
+from services.frontend.inference_request import InferenceRequest
+from services.frontend.request_observer import Stages
+from services.frontend.state import FrontendState, ServedEndpoint
+from services.frontend.statistics import execution_samples, queued_ns
+
+Answer = TypeVar("Answer", covariant=True)
+
+
+class RequestIdentity(NamedTuple):
+    """Request ID and W3C trace context that a client has sent."""
+
+    request_id: str = ""
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+NO_IDENTITY = RequestIdentity()
+"""The identity of a request that has none; always this object."""
+
+
+def request_identity(request_id: str, traceparent: str, tracestate: str) -> RequestIdentity:
+    """Return the identity with a trace context whose headers are valid; `NO_IDENTITY` if all are empty."""
+    parent = traceparent_of(traceparent) if traceparent else ""
+    if not parent:
+        return RequestIdentity(request_id) if request_id else NO_IDENTITY
+    return RequestIdentity(request_id, parent, tracestate_of(tracestate))
+
+
+class ResponseEncoder(Protocol[Answer]):
+    """Encoder of a protocol's answers of one served name. Thread-safe."""
+
+    def encode(
+        self,
+        call: Any,
+        defaulted: int,
+        degraded: tuple[str, ...],
+        stale_s: int,
+        outputs: Sequence[Output],
+    ) -> Answer:
+        """Encode the answer to ``call``; outputs in shared memory are written already."""
+        ...
+
+
+class InferencePort:
+    """What the requests of one kind and protocol share. Thread-safe.
+
+    ``protocol`` (``http`` or ``grpc``) and ``method`` (``infer`` or ``lookup``) are labels of the metrics.
+    """
+
+    def __init__(
+        self, state: FrontendState, protocol: str, method: str, request_timeout_ms: float
+    ) -> None:
+        self.state = state
+        self.protocol = protocol
+        self.clients = state.admission.clients
+        self.timeout_s = request_timeout_ms / 1e3
+        self._method = method
+
+    def latency(self, entry: ServedEndpoint, status: str) -> Callable[[float], None]:
+        """Return the function that observes latencies of ``entry`` in seconds."""
+        labels = self.protocol, self._method, entry.name, entry.version, status
+        return self.state.metrics.histogram(m.REQUEST_SECONDS, *labels).observe
+
+    def fail(
+        self,
+        error: BaseException,
+        started: int,
+        identify: Callable[[], RequestIdentity],
+        entry: ServedEndpoint | None = None,
+        origin: RequestContext | None = None,
+    ) -> HpsError:
+        """Count, log and trace a request that began at ``started`` (ns) and failed.
+
+        ``entry`` is None if the name is unknown, ``origin`` if the request was not observed yet. Returns the
+        error for the client.
+        """
+        observer = self.state.observer
+        if origin is None and isinstance(error, REFUSALS) and not observer.watches:
+            # Nothing observes the rejection but its client. In an overload, most of the work is this.
+            self._count(error, error, started, entry)
+            return error
+        endpoint = None if entry is None else entry.endpoint
+        if origin is None:
+            name = "" if endpoint is None else endpoint.name
+            origin = observer.begin(name, started, *identify())
+        answer = client_error(error, origin.request_id)
+        self._count(answer, error, started, entry)
+        status = getattr(status_of(answer), self.protocol)
+        observer.failed(self.protocol, origin, endpoint, status, error, started)
+        return answer
+
+    def _count(
+        self, answer: HpsError, error: BaseException, started: int, entry: ServedEndpoint | None
+    ) -> None:
+        done = perf_counter_ns()
+        name = version = ""
+        if entry is not None:
+            name, version = entry.name, entry.version
+            entry.statistics.failed(started, done)
+        metrics = self.state.metrics
+        status = str(getattr(status_of(answer), self.protocol))
+        metrics.histogram(
+            m.REQUEST_SECONDS, self.protocol, self._method, name, version, status
+        ).observe((done - started) * 1e-9)
+        if (reason := rejection_reason(error)) is not None:
+            metrics.counter(m.REQUESTS_REFUSED, reason).add()
+
+
+class Inference:
+    """One inference request. Its methods are called one after the other, on any threads.
+
+    Subclasses implement `identify`, `address` and, for `submit`, `decode`."""
+
+    __slots__ = (
+        "_client",
+        "_inferred",
+        "_parsed",
+        "_reserved",
+        "call",
+        "deadline",
+        "entry",
+        "future",
+        "origin",
+        "port",
+        "started",
+    )
+
+    call: InferenceRequest
+    future: Future[Any]
+    """Holds the result by the instant ``deadline`` (``time.monotonic``), or the request fails."""
+    deadline: float
+
+    def __init__(self, port: InferencePort, entry: ServedEndpoint | None = None) -> None:
+        """``entry`` is None if it is not known yet; set it before `admit`."""
+        self.port = port
+        self.entry = entry
+        self.started = perf_counter_ns()
+        self.origin: RequestContext | None = None
+        self._client: str | None = None
+        self._reserved: int | None = None
+
+    def identify(self) -> RequestIdentity:
+        """Return the request ID and trace context sent beside the message."""
+        raise NotImplementedError
+
+    def address(self) -> str:
+        """Return the client's address without its port; empty if unknown."""
+        raise NotImplementedError
+
+    def decode(self) -> InferenceRequest:
+        """Decode the request. Raises ``BadRequest`` or ``RequestTooLarge``."""
+        raise NotImplementedError
+
+    def enter(self, caller: str) -> None:
+        """Count the request against its client's limits, until it succeeds or fails.
+
+        The client is the ``caller``, or its address without authentication. Raises ``TooManyRequests``.
+        """
+        if (clients := self.port.clients) is not None:
+            client = caller or self.address()
+            clients.enter(client)
+            self._client = client
+
+    def admit(self, size: int) -> Overloaded | None:
+        """Return the error of a request of ``size`` bytes that the admission queue would reject.
+
+        A request that takes long gets a reservation: without it, requests that arrive while it is decoded
+        could fill the queue, and the decoding would be wasted.
+        """
+        assert self.entry is not None
+        endpoint = self.entry.endpoint
+        if not endpoint.is_long:
+            return endpoint.rejection(size) if endpoint.is_saturated else None
+        rejection = endpoint.reserve(size)
+        if rejection is None:
+            self._reserved = size
+        return rejection
+
+    def submit(self, remaining_s: float | None = None) -> None:
+        """Decode the request and start answering it; sets ``future``.
+
+        ``remaining_s``: until the client's deadline, None without one. Raises the request's fault.
+        """
+        assert self.entry is not None
+        endpoint = self.entry.endpoint
+        try:
+            self.call = call = self.decode()
+            if call.form.memory_refs is not None:
+                self._read_shared_memory(call)
+            call.id = self.decoded(call.id, call.form.timeout_us * 1e-6, remaining_s)
+            call.origin = self.origin
+        except BaseException:
+            if self._reserved is not None:
+                endpoint.cancel_reservation(self._reserved)
+            raise
+        self.future = endpoint.submit(call, self.deadline, reserved=self._reserved)
+
+    def decoded(
+        self, request_id: str = "", timeout_s: float = 0.0, remaining_s: float | None = None
+    ) -> str:
+        """Note that the request is decoded; set its deadline, and begin its trace if it has an ID or is
+        observed.
+
+        The deadline is ``timeout_s`` from now (0: the server's default), at most ``remaining_s``. Returns the
+        request's ID: the one in the message, else the one sent beside it.
+        """
+        self._parsed = perf_counter_ns()
+        identity, observer = self.identify(), self.port.state.observer
+        request_id = request_id or identity.request_id
+        if request_id or identity is not NO_IDENTITY or observer.watches:
+            assert self.entry is not None
+            self.origin = observer.begin(self.entry.name, self.started, request_id, *identity[1:])
+        allowed_s = timeout_s or self.port.timeout_s
+        if remaining_s is not None and remaining_s < allowed_s:
+            allowed_s = remaining_s
+        self.deadline = time.monotonic() + allowed_s
+        return request_id
+
+    def _read_shared_memory(self, call: InferenceRequest) -> None:
+        refs = call.form.memory_refs
+        assert refs is not None
+        assert self.entry is not None
+        if self._reserved is not None:
+            self.entry.endpoint.require_bytes(refs.size, self._reserved)
+        elif self.entry.endpoint.is_saturated:
+            self.entry.endpoint.require_capacity(refs.size)
+        inputs, call.targets = self.port.state.regions.take(refs, self.address())
+        call.inputs.update(inputs)
+
+    def stale_s(self, result: Any) -> int:
+        """Note that the result is there; return the age of the rows to report, 0 if they are fresh."""
+        self._inferred = perf_counter_ns()
+        assert self.entry is not None
+        freshness = self.entry.freshness
+        return freshness.flag() if freshness.stale_s else int(result.stale_s)
+
+    def encode(self, encoder: ResponseEncoder[Answer], result: Any) -> Answer:
+        """Encode the answer with ``result``; write its outputs in shared memory.
+
+        Raises ``BadRequest`` or ``NotFound`` if an output cannot be written or sent as requested.
+        """
+        assert self.entry is not None
+        call, stale_s = self.call, self.stale_s(result)
+        outputs = self.entry.endpoint.outputs(call, result)
+        if call.targets:
+            self.port.state.regions.put(outputs, call.targets)
+        return encoder.encode(call, result.defaulted, result.degraded, stale_s, outputs)
+
+    def succeed(
+        self,
+        result: Any,
+        future: Future[Any],
+        observe: Callable[[float], None],
+        batch: int,
+        inputs: Mapping[str, NDArray[Any]],
+    ) -> Stages:
+        """Count, log and trace an answer that is ready to be sent; ``future`` held its ``result``."""
+        assert self.entry is not None
+        done, started = perf_counter_ns(), self.started
+        stages = started, self._parsed, self._inferred, done
+        queued, execution = queued_ns(future), execution_samples(future)
+        self.entry.statistics.succeeded(batch, *stages, queued, execution)
+        observe((done - started) * 1e-9)
+        if self.origin is not None:
+            self.port.state.observer.answered(
+                self.port.protocol, self.origin, self.entry.endpoint, batch, inputs, result, stages
+            )
+        if self._client is not None:
+            self.leave()
+        return stages
+
+    def fail(self, error: BaseException) -> HpsError:
+        """Count, log and trace the failure; return the error for the client."""
+        self.leave(error)
+        return self.port.fail(error, self.started, self.identify, self.entry, self.origin)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """End the count of the client's request; further calls have no effect."""
+        client, self._client = self._client, None
+        if client is not None and self.port.clients is not None:
+            self.port.clients.leave(client, error)
+
+    def undo(self) -> None:
+        """Undo `enter`: the request begins again."""
+        client, self._client = self._client, None
+        if client is not None and self.port.clients is not None:
+            self.port.clients.undo(client)
+
+
+Parser = TypeVar("Parser")
+
+
+class InferenceRoute(Generic[Parser, Answer]):
+    """Parser, encoder and latency histogram of one served name, for one protocol."""
+
+    __slots__ = ("encoder", "entry", "observe", "parser")
+
+    def __init__(
+        self,
+        entry: ServedEndpoint,
+        parser: Parser,
+        encoder: ResponseEncoder[Answer],
+        observe: Callable[[float], None],
+    ) -> None:
+        self.entry = entry
+        self.parser = parser
+        self.encoder = encoder
+        self.observe = observe

@@ -1,0 +1,119 @@
+"""Requests in flight, ended when their futures are done or their deadlines have passed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from hps.errors import DeadlineExceeded
+from hps.periodic import SWEEP_IDLE_ROUNDS, PeriodicThread
+from services.frontend.errors import RequestCancelled
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 0.01  # period of the sweep while any request is in flight
+
+End = Callable[["Future[Any]"], None]
+"""Called once with a future that is done, on any thread."""
+
+
+class PendingRequests:
+    """Ends requests in flight, of all protocols. Thread-safe.
+
+    A request costs two changes of a dictionary; one thread checks the deadlines while any request is in
+    flight.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Future[Any], tuple[float, End]] = {}
+        self._sweeper = PeriodicThread(
+            self._sweep, _SWEEP_S, "hps-deadlines", idle_rounds=SWEEP_IDLE_ROUNDS
+        )
+
+    def add(self, future: Future[Any], deadline: float, end: End) -> None:
+        """Call ``end`` with ``future`` when it is done, which may be now.
+
+        At ``deadline`` (``time.monotonic``), ``future`` is cancelled, and ``end`` gets a future that failed
+        with ``DeadlineExceeded``; if ``future`` is cancelled earlier, with ``RequestCancelled``.
+        """
+        if future.done() and not future.cancelled():
+            end(future)  # the caller gets its exception, if any
+            return
+        self._waiting[future] = (deadline, end)
+        self._sweeper.start()
+        future.add_done_callback(self._done)
+
+    async def result(self, future: Future[Any], deadline: float) -> Any:
+        """Wait for the result on an event loop; cancel ``future`` if the waiting task is cancelled.
+
+        Raises ``DeadlineExceeded`` at ``deadline``.
+        """
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Future[Any]] = loop.create_future()
+
+        def end(outcome: Future[Any]) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(_settle, ended, outcome)
+
+        self.add(future, deadline, end)
+        try:
+            outcome = await ended
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        return outcome.result()
+
+    def _done(self, future: Future[Any]) -> None:
+        waiting = self._waiting.pop(future, None)
+        if waiting is None:
+            return
+        deadline, end = waiting
+        if not future.cancelled():
+            _call(end, future)
+        elif time.monotonic() < deadline - _SWEEP_S:
+            _call(end, failed_future(RequestCancelled("the request was cancelled")))
+        else:
+            _call(end, failed_future(DeadlineExceeded(_LATE)))
+
+    def _sweep(self) -> bool:
+        now = time.monotonic()
+        for future, (deadline, _) in self._waiting.copy().items():
+            if deadline <= now:
+                self._time_out(future)
+        return bool(self._waiting)
+
+    def _time_out(self, future: Future[Any]) -> None:
+        waiting = self._waiting.pop(future, None)
+        if waiting is not None:
+            future.cancel()
+            _call(waiting[1], failed_future(DeadlineExceeded(_LATE)))
+
+
+def failed_future(error: BaseException) -> Future[Any]:
+    """Return a future that failed with ``error``."""
+    failed: Future[Any] = Future()
+    failed.set_exception(error)
+    return failed
+
+
+def _call(end: End, future: Future[Any]) -> None:
+    try:
+        end(future)
+    except Exception:  # must not prevent the end of other requests
+        log.exception("failed to answer a request")
+
+
+def _settle(ended: asyncio.Future[Future[Any]], outcome: Future[Any]) -> None:
+    if not ended.done():
+        ended.set_result(outcome)
+
+
+_LATE = (
+    "deadline exceeded: no answer within the request's time; set a later deadline, parameter "
+    "'timeout' (microseconds) or server.request_timeout_ms"
+)
