@@ -19,12 +19,13 @@ from typing import Any, Generic, Protocol
 import uvloop
 
 from hps.config import Configuration
-from hps.config.auth import check_exposure
+from hps.config.auth import check_exposure, load_api_keys
 from hps.config.server_settings import HttpListener
 from hps.errors import ConfigError
 from hps.observability import otel
 from hps.tracing import set_recorder
 from hps.types import NoProgress, Progress
+from services.frontend.auth import guard
 from services.frontend.background_open import LoadProgress, open_in_background
 from services.frontend.certificates import server_context
 from services.frontend.http.application import PortApplication
@@ -65,6 +66,7 @@ class ServerProcess(ABC, Generic[Node]):
         self._configuration = configuration
         self._settings = settings.server
         self._state = state
+        self._guard = guard(load_api_keys(settings.auth))
         self._progress = LoadProgress(state.loading, progress or NoProgress())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped_before_start = False

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hps.config import Configuration
-from hps.config.auth import load_api_keys
 from hps.config.runtime_folder import for_workers
 from hps.config.server_settings import HttpListener
 from hps.errors import ConfigError
@@ -19,7 +18,6 @@ from hps.node.served_models import OpenModels
 from hps.observability.otel import Tracer
 from hps.types import Progress
 from services.frontend import logs
-from services.frontend.auth import guard
 from services.frontend.grpc.admin_port import AdminPort
 from services.frontend.grpc.profile import grpc_wire
 from services.frontend.grpc.server import GrpcServer
@@ -88,7 +86,6 @@ class FrontendServer(ServerProcess[OpenModels]):
         super().__init__(configuration, self.state, progress)
         self._open_node = open_node or _open_node
         self._workers: Supervisor | None = None
-        self._guard = guard(load_api_keys(configuration.settings.auth))
 
     def run(
         self, on_ready: OnAddresses | None = None, on_listening: OnAddresses | None = None

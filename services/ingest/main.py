@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from hps.config import Configuration
-from hps.config.auth import load_api_keys
 from hps.config.server_settings import HttpListener
 from hps.node.ingest import IngestNode, open_ingest
 from hps.types import Progress
-from services.frontend.auth import guard
 from services.frontend.http.application import PortApplication
 from services.frontend.logs import fields, log
 from services.ingest.app import ingest_app
@@ -28,7 +26,6 @@ class IngestServer(ServerProcess[IngestNode]):
     def __init__(self, configuration: Configuration, progress: Progress | None = None) -> None:
         self.state: ServerState[IngestNode] = ServerState("ingest", configuration.settings)
         super().__init__(configuration, self.state, progress)
-        self._guard = guard(load_api_keys(configuration.settings.auth))
 
     def run(self, on_ready: OnAdmin | None = None) -> None:
         """Feed the stores until SIGTERM or SIGINT. Raises ``ConfigError`` or ``ModelError``.

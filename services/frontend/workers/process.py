@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from hps.config import Configuration
-from hps.config.auth import load_api_keys
 from hps.config.server_settings import HttpListener
 from hps.errors import ConfigError, HpsError, ModelError, TierError, Unavailable
 from hps.node.attached import Attached, attach
@@ -27,7 +26,6 @@ from hps.node.served_models import OpenModels
 from hps.observability.otel import Tracer
 from hps.types import Progress
 from services.frontend import logs
-from services.frontend.auth import guard
 from services.frontend.certificates import server_context
 from services.frontend.grpc.server import GrpcServer
 from services.frontend.http.app import data_app
@@ -70,7 +68,6 @@ class WorkerProcess(ServerProcess[OpenModels]):
         self._number, self._listeners = number, listeners
         self._heartbeat, self._grpc_heartbeat = heartbeat, grpc_heartbeat
         self._http: WorkerServer | None = None
-        self._guard = guard(load_api_keys(configuration.settings.auth))
         self._replaces = replaces
         self._attached: Attached | None = None
 
