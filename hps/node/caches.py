@@ -22,7 +22,8 @@ from hps.observability.meters import count_promotion
 from hps.observability.metrics import Metrics
 from hps.tiers.capacity import TABLE_BYTES, Rows, plan_capacity, slot_bytes
 from hps.tiers.chain import TierChain
-from hps.tiers.cpu.cache import CacheMemory, CpuCache
+from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
 from hps.tiers.ranking import HotKeys, MergedRanking
 from hps.types import EmbeddingTable, KeyArray, Progress, Source

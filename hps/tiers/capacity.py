@@ -37,8 +37,8 @@ def plan_capacity(
     proportion to their sizes. Raises ConfigError for contradictory values."""
     table_rows = {table: count or EMPTY_TABLE_ROWS for table, count in table_rows.items()}
     stated = dict(rows or {})
-    for table, part in (shares or {}).items():
-        stated.setdefault(table, math.ceil(part * table_rows.get(table, 0)))
+    for table, own_share in (shares or {}).items():
+        stated.setdefault(table, math.ceil(own_share * table_rows.get(table, 0)))
     for table, count in stated.items():
         if count < 0:
             raise ConfigError(f"cache_rows of table {table.id} is {count}; 0 keeps it out")

@@ -98,13 +98,8 @@ def check_part(part: Part) -> None:
     _check(table, "versions", part.versions, (n,), _UINT64)
     _check(table, "source", part.source, (n,), _UINT8)
     _check(table, "missing", part.missing, (part.missing.size,), _INT64)
-    filled: tuple[tuple[str, NDArray[Any]], ...] = (
-        ("out", part.out),
-        ("versions", part.versions),
-        ("source", part.source),
-    )
-    for name, array in filled:
-        _check_writable(table, name, array)
+    for name in ("out", "versions", "source"):
+        _check_writable(table, name, getattr(part, name))
 
 
 def _check_writable(table: EmbeddingTable, name: str, array: NDArray[Any]) -> None:

@@ -61,9 +61,9 @@ class BinDump:
         record = _record(self.key_bytes, table)
         with self.path.open("rb") as file:
             file.seek(_LONG.size)
-            left = self.rows
+            left, block_rows = self.rows, max(1, _BLOCK_BYTES // record.itemsize)
             while left:
-                block = np.fromfile(file, record, min(left, _block_rows(record)))
+                block = np.fromfile(file, record, min(left, block_rows))
                 if not len(block):
                     raise ModelError(
                         f"{self.path}: {left} rows disappeared; another process is writing to it"
@@ -148,7 +148,3 @@ def write_dump(
 def _record(key_bytes: int, table: EmbeddingTable) -> np.dtype[Any]:
     key = "<u4" if key_bytes == 4 else "<i8"
     return np.dtype([("key", key), ("row", table.dtype.newbyteorder("<"), (table.dim,))])
-
-
-def _block_rows(record: np.dtype[Any]) -> int:
-    return max(1, _BLOCK_BYTES // record.itemsize)

@@ -14,15 +14,16 @@ class FileLock:
 
     The kernel releases it however the process ends. A fork of the process does not hold it."""
 
-    def __init__(self, path: Path) -> None:
-        """Create the file if necessary and lock it.
+    def __init__(self, path: Path, *, wait: bool = False) -> None:
+        """Create the file if necessary and lock it; ``wait`` for a process that holds the lock.
 
-        Raises BlockingIOError if another process holds the lock, OSError for other failures."""
+        Without ``wait``, raises BlockingIOError for such a process. Raises OSError for other failures."""
+        operation = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
         self._file = -1
         while self._file < 0:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, operation)
                 # The previous holder may have removed the file before this process locked it.
                 with suppress(FileNotFoundError):
                     if os.stat(path).st_ino == os.fstat(file).st_ino:

@@ -55,6 +55,3 @@ def hottest(keys: KeyArray, scores: NDArray[np.unsignedinteger[Any]], n: int) ->
         distance = distance.astype(np.uint16)  # NumPy sorts uint16 by radix
     order = np.argsort(distance, kind="stable")[:n]
     return keys[order], (255 - np.minimum(distance[order], 255)).astype(np.uint8)
-
-
-__all__ = ["HotKeys", "MergedRanking", "RankedCache", "hottest"]

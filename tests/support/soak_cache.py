@@ -19,7 +19,8 @@ import numpy as np
 
 from hps.tiers.base import FetchContext, Part
 from hps.tiers.cpu.attached_cache import AttachedCache
-from hps.tiers.cpu.cache import CacheMemory, CpuCache
+from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
 from hps.types import EmbeddingTable
 

@@ -9,13 +9,10 @@ from typing import Any, Literal, get_args
 from hps.errors import ConfigError
 from hps.native import dedup
 from hps.tiers.base import newest_of_each
-from hps.tiers.capacity import plan_capacity
 from hps.tiers.checks import check_keys, check_rows
 from hps.tiers.cpu.cache_memory import CacheMemory
-from hps.tiers.cpu.cache_reads import CacheReads, CacheStats
+from hps.tiers.cpu.cache_reads import CacheReads
 from hps.types import EmbeddingTable, KeyArray, VectorArray, VersionArray
-
-__all__ = ["CacheMemory", "CacheStats", "CpuCache", "Eviction", "plan_capacity"]
 
 Eviction = Literal["lru", "lfu", "random", "fifo"]
 """Eviction policy: drops the least recently used row, the least frequently used one (use counts fade), a
@@ -64,7 +61,9 @@ class CpuCache(CacheReads):
         eviction = eviction or self._eviction
         if eviction not in get_args(Eviction):
             raise ConfigError(f"eviction must be lru, lfu, random or fifo, not {eviction!r}")
-        self._hold(table, self._memory.make(table, rows, eviction))
+        held = self._memory.make(table, rows, eviction)
+        held.threads = self._threads
+        self._tables[table] = held
 
     def drop_table(self, table: EmbeddingTable) -> None:
         """Remove ``table`` and free its memory."""

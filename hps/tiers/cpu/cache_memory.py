@@ -33,7 +33,8 @@ class CacheMemory:
 
         In shared memory, a table that a dead owner left may be taken over instead, with its rows. Raises
         ConfigError."""
-        if not COMPILED and (self.shared or self.numa_node is not None or self._demands_pages):
+        demands_pages = self.huge_pages in ("transparent", "reserved")
+        if not COMPILED and (self.shared or self.numa_node is not None or demands_pages):
             raise ConfigError(
                 "a shared cache, huge pages and a NUMA node need the native core; make setup builds it"
             )
@@ -44,7 +45,7 @@ class CacheMemory:
             if self.shared:
                 if held := self.shared.take_over_table(table, rows, eviction):
                     return held
-                self.shared.check_room(size, description)
+                self.shared.check_free_space(size, description)
                 file = self.shared.create(table, rows, eviction)
             held = self._new(table, rows, eviction, file)
         except (MemoryError, ValueError) as error:
@@ -60,10 +61,6 @@ class CacheMemory:
         if self.shared:
             self.shared.publish(table)
         return held
-
-    @property
-    def _demands_pages(self) -> bool:
-        return self.huge_pages in ("transparent", "reserved")
 
     def _new(self, table: EmbeddingTable, rows: int, eviction: str, file: int) -> CacheTable:
         like = np.empty((0, table.dim), table.dtype)

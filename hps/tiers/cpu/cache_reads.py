@@ -125,9 +125,5 @@ class CacheReads:
             return CacheStats(0, 0, 0, 0, 0)
         return CacheStats(held.rows, held.tombstones, held.capacity, held.bytes, held.evictions)
 
-    def _hold(self, table: EmbeddingTable, held: CacheTable) -> None:
-        held.threads = self._threads
-        self._tables[table] = held
-
     def _oldest_tombstone(self, table: EmbeddingTable, held: CacheTable) -> int:
         return oldest_tombstone(table, self._clock()) if held.tombstones else 0

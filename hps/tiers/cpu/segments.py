@@ -9,7 +9,6 @@ new owner removes or takes over the files of the dead one."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import secrets
@@ -28,14 +27,6 @@ from hps.types import EmbeddingTable, Source
 
 SHARED_MEMORY = Path("/dev/shm")
 Entry = dict[str, Any]
-
-
-def _size(file: Path) -> int:
-    """Return the size in bytes; 0 if the file was removed in the meantime, with its table."""
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def catalog(path: Path) -> dict[str, Entry]:
@@ -125,7 +116,7 @@ class Segments:
         (self.path / entry["file"]).unlink(missing_ok=True)
         return None
 
-    def check_room(self, size: int, description: str) -> None:
+    def check_free_space(self, size: int, description: str) -> None:
         """Raise ConfigError if ``size`` bytes don't fit into the folder."""
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
@@ -174,8 +165,10 @@ class Segments:
 
     def status(self) -> dict[str, Any]:
         """Return path, size, owner, and number of reading processes."""
-        size = sum(map(_size, self.path.glob("*.table")))
-        owner = self._owner["pid"]
+        size, owner = 0, self._owner["pid"]
+        for file in self.path.glob("*.table"):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile, with its table
+                size += file.stat().st_size
         return {"path": str(self.path), "bytes": size, "owner": owner, "readers": self._readers()}
 
     def _readers(self) -> int:
@@ -216,18 +209,15 @@ class CacheReaderLock:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Create ``path`` if necessary, and lock out other owners that would claim or remove it."""
-    while True:
-        path.mkdir(mode=0o700, parents=False, exist_ok=True)
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(path / "lock").st_ino == os.fstat(lock).st_ino:
-                    yield
-                    return
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # explicitly: a fork may have the descriptor open too
-            os.close(lock)
+    lock: FileLock | None = None
+    while lock is None:
+        path.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another owner has just removed the folder
+            lock = FileLock(path / "lock", wait=True)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _read(path: Path) -> dict[str, Any]:

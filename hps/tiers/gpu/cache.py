@@ -207,7 +207,7 @@ class GpuCache(GpuTables):
 
         ``scores (n,) uint64``: the eviction score of each row, for `EvictionPolicy.SCORE` (default 0;
         resident rows keep theirs). ``unique``: no key occurs twice, which saves the check."""
-        self._write(table, keys, vectors, versions, scores, unique=unique)
+        self._write(table, write_arrays(keys, vectors, versions, scores), unique=unique)
 
     def find_or_insert(
         self,
@@ -256,14 +256,11 @@ class GpuCache(GpuTables):
         unique: bool = False,
     ) -> None:
         """Like `Tier.update`; ``scores`` and ``unique`` as for `insert`."""
-        self._write(table, keys, vectors, versions, scores, update=True, unique=unique)
+        arrays = write_arrays(keys, vectors, versions, scores)
+        self._write(table, arrays, update=True, unique=unique)
 
     def delete(self, table: EmbeddingTable, keys: Any, versions: Any) -> None:
-        held, arrays = self._prepare(table, keys=keys, versions=versions)
-        if held is not None:
-            with self._device:
-                oldest = oldest_tombstone(table, self._clock())
-                self._writer.write(held, vectors=None, **arrays, oldest_tombstone=oldest)
+        self._write(table, {"keys": keys, "versions": versions})
 
     def evict(self, table: EmbeddingTable, keys: Any) -> None:
         held, arrays = self._prepare(table, keys=keys)
@@ -281,20 +278,17 @@ class GpuCache(GpuTables):
     def _write(
         self,
         table: EmbeddingTable,
-        keys: Any,
-        vectors: Any,
-        versions: Any,
-        scores: Any = None,
+        arrays: dict[str, Any],
         *,
         update: bool = False,
         unique: bool = False,
     ) -> None:
-        held, arrays = self._prepare(table, **write_arrays(keys, vectors, versions, scores))
+        """Write rows, or tombstones if ``arrays`` has no vectors."""
+        held, arrays = self._prepare(table, **arrays)
         if held is not None:
+            arrays["oldest_tombstone"] = oldest_tombstone(table, self._clock())
             with self._device:
-                oldest = oldest_tombstone(table, self._clock())
-                options = {"update": update, "unique": unique}
-                self._writer.write(held, **arrays, oldest_tombstone=oldest, **options)
+                self._writer.write(held, **{"vectors": None} | arrays, update=update, unique=unique)
 
     def _prepare(
         self, table: EmbeddingTable, **arrays: Any

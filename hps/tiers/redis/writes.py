@@ -96,14 +96,14 @@ class RedisWriter:
         A partition stores the positions together with its last rows, after all other rows are acknowledged.
         """
         opened = self._tables.writable(table, self._client.deadline())
-        layout, rows_given = opened.layout, len(changes.keys)
+        layout, inserted = opened.layout, len(changes.keys)
         keys = np.concatenate([changes.keys, changes.deleted])
         versions = np.concatenate([changes.versions, changes.deleted_versions])
         at = newest_of_each(table.narrow(keys), versions)
         at = np.arange(len(keys)) if at is None else at
 
         def sliced(some: IndexArray) -> Iterator[Slice]:
-            rows, dead = some[some < rows_given], some[some >= rows_given]
+            rows, dead = some[some < inserted], some[some >= inserted]
             yield from _slices(layout, keys[rows], changes.vectors, versions, rows)
             if layout.values.versioned:
                 yield from _slices(layout, keys[dead], None, versions, dead)
@@ -114,17 +114,9 @@ class RedisWriter:
             in_share = layout.in_share(keys[at], share)
             self._run_in_blocks(opened, list(sliced(at[~in_share])), only="resident")
             at = at[in_share]
-        slices = list(sliced(at))
-        last: dict[int, Slice] = {
-            i: (i, keys[:0], np.empty(0, layout.values.record)) for i in range(layout.partitions)
-        }
-        early = []
-        for each in slices:
-            if len(last[each[0]][1]):
-                early.append(last[each[0]])
-            last[each[0]] = each
+        early, last = _split_last(layout, sliced(at))
         self._run_in_blocks(opened, early)
-        self._run(opened, last.values(), positions=positions)
+        self._run(opened, last, positions=positions)
         self._maintenance.run_if_due()
 
     def _run_in_blocks(
@@ -185,6 +177,22 @@ def _decisive(layout: TableLayout, keys: KeyArray, versions: VersionArray) -> In
     ranks = versions if layout.values.versioned else np.zeros(len(keys), np.uint64)
     at = newest_of_each(layout.table.narrow(keys), ranks)
     return np.arange(len(keys)) if at is None else at
+
+
+def _split_last(
+    layout: TableLayout, slices: Iterable[Slice]
+) -> tuple[list[Slice], Iterable[Slice]]:
+    """Split the last slice of each partition from the others; it is empty for partitions without any."""
+    early: list[Slice] = []
+    last: dict[int, Slice] = {
+        i: (i, np.empty(0, np.int64), np.empty(0, layout.values.record))
+        for i in range(layout.partitions)
+    }
+    for each in slices:
+        if len(last[each[0]][1]):
+            early.append(last[each[0]])
+        last[each[0]] = each
+    return early, last.values()
 
 
 def _slices(

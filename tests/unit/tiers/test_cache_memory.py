@@ -10,7 +10,8 @@ import pytest
 
 from hps.errors import ConfigError
 from hps.native import COMPILED
-from hps.tiers.cpu.cache import CacheMemory, CpuCache
+from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import Segments
 from hps.types import EmbeddingTable
 

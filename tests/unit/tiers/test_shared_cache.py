@@ -18,7 +18,8 @@ from hps.native import COMPILED
 from hps.tiers.base import Bags, FetchContext, Part
 from hps.tiers.cpu import segments as cpu_segments
 from hps.tiers.cpu.attached_cache import AttachedCache
-from hps.tiers.cpu.cache import CacheMemory, CpuCache
+from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.cpu.cache_memory import CacheMemory
 from hps.tiers.cpu.segments import CacheReaderLock, Segments
 from hps.types import EmbeddingTable
 

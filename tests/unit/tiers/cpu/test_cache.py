@@ -9,7 +9,8 @@ import pytest
 from hps.errors import BadRequest, ConfigError
 from hps.native import COMPILED
 from hps.tiers.base import FetchContext, Part
-from hps.tiers.cpu.cache import CacheStats, CpuCache
+from hps.tiers.cpu.cache import CpuCache
+from hps.tiers.cpu.cache_reads import CacheStats
 from hps.types import EmbeddingTable, make_version, version_now
 from tests.support.rows import rising_rows
 
