@@ -130,7 +130,7 @@ class NodeStores:
             rocksdb.drop(*tables)
             return
         try:
-            rocksdb.forget(*tables)
+            rocksdb.release(*tables)
         except TierError as error:
             log.warning("%s", error)
 

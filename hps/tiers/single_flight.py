@@ -47,12 +47,12 @@ class _Flight:
 class _FollowedKeys:
     """Keys of ``part`` that another fetch, ``flight``, reads.
 
-    The key ``part.missing[i]`` is at ``places[i]`` in the answer to part ``of`` of that fetch."""
+    The key ``part.missing[i]`` is at ``positions[i]`` in the answer to that fetch's part ``index``."""
 
     flight: _Flight
     part: Part
-    of: int
-    places: IndexArray
+    index: int
+    positions: IndexArray
 
 
 class SingleFlight(TierWrapper):
@@ -110,9 +110,7 @@ class SingleFlight(TierWrapper):
         try:
             own, shares = self._in_flight.claim(
                 flight.number,
-                [
-                    id(part.table) for part in parts
-                ],  # IDs are unique: the tables live as long as the fetch
+                [id(part.table) for part in parts],  # unique: the tables live as long as the fetch
                 [part.keys for part in parts],
                 [part.missing for part in parts],
                 flight.started,
@@ -122,10 +120,10 @@ class SingleFlight(TierWrapper):
             raise
         if not shares:
             return parts, []
-        self._count(sum(len(positions) for _, _, _, positions, _ in shares))
+        self._count(sum(len(misses) for _, _, _, misses, _ in shares))
         return [restrict_part(part, left) for part, left in zip(parts, own, strict=True)], [
-            _FollowedKeys(self._flights[number], restrict_part(parts[mine], positions), of, places)
-            for number, mine, of, positions, places in shares
+            _FollowedKeys(self._flights[number], restrict_part(parts[own_index], misses), index, at)
+            for number, own_index, index, misses, at in shares
         ]
 
     def _land(self, flight: _Flight, reads: Sequence[Part], ctx: FetchContext | None) -> None:
@@ -162,7 +160,7 @@ class SingleFlight(TierWrapper):
         if flight.answer is None:
             again, part.missing = part.missing, part.missing[:0]
             return restrict_part(part, again)
-        copy_answer(flight.answer[followed.of], part, followed.places)
+        copy_answer(flight.answer[followed.index], part, followed.positions)
         ctx.degraded.extend(name for name in flight.degraded if name not in ctx.degraded)
         return restrict_part(part, part.missing[:0])
 

@@ -46,15 +46,15 @@ def checkpoint(database: RocksDbDatabase, folder: Path) -> None:
     with database.errors():
         database.writable()
         _refuse_contents(folder, "a checkpoint")
-        part = _part(folder)
+        temporary = _temporary_folder(folder)
         # RocksDB's binding holds the interpreter lock during a checkpoint, so slow steps come first.
         database.flush()
         try:
-            Checkpoint(database.db).create_checkpoint(str(part))
-            part.chmod(part.stat().st_mode & PRIVATE)
-            _publish(part, folder)
+            Checkpoint(database.db).create_checkpoint(str(temporary))
+            temporary.chmod(temporary.stat().st_mode & PRIVATE)
+            _publish(temporary, folder)
         except Exception as error:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             if is_full(error):
                 raise full_disk(folder, 0, str(error), _REMEDY) from error
             if isinstance(error, OSError):
@@ -71,16 +71,16 @@ def restore(folder: Path, path: Path) -> None:
     if not existing_families(folder):
         raise rocksdb_error(f"{folder} holds no checkpoint: there is no database in it")
     _refuse_contents(path, "a restored database")
-    part = _part(path)
+    temporary = _temporary_folder(path)
     try:
-        make_private(part, exist_ok=False)
-        _copy(folder, part, path)
-        _check(part, folder)
-        _publish(part, path)
+        make_private(temporary, exist_ok=False)
+        _copy(folder, temporary, path)
+        _check(temporary, folder)
+        _publish(temporary, path)
     except OSError as error:
         raise translate_rocksdb_error(error, path) from error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def move_checkpoint(made: Path, folder: Path) -> None:
@@ -89,41 +89,44 @@ def move_checkpoint(made: Path, folder: Path) -> None:
     ``made`` is removed in any case. Raises TierError."""
     try:
         _refuse_contents(folder, "a checkpoint")
-        part = _part(folder)
+        temporary = _temporary_folder(folder)
         try:
-            make_private(part, exist_ok=False)
-            _copy(made, part, folder)
-            _publish(part, folder)
+            make_private(temporary, exist_ok=False)
+            _copy(made, temporary, folder)
+            _publish(temporary, folder)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise translate_rocksdb_error(error, folder) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _copy(folder: Path, part: Path, path: Path) -> None:
-    """Copy the checkpoint into ``part``: link table files if possible, copy files that will be written to."""
+def _copy(folder: Path, temporary: Path, path: Path) -> None:
+    """Copy the checkpoint into ``temporary``: link table files if possible, copy the other files."""
     for file in sorted(folder.iterdir()):
         if not file.is_file() or file.name == "LOCK":
             continue
-        target = part / file.name
+        target = temporary / file.name
         if file.suffix in _TABLE_FILES:
             try:
                 os.link(file, target)
                 continue
             except OSError:
-                needed, free = file.stat().st_size, shutil.disk_usage(nearest_folder(part)).free
+                needed, free = (
+                    file.stat().st_size,
+                    shutil.disk_usage(nearest_folder(temporary)).free,
+                )
                 if needed > free:
                     raise full_disk(path, needed, f"copying {file}") from None
         shutil.copyfile(file, target)
         _sync(target)
 
 
-def _check(part: Path, folder: Path) -> None:
+def _check(temporary: Path, folder: Path) -> None:
     """Open the copy read-only, which detects missing and truncated files."""
     try:
-        opened = DatabaseHandle(OpenSettings(part, "read_only", RocksDbTuning()))
+        opened = DatabaseHandle(OpenSettings(temporary, "read_only", RocksDbTuning()))
         opened.close()
     except TierError as error:
         raise rocksdb_error(f"the checkpoint {folder} cannot be restored: {error}") from error
@@ -137,20 +140,20 @@ def _refuse_contents(folder: Path, what: str) -> None:
         )
 
 
-def _part(folder: Path) -> Path:
+def _temporary_folder(folder: Path) -> Path:
     """Return an empty temporary folder next to ``folder``, on the same file system.
 
     Removes the folder of a killed attempt."""
-    part = folder.parent / f".{folder.name}.part"
-    shutil.rmtree(part, ignore_errors=True)
+    temporary = folder.parent / f".{folder.name}.part"
+    shutil.rmtree(temporary, ignore_errors=True)
     make_private(folder.parent)
-    return part
+    return temporary
 
 
-def _publish(part: Path, folder: Path) -> None:
-    _sync(part)
+def _publish(temporary: Path, folder: Path) -> None:
+    _sync(temporary)
     # Replaces an empty folder too.
-    part.rename(folder)
+    temporary.rename(folder)
     _sync(folder.parent)
 
 
@@ -172,7 +175,7 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, path: Path, make: Callable[[Path], None]) -> None:
         self.folder = folder
-        self._beside = path.with_name(f".{path.name}.checkpoint")
+        self._hard_links = path.with_name(f".{path.name}.checkpoint")
         self._make = make
         self._busy = threading.Lock()
 
@@ -184,9 +187,9 @@ class CheckpointFolder:
             raise Unavailable("another checkpoint is in progress; retry when it is complete")
         try:
             target = self.folder / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now()))
-            shutil.rmtree(self._beside, ignore_errors=True)  # left by a killed attempt
-            self._make(self._beside)
-            move_checkpoint(self._beside, target)
+            shutil.rmtree(self._hard_links, ignore_errors=True)  # left by a killed attempt
+            self._make(self._hard_links)
+            move_checkpoint(self._hard_links, target)
             for old in complete_checkpoints(self.folder)[:-keep]:
                 shutil.rmtree(old, ignore_errors=True)
             return target

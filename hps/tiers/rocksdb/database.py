@@ -68,7 +68,9 @@ class RocksDbDatabase:
         self._used = False
         self._opened: DatabaseHandle | None = DatabaseHandle(settings)
         self.records = LoadRecords(lambda: self.db)
-        self.room = WriteThrottle(lambda: self.db, settings.path, settings.tuning.min_free_bytes)
+        self.throttle = WriteThrottle(
+            lambda: self.db, settings.path, settings.tuning.min_free_bytes
+        )
         if settings.access == "primary":
             clean_leftovers(settings.path)
             if self.opened.lost is not None and self.opened.lost.later:
@@ -143,7 +145,7 @@ class RocksDbDatabase:
     def writable(self, needed: int = 0) -> None:
         """Raise TierError unless this instance may write and the disk has ``needed`` bytes free."""
         self.require_primary()
-        self.room.check(needed)
+        self.throttle.check(needed)
 
     def require_primary(self) -> None:
         access = self.settings.access
@@ -310,7 +312,7 @@ class RocksDbDatabase:
                 self.opened.families.discard(name)
             self.open_tables([table])
 
-    def forget(self, tables: Iterable[EmbeddingTable]) -> None:
+    def release(self, tables: Iterable[EmbeddingTable]) -> None:
         """Free the memory of tables that are not used any more; their rows stay on disk."""
         with self.lock, self.errors():
             for table in tables:
@@ -354,7 +356,7 @@ class RocksDbDatabase:
             # again.
             families = {family.name: family.data for family in list(self._families.values())}
             lost = self.opened.lost
-            return self.room.figures(
+            return self.throttle.figures(
                 list(families.values()),
                 lost_writes=0 if lost is None else lost.most or 1,
                 damaged_files=len(self.damage.tables()),

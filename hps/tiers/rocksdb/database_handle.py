@@ -20,11 +20,11 @@ from hps.tiers.rocksdb.database_options import (
     OpenSettings,
     check_manifest,
     existing_families,
-    folder_beside,
     make_options,
     open_database,
     open_read_only,
     repair_folder,
+    temporary_folder,
 )
 from hps.tiers.rocksdb.errors import rocksdb_error
 from hps.tiers.rocksdb.recovery import LogRecovery, LostWrites, lost_by_reader
@@ -79,7 +79,7 @@ class DatabaseHandle:
                     # opening read-only checks that all can be opened.
                     with open_read_only(settings, self.options, self.families):
                         pass
-                self._folder = folder_beside(settings)
+                self._folder = temporary_folder(settings)
                 self.db = open_database(settings, self.options, self.families, self._folder)
             except TierError:
                 self.clean()

@@ -163,7 +163,7 @@ def open_database(
     settings: OpenSettings,
     options: Options,
     families: Iterable[str],
-    beside: TemporaryDirectory[str] | None = None,
+    folder: TemporaryDirectory[str] | None = None,
 ) -> Rdict:
     """Open (or create) the database with these column families; all are created in one call."""
     path = settings.path
@@ -173,11 +173,11 @@ def open_database(
             make_private(path, "set tiers.rocksdb.path to another folder")
             opened = Rdict(str(path), options, columns, AccessType.read_write())
         elif settings.access == "read_only":
-            assert beside is not None
-            opened = Rdict(beside.name, options, columns, AccessType.read_only(False))
+            assert folder is not None
+            opened = Rdict(folder.name, options, columns, AccessType.read_only(False))
         else:
-            assert beside is not None
-            opened = Rdict(str(path), options, columns, AccessType.secondary(beside.name))
+            assert folder is not None
+            opened = Rdict(str(path), options, columns, AccessType.secondary(folder.name))
     except TierError:
         raise
     except Exception as error:
@@ -192,7 +192,7 @@ def open_read_only(
 ) -> Iterator[Rdict]:
     """Open the database read-only for a moment, without changing its folder."""
     reading = replace(settings, access="read_only")
-    links = folder_beside(reading)
+    links = temporary_folder(reading)
     assert links is not None
     with links:
         if not with_logs:
@@ -252,7 +252,7 @@ def check_manifest(path: Path) -> None:
         raise translate_rocksdb_error(OSError(why), path)
 
 
-def folder_beside(settings: OpenSettings) -> TemporaryDirectory[str] | None:
+def temporary_folder(settings: OpenSettings) -> TemporaryDirectory[str] | None:
     """Make the temporary folder that a reader needs; None for a primary.
 
     ``read_only``: a folder of links to the database's files. RocksDB's binding writes a settings file at

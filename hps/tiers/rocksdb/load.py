@@ -89,16 +89,16 @@ class LoadRecords:
         batch = WriteBatch(raw_mode=True)
         batch.put(f"load:{family}".encode(), json.dumps(asdict(record)).encode())
         if not keep_streamed:
-            self._forget_streams(batch, family)
+            self._remove_stream_state(batch, family)
         self._db().write(batch)
 
     def remove(self, family: str) -> None:
         batch = WriteBatch(raw_mode=True)
         batch.delete(f"load:{family}".encode())
-        self._forget_streams(batch, family)
+        self._remove_stream_state(batch, family)
         self._db().write(batch)
 
-    def _forget_streams(self, batch: WriteBatch, family: str) -> None:
+    def _remove_stream_state(self, batch: WriteBatch, family: str) -> None:
         """Add to ``batch`` the removal of the table's streamed mark and stream positions."""
         batch.delete(f"streamed:{family}".encode())
         prefix = position_prefix(family)

@@ -49,11 +49,11 @@ class RocksDbStreamPositions:
                     table, changes.deleted, None, changes.deleted_versions, resident_only=False
                 )
             else:
-                self._rows.remove(table, changes.deleted[_last_word(changes)])
+                self._rows.remove(table, changes.deleted[_decisive_deletions(changes)])
             ahead = [p for p in positions if p.offset > (self._get(table, p) or 0)]
             if ahead:
                 database.mark_streamed(database.family(table))
-                database.room.write(lambda batch: self._put(table, ahead, batch))
+                database.throttle.write(lambda batch: self._put(table, ahead, batch))
 
     def applied(self, table: EmbeddingTable, topic: str, partition: int) -> int | None:
         with self._database.errors():
@@ -69,14 +69,14 @@ class RocksDbStreamPositions:
             at.seek(prefix)
             while at.valid() and (name := at.key()).startswith(prefix):
                 if (split := split_position_name(name[len(prefix) :].decode())) is not None:
-                    place, of_id = split
+                    stream, of_id = split
                     if of_id:
-                        ids[place] = at.value().decode()
+                        ids[stream] = at.value().decode()
                     else:
-                        offsets[place] = int(at.value())
+                        offsets[stream] = int(at.value())
                 at.next()
             at.status()
-        return {place: Applied(at, ids.get(place, "")) for place, at in offsets.items()}
+        return {stream: Applied(at, ids.get(stream, "")) for stream, at in offsets.items()}
 
     def identify(self, table: EmbeddingTable, topic: str, partition: int, topic_id: str) -> bool:
         """See `hps.tiers.positions.PositionedStore`."""
@@ -93,7 +93,7 @@ class RocksDbStreamPositions:
                 if stored is not None:
                     self._put(table, [position], batch)
 
-            database.room.write(put)
+            database.throttle.write(put)
             return stored is not None
 
     def restart(self, table: EmbeddingTable, topic: str, partition: int) -> None:
@@ -101,7 +101,7 @@ class RocksDbStreamPositions:
         with self._database.lock, self._database.errors():
             self._database.writable()
             first = [StreamPosition(topic, partition, 0)]
-            self._database.room.write(lambda batch: self._put(table, first, batch))
+            self._database.throttle.write(lambda batch: self._put(table, first, batch))
 
     def _name(self, table: EmbeddingTable, position: StreamPosition) -> bytes:
         family = family_name(table, self._database.layout)
@@ -119,7 +119,7 @@ class RocksDbStreamPositions:
             batch.put(self._name(table, position), str(position.offset).encode())
 
 
-def _last_word(changes: TableChanges) -> IndexArray:
+def _decisive_deletions(changes: TableChanges) -> IndexArray:
     """Return the positions of the deletions that take effect: no insertion has a higher version.
 
     For a store without versions, which cannot decide that itself."""

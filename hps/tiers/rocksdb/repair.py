@@ -95,7 +95,7 @@ def _after(data: Rdict, first: int, end: int, width: int) -> int:
 
     Searches with doubled, then halved steps. ``end + 1`` if everything up to the end is damaged."""
 
-    def good(code: int) -> bool:
+    def is_readable(code: int) -> bool:
         at = data.iter()
         at.seek(code.to_bytes(width, "big"))
         try:
@@ -104,17 +104,17 @@ def _after(data: Rdict, first: int, end: int, width: int) -> int:
             return False
         return True
 
-    bad, step = first, 1
-    while not good(probe := min(first + step, end)):
+    damaged, step = first, 1
+    while not is_readable(probe := min(first + step, end)):
         if probe == end:
             return end + 1
-        bad, step = probe, step * 2
-    while probe - bad > 1:
-        middle = (bad + probe) // 2
-        if good(middle):
+        damaged, step = probe, step * 2
+    while probe - damaged > 1:
+        middle = (damaged + probe) // 2
+        if is_readable(middle):
             probe = middle
         else:
-            bad = middle
+            damaged = middle
     return probe
 
 

@@ -171,7 +171,7 @@ class VersionedRows:
                 mask = self._applicable(family, code, versions[at], resident_only=resident_only)
                 code, at = code[mask], at[mask]
             if family.codec.versioned:
-                family.marks.rise(code, versions[at], self._database.room.write)
+                family.marks.rise(code, versions[at], self._database.throttle.write)
             if vectors is None:
                 self._put_tombstones(family, code, versions[at])
             else:
@@ -231,7 +231,7 @@ class VersionedRows:
             names = family.codec.stored_keys(code[some])
             stored = None if values is None else values(some)
             for part in _slices(len(names), _WRITE_SLICE):
-                self._database.room.write(partial(fill, part))
+                self._database.throttle.write(partial(fill, part))
 
     def _put_tombstones(self, family: TableFamily, code: CodeArray, versions: VersionArray) -> None:
         handle = repeat(family.handle)
@@ -244,7 +244,7 @@ class VersionedRows:
         if len(code):
             self._database.mark_streamed(family)
         for part in _slices(len(code), _WRITE_SLICE):
-            self._database.room.write(partial(fill, part))
+            self._database.throttle.write(partial(fill, part))
 
     def _sweep(self, family: TableFamily, most: int) -> None:
         """Remove expired tombstones, oldest first."""
@@ -255,14 +255,14 @@ class VersionedRows:
             code = np.unique(some["code"].astype(np.uint64))
             stored, _ = self.read(family, code)
             over = stored.tombstone_at[stored.tombstone_versions < np.uint64(before)]
-            self._database.room.write(partial(_forget, family, code[over], some))
+            self._database.throttle.write(partial(_remove_tombstones, family, code[over], some))
 
 
 def _slices(number: int, most: int) -> Iterator[slice]:
     return (slice(start, start + most) for start in range(0, number, most))
 
 
-def _forget(
+def _remove_tombstones(
     family: TableFamily, code: CodeArray, entries: NDArray[np.void], batch: WriteBatch
 ) -> None:
     """Add to ``batch`` the removal of tombstones and their index entries."""

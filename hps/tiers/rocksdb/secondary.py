@@ -17,8 +17,8 @@ class SecondaryCatchUp:
 
     def __init__(self, database: RocksDbDatabase) -> None:
         self._database = database
-        self._follows = database.settings.access == "secondary"
-        self._owns = database.settings.access == "primary"
+        self._is_secondary = database.settings.access == "secondary"
+        self._is_primary = database.settings.access == "primary"
         self._caught_up = time.monotonic()
         # Requested tables that this reader does not have: the primary may create them later.
         self._unknown: set[str] = set()
@@ -26,14 +26,14 @@ class SecondaryCatchUp:
     def find(self, table: EmbeddingTable) -> TableFamily | None:
         """Return the table's column family; None if a reader does not have it (yet)."""
         database = self._database
-        if not self._owns and not database.known(table):
+        if not self._is_primary and not database.known(table):
             self._unknown.add(family_name(table, database.layout))
             return None
         return database.family(table)
 
     def catch_up_if_due(self) -> None:
         """Catch up if that is due and no other thread is doing so."""
-        if not self._follows:
+        if not self._is_secondary:
             return
         if time.monotonic() - self._caught_up < self._database.settings.tuning.catch_up_s:
             return
@@ -49,22 +49,22 @@ class SecondaryCatchUp:
         Reopens the database if that is not enough: another database is at the path now, or the primary has
         created a requested table."""
         database = self._database
-        if not self._follows:
+        if not self._is_secondary:
             return
         with database.lock, database.errors():
             try:
-                anew = self._is_another()
-                if not anew:
+                reopen = self._was_replaced()
+                if not reopen:
                     database.db.try_catch_up_with_primary()
             except Exception:
-                anew = True
-            if anew:
+                reopen = True
+            if reopen:
                 database.reopen()
             self._unknown.clear()
             database.renew_marks()
             self._caught_up = time.monotonic()
 
-    def _is_another(self) -> bool:
+    def _was_replaced(self) -> bool:
         path = self._database.settings.path
         if self._database.opened.replaced(path):
             return True

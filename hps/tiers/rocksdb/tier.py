@@ -140,9 +140,9 @@ class RocksDbTier:
         self._database.drop(tables)
         self._database.acknowledge()
 
-    def forget(self, *tables: EmbeddingTable) -> None:
+    def release(self, *tables: EmbeddingTable) -> None:
         """Free the memory of unused tables. Their rows stay; a later request opens them again."""
-        self._database.forget(tables)
+        self._database.release(tables)
 
     def codes(self, table: EmbeddingTable, keys: KeyArray) -> CodeArray:
         """Convert (n,) keys to (n,) uint64 that sort as the stored keys do; for `bulk_load`."""

@@ -333,7 +333,7 @@ class TestForgetting:
     def test_a_full_disk_lets_tables_go(self, tmp_path, monkeypatch):
         tier, items = RocksDbTier(tmp_path), table()
         tier.insert(items, KEYS, VECTORS, VERSIONS)
-        monkeypatch.setattr(tier._database.room, "free_bytes", lambda: 0)
+        monkeypatch.setattr(tier._database.throttle, "free_bytes", lambda: 0)
         with pytest.raises(TierError, match="min_free_bytes"):
             tier.insert(items, KEYS, VECTORS, VERSIONS)
         tier.drop(items, table("never made"))
@@ -343,7 +343,7 @@ class TestForgetting:
     def test_released_table_is_reopened_on_request(self, tmp_path):
         tier, items = RocksDbTier(tmp_path), table()
         tier.insert(items, KEYS, VECTORS, VERSIONS)
-        tier.forget(items, table("never opened"))
+        tier.release(items, table("never opened"))
         assert not tier._database._families
         assert fetch(tier, items, KEYS).out.tolist() == VECTORS.tolist()
         assert tier.streamed(items)

@@ -126,7 +126,7 @@ def test_a_failed_write_notes_no_position(tier, monkeypatch):
     def fail(*_args, **_given):
         raise TierError("rocksdb", "the disk is full")
 
-    monkeypatch.setattr(tier._database.room, "write", fail)
+    monkeypatch.setattr(tier._database.throttle, "write", fail)
     with pytest.raises(TierError, match="full"):
         tier.apply(ITEMS, changes({1: 1}), [at(10)])
     assert tier.applied(ITEMS, "updates", 0) is None
