@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
@@ -123,16 +123,12 @@ def _bucketed(
     scratch: Path,
     spreading: Task,
 ) -> Generator[Chunk, None, None]:
-    record = np.dtype([("code", "<u8"), ("row", "<f4", (files.dim,))])
-    buckets = max(1, -(-files.rows * record.itemsize // BUCKET_BYTES))
+    record = _record_dtype(files.dim)
     scratch.mkdir(parents=True, exist_ok=True)
     try:
         with spreading() as written:
-            _spread(files, to_codes, duplicates, scratch, record, buckets, written)
-        for number in range(buckets):
-            path = scratch / f"{number}.rows"
-            if not path.exists():
-                continue
+            paths = _spread(files, to_codes, duplicates, scratch, written)
+        for path in filter(Path.exists, paths):
             rows = np.fromfile(path, record)
             path.unlink()
             code, at = sort_last(np.ascontiguousarray(rows["code"]), duplicates)
@@ -144,16 +140,24 @@ def _bucketed(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _record_dtype(dim: int) -> np.dtype[Any]:
+    """The dtype of a row in a temporary file."""
+    return np.dtype([("code", "<u8"), ("row", "<f4", (dim,))])
+
+
 def _spread(
     files: TableFiles,
     to_codes: Callable[[KeyArray], Codes],
     duplicates: DuplicateCounter,
     scratch: Path,
-    record: np.dtype[Any],
-    buckets: int,
     progress: Callable[[int], None],
-) -> None:
-    """Append every row to the temporary file of its range of codes, in the order of the files."""
+) -> list[Path]:
+    """Append every row to the temporary file of its range of codes, in the order of the files.
+
+    Returns the paths of all ranges, ascending; ranges without rows have no file."""
+    record = _record_dtype(files.dim)
+    buckets = max(1, -(-files.rows * record.itemsize // BUCKET_BYTES))
+    paths = [scratch / f"{number}.rows" for number in range(buckets)]
     sample = np.sort(to_codes(_sample(files)))
     bounds = sample[np.arange(1, buckets) * len(sample) // buckets]
     for keys, vectors in files.blocks(8 * block_rows(files.dim)):
@@ -165,16 +169,17 @@ def _spread(
         block["row"] = vectors[at]
         ends = [*np.searchsorted(code, bounds), len(code)]
         begin = 0
-        for number, end in enumerate(ends):
+        for path, end in zip(paths, ends, strict=True):
             if end > begin:
                 # Opened again for each block: a large table has more ranges than a process may have open
                 # files.
-                with (scratch / f"{number}.rows").open("ab", buffering=0) as out:
+                with path.open("ab", buffering=0) as out:
                     view = memoryview(block[begin:end].view(np.uint8).data)
                     while len(view):
                         view = view[out.write(view) :]
             begin = end
         progress(len(keys))
+    return paths
 
 
 def _sample(files: TableFiles) -> KeyArray:
@@ -200,28 +205,25 @@ def prefetch(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     queue: Queue[tuple[T | None, BaseException | None]] = Queue(depth)
     stop = Event()
 
-    def put(item: T | None, error: BaseException | None) -> bool:
+    def put(item: T | None, error: BaseException | None) -> None:
         while not stop.is_set():
-            try:
+            with suppress(Full):
                 queue.put((item, error), timeout=0.1)
-            except Full:
-                continue
-            return True
-        return False
+                return
 
     def produce() -> None:
         iterator = iter(items)
         try:
             for item in iterator:
-                if not put(item, None):
+                put(item, None)
+                if stop.is_set():
                     break
             else:
                 put(None, None)
         except BaseException as error:  # passed to the consumer
             put(None, error)
         finally:
-            close = getattr(iterator, "close", None)
-            if close is not None:
+            if close := getattr(iterator, "close", None):
                 close()
 
     thread = Thread(target=produce, name="hps-ahead", daemon=True)
@@ -236,9 +238,7 @@ def prefetch(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
             yield item
     finally:
         stop.set()
-        while True:
-            try:
+        with suppress(Empty):
+            while True:
                 queue.get_nowait()
-            except Empty:
-                break
         thread.join()

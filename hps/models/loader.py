@@ -130,14 +130,7 @@ def _load(
             "load it once with access: primary",
         )
     check_disjoint_tables(files, table.key_bits)
-    record = LoadRecord(
-        files.digest,
-        files.rows,
-        row_version(version, files),
-        table.dim,
-        table.dtype.name,
-        stamp=" ".join(map(str, files.stamps)),
-    )
+    record = _record(version, table, files)
     duplicates = DuplicateCounter()
     with _ChecksumVerifier(files) as verifier:
         if how == "merged":
@@ -146,8 +139,17 @@ def _load(
             verifier.check()
             store.adopt(table, record, rows)
         else:
-            rows = _bulk_load(files, table, store, record, duplicates, verifier, progress)
+            chunks = _chunks(files, table, store, duplicates, progress)
+            with progress.task(f"loading {table.name}", files.rows) as step, closing(chunks):
+                done = store.bulk_load(table, verifier.checked_at_end(chunks), record, step)
+            rows = done.rows
     return LoadReport(table.name, how, rows, duplicates.count, time.monotonic() - began)
+
+
+def _record(version: ModelVersion, table: EmbeddingTable, files: TableFiles) -> LoadRecord:
+    stamp = " ".join(map(str, files.stamps))
+    written = row_version(version, files)
+    return LoadRecord(files.digest, files.rows, written, table.dim, table.dtype.name, stamp=stamp)
 
 
 def _decide(files: TableFiles, table: EmbeddingTable, store: RocksDbTier, *, rebuild: bool) -> How:
@@ -181,23 +183,6 @@ def _chunks(
     spreading = partial(progress.task, f"sorting {files.name}", files.rows)
     chunks = sorted_chunks(files, partial(store.codes, table), duplicates, scratch, spreading)
     return prefetch(chunks) if files.bytes >= _THREAD_BYTES else chunks
-
-
-def _bulk_load(
-    files: TableFiles,
-    table: EmbeddingTable,
-    store: RocksDbTier,
-    record: LoadRecord,
-    duplicates: DuplicateCounter,
-    verifier: _ChecksumVerifier,
-    progress: Progress,
-) -> int:
-    with (
-        progress.task(f"loading {table.name}", files.rows) as step,
-        closing(_chunks(files, table, store, duplicates, progress)) as chunks,
-    ):
-        done = store.bulk_load(table, verifier.checked_at_end(chunks), record, step)
-    return done.rows
 
 
 def _merge(

@@ -57,7 +57,8 @@ def write_version(
     ``model.yaml`` with other contents may be replaced. ``progress`` gets the rows of each step. Raises
     ModelError."""
     model = Path(root) / spec.name
-    _check_request(model, spec, version, tables, dense, replace=replace, replace_spec=replace_spec)
+    _check_contents(spec, tables, dense)
+    _check_version(model, spec, version, replace=replace, replace_spec=replace_spec)
     # A writer that is killed at its last step leaves a version without a ``model.yaml``.
     described = (model / SPEC_FILE).is_file()
     make_folder(model)
@@ -76,28 +77,24 @@ def write_version(
             metadata=dict(metadata or {}),
             watermark={topic: dict(offsets) for topic, offsets in (watermark or {}).items()},
         )
-        fsync_all(folder)
-        write_manifest(folder / FILE_NAME, manifest)
-        fsync_path(folder / FILE_NAME)
-        fsync_path(folder)
+        _finish(folder, manifest)
         final = model / str(version)
         publish_version(folder, final, replace=replace or not described)
         write_spec(model, spec)
     return final
 
 
-def _check_request(
-    model: Path,
-    spec: ModelSpec,
-    version: int,
-    tables: Mapping[str, Source],
-    dense: Path | bytes | None,
-    *,
-    replace: bool,
-    replace_spec: bool,
+def _finish(folder: Path, manifest: Manifest) -> None:
+    """Sync the files to the disk, then write the manifest."""
+    fsync_all(folder)
+    write_manifest(folder / FILE_NAME, manifest)
+    fsync_path(folder / FILE_NAME)
+    fsync_path(folder)
+
+
+def _check_contents(
+    spec: ModelSpec, tables: Mapping[str, Source], dense: Path | bytes | None
 ) -> None:
-    if version < 1:
-        raise ModelError(f"version must be 1 or more, found {version}")
     known = [t.name for t in spec.tables]
     if sorted(known) != sorted(tables):
         raise ModelError(
@@ -110,6 +107,14 @@ def _check_request(
             + ("a dense part is described, but no file given" if dense is None else
                "a dense file is given, but model.yaml has no `dense:` section")
         )  # fmt: skip
+
+
+def _check_version(
+    model: Path, spec: ModelSpec, version: int, *, replace: bool, replace_spec: bool
+) -> None:
+    """Raise ModelError unless the version can be written next to those in the folder ``model``."""
+    if version < 1:
+        raise ModelError(f"version must be 1 or more, found {version}")
     described = (model / SPEC_FILE).is_file()
     if described and (model / str(version)).exists() and not replace:
         raise ModelError(

@@ -17,7 +17,7 @@ from hps.types import EmbeddingTable, IndexArray, KeyArray
 
 _SIGN = np.uint64(1 << 63)
 # Keys searched in one pass over a key file.
-_LOOKED_FOR = 1 << 23
+_SEARCHED_KEYS = 1 << 23
 _READ = 1 << 20
 
 
@@ -77,7 +77,7 @@ class FileRows:
         return StoredKeys(found, np.zeros(len(keys), bool), vectors, versions)
 
     def missing_keys(self, table: EmbeddingTable, keys: Iterable[KeyArray]) -> Iterator[KeyArray]:
-        for some in blocks(keys, _LOOKED_FOR):
+        for some in blocks(keys, _SEARCHED_KEYS):
             yield some[self._positions(table, some) < 0]
 
     def sample(self, table: EmbeddingTable, keys: KeyArray) -> Iterator[TableRows]:

@@ -1,1 +1,1 @@
-"""Triton model repositories made of ours."""
+"""Export of models to Triton model repositories."""

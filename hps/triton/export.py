@@ -1,7 +1,6 @@
-"""Models of a Triton repository: a folder with ``config.pbtxt`` and numbered versions.
+"""Export of models to a Triton repository: folders with ``config.pbtxt`` and numbered versions.
 
-Format: Triton's ``model_config.proto``, in protobuf's text form.
-"""
+Format: Triton's ``model_config.proto``, in protobuf's text form."""
 
 from __future__ import annotations
 
@@ -28,18 +27,17 @@ MODEL_FILES: dict[DenseKind, str] = {
     "tensorrt": "model.plan",
     "tensorflow": "model.savedmodel",
 }
-"""The network in the version's folder, by the backend that runs it."""
+"""File name of the network in the version's folder, by the backend that runs it."""
 _FILES = Path(__file__).with_name("files")
 
 
 def export_dense(version: ModelVersion, repository: Path, kind: DenseKind) -> Path:
-    """Write the model ``<m>.dense``, ``version``'s network, into a Triton ``repository``; returns its folder.
+    """Write the model ``<m>.dense``, ``version``'s network, into a Triton ``repository``; return its folder.
 
-    ``kind`` is Triton's backend; ``python`` is a model in Python that does what ``onnxruntime`` does where
-    that is missing. The other three want the network in a format of their own, which is left to the caller:
-    `MODEL_FILES` says where. PyTorch's backend takes inputs by the names of ``forward``'s arguments, and
-    outputs in the order of ``model.yaml``. Raises ModelError when the version has no network.
-    """
+    ``kind`` is Triton's backend; ``python`` is a model in Python that replaces ``onnxruntime`` where that is
+    missing. For the other three the caller must put the network, in their format, at `MODEL_FILES`.
+    PyTorch's backend matches inputs to the names of ``forward``'s arguments, and outputs to the order of
+    ``model.yaml``. Raises ModelError when the version has no network."""
     ours = kind in ("onnxruntime", "python")
     if version.dense is None and (ours or version.spec.dense is None):
         raise ModelError(f"{version.name}/{version.version} has no dense.onnx to export")
@@ -67,12 +65,12 @@ def export_lookup(
     instances: int = 1,
     gpus: Sequence[int] = (),
 ) -> Path:
-    """Write the model ``<m>.lookup``: ``instances`` in Triton's python backend, attached to the node that was
-    opened with the configuration file ``config``. It takes HPS's ``KEYS`` and ``NUMKEYS``, or a tensor per
-    feature; returns its folder.
+    """Write the model ``<m>.lookup`` and return its folder.
 
-    With ``gpus`` each of them has as many instances, which leave keys and hand on vectors in its memory. Of a
-    float16 table they are FP16, or FP32 for a network that takes that."""
+    It has ``instances`` in Triton's python backend, attached to the node that was opened with the
+    configuration file ``config``, and takes HPS's ``KEYS`` and ``NUMKEYS``, or a tensor per feature. With
+    ``gpus`` each of them has as many instances, whose vectors are in its memory. Vectors of a float16 table
+    are FP16, or FP32 for a network that takes that."""
     spec, types = version.spec, vector_types(version)
     folder = repository / f"{version.name}.lookup"
     made = pb.ModelConfig(name=folder.name, backend="python", max_batch_size=spec.max_batch_size)
@@ -92,12 +90,10 @@ def export_lookup(
         )
         for name in feature.vectors:
             _add(made.output, types[name])
+    kind = pb.ModelInstanceGroup.KIND_GPU if gpus else pb.ModelInstanceGroup.KIND_CPU
+    made.instance_group.add(kind=kind, count=instances, gpus=gpus)
     if gpus:
-        kind = pb.ModelInstanceGroup.KIND_GPU
-        made.instance_group.add(kind=kind, count=instances, gpus=gpus)
         made.parameters["FORCE_CPU_ONLY_INPUT_TENSORS"].string_value = "no"
-    else:
-        made.instance_group.add(kind=pb.ModelInstanceGroup.KIND_CPU, count=instances)
     made.dynamic_batching.SetInParent()
     made.parameters["config"].string_value = str(config.absolute())
     _write(folder, made, version.version, "lookup_model.py")
@@ -105,14 +101,12 @@ def export_lookup(
 
 
 def export_ensemble(version: ModelVersion, repository: Path) -> Path:
-    """Write the ensemble ``<m>``: what ``<m>.lookup`` finds goes into ``<m>.dense``; returns its folder.
+    """Write the ensemble ``<m>``: outputs of ``<m>.lookup`` are inputs of ``<m>.dense``; return its folder.
 
-    Raises ModelError when the version has no dense part, or one whose vectors are as many as the request
-    brings.
-    """
+    Raises ModelError when the version has no dense part, or a feature with any number of vectors."""
     spec, dense = version.spec, version.spec.dense
     if dense is None:
-        raise ModelError(f"{version.name}/{version.version} has no dense part to put behind it")
+        raise ModelError(f"{version.name}/{version.version} has no dense part for an ensemble")
     folder = repository / version.name
     made = pb.ModelConfig(
         name=version.name, platform="ensemble", max_batch_size=spec.max_batch_size
@@ -142,7 +136,7 @@ def export_ensemble(version: ModelVersion, repository: Path) -> Path:
 
 
 def network_of(version: ModelVersion) -> tuple[Sequence[NetworkTensor], Sequence[NetworkTensor]]:
-    """Inputs and outputs of ``version``'s network: dense.onnx's own, else as ``model.yaml`` has them."""
+    """Return inputs and outputs of ``version``'s network: those of dense.onnx, else of ``model.yaml``."""
     if version.dense is not None:
         network = OnnxModel(version.dense, "cpu")
         return network.inputs, network.outputs
@@ -157,7 +151,7 @@ def network_of(version: ModelVersion) -> tuple[Sequence[NetworkTensor], Sequence
 
 
 def vector_types(version: ModelVersion) -> dict[str, NetworkTensor]:
-    """Each feature's vectors, as its table has them; float16 is widened for a dense.onnx that wants that."""
+    """Return the type of each feature's vectors: its table's; FP32 if dense.onnx takes float16 as that."""
     spec, dense = version.spec, version.spec.dense
     tables = {table.name: table for table in spec.tables}
     taken = {}
@@ -175,8 +169,9 @@ def vector_types(version: ModelVersion) -> dict[str, NetworkTensor]:
 
 
 def vectors_of(feature: FeatureSpec, dim: int) -> tuple[int, ...]:
-    """The shape of a feature's vectors, the batch first; rows that are not pooled lie by sample where each
-    has as many."""
+    """Return the shape of a feature's vectors, batch first.
+
+    Unpooled rows have a dimension per sample if all samples have the same number of them."""
     if feature.pooling == "none" and feature.hotness is not None:
         return (-1, feature.hotness, dim)
     return (-1, dim)
@@ -195,7 +190,7 @@ def _add(into: Any, tensor: NetworkTensor) -> None:
     into.add(
         name=tensor.name,
         data_type=pb.DataType.Value(f"TYPE_{tensor.datatype}"),
-        # Triton wants a dimension beside the batch; a tensor without one has it added and taken away.
+        # Triton requires a dimension besides the batch; a tensor without one is reshaped.
         dims=tensor.shape[1:] or (1,),
     )
     if not tensor.shape[1:]:

@@ -19,7 +19,7 @@ from services.frontend.http.updates import updates_routes
 from services.frontend.metadata import SERVER_NAME
 from services.server_state import ServerState
 
-_ABOUT = "Feeds the stores that all nodes share from the update streams."
+_ABOUT = "Writes update streams into the stores that all nodes share."
 
 
 def ingest_app(
@@ -36,7 +36,7 @@ def ingest_app(
 
 
 def about_route(guard: Authorizer) -> APIRouter:
-    """Route of the server's name and version, as servers have it; `hps doctor` reads it."""
+    """Return the route of the server's name and version, which `hps doctor` reads."""
     router = APIRouter(tags=["models"], dependencies=needs(guard, "read"))
 
     @router.get("/v2", responses=answers("ServerMetadata"))

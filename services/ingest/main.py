@@ -1,4 +1,4 @@
-"""Server of `hps ingest`, which feeds the stores that all nodes share: an admin port and a reader."""
+"""Server process of `hps ingest`: an admin port, and a reader that writes updates into shared stores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class IngestServer(ServerProcess[IngestNode]):
         super().__init__(configuration, self.state, progress)
 
     def run(self, on_ready: OnAdmin | None = None) -> None:
-        """Feed the stores until SIGTERM or SIGINT. Raises ``ConfigError`` or ``ModelError``.
+        """Write updates until SIGTERM or SIGINT. Raises ``ConfigError`` or ``ModelError``.
 
         ``on_ready`` is called on a separate thread when the reader has been started."""
         self._run(None if on_ready is None else lambda urls: on_ready(urls["admin"]), None)

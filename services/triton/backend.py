@@ -1,8 +1,8 @@
 """An instance of Triton's python backend for a model ``<m>.lookup``.
 
 Triton loads ``hps/triton/files/lookup_model.py``. An instance attaches to the node of its machine: it reads
-the node's shared CPU cache, and asks the node for misses. The requests of one call are one lookup. It stays
-with the version it began with, since an ensemble's network, which Triton has, would be of another."""
+the node's shared CPU cache, and asks the node for misses. The requests of one call are one lookup. It keeps
+its first version, since Triton's ensemble has the network of that version."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ from services.frontend.inference_request import InferenceRequest, RequestTemplat
 from services.frontend.lookup_endpoint import LookupEndpoint
 
 _DATATYPE = {dtype: name for name, dtype in DATATYPES.items()}
-# HPS's parameters without effect here: accepted values, and the reason for refusing others.
+# HPS's parameters without effect here: accepted values, and the reason for rejecting others.
+_NO_REFRESH = "updates reach cached rows as they arrive; there is nothing to refresh"
 _WITHOUT_EFFECT = {
-    "refresh_interval": (
-        "0",
-        "updates reach cached rows as they come; there is nothing to refresh",
-    ),
-    "refresh_delay": ("0", "updates reach cached rows as they come; there is nothing to refresh"),
-    "freeze_sparse": ("false", "whether rows are updated is said by the node's `updates` settings"),
+    "refresh_interval": ("0", _NO_REFRESH),
+    "refresh_delay": ("0", _NO_REFRESH),
+    "freeze_sparse": ("false", "the node's `updates` settings determine if rows are updated"),
 }
 # Triton's names of gRPC's codes. An exceeded deadline is UNAVAILABLE there, as in Triton's queues.
 _CODES = {
@@ -56,7 +54,7 @@ _KNOWN = {"config", "model", *_WITHOUT_EFFECT}
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """A request of Triton's: arrays by name, the outputs wanted (empty: all), its timeout (0: none)."""
+    """A request from Triton: arrays by name, requested outputs (empty: all), timeout in µs (0: none)."""
 
     inputs: Mapping[str, NDArray[Any]]
     outputs: tuple[str, ...] = ()
@@ -72,7 +70,7 @@ class BackendResponse:
 
 
 def triton_error_code(error: HpsError) -> str:
-    """The name of Triton's code for ``error``, from which HTTP and gRPC take their statuses."""
+    """Return the name of Triton's code for ``error``, which sets the statuses of HTTP and gRPC."""
     return _CODES.get(status_of(error).grpc, "INTERNAL")
 
 
@@ -86,25 +84,13 @@ class LookupBackend:
         device: int = 0,
         float32: Collection[str] = (),
     ) -> None:
-        """``name`` of the Triton model, ``<m>.lookup`` or ``<m>``; ``parameters`` of its config.pbtxt:
-        ``config`` names the node's configuration file, ``model`` the model where it is not ``<m>``.
-        ``device``: the instance's, as Triton counts them. ``float32``: outputs that are, whatever the
-        tables' rows are.
+        """Attach to the node. Raises ConfigError for an unsupported parameter, and as ``hps.attach``.
 
-        Raises ConfigError for a parameter that cannot act, and what ``hps.attach`` raises.
-        """
-        for parameter, (only, reason) in _WITHOUT_EFFECT.items():
-            if parameters.get(parameter, only).lower() != only:
-                raise ConfigError(f"parameter {parameter} of {name}: {reason}; leave it out")
-        # Parameters of Triton's python backend itself are in capitals.
-        for parameter in parameters.keys() - _KNOWN:
-            if not parameter.isupper():
-                hint = hint_for(parameter, sorted(_KNOWN))
-                raise ConfigError(f"{name} has an unknown parameter {parameter}{hint}")
-        if "config" not in parameters:
-            raise ConfigError(
-                f"{name} has no parameter config: the node's configuration file, which names server.runtime"
-            )
+        ``name`` of the Triton model, ``<m>.lookup`` or ``<m>``; ``parameters`` of its config.pbtxt:
+        ``config`` names the node's configuration file, ``model`` the model if it is not ``<m>``.
+        ``device``: the instance's, in Triton's numbering. ``float32``: outputs that are converted to
+        float32."""
+        _check_parameters(name, parameters)
         configuration = load_config(parameters["config"])
         self._answering = partial(
             BackendModel,
@@ -127,9 +113,9 @@ class LookupBackend:
         self._renew()
 
     def answer(self, requests: Sequence[BackendRequest]) -> list[BackendResponse | HpsError]:
-        """An answer or an error for each request."""
+        """Return an answer or an error for each request."""
         if (now := self._now) is None:
-            gone = f"the node serves version {self._version} of model '{self._model}' no more"
+            gone = f"the node no longer serves version {self._version} of model '{self._model}'"
             return [NotFound(gone) for _ in requests]
         return now.answer(requests)
 
@@ -152,9 +138,22 @@ class LookupBackend:
             self._now = self._answering(served)
 
 
+def _check_parameters(name: str, parameters: Mapping[str, str]) -> None:
+    for parameter, (only, reason) in _WITHOUT_EFFECT.items():
+        if parameters.get(parameter, only).lower() != only:
+            raise ConfigError(f"parameter {parameter} of {name}: {reason}; leave it out")
+    for parameter in parameters.keys() - _KNOWN:
+        if not parameter.isupper():  # those of Triton's python backend are in capitals
+            hint = hint_for(parameter, sorted(_KNOWN))
+            raise ConfigError(f"{name} has an unknown parameter {parameter}{hint}")
+    if "config" not in parameters:
+        raise ConfigError(
+            f"{name} has no parameter config: the node's configuration file, which names server.runtime"
+        )
+
+
 class BackendModel:
-    """The answers of one model ``served`` as ``name``; see ``LookupBackend``. One thread at a time may
-    call it."""
+    """Answers requests to the model ``served`` under ``name``; see ``LookupBackend``. Not thread-safe."""
 
     def __init__(
         self,
@@ -171,10 +170,10 @@ class BackendModel:
         self._device, self._float32 = device, float32
 
     def answer(self, requests: Sequence[BackendRequest]) -> list[BackendResponse | HpsError]:
-        """As ``LookupBackend.answer``. A request whose deadline passes before its lookup is left out.
+        """As ``LookupBackend.answer``. A request whose deadline passes before its lookup gets an error.
 
-        Requests that share a lookup wait for it until the latest deadline; those with an earlier one get
-        their vectors, too, once these are ready."""
+        A lookup that requests share has the latest of their deadlines; requests with an earlier one get
+        their vectors as well when it is ready."""
         answers: list[BackendResponse | HpsError] = [BadRequest("unanswered")] * len(requests)
         groups: dict[Hashable, list[tuple[int, InferenceRequest, LookupRequest]]] = defaultdict(
             list
@@ -206,7 +205,7 @@ class BackendModel:
         return answers
 
     def _found(self, requests: Sequence[LookupRequest]) -> list[LookupResult | HpsError]:
-        """Vectors or an error for each request of one kind.
+        """Return vectors or an error for each of some mergeable requests.
 
         If they fail together, as with too many keys, they are looked up in halves, as in a `Batcher`."""
         try:
@@ -245,7 +244,7 @@ class BackendModel:
         return InferenceRequest(form, flat)
 
     def _deadline(self, request: BackendRequest) -> float:
-        """Counted from now: Triton does not report the time in its queue."""
+        """Return the deadline, counted from now: Triton does not report the time in its queue."""
         return time.monotonic() + (request.timeout_us * 1e-6 or self._timeout_s)
 
     def _answered(self, call: InferenceRequest, result: LookupResult) -> BackendResponse:
@@ -262,8 +261,8 @@ class BackendModel:
         return BackendResponse([(n, self._batched(call, n, a)) for n, a in outputs], parameters)
 
     def _hps_own(self, keys: int) -> dict[str, int]:
-        """HPS's response parameters for a request of ``keys`` keys: samples, if the most keys per sample are
-        known, and the device."""
+        """Return HPS's response parameters for a request of ``keys`` keys: the samples, if the most keys per
+        sample are known, and the device."""
         features = self._served.engine.features.values()
         most = [feature.max_hotness or feature.hotness for feature in features]
         known = sum(m for m in most if m) if all(most) else 0
@@ -271,8 +270,10 @@ class BackendModel:
         return {**samples, "DeviceID": self._device}
 
     def _batched(self, call: InferenceRequest, name: str, array: NDArray[Any]) -> NDArray[Any]:
-        """As config.pbtxt has it: widened; HPS's flat ``OUTPUT0`` as the batch of one that its keys were;
-        rows that are not pooled by sample, where each has as many: Triton knows tensors by their batch."""
+        """Return an output in the shape and dtype of config.pbtxt, by which Triton splits batches.
+
+        HPS's flat ``OUTPUT0`` is a batch of one if its keys were; unpooled rows are grouped by sample if all
+        samples have the same number of them."""
         shape = call.form.shapes
         if name in self._float32:
             array = array.astype(np.float32, copy=False)

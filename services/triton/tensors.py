@@ -14,14 +14,13 @@ from services.frontend.endpoints import Output
 
 
 class TensorPlacement:
-    """Placement of an instance's tensors. Keys always come to the host, since rows are found there.
+    """Placement of an instance's tensors. Keys are always copied to the host, where rows are looked up.
 
-    An instance on a GPU answers with tensors in that GPU's memory, which a network there reads
-    directly; all
-    of an answer's tensors are copied once, on one stream."""
+    An instance on a GPU answers with tensors in that GPU's memory, which a network there reads directly;
+    all tensors of an answer are copied once, on one stream."""
 
     def __init__(self, tensor: Any, instance_kind: str, device: str | int) -> None:
-        """``tensor``: the python backend's class. Raises ConfigError for a kind that cannot be."""
+        """``tensor``: the python backend's class. Raises ConfigError for an unsupported kind."""
         self._tensor = tensor
         self._device: int | None = None
         kind = instance_kind.upper().removeprefix("KIND_")
@@ -38,7 +37,7 @@ class TensorPlacement:
         self._device = int(device)
 
     def array(self, tensor: Any) -> NDArray[Any]:
-        """The elements of a tensor of a request."""
+        """Return the elements of a request's tensor."""
         if tensor.is_cpu():
             found: NDArray[Any] = tensor.as_numpy()
         else:
@@ -46,7 +45,7 @@ class TensorPlacement:
         return found
 
     def tensors(self, outputs: Sequence[Output]) -> list[Any]:
-        """An answer's tensors. Those without elements stay on the host: there is nothing to point to."""
+        """Make an answer's tensors. Those without elements stay on the host, since they have no address."""
         if self._device is None:
             return [self._tensor(name, array) for name, array in outputs]
         module = cupy()
@@ -54,8 +53,8 @@ class TensorPlacement:
         with module.cuda.Device(self._device):
             for name, array in outputs:
                 if array.size:
-                    there = module.asarray(np.ascontiguousarray(array))
-                    made.append(self._tensor.from_dlpack(name, there))
+                    copied = module.asarray(np.ascontiguousarray(array))
+                    made.append(self._tensor.from_dlpack(name, copied))
                 else:
                     made.append(self._tensor(name, array))
             module.cuda.get_current_stream().synchronize()

@@ -217,7 +217,7 @@ def test_backend_keeps_its_version_until_the_node_removes_the_model(client, node
     assert first() == 900
     node.unload("words")
     with pytest.raises(
-        InferenceServerException, match="version 1 of model 'words' no more"
+        InferenceServerException, match="no longer serves version 1 of model 'words'"
     ) as refused:
         first()
     assert refused.value.status() == status(client, 404)

@@ -156,6 +156,17 @@ def empty_blocks(_rows: int) -> Iterator[NDArray[Any]]:
 
 
 @contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Context that turns errors of opening and reading ``path`` into ModelError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from error
+
+
+@contextmanager
 def import_errors(path: Path) -> Iterator[None]:
     """Context that turns errors of zip, Parquet and JSON readers into ModelError.
 

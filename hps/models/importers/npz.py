@@ -14,7 +14,13 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, empty_blocks, read_blocks
+from hps.models.importers.arrays import (
+    ArrayFile,
+    StoredArray,
+    empty_blocks,
+    read_blocks,
+    readable,
+)
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -48,12 +54,12 @@ def open_npz(path: Path) -> ArrayFile:
                         f"header needs {expected}; the file is truncated"
                     )
                 blocks = _stored(path, offset, shape, dtype, fortran=fortran)
+            elif fortran and len(shape) > 1:
+                raise ModelError(
+                    f"{path}: array '{name}' is compressed in Fortran order and cannot be "
+                    "streamed; save it with np.savez, or np.ascontiguousarray first"
+                )
             else:
-                if fortran and len(shape) > 1:
-                    raise ModelError(
-                        f"{path}: array '{name}' is compressed in Fortran order and cannot be "
-                        "streamed; save it with np.savez, or np.ascontiguousarray first"
-                    )
                 blocks = _inflated(path, entry.filename, shape, dtype)
             arrays[name] = StoredArray(name, shape, dtype.name, blocks)
     return ArrayFile(path, arrays)
@@ -61,15 +67,12 @@ def open_npz(path: Path) -> ArrayFile:
 
 def open_zip(path: Path, what: str) -> zipfile.ZipFile:
     try:
-        return zipfile.ZipFile(path)
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
+        with readable(path):
+            return zipfile.ZipFile(path)
     except zipfile.BadZipFile:
         raise ModelError(
             f"{path} is not {what} (no zip directory at its end): truncated, or of another format"
         ) from None
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}") from error
 
 
 def data_offset(path: Path, entry: zipfile.ZipInfo) -> int:

@@ -60,12 +60,12 @@ def _files(path: Path, choice: TableChoice) -> list[Path]:
         return [path]
     found: list[Path] = []
     for source in choice.sources or (f"{choice.name}.parquet",):
-        place = path / source if (path / source).exists() else Path(source)
-        if not place.exists() and path.is_file():
-            raise ModelError(f"{place} is missing")
-        parts = sorted(place.glob("*.parquet")) if place.is_dir() else [place]
+        found_at = path / source if (path / source).exists() else Path(source)
+        if not found_at.exists() and path.is_file():
+            raise ModelError(f"{found_at} is missing")
+        parts = sorted(found_at.glob("*.parquet")) if found_at.is_dir() else [found_at]
         if not parts:
-            raise ModelError(f"{place}: no .parquet file in it")
+            raise ModelError(f"{found_at}: no .parquet file in it")
         found += parts
     return found
 

@@ -178,13 +178,13 @@ def _table(file: ArrayFile, choice: TableChoice) -> ImportTable:
 
 def _chunks(arrays: list[StoredArray], keys: StoredArray | None) -> Iterator[Chunk]:
     step = block_rows(arrays[0].shape[1])
-    given = None if keys is None else _KeyReader(keys, step)
+    reader = None if keys is None else _KeyReader(keys, step)
     row = 0
     for array in arrays:
         for block in array.blocks(step):
             vectors = to_float32(array, block)
             n = len(vectors)
-            k = np.arange(row, row + n) if given is None else given.take(n)
+            k = np.arange(row, row + n) if reader is None else reader.take(n)
             yield k, vectors
             row += n
 

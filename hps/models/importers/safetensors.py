@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, empty_blocks, read_blocks
+from hps.models.importers.arrays import (
+    ArrayFile,
+    StoredArray,
+    empty_blocks,
+    read_blocks,
+    readable,
+)
 
 _MAX_HEADER = 100 << 20
 _DTYPES = {
@@ -34,7 +40,7 @@ _DTYPES = {
 def open_safetensors(path: Path) -> ArrayFile:
     """Open a safetensors file. Raises ModelError for a header that does not match the file."""
     try:
-        with path.open("rb") as file:
+        with readable(path), path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
@@ -43,10 +49,6 @@ def open_safetensors(path: Path) -> ArrayFile:
                     "not a safetensors file"
                 )
             header = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: its header is not JSON: not a safetensors file") from error
     if not isinstance(header, dict):

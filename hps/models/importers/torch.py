@@ -15,9 +15,15 @@ from typing import Any
 import numpy as np
 
 from hps.errors import ModelError
-from hps.models.importers.arrays import ArrayFile, StoredArray, empty_blocks, read_blocks
+from hps.models.importers.arrays import (
+    ArrayFile,
+    StoredArray,
+    empty_blocks,
+    read_blocks,
+    readable,
+)
 from hps.models.importers.npz import data_offset, open_zip
-from hps.models.importers.torch_pickle import TorchTensor, read_pickle
+from hps.models.importers.torch_pickle import STORED_AS, TorchTensor, read_pickle
 
 _MAX_PICKLE = 64 << 20
 _MAX_DEPTH = 64
@@ -28,30 +34,20 @@ def open_torch(path: Path) -> ArrayFile:
     """Open a checkpoint; names of tensors in nested dicts are joined by dots. Raises ModelError."""
     with _open(path) as archive:
         prefix = _prefix(path, archive)
-        little = _little_endian(archive, prefix)
+        order = _byte_order(archive, prefix)
         tree = _read(path, archive, f"{prefix}data.pkl")
         entries = {e.filename: e for e in archive.infolist()}
     tensors = {name or path.stem: tensor for name, tensor in _tensors(path, tree)}
     if not tensors:
         raise ModelError(f"{path} holds no tensors; {_REMEDY}")
-    return ArrayFile(
-        path,
-        {
-            name: _array(path, name, tensor, entries, prefix, "<" if little else ">")
-            for name, tensor in tensors.items()
-        },
-    )
+    arrays = {n: _array(path, n, tensor, entries, prefix, order) for n, tensor in tensors.items()}
+    return ArrayFile(path, arrays)
 
 
 def _open(path: Path) -> zipfile.ZipFile:
-    try:
-        with path.open("rb") as file:
-            head = file.read(16)
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}") from error
-    if head[:2] == b"\x80\x02" or head[:1] == b"\x80":
+    with readable(path), path.open("rb") as file:
+        is_pickle = file.read(1) == pickle.PROTO
+    if is_pickle:
         raise ModelError(
             f"{path} is in PyTorch's legacy format (a bare pickle, before 1.6), which cannot be read "
             "without executing it; load it in PyTorch and save it again with torch.save"
@@ -69,12 +65,12 @@ def _prefix(path: Path, archive: zipfile.ZipFile) -> str:
     return prefix
 
 
-def _little_endian(archive: zipfile.ZipFile, prefix: str) -> bool:
+def _byte_order(archive: zipfile.ZipFile, prefix: str) -> str:
     name = f"{prefix}byteorder"
     if name not in archive.namelist():
-        return True
+        return "<"
     with archive.open(name) as file:
-        return file.read(16).strip() != b"big"
+        return ">" if file.read(16).strip() == b"big" else "<"
 
 
 def _read(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
@@ -119,7 +115,7 @@ def _array(
     prefix: str,
     order: str,
 ) -> StoredArray:
-    item = np.dtype(f"{order}{tensor.stored}")
+    item = np.dtype(order + STORED_AS[tensor.dtype])
     if 0 in tensor.size or len(tensor.size) not in (1, 2):
         return StoredArray(name, tensor.size, tensor.dtype, empty_blocks)
     entry = entries.get(f"{prefix}data/{tensor.storage.key}")

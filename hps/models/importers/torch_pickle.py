@@ -15,34 +15,15 @@ from typing import Any, NamedTuple
 _MAX_TENSOR_DIMS = 64
 # Limits of a hostile file: a tensor takes about 40 operations, and an operation at most about 100 bytes.
 _MAX_OPERATIONS = 5_000_000
-# PyTorch's storage classes: (dtype, NumPy type of the stored bytes). bfloat16 is stored as its bits.
-STORAGES = {
-    "DoubleStorage": ("float64", "f8"),
-    "FloatStorage": ("float32", "f4"),
-    "HalfStorage": ("float16", "f2"),
-    "BFloat16Storage": ("bfloat16", "u2"),
-    "LongStorage": ("int64", "i8"),
-    "IntStorage": ("int32", "i4"),
-    "ShortStorage": ("int16", "i2"),
-    "CharStorage": ("int8", "i1"),
-    "ByteStorage": ("uint8", "u1"),
-    "BoolStorage": ("bool", "u1"),
-    "UntypedStorage": ("bytes", "u1"),
-}
-DTYPES = {
+# PyTorch's dtypes and the NumPy types of their stored bytes. bfloat16 is stored as its bits.
+_DTYPES = {
     "float64": "f8",
-    "double": "f8",
     "float32": "f4",
-    "float": "f4",
     "float16": "f2",
-    "half": "f2",
     "bfloat16": "u2",
     "int64": "i8",
-    "long": "i8",
     "int32": "i4",
-    "int": "i4",
     "int16": "i2",
-    "short": "i2",
     "int8": "i1",
     "uint8": "u1",
     "uint16": "u2",
@@ -50,13 +31,27 @@ DTYPES = {
     "uint64": "u8",
     "bool": "u1",
 }
-_LONG_NAMES = {
+STORED_AS = {**_DTYPES, "bytes": "u1"}
+_ALIASES = {
     "double": "float64",
     "float": "float32",
     "half": "float16",
     "long": "int64",
     "int": "int32",
     "short": "int16",
+}
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "UntypedStorage": "bytes",
 }
 
 
@@ -65,12 +60,10 @@ class ForbiddenPickle(pickle.UnpicklingError):
 
 
 class TorchStorage(NamedTuple):
-    """The bytes ``data/<key>`` of the archive: ``elements`` elements of ``dtype``."""
+    """The bytes ``data/<key>`` of the archive: elements of ``dtype``, stored as ``STORED_AS`` has it."""
 
     key: str
     dtype: str
-    stored: str
-    elements: int
 
 
 class TorchTensor(NamedTuple):
@@ -78,7 +71,6 @@ class TorchTensor(NamedTuple):
 
     storage: TorchStorage
     dtype: str
-    stored: str
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -86,7 +78,6 @@ class TorchTensor(NamedTuple):
 
 class _StorageType(NamedTuple):
     dtype: str
-    stored: str
 
 
 class _DType(NamedTuple):
@@ -111,25 +102,22 @@ def _integers(values: Any) -> tuple[int, ...]:
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_rest: Any) -> TorchTensor:
     if not isinstance(storage, TorchStorage):
         raise ForbiddenPickle("a tensor without a storage")
-    return _view(storage, offset, size, stride, storage.dtype, storage.stored)
+    return _view(storage, storage.dtype, offset, size, stride)
 
 
-def _tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
-) -> TorchTensor:
+def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> TorchTensor:
+    _grad, _hooks, dtype, *_ = rest
     if not isinstance(storage, TorchStorage) or not isinstance(dtype, _DType):
         raise ForbiddenPickle("a tensor without a storage or dtype")
-    return _view(storage, offset, size, stride, dtype.name, DTYPES[dtype.name])
+    return _view(storage, dtype.name, offset, size, stride)
 
 
-def _view(
-    storage: TorchStorage, offset: Any, size: Any, stride: Any, dtype: str, stored: str
-) -> TorchTensor:
+def _view(storage: TorchStorage, dtype: str, offset: Any, size: Any, stride: Any) -> TorchTensor:
     sizes, strides = _integers(size), _integers(stride)
     (start,) = _integers((offset,))
     if len(sizes) != len(strides):
         raise ForbiddenPickle("a tensor whose sizes and strides differ in number")
-    return TorchTensor(storage, _LONG_NAMES.get(dtype, dtype), stored, start, sizes, strides)
+    return TorchTensor(storage, dtype, start, sizes, strides)
 
 
 def _parameter(data: Any, *_rest: Any) -> Any:
@@ -152,15 +140,15 @@ def _named(module: str, name: str) -> _AllowedGlobal | _StorageType | _DType:
     text = f"{module}.{name}"
     if text in _ALLOWED:
         return _AllowedGlobal(text, _ALLOWED[text])
-    if module in ("torch", "torch.storage") and name in STORAGES:
-        return _StorageType(*STORAGES[name])
-    if module == "torch" and name in DTYPES:
-        return _DType(name)
+    if module in ("torch", "torch.storage") and name in _STORAGES:
+        return _StorageType(_STORAGES[name])
+    if module == "torch" and (dtype := _ALIASES.get(name, name)) in _DTYPES:
+        return _DType(dtype)
     raise ForbiddenPickle(f"the pickle uses the global name {text[:200]}")
 
 
 def _is_key(key: Any) -> bool:
-    """Return whether a value may be a dict's key: it is cheap to hash and to format."""
+    """Return True if a value may be a dict's key: it is cheap to hash and to format."""
     if type(key) is tuple:
         return len(key) <= _MAX_TENSOR_DIMS and all(
             type(k) is not tuple and _is_key(k) for k in key
@@ -230,7 +218,7 @@ class _PickleMachine:
 def _storage(pid: Any) -> TorchStorage:
     match pid:
         case ("storage", _StorageType() as kind, str(key), str(), int(count)) if count >= 0:
-            return TorchStorage(key, kind.dtype, kind.stored, count)
+            return TorchStorage(key, kind.dtype)
     raise ForbiddenPickle("the pickle refers to an object that is not a storage")
 
 

@@ -29,8 +29,7 @@ class LoadRecipe:
     """``count`` requests of ``batch`` samples.
 
     ``hotness``: keys per sample of features without a fixed number. Keys are from 0 to ``rows`` - 1;
-    None: the
-    server's hot keys, if it has them."""
+    None: the server's hot keys, if it has them."""
 
     count: int = 256
     batch: int = 1
@@ -194,20 +193,12 @@ def samples(tensors: Tensors) -> int:
 
 def different_keys(requests: Sequence[Tensors]) -> int:
     """Number of different keys in all ``requests``, counted for each tensor."""
-    names = [name for name, array in requests[0].items() if array.dtype.kind in "iu"]
-    wanted = [name for name in names if not name.endswith(".offsets") and name != "NUMKEYS"]
-    return sum(
-        len(
-            np.unique(np.concatenate([each[name].reshape(-1) for each in requests if name in each]))
-        )
-        for name in wanted
-    )
-
-
-def keys_in(tensors: Tensors) -> int:
-    """Number of keys in a request."""
-    return sum(
-        array.size
-        for name, array in tensors.items()
+    keys = [
+        name
+        for name, array in requests[0].items()
         if array.dtype.kind in "iu" and not name.endswith(".offsets") and name != "NUMKEYS"
+    ]
+    return sum(
+        len(np.unique(np.concatenate([each[name].ravel() for each in requests if name in each])))
+        for name in keys
     )

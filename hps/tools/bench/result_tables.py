@@ -35,13 +35,15 @@ def show(report: Mapping[str, Any]) -> None:
     for kind, error in sorted(report["errors"].items(), key=lambda each: -each[1]["count"]):
         print_problem(f"{error['count']:,} {kind}; the first one: {error['first']}")
     if report["interrupted"]:
-        warn("interrupted: this is what there was until then")
+        warn("interrupted: these are the results until then")
     _show_limits(report)
     warn_of_defaults((report["keys_from"] or {}).get("default", 0.0))
 
 
 def _show_load(report: Mapping[str, Any]) -> None:
-    way = f"{report['rate']:g} due per s, {report['arrivals']}" if report["rate"] else "closed loop"
+    load = (
+        f"{report['rate']:g} due per s, {report['arrivals']}" if report["rate"] else "closed loop"
+    )
     print_line(
         f"{report['model']} at {report['url']} ({report['server']}), batch {report['batch']}, "
         f"keys {report['keys']}: "
@@ -50,7 +52,7 @@ def _show_load(report: Mapping[str, Any]) -> None:
     )
     lines = f", {plural(report['connections'], 'connection')}" if report["connections"] else ""
     print_line(
-        f"{way}, concurrency {report['concurrency']}{lines}, {report['seconds']:.1f} s after "
+        f"{load}, concurrency {report['concurrency']}{lines}, {report['seconds']:.1f} s after "
         f"{report['warmup_s']:g} s of warm-up"
     )
     if report["keys_from"] is not None:
@@ -96,10 +98,8 @@ def warn_of_defaults(part: float) -> None:
     """``part``: the share of keys that had no row."""
     if part > _MANY_DEFAULTED:
         warn(
-            f"{percentage(part, 1.0)} of the keys have no row, so this measures defaults: "
-            "ask for the server's "
-            "hottest keys (leave --rows out), for those of --repository DIR, or send --requests FILE of hps "
-            "generate requests"
+            f"{percentage(part, 1.0)} of the keys have no row, so this measures defaults: use the server's "
+            "hottest keys (omit --rows), those of --repository DIR, or --requests of hps generate requests"
         )
 
 
@@ -108,7 +108,7 @@ def _show_limits(report: Mapping[str, Any]) -> None:
     if report["own_cpu"] > BUSY:
         warn(
             f"this load generator used {100 * report['own_cpu']:.0f} % of a core and was the limit "
-            "itself: the server may be quicker. Larger batches, a lower --rate, or several "
+            "itself: the server may be faster. Larger batches, a lower --rate, or several "
             "load generators in parallel help"
         )
     if report["found_no_place"]:
@@ -149,7 +149,9 @@ def show_comparison(before_file: Path, after_file: Path) -> None:
         f"between: {100 * (1 - LEVEL):.0f} % for all lines together (Bonferroni), by a block bootstrap of "
         f"{parts} slices. none: no significant difference."
     )
-    print_line("What else a machine does may differ by more from run to run: repeat both, in turn.")
+    print_line(
+        "Other load of a machine may differ by more from run to run: repeat both, alternating."
+    )
 
 
 def _shown(each: BenchDifference) -> tuple[Any, ...]:

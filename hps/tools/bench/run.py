@@ -52,8 +52,7 @@ class BenchPlan:
 class BenchResult:
     """Measurements of a run.
 
-    ``seconds``: duration of the measurement. ``slices``: latencies of successes, by due time;
-    ``spans``: the
+    ``seconds``: duration of the measurement. ``slices``: latencies of successes, by due time; ``spans``: the
     seconds of each slice, 0 for one that was not reached. ``answered``: answers during the measurement,
     whenever they were requested. ``late``: delays between the due time and the sending; ``full``: requests
     that waited because the limit was in flight. ``errors``: count of each kind, and its first text.

@@ -147,7 +147,9 @@ class _BenchConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closes = True
         if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(exc or ConnectionResetError("the server hung up"))
+            self._reply.set_exception(
+                exc or ConnectionResetError("the server closed the connection")
+            )
 
     def data_received(self, data: bytes) -> None:
         seen = len(self._coming)

@@ -2,7 +2,7 @@
 
 The list is in `hps.tools.conformance.checks`. Each check runs on a `CheckedServer` and returns, raises
 `Deviation` if the server deviates from the protocol, or `NotOffered` if it does not claim the extension.
-Checks expect what the protocol's text says; where the text says nothing, what Triton's and KServe's clients
+Checks expect what the protocol's text states; where it states nothing, what Triton's and KServe's clients
 need.
 
 The package imports nothing of the hps server."""

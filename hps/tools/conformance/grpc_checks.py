@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from hps.tools.conformance.grpc_wire import (
-    PATIENCE_S,
+    TIMEOUT_S,
     GrpcProbe,
     expect_error,
     is_raw,
@@ -40,36 +40,37 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 @SUITE.check
 def health(target: CheckedServer) -> None:
-    """ServerLive, ServerReady and ModelReady say true, of unknown models and versions not."""
+    """ServerLive, ServerReady and ModelReady are true, for unknown models and versions false."""
     model = target.sample.model
     with GrpcProbe(target) as ask:
         require(ask.ask("ServerLive").live and ask.ask("ServerReady").ready, "not ready")
         versions = list(ask.ask("ModelMetadata", pb.ModelMetadataRequest(name=model)).versions)
-        for given in ("", *versions[:1]):
-            ready = pb.ModelReadyRequest(name=model, version=given)
-            require(ask.ask("ModelReady", ready).ready, f"version {given!r} is not ready")
-        for name, given in (("none", ""), (model, unknown_version(versions))):
+        for version in ("", *versions[:1]):
+            ready = pb.ModelReadyRequest(name=model, version=version)
+            require(ask.ask("ModelReady", ready).ready, f"version {version!r} is not ready")
+        for name, version in (("none", ""), (model, unknown_version(versions))):
+            ready = pb.ModelReadyRequest(name=name, version=version)
             try:
-                found = ask.ask("ModelReady", pb.ModelReadyRequest(name=name, version=given)).ready
+                found = ask.ask("ModelReady", ready).ready
             except grpc.RpcError as error:
                 require(error.code() is grpc.StatusCode.NOT_FOUND, f"{error.code()}")
             else:
-                require(not found, f"{name} {given} is ready")
+                require(not found, f"{name} {version} is ready")
 
 
 @SUITE.check
 def health_service(target: CheckedServer) -> None:
-    """grpc.health.v1.Health/Check says SERVING of the server and of the service, NOT_FOUND of others."""
+    """grpc.health.v1.Health/Check returns SERVING for the server and the service, NOT_FOUND for others."""
     with GrpcProbe(target) as ask:
         stub = health_pb2_grpc.HealthStub(ask.channel)
         for name in ("", SERVICE):
             asked = health_pb2.HealthCheckRequest(service=name)
             with skip_unimplemented("grpc.health.v1"):
-                status = stub.Check(asked, timeout=PATIENCE_S, metadata=ask.metadata)
+                status = stub.Check(asked, timeout=TIMEOUT_S, metadata=ask.metadata)
             require(status.status == _SERVING, f"{name!r}: {status}")
         other = health_pb2.HealthCheckRequest(service="none")
         expect_error(
-            lambda: stub.Check(other, timeout=PATIENCE_S, metadata=ask.metadata), "NOT_FOUND"
+            lambda: stub.Check(other, timeout=TIMEOUT_S, metadata=ask.metadata), "NOT_FOUND"
         )
 
 
@@ -79,7 +80,7 @@ def health_watch(target: CheckedServer) -> None:
     with GrpcProbe(target) as ask:
         stub = health_pb2_grpc.HealthStub(ask.channel)
         watch = stub.Watch(
-            health_pb2.HealthCheckRequest(service=""), timeout=PATIENCE_S, metadata=ask.metadata
+            health_pb2.HealthCheckRequest(service=""), timeout=TIMEOUT_S, metadata=ask.metadata
         )
         try:
             with skip_unimplemented("grpc.health.v1"):
@@ -103,7 +104,7 @@ def reflection(target: CheckedServer) -> None:
         try:
             with skip_unimplemented("grpc.reflection"):
                 listed, described = stub.ServerReflectionInfo(
-                    iter(wanted), timeout=PATIENCE_S, metadata=ask.metadata
+                    iter(wanted), timeout=TIMEOUT_S, metadata=ask.metadata
                 )
         except grpc.RpcError as error:
             require(False, f"{error.code()}: {error.details()}")
@@ -133,7 +134,7 @@ def metadata_and_configuration(target: CheckedServer) -> None:
 
 
 @SUITE.check
-def forms_agree(target: CheckedServer) -> None:
+def equivalent_forms(target: CheckedServer) -> None:
     """Raw contents and protobuf's types get the same answer to the bit, always raw from a server that
     names binary_tensor_data; an id comes back."""
     with GrpcProbe(target) as ask:
@@ -148,8 +149,8 @@ def forms_agree(target: CheckedServer) -> None:
                 typed = ask.ask("ModelInfer", request(sample, raw=False))
                 note(is_raw(typed) or not raw, "outputs are not raw where inputs are not")
                 same(tensors_of(typed), expected, "typed contents")
-            given = ask.infer(request(sample, model_version=answer.model_version))
-            same(given, expected, f"version {answer.model_version}")
+            versioned = ask.infer(request(sample, model_version=answer.model_version))
+            same(versioned, expected, f"version {answer.model_version}")
             turned = replace(sample, outputs=sample.outputs[::-1])
             same(ask.infer(request(turned)), {n: expected[n] for n in turned.outputs}, "turned")
 
@@ -207,7 +208,7 @@ def unknown_names(target: CheckedServer) -> None:
 
 @SUITE.check
 def wrong_tensors(target: CheckedServer) -> None:
-    """What does not fit, and raw contents beside typed ones, is INVALID_ARGUMENT."""
+    """Tensors that do not match the model, and raw together with typed contents, are INVALID_ARGUMENT."""
     sample = target.sample
     name, array = next(iter(sample.inputs.items()))
     with GrpcProbe(target) as ask:
@@ -242,7 +243,7 @@ def wrong_tensors(target: CheckedServer) -> None:
 
 @SUITE.check
 def streams(target: CheckedServer) -> None:
-    """ModelStreamInfer answers each request in its turn; an error is a message, and the stream continues."""
+    """ModelStreamInfer answers requests in their order; an error is a message, and the stream continues."""
     sample = target.sample
     with GrpcProbe(target) as ask:
         wrong = request(replace(sample, model="none"), id="b")
@@ -255,8 +256,8 @@ def streams(target: CheckedServer) -> None:
 
 
 @SUITE.check
-def statistics_only_grow(target: CheckedServer) -> None:
-    """ModelStatistics counts what was asked."""
+def statistics(target: CheckedServer) -> None:
+    """ModelStatistics counts the requests and their samples."""
     model, batch = target.sample.model, len(next(iter(target.sample.inputs.values())))
     with GrpcProbe(target) as ask:
         needs("statistics" in ask.extensions(), "statistics")
@@ -275,8 +276,8 @@ def statistics_only_grow(target: CheckedServer) -> None:
 
 @SUITE.changing
 def repository(target: CheckedServer) -> None:
-    """RepositoryIndex lists the models; a server with model_repository unloads and loads them, another one
-    says that it does not."""
+    """RepositoryIndex lists the models; a server with model_repository unloads and loads them; without it
+    these calls are UNIMPLEMENTED."""
     sample = target.samples[-1]
     with GrpcProbe(target) as ask:
         for ready in (False, True):
@@ -297,7 +298,7 @@ def repository(target: CheckedServer) -> None:
 
 
 @SUITE.check
-def what_is_not_offered(target: CheckedServer) -> None:
+def unoffered_extensions(target: CheckedServer) -> None:
     """Calls of extensions that are not named are UNIMPLEMENTED."""
     calls = {
         "system_shared_memory": "SystemSharedMemoryStatus",

@@ -19,7 +19,7 @@ SUITE = CheckSuite("grpc")
 @SUITE.check
 def shared_memory(target: CheckedServer) -> None:
     """With system_shared_memory, inputs are taken from a registered region and outputs put there, bit for
-    bit; one that is not registered, or too small, is refused."""
+    bit; a region that is not registered, or too small, is rejected."""
     sample = target.sample
     sent = request(sample)
     raws = list(sent.raw_input_contents)
@@ -29,11 +29,8 @@ def shared_memory(target: CheckedServer) -> None:
         expected = ask.infer(sent)
         name = f"hps_conformance_{secrets.token_hex(8)}"
         size = sum(map(len, raws)) + sum(array.nbytes for array in expected.values())
-        memory = SharedMemory(name, create=True, size=size)
-        stack.callback(memory.unlink)
-        stack.callback(memory.close)
-        assert memory.buf is not None
-        memory.buf[: sum(map(len, raws))] = b"".join(raws)
+        memory = _shared(name, size, stack)
+        memory[: sum(map(len, raws))] = b"".join(raws)
         del sent.raw_input_contents[:]
         at = _places(name, sent.inputs, map(len, raws), 0)
         ends = _places(name, sent.outputs, (expected[o.name].nbytes for o in sent.outputs), at)
@@ -48,21 +45,38 @@ def shared_memory(target: CheckedServer) -> None:
         )
         try:
             answer = ask.ask("ModelInfer", sent)
-            require(ends == size and not any(answer.raw_output_contents), "outputs are sent, too")
+            require(
+                ends == size and not any(answer.raw_output_contents), "outputs are sent as well"
+            )
             for output in sent.outputs:
-                array, told_of = expected[output.name], output.parameters["shared_memory_offset"]
-                start = told_of.int64_param
-                found = bytes(memory.buf[start : start + array.nbytes])
-                require(found == array.tobytes(), f"{output.name!r} is not as it is sent")
+                array = expected[output.name]
+                start = output.parameters["shared_memory_offset"].int64_param
+                found = bytes(memory[start : start + array.nbytes])
+                require(
+                    found == array.tobytes(),
+                    f"{output.name!r} differs from the output in a message",
+                )
             sent.outputs[-1].parameters["shared_memory_offset"].int64_param = size
             expect_error(
-                lambda: ask.ask("ModelInfer", sent), *codes, what="a place beyond the region"
+                lambda: ask.ask("ModelInfer", sent), *codes, what="an offset beyond the region"
             )
         finally:
             ask.ask(
                 "SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=name)
             )
-        require(name not in ask.ask("SystemSharedMemoryStatus").regions, "it is still registered")
+        require(
+            name not in ask.ask("SystemSharedMemoryStatus").regions,
+            "the region is still registered",
+        )
+
+
+def _shared(name: str, size: int, stack: ExitStack) -> memoryview:
+    """Create shared memory, which exists until ``stack`` ends."""
+    memory = SharedMemory(name, create=True, size=size)
+    stack.callback(memory.unlink)
+    stack.callback(memory.close)
+    assert memory.buf is not None
+    return memory.buf
 
 
 def _places(region: str, tensors: Any, sizes: Iterable[int], at: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -18,7 +17,7 @@ from hps.client import Tls
 from hps.tools.conformance.http_wire import encoded
 from hps.tools.conformance.target import CheckedServer, SampleRequest, needs, note, require
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 _CONTENTS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -46,23 +45,18 @@ class GrpcProbe:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.channel.close()
 
     def ask(self, call: str, request: Any = None, **options: Any) -> Any:
         """Make a call and return its answer; ``request`` None: an empty one."""
         request = getattr(pb, f"{call}Request")() if request is None else request
-        options = {"timeout": PATIENCE_S, "metadata": self.metadata, **options}
+        options = {"timeout": TIMEOUT_S, "metadata": self.metadata, **options}
         return getattr(self._stub, call)(request, **options)
 
     def stream(self, requests: list[Any]) -> list[Any]:
         return list(
-            self._stub.ModelStreamInfer(iter(requests), timeout=PATIENCE_S, metadata=self.metadata)
+            self._stub.ModelStreamInfer(iter(requests), timeout=TIMEOUT_S, metadata=self.metadata)
         )
 
     def infer(self, request: Any, **options: Any) -> dict[str, NDArray[Any]]:
@@ -114,7 +108,7 @@ def request(sample: SampleRequest, *, raw: bool = True, **fields: Any) -> Any:
 
 
 def is_raw(response: Any) -> bool:
-    """Whether the outputs are raw, the only form that Triton's clients read."""
+    """True if the outputs are raw, the only form that Triton's clients read."""
     return bool(response.raw_output_contents) or not response.outputs
 
 

@@ -55,8 +55,8 @@ def server_metadata(target: CheckedServer) -> None:
         about = http.ask("GET", "/v2").json()
     require(isinstance(about["name"], str) and isinstance(about["version"], str), f"{about}")
     known = "binary_tensor_data" in (about.get("extensions") or ())
-    require(target.binary or not known, "it names binary_tensor_data and refuses binary tensors")
-    needs(target.binary, "binary_tensor_data, which Triton's clients cannot do without")
+    require(target.binary or not known, "it names binary_tensor_data and rejects binary tensors")
+    needs(target.binary, "binary_tensor_data, which Triton's clients require")
     require(known, "it has tensors in binary form and does not name binary_tensor_data")
 
 
@@ -84,7 +84,7 @@ def model_metadata(target: CheckedServer) -> None:
 
 @SUITE.check
 def model_configuration(target: CheckedServer) -> None:
-    """/config says types and dimensions in Triton's words, the batch left out."""
+    """/config has types and dimensions as Triton names them, without the batch."""
     with HttpProbe(target) as http:
         needs("model_configuration" in http.extensions(), "model_configuration")
         for sample in target.samples:
@@ -100,9 +100,9 @@ def model_configuration(target: CheckedServer) -> None:
 
 
 @SUITE.check
-def forms_agree(target: CheckedServer) -> None:
-    """Inputs and outputs as flat JSON, nested JSON, bytes, or some so and some so: the same answer to the
-    bit, which names its model and a version that is a string."""
+def equivalent_forms(target: CheckedServer) -> None:
+    """Inputs and outputs as flat JSON, nested JSON, bytes or a mixture get the same answer to the bit, which
+    names its model and a version that is a string."""
     with HttpProbe(target) as http:
         for sample in target.samples:
             expected = http.send(sample).outputs()
@@ -124,9 +124,9 @@ def forms_agree(target: CheckedServer) -> None:
 
 
 @SUITE.check
-def outputs_asked_for(target: CheckedServer) -> None:
-    """Outputs come as the request names them, in its order; a form for one of them takes precedence over
-    that for all."""
+def requested_outputs(target: CheckedServer) -> None:
+    """Outputs are those that the request names, in its order; a form for one of them takes precedence over
+    the form for all."""
     with HttpProbe(target) as http:
         sample = next((s for s in target.samples if len(s.outputs) > 1), None)
         if sample is None:
@@ -150,18 +150,18 @@ def outputs_asked_for(target: CheckedServer) -> None:
 
 @SUITE.check
 def request_ids(target: CheckedServer) -> None:
-    """An id comes back; an empty one, as perf_analyzer sends it, is none."""
+    """An id is returned; an empty one, as perf_analyzer sends it, counts as no id."""
     with HttpProbe(target) as http:
-        for given in ("r-7", ""):
-            answer = http.send(target.sample, id=given)
+        for sent in ("r-7", ""):
+            answer = http.send(target.sample, id=sent)
             answer.outputs()
             found = answer.head().get("id", "")
-            require(found == given or not given, f"id {given!r} came back as {found!r}")
+            require(found == sent or not sent, f"id {sent!r} came back as {found!r}")
 
 
 @SUITE.check
 def compressed_requests(target: CheckedServer) -> None:
-    """Bodies may come as gzip, deflate (a zlib stream) or identity."""
+    """Bodies may be encoded as gzip, deflate (a zlib stream) or identity."""
     with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         expected = http.send(target.sample).outputs()
@@ -177,8 +177,8 @@ def compressed_requests(target: CheckedServer) -> None:
 
 @SUITE.check
 def compressed_answers(target: CheckedServer) -> None:
-    """Accept-Encoding gzip or deflate: the answer may be compressed, and says so; the length of its JSON is
-    that before compression."""
+    """Accept-Encoding gzip or deflate: the answer may be compressed, with a Content-Encoding; the length
+    of its JSON is that before compression."""
     with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         expected = http.send(target.sample).outputs()
@@ -191,7 +191,7 @@ def compressed_answers(target: CheckedServer) -> None:
 
 @SUITE.check
 def chunked_bodies(target: CheckedServer) -> None:
-    """A body may come in chunks, without Content-Length."""
+    """A body may be chunked, without Content-Length."""
     with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         expected = http.send(target.sample).outputs()
@@ -229,16 +229,16 @@ def empty_tensors(target: CheckedServer) -> None:
 
 @SUITE.check
 def parameters(target: CheckedServer) -> None:
-    """`timeout` in microseconds, `priority`, and parameters that the server has never heard of are taken."""
+    """`timeout` in microseconds, `priority`, and unknown parameters are accepted."""
     with HttpProbe(target) as http:
         expected = http.send(target.sample).outputs()
-        for given in ({"timeout": 20_000_000}, {"priority": 0}, {"never_heard_of": "x", "nor": 1}):
-            same(http.send(target.sample, parameters=given).outputs(), expected, str(given))
+        for sent in ({"timeout": 20_000_000}, {"priority": 0}, {"unknown_name": "x", "another": 1}):
+            same(http.send(target.sample, parameters=sent).outputs(), expected, str(sent))
 
 
 @SUITE.check
-def statistics_only_grow(target: CheckedServer) -> None:
-    """A model's statistics have all that perf_analyzer reads, and grow by what was asked."""
+def statistics(target: CheckedServer) -> None:
+    """A model's statistics have all fields that perf_analyzer reads, and count requests and samples."""
     model, batch = target.sample.model, len(next(iter(target.sample.inputs.values())))
     with HttpProbe(target) as http:
         needs("statistics" in http.extensions(), "statistics")
@@ -266,7 +266,7 @@ def statistics_only_grow(target: CheckedServer) -> None:
 
 @SUITE.check
 def repository_index(target: CheckedServer) -> None:
-    """POST /v2/repository/index lists the models that are there, ready ones on request alone."""
+    """POST /v2/repository/index lists the models; with `ready`, only those that are ready."""
     with HttpProbe(target) as http:
         bodies: tuple[bytes | None, ...] = (b"{}", b'{"ready": true}', None)
         if "model_repository" not in http.extensions():
@@ -281,8 +281,8 @@ def repository_index(target: CheckedServer) -> None:
 
 @SUITE.changing
 def load_and_unload(target: CheckedServer) -> None:
-    """A server with the extension model_repository unloads a model and loads it again; one without it says
-    so."""
+    """A server with the extension model_repository unloads a model and loads it again; one without it
+    answers with an error."""
     model = target.samples[-1]
     path = f"/v2/repository/models/{model.model}"
     with HttpProbe(target) as http:
@@ -292,7 +292,7 @@ def load_and_unload(target: CheckedServer) -> None:
             raise NotOffered("model_repository")
         expected = http.send(model).outputs()
         require(http.ask("POST", f"{path}/unload").status == 200, "the model is not unloaded")
-        note(http.ask("GET", f"{path_of(model.model)}/ready").status >= 400, "it is ready yet")
+        note(http.ask("GET", f"{path_of(model.model)}/ready").status >= 400, "it is still ready")
         http.send(model).refused(404, 503)
         rows = http.ask("POST", "/v2/repository/index").json()
         states = [row.get("state") for row in rows if row["name"] == model.model]
@@ -308,7 +308,7 @@ def _json_only(sample: SampleRequest, answered: dict[str, Any]) -> SampleRequest
 
 
 def _emptied(target: CheckedServer, http: HttpProbe) -> SampleRequest:
-    """A request with one tensor that has no elements: no keys for any of the samples."""
+    """A request with one tensor without elements: no keys for any of the samples."""
     for sample in target.samples:
         shapes = {
             t["name"]: t["shape"] for t in http.ask("GET", path_of(sample.model)).json()["inputs"]

@@ -47,12 +47,12 @@ def unknown_names(target: CheckedServer) -> None:
         note("more" in text, f"the error does not name the input: {text}")
         text = http.send(replace(sample, outputs=("none",))).refused(400)
         note("none" in text, f"the error does not name the output: {text}")
-        _goes_on(http, sample)
+        _still_answers(http, sample)
 
 
 @SUITE.check
 def missing_inputs(target: CheckedServer) -> None:
-    """A request without a required input, or has no `inputs` at all, is 400."""
+    """A request without a required input, or without `inputs`, is 400."""
     sample = target.sample
     with HttpProbe(target) as http:
         required = list(sample.inputs)
@@ -64,12 +64,12 @@ def missing_inputs(target: CheckedServer) -> None:
             http.send(replace(sample, inputs=rest)).refused(400)
         http.infer(sample.model, b"{}").refused(400)
         http.infer(sample.model, b'{"inputs": []}').refused(400)
-        _goes_on(http, sample)
+        _still_answers(http, sample)
 
 
 @SUITE.check
 def wrong_types(target: CheckedServer) -> None:
-    """A datatype that the model does not take, strings for numbers among them, is 400."""
+    """A datatype that the model does not accept, such as strings for numbers, is 400."""
     sample = _textual(target)
     with HttpProbe(target) as http:
         for name, array in sample.inputs.items():
@@ -81,12 +81,12 @@ def wrong_types(target: CheckedServer) -> None:
         head = json.loads(request(sample, binary=False)[0])
         head["inputs"][0]["datatype"] = "INT63"
         http.infer(sample.model, json.dumps(head).encode()).refused(400)
-        _goes_on(http, sample)
+        _still_answers(http, sample)
 
 
 @SUITE.check
 def wrong_shapes(target: CheckedServer) -> None:
-    """A shape that the model does not take, or that its elements do not fill, is 400."""
+    """A shape that the model does not accept, or that has another number of elements, is 400."""
     sample = _textual(target)
     with HttpProbe(target) as http:
         fixed = [
@@ -106,11 +106,11 @@ def wrong_shapes(target: CheckedServer) -> None:
         for shape in ([-1, 1], ["1"], "1", [2**62, 4]):
             head["inputs"][0]["shape"] = shape
             http.infer(sample.model, json.dumps(head).encode()).refused(400)
-        _goes_on(http, sample)
+        _still_answers(http, sample)
 
 
 @SUITE.check
-def too_large_a_batch(target: CheckedServer) -> None:
+def oversized_batch(target: CheckedServer) -> None:
     """A batch beyond the configuration's max_batch_size is 400."""
     sample = target.sample
     with HttpProbe(target) as http:
@@ -120,13 +120,13 @@ def too_large_a_batch(target: CheckedServer) -> None:
             raise NotOffered("a bound of the batch")
         many = {name: np.repeat(a[:1], most + 1, axis=0) for name, a in sample.inputs.items()}
         http.send(replace(sample, inputs=many)).refused(400)
-        _goes_on(http, sample)
+        _still_answers(http, sample)
 
 
 @SUITE.check
-def lengths_that_lie(target: CheckedServer) -> None:
-    """The JSON's length missing, negative, no number or beyond the body; too few bytes behind it, or too
-    many: 400."""
+def wrong_lengths(target: CheckedServer) -> None:
+    """A JSON length that is missing, negative, not a number or beyond the body, and too few or too many
+    bytes after it, are 400."""
     needs(target.binary, "binary_tensor_data")
     sample = target.sample
     body, length = request(sample)
@@ -137,12 +137,12 @@ def lengths_that_lie(target: CheckedServer) -> None:
         http.infer(sample.model, body).refused(400)
         http.infer(sample.model, body[:-1], length).refused(400)
         http.infer(sample.model, body + b"x", length).refused(400)
-        _goes_on(http, sample)
+        _still_answers(http, sample)
 
 
 @SUITE.check
-def two_forms_of_one_tensor(target: CheckedServer) -> None:
-    """A tensor that has `data` as well as binary_data_size, or neither of them, is 400."""
+def tensor_in_two_forms(target: CheckedServer) -> None:
+    """A tensor with both `data` and binary_data_size, or with neither, is 400."""
     sample = _textual(target)
     body, length = request(sample)
     head = json.loads(body[:length])
@@ -154,38 +154,38 @@ def two_forms_of_one_tensor(target: CheckedServer) -> None:
         head = json.loads(request(sample, binary=False)[0])
         del head["inputs"][0]["data"]
         http.infer(sample.model, json.dumps(head).encode()).refused(400)
-        _goes_on(http, sample)
+        _still_answers(http, sample)
 
 
 @SUITE.check
-def no_json(target: CheckedServer) -> None:
-    """A body that is no JSON, no object or cut off is 400."""
+def invalid_json(target: CheckedServer) -> None:
+    """A body that is not JSON, not an object or truncated is 400."""
     body, _ = request(target.sample, binary=False)
     with HttpProbe(target) as http:
         for wrong in (body[:-2], b"", b"[]", b'"inputs"', b"\xff\xfe", b'{"inputs": 7}'):
             http.infer(target.sample.model, wrong).refused(400)
-        _goes_on(http, target.sample)
+        _still_answers(http, target.sample)
 
 
 @SUITE.check
 def wrong_codings(target: CheckedServer) -> None:
-    """A Content-Encoding that is not spoken is refused with an Accept-Encoding that names those that are;
-    a body that is not what it claims is 400."""
+    """An unsupported Content-Encoding is rejected, with the supported ones in Accept-Encoding; a body that is
+    not encoded as declared is 400."""
     model = target.sample.model
     with HttpProbe(target) as http:
         body, length = http.request(target.sample)
         answer = http.infer(model, body, length, {"Content-Encoding": "br"})
         answer.refused(415, 501)
-        spoken = answer.headers.get("Accept-Encoding", "")
-        require("gzip" in spoken and "deflate" in spoken, f"Accept-Encoding: {spoken!r}")
+        accepted = answer.headers.get("Accept-Encoding", "")
+        require("gzip" in accepted and "deflate" in accepted, f"Accept-Encoding: {accepted!r}")
         for coding in ("gzip", "deflate"):
             http.infer(model, body, length, {"Content-Encoding": coding}).refused(400)
-        _goes_on(http, target.sample)
+        _still_answers(http, target.sample)
 
 
 @SUITE.check
-def wrong_verbs_and_paths(target: CheckedServer) -> None:
-    """A verb that a path does not know is 405, an unknown path 404, both as JSON."""
+def wrong_methods_and_paths(target: CheckedServer) -> None:
+    """A method that a path does not support is 405, an unknown path 404, both as JSON."""
     model = path_of(target.sample.model)
     with HttpProbe(target) as http:
         http.ask("GET", f"{model}/infer").refused(405)
@@ -193,13 +193,13 @@ def wrong_verbs_and_paths(target: CheckedServer) -> None:
         http.ask("POST", "/v2/health/live", b"").refused(405)
         http.ask("GET", "/v2/none").refused(404)
         http.ask("POST", f"{model}/none", b"{}").refused(404)
-        _goes_on(http, target.sample)
+        _still_answers(http, target.sample)
 
 
 @SUITE.check
-def what_is_not_offered(target: CheckedServer) -> None:
-    """Shared memory, tracing and logging are answered if their extensions are named, and refused with an
-    error if they are not."""
+def unoffered_extensions(target: CheckedServer) -> None:
+    """Shared memory, tracing and logging answer if their extensions are named, and are rejected with an error
+    if they are not."""
     paths: dict[str, Any] = {
         "system_shared_memory": "/v2/systemsharedmemory/status",
         "cuda_shared_memory": "/v2/cudasharedmemory/status",
@@ -224,6 +224,6 @@ def _textual(target: CheckedServer) -> SampleRequest:
     raise NotOffered("a model whose inputs have a form in JSON")
 
 
-def _goes_on(http: HttpProbe, sample: SampleRequest) -> None:
+def _still_answers(http: HttpProbe, sample: SampleRequest) -> None:
     """Check that the same connection still answers a valid request."""
     http.send(sample).outputs()

@@ -7,7 +7,6 @@ import json
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -23,7 +22,7 @@ from tritonclient.utils import (
 from hps.tools.conformance.target import CheckedServer, SampleRequest, note, require
 
 LENGTH = "Inference-Header-Content-Length"
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 # Servers answer an unknown content coding with 415, or fail to parse the JSON.
 NO_CODING = (400, 415, 422)
 # Types without a form in JSON.
@@ -89,21 +88,16 @@ class HttpProbe:
         self._used = False
         host, _, port = target.http.rpartition(":")
         if target.http_tls is None:
-            self._connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+            self._connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
         else:
             self._connection = http.client.HTTPSConnection(
-                host, int(port), timeout=PATIENCE_S, context=target.http_tls.context()
+                host, int(port), timeout=TIMEOUT_S, context=target.http_tls.context()
             )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self._connection.close()
 
     def ask(
@@ -120,18 +114,18 @@ class HttpProbe:
         sent = {**self._headers, **(headers or {})}
         if chunked:
             sent["Transfer-Encoding"] = "chunked"
-        asked = (method, path, body, sent)
+        request = (method, path, body, sent)
         try:
-            return self._answer(*asked, encode_chunked=chunked)
+            return self._answer(*request, encode_chunked=chunked)
         except ConnectionError:
             self._connection.close()
             if chunked or not self._used:  # the body is consumed, or nothing has been answered yet
                 raise
-        note(False, "it closed a connection after an answer that did not say so")
-        return self._answer(*asked)
+        note(False, "it closed a connection without announcing it in the answer")
+        return self._answer(*request)
 
-    def _answer(self, *asked: Any, **how: Any) -> HttpResponse:
-        self._connection.request(*asked, **how)
+    def _answer(self, *request: Any, **options: Any) -> HttpResponse:
+        self._connection.request(*request, **options)
         response = self._connection.getresponse()
         self._used = True
         return HttpResponse(response.status, response.headers, response.read())
@@ -143,7 +137,7 @@ class HttpProbe:
         length: int | str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> HttpResponse:
-        """``length`` of the JSON, if tensors follow it."""
+        """Send an inference request; ``length``: of the JSON, if tensors follow it."""
         sent = {
             "Content-Type": "application/json" if length is None else "application/octet-stream"
         }
@@ -177,8 +171,7 @@ def request(
     """A request's body, and the length of its JSON if tensors follow it.
 
     ``binary``: inputs in binary form; those that JSON cannot hold always are. ``outputs``: as in the
-    request;
-    by default all of the sample's, in the form of most of its inputs."""
+    request; by default all of the sample's, in the form of most of its inputs."""
     tensors, data = [], []
     for name, array in sample.inputs.items():
         tensor: dict[str, Any] = {
@@ -221,7 +214,7 @@ def tensors_of(head: Any, data: bytes) -> dict[str, NDArray[Any]]:
         else:
             require("data" not in output, f"{name!r} comes twice: as data and in binary form")
             piece = data[start : start + size]
-            require(len(piece) == size, f"{name!r}: {len(piece)} of {size} bytes are there")
+            require(len(piece) == size, f"{name!r}: {len(piece)} of {size} bytes received")
             start += size
             values = (
                 deserialize_bytes_tensor(piece)

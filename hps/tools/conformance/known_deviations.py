@@ -11,46 +11,47 @@ Known = Mapping[str, Mapping[str, str]]
 
 # Seen with Triton 2.51.
 _UNTYPED = {
-    "an error of the type 'text/plain'": "its body is JSON, which only its type denies; clients that go by "
+    "an error of the type 'text/plain'": "its body is JSON, but its type is not; clients that rely on "
     "the type cannot read it"
 }
 _AT_FAULT = {
-    "500 instead of 400: .*(Unable|failed) to parse": "the client is at fault: 500 makes it ask again, and "
-    "wakes who watches the server"
+    "500 instead of 400: .*(Unable|failed) to parse": "the client is at fault: 500 makes it retry, and "
+    "raises alerts of the server"
 }
 _NO_NAME = {
     "requested model .* is not available": "an unknown ensemble gets another text than an unknown "
-    "model that is"
+    "model"
 }
 TRITON: Known = {
-    "http: outputs asked for": {
-        r"outputs \[.*\] for \[": "an ensemble answers in another order; models that are none, in the "
-        "request's",
-        "are JSON, asked for": "it forgets binary_data_output where outputs are named; the extension's text "
-        "says that binary_data goes before it for one output, not that it ends it",
+    "http: requested outputs": {
+        r"outputs \[.*\] for \[": "an ensemble answers in another order; other models, in that of the "
+        "request",
+        "are JSON, asked for": "it ignores binary_data_output where outputs are named; by the extension's "
+        "text binary_data overrides it for one output, and does not disable it",
     },
     "http: load and unload": _UNTYPED,
     "http: unknown names": _UNTYPED | _NO_NAME,
     "http: missing inputs": _AT_FAULT,
     "http: wrong shapes": _AT_FAULT,
-    "http: lengths that lie": _UNTYPED | _AT_FAULT,
-    "http: no json": _AT_FAULT,
+    "http: wrong lengths": _UNTYPED | _AT_FAULT,
+    "http: invalid json": _AT_FAULT,
     "http: wrong codings": _UNTYPED,
-    "http: wrong verbs and paths": _UNTYPED,
+    "http: wrong methods and paths": _UNTYPED,
     "grpc: health service": {
-        "an answer instead of NOT_FOUND": "it says SERVING of any service; grpc.health.v1 says NOT_FOUND"
+        "an answer instead of NOT_FOUND": "it returns SERVING for any service; grpc.health.v1 "
+        "requires NOT_FOUND"
     },
     "grpc: unknown names": _NO_NAME,
     "grpc: wrong tensors": {
-        "more raw contents than inputs: an answer": "what is left over belongs to some input: it is lost in "
-        "silence",
+        "more raw contents than inputs: an answer": "the surplus belongs to some input: it is dropped "
+        "without an error",
     },
 }
 _OF: Mapping[str, Known] = {"triton": TRITON}
 
 
 def known_of(server: str) -> Known:
-    """``server``: the name in its metadata."""
+    """The known deviations of a server; ``server``: the name in its metadata."""
     return _OF.get(server.lower(), {})
 
 

@@ -53,8 +53,7 @@ class CheckedServer:
     """The server under test: ``host:port`` of its protocols, and requests that it answers.
 
     Most checks send the first sample. Every request has ``headers``, for example ``x-api-key``. Each
-    protocol
-    has TLS settings, or None for plain text. ``binary``: its HTTP accepts tensors in binary form."""
+    protocol has TLS settings, or None for plain text. ``binary``: its HTTP accepts tensors in binary form."""
 
     http: str
     grpc: str

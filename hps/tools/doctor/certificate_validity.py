@@ -35,7 +35,7 @@ def file(name: str, certificate: Path) -> DoctorCheck:
     return validity(name, known, str(certificate))
 
 
-def shown(name: str, url: str, tls: Tls | None, patience_s: float) -> DoctorCheck:
+def shown(name: str, url: str, tls: Tls | None, timeout_s: float) -> DoctorCheck:
     """Check the certificate that the server at ``url`` presents. Raises OSError."""
     from hps.client.address import address
     from hps.config.certificates import valid_until
@@ -43,7 +43,7 @@ def shown(name: str, url: str, tls: Tls | None, patience_s: float) -> DoctorChec
     at = address(url, tls)
     assert at.tls is not None
     with (
-        socket.create_connection((at.host, at.port), patience_s) as plain,
+        socket.create_connection((at.host, at.port), timeout_s) as plain,
         at.tls.context().wrap_socket(plain, server_hostname=at.host) as secured,
     ):
         found = secured.getpeercert(binary_form=True)

@@ -13,7 +13,7 @@ from hps.tools.doctor.check import DoctorCheck, Verdict
 
 WARN_S, FAIL_S = 1.0, 60.0
 _PAUSE_S = 0.7
-_MEND = "have both machines' clocks set by NTP (chronyd, systemd-timesyncd): updates' versions are times"
+_REMEDY = "have both machines' clocks set by NTP (chronyd, systemd-timesyncd): updates' versions are times"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +57,4 @@ def clock(name: str, found: ClockSkew) -> DoctorCheck:
         return DoctorCheck(name, "OK", f"the same as here, to {max(WARN_S, found.unsure_s):.0f} s")
     word = "ahead of" if found.ahead_s > 0 else "behind"
     verdict: Verdict = "WARN" if off < FAIL_S else "FAIL"
-    return DoctorCheck(name, verdict, f"{abs(found.ahead_s):.1f} s {word} this machine's", _MEND)
+    return DoctorCheck(name, verdict, f"{abs(found.ahead_s):.1f} s {word} this machine's", _REMEDY)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hps.config.schema import Settings
     from hps.config.server_settings import Listener
 
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 
 
 def ports(
@@ -115,7 +115,7 @@ def _holder(name: str, at: Listener, api_key: str | None, tls: Tls | None) -> Do
             return DoctorCheck(name, "WARN", f"{place} is taken: {error}", remedy)
         if isinstance(error, DeadlineExceeded):
             remedy = f"ask again, if that is hps at work; else stop it, or set {setting}.port"
-            found = f"{place} is taken by what said nothing for {_PATIENCE_S:g} s"
+            found = f"{place} is taken by what said nothing for {_TIMEOUT_S:g} s"
             return DoctorCheck(name, "WARN", found, remedy)
     return None
 
@@ -124,8 +124,7 @@ def _holder(name: str, at: Listener, api_key: str | None, tls: Tls | None) -> Do
 class RunningServer:
     """The server at a configuration's admin port.
 
-    ``is_own``: whether it runs this configuration; None if unknown, for the reason ``why``. ``ports``:
-    all on
+    ``is_own``: True if it runs this configuration; None if unknown, for the reason ``why``. ``ports``: all on
     which it listens."""
 
     is_own: bool | None
@@ -143,7 +142,7 @@ def running_server(settings: Settings, api_key: str | None, tls: Tls | None) -> 
         return RunningServer(False, "server.admin.port is 0, so its own cannot be asked")
     used = tls if at.tls else None
     try:
-        with Admin(url_of(at), api_key=api_key, timeout_s=_PATIENCE_S, tls=used) as admin:
+        with Admin(url_of(at), api_key=api_key, timeout_s=_TIMEOUT_S, tls=used) as admin:
             status = admin.status().get("server")
     except Unavailable:
         return RunningServer(False, "nothing answers at this configuration's admin port")
@@ -178,7 +177,7 @@ def is_ours(at: Listener, api_key: str | None, tls: Tls | None) -> bool:
     from hps.client import Client
 
     used = tls if at.tls else None
-    with Client(url_of(at), api_key=api_key, timeout_s=_PATIENCE_S, retries=0, tls=used) as client:
+    with Client(url_of(at), api_key=api_key, timeout_s=_TIMEOUT_S, retries=0, tls=used) as client:
         return client.is_hps()
 
 

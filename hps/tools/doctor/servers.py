@@ -21,8 +21,8 @@ from hps.tools.doctor.server_status import state
 if TYPE_CHECKING:
     from hps.client import Tls
 
-_PATIENCE_S = 5.0
-_AT_ONCE = 32
+_TIMEOUT_S = 5.0
+_PARALLEL = 32
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class ServerFindings:
 def servers(urls: Sequence[str], api_key: str | None, tls: Tls | None) -> Iterator[DoctorCheck]:
     """Check the servers in parallel, since one that hangs takes its time; then compare them."""
     names = ["server" if len(urls) == 1 else f"server {url}" for url in urls]
-    with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(urls)))) as threads:
+    with ThreadPoolExecutor(max(1, min(_PARALLEL, len(urls)))) as threads:
         found = list(threads.map(lambda url, name: server(url, api_key, tls, name), urls, names))
     for each in found:
         yield from each.checks
@@ -98,7 +98,7 @@ def _checks(
     yield attempt(f"{name}: clock", partial(_clock, f"{name}: clock", url, tls))
     from hps.client import Admin
 
-    with Admin(url, api_key=api_key, timeout_s=_PATIENCE_S, tls=tls) as admin:
+    with Admin(url, api_key=api_key, timeout_s=_TIMEOUT_S, tls=tls) as admin:
         try:
             status = admin.status()
         except NotFound:  # an address for requests
@@ -120,7 +120,7 @@ def _answers(
 ) -> DoctorCheck:
     from hps.client import Client
 
-    with Client(url, api_key=api_key, timeout_s=_PATIENCE_S, retries=0, tls=tls) as client:
+    with Client(url, api_key=api_key, timeout_s=_TIMEOUT_S, retries=0, tls=tls) as client:
         about = client.about()
         known_as = str(about.get("name", ""))
         if not known_as.startswith("hps"):
@@ -140,7 +140,7 @@ def _answers(
 
 def _certificate(name: str, url: str, tls: Tls | None) -> DoctorCheck:
     try:
-        return shown(name, url, tls, _PATIENCE_S)
+        return shown(name, url, tls, _TIMEOUT_S)
     except OSError as error:
         return DoctorCheck(name, "WARN", f"cannot be checked: {error}", "check --tls")
 
@@ -153,7 +153,7 @@ def _clock(name: str, url: str, tls: Tls | None) -> DoctorCheck:
     line = HttpConnectionPool(address(url, tls))
 
     def now() -> float:
-        reply = line.send(Request("GET", "/v2/health/live", {}), time.monotonic() + _PATIENCE_S)
+        reply = line.send(Request("GET", "/v2/health/live", {}), time.monotonic() + _TIMEOUT_S)
         try:
             return email.utils.parsedate_to_datetime(reply.headers["date"]).timestamp()
         except (KeyError, ValueError):

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from hps.types import EmbeddingTable
 
 # While tables are loaded, they are on disk twice: in the model's files and in the database; compaction
-# needs
-# more space.
+# needs more space.
 DISK_FACTOR = 2
-_PATIENCE_MS = 2000.0
-_MEND = "start it, or correct tiers.redis"
+_TIMEOUT_MS = 2000.0
+_REMEDY = "start it, or correct tiers.redis"
 # Above this share of maxmemory, evictions or rejected writes are near.
 _FULL = 0.9
 _SAVING = {"rdb_last_bgsave_status": "its last snapshot", "aof_last_write_status": "its last write"}
@@ -71,9 +70,9 @@ def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator
     from hps.tiers.redis import RedisTier
     from hps.tiers.redis.client import RedisClient
 
-    patience = min(settings.timeout_ms, _PATIENCE_MS)
-    quick = settings.model_copy(update={"timeout_ms": patience})
-    client = RedisClient(quick)
+    timeout_ms = min(settings.timeout_ms, _TIMEOUT_MS)
+    checked = settings.model_copy(update={"timeout_ms": timeout_ms})
+    client = RedisClient(checked)
     try:
         slots = client.primaries()
         for number, slot in enumerate(slots):
@@ -85,11 +84,11 @@ def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator
             if answers.verdict != "FAIL":
                 yield attempt(f"{name}: clock", partial(_clock, f"{name}: clock", client, slot))
     except TierError as error:
-        yield failed("Redis", error, _MEND)
+        yield failed("Redis", error, _REMEDY)
         return
     finally:
         client.close()
-    tier = RedisTier(quick)
+    tier = RedisTier(checked)
     try:
         for table in tables:
             name = f"Redis: {table.model}/{table.name}"
@@ -97,7 +96,7 @@ def redis(settings: RedisSettings, tables: Sequence[EmbeddingTable]) -> Iterator
                 tier.check(table)
                 used = tier.usage(table)
             except TierTimeout as error:
-                yield failed("Redis", error, _MEND)
+                yield failed("Redis", error, _REMEDY)
                 return
             except TierError as error:
                 yield failed(name, error)

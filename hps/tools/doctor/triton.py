@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hps.dense.triton.transport import TritonModelInfo
     from hps.models.repository import ModelVersion
 
-_PATIENCE_S = 2.0
+_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def triton(settings: TritonSettings, models: Sequence[ModelVersion]) -> Iterator
     if settings.fallback:
         remedy += "; until then networks run in the server (dense.triton.fallback)"
     try:
-        client = Client(f"{scheme}://{settings.url}", timeout_s=_PATIENCE_S, retries=0, tls=tls)
+        client = Client(f"{scheme}://{settings.url}", timeout_s=_TIMEOUT_S, retries=0, tls=tls)
     except HpsError as error:
         yield failed("Triton", error)
         return
@@ -79,7 +79,7 @@ def _network(settings: TritonSettings, version: ModelVersion, weight: Verdict) -
     except HpsError as error:
         return failed(name, error)
     try:
-        described = transport.describe(_PATIENCE_S)
+        described = transport.describe(_TIMEOUT_S)
         _compare(version, described)
     except NotFound as error:
         remedy = f"write it with hps triton export {model}, have Triton load it, or set dense.triton.models"

@@ -21,11 +21,10 @@ _SPREAD = 0x9E3779B97F4A7C15
 def distribution(text: str, rows: int) -> Draw:
     """The distribution that ``text`` names, over row numbers 0 … ``rows`` - 1. Raises ConfigError.
 
-    ``uniform``. ``zipf:S``: the k-th most frequent row is asked for in proportion to k^-S; ranks are drawn by
-    the inverse of the bounded Pareto distribution, as in HPS's own profiler, which needs no memory.
-    ``hot:SHARE,COVERAGE``: the share SHARE of the rows gets the share COVERAGE of the questions.
-    ``trace:FILE``: the row numbers of a NumPy file, in their order, from the beginning again at its end.
-    """
+    ``uniform``. ``zipf:S``: the k-th most frequent row has a probability in proportion to k^-S; ranks are
+    drawn by the inverse of the bounded Pareto distribution, as in HPS's profiler, which needs no memory.
+    ``hot:SHARE,COVERAGE``: the share SHARE of the rows gets the share COVERAGE of the keys.
+    ``trace:FILE``: the row numbers of a NumPy file, in their order, repeated from the start."""
     name, _, argument = text.partition(":")
     if rows < 1:
         raise ConfigError("a table without rows has no keys to ask for")
@@ -110,7 +109,7 @@ def _trace(path: Path, rows: int) -> Draw:
 
 
 def _spread(ranks: IndexArray, rows: int) -> IndexArray:
-    """Another row for each rank, the same one every time."""
+    """Map ranks to rows by a fixed permutation."""
     factor = _SPREAD % rows or 1
     while np.gcd(factor, rows) != 1:
         factor += 1

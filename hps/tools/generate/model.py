@@ -20,9 +20,10 @@ _HIDDEN = 64
 def model_spec(
     name: str, tables: int, dim: int, hotness: int | None, dense: int, batch: int
 ) -> ModelSpec:
-    """``tables`` tables ``t0`` … of width ``dim`` with a feature ``f0`` … each, of ``hotness`` keys (None: as
-    many as a request brings), and a network that takes ``dense`` numbers beside them and gives one score;
-    none where ``dense`` is 0."""
+    """Describe ``tables`` tables ``t0`` … of ``dim`` values with a feature ``f0`` … each.
+
+    ``hotness``: keys per sample; None: any number. ``dense``: further inputs of a network with one score;
+    without them (0) there is no network."""
     return ModelSpec.model_validate(
         {
             "name": name,
@@ -44,8 +45,10 @@ def model_spec(
 def write_model(
     root: Path, spec: ModelSpec, rows: int, seed: int, progress: Callable[[int], None]
 ) -> Path:
-    """Write version 1: ``rows`` rows a table, keys 0 … ``rows`` - 1, values uniform between -1 and 1, as
-    HPS's own generator makes them. Returns its folder. Raises ConfigError, ModelError."""
+    """Write version 1 and return its folder. Raises ConfigError, ModelError.
+
+    Each table has ``rows`` rows, keys 0 … ``rows`` - 1, values uniform between -1 and 1, as from HPS's
+    generator."""
 
     def chunks(table: int, dim: int) -> Iterator[tuple[KeyArray, VectorArray]]:
         random = np.random.default_rng([seed, table])
@@ -60,7 +63,7 @@ def write_model(
 
 
 def _network(spec: ModelSpec, seed: int) -> bytes:
-    """Two layers over everything, a sigmoid: ONNX."""
+    """Two layers over all inputs and a sigmoid, as ONNX."""
     try:
         from onnx import TensorProto, helper, numpy_helper
     except ImportError:

@@ -30,8 +30,7 @@ class RequestRecipe:
     """Shape of requests.
 
     ``hotness``: keys per sample of features without a fixed number; None is 1. ``ragged``: from one key
-    up to
-    ``hotness``. ``unknown``: share of keys without a row."""
+    up to ``hotness``. ``unknown``: share of keys without a row."""
 
     form: Form = "features"
     batch: int = 1
@@ -42,7 +41,7 @@ class RequestRecipe:
 
 
 class GeneratedRequests:
-    """Requests to ``version`` by ``recipe``; the same ``seed`` makes the same. Raises ConfigError."""
+    """Requests to ``version`` by ``recipe``, determined by ``seed``. Raises ConfigError."""
 
     def __init__(self, version: ModelVersion, recipe: RequestRecipe, seed: int = 1) -> None:
         if not 0 <= recipe.unknown <= 1:
@@ -54,8 +53,8 @@ class GeneratedRequests:
         spec = version.spec
         self._features = spec.served_features
         if all(feature.hotness for feature in self._features):
-            for option, given in (("--ragged", recipe.ragged), ("--hotness", recipe.hotness)):
-                if given:
+            for option, value in (("--ragged", recipe.ragged), ("--hotness", recipe.hotness)):
+                if value:
                     raise ConfigError(
                         f"{option} acts on features without a hotness, {spec.name} has none; leave it out, "
                         "or have a model written with hps generate model --ragged"
@@ -94,7 +93,7 @@ class GeneratedRequests:
         return (self.one() for _ in range(count))
 
     def _by_table(self) -> dict[str, NDArray[Any]]:
-        """HPS's form: as many keys of each table as its features would bring."""
+        """HPS's form: as many keys of each table as its features have."""
         pairs = [(f.name, table) for f in self._features for table in f.tables]
         order = hps_keys_order(list(self._version.tables), pairs)
         counts = dict.fromkeys(order, 0)
@@ -126,8 +125,9 @@ class GeneratedRequests:
 
 
 def for_perf_analyzer(requests: Iterator[Mapping[str, NDArray[Any]]], form: Form) -> str:
-    """The requests as perf_analyzer reads them. It adds the batch by itself, so requests by feature are
-    written sample by sample: run it with ``-b``. Raises ConfigError for ragged ones, which it cannot send."""
+    """The requests in perf_analyzer's format. Raises ConfigError for ragged ones, which it cannot send.
+
+    It adds the batch itself, so requests by feature are written sample by sample: run it with ``-b``."""
     steps = []
     for request in requests:
         if form == "tables":
@@ -150,8 +150,9 @@ def _step(array: NDArray[Any]) -> dict[str, Any]:
 
 
 def save(path: Path, requests: Iterator[Mapping[str, NDArray[Any]]], form: Form) -> None:
-    """Write ``path``: a ``.json`` for perf_analyzer, or an ``.npz`` with the arrays ``NUMBER/TENSOR``. Raises
-    ConfigError."""
+    """Write a ``.json`` for perf_analyzer, or an ``.npz`` with the arrays ``NUMBER/TENSOR``.
+
+    Raises ConfigError for other suffixes."""
     if path.suffix == ".json":
         path.write_text(for_perf_analyzer(requests, form))
     elif path.suffix == ".npz":
