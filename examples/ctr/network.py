@@ -47,7 +47,7 @@ def scaled(net: Params, encoded: Array) -> Array:
 
 
 def scaling(encoded: Array) -> Params:
-    """What brings the encoded numbers of the training samples to mean 0 and deviation 1."""
+    """Scale and shift that standardize the encoded numbers of the training samples."""
     return {"mean": encoded.mean(0), "scale": 1 / jnp.maximum(encoded.std(0), 1e-6)}
 
 

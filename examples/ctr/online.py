@@ -1,4 +1,4 @@
-"""Training that goes on: rows follow the impressions that come, the network and the default rows stay.
+"""Continued training: rows follow the impressions that come, the network and the default rows stay.
 
 A key gets a row once it was seen ``min_count`` times, as in ``training.py``; until then it shares the default
 row of its table. It begins with the mean of the base's rarest rows.
@@ -98,7 +98,7 @@ class OnlineRows:
 
 
 def _rarest(base: Trained, number: int) -> NDArray[np.float32]:
-    """What a new key of a feature begins with; the default row where the base has none of its own."""
+    """Initial row of a new key of a feature: the mean of its rarest keys' rows, else the default row."""
     where = base.vocabulary.of_feature(number)
     counts, rows = base.vocabulary.counts[where], base.rows[where]
     if not len(rows):

@@ -99,7 +99,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What training ends with: the network, a row per place of the vocabulary, and its figures."""
+    """Result of training: the network, a row per position of the vocabulary, and its figures."""
 
     options: Options
     vocabulary: Vocabulary

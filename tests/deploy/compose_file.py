@@ -23,7 +23,7 @@ def defaults() -> dict[str, list[str | None]]:
 
 
 def example() -> dict[str, str]:
-    """What ``.env.example`` sets."""
+    """The variables in ``.env.example``."""
     lines = [line for line in EXAMPLE.read_text().splitlines() if line and line[0] != "#"]
     return dict(line.split("=", 1) for line in lines)
 
@@ -47,5 +47,5 @@ def of_hps() -> dict[str, dict[str, Any]]:
 
 
 def serving() -> dict[str, dict[str, Any]]:
-    """Those of them that go on until they are stopped."""
+    """The services that run until they are stopped."""
     return {name: s for name, s in of_hps().items() if s["restart"] != "no"}

@@ -67,7 +67,7 @@ runroot = "{store}/run"
 
 
 def missing_requirement() -> str:
-    """What there is not, in words; empty where all is there."""
+    """Return the remedy for a missing requirement; empty if there is none."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     missing += [] if COMPOSE.ready() else ["docker-compose"]
     if missing:
@@ -221,7 +221,7 @@ class Project:
         self._file.unlink()
 
     def logs(self, lines: int | None = None) -> str:
-        """What each service has said, the last ``lines`` of it."""
+        """Return the last ``lines`` of each service's log."""
         tail = () if lines is None else ("--tail", str(lines))
         done = subprocess.run(
             [*self._compose, "--profile", "*", "logs", *tail],
@@ -242,7 +242,7 @@ class Project:
 
 
 def _overlays(folder: Path) -> bool:
-    """Whether file systems can be laid over each other there."""
+    """Return True if overlay file systems can be mounted in ``folder``."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         parts = {name: Path(place) / name for name in ("lower", "upper", "work", "whole")}
         for part in parts.values():

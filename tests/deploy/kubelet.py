@@ -1,4 +1,4 @@
-"""What answers for a machine of the cluster: it says that pods have ended well, and what they logged."""
+"""Stand-in for a kubelet: it reports that pods have succeeded, and their logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask whom under a rendering's NetworkPolicies, as Kubernetes reads them."""
+"""Connections that a rendering's NetworkPolicies allow, by Kubernetes' rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Network:
         self._policies = [each["spec"] for each in rendered.of("NetworkPolicy")]
 
     def lets(self, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
-        """Whether a packet of ``source`` gets to ``target``."""
+        """Return True if the policies allow a packet from ``source`` to ``target``."""
         sent = self._passes(source, "Egress", target, target, port, protocol)
         return sent and self._passes(target, "Ingress", source, target, port, protocol)
 

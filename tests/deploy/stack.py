@@ -38,7 +38,7 @@ def of_profile(profile: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Front:
-    """A front end, as `Load` knows them: its addresses, and whether it says that it is ready."""
+    """A front end for `Load`: its addresses and readiness."""
 
     http: str
     grpc: str
@@ -75,13 +75,13 @@ class Stack:
         return f"http://127.0.0.1:{self.ports[port]}"
 
     def up(self, profile: str) -> list[str]:
-        """What the profile adds, as ``docker compose --profile P up --detach --wait`` starts it."""
+        """Start a profile by ``docker compose --profile P up --detach --wait``; return its services."""
         # Podman tells of networks otherwise than Docker, so that Compose would make anew what runs.
         self.project("--profile", profile, *UP, "--no-recreate", timeout=START_S)
         return of_profile(profile)
 
     def get(self, port: str, path: str, data: bytes | None = None) -> Any:
-        """What is told there, of JSON. OSError when it is refused."""
+        """Request ``path`` and return its JSON. Raises OSError for an error status."""
         with urllib.request.urlopen(self.url(port) + path, data, timeout=180) as answer:
             return json.loads(answer.read() or b"null")
 
@@ -93,7 +93,7 @@ class Stack:
         until(lambda: all(self.health(name) == "healthy" for name in names), PATIENCE_S)
 
     def nodes(self) -> list[str]:
-        """How the front end finds the lookup nodes."""
+        """The states of the lookup nodes, from the front end's status."""
         try:
             with Admin(self.url("HPS_ADMIN_PORT")) as admin:
                 return [each["state"] for each in admin.status()["lookup_nodes"]]

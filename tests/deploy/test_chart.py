@@ -53,7 +53,7 @@ def rendered(request: pytest.FixtureRequest) -> Rendered:
 # -- the chart itself ------------------------------------------------------------------------------
 
 
-def test_readme_and_schema_are_those_of_the_values() -> None:
+def test_readme_and_schema_are_generated_from_the_values() -> None:
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         import chart_docs
@@ -66,14 +66,14 @@ def test_readme_and_schema_are_those_of_the_values() -> None:
     assert [value.key for value in chart_docs.values(text)[0] if not value.about] == []
 
 
-def test_the_version_is_the_package_s() -> None:
+def test_chart_version_equals_package_version() -> None:
     import hps
 
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == hps.__version__
 
 
-def test_images_of_others_are_those_of_compose() -> None:
+def test_third_party_images_equal_those_of_compose() -> None:
     chart = yaml.safe_load((CHART / "values.yaml").read_text())
     triton = chart["triton"]["image"]
     named = {f"{triton['repository']}:{triton['tag']}"}
@@ -83,7 +83,7 @@ def test_images_of_others_are_those_of_compose() -> None:
     assert named <= {each[1] for each in found if each}
 
 
-def test_lint_finds_nothing() -> None:
+def test_lint_passes() -> None:
     files = [word for name in MATRIX for word in ("--values", str(values_file(name)))]
     done = helm("lint", "--strict", "--with-subcharts", CHART)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,7 +98,7 @@ def crds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("version", [f"1.{minor}.0" for minor in range(29, 35)])
-def test_objects_are_what_kubernetes_takes(version: str, crds: Path) -> None:
+def test_objects_match_the_kubernetes_schemas(version: str, crds: Path) -> None:
     done = kubeconform(version, "\n---\n".join(map(rendered_text, MATRIX)), crds)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " Skipped: 0" in done.stdout
@@ -107,7 +107,7 @@ def test_objects_are_what_kubernetes_takes(version: str, crds: Path) -> None:
     assert int(found[1]) == sum(len(Rendered(name).all) for name in MATRIX)
 
 
-def test_what_kubernetes_does_not_take_is_found(crds: Path) -> None:
+def test_schema_check_rejects_invalid_objects(crds: Path) -> None:
     kinds = [yaml.safe_dump(each) for each in Rendered("ha").of("Deployment", "ServiceMonitor")]
     text = "\n---\n".join(kinds)
     wrong = text.replace("minReadySeconds:", "minReadySecond:").replace("scrapeTime", "scrapTime")
@@ -119,7 +119,7 @@ def test_what_kubernetes_does_not_take_is_found(crds: Path) -> None:
 # -- the configuration -----------------------------------------------------------------------------
 
 
-def test_the_server_takes_the_configuration(rendered: Rendered, tmp_path: Path) -> None:
+def test_rendered_configuration_is_valid(rendered: Rendered, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(rendered["ConfigMap", rendered.prefix]["data"]["config.yaml"])
     settings = load_config(file, environ={}).settings
@@ -144,7 +144,7 @@ def held(asked: Any, there: Any) -> Any:
     return {key: held(value, there[key]) for key, value in asked.items()}
 
 
-def test_releases_that_share_a_kafka_share_no_group(tmp_path: Path) -> None:
+def test_releases_sharing_kafka_have_different_groups(tmp_path: Path) -> None:
     """Readers of one group have a part of the partitions each."""
 
     def groups(*words: str) -> set[str]:
@@ -168,7 +168,7 @@ def test_releases_that_share_a_kafka_share_no_group(tmp_path: Path) -> None:
         assert ("HPS__UPDATES__KAFKA__GROUP" in names) == (role == "lookup")
 
 
-def test_whatever_the_configuration_names_is_mounted(rendered: Rendered) -> None:
+def test_all_paths_of_the_configuration_are_mounted(rendered: Rendered) -> None:
     paths = set(re.findall(r"(?<=['\" ])/(?:etc|var)/[^\s'\"]+", yaml.safe_dump(rendered.config())))
     assert any(path.startswith("/etc") for path in paths) or rendered.name == "off"
     for role, workload in rendered.servers().items():
@@ -190,7 +190,7 @@ def test_whatever_the_configuration_names_is_mounted(rendered: Rendered) -> None
             assert any(path.startswith(mount) for mount in mounts), path
 
 
-def test_the_same_setting_twice_is_refused() -> None:
+def test_render_rejects_a_setting_given_twice() -> None:
     for setting, value in {
         "server.http.port": "9000",
         "server.drain_s": "5",
@@ -229,7 +229,7 @@ def test_pods_are_hardened(rendered: Rendered) -> None:
                 assert container["resources"]["limits"]["memory"]
 
 
-def test_probes_ask_the_admin_port(rendered: Rendered) -> None:
+def test_probes_use_the_admin_port(rendered: Rendered) -> None:
     scheme = "HTTPS" if values_of(rendered.name).get("tls", {}).get("enabled") else "HTTP"
     for workload in rendered.servers().values():
         container = main_container(workload)
@@ -241,7 +241,7 @@ def test_probes_ask_the_admin_port(rendered: Rendered) -> None:
             assert "client_ca_file" not in rendered.config()["server"]["admin"]["tls"]
 
 
-def test_a_pod_has_the_time_to_drain(rendered: Rendered) -> None:
+def test_termination_grace_covers_the_drain(rendered: Rendered) -> None:
     server = rendered.config()["server"]
     for workload in rendered.servers().values():
         spec = pod(workload)
@@ -253,14 +253,14 @@ def test_a_pod_has_the_time_to_drain(rendered: Rendered) -> None:
         assert server["drain_delay_s"] >= 5
 
 
-def test_updates_take_no_front_end_away_before_another_is_there(rendered: Rendered) -> None:
+def test_rolling_update_keeps_all_front_ends_available(rendered: Rendered) -> None:
     if (workload := rendered.servers().get("frontend")) is not None:
         assert workload["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
         assert workload["spec"]["minReadySeconds"] > 0
     assert rendered.servers()["lookup"]["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
 
 
-def test_a_changed_configuration_replaces_the_pods() -> None:
+def test_changed_configuration_replaces_pods() -> None:
     def checksum(*words: str) -> str:
         done = helm_template("--values", values_file("minimal"), *words)
         (found,) = {
@@ -275,7 +275,7 @@ def test_a_changed_configuration_replaces_the_pods() -> None:
     assert before != checksum("--set", "config.server.log_level=debug")
 
 
-def test_another_version_of_the_chart_alone_replaces_no_pod(tmp_path: Path) -> None:
+def test_chart_upgrade_alone_replaces_no_pods(tmp_path: Path) -> None:
     shutil.copytree(CHART, tmp_path / "hps")
     file = tmp_path / "hps/Chart.yaml"
     file.write_text(re.sub(r"(?m)^version: .*", "version: 9.0.0", file.read_text()))
@@ -289,7 +289,7 @@ def test_another_version_of_the_chart_alone_replaces_no_pod(tmp_path: Path) -> N
     assert templates(tmp_path / "hps") == templates(CHART)
 
 
-def test_pods_are_where_they_may_be() -> None:
+def test_scheduling_values_are_applied_to_pods() -> None:
     rendered = Rendered("everything")
     for name, spec in pods(rendered):
         assert spec["nodeSelector"]["kubernetes.io/arch"] == "amd64", name
@@ -304,7 +304,7 @@ def test_pods_are_where_they_may_be() -> None:
         assert hosts["labelSelector"]["matchLabels"] == {"app.kubernetes.io/name": "hps"}
 
 
-def test_selectors_find_the_pods_of_their_role_alone(rendered: Rendered) -> None:
+def test_selectors_match_only_pods_of_their_role(rendered: Rendered) -> None:
     labels = {
         role: workload["spec"]["template"]["metadata"]["labels"]
         for role, workload in rendered.servers().items()
@@ -335,7 +335,7 @@ def test_selectors_find_the_pods_of_their_role_alone(rendered: Rendered) -> None
             )
 
 
-def test_who_finds_whom_by_name(rendered: Rendered) -> None:
+def test_roles_reach_each_other_by_service_name(rendered: Rendered) -> None:
     services = {
         f"{name}.{NAMESPACE}.svc.cluster.local" for name in rendered.names("Service")
     }  # fmt: skip
@@ -351,7 +351,7 @@ def test_who_finds_whom_by_name(rendered: Rendered) -> None:
 # -- what the renderings are for -------------------------------------------------------------------
 
 
-def test_gpus_go_to_nodes_that_have_them() -> None:
+def test_gpu_pods_request_gpus_and_tolerate_their_nodes() -> None:
     rendered = Rendered("gpu")
     for role in ("lookup", "frontend"):
         spec = pod(rendered.servers()[role])
@@ -367,7 +367,7 @@ def test_gpus_go_to_nodes_that_have_them() -> None:
     assert "e+" not in rendered["ConfigMap", "hps"]["data"]["config.yaml"]
 
 
-def test_images_by_digest_are_one_for_each_kind() -> None:
+def test_image_digests_are_set_per_kind() -> None:
     digests = [f"sha256:{letter * 64}" for letter in "ab"]
     done = helm_template(
         "--values", values_file("minimal"), "--set", f"image.digest={digests[0]}",
@@ -382,7 +382,7 @@ def test_images_by_digest_are_one_for_each_kind() -> None:
     assert images["hps-lookup"].endswith(digests[1])
 
 
-def test_replicas_are_the_scaler_s_where_there_is_one() -> None:
+def test_replicas_are_unset_with_an_autoscaler() -> None:
     rendered = Rendered("ha")
     servers = rendered.servers()
     assert servers["lookup"]["spec"]["replicas"] == 3
@@ -399,7 +399,7 @@ def test_replicas_are_the_scaler_s_where_there_is_one() -> None:
         assert f'pod=~"ranking-{role}-.*"' in scaled["triggers"][0]["metadata"]["query"]
 
 
-def test_metrics_that_scale_exist() -> None:
+def test_autoscaling_metrics_exist() -> None:
     from hps.observability.metric_table import METRICS
 
     known = {metric.name for metric in METRICS}
@@ -411,7 +411,7 @@ def test_metrics_that_scale_exist() -> None:
     assert used <= known
 
 
-def test_new_nodes_begin_with_a_checkpoint() -> None:
+def test_new_nodes_copy_a_checkpoint() -> None:
     rendered = Rendered("ha")
     (first,) = pod(rendered.servers()["lookup"])["initContainers"]
     assert first["args"][:2] == ["store", "restore"]
@@ -426,7 +426,7 @@ def test_new_nodes_begin_with_a_checkpoint() -> None:
     assert key == {"name": "hps-keys", "key": "admin-key"}
 
 
-def test_alerts_and_dashboards_are_the_files() -> None:
+def test_alerts_and_dashboards_equal_their_files() -> None:
     rendered = Rendered("ha")
     (rule,) = rendered.of("PrometheusRule")
     text = (CHART / "files/alerts.yaml").read_text()
@@ -447,7 +447,7 @@ def test_alerts_and_dashboards_are_the_files() -> None:
 
 
 @pytest.mark.parametrize("name", ["ha", "everything"])
-def test_scrapers_find_all_servers_as_a_job_that_alerts_know(name: str) -> None:
+def test_service_monitors_set_the_job_that_alerts_use(name: str) -> None:
     rendered = Rendered(name)
     (monitor,) = rendered.of("ServiceMonitor")
     selector = monitor["spec"]["selector"]["matchLabels"].items()
@@ -479,13 +479,13 @@ def test_scrapers_find_all_servers_as_a_job_that_alerts_know(name: str) -> None:
         assert "tlsConfig" not in endpoint  # its own port has no certificates
 
 
-def test_relabelings_may_be_nothing() -> None:
+def test_relabelings_may_be_empty() -> None:
     values = ("--values", values_file("everything"))
     done = helm_template(*values, "--set", "metrics.serviceMonitor.relabelings=null")
     assert done.returncode == 0, done.stderr
 
 
-def test_a_triton_beside_the_server_outlives_it() -> None:
+def test_triton_sidecar_stops_after_the_server() -> None:
     rendered = Rendered("everything")
     triton = pod(rendered.servers()["frontend"])["initContainers"][-1]
     assert (triton["name"], triton["restartPolicy"]) == ("triton", "Always")
@@ -498,7 +498,7 @@ def test_a_triton_beside_the_server_outlives_it() -> None:
     assert Rendered("external").config()["dense"]["triton"]["url"] == "triton.example.com:8001"
 
 
-def test_secrets_are_files_and_never_in_the_configuration() -> None:
+def test_secrets_are_mounted_as_files() -> None:
     rendered = Rendered("external")
     config = rendered.config()
     assert config["tiers"]["redis"]["password_file"] == "/etc/hps/redis/password"
@@ -518,7 +518,7 @@ def test_secrets_are_files_and_never_in_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("name", ["external", "everything", "minimal"])
-def test_tools_beside_a_server_know_its_certificates(name: str) -> None:
+def test_tools_in_a_pod_use_its_certificates(name: str) -> None:
     rendered = Rendered(name)
     tls = rendered.config()["server"]["http"].get("tls")
     for workload in rendered.servers().values():
@@ -531,7 +531,7 @@ def test_tools_beside_a_server_know_its_certificates(name: str) -> None:
             assert given == Tls("/etc/hps/tls/ca.crt", *own)
 
 
-def test_certificates_for_tools_may_be_others() -> None:
+def test_tools_may_use_other_certificates() -> None:
     values = ("--values", values_file("external"))
     own = "extraEnv[0].name=HPS_TLS,extraEnv[0].value=ca=/other/ca.crt"
     done = helm_template(*values, "--set", own.replace("ca=/", "ca\\=/"))
@@ -542,7 +542,7 @@ def test_certificates_for_tools_may_be_others() -> None:
             assert env == [{"name": "HPS_TLS", "value": "ca=/other/ca.crt"}]
 
 
-def test_keys_are_made_where_none_are_given() -> None:
+def test_api_keys_are_generated_by_default() -> None:
     (secret,) = Rendered("minimal").of("Secret")
     data = secret["stringData"]
     keys = yaml.safe_load(data["keys.yaml"])
@@ -556,7 +556,7 @@ def test_keys_are_made_where_none_are_given() -> None:
     assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
-def test_only_who_has_to_comes_in() -> None:
+def test_ingress_policies_allow_only_required_peers() -> None:
     rendered = Rendered("external")
     network, pods = Network(rendered), peers(rendered)
     client, stranger = Peer(), Peer(namespace="elsewhere")
@@ -581,7 +581,7 @@ def test_only_who_has_to_comes_in() -> None:
     assert not network.lets(pods["test"], store, 6380)
 
 
-def test_pods_come_out_to_what_their_role_asks() -> None:
+def test_egress_policies_allow_what_the_role_uses() -> None:
     rendered = Rendered("ha")
     network, pods = Network(rendered), peers(rendered)
     outside = Peer(address="203.0.113.7")
@@ -603,7 +603,7 @@ def test_pods_come_out_to_what_their_role_asks() -> None:
     assert network.lets(pods["frontend"], Peer(namespace="openshift-dns"), 5353, "UDP")
 
 
-def test_ports_of_stores_in_the_configuration_are_open() -> None:
+def test_egress_allows_ports_of_configured_stores() -> None:
     done = helm_template(
         "--values", values_file("minimal"), "--set", "networkPolicy.enabled=true",
         "--set", "config.tiers.redis.addresses={redis:7000},config.updates.kafka.brokers=kafka:7001",
@@ -618,7 +618,7 @@ def test_ports_of_stores_in_the_configuration_are_open() -> None:
     assert {"ports": [{"port": 7002}]} in policies["hps-frontend"]["egress"]
 
 
-def test_stores_are_open_where_a_configuration_of_one_s_own_names_them() -> None:
+def test_egress_allows_stores_of_an_existing_configuration() -> None:
     stores = [{"ipBlock": {"cidr": "192.0.2.0/24"}}]
     done = helm_template(
         "--values", values_file("minimal"), "--set", "existingConfigMap=mine",
@@ -633,7 +633,7 @@ def test_stores_are_open_where_a_configuration_of_one_s_own_names_them() -> None
         assert {"to": stores} in policies[f"hps-{role}"]["egress"]
 
 
-def test_ways_in_through_a_gateway() -> None:
+def test_gateway_routes() -> None:
     rendered = Rendered("everything")
     routes = {kind: rendered[kind, "ranking"]["spec"] for kind in ("HTTPRoute", "GRPCRoute")}
     service = rendered["Service", "ranking"]["spec"]
@@ -645,7 +645,7 @@ def test_ways_in_through_a_gateway() -> None:
     assert not set(routes["HTTPRoute"]["hostnames"]) & set(routes["GRPCRoute"]["hostnames"])
 
 
-def test_the_test_s_pod_is_there_when_its_logs_are_asked_for(rendered: Rendered) -> None:
+def test_test_pod_is_kept_for_its_logs(rendered: Rendered) -> None:
     """Helm reads them when all is done, of every object of the test by its name."""
     hooks = [each for each in rendered.all.values() if "helm.sh/hook" in str(each["metadata"])]
     assert [each["kind"] for each in hooks] == (["Pod"] if rendered.name != "off" else [])
@@ -654,7 +654,7 @@ def test_the_test_s_pod_is_there_when_its_logs_are_asked_for(rendered: Rendered)
         assert policy == "before-hook-creation"
 
 
-def test_everything_off_is_one_server_and_its_services() -> None:
+def test_all_features_off_renders_one_server() -> None:
     rendered = Rendered("off")
     assert {kind for kind, _ in rendered.all} == {"ConfigMap", "Service", "StatefulSet"}
     (container,) = pod(rendered.servers()["lookup"])["containers"]
@@ -665,7 +665,7 @@ def test_everything_off_is_one_server_and_its_services() -> None:
     assert rendered.config()["auth"] == {"mode": "off"}
 
 
-def test_a_configuration_of_one_s_own_takes_the_place_of_the_chart_s() -> None:
+def test_existing_configuration_replaces_the_generated_one() -> None:
     done = helm_template("--values", values_file("minimal"), "--set", "existingConfigMap=mine")
     found = objects(done.stdout)
     assert "hps" not in [each["metadata"]["name"] for each in found if each["kind"] == "ConfigMap"]
@@ -680,7 +680,7 @@ def test_a_configuration_of_one_s_own_takes_the_place_of_the_chart_s() -> None:
 
 
 @pytest.mark.parametrize("block", documented())
-def test_values_of_the_docs_are_taken(block: str, tmp_path: Path) -> None:
+def test_values_in_docs_render(block: str, tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     file.write_text(block)
     models = [] if yaml.safe_load(block).get("models") else ["--set", "models.demo=true"]
@@ -763,13 +763,13 @@ def refused(*words: str) -> str:
         ),
     ],
 )  # fmt: skip
-def test_wrong_values_are_refused_by_name(given: str, named: list[str]) -> None:
+def test_invalid_values_are_rejected_by_name(given: str, named: list[str]) -> None:
     message = refused("--set", given)
     missing = [each for each in named if each not in message]
     assert not missing, f"{missing} not in:\n{message}"
 
 
-def test_models_must_come_from_somewhere() -> None:
+def test_render_rejects_a_missing_model_source() -> None:
     done = helm_template()
     assert "models: none is set; set one of models.volume" in done.stderr
     assert helm_template("--namespace", "other", "--kube-version", "1.28.0").returncode != 0

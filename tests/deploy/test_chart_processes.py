@@ -1,5 +1,6 @@
-"""What the chart renders, run: its containers' own commands and configuration as processes, with paths and
-ports of this machine. A front end, a lookup node, ``helm test``, the checkpoint job, a new node."""
+"""The rendered chart's commands and configuration, run as processes with paths and ports of this machine.
+
+A front end, a lookup node, ``helm test``, the checkpoint job, a new node."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def verify(container: Any) -> list[str]:
     return [sys.executable, *rest]
 
 
-def test_helm_test_finds_it_well(running: Pods) -> None:
+def test_helm_test_passes_for_healthy_servers(running: Pods) -> None:
     (container,) = running.test["spec"]["containers"]
     command = [*verify(container), *map(running.here, container["args"])]
     printed = run(command, running.environment(container))
@@ -136,7 +137,7 @@ def test_helm_test_finds_it_well(running: Pods) -> None:
     assert lines[-1] == "hps is well"
 
 
-def test_helm_test_finds_what_is_not(running: Pods) -> None:
+def test_helm_test_fails_in_one_line_for_an_unknown_api_key(running: Pods) -> None:
     (container,) = running.test["spec"]["containers"]
     command = [*verify(container), running.here(container["args"][0])]
     env = running.environment(container) | {"HPS_API_KEY": "a-key-that-nobody-knows"}
@@ -146,7 +147,7 @@ def test_helm_test_finds_what_is_not(running: Pods) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_helm_test_shows_its_certificate(tmp_path: Path) -> None:
+def test_helm_test_presents_its_certificate(tmp_path: Path) -> None:
     (test,) = Rendered("external").of("Pod")
     (container,) = test["spec"]["containers"]
     root = made(tmp_path, "ca")
@@ -174,7 +175,7 @@ def test_helm_test_shows_its_certificate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["lookup", "frontend"])
-def test_the_doctor_knows_in_a_pod_what_it_is_there(running: Pods, role: str) -> None:
+def test_doctor_in_a_pod_uses_its_role(running: Pods, role: str) -> None:
     workload: Any = getattr(running, role)
     given: list[str] = getattr(running, f"{role}_ports")
     config = ["--config", str(running.folder / "etc/config.yaml")]
@@ -185,7 +186,7 @@ def test_the_doctor_knows_in_a_pod_what_it_is_there(running: Pods, role: str) ->
     assert (f"lookup node 127.0.0.1:{running.grpc}" in looked_at) == (role == "frontend")
 
 
-def test_a_new_node_begins_with_a_checkpoint_of_another(running: Pods, tmp_path: Path) -> None:
+def test_new_node_starts_from_a_checkpoint_of_another(running: Pods, tmp_path: Path) -> None:
     with Admin(f"http://127.0.0.1:{running.admin}", api_key=running.keys["admin-key"]) as node:
         table = node.ask("/v1/tables")["tables"][0]
         rows = f"/v1/tables/{table['model']}/{table['name']}/rows"
@@ -208,7 +209,7 @@ def test_a_new_node_begins_with_a_checkpoint_of_another(running: Pods, tmp_path:
     assert found.vectors[table["name"]].tolist() == [written]
 
 
-def test_a_triton_beside_a_front_end(
+def test_front_end_with_triton_sidecar(
     program: Callable[[str], str], triton_ready: None, tmp_path: Path
 ) -> None:
     """By its own arguments, found by its own probe, asked as the server's configuration says."""
@@ -240,7 +241,7 @@ def test_a_triton_beside_a_front_end(
 
 
 def scores(folder: Path, name: str, dense: Any) -> Any:
-    """Of a node whose networks run as ``dense`` says."""
+    """Scores of a node with the settings ``dense``."""
     settings = {
         "models": {"repository": str(folder / "models")},
         "tiers": {"rocksdb": {"path": str(folder / name)}},

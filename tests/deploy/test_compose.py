@@ -37,7 +37,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def test_what_up_prints_answers(stack: Stack) -> None:
+def test_printed_command_returns_the_printed_score(stack: Stack) -> None:
     told = stack.project("logs", "--no-log-prefix", "demo")
     command = next(line.strip() for line in told.splitlines() if "curl -s" in line)
     assert f"{stack.front.http}/" in command
@@ -53,7 +53,7 @@ def test_every_service_is_hardened_where_it_runs(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("name", ["frontend", "lookup-1", "lookup-2", "ingest"])
-def test_the_doctor_finds_nothing_wrong_inside(stack: Stack, name: str) -> None:
+def test_doctor_passes_inside_the_services(stack: Stack, name: str) -> None:
     # As with workers, which read the cache in shared memory.
     has_rows = name.startswith("lookup")
     workers = ("--env", "HPS__SERVER__WORKERS=2") if has_rows else ()
@@ -159,7 +159,7 @@ def whole(client: Client) -> bytes:
     return bytes(answer.outputs["logit"].tobytes())
 
 
-def test_every_service_of_ours_is_replaced_and_no_request_fails(stack: Stack, clicks: str) -> None:
+def test_no_request_fails_while_services_are_replaced(stack: Stack, clicks: str) -> None:
     http, grpc = free_ports(2)
     second, name = Front(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}"), f"{stack.project.name}-second"
     published = ("--publish", f"{second.http}:8000", "--publish", f"{second.grpc}:8001")
@@ -178,7 +178,7 @@ def test_every_service_of_ours_is_replaced_and_no_request_fails(stack: Stack, cl
         stack.engine.podman("rm", "--force", "--time", "10", name, check=False)
 
 
-def test_a_lookup_node_is_killed_and_no_request_fails_and_it_comes_back(
+def test_no_request_fails_while_a_lookup_node_is_killed_and_restarted(
     stack: Stack, clicks: str
 ) -> None:
     container = stack.project.container("lookup-2")

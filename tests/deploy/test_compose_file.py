@@ -21,12 +21,12 @@ PROFILES = {"triton", "gpu", "observability", "load"}
 CORE = {"demo", "frontend", "lookup-1", "lookup-2", "ingest", "redis", "kafka"}
 
 
-def test_what_comes_up_without_a_profile() -> None:
+def test_services_without_a_profile() -> None:
     assert {name for name, s in services().items() if "profiles" not in s} == CORE
     assert {p for s in services().values() for p in s.get("profiles", ())} == PROFILES
 
 
-def test_every_variable_stands_in_the_example_with_its_default() -> None:
+def test_example_has_every_variable_with_its_default() -> None:
     shown = example()
     for name, given in defaults().items():
         assert set(given) == {shown.get(name)}, f"{name} in .env.example and docker-compose.yml"
@@ -34,7 +34,7 @@ def test_every_variable_stands_in_the_example_with_its_default() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_service_can_do_little_beside_its_work(name: str) -> None:
+def test_services_are_hardened(name: str) -> None:
     service = services()[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -48,7 +48,7 @@ def test_a_service_can_do_little_beside_its_work(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LONG_RUNNING)
-def test_a_service_that_goes_on_is_watched_and_comes_back(name: str) -> None:
+def test_running_services_have_healthcheck_and_restart_policy(name: str) -> None:
     service = services()[name]
     assert service["restart"] == "unless-stopped"
     form, *words = service["healthcheck"]["test"]
@@ -57,7 +57,7 @@ def test_a_service_that_goes_on_is_watched_and_comes_back(name: str) -> None:
     assert service["healthcheck"].keys() >= {"interval", "timeout", "retries", "start_period"}
 
 
-def test_who_waits_for_whom_waits_for_health() -> None:
+def test_dependencies_wait_for_health() -> None:
     for service in services().values():
         for other, how in service.get("depends_on", {}).items():
             once = services()[other]["restart"] == "no"
@@ -66,7 +66,7 @@ def test_who_waits_for_whom_waits_for_health() -> None:
             assert set(services()[other].get("profiles", ())) <= set(service.get("profiles", ()))
 
 
-def test_every_file_and_volume_that_is_mounted_is_there() -> None:
+def test_mounted_files_and_volumes_exist() -> None:
     volumes = compose()["volumes"]
     used = set()
     for service in services().values():
@@ -100,13 +100,13 @@ def test_the_configuration_is_valid_for_each_service(name: str) -> None:
         assert settings.server.role == "frontend" or command == "ingest", "no volume, no rows"
 
 
-def test_each_service_has_the_role_of_its_name() -> None:
+def test_services_have_the_role_of_their_name() -> None:
     for name, service in serving().items():
         role = service.get("environment", {}).get("HPS__SERVER__ROLE", "all")
         assert name.startswith("node" if role == "all" else role), name
 
 
-def test_services_ask_each_other_by_the_names_they_have() -> None:
+def test_service_addresses_use_existing_names() -> None:
     settings = load_config(ROOT / "deploy/compose/config.yaml").settings
     names = [node.rpartition(":")[0] for node in settings.lookup.nodes]
     assert names == [name for name in services() if name.startswith("lookup-")]
@@ -118,7 +118,7 @@ def test_services_ask_each_other_by_the_names_they_have() -> None:
         assert services()[name]["hostname"] == name, "the reader's name, over restarts"
 
 
-def test_a_node_that_is_told_to_stop_has_the_time() -> None:
+def test_stop_grace_period_covers_the_drain() -> None:
     server = load_config(ROOT / "deploy/compose/config.yaml").settings.server
     for service in serving().values():
         assert float(service["stop_grace_period"].removesuffix("s")) > (
@@ -126,7 +126,7 @@ def test_a_node_that_is_told_to_stop_has_the_time() -> None:
         )
 
 
-def test_prometheus_asks_every_service_of_ours() -> None:
+def test_prometheus_scrapes_every_service() -> None:
     text = (ROOT / "deploy/prometheus/prometheus.yml").read_text()
     (job,) = [j for j in yaml.safe_load(text)["scrape_configs"] if j["job_name"] == "hps"]
     core = {f"{name}:8002" for name, s in serving().items() if "profiles" not in s}
@@ -136,13 +136,13 @@ def test_prometheus_asks_every_service_of_ours() -> None:
     )
 
 
-def test_the_page_tells_of_every_service_and_variable() -> None:
+def test_page_lists_every_service_and_variable() -> None:
     page = (Path(ROOT) / "docs/containers.md").read_text()
     for name in of_hps():
         assert f"`{name}`" in page, name
 
 
-def test_the_file_for_keys_names_services_and_settings_that_exist() -> None:
+def test_key_file_names_existing_services_and_settings() -> None:
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / "deploy/compose/keys.yaml").read_text())
     over = yaml.safe_load(text)["services"]
     load = over.pop("load")

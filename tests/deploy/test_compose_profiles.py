@@ -33,7 +33,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.containers, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-def test_what_is_observed(stack: Stack, clicks: str) -> None:
+def test_observability_profile(stack: Stack, clicks: str) -> None:
     """Every process of hps is asked for its metrics, the alerts are evaluated, and each panel's question is
     one that Prometheus answers."""
     stack.up("triton")
@@ -71,12 +71,12 @@ def test_what_is_observed(stack: Stack, clicks: str) -> None:
         stack.project("--profile", profile, "stop", *of_profile(profile))
 
 
-def test_load_is_told_of(stack: Stack, clicks: str) -> None:
+def test_load_profile_ends_without_failed_requests(stack: Stack, clicks: str) -> None:
     """It ends with 0 when no request failed."""
     print(stack.project.once("load"))
 
 
-def test_a_node_on_a_gpu(stack: Stack, clicks: str) -> None:
+def test_gpu_profile(stack: Stack, clicks: str) -> None:
     """As far as a machine without one goes: it starts where it need not be there, else says that it lacks."""
     stack.engine.make_gpu_image()
     hardened(stack, stack.up("gpu"))
@@ -93,7 +93,7 @@ def logits_of(url: str) -> np.ndarray:
         return logits(client)
 
 
-def test_with_keys_everybody_is_asked_for_one(stack: Stack, clicks: str, tmp_path: Path) -> None:
+def test_services_require_api_keys_if_configured(stack: Stack, clicks: str, tmp_path: Path) -> None:
     """``deploy/compose/keys.yaml`` over the file, on the services as they run."""
     keys = {name: secrets.token_hex(16) for name in ("client", "frontend")}
     entries = [{"name": name, "role": "read", "key": key} for name, key in keys.items()]

@@ -13,7 +13,7 @@ from tests.deploy.compose_file import ROOT, example
 FILE = ROOT / "Dockerfile"
 
 
-def test_hadolint_finds_nothing() -> None:
+def test_hadolint_passes() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run(
         [str(hadolint), str(FILE)], capture_output=True, text=True, check=False, timeout=60
@@ -21,7 +21,7 @@ def test_hadolint_finds_nothing() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_what_is_copied_is_sent_and_there() -> None:
+def test_copied_paths_exist_and_are_in_the_context() -> None:
     copied = {
         word.partition("/")[0]
         for line in FILE.read_text().splitlines()
@@ -34,7 +34,7 @@ def test_what_is_copied_is_sent_and_there() -> None:
     assert all((ROOT / name).exists() for name in copied)
 
 
-def test_images_are_pinned_and_of_the_version_that_the_package_has() -> None:
+def test_base_images_are_pinned_and_version_equals_package() -> None:
     text = FILE.read_text()
     base = re.search(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
     assert base is not None

@@ -43,7 +43,7 @@ def target(engine: Engine, request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param, GPU_IMAGE if request.param == "gpu" else IMAGE
 
 
-def test_who_it_runs_as_and_what_it_says_of_itself(engine: Engine, target: tuple[str, str]) -> None:
+def test_image_has_user_and_labels(engine: Engine, target: tuple[str, str]) -> None:
     _, image = target
     config = engine.inspect("image", image)["Config"]
     assert config["User"] == "10001:0"
@@ -54,7 +54,7 @@ def test_who_it_runs_as_and_what_it_says_of_itself(engine: Engine, target: tuple
     assert json.loads(version)["hps"] == config["Labels"]["org.opencontainers.image.version"]
 
 
-def test_it_has_no_compiler_and_a_compiled_core_and_the_size_that_is_stated(
+def test_image_has_compiled_core_no_compiler_and_documented_size(
     engine: Engine, target: tuple[str, str]
 ) -> None:
     name, image = target
@@ -71,13 +71,13 @@ def test_it_has_no_compiler_and_a_compiled_core_and_the_size_that_is_stated(
     assert size == pytest.approx(float(stated[1].replace(",", "")) * 1e6, rel=0.1)
 
 
-def test_another_version_is_a_small_layer_to_pull(engine: Engine, target: tuple[str, str]) -> None:
+def test_new_version_is_a_small_layer(engine: Engine, target: tuple[str, str]) -> None:
     layers = json.loads(engine.podman("history", "--format", "json", target[1]))
     assert layers[0]["size"] < 50e6, "hps itself"
 
 
-def test_the_gpu_image_has_what_a_gpu_needs(engine: Engine, target: tuple[str, str]) -> None:
-    """Which of the two onnxruntimes stayed; without a driver, nothing more can be asked of it."""
+def test_gpu_image_has_gpu_packages(engine: Engine, target: tuple[str, str]) -> None:
+    """Check which of the two onnxruntime packages is installed; without a driver it cannot run."""
     look = "import onnxruntime as o; print(*o.get_available_providers())"
     if target[0] == "gpu":
         look += "; import cupy; print(cupy.cuda.nvrtc.getVersion())"
@@ -86,7 +86,7 @@ def test_the_gpu_image_has_what_a_gpu_needs(engine: Engine, target: tuple[str, s
     assert ("CUDAExecutionProvider" in said) == (target[0] == "gpu")
 
 
-def test_without_a_configuration_one_line_says_so(engine: Engine) -> None:
+def test_missing_configuration_is_one_line_error(engine: Engine) -> None:
     told = engine.podman(
         "run", "--rm", *HARDENED, "--entrypoint=sh", IMAGE, "-c", "hps serve 2>&1; echo code $?"
     )
@@ -125,9 +125,7 @@ def running(
         engine.podman("volume", "rm", "--force", volume, data, check=False)
 
 
-def test_it_serves_answers_its_healthcheck_and_ends(
-    engine: Engine, running: tuple[str, int]
-) -> None:
+def test_container_serves_is_healthy_and_stops(engine: Engine, running: tuple[str, int]) -> None:
     name, port = running
 
     def healthy() -> bool:

@@ -119,7 +119,7 @@ def test_install_upgrade_rollback_uninstall(kube: Cluster, name: str) -> None:
         remove(kube, f"/api/v1/namespaces/{NAMESPACE}/secrets/{secret}")
 
 
-def test_helm_test_shows_what_the_test_found(kube: Cluster) -> None:
+def test_helm_test_prints_its_findings(kube: Cluster) -> None:
     done(kube, "install", RELEASE, str(CHART), "--values", str(values_file("minimal")))
     with kubelet(kube, kube.certificates, "hps is well\n") as machine:
         ending = threading.Thread(target=machine.end_well, args=("hps-test",))
@@ -133,7 +133,7 @@ def test_helm_test_shows_what_the_test_found(kube: Cluster) -> None:
     remove(kube, f"{PODS}/hps-test")
 
 
-def test_a_scaler_s_release_begins_with_one_pod(kube: Cluster) -> None:
+def test_release_with_autoscaler_starts_with_one_pod(kube: Cluster) -> None:
     """As docs/kubernetes.md says of switching one on."""
     values = ("--values", str(values_file("minimal")), "--set", "auth.existingSecret=keys")
     scaled = ("--set", "lookup.autoscaling.enabled=true")
@@ -150,7 +150,7 @@ def test_a_scaler_s_release_begins_with_one_pod(kube: Cluster) -> None:
     done(kube, "uninstall", RELEASE)
 
 
-def test_keys_that_are_changed(kube: Cluster) -> None:
+def test_upgrades_keep_changed_api_keys(kube: Cluster) -> None:
     """As docs/kubernetes.md says: upgrades leave them, a rollback takes the chart's own Secret back."""
     own = f"/api/v1/namespaces/{NAMESPACE}/secrets/mine"
     kube.make(own.removesuffix("/mine"), {"metadata": {"name": "mine"}, "data": {"read-key": ""}})
@@ -171,7 +171,7 @@ def test_keys_that_are_changed(kube: Cluster) -> None:
         remove(kube, path)
 
 
-def test_an_upgrade_that_is_refused_changes_nothing(kube: Cluster) -> None:
+def test_rejected_upgrade_changes_nothing(kube: Cluster) -> None:
     values = ("--values", str(values_file("minimal")), "--set", "auth.existingSecret=keys")
     done(kube, "install", RELEASE, str(CHART), *values)
     before = versions(kube)
@@ -198,7 +198,7 @@ def versions(kube: Cluster) -> dict[tuple[str, str], str]:
     }
 
 
-def test_a_configuration_of_one_s_own_with_gpus_and_policies(kube: Cluster) -> None:
+def test_existing_configuration_with_gpus_and_policies(kube: Cluster) -> None:
     digest = f"sha256:{'b' * 64}"
     stores = [{"ipBlock": {"cidr": "192.0.2.0/24"}}]
     done(
@@ -217,7 +217,7 @@ def test_a_configuration_of_one_s_own_with_gpus_and_policies(kube: Cluster) -> N
     done(kube, "uninstall", RELEASE)
 
 
-def test_the_values_of_the_docs(kube: Cluster, tmp_path: Path) -> None:
+def test_values_in_docs_install(kube: Cluster, tmp_path: Path) -> None:
     for block in documented():
         file = tmp_path / "values.yaml"
         file.write_text(block)
@@ -242,7 +242,7 @@ def remove(kube: Cluster, path: str) -> None:
     assert status == 200, answer
 
 
-def test_the_server_itself_takes_every_object(kube: Cluster) -> None:
+def test_api_server_accepts_every_object(kube: Cluster) -> None:
     """Dry, so that nothing is left: defaults, conversions and admission included."""
     values = ("--values", str(values_file("everything")))
     done(kube, "install", RELEASE, str(CHART), *values, "--dry-run=server")

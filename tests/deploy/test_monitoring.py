@@ -136,14 +136,14 @@ def exposed(server: Hps) -> dict[str, Any]:
     return read()
 
 
-def test_all_metrics_of_the_table_are_fed(exposed: dict[str, Any]) -> None:
+def test_every_metric_of_the_table_is_recorded(exposed: dict[str, Any]) -> None:
     assert SPECS.keys() - exposed.keys() == ELSEWHERE
     for name, spec in SPECS.items():
         for sample in exposed.get(name, ()):
             assert sample.labels.keys() - {"le"} == set(spec.labels), sample
 
 
-def test_numbers_of_the_worker_are_counted_once(exposed: dict[str, Any]) -> None:
+def test_worker_metrics_are_counted_once(exposed: dict[str, Any]) -> None:
     def one(name: str, suffix: str = "", **labels: str) -> float:
         (value,) = [
             sample.value
@@ -166,7 +166,7 @@ def test_numbers_of_the_worker_are_counted_once(exposed: dict[str, Any]) -> None
         assert one(m.PROCESS_MEMORY, process=process, kind="anonymous") > 1 << 20
 
 
-def test_triton_s_names_have_triton_s_meanings(exposed: dict[str, Any]) -> None:
+def test_triton_metric_names_have_triton_semantics(exposed: dict[str, Any]) -> None:
     def told(name: str, **labels: str) -> float:
         wanted = {"model": "clicks", "version": "1", **labels}
         return sum(s.value for s in exposed[name] if wanted.items() <= s.labels.items())
@@ -184,7 +184,7 @@ def test_triton_s_names_have_triton_s_meanings(exposed: dict[str, Any]) -> None:
 
 
 def labels_of(name: str) -> set[str] | None:
-    """Of a metric by the name an expression has for it; None: there is no such metric."""
+    """Labels of a metric by its name in an expression; None if there is no such metric."""
     if name in RECORDED:
         return grouped(RECORDED[name])
     spec = SPECS.get(name)
@@ -197,7 +197,9 @@ def labels_of(name: str) -> set[str] | None:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_what_an_expression_names_exists(expression: str, exposed: dict[str, Any]) -> None:
+def test_expressions_name_existing_metrics_and_labels(
+    expression: str, exposed: dict[str, Any]
+) -> None:
     everywhere = set(OF_TARGETS)
     assert selected(expression)
     for name, matchers in selected(expression):
@@ -213,7 +215,7 @@ def test_what_an_expression_names_exists(expression: str, exposed: dict[str, Any
 
 
 def is_known(name: str, label: str, value: str, exposed: dict[str, Any]) -> bool:
-    """Whether a label may have that value: the server's has, or the metric's own words say so."""
+    """Return True if a label may have that value: a server exposes it, or the metric's help names it."""
     table = name if name in SPECS else re.sub("_(bucket|sum|count)$", "", name)
     seen = {sample.labels.get(label) for sample in exposed.get(table, ())}
     if label == "tier":
@@ -222,7 +224,7 @@ def is_known(name: str, label: str, value: str, exposed: dict[str, Any]) -> bool
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: str(path.stem))
-def test_a_dashboard_is_whole(path: Path) -> None:
+def test_dashboard_panels_are_complete(path: Path) -> None:
     board = json.loads(path.read_text())
     variables = {each["name"] for each in board["templating"]["list"]}
     assert "datasource" in variables
@@ -238,7 +240,7 @@ def test_a_dashboard_is_whole(path: Path) -> None:
             assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables | {"__rate_interval"}
 
 
-def test_every_dashboard_has_a_name_of_its_own() -> None:
+def test_dashboard_names_are_unique() -> None:
     boards = [json.loads(path.read_text()) for path in DASHBOARDS]
     assert len({board["uid"] for board in boards}) == len(boards) >= 5
 
@@ -246,7 +248,7 @@ def test_every_dashboard_has_a_name_of_its_own() -> None:
 # -- alerts ------------------------------------------------------------------------------------------
 
 
-def test_every_alert_says_what_it_is_and_has_a_runbook() -> None:
+def test_every_alert_has_description_and_runbook() -> None:
     index = (RUNBOOKS / "README.md").read_text()
     for name, rule in ALERT_RULES.items():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
@@ -262,7 +264,7 @@ def test_every_alert_says_what_it_is_and_has_a_runbook() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RUNBOOKS.glob("*.md")), ids=lambda path: str(path.stem))
-def test_a_runbook_names_what_exists(path: Path) -> None:
+def test_runbooks_name_existing_commands_metrics_and_settings(path: Path) -> None:
     words = path.read_text()
     for command in re.findall(r"(?:^|`|; do )hps ([^`\n#;|]*)", words, re.MULTILINE):
         assert is_command(command.split()), command
@@ -281,7 +283,7 @@ def test_a_runbook_names_what_exists(path: Path) -> None:
 
 
 def is_command(words: list[str]) -> bool:
-    """Whether there is a command of that name that takes the options and as many arguments."""
+    """Return True if there is a command of that name with these options and number of arguments."""
     command: Any = typer.main.get_command(app)
     while isinstance(command, TyperGroup) and words:
         context = command.context_class(command)
@@ -306,7 +308,7 @@ def is_command(words: list[str]) -> bool:
     "wrong",
     ["config show hps.yaml", "config shown", "status --amdin http://HOST:8002", "nothing"],
 )
-def test_what_is_no_command_is_found(wrong: str) -> None:
+def test_command_check_rejects_unknown_commands(wrong: str) -> None:
     assert not is_command(wrong.split())
 
 
@@ -328,9 +330,7 @@ def promtool(program: Callable[[str], str], *arguments: Any, cwd: Path) -> str:
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
-def test_alerts_fire_when_they_should_and_not_otherwise(
-    program: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_promtool_alert_tests_pass(program: Callable[[str], str], tmp_path: Path) -> None:
     assert not promtool(program, "check", "rules", ALERTS, cwd=ROOT)
     assert not promtool(program, "test", "rules", *ALERT_TESTS, cwd=ROOT)
     # The tests would notice: no alert fires any more.

@@ -22,7 +22,7 @@ __all__ = ["triton_ready"]
 
 @dataclass(frozen=True)
 class Example:
-    """What the trainer knows: the whole test split and its own ``scores[output] (n,)`` for it."""
+    """The trainer's test split and its ``scores[output] (n,)`` for it."""
 
     trained: Trained
     samples: Samples

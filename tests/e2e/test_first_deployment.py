@@ -37,7 +37,7 @@ class Shell:
         )  # fmt: skip
 
     def run(self, script: str) -> str:
-        """What it prints."""
+        """Run ``script`` in the shell and return its output."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         (self.folder / "script").write_text(script)
@@ -52,7 +52,7 @@ class Shell:
         raise AssertionError("".join(said))
 
     def servers(self) -> list[psutil.Process]:
-        """Those that still run, of all that were started; not who has the number of one that ended."""
+        """The started servers that still run; not other processes that reuse the PID of an ended one."""
         found = []
         for file in self.folder.glob("*.pid"):
             with suppress(psutil.NoSuchProcess):
@@ -106,7 +106,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 @pytest.mark.timeout(1800)
-def test_the_page_runs(program: Callable[[str], str], page: str, shell: Shell) -> None:
+def test_commands_of_the_page_run(program: Callable[[str], str], page: str, shell: Shell) -> None:
     need_kafka()
     for name in ("redis-server", "prometheus", "promtool", "curl", "java"):
         program(name)
@@ -169,7 +169,7 @@ def resembles(expected: list[str], found: str) -> bool:
 
 
 def pattern(line: str) -> str:
-    """Of lines that differ in numbers; scores in what is beyond four digits, a query's values in none."""
+    """Pattern of a printed line: numbers may differ, scores beyond four digits, a query's values not."""
     exact = line.startswith("{")
     made = ""
     for word in re.findall(r"=> \S+|-?\d[\d.,]*(?: (?:µs|ms|s)\b)?|\s+|…|.", line):

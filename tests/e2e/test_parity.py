@@ -178,7 +178,7 @@ def answers(example, served, node, tmp_path_factory) -> dict[str, Scores]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_scores_are_the_trainers(example, answers, way):
+def test_scores_equal_the_trainers(example, answers, way):
     assert len(example.test) == 7989
     for name in OUTPUTS:
         np.testing.assert_allclose(
@@ -186,13 +186,13 @@ def test_scores_are_the_trainers(example, answers, way):
         )
 
 
-def test_every_way_gives_the_same_scores(answers):
+def test_scores_are_equal_over_every_interface(answers):
     for name in OUTPUTS:
         scores = np.stack([answers[way][name] for way in WAYS]).astype(np.float64)
         assert np.ptp(scores, axis=0).max() <= TO_EACH_OTHER, name
 
 
-def test_one_by_one_is_the_same_as_in_batches(example, served, answers):
+def test_scores_do_not_depend_on_batch_size(example, served, answers):
     some = example.test.take(np.arange(100))
     with Client(f"http://{served.address}") as client:
         found = joined([client.predict("ctr", s.keys, s.inputs).outputs for s in some.batches(1)])
@@ -201,7 +201,7 @@ def test_one_by_one_is_the_same_as_in_batches(example, served, answers):
         assert difference <= TO_EACH_OTHER, name
 
 
-def test_auc_through_the_server_is_the_trainers(example, answers):
+def test_served_auc_equals_the_trainers(example, answers):
     """Samples that the model can't tell apart are ties, whose last bits depend on where in a batch
     they stand; they take the score of the first of them."""
     places = example.trained.vocabulary.places(example.test)

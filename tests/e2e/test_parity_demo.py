@@ -21,7 +21,7 @@ def node(tmp_path):
         yield opened
 
 
-def test_scores_are_the_recorded_ones(node):
+def test_scores_equal_the_recorded_ones(node):
     demo = load_demo()
     assert demo.samples == 256
     result = node.predict(demo.model, demo.keys, demo.dense, want_source=True)
@@ -34,7 +34,7 @@ def test_scores_are_the_recorded_ones(node):
     assert Source.DEFAULT not in np.concatenate(list(result.sources.values()))
 
 
-def test_an_unknown_key_gets_the_learned_default(node):
+def test_unknown_key_gets_the_learned_default(node):
     demo = load_demo()
     table = next(t for t in node.model(demo.model).spec.tables if t.name == "ad")
     found = node.lookup(demo.model, {"ad": np.array([-1])})
@@ -43,7 +43,7 @@ def test_an_unknown_key_gets_the_learned_default(node):
     assert found.defaulted == 1
 
 
-def test_it_is_small_and_describes_where_it_came_from():
+def test_demo_model_is_small_and_names_its_source():
     files = [path for path in FOLDER.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 2_000_000
     manifest = Repository(FOLDER).open(load_demo().model).manifest

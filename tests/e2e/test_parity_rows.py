@@ -25,7 +25,7 @@ def expected_rows(example) -> dict[str, np.ndarray]:
     return found
 
 
-def test_lookups_are_the_exported_rows_to_the_bit(example, served, node):
+def test_lookups_equal_exported_rows_bit_for_bit(example, served, node):
     expected = expected_rows(example)
     with Client(f"http://{served.address}") as client:
         through_server = client.lookup("ctr", example.test.keys)
@@ -72,7 +72,7 @@ def score(server: Hps, samples: Samples) -> np.ndarray:
     return np.concatenate([answer.outputs["logit"].ravel() for answer in answers])
 
 
-def test_a_restart_reuses_what_was_loaded(publish_example, example, tmp_path, monkeypatch):
+def test_restart_reuses_loaded_rows(publish_example, example, tmp_path, monkeypatch):
     """The second start cannot have read the files: their vectors are gone by then."""
     version = publish_example(tmp_path)
     with start_hps(tmp_path) as server:

@@ -108,21 +108,21 @@ def answers(example, served, working, triton, with_triton):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_scores_are_the_trainers(example, answers, way):
+def test_scores_equal_the_trainers(example, answers, way):
     for name in OUTPUTS:
         np.testing.assert_allclose(
             answers[way][name], example.scores[name], rtol=0, atol=TO_TRAINER[name], err_msg=name
         )
 
 
-def test_every_way_gives_the_same_scores(answers):
+def test_scores_are_equal_over_every_interface(answers):
     for name in OUTPUTS:
         found = np.stack([answers[way][name] for way in WAYS]).astype(np.float64)
         assert np.ptp(found, axis=0).max() <= TO_EACH_OTHER, name
 
 
 @pytest.mark.parametrize("way", ["gRPC", "workers", "Triton, HTTP", "Triton, gRPC"])
-def test_rows_are_the_exported_ones_to_the_bit(example, served, working, triton, way):
+def test_rows_equal_exported_rows_bit_for_bit(example, served, working, triton, way):
     """All keys of the test split, by feature and in HPS's own form."""
     kind, address = {
         "gRPC": (triton_grpc, served.grpc),

@@ -1,6 +1,6 @@
-"""Front ends, lookup nodes and ingest, each a process, and a Triton beside them: the way of a model from its
-import to scores, updates, and replicas that are replaced, killed and given another version while requests
-come. No request fails."""
+"""Front ends, lookup nodes and ingest as processes, and a Triton: import, scores and updates of a model.
+
+Replicas are replaced, killed and given another version under load. No request fails."""
 
 import json
 import re
@@ -46,7 +46,7 @@ USER_KEYS, ITEM_KEYS = np.arange(100), np.arange(-50, 50)
 
 
 def scores(users, items, first):
-    """What the network makes of these rows, given by key from the table's first on."""
+    """The network's scores for these rows, which are indexed by key from the table's first."""
     dense = np.tile(np.float32(DENSE), (3, 1))
     parts = [users[USERS], items[np.add(ITEMS, 50)], items[np.add(HISTORY, 50)], dense]
     weights = np.linspace(first, -first, sum(WIDTHS.values()), dtype=np.float32)
@@ -92,7 +92,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings(model, tmp_path_factory):
-    """What all of them share, but for the nodes' own store."""
+    """The settings that all processes share, without the nodes' own store."""
     need("redis-server")
     redis = RedisServer(tmp_path_factory.mktemp("redis")).start()
     kafka = {
@@ -119,7 +119,7 @@ def asking(lookups):
 
 @pytest.fixture(scope="module")
 def deployment(model, settings, tmp_path_factory):
-    """Two front ends, which came when there was no lookup node yet, two of those, and `hps ingest`."""
+    """Two front ends, started before any lookup node, two lookup nodes, and `hps ingest`."""
     folder = tmp_path_factory.mktemp("split")
     stored = {**settings, "tiers": {**settings["tiers"], "rocksdb": {}}}
     lookups = [
@@ -174,7 +174,7 @@ def triton_inputs():
 
 @contextmanager
 def load(deployment, model):
-    """Requests that come meanwhile; none of them may fail."""
+    """Send requests until the block ends; none of them may fail."""
     with ExitStack() as stack:
         make = {
             "http": by_http(model.name, inputs_of(), stack),
@@ -189,7 +189,7 @@ def load(deployment, model):
 
 
 def answered(deployment, model):
-    """What every front end answers, by REST and by gRPC: the versions and scores there are."""
+    """The distinct (version, scores) that the front ends return over REST and gRPC."""
     with ExitStack() as stack:
         http, grpc = (
             by_http(model.name, inputs_of(), stack),
@@ -200,7 +200,7 @@ def answered(deployment, model):
 
 
 def replaced(deployment, part):
-    """One after the other, as a rolling update does it: the next when this one is back."""
+    """Restart a process as a rolling update does, and wait until it is ready."""
     assert part.terminate() == 0
     part.start()
     part.wait()
@@ -209,7 +209,7 @@ def replaced(deployment, part):
 
 @contextmanager
 def with_triton(deployment, model, settings, folder):
-    """A Triton that runs the network, and the front end that asks it."""
+    """A Triton that runs the network, and a front end that uses it."""
     export_dense(Repository(model.repository).open(model.name), folder / "triton", "python")
     with start_triton(folder / "triton", timeout_s=300) as server:
         dense = {"triton": {"url": server.grpc, "timeout_ms": 60_000}}
@@ -227,7 +227,7 @@ def with_triton(deployment, model, settings, folder):
 
 
 def updated(deployment, model, factor):
-    """``factor`` times the items' rows as they were imported, by Kafka; returns what the scores are to be."""
+    """``factor`` times the items' rows as they were imported, sent by Kafka; returns the expected scores."""
     users, items = rows(USER_KEYS, 4), rows(ITEM_KEYS, 2)
     items[np.add(ITEMS, 50)] *= factor
     (ingest,) = deployment.others
@@ -245,7 +245,7 @@ def all_close(deployment, model, wanted):
     return all(np.allclose(s, wanted, rtol=1e-5) for _, s in answered(deployment, model))
 
 
-def test_scores_follow_updates_and_are_the_same_by_all_ways(
+def test_scores_follow_updates_over_every_interface(
     deployment, model, settings, tmp_path, triton_ready
 ):
     with with_triton(deployment, model, settings, tmp_path) as beside:
@@ -259,9 +259,9 @@ def test_scores_follow_updates_and_are_the_same_by_all_ways(
         until(lambda: all_close(beside, model, wanted))
 
 
-# What dashboards show of other deployments: with GPUs, workers, batches, certificates, failures, refusals;
-# of models that were served a day ago.
-ELSEWHERE = {
+# Panels of other deployments: with GPUs, workers, batches, certificates, failures, rejections; of models
+# that were served a day ago.
+OTHER_DEPLOYMENTS = {
     *("gpus: Fetch (p99)", "gpus: Hit rate by table and version", "gpus: Fill level"),
     "gpus: Memory of GPU caches, and pinned host memory",
     *("gpus: Memory used, share", "gpus: Memory used, bytes"),
@@ -272,8 +272,8 @@ ELSEWHERE = {
     "overview: Batch size (mean)",
     *("tiers: Degraded lookups", "tiers: Fetches that skipped a tier"),
 }
-# Alerts that a slow or crowded machine may be right to raise.
-OF_THE_MACHINE = {
+# Alerts that a slow or busy machine may rightly raise.
+MACHINE_ALERTS = {
     "HpsLatencyHigh",
     "HpsLookupsDegraded",
     "HpsQueueLong",
@@ -283,10 +283,8 @@ OF_THE_MACHINE = {
 }
 
 
-def test_dashboards_find_what_they_show_and_no_alert_is_raised(
-    deployment, model, program, tmp_path
-):
-    """By a real Prometheus that looks at every role."""
+def test_dashboard_queries_return_data_and_no_alert_fires(deployment, model, program, tmp_path):
+    """A real Prometheus scrapes every role."""
     unknown = [
         {**each, "data": [9999, 3, 3]} if each["name"] == "user" else each for each in inputs_of()
     ]
@@ -306,29 +304,29 @@ def test_dashboards_find_what_they_show_and_no_alert_is_raised(
             asked, empty = list(queries()), set()
             assert len(asked) > 80
 
-            def all_found():  # each process is looked at when its turn comes
+            def all_found():  # processes are scraped one by one
                 empty.clear()
                 empty.update(title for title, query in asked if not prometheus.ask(query))
-                return empty <= ELSEWHERE
+                return empty <= OTHER_DEPLOYMENTS
 
             with suppress(AssertionError):
                 until(all_found)
-            assert empty <= ELSEWHERE
+            assert empty <= OTHER_DEPLOYMENTS
         raised = set()
 
-        def none_raised():  # a look that is late makes up a 0 for a while
+        def none_raised():  # a late scrape makes rates 0 for a while
             raised.clear()
             raised.update(name for name, query in alerts().items() if prometheus.ask(query))
-            return raised <= OF_THE_MACHINE
+            return raised <= MACHINE_ALERTS
 
         with suppress(AssertionError):
             until(none_raised)
-        assert raised <= OF_THE_MACHINE
+        assert raised <= MACHINE_ALERTS
 
 
-def test_scalers_find_what_they_ask_for(deployment, model, program, tmp_path):
-    """KEDA's queries of the chart, an adapter's of the docs, by a real Prometheus that knows the processes
-    as pods."""
+def test_autoscaler_queries_return_data(deployment, model, program, tmp_path):
+    """Queries of KEDA in the chart and of an adapter in the docs, on a real Prometheus that labels the
+    processes as pods."""
     scalers = {
         each["metadata"]["name"]: each["spec"]["triggers"][0]["metadata"]["query"]
         for each in scaled_objects()
@@ -363,7 +361,7 @@ def scaled_objects():
 
 
 def adapter_query(series, matchers):
-    """What the rule of docs/kubernetes.md has an adapter ask."""
+    """The query of an adapter with the rule of docs/kubernetes.md."""
     page = (ROOT / "docs/kubernetes.md").read_text()
     (block,) = re.findall(r"```yaml\n(# prometheus-adapter\n.*?)```", page, re.DOTALL)
     (rule,) = yaml.safe_load(block)["rules"]
@@ -371,16 +369,16 @@ def adapter_query(series, matchers):
     return query.replace("<<.LabelMatchers>>", matchers).replace("<<.GroupBy>>", "pod")
 
 
-def test_every_replica_is_replaced_while_requests_come(deployment, model):
+def test_no_request_fails_while_replicas_are_replaced(deployment, model):
     with load(deployment, model) as running:
         for part in (*deployment.lookups, *deployment.others, *deployment.frontends):
             replaced(deployment, part)
             running.more()
-    assert len(running.answers) == 1  # the updates are not forgotten
-    updated(deployment, model, 0.25)  # and go on
+    assert len(running.answers) == 1  # earlier updates are kept
+    updated(deployment, model, 0.25)  # and new ones are applied
 
 
-def test_a_lookup_node_is_killed_while_requests_come(deployment, model):
+def test_no_request_fails_while_a_lookup_node_is_killed(deployment, model):
     gone = deployment.lookups[0]
     with load(deployment, model) as running:
         gone.kill()
@@ -394,7 +392,7 @@ def test_a_lookup_node_is_killed_while_requests_come(deployment, model):
     assert len(running.answers) == 1
 
 
-def test_a_lookup_node_hangs_while_requests_come(deployment, model):
+def test_no_request_fails_while_a_lookup_node_hangs(deployment, model):
     """As one does whose machine is lost: connections stay, nothing comes by them."""
     hangs = deployment.lookups[1]
     with load(deployment, model) as running:
@@ -412,11 +410,11 @@ def test_a_lookup_node_hangs_while_requests_come(deployment, model):
 
 
 def states(part):
-    """Of its lookup nodes, by their address."""
+    """The states of a front end's lookup nodes by address."""
     return {node["address"]: node["state"] for node in part.status()["lookup_nodes"]}
 
 
-def test_another_version_comes_while_requests_come(deployment, model, settings, tmp_path):
+def test_no_request_fails_while_a_version_is_loaded(deployment, model, settings, tmp_path):
     model.second_version()
     feeds = Part(
         tmp_path / "ingest", with_kafka(settings, shared_group=f"{model.name}-2"), "ingest"

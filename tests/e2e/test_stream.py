@@ -12,7 +12,7 @@ from tests.support.kafka_brokers import shared_broker
 pytestmark = pytest.mark.data
 
 
-def test_the_served_auc_rises_while_rows_are_trained_and_streamed(shared_data, tmp_path):
+def test_served_auc_rises_while_trained_rows_are_streamed(shared_data, tmp_path):
     broker = shared_broker()
     data = shared_data / "kdd12" / "Click_prediction_small.csv"
     lines: list[str] = []

@@ -36,7 +36,7 @@ def answered(server: Hps, protocol: str) -> float:
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.parametrize("way", [["--concurrency", "2"], ["--rate", "100"]])
-def test_every_request_that_was_sent_is_accounted_for(
+def test_every_sent_request_is_counted(
     small_server: Hps, tmp_path: Path, protocol: str, way: list[str]
 ) -> None:
     at = small_server.address if protocol == "http" else small_server.grpc
@@ -58,7 +58,7 @@ def test_every_request_that_was_sent_is_accounted_for(
     assert ("sent late by" in done.stdout) == ("--rate" in way)
 
 
-def test_generated_requests_are_sent_and_two_runs_compared(
+def test_bench_sends_generated_requests_and_compares_two_runs(
     small_server: Hps, small_repository: Path, tmp_path: Path
 ) -> None:
     made = ["generate", "requests", "clicks", "--repository", str(small_repository)]
@@ -78,7 +78,7 @@ def test_generated_requests_are_sent_and_two_runs_compared(
     assert "keys was of r.npz" in done.stderr
 
 
-def test_lookups_are_asked_for_keys_of_the_model_and_nothing_else(
+def test_bench_of_lookups_sends_only_keys_of_the_model(
     small_server: Hps, small_repository: Path
 ) -> None:
     url = f"http://{small_server.address}"
@@ -101,7 +101,7 @@ def test_bench_warns_about_keys_without_rows(small_server: Hps) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_the_servers_hottest_keys_are_asked_for(
+def test_bench_sends_the_servers_hottest_keys(
     small_server: Hps, tmp_path: Path, protocol: str
 ) -> None:
     """Items are -50 … 49, those of made-up requests 0 … 99,999."""
@@ -118,7 +118,7 @@ def test_the_servers_hottest_keys_are_asked_for(
         assert "keys answered from cpu 100.0 %" in done.stdout
 
 
-def test_without_hot_keys_the_result_says_why(small_server: Hps, tmp_path: Path) -> None:
+def test_result_names_the_reason_for_missing_hot_keys(small_server: Hps, tmp_path: Path) -> None:
     """Port 8002 belongs to another server."""
     url, file = f"http://{small_server.address}", tmp_path / "run.json"
     few = ["--duration", "0.2", "--warmup", "0", "--distinct", "8", "--json", file]
@@ -133,7 +133,7 @@ def test_without_hot_keys_the_result_says_why(small_server: Hps, tmp_path: Path)
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_a_server_with_several_models_wants_one_named(small_server: Hps, scheme: str) -> None:
+def test_bench_requires_a_model_name_if_there_are_several(small_server: Hps, scheme: str) -> None:
     done = bench(
         "-s", f"{scheme}://{small_server.address if scheme == 'http' else small_server.grpc}"
     )
@@ -148,7 +148,7 @@ def test_bench_reports_a_rejecting_model_once(small_server: Hps) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_server_that_wants_to_be_asked_later_is_one_line(
+def test_retry_later_answer_is_one_line_error(
     small_server: Hps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_given: object, **_more: object) -> None:
@@ -171,13 +171,13 @@ def test_a_server_that_wants_to_be_asked_later_is_one_line(
         (["m", "n"], "expected one model"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(words: list[str], says: str) -> None:
+def test_invalid_command_line_is_one_line_error(words: list[str], says: str) -> None:
     done = bench(*words)
     assert done.exit_code == 2
     assert says in done.stderr
 
 
-def test_ctrl_c_prints_what_there_is(small_server: Hps) -> None:
+def test_ctrl_c_prints_partial_results(small_server: Hps) -> None:
     url = f"http://{small_server.address}"
     words = ["clicks", "--server", url, "--warmup", "0", "--duration", "60"]
     command = [sys.executable, "-m", "hps.cli.main", "bench", *words]

@@ -73,7 +73,7 @@ def verdicts(checks: dict[str, DoctorCheck]) -> dict[str, str]:
     return {name: check.verdict for name, check in checks.items()}
 
 
-def test_redis_is_told_with_its_version_memory_and_clock() -> None:
+def test_doctor_reports_redis_version_memory_and_clock() -> None:
     redis = shared_server()
     found = by_name(stores.redis(RedisSettings(addresses=[redis.address]), []))
     assert verdicts(found) == {"Redis": "OK", "Redis: clock": "OK"}
@@ -81,7 +81,7 @@ def test_redis_is_told_with_its_version_memory_and_clock() -> None:
     assert "used" in found["Redis"].found
 
 
-def test_a_redis_that_is_not_there_is_one_line() -> None:
+def test_unreachable_redis_is_one_line() -> None:
     (port,) = free_ports(1)
     (found,) = stores.redis(RedisSettings(addresses=[f"127.0.0.1:{port}"]), [table("m")])
     assert (found.name, found.verdict) == ("Redis", "FAIL")
@@ -92,7 +92,7 @@ def table(model: str) -> EmbeddingTable:
     return EmbeddingTable(model, 1, "t", 4, np.dtype(np.float32), np.zeros(4, np.float32))
 
 
-def test_kafka_with_its_topics_and_how_far_groups_are() -> None:
+def test_doctor_reports_kafka_topics_and_group_lag() -> None:
     broker = shared_broker()
     model, group = unique("m"), unique("g")
     dead = unique("dead")
@@ -166,7 +166,7 @@ class Guarded:
         return KafkaSettings(brokers=self.address, dead_letters=dead, options=options)
 
 
-def test_rights_that_are_missing_are_named_one_after_the_other(tmp_path: Path) -> None:
+def test_missing_kafka_rights_are_named_one_by_one(tmp_path: Path) -> None:
     kafka = Guarded(tmp_path)
     try:
         model, group, dead = unique("m"), unique("g"), unique("dead")
@@ -213,7 +213,7 @@ def test_doctor_accepts_brokers_that_report_no_rights() -> None:
     assert streams._dead_letters("d", TopicView(1)).verdict == "OK"
 
 
-def test_a_kafka_that_is_not_there_is_one_line() -> None:
+def test_unreachable_kafka_is_one_line() -> None:
     (port,) = free_ports(1)
     (found,) = streams.kafka(KafkaSettings(brokers=f"127.0.0.1:{port}"), ["g"], [table("m")])
     assert (found.name, found.verdict) == ("Kafka", "FAIL")
@@ -229,7 +229,7 @@ def front_end(nodes: list[str], repository: Path) -> Settings:
     return configuration_from(given, environ={}).settings
 
 
-def test_each_lookup_node_is_asked(
+def test_doctor_checks_each_lookup_node(
     small_server: Hps, small_repository: Path, tmp_path: Path
 ) -> None:
     (port,) = free_ports(1)
@@ -261,7 +261,7 @@ def test_doctor_reports_a_name_without_lookup_nodes(
     assert "Name or service" in found["lookup nodes dns:///nowhere:8001"].found
 
 
-def test_a_front_end_needs_no_rows(small_repository: Path, tmp_path: Path) -> None:
+def test_front_end_needs_no_rows(small_repository: Path, tmp_path: Path) -> None:
     shutil.copytree(small_repository, tmp_path / "models")
     for tables in (tmp_path / "models").glob("*/1/tables"):
         shutil.rmtree(tables)
@@ -272,7 +272,7 @@ def test_a_front_end_needs_no_rows(small_repository: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_triton_is_told_with_its_version_and_networks(
+def test_doctor_reports_triton_version_and_networks(
     small_server: Hps, small_repository: Path, protocol: str
 ) -> None:
     """With one of our servers, which has no separate network; a real Triton: `conformance/test_tools.py`."""
@@ -289,7 +289,7 @@ def test_triton_is_told_with_its_version_and_networks(
     assert "input 'dense'" in found["Triton: clicks"].found
 
 
-def test_a_triton_that_is_away_fails_unless_networks_run_here_meanwhile() -> None:
+def test_unreachable_triton_fails_unless_there_is_a_fallback() -> None:
     (port,) = free_ports(1)
     for fallback, verdict in ((False, "FAIL"), (True, "WARN")):
         settings = TritonSettings(url=f"127.0.0.1:{port}", protocol="http", fallback=fallback)
@@ -315,7 +315,7 @@ def test_doctor_recognizes_a_server_by_its_admin_address(small_server: Hps, tmp_
     assert f"server http://{small_server.admin}: freshness" in names
 
 
-def test_what_a_server_says_of_its_parts_is_passed_on() -> None:
+def test_doctor_reports_problems_in_a_servers_status() -> None:
     status = {
         "warnings": ["something"],
         "tiers": [
@@ -383,7 +383,7 @@ def http(body: bytes) -> bytes:
     ],
     ids=["redis", "bytes", "page", "list", "number"],
 )
-def test_what_is_no_server_of_ours_is_a_line_and_no_traceback(text: bytes) -> None:
+def test_server_of_another_product_is_one_line(text: bytes) -> None:
     with answering(text) as address:
         done = CliRunner().invoke(app, ["doctor", "--server", f"http://{address}", "--json"])
     assert done.exit_code == 1, done.output
@@ -430,13 +430,13 @@ def on_ports(server: Hps, database: str, **changed: int) -> dict[str, DoctorChec
     return by_name(ports.ports(settings, running, None, None))
 
 
-def test_ports_of_the_configuration_s_own_server_are_in_order(small_server: Hps) -> None:
+def test_ports_in_use_by_the_configured_server_are_ok(small_server: Hps) -> None:
     found = on_ports(small_server, folders_of(small_server)["database"])
     assert [c for c in found.values() if c.verdict != "OK"] == []
     assert "served by this configuration's server" in found["grpc port"].found
 
 
-def test_a_port_of_another_hps_server_fails(small_server: Hps, tmp_path: Path) -> None:
+def test_port_in_use_by_another_hps_server_fails(small_server: Hps, tmp_path: Path) -> None:
     """`hps serve` could not bind it."""
     database = str(tmp_path / "another")
     found = on_ports(small_server, database)
@@ -452,7 +452,7 @@ def test_a_port_of_another_hps_server_fails(small_server: Hps, tmp_path: Path) -
     assert "nothing answers at this configuration's admin port" in found["http port"].found
 
 
-def test_a_server_with_another_version_is_told_with_what_a_start_would_serve(
+def test_doctor_reports_a_served_version_that_differs_from_a_restart(
     small_repository: Path,
 ) -> None:
     version = Repository(small_repository).open("words")
@@ -483,7 +483,7 @@ def test_port_of_an_unresponsive_server_is_a_warning(monkeypatch: pytest.MonkeyP
     assert (found.verdict, "ask again" in found.remedy) == ("WARN", True)
 
 
-def test_a_redis_that_is_a_replica_or_cannot_save_is_told(
+def test_doctor_reports_redis_replicas_and_failed_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     redis = shared_server()

@@ -85,7 +85,7 @@ def hps_wrote(store, model: str, feature: str, key: int, row: float) -> None:
     store.insert(table, np.array([key]), rows, np.zeros(1, np.uint64))
 
 
-def test_rows_that_hps_streamed_into_its_rocksdb_are_served(configure, model, tmp_path):
+def test_rows_streamed_by_hps_into_rocksdb_are_served(configure, model, tmp_path):
     hps.open(configure()).close()  # loads the files, as HPS does
     store = RocksDbTier(tmp_path / "db", layout="hps")
     hps_wrote(store, model, "user", 3, 33.0)
@@ -123,7 +123,7 @@ def test_rows_in_hpss_redis_are_served(configure, model, tmp_path):
     store.close()
 
 
-def test_rows_of_hpss_topics_are_applied_and_others_are_letters(configure, model, caplog):
+def test_rows_of_hps_topics_are_applied_and_others_become_dead_letters(configure, model, caplog):
     broker = shared_broker()
     source = {
         "type": "kafka_message_queue",
@@ -185,7 +185,7 @@ def infer(node, model: str, keys, counts) -> httpx.Response:
     return asyncio.run(send())
 
 
-def test_requests_count_the_keys_of_the_tables_as_they_were(configure, model):
+def test_requests_count_keys_of_the_original_tables(configure, model):
     with hps.open(configure()) as node:
         described, answer = infer(node, model, [3, 4, 104, 203, 5], [2, 1, 2])
         assert answer.status_code == 200, answer.text
@@ -198,7 +198,7 @@ def test_requests_count_the_keys_of_the_tables_as_they_were(configure, model):
 
 
 @pytest.mark.parametrize("initialize", [True, False])
-def test_overlapping_keys_are_refused(configure, document, model, tmp_path, initialize):
+def test_overlapping_keys_are_rejected(configure, document, model, tmp_path, initialize):
     document["persistent_db"]["initialize_after_startup"] = initialize
     np.array(range(5, 15), "<i8").tofile(tmp_path / "shop" / "key")
     with pytest.raises(ModelError, match=r"5 keys are in several of .*user, .*shop, but fuse_"):
@@ -210,7 +210,7 @@ def test_overlapping_keys_are_refused(configure, document, model, tmp_path, init
     assert "keys are in several" in told.output
 
 
-def test_an_import_keeps_the_fused_tables_and_the_requests(configure, model, tmp_path):
+def test_import_keeps_fused_tables_and_requests(configure, model, tmp_path):
     configure()
     repository = tmp_path / "models"
     told = CliRunner().invoke(
@@ -227,7 +227,7 @@ def test_an_import_keeps_the_fused_tables_and_the_requests(configure, model, tmp
         assert answer.json()["outputs"][0]["data"] == [3.0] * 4 + [104.0] * 2 + [203.0] * 4
 
 
-def test_what_hps_streamed_is_converted_into_the_imported_model(configure, model, tmp_path):
+def test_rows_streamed_by_hps_are_converted_into_the_imported_model(configure, model, tmp_path):
     hps.open(configure()).close()
     store = RocksDbTier(tmp_path / "db", layout="hps")
     hps_wrote(store, model, "shop", 999, 99.0)

@@ -24,7 +24,7 @@ ROUNDS = 5
 
 
 def started(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A Python process that is about to start its work."""
+    """Start a Python process; returns when it begins its work."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -77,7 +77,7 @@ print("done", flush=True)
 """
 
 
-def test_import(tmp_path: Path) -> None:
+def test_killed_import_leaves_no_partial_version(tmp_path: Path) -> None:
     root = tmp_path / "models"
     process = started(IMPORT, root, 1)
     began = time.monotonic()
@@ -108,7 +108,7 @@ def test_import(tmp_path: Path) -> None:
     assert interrupted, "no kill came before the end: the test shows nothing"
 
 
-def test_first_import(tmp_path: Path) -> None:
+def test_killed_first_import_leaves_no_model(tmp_path: Path) -> None:
     """The model does not exist before its first version is complete."""
     for round_, moment in enumerate(moments(0.25)):
         root = tmp_path / str(round_)
@@ -139,7 +139,7 @@ store.close()
 
 
 @pytest.mark.parametrize("rows", [ROWS, 500], ids=["by SST files", "through the log"])
-def test_load(tmp_path: Path, rows: int) -> None:
+def test_killed_load_is_completed_at_the_next_start(tmp_path: Path, rows: int) -> None:
     root, db = tmp_path / "models", tmp_path / "db"
     keys, vectors = expected(1)
     code = IMPORT.replace('{"t": chunks()}', f'{{"t": (keys[:{rows}], rows[:{rows}])}}')
@@ -187,7 +187,7 @@ while True:
 """
 
 
-def test_acknowledged_writes_are_there_after_a_kill(tmp_path: Path) -> None:
+def test_acknowledged_writes_survive_a_kill(tmp_path: Path) -> None:
     table = EmbeddingTable.make("t", 8, tombstone_ttl_s=1e11)
     last = 0
     held: dict[int, int] = {}

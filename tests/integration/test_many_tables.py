@@ -49,7 +49,7 @@ def check(vectors) -> None:
 
 
 @pytest.mark.slow
-def test_every_table_is_answered_by_the_library_and_again_after_a_restart(folder, caplog):
+def test_library_answers_every_table_also_after_a_restart(folder, caplog):
     caplog.set_level(logging.INFO, "hps.models.loader")
     settings = {
         "models": {"repository": str(folder / "models")},
@@ -79,7 +79,7 @@ def test_every_table_is_answered_by_the_library_and_again_after_a_restart(folder
 
 
 @pytest.mark.slow
-def test_every_table_is_answered_by_a_server(folder):
+def test_server_answers_every_table(folder):
     with start_hps(folder) as server, triton.InferenceServerClient(server.address) as client:
         inputs = []
         for name in DIMS:

@@ -81,7 +81,7 @@ def replay(trace, chain, cache):
 
 @pytest.mark.data
 @pytest.mark.parametrize("share", EXACT_LRU)
-def test_replay(trace, store, share):
+def test_replay_of_the_scarab_trace(trace, store, share):
     capacity = round(share * store.size(TABLE))
     cache = CpuCache({TABLE: capacity})
     hit_rate = replay(trace, TierChain([TierChain([cache]), store]), cache)
@@ -95,7 +95,7 @@ def test_replay(trace, store, share):
 
 
 @pytest.mark.data
-def test_after_a_restart_it_is_as_warm_as_before(trace, store, tmp_path):
+def test_cache_is_as_warm_after_a_restart(trace, store, tmp_path):
     """The same accesses, by a cache that went on and by one that was restarted from the hot keys."""
     capacity, half = round(0.1 * store.size(TABLE)), len(trace) // 2
     cache = CpuCache({TABLE: capacity})

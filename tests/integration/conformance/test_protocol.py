@@ -19,12 +19,12 @@ TRITON_LACKS = {
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_ours(target_of, check):
+def test_hps_conforms(target_of, check):
     judge(target_of("ours"), check, {}, {})
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_triton(target_of, check):
+def test_triton_has_only_known_deviations(target_of, check):
     judge(target_of("triton"), check, TRITON.get(check.name, {}), TRITON_LACKS)
 
 
@@ -46,7 +46,7 @@ def judge(target, check, differs, lacks):
     assert not gone
 
 
-def test_tables_name_checks():
+def test_known_deviations_name_existing_checks():
     names = {check.name for check in CHECKS}
     assert len(names) == len(CHECKS)
     assert names >= TRITON.keys() | TRITON_LACKS.keys()

@@ -120,7 +120,7 @@ def test_hps_conformance(target_of, server):
     found = {row["check"]: row for row in json.loads(done.stdout)}
     differs = [row for row in found.values() if row["verdict"] == "differs"]
     assert done.exit_code == 0, differs
-    assert found["http: forms agree"]["verdict"] == "as it should"
+    assert found["http: equivalent forms"]["verdict"] == "as it should"
     assert "http: load and unload" not in found
     if server == "ours":
         assert not any(row["verdict"] == "known" for row in found.values())
@@ -135,7 +135,7 @@ def test_hps_conformance(target_of, server):
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_hps_conformance_of_grpc_alone(target_of, server):
+def test_hps_conformance_over_grpc_only(target_of, server):
     """It then lists models by gRPC."""
     address = f"grpc://{target_of(server).grpc}"
     done = CliRunner().invoke(app, [address, "--model", "clicks", "--json"])
@@ -166,7 +166,7 @@ def test_hps_conformance_with_a_key_and_certificates(tmp_path):
             assert CliRunner().invoke(app, [*command, *lacks]).exit_code
 
 
-def test_addresses_say_whether_they_are_secured():
+def test_address_schemes_select_tls():
     plain, secured = ["http://x:1", "grpc://x:2"], ["https://x:1", "grpcs://x:2"]
     done = CliRunner().invoke(app, [*plain, "--tls", "ca=none.crt"])
     assert "write https://x:1" in str(done.exception)

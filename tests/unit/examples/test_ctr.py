@@ -72,7 +72,7 @@ def test_keys_are_read_exactly(text, key):
 @pytest.mark.parametrize(
     "text", ["", "x", "1.5", "-1", "18446744073709551616", "nan", "1e400", "inf"]
 )
-def test_what_is_no_key_is_refused(text):
+def test_invalid_keys_are_rejected(text):
     with pytest.raises(ValueError, match="is no "):
         parse_key(text)
 
@@ -97,7 +97,7 @@ def test_csv_keeps_every_bit_of_unsigned_keys(tmp_path):
     ("column", "cell", "message"),
     [("url_hash", "-5", "column url_hash: '-5'"), ("depth", "deep", "column depth: ")],
 )
-def test_a_bad_cell_is_named(tmp_path, column, cell, message):
+def test_invalid_cell_is_named(tmp_path, column, cell, message):
     row = [cell if name == column else "1" for name in COLUMNS]
     path = tmp_path / "ads.csv"
     path.write_text("\n".join([",".join(COLUMNS), ",".join(row)]))
@@ -105,7 +105,7 @@ def test_a_bad_cell_is_named(tmp_path, column, cell, message):
         read_csv(path)
 
 
-def test_the_split_is_fixed_and_complete():
+def test_split_is_deterministic_and_complete():
     parts, again = split(1000), split(1000)
     assert [len(p) for p in (parts.train, parts.valid, parts.test)] == [700, 100, 200]
     everything = np.concatenate([parts.train, parts.valid, parts.test])
@@ -144,7 +144,7 @@ def test_rare_keys_share_the_learned_default_row(samples, trained):
     assert np.array_equal(places, np.tile(trained.vocabulary.first, (3, 1)))
 
 
-def test_the_onnx_graph_computes_what_the_trainer_does(samples, trained, tmp_path):
+def test_onnx_graph_computes_the_trainers_scores(samples, trained, tmp_path):
     model = network(trained)
     assert {t.type.tensor_type.elem_type for t in model.graph.input} == {TensorProto.FLOAT}
     (tmp_path / "dense.onnx").write_bytes(model.SerializeToString())
@@ -155,7 +155,7 @@ def test_the_onnx_graph_computes_what_the_trainer_does(samples, trained, tmp_pat
         np.testing.assert_allclose(found[name][:, 0], scores, rtol=0, atol=1e-6)
 
 
-def test_model_yaml_holds_the_default_rows_to_the_bit(trained, tmp_path):
+def test_model_yaml_has_default_rows_bit_for_bit(trained, tmp_path):
     publish(trained, tmp_path)
     spec = Repository(tmp_path).open("ctr").spec
     assert spec == specification(trained)
@@ -164,7 +164,7 @@ def test_model_yaml_holds_the_default_rows_to_the_bit(trained, tmp_path):
         assert np.array(table.default, np.float32).tobytes() == wanted.tobytes()
 
 
-def test_requests_are_made_of_the_tables_keys_and_of_no_sample(samples, trained, tmp_path):
+def test_requests_use_keys_of_the_tables_and_no_sample(samples, trained, tmp_path):
     made_up = made_up_samples(trained, 300)
     for name, (keys, _) in tables(trained).items():
         assert set(made_up.keys[name].tolist()) <= set(keys.tolist())
@@ -180,7 +180,7 @@ def test_requests_are_made_of_the_tables_keys_and_of_no_sample(samples, trained,
     assert all(demo.scores[name].tobytes() == scores[name].tobytes() for name in scores)
 
 
-def test_the_command_publishes_and_says_the_auc(tmp_path, capsys):
+def test_command_publishes_and_prints_the_auc(tmp_path, capsys):
     data = write_csv(tmp_path / "ads.csv", 800)
     words = ["--data", str(data), "--out", str(tmp_path / "models"), "--epochs", "1"]
     assert command.main(words) == 0

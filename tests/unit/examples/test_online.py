@@ -24,13 +24,13 @@ def base(samples) -> Trained:
     return train(samples, split(len(samples)), options)
 
 
-def test_before_anything_is_learned_scores_are_the_bases(samples, base):
+def test_scores_equal_the_base_model_before_training(samples, base):
     found = OnlineRows(base).score(samples)
     np.testing.assert_allclose(found, base.score(samples)["logit"], rtol=0, atol=1e-6)
 
 
-def test_what_is_told_is_what_changed(samples, base):
-    """A copy that is only told ends with the same rows."""
+def test_reported_rows_are_the_changed_ones(samples, base):
+    """A copy that gets only the reported rows ends with the same ones."""
     online = OnlineRows(base)
     told = {name: dict[int, list[float]]() for name in FEATURES}
     before = online.score(samples)
@@ -60,7 +60,7 @@ def test_what_is_told_is_what_changed(samples, base):
     assert loss[1] < loss[0]
 
 
-def test_a_new_key_gets_a_row_when_it_is_seen_twice(samples, base):
+def test_new_key_gets_a_row_when_seen_twice(samples, base):
     online = OnlineRows(base)
     one = samples.take(np.arange(1))
     strange = Samples(

@@ -122,7 +122,7 @@ def test_scratch_is_removed_when_the_consumer_stops(tmp_path, monkeypatch):
     assert not (tmp_path / "scratch").exists()
 
 
-def test_files_that_are_shortened_meanwhile(tmp_path, way):
+def test_files_shortened_during_the_sort_are_an_error(tmp_path, way):
     """Rows are right or refused; a mapped file would end the process."""
     files, expected = files_of(tmp_path / "t", np.random.default_rng(2).permutation(5000))
     chunks = sorted_chunks(files, codes, DuplicateCounter(), tmp_path / "scratch")
@@ -140,7 +140,7 @@ def test_files_that_are_shortened_meanwhile(tmp_path, way):
 
 
 @given(st.lists(st.integers(0, 20), max_size=40))
-def test_sort_last_is_a_dictionary(values):
+def test_sort_last_keeps_the_last_position_like_a_dict(values):
     code = np.array(values, np.uint64)
     duplicates = DuplicateCounter()
     found, at = sort_last(code, duplicates)
@@ -150,11 +150,11 @@ def test_sort_last_is_a_dictionary(values):
 
 
 class TestAhead:
-    def test_order_and_end(self):
+    def test_prefetch_keeps_order_and_ends(self):
         assert list(prefetch(range(100))) == list(range(100))
         assert list(prefetch(())) == []
 
-    def test_stays_within_its_depth(self):
+    def test_prefetch_stays_within_its_depth(self):
         made = []
 
         def items():
@@ -168,7 +168,7 @@ class TestAhead:
         assert len(made) <= 4
         reader.close()
 
-    def test_errors_arrive(self):
+    def test_prefetch_raises_errors_in_the_consumer(self):
         def items():
             yield 1
             raise OSError("gone")
@@ -178,7 +178,7 @@ class TestAhead:
         with pytest.raises(OSError, match="gone"):
             next(reader)
 
-    def test_stopping_early_ends_the_thread_and_the_source(self):
+    def test_prefetch_stopped_early_ends_thread_and_source(self):
         closed = threading.Event()
 
         def items():

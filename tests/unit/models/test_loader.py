@@ -92,7 +92,7 @@ def test_half_precision_and_narrow_keys(tmp_path, make_version, load):
     assert (report.rows, report.duplicates) == (2, 1)
 
 
-def test_of_a_key_that_stands_twice_the_last_row_wins(make_version, load, caplog):
+def test_last_row_of_a_repeated_key_wins(make_version, load, caplog):
     keys = np.array([1, 2, 1, 3, 1])
     make_version(spec=USERS, tables={"users": (keys, np.arange(20).reshape(5, 4))})
     store, tables, (report,) = load()
@@ -103,10 +103,10 @@ def test_of_a_key_that_stands_twice_the_last_row_wins(make_version, load, caplog
 
 
 class TestReuse:
-    def test_the_second_start_reads_nothing(self, make_version, load, monkeypatch):
+    def test_second_start_reads_no_rows(self, make_version, load, monkeypatch):
         make_version()
         load()
-        monkeypatch.setattr("hps.models.loader._bulk_load", None)
+        monkeypatch.setattr("hps.models.loader._chunks", None)
         _, _, reports = load()
         assert [r.how for r in reports] == ["reused", "reused"]
         assert [r.rows for r in reports] == [100, 100]
@@ -123,7 +123,7 @@ class TestReuse:
         assert part.out[0].tolist() == [9] * 4
         assert part.source.tolist() == [4, 0]
 
-    def test_other_contents_under_the_same_number_are_loaded(self, make_version, load):
+    def test_replaced_files_of_a_version_are_loaded(self, make_version, load):
         make_version(spec=USERS, n=10)
         load()
         make_version(spec=USERS, tables={"users": (np.array([50]), np.ones((1, 4)))}, replace=True)
@@ -145,14 +145,14 @@ class TestReuse:
         assert report.how == "loaded"
         assert fetch(store, tables["users"], [5]).out[0, 0] != 9
 
-    def test_versions_lie_side_by_side(self, make_version, load):
+    def test_versions_are_loaded_separately(self, make_version, load):
         make_version(1, spec=USERS)
         load()
         make_version(2, spec=USERS)
         _, tables, (report,) = load()
         assert (report.how, tables["users"].version) == ("loaded", 2)
 
-    def test_rows_of_a_table_never_loaded_are_kept(self, tmp_path, make_version, load):
+    def test_streamed_rows_of_an_unloaded_table_are_kept(self, tmp_path, make_version, load):
         make_version(spec=USERS, n=10)
         store = RocksDbTier(tmp_path / "db")
         table = Repository(tmp_path / "models").open("ctr").embedding_tables()["users"]
@@ -198,7 +198,7 @@ class TestLegacy:
         assert report.how == "merged"
         assert fetch(store, tables["users"], [0, 1, 2]).out[:, 0].tolist() == [3, 7, 3]
 
-    def test_in_hps_layout_the_files_win(self, legacy, load):
+    def test_files_win_in_hps_layout(self, legacy, load):
         legacy.write(1, 1000)
         store, tables, _ = load(open_legacy(legacy), layout="hps")
         store.insert(
@@ -213,7 +213,7 @@ class TestLegacy:
 
 
 class TestTrouble:
-    def test_contents_that_differ_from_the_manifest(self, make_version, load):
+    def test_contents_that_differ_from_the_manifest_are_rejected(self, make_version, load):
         path = make_version() / "tables/items/emb_vector"
         data = bytearray(path.read_bytes())
         data[17] ^= 1
@@ -222,7 +222,7 @@ class TestTrouble:
             with pytest.raises(ModelError, match=r"items/emb_vector: the contents do not match"):
                 load()
 
-    def test_files_that_are_written_to_meanwhile(self, make_version, load, monkeypatch):
+    def test_files_changed_during_the_load_are_an_error(self, make_version, load, monkeypatch):
         folder = make_version()
         key, plain = folder / "tables/users/key", loader.sorted_chunks
 
@@ -236,7 +236,7 @@ class TestTrouble:
         monkeypatch.undo()
         assert [r.how for r in load()[2]] == ["loaded", "loaded"]
 
-    def test_a_load_that_broke_off_is_done_again(self, make_version, load, monkeypatch):
+    def test_interrupted_load_is_repeated(self, make_version, load, monkeypatch):
         make_version(spec=USERS)
 
         def broken(*_):

@@ -28,7 +28,7 @@ def test_opens_the_highest_version(repository, make_version):
     assert repository.open("ctr", override=ModelOverride(version=1)).version == 1
 
 
-def test_folders_with_other_names_are_no_versions(repository, make_version):
+def test_folders_with_other_names_are_ignored(repository, make_version):
     folder = make_version().parent
     for name in ("01", "0", "latest", ".import-2-abcd", "2.tmp"):
         (folder / name).mkdir()
@@ -71,7 +71,7 @@ def test_32_bit_keys_and_half_precision_come_from_the_description(repository, ma
     assert (table.dtype, table.key_bits) == (np.float16, 32)
 
 
-def test_an_override_of_an_unknown_table_is_refused(repository, make_version):
+def test_override_of_an_unknown_table_is_rejected(repository, make_version):
     make_version()
     with pytest.raises(ConfigError, match="user"):
         repository.open("ctr", override=ModelOverride(tables={"user": TableOverride(default=1)}))
@@ -108,7 +108,7 @@ class TestDamage:
         with pytest.raises(ModelError, match=r"emb_vector: 1584 bytes; 100 keys of dim 4"):
             repository.open("ctr")
 
-    def test_both_files_shorter_than_the_manifest_says(self, repository, make_version):
+    def test_both_files_shorter_than_in_the_manifest(self, repository, make_version):
         folder = make_version()
         os.truncate(folder / "tables/users/key", 8 * 99)
         os.truncate(folder / "tables/users/emb_vector", 16 * 99)
@@ -175,7 +175,7 @@ class TestDamage:
 
 
 class TestManifest:
-    def test_what_is_written_is_read(self, make_version):
+    def test_written_manifest_is_read_back(self, make_version):
         folder = make_version(
             3, metadata={"auc": 0.75, "framework": "jax"}, watermark={"items": {"0": 17}}
         )
@@ -231,7 +231,7 @@ class TestManifest:
 
 
 class TestDigest:
-    def test_follows_contents_and_not_the_clock(self, repository, make_version, make_rows):
+    def test_digest_depends_on_contents_only(self, repository, make_version, make_rows):
         tables = {"users": make_rows(10, 4), "items": make_rows(10, 8)}
         make_version(1, tables=tables)
         make_version(2, tables=tables)
@@ -241,7 +241,7 @@ class TestDigest:
         assert one.tables["users"].digest == three.tables["users"].digest
         assert one.tables["items"].digest != three.tables["items"].digest
 
-    def test_legacy_folders_go_by_size_and_time(self, tmp_path, make_spec):
+    def test_digest_of_legacy_folders_depends_on_size_and_time(self, tmp_path, make_spec):
         legacy = Legacy(make_spec("old", t=2), {"t": (tmp_path / "t",)})
         (tmp_path / "t").mkdir()
         np.arange(3, dtype="<i8").tofile(tmp_path / "t/key")

@@ -40,7 +40,7 @@ def test_head(tmp_path, n, expected):
     assert vectors.shape == (expected, 2)
 
 
-def test_an_empty_table_is_a_table(tmp_path):
+def test_empty_table_is_valid(tmp_path):
     files = open_table(write(tmp_path / "t", [], []), "t", 4, None)
     assert files.rows == 0
     assert files.keys().shape == (0,)
@@ -118,7 +118,7 @@ class TestFused:
         assert np.fromfile(tmp_path / "copy", "<f4").tolist() == vectors.ravel().tolist()
         files.check_unchanged()
 
-    def test_a_changed_part_is_noticed(self, tmp_path):
+    def test_changed_part_is_detected(self, tmp_path):
         files, parts = self.open(tmp_path, [5, 3], [9])
         write(parts[1].folder, [9, 10], np.zeros((2, 2)))
         with pytest.raises(ModelError):
@@ -126,12 +126,14 @@ class TestFused:
         changed, _ = self.open(tmp_path, [5, 3], [9, 10])
         assert changed.digest != files.digest
 
-    def test_one_part_is_a_table_of_its_own(self, tmp_path):
+    def test_single_part_is_returned_unchanged(self, tmp_path):
         files, (part,) = self.open(tmp_path, [5, 3])
         assert files is part
         check_disjoint_tables(files, 64)
 
-    def test_keys_of_several_parts_are_refused_and_repeated_ones_of_a_part_are_not(self, tmp_path):
+    def test_keys_shared_by_parts_are_rejected_but_repeated_keys_within_a_part_are_not(
+        self, tmp_path
+    ):
         files, _ = self.open(tmp_path / "apart", [5, 3, 5], [9, 9])
         check_disjoint_tables(files, 64)
         files, _ = self.open(tmp_path / "both", [5, 3, 5], [9, 5, 3])

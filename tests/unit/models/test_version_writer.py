@@ -36,7 +36,7 @@ def test_unsigned_keys_keep_their_bits(tmp_path, make_spec):
     assert np.fromfile(folder / "tables/t/key", "<i8").tolist() == [-1, -(2**63)]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, make_spec):
+def test_folder_that_cannot_be_made_is_an_error(tmp_path, make_spec):
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match=r"cannot make the folder .*file/m: Not a directory"):
         write_version(tmp_path / "file", make_spec("m", t=3), 1, {"t": iter(())})
@@ -84,7 +84,7 @@ def test_wrong_arrays_leave_nothing_behind(tmp_path, make_spec, keys, vectors, s
 
 
 @pytest.mark.parametrize("tables", [{}, {"t": (), "u": ()}, {"u": ()}])
-def test_the_tables_must_be_those_described(tmp_path, make_spec, tables):
+def test_tables_must_match_the_description(tmp_path, make_spec, tables):
     with pytest.raises(ModelError, match="describes the tables t, given are"):
         write_version(tmp_path, make_spec("m", t=2), 1, tables)
 
@@ -109,7 +109,7 @@ class TestExisting:
         assert "1" not in moved
         assert Repository(tmp_path / "models").open("ctr").tables["users"].rows == 20
 
-    def test_a_file_system_that_cannot_exchange_folders(self, tmp_path, make_version, monkeypatch):
+    def test_replacement_without_atomic_exchange(self, tmp_path, make_version, monkeypatch):
         make_version(1, n=10)
         monkeypatch.setattr(staging, "_exchange", lambda a, b: False)
         make_version(1, n=20, replace=True)
@@ -147,7 +147,7 @@ class TestExisting:
 
 
 class TestLeftovers:
-    def test_of_a_dead_writer_are_removed(self, make_version):
+    def test_leftovers_of_a_dead_writer_are_removed(self, make_version):
         folder = make_version().parent
         left = folder / ".import-2-dead"
         (left / "tables").mkdir(parents=True)
@@ -163,7 +163,7 @@ class TestLeftovers:
         make_version(2)
         assert not left.exists()
 
-    def test_of_a_living_writer_stay(self, make_version):
+    def test_folders_of_a_running_writer_stay(self, make_version):
         folder = make_version().parent
         living = folder / ".import-2-live"
         living.mkdir()

@@ -64,7 +64,7 @@ def test_every_kind_of_difference_to_files(loaded: Any) -> None:
     assert not found.differs(("newer", "other", "deleted", "missing", "extra"))
 
 
-def test_the_same_bits_are_equal_to_files_of_any_age(loaded: Any) -> None:
+def test_rows_with_equal_bits_match_files_of_any_age(loaded: Any) -> None:
     store, table, files, version = loaded
     store.tier.insert(table, KEYS[:1], VECTORS[:1], np.array([version + 5], np.uint64))
     assert compare(store, files, table, QUIET).equal == 100
@@ -96,7 +96,7 @@ def test_versions_count_between_stores(loaded: Any, tmp_path: Path) -> None:
     tier.close()
 
 
-def test_of_hps_layout_only_the_values_count(loaded: Any, tmp_path: Path) -> None:
+def test_only_values_count_in_hps_layout(loaded: Any, tmp_path: Path) -> None:
     store, table, _, version = loaded
     tier = RocksDbTier(tmp_path / "hps", layout="hps")
     tier.insert(table, KEYS, VECTORS, np.zeros(100, np.uint64))
@@ -106,7 +106,7 @@ def test_of_hps_layout_only_the_values_count(loaded: Any, tmp_path: Path) -> Non
     tier.close()
 
 
-def test_a_sample_finds_what_is_common(loaded: Any) -> None:
+def test_sample_finds_frequent_differences(loaded: Any) -> None:
     store, table, files, version = loaded
     store.tier.evict(table, KEYS[::2].copy())
     put(store, table, list(range(1000, 2000)), 7, version)
@@ -118,7 +118,7 @@ def test_a_sample_finds_what_is_common(loaded: Any) -> None:
     assert found.counts["extra"] > 0
 
 
-def test_examples_are_few(loaded: Any) -> None:
+def test_number_of_examples_is_bounded(loaded: Any) -> None:
     store, table, files, _ = loaded
     store.tier.evict(table, KEYS)
     found = compare(store, files, table, QUIET)

@@ -52,7 +52,7 @@ def test_rows_and_deletions(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.npz", "t.parquet"])
-def test_only_what_is_newer(tmp_path: Path, name: str) -> None:
+def test_since_exports_only_newer_rows(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     report = export(path, TABLE, [rows(0, 3), rows(3, 3)], [rows(3, 3)], since=14)
     assert (report.rows, report.deleted, report.newest) == (2, 1, 15)
@@ -63,7 +63,7 @@ def test_only_what_is_newer(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.npz", "t.parquet"])
-def test_half_precision_stays(tmp_path: Path, name: str) -> None:
+def test_half_precision_is_kept(tmp_path: Path, name: str) -> None:
     table = EmbeddingTable.make("t", 3, dtype=np.float16)
     export(tmp_path / name, table, [rows(0, 4, np.float16)])
     vectors = np.array(list(read(tmp_path / name)["vector"]))
@@ -71,7 +71,7 @@ def test_half_precision_stays(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.npz", "t.parquet"])
-def test_a_failure_leaves_what_was_there(tmp_path: Path, name: str) -> None:
+def test_failure_keeps_the_existing_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("before")
 
@@ -97,7 +97,7 @@ def test_full_disk_is_reported(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_endings_are_refused(tmp_path: Path) -> None:
+def test_other_suffixes_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\*\.parquet, \*\.npz"):
         export(tmp_path / "t.csv", TABLE, [])
     with pytest.raises(ConfigError, match=r"the folder .* does not exist"):

@@ -40,7 +40,7 @@ def test_all_rows_and_rows_by_key(write: Any) -> None:
 
 def test_a_key_file_is_read_in_pieces(write: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "_READ", 2)
-    monkeypatch.setattr(module, "_LOOKED_FOR", 2)
+    monkeypatch.setattr(module, "_SEARCHED_KEYS", 2)
     version = write(KEYS, VECTORS)
     (table,) = version.embedding_tables().values()
     source = FileRows(version)
@@ -58,7 +58,7 @@ def test_keys_of_32_bits_are_narrowed(write: Any) -> None:
     assert set(FileRows(version).draw(table, 100).tolist()) == {3, 4}
 
 
-def test_a_draw_from_nothing(write: Any) -> None:
+def test_draw_from_an_empty_table(write: Any) -> None:
     version = write([], np.empty((0, 2)))
     (table,) = version.embedding_tables().values()
     assert len(FileRows(version).draw(table, 10)) == 0
@@ -66,7 +66,7 @@ def test_a_draw_from_nothing(write: Any) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 30), max_size=8), max_size=12))
-def test_each_key_is_new_once(parts: list[list[int]]) -> None:
+def test_seen_keys_are_new_once(parts: list[list[int]]) -> None:
     seen, known = SeenKeys(), set()
     for part in parts:
         fresh = seen.fresh(np.array(part, np.int64))

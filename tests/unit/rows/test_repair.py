@@ -187,7 +187,7 @@ def test_repair_that_is_killed_continues(world, monkeypatch, layout):
     assert not (world.path / "hps-repair").exists()
 
 
-def test_without_the_files_what_can_be_read_stays(world):
+def test_readable_rows_stay_without_the_files(world):
     world = world()
     DAMAGE["one block"](world.largest())
     saved, _ = world.repair(loaded=False)

@@ -16,7 +16,7 @@ from hps.tiers.rocksdb import RocksDbTier
 from hps.types import EmbeddingTable, Source
 
 
-def test_families_are_taken_apart() -> None:
+def test_family_names_are_parsed() -> None:
     assert parse_family("ctr/3/user", "native") == TableName("ctr", 3, "user")
     assert parse_family("hps_et.ctr.user", "hps") == TableName("ctr", 0, "user")
     for layout, other in (("native", "hps_et.ctr.user"), ("hps", "ctr/3/user")):
@@ -24,7 +24,7 @@ def test_families_are_taken_apart() -> None:
         assert parse_family("default", layout) is None
 
 
-def test_many_tables_are_erased_without_a_trace(tmp_path: Path) -> None:
+def test_erase_removes_many_tables_completely(tmp_path: Path) -> None:
     tables = [EmbeddingTable.make(f"t{i}", 2, model="m") for i in range(40)]
     with closing(RocksDbTier(tmp_path)) as tier:
         tier.open_tables(tables)

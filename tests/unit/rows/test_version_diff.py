@@ -32,7 +32,7 @@ cuts = st.lists(st.integers(0, 30), max_size=6)
 
 
 @given(keys_and_values, keys_and_values, cuts, cuts)
-def test_exactly_the_difference(base, new, base_cuts, new_cuts):
+def test_diff_has_exactly_the_changed_rows(base, new, base_cuts, new_cuts):
     written: dict[int, float] = {}
     gone: list[int] = []
     for rows, deleted in diff_scans(parts(base, base_cuts), parts(new, new_cuts)):
@@ -45,7 +45,7 @@ def test_exactly_the_difference(base, new, base_cuts, new_cuts):
     assert len(set(gone)) == len(gone)
 
 
-def test_bits_count_not_values():
+def test_diff_compares_bits():
     one = TableRows(
         np.array([1, 2]), np.array([[0.0], [np.nan]], np.float32), np.zeros(2, np.uint64)
     )
@@ -56,7 +56,7 @@ def test_bits_count_not_values():
     assert (rows.keys.tolist(), gone.tolist()) == ([1], [])
 
 
-def test_of_model_versions(write, tmp_path):
+def test_diff_of_model_versions(write, tmp_path):
     old = write([3, -1, 5], np.arange(6).reshape(3, 2), dtype="float16")
     new_keys, new_rows = np.array([5, 7, 3]), np.array([[4, 5], [8, 8], [0, 2]], np.float32)
     write_version(tmp_path / "models", old.spec, 2, {"t": (new_keys, new_rows)})

@@ -53,13 +53,13 @@ def schema_keys(schema: dict[str, Any], node: dict[str, Any], prefix: str = "") 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_the_page_is_what_the_code_says(page: Path) -> None:
+def test_page_equals_the_generated_one(page: Path) -> None:
     assert render_page(page.read_text()) == page.read_text(), (
         "renew it: python -m hps.tools.docs_tables docs/*.md"
     )
 
 
-def test_every_setting_is_on_the_page() -> None:
+def test_page_lists_every_setting() -> None:
     text = CONFIGURATION.read_text()
     for name in ("settings", "model"):
         schema = json_schema(name)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_each_row_of_a_table_is_on_one_line(page: Path) -> None:
     assert [row for row in rows if not row.rstrip().endswith("|")] == []
 
 
-def test_every_key_of_ps_json_is_on_its_page() -> None:
+def test_page_lists_every_key_of_ps_json() -> None:
     text = PS_JSON.read_text()
     for key in KEYS:
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{key.path}` |")]
@@ -90,7 +90,7 @@ def test_every_key_of_ps_json_is_on_its_page() -> None:
 
 
 @pytest.mark.parametrize("root", [Settings, ModelSpec, ApiKey])
-def test_every_setting_has_its_sentence(root: Any) -> None:
+def test_every_setting_has_a_description(root: Any) -> None:
     for key, slot in settings_of(root):
         description = (slot.info.description if slot.info else None) or ""
         assert description.strip().endswith("."), key
@@ -109,7 +109,7 @@ def test_the_json_schema_describes_every_property(name: Any) -> None:
             assert node.get("description") or schema["$defs"][target]["description"], key
 
 
-def test_every_variable_that_is_read_is_on_the_page() -> None:
+def test_page_lists_every_environment_variable() -> None:
     text = CONFIGURATION.read_text()
     sources = [*ROOT.glob("hps/**/*.py"), *ROOT.glob("services/**/*.py")]
     read = set()
@@ -131,13 +131,13 @@ def everything(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_example_is_in_order(everything: Path) -> None:
+def test_example_is_valid(everything: Path) -> None:
     for path in (EXAMPLE, everything):
         report = validate_file(path)
         assert (report.errors, report.warnings) == ([], [])
 
 
-def test_the_example_as_it_stands_is_the_defaults() -> None:
+def test_example_equals_the_defaults() -> None:
     settings = load_config(EXAMPLE, environ={}).settings
     paths: Any = {"models": {"repository"}, "tiers": {"rocksdb": {"path"}}}
     assert settings.model_dump(exclude=paths) == Settings().model_dump(exclude=paths)
@@ -145,7 +145,7 @@ def test_the_example_as_it_stands_is_the_defaults() -> None:
     assert settings.tiers.rocksdb.path == EXAMPLE.parent / Settings().tiers.rocksdb.path
 
 
-def test_the_example_shows_every_setting_with_its_default(everything: Path) -> None:
+def test_example_has_every_setting_with_its_default(everything: Path) -> None:
     given = yaml.safe_load(everything.read_text())
     stated = {".".join(map(str, path)) for path, _ in leaf_values(given)}
     elsewhere = (
@@ -177,7 +177,7 @@ def test_the_example_shows_every_setting_with_its_default(everything: Path) -> N
     assert settings.server.grpc.admin == GrpcAdminSettings()
 
 
-def test_the_key_files_of_the_page_are_such(tmp_path: Path) -> None:
+def test_key_files_of_the_page_are_valid(tmp_path: Path) -> None:
     blocks = re.findall(r"```yaml\n(- \{name.*?)```", CONFIGURATION.read_text(), re.DOTALL)
     path = tmp_path / "keys.yaml"
     roles = []

@@ -1,4 +1,4 @@
-"""What commands print: tables, JSON, errors in one line, progress for slow work alone."""
+"""Tests of command output: tables, JSON, one-line errors, progress of slow work."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def test_every_command_explains_itself_with_an_example(name: str) -> None:
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS if COMMANDS[name].group)])
-def test_lists_of_commands_say_all_of_each(words: list[str]) -> None:
+def test_command_lists_are_complete(words: list[str]) -> None:
     assert "..." not in run(app, [*words, "--help"]).output.replace("[ARGS]...", "")
 
 
-def test_a_mistyped_command_is_guessed() -> None:
+def test_mistyped_command_gets_a_suggestion() -> None:
     result = run(app, ["lokup"])
     assert result.exit_code == 2
     assert "Did you mean 'lookup'?" in result.stderr
@@ -113,7 +113,7 @@ def test_an_error_is_one_line_on_stderr() -> None:
         (["--nothing"], "hps: No such option: --nothing; see hps --help"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(words: list[str], says: str) -> None:
+def test_invalid_command_line_is_one_line(words: list[str], says: str) -> None:
     result = run(app, words)
     assert result.exit_code == 2
     assert says in result.stderr
@@ -121,7 +121,7 @@ def test_a_wrong_command_line_is_one_line(words: list[str], says: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_every_mistake_of_a_configuration_has_its_line(tmp_path: Path) -> None:
+def test_every_configuration_mistake_has_a_line(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("sever: {}\nserver:\n  drain_s: 1\n  drain_s: 2\n")
     result = run(app, ["serve", "--config", str(path)])
@@ -142,7 +142,7 @@ def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.count("\n") == 1
 
 
-def test_tables_are_never_folded_or_coloured_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_piped_tables_are_not_folded_or_coloured(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(("name", "rows"), [("x" * 300, output.count(5)), ("y", output.count(12345))])
     lines = capsys.readouterr().out.splitlines()
     assert [len(line.rstrip()) for line in lines[1:]] == [len(lines[1].rstrip())] * 2
@@ -167,7 +167,7 @@ def printed(width: int, print_it: Callable[[], None]) -> list[str]:
         (40, ["table", "bytes"]),
     ],
 )
-def test_a_narrow_terminal_gets_fewer_optional_columns(width: int, shown: list[str]) -> None:
+def test_narrow_terminal_drops_optional_columns(width: int, shown: list[str]) -> None:
     rows = [("t" * 20, output.size(1_234), "x" * 20, "y" * 20)] * 2
     columns = ("table", "bytes", "kind", "state")
     lines = printed(width, lambda: output.print_table(columns, rows, optional=("state", "kind")))
@@ -175,7 +175,7 @@ def test_a_narrow_terminal_gets_fewer_optional_columns(width: int, shown: list[s
     assert len(lines) == 3
 
 
-def test_a_number_is_not_split_over_lines() -> None:
+def test_numbers_are_not_split_over_lines() -> None:
     rows = [("x" * 40, output.FormattedNumber("1,537 (203.2 kB)"))]
     lines = printed(30, lambda: output.print_table(("name", "rows"), rows))
     assert "1,537 (203.2 kB)" in lines[1]
@@ -233,7 +233,7 @@ def test_quick_work_shows_no_progress(stream) -> None:
     assert out.getvalue() == ""
 
 
-def test_slow_work_in_a_pipe_gets_lines_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_work_in_a_pipe_prints_periodic_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     out, now = io.StringIO(), 0.0
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
     with ConsoleProgress(out, delay_s=2, every_s=5).task("Loading t", 3000) as advance:
@@ -247,7 +247,7 @@ def test_slow_work_in_a_pipe_gets_lines_now_and_then(monkeypatch: pytest.MonkeyP
     assert lines[-1] == "Loading t: 3,000 of 3,000 rows in 30 s"
 
 
-def test_a_bar_appears_though_the_first_step_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_appears_before_the_first_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
     progress = ConsoleProgress(out, delay_s=0.02)
@@ -259,7 +259,7 @@ def test_a_bar_appears_though_the_first_step_takes_long(monkeypatch: pytest.Monk
     assert "Loading" in out.getvalue()
 
 
-def test_an_error_in_the_work_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_in_the_work_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     for out in (Terminal(), io.StringIO()):
         with pytest.raises(StopIteration), ConsoleProgress(out, delay_s=0).task("L", 1):
             next(iter(()))

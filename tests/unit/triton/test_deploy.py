@@ -22,7 +22,7 @@ def files(folder):
     }
 
 
-def test_the_example_is_what_the_command_writes(tmp_path, monkeypatch):
+def test_example_equals_the_exported_repository(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = (FOLDER / "README.md").read_text().replace("\\\n", "")
     (command,) = re.findall("^hps triton export .*$", text, re.MULTILINE)

@@ -86,7 +86,7 @@ def test_formats_that_need_dense_onnx(version, tmp_path, kind):
         export_dense(version, tmp_path / "triton", kind)
 
 
-def test_rows_that_are_not_pooled_go_through_an_ensemble_by_sample(version, tmp_path):
+def test_ensemble_groups_unpooled_rows_by_sample(version, tmp_path):
     config = config_of(export_lookup(version, tmp_path, Path("/etc/hps.yaml")))
     assert shapes(config.output)["title"] == ("TYPE_FP16", [3, 2], None)
     assert config.instance_group[0].kind == pb.ModelInstanceGroup.KIND_CPU
@@ -119,14 +119,14 @@ def test_instances_on_gpus(version, tmp_path):
     assert config.parameters["FORCE_CPU_ONLY_INPUT_TENSORS"].string_value == "no"
 
 
-def test_as_many_rows_as_the_request_brings_cannot_be_an_ensemble(version, tmp_path):
+def test_ensemble_rejects_unpooled_features_without_hotness(version, tmp_path):
     version.spec.features[1].__dict__["hotness"] = None
     with pytest.raises(ModelError, match="has no hotness"):
         export_ensemble(version, tmp_path)
 
 
 @pytest.mark.parametrize("taken", ["FP16", "FP32"])
-def test_vectors_of_float16_rows_are_what_the_network_takes(version, tmp_path, monkeypatch, taken):
+def test_float16_vectors_have_the_type_of_the_network(version, tmp_path, monkeypatch, taken):
     inputs = (NetworkTensor("user", "FP32", (-1, 4)), NetworkTensor("words", taken, (-1, 3, 2)))
     network = SimpleNamespace(inputs=inputs, outputs=())
     monkeypatch.setattr("hps.triton.export.OnnxModel", lambda path, provider: network)

@@ -39,7 +39,7 @@ class TestNpz:
         with pytest.raises(ModelError, match=r"Fortran order .*np\.savez"):
             open_npz(tmp_path / "b.npz")
 
-    def test_pickled_objects_are_refused(self, tmp_path):
+    def test_pickled_objects_are_rejected(self, tmp_path):
         np.savez(tmp_path / "a.npz", w=np.array([{"a": 1}], object))
         with pytest.raises(ModelError, match="pickled Python objects, which are never executed"):
             open_npz(tmp_path / "a.npz")
@@ -111,7 +111,7 @@ class TestSafetensors:
             ([], "entry of 'w' is damaged"),
         ],
     )
-    def test_headers_that_do_not_fit(self, tmp_path, entry, said):
+    def test_inconsistent_headers_are_rejected(self, tmp_path, entry, said):
         with pytest.raises(ModelError, match=said):
             open_safetensors(write(tmp_path, {"w": entry}, bytes(16)))
 
@@ -175,7 +175,7 @@ class TestChoice:
         (table,) = tables_from_arrays(file, [TableChoice("t", ("w",), "ids")])
         assert read(table)[0] == [-1]
 
-    def test_keys_of_a_long_table_arrive_with_their_rows(self, tmp_path):
+    def test_keys_of_a_long_table_match_their_rows(self, tmp_path):
         n = 300_000
         rows = np.arange(n, dtype=np.float64)[:, None] * [1, 1, 1, 1, 1, 1, 1, 1]
         file = memory_file(tmp_path, w=rows, ids=np.arange(n)[::-1])
@@ -195,7 +195,7 @@ class TestChoice:
         assert vectors[10:].tolist() == ROWS[:3].tolist()
         assert table.parts == (("e.0.weight", 0), ("e.1.weight", 10))
 
-    def test_a_pattern_without_a_name_makes_a_table_each(self, tmp_path):
+    def test_pattern_without_a_name_makes_one_table_per_match(self, tmp_path):
         file = memory_file(
             tmp_path, **{"e.0.weight": ROWS, "e.1.weight": ROWS[:3], "e.bias": ROWS[0]}
         )
@@ -233,7 +233,7 @@ class TestChoice:
             (TableChoice("t", ("w",), "few"), r"'few' has 3 keys, but there are 10 rows"),
         ],
     )
-    def test_wrong_choices(self, tmp_path, choice, said):
+    def test_invalid_choices_are_rejected(self, tmp_path, choice, said):
         file = memory_file(
             tmp_path, w=ROWS, ids=np.arange(10), few=np.arange(3), wide=ROWS.T.copy(),
             iw=ROWS.astype(np.int64),
@@ -241,7 +241,7 @@ class TestChoice:
         with pytest.raises(ModelError, match=said):
             tables_from_arrays(file, [choice])
 
-    def test_nothing_is_guessed(self, tmp_path):
+    def test_ambiguous_arrays_are_rejected(self, tmp_path):
         file = memory_file(tmp_path, a=ROWS, b=ROWS, ids=np.arange(3))
         with pytest.raises(ModelError, match=r"--table NAME=ARRAY; it holds a .*, b "):
             tables_from_arrays(file, [])
@@ -256,11 +256,11 @@ class TestChoice:
             ("a.weight", TableChoice("", ("a.weight",))),
         ],
     )
-    def test_the_command_lines_form(self, text, choice):
+    def test_parse_accepts_command_line_syntax(self, text, choice):
         assert TableChoice.parse(text) == choice
 
     @pytest.mark.parametrize("text", ["", "=", "u=", "=a", ","])
-    def test_broken_forms(self, text):
+    def test_parse_rejects_invalid_syntax(self, text):
         with pytest.raises(ModelError, match="expected NAME=SOURCE"):
             TableChoice.parse(text)
 

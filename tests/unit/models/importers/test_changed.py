@@ -1,4 +1,4 @@
-"""A source that changes during its import is rejected: no crash, no torn version."""
+"""Sources that change during their import are rejected: no crash, no torn version."""
 
 import subprocess
 import sys
@@ -79,7 +79,7 @@ def source(tmp_path, save_torch, tensor):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_is_shortened(source, kind):
+def test_shortened_file_is_an_error(source, kind):
     """In a separate process: a mapped file would end it."""
     path, file = source(kind)
     done = subprocess.run(
@@ -92,7 +92,7 @@ def test_a_file_that_is_shortened(source, kind):
 
 
 @pytest.mark.parametrize("kind", ["hugectr", "npz", "parquet", "safetensors", "torch"])
-def test_a_file_that_is_written_to(tmp_path, source, kind):
+def test_file_changed_during_import_is_an_error(tmp_path, source, kind):
     path, file = source(kind)
 
     class Writes:

@@ -73,12 +73,12 @@ def write_network(path: Path) -> None:
     path.write_bytes(network(nodes, {"users": 4, "items": 4}, {"score": 4}))
 
 
-def test_there_are_commands():
+def test_guide_has_commands():
     assert len(commands()) >= 10
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands_run(sources, command):
+def test_commands_of_the_guide_run(sources, command):
     words = shlex.split(command)
     assert words[:3] == ["hps", "model", "import"]
     result = CliRunner().invoke(app, words[1:])
@@ -86,13 +86,13 @@ def test_commands_run(sources, command):
     assert CliRunner().invoke(app, ["model", "verify"]).exit_code == 0
 
 
-def test_manifest_fields():
+def test_guide_lists_the_manifest_fields():
     named = re.findall(r"^\| (`[^|]*) \|", section("manifest.json"), re.M)
     fields = {name.split(".")[0] for cell in named for name in re.findall(r"`([\w.<>]+)`", cell)}
     assert fields == set(Manifest.model_fields)
 
 
-def test_messages():
+def test_guide_quotes_the_messages():
     """Every quoted part of a message in the guide stands in the code."""
     code = " ".join(
         path.read_text()

@@ -38,24 +38,24 @@ def read_all(path):
 class TestPickles:
     """Python's own unpickler hangs on some of these and takes gigabytes for others."""
 
-    def test_a_memo_number_reserves_nothing(self):
+    def test_large_memo_number_allocates_nothing(self):
         """Python's makes its memo twice as long as the largest number: 16 GB here."""
         assert read_pickle(b"\x80\x02Nr\xff\xff\xff\x3f.") is None
 
     @pytest.mark.parametrize(
         "size", [b"\x8e", b"\x96", b"\x8d"], ids=["bytes", "bytearray", "text"]
     )
-    def test_a_length_reserves_nothing(self, size):
+    def test_large_length_allocates_nothing(self, size):
         with pytest.raises(pickle.UnpicklingError, match=r"damaged|operation"):
             read_pickle(b"\x80\x05" + size + (1 << 40).to_bytes(8, "little") + b"abc.")
 
-    def test_a_key_that_takes_forever_to_hash(self):
+    def test_key_that_is_slow_to_hash_is_rejected(self):
         doubled = b"K\x01" + b"q\x00h\x00\x86" * 100
         with pytest.raises(pickle.UnpicklingError, match="dict with a tuple for a key"):
             read_pickle(b"\x80\x02}" + doubled + b"Ns.")
         assert read_pickle(b"\x80\x02}K\x01K\x02\x86Ns.") == {(1, 2): None}
 
-    def test_a_reference_that_takes_forever_to_write(self):
+    def test_reference_that_is_slow_to_format_is_rejected(self):
         doubled = b"K\x01" + b"q\x00h\x00\x86" * 100
         with pytest.raises(
             pickle.UnpicklingError, match="refers to an object that is not a storage"
@@ -63,11 +63,11 @@ class TestPickles:
             read_pickle(b"\x80\x02" + doubled + b"Q.")
 
     @pytest.mark.parametrize("key", [b"\x8b\xd0\x07\x00\x00" + b"\x7f" * 2000, b"]", b"}"])
-    def test_other_keys(self, key):
+    def test_large_and_unhashable_keys_are_rejected(self, key):
         with pytest.raises(pickle.UnpicklingError, match=r"dict with a (int|list|dict) for a key"):
             read_pickle(b"\x80\x02}" + key + b"Ns.")
 
-    def test_what_an_ordered_dict_is_given_at_once(self):
+    def test_ordered_dict_with_arguments_is_rejected(self):
         pickled = b"\x80\x02ccollections\nOrderedDict\n]\x85R."
         with pytest.raises(pickle.UnpicklingError, match="makes an OrderedDict with arguments"):
             read_pickle(pickled)
@@ -84,11 +84,11 @@ class TestPickles:
     @pytest.mark.parametrize(
         "pickled", [b"\x80\x04\x8f.", b"\x80\x02K\x010K\x02.", b"\x80\x05\x97.", b"I1\n."]
     )
-    def test_operations_that_no_tensor_needs(self, pickled):
+    def test_operations_that_no_tensor_needs_are_rejected(self, pickled):
         with pytest.raises(pickle.UnpicklingError, match="which no tensor needs"):
             read_pickle(pickled)
 
-    def test_what_a_pickler_writes_is_read_alike(self):
+    def test_reader_agrees_with_the_pickler(self):
         value = {
             "a": [1, -5, 1 << 40, -(1 << 62), 1.5, None, True, False, "text" * 100, b"bytes"],
             ("k", 3): ((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], {}),
@@ -102,7 +102,7 @@ class TestPickles:
 
 
 class TestArchives:
-    def test_a_bomb_for_a_byte_order(self, tmp_path, save_torch, tensor):
+    def test_large_byteorder_entry_is_not_read(self, tmp_path, save_torch, tensor):
         """A gigabyte of zeros, a megabyte in the file."""
         path = save_torch(tmp_path / "n.pt", {"w": tensor(np.ones((2, 2), np.float32))})
         with zipfile.ZipFile(path) as full, zipfile.ZipFile(tmp_path / "b.pt", "w", 8) as bomb:
@@ -135,7 +135,7 @@ class TestArchives:
 
     @pytest.mark.parametrize("shape", ["(-1, 4)", f"({1 << 62}, 4)", f"({1 << 70}, 4)", "(4, -1)"])
     @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-    def test_npy_headers_that_lie(self, tmp_path, shape, compression):
+    def test_npy_headers_with_wrong_sizes_are_rejected(self, tmp_path, shape, compression):
         """2^62 rows of 16 bytes are 2^66 bytes, which is 0 in 64 bits."""
         text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
         head = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
@@ -154,7 +154,7 @@ class TestArchives:
         ([-2, -2], "lies at bytes"),
     ],
 )
-def test_safetensors_shapes_that_lie(tmp_path, shape, said):
+def test_safetensors_shapes_with_wrong_sizes_are_rejected(tmp_path, shape, said):
     header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     path = tmp_path / "w.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -162,7 +162,7 @@ def test_safetensors_shapes_that_lie(tmp_path, shape, said):
         read_all(path)
 
 
-def test_safetensors_header_that_nests(tmp_path):
+def test_deeply_nested_safetensors_header_is_rejected(tmp_path):
     path = tmp_path / "w.safetensors"
     path.write_bytes((200_000).to_bytes(8, "little") + b"[" * 200_000)
     with pytest.raises(ModelError, match="not a safetensors file"):
@@ -179,7 +179,7 @@ print(sum(len(keys) for keys, _ in table.chunks()), pa.default_memory_pool().max
 """
 
 
-def test_a_parquet_file_of_one_row_group_is_read_piece_by_piece(tmp_path):
+def test_single_parquet_row_group_is_read_in_batches(tmp_path):
     """Writers choose the size of a group; some put a whole table into one: 128 MB here."""
     path = tmp_path / "w.parquet"
     values = np.random.default_rng(0).random(32 << 20, np.float32)
@@ -197,14 +197,14 @@ def test_a_parquet_file_of_one_row_group_is_read_piece_by_piece(tmp_path):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["w.npz", "w.pt", "w.parquet", "ps.json"])
-def test_a_pipe_is_not_waited_for(tmp_path, name):
+def test_pipe_is_rejected(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(ModelError, match="is neither a file nor a folder; copy"):
         plan_import(tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", ["hugectr", "parquet"])
-def test_a_source_is_looked_for_in_the_given_folder_first(tmp_path, monkeypatch, kind):
+def test_source_is_searched_in_the_folder_first(tmp_path, monkeypatch, kind):
     """The working folder may hold a source of the same name."""
     for place, rows in ((tmp_path / "given", 3), (tmp_path / "here", 7)):
         keys, vectors = np.arange(rows), np.ones((rows, 2), np.float32)
@@ -275,7 +275,7 @@ def seeds(tmp_path_factory):
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(which=st.integers(0, 4), seed=st.integers(0, 1 << 32))
-def test_a_damaged_file_is_read_or_refused(seeds, tmp_path, which, seed):
+def test_damaged_file_is_read_or_rejected(seeds, tmp_path, which, seed):
     suffix, data = seeds[which]
     path = tmp_path / f"x.{suffix}"
     path.write_bytes(_damaged(data, random.Random(seed)))

@@ -32,7 +32,7 @@ def folder_of(path, keys=KEYS, rows=ROWS):
 
 
 class TestHugeCtr:
-    def test_a_folder_of_tables_with_different_dims(self, tmp_path):
+    def test_folder_of_tables_with_different_dims(self, tmp_path):
         folder_of(tmp_path / "src/users")
         folder_of(tmp_path / "src/items", rows=np.ones((10, 16)))
         plan = plan_import(tmp_path / "src")
@@ -121,11 +121,11 @@ class TestSeveralFiles:
         import_model(tmp_path / "models", "ctr", plan_import(parquet, choices))
         assert contents(tmp_path / "models", "ctr", "users")[0] == KEYS.tolist()
 
-    def test_keys_of_another_file_than_the_vectors_are_refused(self, npz, parquet):
+    def test_keys_in_another_file_than_the_vectors_are_rejected(self, npz, parquet):
         with pytest.raises(ModelError, match=r"keys of table 'users' .* put both into one file"):
             plan_import(npz, [TableChoice("users", ("vectors",), f"{parquet}:id")])
 
-    def test_stacked_arrays_are_of_one_file(self, npz, parquet):
+    def test_stacking_arrays_of_several_files_is_rejected(self, npz, parquet):
         wanted = TableChoice("all", (f"{npz}:vectors", "vectors"))
         with pytest.raises(ModelError, match="stack arrays of one file"):
             plan_import(parquet, [wanted])
@@ -160,7 +160,7 @@ class TestPsJson:
         path.write_text(json.dumps({"supportlonglong": True, "models": models}))
         return path
 
-    def test_a_model_of_it_with_its_settings(self, tmp_path, ps_json):
+    def test_ps_json_model_keeps_its_settings(self, tmp_path, ps_json):
         plan = plan_import(ps_json, model="dlrm")
         import_model(tmp_path / "models", "dlrm", plan)
         opened = Repository(tmp_path / "models").open("dlrm")
@@ -169,11 +169,11 @@ class TestPsJson:
         assert opened.spec.max_batch_size == 64
         assert contents(tmp_path / "models", "dlrm", "dlrm_t1")[1][0].tolist() == [1] * 8
 
-    def test_under_another_name(self, tmp_path, ps_json):
+    def test_ps_json_model_under_another_name(self, tmp_path, ps_json):
         import_model(tmp_path / "models", "shop", plan_import(ps_json, model="din"))
         assert Repository(tmp_path / "models").open("shop").spec.name == "shop"
 
-    def test_which_model(self, ps_json):
+    def test_ps_json_with_several_models_requires_a_name(self, ps_json):
         with pytest.raises(ModelError, match=r"describes the models dlrm, din; choose .*--model"):
             plan_import(ps_json)
         with pytest.raises(ModelError, match="no model 'x'; it describes dlrm, din"):
@@ -181,12 +181,12 @@ class TestPsJson:
         with pytest.raises(ModelError, match="leave --table out"):
             plan_import(ps_json, [TableChoice("t", ("x",))])
 
-    def test_a_broken_one(self, tmp_path):
+    def test_invalid_ps_json_is_rejected(self, tmp_path):
         (tmp_path / "ps.json").write_text("{")
         with pytest.raises(ConfigError):
             plan_import(tmp_path / "ps.json")
 
-    def test_a_wrong_dim_is_found(self, tmp_path, ps_json):
+    def test_wrong_dim_is_rejected(self, tmp_path, ps_json):
         text = ps_json.read_text().replace(
             '"embedding_vecsize_per_table": [4, 8]', '"embedding_vecsize_per_table": [4, 5]'
         )
@@ -367,7 +367,7 @@ class TestDescription:
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t", "t.onnx"])
-def test_an_unknown_name_asks_for_the_format(tmp_path, name):
+def test_unknown_suffix_requires_a_format(tmp_path, name):
     (tmp_path / name).write_text("")
     with pytest.raises(ModelError, match=r"--format, one of ps.json, hugectr, parquet, npz"):
         plan_import(tmp_path / name)

@@ -98,7 +98,7 @@ def test_untyped_storages(tmp_path, save_torch, fake_torch):
     assert read(file, "w").tolist() == [[2, 3], [4, 5]]
 
 
-def test_a_bare_tensor_is_called_like_its_file(tmp_path, save_torch, tensor):
+def test_bare_tensor_is_named_after_its_file(tmp_path, save_torch, tensor):
     file = open_torch(save_torch(tmp_path / "items.pt", tensor(np.ones((2, 2), np.float32))))
     assert list(file.arrays) == ["items"]
 
@@ -130,7 +130,7 @@ class TestNothingIsExecuted:
         ],
         ids=["system", "eval", "exec", "open", "import", "getattr", "loads"],
     )
-    def test_calls_are_refused_by_name(self, tmp_path, save_torch, call):
+    def test_calls_are_rejected_by_name(self, tmp_path, save_torch, call):
         class Evil:
             def __reduce__(self):
                 return call
@@ -166,7 +166,7 @@ class TestNothingIsExecuted:
             b"\x80\x02\x82\x01.",  # EXT1
         ],
     )
-    def test_every_opcode_that_finds_a_name(self, tmp_path, save_torch, pickled):
+    def test_every_opcode_for_global_names_is_checked(self, tmp_path, save_torch, pickled):
         with pytest.raises(ModelError, match=r"pickle"):
             open_torch(save_torch(tmp_path / "evil.pt", None, pickled=pickled))
 
@@ -193,7 +193,7 @@ class TestNothingIsExecuted:
         ],
         ids=["dict", "slots", "list"],
     )
-    def test_nothing_read_can_be_altered_afterwards(self, target, state):
+    def test_tensors_cannot_be_altered_by_later_operations(self, target, state):
         """BUILD sets attributes on whatever lies on the stack, past the checks."""
         read_pickle(b"\x80\x02" + target + b".")
         with pytest.raises(pickle.UnpicklingError):
@@ -265,7 +265,7 @@ class TestDamage:
             (0, (1.5, 2), (2, 1)),
         ],
     )
-    def test_views_that_reach_beyond_their_storage(
+    def test_views_beyond_their_storage_are_rejected(
         self, tmp_path, save_torch, fake_torch, offset, size, stride
     ):
         storage = fake_torch.Storage(np.zeros(10, np.float32), "float32")

@@ -1,4 +1,4 @@
-"""What an instance of Triton's python backend refuses at the start."""
+"""Tests of an instance of Triton's python backend."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ LIMITS = ServerSettings(request_timeout_ms=10_000, max_keys=100)
         ({"config": "c", "modle": "m"}, r"unknown parameter modle.*did you mean 'model'"),
         ({"config": "c", "refresh_interval": "10"}, "refresh_interval of m.lookup: updates"),
         ({"config": "c", "refresh_delay": "0.5"}, "refresh_delay of m.lookup: updates"),
-        ({"config": "c", "freeze_sparse": "true"}, "freeze_sparse of m.lookup: whether"),
+        ({"config": "c", "freeze_sparse": "true"}, "freeze_sparse of m.lookup: the node"),
         ({"config": "/none", "freeze_sparse": "False", "refresh_delay": "0"}, "/none"),
         ({"config": "/none", "FORCE_CPU_ONLY_INPUT_TENSORS": "no"}, "/none"),
     ],
 )
-def test_parameters_that_cannot_act(parameters, error):
+def test_unsupported_parameters_are_rejected(parameters, error):
     with pytest.raises(ConfigError, match=error):
         LookupBackend("m.lookup", parameters)
 
 
 @pytest.fixture
 def backend(small):
-    """What an instance answers with, without Triton: of the small node's model ``words``."""
+    """The model of an instance without Triton: ``words`` of the small node."""
     return BackendModel(small.node.models["words"], "words.lookup", LIMITS, device=1)
 
 
@@ -54,18 +54,18 @@ def by_table(*keys):
 
 @pytest.fixture
 def lookups(backend, monkeypatch):
-    """How many keys each lookup asked for."""
-    asked, real = [], type(backend._served.engine).lookup
+    """The number of keys of each lookup."""
+    counts, real = [], type(backend._served.engine).lookup
 
     def lookup(self, request):
-        asked.append(sum(len(keys.keys) for keys in request.features.values()))
+        counts.append(sum(len(keys.keys) for keys in request.features.values()))
         return real(self, request)
 
     monkeypatch.setattr(type(backend._served.engine), "lookup", lookup)
-    return asked
+    return counts
 
 
-def test_requests_of_one_call(backend, lookups):
+def test_requests_of_one_call_share_a_lookup(backend, lookups):
     asked = [
         by_table(),
         by_table(1, 2),
@@ -132,7 +132,7 @@ def test_request_that_expires_during_a_shared_lookup_is_answered(backend, monkey
     assert isinstance(late, DeadlineExceeded)
 
 
-def test_outputs_that_are_float32_whatever_the_rows_are(small):
+def test_float32_outputs_are_converted(small):
     for float32, dtype in (((), np.float16), (("half",), np.float32)):
         backend = BackendModel(
             small.node.models["halves"], "halves.lookup", LIMITS, float32=float32
@@ -178,11 +178,11 @@ def test_lookup_failure_fails_its_requests(backend, monkeypatch):
         (HpsError("m"), "INTERNAL"),
     ],
 )
-def test_tritons_codes(error, expected):
+def test_errors_map_to_triton_codes(error, expected):
     assert triton_error_code(error) == expected
 
 
-def test_a_configuration_without_a_socket(tmp_path):
+def test_configuration_without_a_socket_is_rejected(tmp_path):
     path = tmp_path / "hps.yaml"
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"server.runtime is not set"):

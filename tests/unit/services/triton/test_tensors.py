@@ -1,4 +1,4 @@
-"""Where an instance's tensors are: on the host, and on a twin of a GPU."""
+"""Tests of tensor placement: on the host, and on a twin of a GPU."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def gpu(monkeypatch):
     return used
 
 
-def test_on_the_host():
+def test_tensors_on_the_host():
     place = TensorPlacement(Tensor, "CPU", "0")
     keys = np.arange(3)
     assert place.array(Tensor("k", keys)) is keys
@@ -72,7 +72,7 @@ def test_on_the_host():
     assert (made.name, made.array is keys, made.there) == ("f", True, False)
 
 
-def test_on_a_gpu(gpu):
+def test_tensors_on_a_gpu(gpu):
     place = TensorPlacement(Tensor, "KIND_GPU", "2")
     keys = np.arange(3)
     assert place.array(Tensor("k", keys, there=True)).tolist() == [0, 1, 2]
@@ -84,7 +84,7 @@ def test_on_a_gpu(gpu):
     assert gpu == [2, "synchronized"]
 
 
-def test_kinds_that_cannot_be():
+def test_unsupported_instance_kinds_are_rejected():
     with pytest.raises(ConfigError, match="KIND_CPU or KIND_GPU here, not MODEL"):
         TensorPlacement(Tensor, "MODEL", "0")
     if missing_requirement():
@@ -93,7 +93,7 @@ def test_kinds_that_cannot_be():
 
 
 @pytest.mark.gpu
-def test_on_a_real_gpu():
+def test_tensors_on_a_real_gpu():
     """Vectors that an answer has there are the very memory that the next network is given."""
     module = cupy()
 

@@ -1,4 +1,4 @@
-"""What two runs differ in: only what their slices tell."""
+"""Tests of the comparison of two runs by their slices."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def verdicts(before: Any, after: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_two_runs_of_the_same_do_not_differ(seed: int) -> None:
+def test_equal_runs_do_not_differ(seed: int) -> None:
     assert set(verdicts(a_run(2 * seed), a_run(2 * seed + 1)).values()) == {"none"}
 
 
-def test_a_slower_run_is_slower_at_every_quantile_and_a_quicker_one_faster() -> None:
+def test_slower_and_faster_runs_differ_at_every_quantile() -> None:
     times = ["p50", "p90", "p95", "p99", "p99.9"]
     slower, faster = verdicts(a_run(1), a_run(2, 1.3)), verdicts(a_run(1), a_run(2, 0.7))
     assert {slower[name] for name in times} == {"slower"}
@@ -74,12 +74,12 @@ def test_longer_tail_is_reported_at_its_quantile() -> None:
     assert (found["p50"], found["p99"]) == ("none", "slower")
 
 
-def test_one_pause_of_the_server_is_no_difference() -> None:
+def test_single_pause_is_not_significant() -> None:
     """For single requests it would be one: there are a hundred of them."""
     assert verdicts(a_run(1), a_run(2, pause=7))["p99.9"] == "none"
 
 
-def test_more_requests_a_second_is_faster_and_a_rate_that_was_given_says_nothing() -> None:
+def test_throughput_is_compared_only_for_closed_loops() -> None:
     before, after = a_run(1), a_run(2)
     for each in after["histograms"]["slices"]:
         each[:] = [(number, 2 * count) for number, count in each]
@@ -88,7 +88,7 @@ def test_more_requests_a_second_is_faster_and_a_rate_that_was_given_says_nothing
     assert "requests/s" not in verdicts(a_run(1, rate=100.0), a_run(2, rate=100.0))
 
 
-def test_a_longer_run_is_not_a_faster_one() -> None:
+def test_longer_run_is_not_faster() -> None:
     """Twice as many requests in twice the time."""
     before, after = a_run(1), a_run(2, seconds=20.0)
     for each in after["histograms"]["slices"]:
@@ -97,7 +97,7 @@ def test_a_longer_run_is_not_a_faster_one() -> None:
     assert verdicts(before, after)["requests/s"] == "none"
 
 
-def test_a_server_that_stood_still_was_slower() -> None:
+def test_stalled_server_is_slower() -> None:
     """Half of the slices have no answer at all."""
     before, after = a_run(1), a_run(2)
     for number in range(0, SLICES, 2):
@@ -106,12 +106,12 @@ def test_a_server_that_stood_still_was_slower() -> None:
     assert verdicts(before, after)["requests/s"] == "slower"
 
 
-def test_a_run_that_was_too_short_is_refused() -> None:
+def test_too_short_run_is_rejected() -> None:
     with pytest.raises(ConfigError, match="answers in 3 of its 3 parts"):
         compare(a_run(1), a_run(2, reached=3))
 
 
-def test_a_run_that_was_interrupted_late_is_compared() -> None:
+def test_run_interrupted_late_is_compared() -> None:
     assert set(verdicts(a_run(1), a_run(2, reached=15)).values()) == {"none"}
 
 
@@ -119,7 +119,7 @@ def test_different_settings_are_reported() -> None:
     assert unlike(a_run(1), a_run(2, batch=64)) == ["batch was 1, is 64"]
 
 
-def test_a_run_without_answers_is_refused() -> None:
+def test_run_without_answers_is_rejected() -> None:
     with pytest.raises(ConfigError, match="without an answer"):
         compare(a_run(1), report(BenchResult(), ASKED))
     assert LatencyHistogram().counts == {}
@@ -134,7 +134,7 @@ def saved(tmp_path: Path) -> Callable[[str, Any], str]:
     return keep
 
 
-def test_the_command_prints_a_line_for_each_quantile(saved: Callable[[str, Any], str]) -> None:
+def test_command_prints_a_line_per_quantile(saved: Callable[[str, Any], str]) -> None:
     files = saved("a.json", a_run(1)), saved("b.json", a_run(2, 1.1, batch=2))
     result = CliRunner().invoke(app, ["bench", "--compare", *files])
     assert result.exit_code == 0, result.stderr

@@ -11,14 +11,14 @@ EDGES = [0, 1, 1023, 1024, 2047, 2048, 2049, 4095, 4096, 10**6, 10**9, 2**40, 36
 
 
 @pytest.mark.parametrize("ns", EDGES)
-def test_a_bucket_is_never_wider_than_a_thousandth_of_what_is_in_it(ns: int) -> None:
+def test_bucket_is_at_most_a_thousandth_of_its_value_wide(ns: int) -> None:
     top = highest(bucket(ns))
     assert ns <= top <= ns * (1 + 1 / 1024)
     assert bucket(top) == bucket(ns)
     assert bucket(top + 1) == bucket(ns) + 1
 
 
-def test_quantiles_are_those_of_what_was_recorded() -> None:
+def test_quantiles_match_recorded_values() -> None:
     values = np.random.default_rng(3).lognormal(13, 1, 5000).astype(int)
     halves = LatencyHistogram(), LatencyHistogram()
     for i, value in enumerate(values.tolist()):
@@ -31,6 +31,6 @@ def test_quantiles_are_those_of_what_was_recorded() -> None:
     assert whole.mean == pytest.approx(values.mean() * 1e-9, rel=1e-3)
 
 
-def test_an_empty_one_has_no_quantiles() -> None:
+def test_empty_histogram_has_no_quantiles() -> None:
     assert LatencyHistogram().quantile(0.5) is None
     assert LatencyHistogram().mean is None

@@ -27,7 +27,7 @@ def told(_model: str) -> Sequence[Mapping[str, Any]]:
     return TOLD
 
 
-def test_a_feature_asks_for_its_tables_keys_less_its_offset() -> None:
+def test_feature_keys_are_table_keys_minus_the_offset() -> None:
     asked: list[str] = []
     pools = hot_pools("m.lookup", lambda model: asked.append(model) or TOLD)  # type: ignore[func-returns-value]
     assert asked == ["m"]
@@ -55,7 +55,7 @@ def test_missing_hot_keys_have_a_reason(error: HpsError, why: str) -> None:
     assert hot_pools("m", lambda _: []).why == "its caches hold none yet"
 
 
-def test_requests_ask_for_hot_keys_and_made_up_ones_where_there_are_none() -> None:
+def test_requests_use_hot_keys_or_random_ones() -> None:
     made, said = made_requests(
         "m", LoadRecipe(20, batch=3), RequestSource(), lambda _: METADATA, told
     )
@@ -67,7 +67,7 @@ def test_requests_ask_for_hot_keys_and_made_up_ones_where_there_are_none() -> No
 
 
 @pytest.mark.parametrize("recipe", [LoadRecipe(5, rows=10), LoadRecipe(5, keys="uniform", rows=10)])
-def test_rows_that_are_given_are_numbers(recipe: LoadRecipe) -> None:
+def test_rows_option_uses_row_numbers(recipe: LoadRecipe) -> None:
     made, said = made_requests("m", recipe, RequestSource(), lambda _: METADATA, told)
     assert said == f"{recipe.keys} of 0 … 9"
     assert all(0 <= each["a"].min() <= each["a"].max() < 10 for each in made)
@@ -88,5 +88,5 @@ def test_shares_are_named_by_tier() -> None:
         ("grpcs://[::1]:8001", "https://[::1]:8002"),
     ],
 )
-def test_where_an_admin_port_is_looked_for(url: str, admin: str) -> None:
+def test_guessed_admin_addresses(url: str, admin: str) -> None:
     assert guessed_admin(url) == admin

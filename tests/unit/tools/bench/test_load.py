@@ -45,18 +45,18 @@ def test_requests_fit_the_metadata() -> None:
     assert not np.array_equal(made[0]["a"], made[1]["a"])
 
 
-def test_the_same_seed_makes_the_same() -> None:
+def test_equal_seeds_make_equal_requests() -> None:
     first, second = (from_metadata(METADATA, LoadRecipe(count=2, seed=8)) for _ in range(2))
     np.testing.assert_array_equal(first[1]["dense"], second[1]["dense"])
 
 
-def test_another_servers_integers_are_keys_and_its_flags_are_not() -> None:
+def test_64_bit_tensors_of_other_servers_are_keys() -> None:
     (tensors,) = from_metadata(OTHER, LoadRecipe(count=1, batch=3, hotness=1))
     assert (tensors["ids"].dtype, tensors["ids"].shape) == (np.uint64, (3, 1))
     assert tensors["flag"].max() <= 1
 
 
-def test_an_npz_is_sent_as_it_is_in_its_order(tmp_path: Path) -> None:
+def test_npz_requests_are_sent_unchanged_in_order(tmp_path: Path) -> None:
     arrays = {f"{n}/a": np.full((2, 3), n) for n in (10, 2, 0)} | {"2/b.offsets": np.arange(6)}
     np.savez(tmp_path / "r.npz", **arrays)  # type: ignore[arg-type]
     made = from_file(tmp_path / "r.npz", METADATA, 1)
@@ -64,7 +64,7 @@ def test_an_npz_is_sent_as_it_is_in_its_order(tmp_path: Path) -> None:
     assert [samples(tensors) for tensors in made] == [2, 5, 2]
 
 
-def test_samples_of_a_json_are_put_together(tmp_path: Path) -> None:
+def test_json_samples_are_joined_to_batches(tmp_path: Path) -> None:
     steps = [
         {"a": {"content": [n, n, n], "shape": [3]}, "dense": {"content": [0.5], "shape": [1]}}
         for n in range(5)
@@ -87,7 +87,7 @@ def test_samples_of_a_json_are_put_together(tmp_path: Path) -> None:
         ("r.txt", "", "expected the .npz or .json"),
     ],
 )
-def test_invalid_request_file_is_refused(
+def test_invalid_request_file_is_rejected(
     tmp_path: Path, name: str, content: str, says: str
 ) -> None:
     (tmp_path / name).write_text(content)

@@ -58,7 +58,7 @@ def measured(outcome: BenchResult) -> LatencyHistogram:
     return LatencyHistogram.summed(outcome.slices)
 
 
-def test_a_closed_loop_has_so_many_callers_and_sends_in_turn() -> None:
+def test_closed_loop_has_concurrency_callers_and_cycles_messages() -> None:
     served = Served()
     outcome = outcome_of(served, BenchPlan(5.0, 0.0, 3, requests=20))
     assert measured(outcome).total == 20
@@ -68,14 +68,14 @@ def test_a_closed_loop_has_so_many_callers_and_sends_in_turn() -> None:
     assert (outcome.errors, outcome.interrupted) == ({}, False)
 
 
-def test_what_is_sent_to_warm_up_is_not_measured() -> None:
+def test_warm_up_is_not_measured() -> None:
     served = Served()
     outcome = outcome_of(served, BenchPlan(0.05, 0.05, 1))
     assert outcome.warmed_up > 0
     assert measured(outcome).total + outcome.warmed_up == len(served.sent) - 1
 
 
-def test_requests_that_a_stall_kept_from_being_sent_have_waited() -> None:
+def test_latency_counts_from_the_due_time_after_a_stall() -> None:
     """Four at a time: without the clock's times, no more than four would be slow."""
     plan = BenchPlan(0.5, 0.0, 4, rate=400.0, arrivals="constant")
     outcome = outcome_of(Served(stalls_at=10, stall_s=0.25), plan)
@@ -91,26 +91,26 @@ def _bucket(seconds: float) -> int:
     return bucket(round(seconds * 1e9))
 
 
-def test_requests_come_as_often_as_asked_for_and_the_same_with_the_same_seed() -> None:
+def test_arrivals_have_the_rate_and_repeat_with_the_seed() -> None:
     plan = BenchPlan(0.2, 0.0, 99, rate=500.0, seed=4)
     counts = [measured(outcome_of(Served(), plan)).total for _ in range(2)]
     assert counts[0] == counts[1]
     assert 60 < counts[0] < 140
 
 
-def test_a_server_that_is_far_behind_is_not_waited_for() -> None:
+def test_open_loop_gives_up_when_the_server_is_far_behind() -> None:
     plan = BenchPlan(0.1, 0.0, 1, rate=1000.0, timeout_s=0.05)
     outcome = outcome_of(Served(stalls_at=2, stall_s=0.3), plan)
     assert outcome.errors["NotSent"][0] > 50
 
 
-def test_errors_are_counted_by_kind_with_the_first_ones_words() -> None:
+def test_errors_are_counted_by_kind_with_the_first_text() -> None:
     outcome = outcome_of(Served(fails=4), BenchPlan(5.0, 0.0, 1, requests=12))
     assert outcome.errors == {"Unavailable": (3, "full at number 4")}
     assert measured(outcome).total == 9
 
 
-def test_an_error_of_the_program_is_no_error_of_the_server() -> None:
+def test_program_errors_are_raised() -> None:
     class Broken(Served):
         async def send(self, message: Any, until: float) -> None:
             raise ZeroDivisionError
@@ -120,7 +120,7 @@ def test_an_error_of_the_program_is_no_error_of_the_server() -> None:
     assert raised.group_contains(ZeroDivisionError)
 
 
-def test_an_interrupt_ends_it_with_what_there_is() -> None:
+def test_interrupt_returns_partial_results() -> None:
     served = Served()
 
     def interrupt() -> None:
@@ -137,7 +137,7 @@ def test_an_interrupt_ends_it_with_what_there_is() -> None:
     assert 0 < outcome.seconds < 60
 
 
-def test_a_refusing_server_is_an_outcome_and_not_an_exception() -> None:
+def test_rejections_are_counted_not_raised() -> None:
     class Away(Served):
         async def send(self, message: Any, until: float) -> None:
             raise HpsError("nobody there")
@@ -167,7 +167,7 @@ def test_late_answers_do_not_count_as_throughput() -> None:
     assert outcome.seconds == pytest.approx(0.5)
 
 
-def test_so_many_requests_are_cut_into_slices_by_their_number() -> None:
+def test_limited_requests_are_sliced_by_number() -> None:
     outcome = outcome_of(Served(), BenchPlan(60.0, 0.0, 2, requests=200))
     assert [each.total for each in outcome.slices] == [10] * SLICES
     assert all(span > 0 for span in outcome.spans)
@@ -178,7 +178,7 @@ def test_so_many_requests_are_cut_into_slices_by_their_number() -> None:
     assert sum(span > 0 for span in few.spans) <= 3
 
 
-def test_slices_that_an_interrupted_run_did_not_reach_have_lasted_no_time() -> None:
+def test_unreached_slices_have_no_duration() -> None:
     served = Served()
 
     def interrupt() -> None:

@@ -21,9 +21,10 @@ CALL = InferCall("m", {"x": np.arange(3)})
 def sent(
     replies: list[bytes], send: int, timeout_s: float = 5.0, pause_s: float = 0.0
 ) -> tuple[list[Any], int, list[bytes]]:
-    """What became of ``send`` requests, one after the other, to a server with those ``replies``, an empty one
-    being a hang-up; how many connections there were, and what came on them."""
-    connections, came = 0, []
+    """Send ``send`` requests one after another to a server with these ``replies`` (empty: it closes).
+
+    Returns the outcomes, the number of connections and the received bytes."""
+    connections, received = 0, []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
@@ -31,7 +32,7 @@ def sent(
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().partition(b"\r\ncontent-length: ")[2].split(b"\r\n")[0])
-                came.append(head + await reader.readexactly(length))
+                received.append(head + await reader.readexactly(length))
                 reply = replies.pop(0)
                 if not reply:
                     break
@@ -63,32 +64,32 @@ def sent(
         await server.wait_closed()
         return found
 
-    return asyncio.run(whole()), connections, came
+    return asyncio.run(whole()), connections, received
 
 
 def kinds(found: list[Any]) -> list[Any]:
     return [None if each is None else type(each) for each in found]
 
 
-def test_a_connection_is_kept_and_the_same_bytes_go_out_again() -> None:
-    found, connections, came = sent([OK] * 3, 3)
+def test_http_connection_is_reused() -> None:
+    found, connections, received = sent([OK] * 3, 3)
     assert (kinds(found), connections) == ([None] * 3, 1)
-    assert came[0] == came[2]
-    assert b"Authorization: Bearer key\r\n" in came[0]
-    assert came[0].startswith(b"POST /v2/models/m/infer HTTP/1.1\r\n")
+    assert received[0] == received[2]
+    assert b"Authorization: Bearer key\r\n" in received[0]
+    assert received[0].startswith(b"POST /v2/models/m/infer HTTP/1.1\r\n")
 
 
-def test_answers_come_in_pieces() -> None:
+def test_answer_in_pieces_is_joined() -> None:
     assert kinds(sent([OK] * 2, 2, pause_s=0.01)[0]) == [None, None]
 
 
-def test_a_server_that_closes_is_connected_to_again() -> None:
+def test_sender_reconnects_after_the_server_closes() -> None:
     closing = OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
     found, connections, _ = sent([closing, OK], 2)
     assert (kinds(found), connections) == ([None, None], 2)
 
 
-def test_what_the_server_refuses_is_its_error_and_the_connection_lasts() -> None:
+def test_rejection_keeps_the_connection() -> None:
     body = b'{"error": "full"}'
     refused = b"HTTP/1.1 503 Busy\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
     found, connections, _ = sent([refused, refused.replace(b"503", b"400"), OK], 3)
@@ -97,7 +98,7 @@ def test_what_the_server_refuses_is_its_error_and_the_connection_lasts() -> None
 
 
 @pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 200 OK\r\n\r\n"])
-def test_a_server_that_breaks_off_or_says_no_length_fails_that_request(reply: bytes) -> None:
+def test_truncated_answer_or_missing_length_fails_the_request(reply: bytes) -> None:
     found, connections, _ = sent([reply, OK], 2)
     assert isinstance(found[0], Unavailable)
     assert (found[1], connections) == (None, 2)
@@ -117,26 +118,26 @@ def test_unreachable_server_is_reported() -> None:
         asyncio.run(ask())
 
 
-def test_invalid_address_is_refused() -> None:
+def test_invalid_address_is_rejected() -> None:
     with pytest.raises(ConfigError):
         open_sender("ftp://x", None, None)
 
 
-def test_answers_may_come_in_chunks() -> None:
+def test_chunked_answers_are_read() -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = b"5;x=y\r\n{\r\n\r\n\r\n1\r\n}\r\n0\r\n\r\n"
     found, connections, _ = sent([head + body] * 3, 3, pause_s=0.001)
     assert (kinds(found), connections) == ([None] * 3, 1)
 
 
-def test_chunks_of_no_size_are_no_answer() -> None:
+def test_chunk_without_a_size_is_an_error() -> None:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     found, _, _ = sent([head + b"zz\r\n{}\r\n\r\n"], 1)
     assert kinds(found) == [ServerUnreachable]
 
 
 @pytest.mark.parametrize("piece", [1, 7])
-def test_an_answer_may_come_byte_by_byte(piece: int) -> None:
+def test_answer_byte_by_byte_is_read(piece: int) -> None:
     connection = _BenchConnection()
 
     async def fed() -> bytes:

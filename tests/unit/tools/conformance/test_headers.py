@@ -1,4 +1,4 @@
-"""What a target's headers go with."""
+"""Tests of the headers of a target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Nothing(grpc.GenericRpcHandler):
         self.asked.append((details.method, dict(details.invocation_metadata)))
 
 
-def test_headers_go_with_every_call():
+def test_headers_are_sent_with_every_call():
     nothing = Nothing()
     sample = SampleRequest("m", {"x": np.ones((2, 2), np.float32)}, ("y",))
     with ThreadPoolExecutor(2) as pool:

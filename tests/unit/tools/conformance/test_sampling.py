@@ -86,7 +86,7 @@ def odd() -> Iterator[str]:
         server.shutdown()
 
 
-def test_models_that_are_named_need_no_index(odd):
+def test_named_models_need_no_index(odd):
     server = CheckedServer(odd, "", ())
     with pytest.raises(Deviation, match="404"):
         samples_of(server)
@@ -96,43 +96,43 @@ def test_models_that_are_named_need_no_index(odd):
     assert all("404" in why for why in left_out.values())
 
 
-def test_versions_may_be_several_named_or_unknown(odd):
+def test_servers_may_have_several_named_or_unknown_versions(odd):
     samples, _ = samples_of(CheckedServer(odd, "", ()), ["good", "bare"])
     for sample in samples:
         HEALTH.run(CheckedServer(odd, "", (sample,)))
     assert unknown_version(["77", "latest", "78"]) == "79"
 
 
-def test_a_server_of_the_protocol_without_extensions_is_not_accused_of_lacking_them(odd):
+def test_missing_extensions_are_not_deviations(odd):
     done = CliRunner().invoke(app, [odd, "--model", "json", "--json"])
     verdicts = {row["check"]: row["verdict"] for row in json.loads(done.stdout)}
-    for check in ("forms agree", "request ids", "compressed answers", "parameters"):
+    for check in ("equivalent forms", "request ids", "compressed answers", "parameters"):
         assert verdicts[f"http: {check}"] == "as it should"
     lacks = {check for check, verdict in verdicts.items() if verdict == "not offered"}
     assert lacks >= {
         *("http: server metadata", "http: model configuration", "http: compressed requests"),
-        *("http: raw bodies", "http: lengths that lie", "http: repository index"),
-        *("http: tritonclient http", "http: tritonclient http aio", "http: statistics only grow"),
+        *("http: raw bodies", "http: wrong lengths", "http: repository index"),
+        *("http: tritonclient http", "http: tritonclient http aio", "http: statistics"),
     }
     found = {row["check"]: row["found"] for row in json.loads(done.stdout)}
-    closed = "it closed a connection after an answer that did not say so"
-    assert verdicts["http: two forms of one tensor"] == "differs"
-    assert found["http: two forms of one tensor"]
-    assert set(found["http: two forms of one tensor"]) <= {
+    closed = "it closed a connection without announcing it in the answer"
+    assert verdicts["http: tensor in two forms"] == "differs"
+    assert found["http: tensor in two forms"]
+    assert set(found["http: tensor in two forms"]) <= {
         closed,
         "an error of the type ''",
     }, "422 is as good as 400"
 
 
-def test_refusing_named_binary_tensors_is_a_deviation(odd, monkeypatch):
+def test_rejecting_named_binary_tensors_is_a_deviation(odd, monkeypatch):
     told = {"name": "odd", "version": "1", "extensions": ["binary_tensor_data"]}
     monkeypatch.setitem(ABOUT, "/v2", told)
     metadata = next(check for check in SUITE.checks if check.name == "http: server metadata")
-    with pytest.raises(Deviation, match="refuses binary tensors"):
+    with pytest.raises(Deviation, match="rejects binary tensors"):
         metadata.run(CheckedServer(odd, "", (), binary=False))
 
 
-def test_grpc_outputs_may_have_protobufs_types():
+def test_grpc_outputs_may_be_typed():
     answer = pb.ModelInferResponse(model_name="m")
     output = answer.outputs.add(name="y", datatype="FP32", shape=[2, 1])
     output.contents.fp32_contents.extend([1.5, 2.5])
@@ -167,7 +167,7 @@ def test_one_of_each_protocol() -> None:
         assert isinstance(done.exception, ConfigError), words
 
 
-def test_http_alone_is_checked_alone(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_given_protocols_are_checked(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = [check for check in CHECKS if "tritonclient" not in check.name]
     monkeypatch.setattr("hps.tools.conformance.checks.CHECKS", ours)
     done = CliRunner().invoke(app, [f"http://{odd}", "--model", "good", "--json"])
@@ -180,10 +180,13 @@ def test_http_alone_is_checked_alone(odd: str, monkeypatch: pytest.MonkeyPatch) 
 def test_known_deviation_is_shown_with_its_reason() -> None:
     known = known_of("triton")
     known_one, other = "500 instead of 400: b'failed to parse x'", "200 instead of 400: b''"
-    assert reasons(known, "http: no json", [known_one, other])[1] == ""
-    assert "at fault" in reasons(known, "http: no json", [known_one])[0]
-    assert _judged("http: no json", "differs", (known_one,), known)["verdict"] == "known"
-    assert _judged("http: no json", "differs", (known_one, other), known)["verdict"] == "differs"
+    assert reasons(known, "http: invalid json", [known_one, other])[1] == ""
+    assert "at fault" in reasons(known, "http: invalid json", [known_one])[0]
+    assert _judged("http: invalid json", "differs", (known_one,), known)["verdict"] == "known"
     assert (
-        _judged("http: no json", "differs", (known_one,), known_of("hps"))["verdict"] == "differs"
+        _judged("http: invalid json", "differs", (known_one, other), known)["verdict"] == "differs"
+    )
+    assert (
+        _judged("http: invalid json", "differs", (known_one,), known_of("hps"))["verdict"]
+        == "differs"
     )

@@ -1,4 +1,4 @@
-"""What a check says of a server that does otherwise."""
+"""Tests of checks, their verdicts and requests."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_check_continues_after_note_and_ends_at_require():
     assert caught.value.found == ("first", "second", "third")
 
 
-def test_counts_that_never_stand_still_are_not_waited_for(monkeypatch):
+def test_steady_gives_up_on_changing_counts(monkeypatch):
     monkeypatch.setattr(target_module, "_SETTLES_S", 0.2)
     counts = itertools.count()
     assert steady(lambda: next(counts)) > 0
     assert steady(lambda: 3) == 3
 
 
-def test_not_offered_is_no_deviation():
+def test_not_offered_is_not_a_deviation():
     def lacks(target):
         raise NotOffered("trace")
 
@@ -104,7 +104,7 @@ def test_arrays_are_compared_to_the_bit():
         ({"shape": [1], "data": [1], "parameters": {"binary_data_size": 4}}, bytes(4), "twice"),
     ],
 )
-def test_answers_that_are_wrong_in_themselves(output, data, error):
+def test_inconsistent_answers_are_deviations(output, data, error):
     with pytest.raises(Deviation, match=error):
         tensors_of({"outputs": [{"name": "f", "datatype": "FP32", **output}]}, data)
 
@@ -117,6 +117,6 @@ def test_requests():
     assert request(SampleRequest("m", {"a": np.array([[1]])}, ("o",)), binary=False)[1] is None
 
 
-def test_every_check_says_what_it_is_about():
+def test_every_check_has_a_text():
     assert len({each.name for each in CHECKS}) == len(CHECKS) > 40
     assert all(each.text for each in CHECKS)

@@ -62,7 +62,7 @@ def test_keys_of_several_tables_are_drawn_once(tmp_path):
 
 
 @pytest.mark.parametrize("asked", [["--tables", 5], ["--dense", 4]])
-def test_a_preset_is_as_it_is(tmp_path, asked):
+def test_preset_rejects_other_sizes(tmp_path, asked):
     words = ["generate", "model", "m", "--preset", "hugectr", "--repository", tmp_path, *asked]
     done = CliRunner().invoke(main, list(map(str, words)))
     assert done.exit_code == 2
@@ -76,7 +76,7 @@ def test_a_preset_without_a_network(tmp_path):
     assert (len(version.spec.tables), version.spec.dense) == (26, None)
 
 
-def test_the_model_is_served_and_answers(models, tmp_path):
+def test_generated_model_is_served(models, tmp_path):
     made = GeneratedRequests(Repository(models).open("ctr"), RequestRecipe(batch=3))
     settings = {
         "models": {"repository": str(models), "serve": {"ctr": {}}},
@@ -92,7 +92,7 @@ def test_the_model_is_served_and_answers(models, tmp_path):
         assert answer.defaulted == 0
 
 
-def test_the_same_seed_makes_the_same(models):
+def test_equal_seeds_make_equal_requests(models):
     version = Repository(models).open("ctr")
     first, second, third = (
         GeneratedRequests(version, RequestRecipe(), seed).one() for seed in (1, 1, 2)
@@ -113,7 +113,7 @@ def test_ragged_requests_and_offsets_of_keys(models):
     assert set(request["two"].reshape(-1).tolist()) <= set(range(100, 120))
 
 
-def test_what_the_help_shows_of_ragged_requests(models, tmp_path):
+def test_help_example_of_ragged_requests_runs(models, tmp_path):
     run("model", "open", "--repository", models, "--ragged", "--rows", 50, "--dim", 4)
     recipe = ["--batch", 64, "--hotness", 20, "--ragged", "--count", 1]
     run("requests", "open", "--repository", models, *recipe, "--out", tmp_path / "r.npz")
@@ -134,7 +134,7 @@ def test_what_the_help_shows_of_ragged_requests(models, tmp_path):
         assert node.predict("open", request, dense).outputs["score"].shape == (64, 1)
 
 
-def test_keys_that_no_row_has(models):
+def test_unknown_keys_have_no_row(models):
     request = GeneratedRequests(
         Repository(models).open("words"), RequestRecipe(batch=4000, unknown=0.25)
     ).one()
@@ -166,7 +166,7 @@ def test_files(models, tmp_path):
         assert arrays["1/f1"].shape == (3, 1)
 
 
-def test_mistakes(models, tmp_path):
+def test_invalid_options_are_rejected(models, tmp_path):
     bags = Repository(models).open("bags")
     ragged = GeneratedRequests(bags, RequestRecipe(hotness=3, ragged=True, batch=2))
     with pytest.raises(ConfigError, match="perf_analyzer cannot send ragged"):

@@ -15,7 +15,7 @@ def drawn(text, rows=1000, n=100_000, seed=1):
 
 @pytest.mark.parametrize("text", ["uniform", "zipf:0.85", "zipf:1", "zipf", "hot:0.2,0.8"])
 @pytest.mark.parametrize("rows", [1, 2, 1000, 3 * 10**9])
-def test_rows_are_rows(text, rows):
+def test_drawn_numbers_are_row_numbers(text, rows):
     numbers = drawn(text, rows, 2000)
     assert numbers.dtype == np.int64
     assert 0 <= numbers.min() <= numbers.max() < rows
@@ -44,7 +44,7 @@ def test_hot_rows_are_not_neighbours():
     assert np.diff(np.sort(hot)).max() > 5
 
 
-def test_a_trace_is_followed_and_begins_again(tmp_path):
+def test_trace_is_repeated_at_its_end(tmp_path):
     path = tmp_path / "trace.npy"
     np.save(path, np.array([5, 3, 9]))
     draw = distribution(f"trace:{path}", 10)
@@ -62,11 +62,11 @@ def test_a_trace_is_followed_and_begins_again(tmp_path):
     "text",
     ["", "normal", "zipf:x", "zipf:0", "hot:0.2", "hot:2,1", "trace:", "trace:/none", "uniform:1"],
 )
-def test_invalid_distributions_are_refused(text):
+def test_invalid_distributions_are_rejected(text):
     with pytest.raises(ConfigError, match="distribution of keys"):
         distribution(text, 10)
 
 
-def test_a_table_without_rows():
+def test_table_without_rows_is_rejected():
     with pytest.raises(ConfigError, match="without rows"):
         distribution("uniform", 0)
