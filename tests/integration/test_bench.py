@@ -191,4 +191,4 @@ def test_ctrl_c_prints_partial_results(small_server: Hps) -> None:
         out, err = process.communicate(timeout=20)
     assert process.returncode == 130, err
     assert "requests/s" in out
-    assert "interrupted: this is what there was" in err
+    assert "interrupted: these are the results until then" in err

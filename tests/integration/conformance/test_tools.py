@@ -129,7 +129,7 @@ def test_hps_conformance(target_of, server):
         health = found["grpc: health service"]
         assert (health["verdict"], health["why"]) == (
             "known",
-            ["it says SERVING of any service; grpc.health.v1 says NOT_FOUND"],
+            ["it returns SERVING for any service; grpc.health.v1 requires NOT_FOUND"],
         )
         assert CliRunner().invoke(app, [f"grpc://{target.grpc}", "--strict"]).exit_code == 1
 
