@@ -17,6 +17,7 @@ from hps.cuda.loader import cupy
 from hps.dense.onnx import OnnxModel
 from hps.errors import BadRequest, ConfigError, DeadlineExceeded
 from hps.models.version_writer import write_version
+from hps.node import gpu_caches
 from hps.node.gpu_caches import device_count
 from hps.observability.metric_names import FEATURE_KEYS, GPU_MEMORY_TOTAL, LOOKUP_KEYS
 from hps.observability.profile import Profile
@@ -112,6 +113,12 @@ def table_of(node, name):
     return node.model("m").tables[name]
 
 
+def require_network_on_gpu(node):
+    """Skip the test if the network of ``node``, which has a real GPU or its twin, runs on the CPU."""
+    if not gpu_caches.runs_on_gpu(node.model("m").pipeline.dense):
+        pytest.skip("the network runs on the CPU: onnxruntime-gpu or its CUDA libraries are missing")
+
+
 def request_of(keys, batch):
     rng = np.random.default_rng(batch)
 
@@ -186,16 +193,33 @@ def test_resident_gpu_rows_give_the_scores_of_host_rows(pair, batch):
     assert len(cache.fetched) == fetched  # one launch each, nothing else
 
 
-def test_profile_shows_the_work_of_the_device(both):
-    node, _ = both
-    features, dense = request_of(np.arange(200), 7)
+def profiled_device_part(node, keys):
+    """The part ``device`` in the profile of a prediction."""
+    features, dense = request_of(keys, 7)
     profile = Profile()
     request = PredictRequest(jagged_keys(features), dense, origin=profile)
     node.model("m").pipeline.predict(request)
     (device,) = [part for part in profile.parts if part.name == "device"]
+    return device
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(None, marks=pytest.mark.gpu)])
+def test_profile_shows_the_work_of_the_device(open_node, gpus):
+    """With static tables, which hold every row: a table filled to its capacity may have evicted some."""
+    tables = {name: {"gpu_static": True} for name in ("users", "items")}
+    node, _ = open_node(gpus=gpus, gpu={"share": 1.0, "use": "required"}, tables=tables)
+    require_network_on_gpu(node)
+    device = profiled_device_part(node, np.arange(200))
     rows, network = device.parts
     assert (rows.name, network.name) == ("rows", "network")
     assert 0 < rows.ns + network.ns <= device.ns
+
+
+def test_profile_shows_rows_and_network_twice_when_a_row_is_missing(pair):
+    """The network has run before the missing row is detected, and runs again with the completed rows."""
+    node, _, _ = pair
+    names = [part.name for part in profiled_device_part(node, np.arange(900, HELD)).parts]
+    assert names == ["rows", "network", "rows", "network"]
 
 
 @pytest.mark.parametrize("first", [0, HELD - 100])
@@ -294,6 +318,7 @@ def test_recorded_runs_equal_plain_runs_during_writes(open_node, monkeypatch):
         lambda *arguments: made.append(recording.record(*arguments)) or made[-1],
     )
     node, _ = open_node(gpus=None, gpu={"share": 0.5, "use": "required"})
+    require_network_on_gpu(node)
     plain, _ = open_node(gpus=None, gpu={"use": "off"}, dense={"provider": "cpu"})
     table, keys = table_of(node, "users"), np.arange(HELD)
     with ThreadPoolExecutor(1) as pool:
