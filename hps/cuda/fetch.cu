@@ -1,11 +1,11 @@
-// fetch_kernel: probe, copy the rows found, stamp them, list the keys that are missing; all tables
-// at once. sweep_kernel: copy rows that it left for later.
+// fetch_kernel: search keys, copy and stamp the found rows, list the missing keys; all tables in
+// one launch. sweep_kernel: copy the rows that fetch_kernel deferred.
 //
 // Per part: keys (n,) i64, optional positions (n,) i64 into them, out (·, dim), versions (·,) u64,
 // source (·,) u8; misses (total,) u32 are positions in the batch (part.base + i) in no order,
-// miss_count (1,) u32. Launch: BLOCK threads; a tile of T threads works on a key; a part begins
-// with a whole block, so that a block needs to look up its part once. Runs beside any number of
-// fetches and one writer (README.md). Twin: twin.py TwinTable.fetch.
+// miss_count (1,) u32. Launch: BLOCK threads; a tile of T threads works on a key; a part begins at
+// a block, so that all keys of a block are of one part. Any number of fetches and one writer may
+// run in parallel (README.md). Twin: twin.py TwinTable.fetch.
 #include "hash_table.cuh"
 
 struct FetchPart {
@@ -27,7 +27,7 @@ struct FetchPart {
   u32 base;
   u32 first_block;
   u32 now;
-  u32 policy;  // 0: hits leave no trace
+  u32 policy;  // 0: hits are not stamped
   u32 code;
 };
 
@@ -36,17 +36,17 @@ constexpr int PARTS = 32;
 struct FetchArgs {
   u32* misses;
   u32* miss_count;
-  u32* done;    // with result: (1,), blocks that have ended
-  u32* result;  // in host memory, or null: gets miss_count, which is zero again afterwards
-  u32* later;   // SWEEP: (total,) rows that are left to sweep_kernel, else NO_ROW
+  u32* done;    // with result: (1,), the number of blocks that have ended
+  u32* result;  // in host memory, or null: receives miss_count, which is reset to zero
+  u32* later;   // SWEEP: (total,) rows deferred to sweep_kernel, else NO_ROW
   u32 parts;
-  unsigned short window;        // sweep_kernel: which window of pinned host memory is read
+  unsigned short window;        // sweep_kernel: the window of pinned host memory to read
   unsigned short window_shift;  // a window's bytes: 1 << this
   FetchPart part[PARTS];
 };
 
-static_assert(sizeof(FetchPart) == 120, "as launch.py has it");
-static_assert(sizeof(FetchArgs) == 48 + PARTS * 120, "as launch.py has it");
+static_assert(sizeof(FetchPart) == 120, "must equal launch.FETCH_PART");
+static_assert(sizeof(FetchArgs) == 48 + PARTS * 120, "must equal launch.FETCH_ARGS");
 
 constexpr int ROWS = 0;     // rows only
 constexpr int TIER = 1;     // rows, versions, sources; tombstones end the search
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store(unit* to, unit value) {
 }
 template <>
 __device__ __forceinline__ void store(uint4* to, uint4 value) {
-  __stcs(to, value);  // not read again soon: leave the second-level cache to lines and rows
+  __stcs(to, value);  // not read again soon: keeps the second-level cache for lines and rows
 }
 
 template <typename unit>
@@ -74,7 +74,7 @@ __device__ __forceinline__ uint4 load(const uint4* from) {
   return value;
 }
 
-// MOVES > 0: every thread of the tile makes that many moves, all loads before the first store.
+// MOVES > 0: every thread of the tile moves so many units, all loads before the first store.
 template <int T, int UNIT, int MOVES>
 __device__ __forceinline__ void copy_row(const FetchPart& p, u32 row, size_t i,
                                          const Tile<T>& tile) {
@@ -95,32 +95,32 @@ __device__ __forceinline__ void copy_row(const FetchPart& p, u32 row, size_t i,
   }
 }
 
-// Appends the positions of missing keys: one atomic addition a warp, if any misses. All threads of
-// the warp call it. (By the block it would be fewer additions, and every warp would stay until the
-// block's slowest key is done: 2 to 3 % slower up to 128-byte rows, no faster above.)
+// Appends the positions of missing keys, with one atomic addition per warp that has any. All
+// threads of the warp must call it. (One addition per block makes every warp wait for the block's
+// slowest key: 2 to 3 % slower with rows up to 128 bytes, no faster with longer ones.)
 __device__ __forceinline__ void list_miss(const FetchArgs& a, bool miss, u32 position) {
-  const u32 lost = __ballot_sync(0xffffffffu, miss);
-  if (!lost) return;
-  const int lane = threadIdx.x & 31, first = __ffs(lost) - 1;
+  const u32 missing = __ballot_sync(0xffffffffu, miss);
+  if (!missing) return;
+  const int lane = threadIdx.x & 31, first = __ffs(missing) - 1;
   u32 start = 0;
-  if (lane == first) start = atomicAdd(a.miss_count, (u32)__popc(lost));
+  if (lane == first) start = atomicAdd(a.miss_count, (u32)__popc(missing));
   start = __shfl_sync(0xffffffffu, start, first);
-  if (miss) a.misses[start + __popc(lost & ((1u << lane) - 1))] = position;
+  if (miss) a.misses[start + __popc(missing & ((1u << lane) - 1))] = position;
 }
 
 #ifdef HPS_SLOW_READS
-// For the race test: some keys take their time between the slot and the row.
+// For the race test: delays some keys between the reads of slot and row.
 __device__ bool is_slow(u64 hash) { return ((hash >> 20) & 63) == 0; }
 #endif
 
-// The window that a row lies in; the first has those in device memory as well. Many rows of a large
-// pinned memory are read window by window: a device reaches only so much of it at full speed
-// (README.md).
+// The window that holds a row; rows in device memory count as in the first. Batches that read much
+// of a large pinned memory are read window by window, because a device reads only a limited range
+// of it at full speed (README.md).
 __device__ __forceinline__ u32 window_of(const FetchArgs& a, const FetchPart& p, u32 row) {
   return row < p.on_device ? 0 : (u32)(((u64)(row - p.on_device) * p.stride) >> a.window_shift);
 }
 
-// Writes what the word found says about key i. Returns whether the key is answered.
+// Writes the result for key i from the found slot's word. Returns whether the key is resolved.
 template <int T, int UNIT, int MOVES, int FORM, bool SWEEP>
 __device__ __forceinline__ bool answer(const FetchArgs& a, const FetchPart& p, u32 word, size_t i,
                                        u32& later, const Tile<T>& tile) {
@@ -131,8 +131,8 @@ __device__ __forceinline__ bool answer(const FetchArgs& a, const FetchPart& p, u
     return true;
   }
   if (FORM == TIER) {
-    // Past the first-level cache, which may have a neighbour's sector from before this one was
-    // filled.
+    // Bypasses the first-level cache, which may hold this sector as it was before the version was
+    // written.
     const u64 version = __ldcg(p.row_versions + row);
     if (word & TOMBSTONE && version < p.oldest_tombstone) return false;
     if (tile.rank == 0) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ bool answer(const FetchArgs& a, const FetchPart& p, u
   return true;
 }
 
-// Looks for key i of the part; the same for all threads of the tile.
+// Fetches key i of the part; i must be the same for all threads of the tile.
 template <int T, int UNIT, int MOVES, int FORM, bool STAMP, bool SWEEP>
 __device__ __forceinline__ bool fetch_one(const FetchArgs& a, const FetchPart& p, u32 i,
                                           const Tile<T>& tile) {
@@ -175,17 +175,17 @@ __device__ __forceinline__ bool fetch_one(const FetchArgs& a, const FetchPart& p
   return hit;
 }
 
-__device__ __forceinline__ const FetchPart& own_part(const FetchArgs& a) {
+__device__ __forceinline__ const FetchPart& part_of_block(const FetchArgs& a) {
   int index = 0;
   while (index + 1 < (int)a.parts && a.part[index + 1].first_block <= blockIdx.x) index++;
   return a.part[index];
 }
 
-// 32 registers fill the multiprocessor with threads; versions and sources need more.
+// 32 registers allow full occupancy of the multiprocessor; versions and sources need more.
 template <int T, int UNIT, int MOVES, int FORM, bool STAMP, bool SWEEP>
 __global__ void __launch_bounds__(BLOCK, FORM == TIER ? 6 : 8)
     fetch_kernel(const __grid_constant__ FetchArgs a) {
-  const FetchPart& p = FORM == TIER ? own_part(a) : a.part[0];
+  const FetchPart& p = FORM == TIER ? part_of_block(a) : a.part[0];
   const Tile<T> tile;
   const u32 i = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
   bool miss = false;
@@ -203,11 +203,11 @@ __global__ void __launch_bounds__(BLOCK, FORM == TIER ? 6 : 8)
   }
 }
 
-// Copies the rows that fetch_kernel left for later and that lie in one window. They do not change
-// while it is under way: the fetch ends with its last launch. Launched as that.
+// Copies the deferred rows of one window. They do not change meanwhile, because the fetch ends with
+// its last launch. Launched like fetch_kernel.
 template <int T, int UNIT, int MOVES>
 __global__ void __launch_bounds__(BLOCK) sweep_kernel(const __grid_constant__ FetchArgs a) {
-  const FetchPart& p = own_part(a);
+  const FetchPart& p = part_of_block(a);
   const Tile<T> tile;
   const u32 i = (blockIdx.x - p.first_block) * (BLOCK / T) + threadIdx.x / T;
   if (i >= p.n) return;

@@ -1,7 +1,7 @@
-// The table's layout and the probe that all kernels share; see layout.py and README.md.
+// The table's layout and the search that all kernels share; see layout.py and README.md.
 //
-// A tile is T neighbouring threads of a warp that work on one key together; its first four each
-// look at one slot of a half bucket. Twin: layout.py, twin.py.
+// A tile is T neighbouring threads of a warp that work on one key together; each of the first four
+// reads one slot of a half bucket. Twin: layout.py, twin.py.
 #pragma once
 
 typedef unsigned long long u64;
@@ -47,8 +47,8 @@ __device__ __forceinline__ u32 second_half(u64 hash, u32 buckets, u32 home) {
   return b * 2;
 }
 
-// A slot's three fields, always read as one; written as one unless only the word or the score
-// changes.
+// The three fields of a slot, always read as one value; also written as one, unless only the word
+// or the score changes.
 struct Slot {
   u64 key;
   u32 word, score;
@@ -66,14 +66,14 @@ __device__ __forceinline__ Slot slot_of(u64 key, u64 rest) {
   return slot;
 }
 
-// A 16-byte load of one thread comes from one sector, so key and word belong together.
+// A 16-byte load of one thread reads one sector, so key and word are consistent.
 __device__ __forceinline__ Slot load_slot(const char* at) {
   u64 key, rest;
   asm volatile("ld.global.cg.v2.u64 {%0, %1}, [%2];" : "=l"(key), "=l"(rest) : "l"(at));
   return slot_of(key, rest);
 }
 
-// The same, asking the second-level cache to keep the line.
+// Like load_slot, with a hint to the second-level cache to keep the line.
 __device__ __forceinline__ Slot load_slot_kept(const char* at, u64 policy) {
   u64 key, rest;
   asm volatile("ld.global.cg.L2::cache_hint.v2.u64 {%0, %1}, [%2], %3;"
@@ -102,7 +102,8 @@ struct Tile {
     rank = lane & (T - 1);
     mask = (u32)((1ULL << T) - 1) << (lane & ~(T - 1));
   }
-  // The lane of the thread of the tile for which `it` is true, or -1. At most one may be.
+  // The lane of the thread of the tile for which `it` is true, or -1. It may be true for one at
+  // most.
   __device__ __forceinline__ int which(bool it) const {
     return __ffs(__ballot_sync(mask, it) & mask) - 1;
   }
@@ -121,15 +122,15 @@ __device__ __forceinline__ int holder(const Slot& slot, u64 key, const Tile<T>& 
   return tile.which(probes && slot.key == key && !(slot.word & EMPTY));
 }
 
-// Where a key is: `lane` of the tile (or -1) has its slot, at `place`.
+// The slot of a key: `lane` of the tile has read it, at `place`; -1: not found.
 struct Found {
   Slot slot;
   char* place;
   int lane;
 };
 
-// A half bucket: each of the tile's first four threads has a slot of it, or both threads of a tile
-// of two have two.
+// A half bucket: each of the tile's first four threads holds one slot, or each thread of a tile of
+// two holds two.
 template <int T>
 struct Half {
   static constexpr int EACH = T < HALF ? HALF / T : 1;
@@ -148,7 +149,7 @@ __device__ __forceinline__ Half<T> load_half(char* lines, u32 half, const Tile<T
   return loaded;
 }
 
-// Takes the slot that holds `key` into `found`, if this thread has it.
+// Sets `found` if this thread has read the slot of `key`.
 template <int T>
 __device__ __forceinline__ void pick(Found& found, const Half<T>& loaded, char* lines, u32 half,
                                      u64 key, const Tile<T>& tile) {
@@ -160,9 +161,9 @@ __device__ __forceinline__ void pick(Found& found, const Half<T>& loaded, char* 
     }
 }
 
-// Looks for a key whose home half is loaded already. The other three take least time when they are
-// loaded at once. SINGLY: one after the other, which takes fewest bytes; wide tiles, which bytes
-// hold up sooner, look into the home bucket's other half alone in any case.
+// Finds a key whose home half is already loaded. Loading the other three halves at once takes the
+// least time. SINGLY: one after the other, which reads the fewest bytes; wide tiles, which
+// bandwidth limits sooner, always load the home bucket's other half separately.
 template <int T, bool KEEP, bool SINGLY = false>
 __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 hash, u32 home,
                                       const Half<T>& loaded, const Tile<T>& tile, u64 policy) {
@@ -191,17 +192,16 @@ __device__ __forceinline__ Found look(char* lines, u32 buckets, u64 key, u64 has
   return found;
 }
 
-// How late a row makes room: the lowest rank first. Scores wrap and are told apart over half of
-// their range on either side of `now`.
+// The eviction rank of a score; the lowest is evicted first. Scores wrap; they are ordered over
+// half of their range on either side of `now`.
 __device__ __forceinline__ u32 rank_of(u32 score, u32 now) { return (score - now) ^ 1u << 31; }
 
-// A hit's trace in the score of its slot. Scores are hints: a trace that meets a write of the slot
-// may be lost or fall to the slot's next key. `policy`: LRU | age << POLICY_BITS, where scores
-// younger than the age stay, or LFU.
+// Records a hit in the score of its slot. Scores are hints: a stamp that races with a write of the
+// slot may be lost or go to the slot's next key. `policy`: LRU | age << POLICY_BITS, where scores
+// younger than the age are kept, or LFU.
 __device__ __forceinline__ void stamp_slot(char* slot, u32 score, u32 now, u32 policy) {
   if ((policy & ((1u << POLICY_BITS) - 1)) == LRU) {
-    if (now - score >= policy >>
-        POLICY_BITS)  // cheaper than a store, which two fetches could set back besides
+    if (now - score >= policy >> POLICY_BITS)  // cheaper than a store, which could also lower it
       asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" ::"l"(score_of(slot)), "r"(now)
                    : "memory");
   } else if (policy == LFU) {
@@ -213,8 +213,8 @@ __device__ __forceinline__ void stamp_slot(char* slot, u32 score, u32 now, u32 p
   }
 }
 
-// Rows by number: the first `on_device` of a table in device memory, the others in pinned host
-// memory, whose address is given as if those on the device stood before them.
+// The address of a row: the first `on_device` rows of a table are in device memory, the others in
+// pinned host memory; host_rows is that memory's address minus the size of the rows on the device.
 template <typename P>
 __device__ __forceinline__ char* row_at(const P& p, u32 row, u32 stride) {
   return (char*)(row < p.on_device ? p.rows : p.host_rows) + (size_t)row * stride;

@@ -1,13 +1,13 @@
-// pool_kernel: the rows of each bag of keys, summed or averaged, straight from the cache; all
-// tables at once. pool_rows_kernel: likewise, of rows that were fetched; see there.
+// pool_kernel: sum or average the rows of each bag of keys straight from the cache; all tables in
+// one launch. pool_rows_kernel: the same for rows that were fetched; see there.
 //
 // Per part: keys (n,) i64; offsets (bags + 1,) i64, or null and `hotness` keys a bag; optional
 // weights (n,) f32; out (bags, dim). Sums in float32, one by one in the order of the keys, each
-// operation rounded: to the bit what the host's kernels give (but for a NaN's payload). A mean
-// divides by the weights' sum (the number of keys without weights), and is zero where that is 0, as
-// an empty bag is. A key without a row is counted in `missing`: the outs have no meaning then.
+// operation rounded: bitwise equal to the host's kernels (except for a NaN's payload). A mean
+// divides by the sum of weights (without weights the number of keys), and is zero if that is 0; so
+// is an empty bag. Keys without a row are counted in `missing`: the outs are undefined then.
 // Launch: BLOCK threads; a tile of T threads works on a bag, UNIT values each at a time; a part
-// begins with a whole block. Runs beside any number of fetches and one writer (README.md).
+// begins at a block. Any number of fetches and one writer may run in parallel (README.md).
 // Reference: hps/lookup/pooling.py.
 #include "hash_table.cuh"
 
@@ -37,15 +37,15 @@ constexpr int PARTS = 32;
 
 struct PoolArgs {
   u32* missing;
-  u32* done;    // (1,) blocks that have ended
-  u32* result;  // in host memory: gets missing, which is zero again afterwards
+  u32* done;    // (1,) the number of blocks that have ended
+  u32* result;  // in host memory: receives missing, which is reset to zero
   u32 parts;
   u32 unused;
   PoolPart part[PARTS];
 };
 
-static_assert(sizeof(PoolPart) == 104, "as launch.py has it");
-static_assert(sizeof(PoolArgs) == 32 + PARTS * 104, "as launch.py has it");
+static_assert(sizeof(PoolPart) == 104, "must equal launch.POOL_PART");
+static_assert(sizeof(PoolArgs) == 32 + PARTS * 104, "must equal launch.POOL_ARGS");
 
 template <int UNIT>
 struct Values {
@@ -103,7 +103,8 @@ __device__ __forceinline__ Values<UNIT> all(float value) {
   return values;
 }
 
-// The values `at` of a bag's result, summed over keys begin … end. Returns the keys without a row.
+// Sums the values `at` over the keys begin … end of a bag. Returns the number of keys without a
+// row.
 template <int T, int UNIT>
 __device__ __forceinline__ u32 sum_bag(const PoolPart& p, i64 begin, i64 end, u32 at, bool real,
                                        Values<UNIT>& sum, float& total, const Tile<T>& tile) {
@@ -113,7 +114,7 @@ __device__ __forceinline__ u32 sum_bag(const PoolPart& p, i64 begin, i64 end, u3
   Half<T> half = load_half<T, false>(p.lines, home, tile, 0);
   for (i64 k = begin; k < end; k++) {
     const Found found = look<T, false>(p.lines, p.buckets, key, hash, home, half, tile, 0);
-    if (k + 1 < end) {  // the next key's slot is under way while this one's row is
+    if (k + 1 < end) {  // loads the next key's slots in parallel to this key's row
       key = p.keys[k + 1], hash = mix(key);
       home = home_half(hash, p.buckets);
       half = load_half<T, false>(p.lines, home, tile, 0);
@@ -147,7 +148,7 @@ __device__ __forceinline__ u32 pool_bag(const PoolPart& p, u32 bag, const Tile<T
   u32 missing = 0;
   for (u32 first = 0; first < units; first += T) {
     const u32 at = first + tile.rank;
-    Values<UNIT> sum = all<UNIT>(-0.0f);  // -0 + x is x, of either sign
+    Values<UNIT> sum = all<UNIT>(-0.0f);  // -0 + x is x for either sign of zero
     float total = 0;
     if (begin < end) missing = sum_bag<T, UNIT>(p, begin, end, at, at < units, sum, total, tile);
     if (p.mean) {
@@ -179,11 +180,10 @@ __global__ void __launch_bounds__(BLOCK) pool_kernel(const __grid_constant__ Poo
   }
 }
 
-// pool_rows_kernel: the bags of rows that were fetched, all features at once.
+// pool_rows_kernel: pool bags of fetched rows, all features in one launch.
 //
-// Per part: rows (n, dim) and source (n,) u8, one per key; fallback (dim,) stands for rows whose
-// source is 0; offsets, hotness, weights, mean and out as for pool_kernel. Launch and reference
-// likewise.
+// Per part: rows (n, dim) and source (n,) u8, one per key; fallback (dim,) replaces rows whose
+// source is 0; offsets, hotness, weights, mean, out, launch and reference as for pool_kernel.
 struct BagsPart {
   const char* rows;
   const u8* source;
@@ -205,8 +205,8 @@ struct BagsArgs {
   BagsPart part[PARTS];
 };
 
-static_assert(sizeof(BagsPart) == 72, "as launch.py has it");
-static_assert(sizeof(BagsArgs) == 8 + PARTS * 72, "as launch.py has it");
+static_assert(sizeof(BagsPart) == 72, "must equal launch.BAGS_PART");
+static_assert(sizeof(BagsArgs) == 8 + PARTS * 72, "must equal launch.BAGS_ARGS");
 
 template <int UNIT>
 __device__ __forceinline__ void pool_unit(const BagsPart& p, u32 bag, u32 at) {

@@ -1,6 +1,6 @@
 // clear, export and gather: launches over the whole table or over row numbers.
 //
-// One writer or none beside; readers may run beside export and gather. Twin: TwinTable.resident.
+// Readers and one writer may run in parallel to export and gather. Twin: TwinTable.resident.
 #include "hash_table.cuh"
 
 struct ScanArgs {
@@ -14,22 +14,23 @@ struct ScanArgs {
   u64* versions;           // gather: (·,) or null
   char* out;               // gather: (·, dim)
   u64* count;              // export: rows, tombstones
-  u64 limit;               // export: room in keys
-  const u64* slot_scores;  // export: by slot, where the caller gave them; else null
-  u64 least;               // export: the lowest rank wanted
+  u64 limit;               // export: the length of keys
+  const u64* slot_scores;  // export: the caller's scores by slot, or null
+  u64 least;               // export: the lowest rank to export
   u32 buckets;
   u32 stride;
   u32 row_bytes;
   u32 on_device;
   u32 n;
-  u32 now;    // export: what ranks are counted from
+  u32 now;    // export: the reference of ranks
   u32 fresh;  // clear: a new table, 1 with a row for each slot, 2 without
   u32 unused;
 };
 
-static_assert(sizeof(ScanArgs) == 136, "as launch.py has it");
+static_assert(sizeof(ScanArgs) == 136, "must equal launch.SCAN_ARGS");
 
-// A new table, nothing else may run; or every slot empty, beside readers. A thread per slot.
+// Initializes a new table, while nothing else runs, or empties every slot, while readers may run. A
+// thread per slot.
 __global__ void __launch_bounds__(BLOCK) clear_kernel(const __grid_constant__ ScanArgs a) {
   const u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x;
   if (at >= (u64)a.buckets * WAYS) return;
@@ -42,8 +43,8 @@ __global__ void __launch_bounds__(BLOCK) clear_kernel(const __grid_constant__ Sc
   }
 }
 
-// Keys, row numbers and scores of the resident rows whose rank, by which rows make room, is at
-// least `least`. A thread per slot.
+// Exports keys, row numbers and scores of the resident rows whose eviction rank is at least
+// `least`. A thread per slot.
 __global__ void __launch_bounds__(BLOCK) export_kernel(const __grid_constant__ ScanArgs a) {
   const u64 at = (u64)blockIdx.x * BLOCK + threadIdx.x;
   Slot slot = {0, EMPTY, 0};
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(BLOCK) export_kernel(const __grid_constant__ S
   __shared__ u64 start;
   if (lane == 0) before[warp] = __popc(votes);
   const int tombstones = __syncthreads_count(dead);
-  if (threadIdx.x == 0) {  // one addition a block: they all meet in one place
+  if (threadIdx.x == 0) {  // one addition per block, because all add to the same counter
     u32 total = 0;
     for (int w = 0; w < BLOCK / 32; w++) {
       const u32 here = before[w];
@@ -76,8 +77,8 @@ __global__ void __launch_bounds__(BLOCK) export_kernel(const __grid_constant__ S
   a.scores[to] = score;
 }
 
-// Rows by number: what fetch would cost if no key had to be looked for. A tile of T threads per
-// row.
+// Copies rows by number: a fetch without the search, the lower bound of its cost. A tile of T
+// threads per row.
 template <int T, int UNIT>
 __global__ void __launch_bounds__(BLOCK) gather_kernel(const __grid_constant__ ScanArgs a) {
   typedef typename Unit<UNIT>::type unit;

@@ -1,11 +1,10 @@
-// scatter_kernel: rows that were found in host memory to where they are wanted; all tables at once.
+// scatter_kernel: write rows found in host memory to their positions; all tables in one launch.
 //
 // Per part: rows (·, dim), row_versions (·,) u64, sources (·,) u8 of distinct keys; picks (n,) i64
 // into them, or null for the i-th; positions (n,) i64 into out (·, dim), versions (·,) u64, source
-// (·,) u8. A source of UNANSWERED leaves everything as it is, 0 (a
-// deleted key) writes the version only. The inputs may lie in pinned host memory. Launch: BLOCK
-// threads; a tile of T threads works on a row; a part begins with a whole block. Twin: NumPy
-// indexing.
+// (·,) u8. A source of UNANSWERED writes nothing, a source of 0 (a deleted key) writes only the
+// version. The inputs may be in pinned host memory. Launch: BLOCK threads; a tile of T threads
+// works on a row; a part begins at a block. Twin: NumPy indexing.
 #include "hash_table.cuh"
 
 struct ScatterPart {
@@ -32,8 +31,8 @@ struct ScatterArgs {
   ScatterPart part[PARTS];
 };
 
-static_assert(sizeof(ScatterPart) == 80, "as launch.py has it");
-static_assert(sizeof(ScatterArgs) == 8 + PARTS * 80, "as launch.py has it");
+static_assert(sizeof(ScatterPart) == 80, "must equal launch.SCATTER_PART");
+static_assert(sizeof(ScatterArgs) == 8 + PARTS * 80, "must equal launch.SCATTER_ARGS");
 
 template <int T, int UNIT>
 __global__ void __launch_bounds__(BLOCK) scatter_kernel(const __grid_constant__ ScatterArgs a) {

@@ -1,10 +1,10 @@
-// insert, update and delete: dedup, then place and show in turns over slices of the batch;
-// README.md says what must lie between two writes and why.
+// insert, update and delete: dedup, then place and publish, in launches over slices of the batch;
+// README.md says which steps must come between two writes and why.
 //
-// keys (n,) i64, vectors (n, dim), versions (n,) u64, optional scores (n,) u64 where the caller
-// gives them; position (n,) u32; scratch (a power of two >= 2 n,) u32, filled with NO_ROW; spare
-// (>= n,) u32. One writer at a time; any number of fetches beside it. Twin: twin.py TwinTable.write
-// (and newest_of_each of hps/tiers/base.py for dedup_kernel).
+// keys (n,) i64, vectors (n, dim), versions (n,) u64, optional scores (n,) u64 from the caller;
+// position (n,) u32; scratch (a power of two >= 2 n,) u32, filled with NO_ROW; spare (>= n,) u32.
+// One writer at a time, in parallel to any number of fetches. Twin: twin.py TwinTable.write (and
+// newest_of_each of hps/tiers/base.py for dedup_kernel).
 #include "hash_table.cuh"
 
 struct WriteArgs {
@@ -17,10 +17,10 @@ struct WriteArgs {
   const u64* keys;
   const char* vectors;
   const u64* versions;
-  const u64* scores;  // SCORED, or null: 0 for new rows, the others keep theirs
-  u32* position;      // null: every key stands once
+  const u64* scores;  // SCORED, or null: new rows get 0, resident rows keep theirs
+  u32* position;      // null: no key is repeated
   u32* scratch;
-  u32* counters;  // admitted, evicted, dropped, blocks that have ended; zero before and after
+  u32* counters;  // admitted, evicted, dropped, ended blocks; zero before and after
   u32* result;    // in host memory: admitted, evicted, dropped
   u64 oldest_tombstone;
   u32 buckets;
@@ -29,21 +29,21 @@ struct WriteArgs {
   u32 on_device;
   u32 n;
   u32 scratch_mask;
-  u32 start;  // a new row's score in its slot
+  u32 start;  // the score of a new row
   u32 policy;
   u32 tombstone;  // deletions: no vectors
-  u32 age;        // in full buckets: ticks that a slot elsewhere must be staler than one at home
+  u32 age;        // in full buckets: ticks by which a slot outside the home half must be older
 };
 
-static_assert(sizeof(WriteArgs) == 160, "as launch.py has it");
+static_assert(sizeof(WriteArgs) == 160, "must equal launch.WRITE_ARGS");
 
 constexpr u64 NOTHING = ~0ULL;
 constexpr int TILE = 4;
 constexpr int CHOICES = 4;  // halves that a key may live in
 constexpr int BATCH = 2;    // moves of a row at a time
 
-// Which of several entries with the same key counts: the highest version, on equal versions the
-// last. A thread per key; scratch ends up holding the winner of each key, position says where.
+// Selects one of several entries with the same key: the highest version, of equal versions the
+// last. A thread per key; afterwards scratch holds the winner of each key, at position.
 __global__ void __launch_bounds__(BLOCK) dedup_kernel(const __grid_constant__ WriteArgs a) {
   const u32 i = blockIdx.x * BLOCK + threadIdx.x;
   if (i >= a.n) return;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(BLOCK) dedup_kernel(const __grid_constant__ Wr
   a.position[i] = at;
 }
 
-// The slot taken for a key, whether it held another key or none, and the word it had.
+// The slot chosen for a key, whether the key is new in it, and its former word.
 struct Place {
   u32 half, word;
   int rank;
@@ -86,8 +86,7 @@ __device__ __forceinline__ void fill_row(const WriteArgs& a, u32 row, u32 i,
   unit* to = (unit*)row_at(a, row, a.stride);
   const int units = (int)a.row_bytes / UNIT;
   for (int first = tile.rank; first < units; first += BATCH * TILE) {
-    unit value[BATCH];  // loads before stores, which might be to the same place for all the
-                        // compiler knows
+    unit value[BATCH];  // all loads before the stores, which the compiler must assume to alias
 #pragma unroll
     for (int m = 0; m < BATCH; m++)
       if (first + m * TILE < units) value[m] = __ldcs(from + first + m * TILE);
@@ -97,11 +96,10 @@ __device__ __forceinline__ void fill_row(const WriteArgs& a, u32 row, u32 i,
   }
 }
 
-// In full buckets of a table whose rows have the caller's scores, all 64 bits: a tombstone's slot,
-// else the lowest score's, as choice * 4 + rank. -1 when there is none, or when `score` is lower
-// than all.
-__device__ __forceinline__ int cheapest(const WriteArgs& a, const Slot* slot, const u32* half,
-                                        u64 score, const Tile<TILE>& tile) {
+// Chooses a slot in full buckets of a table with the caller's 64-bit scores: a tombstone, else the
+// lowest score, as choice * 4 + rank. -1 if there is none, or if `score` is lower than all.
+__device__ __forceinline__ int lowest_scored(const WriteArgs& a, const Slot* slot, const u32* half,
+                                             u64 score, const Tile<TILE>& tile) {
   u64 lowest = NOTHING;
   int place = -1;
 #pragma unroll
@@ -127,10 +125,10 @@ __device__ __forceinline__ int cheapest(const WriteArgs& a, const Slot* slot, co
   return place < 0 || lowest > score ? -1 : place;
 }
 
-// The slot to take for key i, which is not resident, as choice * 4 + rank, or -1 when there is
-// none: an empty one of the home half (unless it is the bucket's last and half of the second bucket
-// is empty, or more than one slot where no row may make room), else of the emptier bucket, else the
-// one with the lowest score. `slot` are the four halves' slots at this thread's rank.
+// Chooses the slot for key i, which is not resident, as choice * 4 + rank; -1 if there is none. It
+// is an empty slot of the home half (unless it is the bucket's last and half of the second bucket
+// is empty, or more than one slot if there is no eviction), else of the emptier bucket, else the
+// slot with the lowest score. `slot` are the four halves' slots at this thread's rank.
 template <bool SCORED>
 __device__ __forceinline__ int choose(const WriteArgs& a, u32 i, const Slot* slot, const u32* half,
                                       const Tile<TILE>& tile) {
@@ -142,7 +140,7 @@ __device__ __forceinline__ int choose(const WriteArgs& a, u32 i, const Slot* slo
   }
   const int here = vacant[0] + vacant[1], there = vacant[2] + vacant[3];
   const bool room = here + there;
-  if (SCORED && !room) return cheapest(a, slot, half, a.scores ? a.scores[i] : 0, tile);
+  if (SCORED && !room) return lowest_scored(a, slot, half, a.scores ? a.scores[i] : 0, tile);
   const bool home = vacant[0] && (here > 1 || there < (a.policy == NONE ? 2 : HALF));
   const bool second = !home && there > vacant[1];
   u64 best = NOTHING;
@@ -165,7 +163,7 @@ __device__ __forceinline__ int choose(const WriteArgs& a, u32 i, const Slot* slo
   return best == NOTHING ? -1 : (int)(best & 31);
 }
 
-// Finds key i's place. Returns false when it gets none.
+// Finds the slot of key i. Returns false if it gets none.
 template <bool UPDATE, bool SCORED>
 __device__ __forceinline__ bool find_place(const WriteArgs& a, u32 i, Place& place, u32* counted,
                                            const Tile<TILE>& tile) {
@@ -201,8 +199,8 @@ __device__ __forceinline__ bool find_place(const WriteArgs& a, u32 i, Place& pla
       place.rank = lane & (TILE - 1);
       word = __shfl_sync(tile.mask, word, lane);
       const u64 held = a.row_versions[word & ROW_MASK], version = a.versions[i];
-      const bool forgotten = word & TOMBSTONE && held < a.oldest_tombstone;
-      if (UPDATE ? forgotten || version < held : !forgotten && version < held) return false;
+      const bool expired = word & TOMBSTONE && held < a.oldest_tombstone;
+      if (UPDATE ? expired || version < held : !expired && version < held) return false;
     } else {
       if (UPDATE) return false;
       const int q = choose<SCORED>(a, i, slot, half, tile);
@@ -232,8 +230,8 @@ __device__ __forceinline__ bool find_place(const WriteArgs& a, u32 i, Place& pla
   return true;
 }
 
-// Whether entry i is the one that counts for its key. All threads of the tile call it, once.
-__device__ __forceinline__ bool counts(const WriteArgs& a, u32 i, const Tile<TILE>& tile) {
+// Whether entry i is the winner of its key. All threads of the tile must call it, once.
+__device__ __forceinline__ bool is_winner(const WriteArgs& a, u32 i, const Tile<TILE>& tile) {
   if (!a.position) return true;
   u32* const winner = &a.scratch[a.position[i]];
   const bool wins = *(volatile u32*)winner == i;  // others of its key see i or NO_ROW
@@ -242,9 +240,9 @@ __device__ __forceinline__ bool counts(const WriteArgs& a, u32 i, const Tile<TIL
   return wins;
 }
 
-// Makes the row of key i visible, by one store; the row that it replaces becomes spare.
+// Publishes the row of key i by one store; the replaced row becomes spare.
 template <bool UPDATE>
-__device__ __forceinline__ void show(const WriteArgs& a, u32 i, const Place& place) {
+__device__ __forceinline__ void publish(const WriteArgs& a, u32 i, const Place& place) {
   char* slot = slot_at(a.lines, place.half, place.rank);
   const u32 word = a.spare[i] | (a.tombstone ? TOMBSTONE : 0);
   const u32 score = a.tombstone ? 0 : a.start;
@@ -258,15 +256,15 @@ __device__ __forceinline__ void show(const WriteArgs& a, u32 i, const Place& pla
   a.spare[i] = place.word & ROW_MASK;
 }
 
-// The score that the caller gives key i, for the slot that is its own; a deletion's is 0.
-__device__ __forceinline__ void score(const WriteArgs& a, u32 i, const Place& place) {
+// Stores the caller's score of key i in its slot; a deletion's is 0.
+__device__ __forceinline__ void store_score(const WriteArgs& a, u32 i, const Place& place) {
   if (!a.scores && !a.tombstone && !place.is_new) return;
   a.slot_scores[(size_t)place.half * HALF + place.rank] =
       a.scores && !a.tombstone ? a.scores[i] : 0;
 }
 
-// Each key that counts gets a spare row, filled before it is shown in a slot. Updates leave keys
-// alone that are not resident. A tile of 4 threads per key.
+// Writes each winning key into a spare row, before the row is published in a slot. Updates skip
+// keys that are not resident. A tile of 4 threads per key.
 template <int UNIT, bool UPDATE, bool SCORED>
 __global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 6)
     write_kernel(const __grid_constant__ WriteArgs a) {
@@ -275,15 +273,15 @@ __global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 6)
   __syncthreads();
   const Tile<TILE> tile;
   const u32 i = (blockIdx.x * BLOCK + threadIdx.x) / TILE;
-  if (i < a.n && counts(a, i, tile)) {
+  if (i < a.n && is_winner(a, i, tile)) {
     Place place;
     if (!UPDATE) fill_row<UNIT>(a, a.spare[i], i, tile);
     if (find_place<UPDATE, SCORED>(a, i, place, counted, tile)) {
       if (UPDATE) fill_row<UNIT>(a, a.spare[i], i, tile);
-      if (SCORED && tile.rank == 0) score(a, i, place);
+      if (SCORED && tile.rank == 0) store_score(a, i, place);
       __threadfence();
       __syncwarp(tile.mask);
-      if (tile.rank == 0) show<UPDATE>(a, i, place);
+      if (tile.rank == 0) publish<UPDATE>(a, i, place);
     }
   }
   __syncthreads();
@@ -299,7 +297,7 @@ __global__ void __launch_bounds__(BLOCK, UPDATE ? 8 : 6)
   }
 }
 
-// Resident keys leave; their slots and rows are free for the next insert. A tile of 4 threads per
+// Evicts resident keys; their slots and rows are free for the next insert. A tile of 4 threads per
 // key.
 __global__ void __launch_bounds__(BLOCK) evict_kernel(const __grid_constant__ WriteArgs a) {
   const Tile<TILE> tile;

@@ -116,7 +116,9 @@ def table_of(node, name):
 def require_network_on_gpu(node):
     """Skip the test if the network of ``node``, which has a real GPU or its twin, runs on the CPU."""
     if not gpu_caches.runs_on_gpu(node.model("m").pipeline.dense):
-        pytest.skip("the network runs on the CPU: onnxruntime-gpu or its CUDA libraries are missing")
+        pytest.skip(
+            "the network runs on the CPU: onnxruntime-gpu or its CUDA libraries are missing"
+        )
 
 
 def request_of(keys, batch):
