@@ -1,4 +1,4 @@
-"""Promotion of rows from the CPU cache into the GPU cache above it."""
+"""Copies of promoted rows from the CPU cache into the GPU caches; callers choose the keys."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ local scanned = redis.call('HSCAN', v, ARGV[1], 'COUNT', ARGV[2])
 local gone, left, values, removed = {}, {}, {}, 0
 for i = 1, #scanned[2], 2 do
   local value = scanned[2][i + 1]
+  -- A value of 9 bytes is a tombstone: its version and a kind, without a row.
   if versioned and #value >= 9 and is_older(value, #value == 9 and tombstone or row) then
     gone[#gone + 1] = scanned[2][i]
   else
