@@ -70,7 +70,7 @@ def assert_tombstone(part, at, sequence):
 # -- fetch -----------------------------------------------------------------------------------------
 
 
-def test_misses_are_left_alone(under_test):
+def test_misses_leave_arrays_unchanged(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     put(tier, table, 5, 1, 50)
     part = fetch(tier, table, 4, 5, 6)
@@ -94,7 +94,7 @@ def test_only_missing_keys_are_fetched(under_test):
         assert part.source[at] == 0
 
 
-def test_the_callers_missing_positions_are_not_changed(under_test):
+def test_fetch_does_not_write_to_missing_positions(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     put(tier, table, 1, 1, 10)
     part = blank(table, keys_of(1, 2))
@@ -103,7 +103,7 @@ def test_the_callers_missing_positions_are_not_changed(under_test):
     assert positions.tolist() == [0, 1]
 
 
-def test_negative_and_extreme_keys(under_test):
+def test_negative_and_extreme_keys_round_trip(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     held, firsts = EXTREME[::2], list(range(100, 100 + len(EXTREME[::2])))
     assert len(fetch(tier, table, *EXTREME).missing) == len(EXTREME)
@@ -116,7 +116,7 @@ def test_negative_and_extreme_keys(under_test):
             assert_missing(part, at)
 
 
-def test_many_tables_in_one_fetch(under_test):
+def test_one_fetch_reads_many_tables(under_test):
     tier, tables = under_test.tier, under_test.tables
     for n, table in enumerate(tables):
         tier.insert(table, keys_of(1, 2 + n), rows_from(table, n, 10 + n), versions_of(1, 2))
@@ -128,7 +128,7 @@ def test_many_tables_in_one_fetch(under_test):
         assert len(part.missing) == 2
 
 
-def test_an_unknown_table_misses(under_test):
+def test_unknown_table_misses(under_test):
     tier = under_test.tier
     table = EmbeddingTable.make("unheard_of", 2, dtype=under_test.case.dtype)
     assert_missing(fetch(tier, table, 1), 0)
@@ -137,7 +137,7 @@ def test_an_unknown_table_misses(under_test):
     assert_missing(fetch(tier, table, 1), 0)
 
 
-def test_a_large_batch(under_test):
+def test_large_batch_round_trips(under_test):
     tier, table = under_test.tier, under_test.tables[1]
     keys = np.random.default_rng(1).permutation(20_000)[:4_000] - 10_000
     rows = (keys[:, None] % 1000 + np.arange(table.dim)).astype(table.dtype)
@@ -172,7 +172,7 @@ def test_rows_are_copied(under_test):
 # -- empty and single batches ----------------------------------------------------------------------
 
 
-def test_empty_batches(under_test):
+def test_empty_batches_are_accepted(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     none, no_versions = keys_of(), versions_of()
     no_rows = np.empty((0, table.dim), table.dtype)
@@ -193,7 +193,7 @@ def test_empty_batches(under_test):
 # -- writes ----------------------------------------------------------------------------------------
 
 
-def test_the_last_of_equal_versions_wins(under_test):
+def test_last_of_equal_versions_wins(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     put(tier, table, 1, 5, 10)
     put(tier, table, 1, 5, 20)
@@ -205,7 +205,7 @@ def test_the_last_of_equal_versions_wins(under_test):
     assert_row(under_test, part, 1, 4, sequence=6)
 
 
-def test_an_older_version_never_overwrites(versioned):
+def test_older_version_never_overwrites(versioned):
     tier, table = versioned.tier, versioned.tables[0]
     put(tier, table, 1, 5, 10)
     put(tier, table, 1, 4, 20)
@@ -217,7 +217,7 @@ def test_an_older_version_never_overwrites(versioned):
 
 
 @pytest.mark.parametrize("verb", ["insert", "update"])
-def test_the_highest_version_of_a_batch_wins(versioned, verb):
+def test_highest_version_of_batch_wins(versioned, verb):
     tier, table = versioned.tier, versioned.tables[0]
     tier.insert(table, keys_of(1, 2), rows_from(table, 1, 2), versions_of(1, 1))
     write = getattr(tier, verb)
@@ -265,7 +265,7 @@ def test_deleted_rows_are_missing(under_test):
     assert_row(under_test, fetch(tier, table, 1), 0, 30, sequence=3)
 
 
-def test_a_tombstone_ends_the_search(versioned):
+def test_tombstone_ends_search(versioned):
     tier, table = versioned.tier, versioned.tables[0]
     put(tier, table, 1, 1, 10)
     tier.delete(table, keys_of(1, 2), versions_of(5, 6))
@@ -275,7 +275,7 @@ def test_a_tombstone_ends_the_search(versioned):
     assert_missing(part, 2)
 
 
-def test_a_tombstone_blocks_older_upserts_and_deletions(versioned):
+def test_tombstone_blocks_older_upserts_and_deletions(versioned):
     tier, table = versioned.tier, versioned.tables[0]
     remove(tier, table, 1, 5)
     put(tier, table, 1, 4, 10)
@@ -288,7 +288,7 @@ def test_a_tombstone_blocks_older_upserts_and_deletions(versioned):
 
 @pytest.mark.parametrize("sequence", [5, 6])
 @pytest.mark.parametrize("verb", ["insert", "update"])
-def test_a_write_that_is_not_older_revives_a_deleted_key(versioned, verb, sequence):
+def test_newer_or_equal_write_restores_deleted_key(versioned, verb, sequence):
     tier, table = versioned.tier, versioned.tables[0]
     remove(tier, table, 1, 5)
     put(tier, table, 1, sequence, 10, verb)
@@ -323,6 +323,6 @@ def test_tombstone_expires_after_ttl(versioned):
     assert part.source.tolist()[1] == 0
 
 
-def test_close_may_be_repeated(under_test):
+def test_close_is_idempotent(under_test):
     under_test.tier.close()
     under_test.tier.close()

@@ -35,7 +35,7 @@ BAD_PARTS = {
 
 
 @pytest.mark.parametrize(("spoil", "named"), BAD_PARTS.values(), ids=BAD_PARTS)
-def test_a_part_that_does_not_fit_is_refused(under_test, spoil, named):
+def test_part_with_wrong_arrays_is_rejected(under_test, spoil, named):
     tier, table = under_test.tier, under_test.tables[0]
     hold_two_rows(tier, table)
     part = part_of_two(table)
@@ -49,7 +49,7 @@ def test_a_part_that_does_not_fit_is_refused(under_test, spoil, named):
     assert part.missing.tolist() == [0, 1]
 
 
-def test_the_message_names_both_shapes(under_test):
+def test_message_names_expected_and_actual_shapes(under_test):
     tier, table = under_test.tier, under_test.tables[0]
     hold_two_rows(tier, table)
     part = part_of_two(table)
@@ -86,7 +86,7 @@ COMBINED = [
 
 
 @pytest.mark.parametrize(("verb", "name", "spoil", "named"), COMBINED)
-def test_rows_that_do_not_fit_are_refused(under_test, verb, name, spoil, named):
+def test_rows_with_wrong_arrays_are_rejected(under_test, verb, name, spoil, named):
     tier, table = under_test.tier, under_test.tables[0]
     hold_two_rows(tier, table)
     arrays = {

@@ -57,7 +57,7 @@ def table_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_flipped_bits_are_reported_and_the_server_is_not_ready(tmp_path, settings, workers):
+def test_flipped_bits_are_reported_and_server_is_not_ready(tmp_path, settings, workers):
     with start_hps(tmp_path, tiers=settings, limits={"workers": workers}) as server:
         file = table_file(tmp_path)
         assert ready(server.address) == ready(server.admin) == 200

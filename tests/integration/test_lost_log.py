@@ -30,7 +30,7 @@ def flip(log: Path) -> None:
         file.write(bytes(100))
 
 
-def test_rows_that_the_log_lost_come_again_from_kafka(tmp_path):
+def test_rows_lost_from_log_are_read_again_from_kafka(tmp_path):
     broker, topic = shared_broker(), native_topic(MODEL)
     stream = UpdateStream(1, 1000, 4000, time.time_ns() // 10**6 + 60_000)
     spec = ModelSpec(name=MODEL, tables=[TableSpec(name=TABLE, dim=DIM, default=DEFAULT)])

@@ -81,7 +81,7 @@ def held(tier, table, keys):
 # -- facts -----------------------------------------------------------------------------------------
 
 
-def test_how_a_table_is_kept_is_recorded(server, open_tier, table):
+def test_table_metadata_is_recorded(server, open_tier, table):
     fill(open_tier(), table, 0, 10)
     found = server.ask("HGETALL", "hps:{ctr/2/user}m")
     assert found == {
@@ -90,7 +90,7 @@ def test_how_a_table_is_kept_is_recorded(server, open_tier, table):
     }  # fmt: skip
 
 
-def test_read_of_an_empty_table_writes_nothing(server, open_tier, table):
+def test_reading_empty_table_writes_nothing(server, open_tier, table):
     """So a reader with wrong settings does not decide how the table is kept."""
     wrong = open_tier(partitions=4)
     wrong.check(table)
@@ -114,7 +114,9 @@ def test_read_of_an_empty_table_writes_nothing(server, open_tier, table):
         ({}, {"key_bits": 32}, "key_bits in Redis: 64, here: 32"),
     ],
 )
-def test_a_table_kept_otherwise_is_refused_with_both_values(open_tier, table, given, other, named):
+def test_table_with_other_metadata_is_rejected_with_both_values(
+    open_tier, table, given, other, named
+):
     fill(open_tier(), table, 0, 100)
     kwargs = {"dim": DIM, **other}
     mine = EmbeddingTable.make("user", kwargs.pop("dim"), model="ctr", version=2, **kwargs)
@@ -131,7 +133,7 @@ def test_a_table_kept_otherwise_is_refused_with_both_values(open_tier, table, gi
     assert ctx.degraded == ["redis"]
 
 
-def test_what_was_refused_is_looked_at_again(server, open_tier, table, monkeypatch):
+def test_rejected_table_is_checked_again(server, open_tier, table, monkeypatch):
     monkeypatch.setattr("hps.tiers.redis.tables._RECHECK_S", 0.0)
     fill(open_tier(partitions=4), table, 0, 100)
     tier = open_tier()
@@ -142,7 +144,7 @@ def test_what_was_refused_is_looked_at_again(server, open_tier, table, monkeypat
     assert len(held(tier, table, np.arange(100))) == 100
 
 
-def test_two_nodes_that_start_together_agree(open_tier, table):
+def test_nodes_starting_together_agree_on_metadata(open_tier, table):
     """If their settings differ, one is rejected, whichever was first."""
     tiers = [open_tier(partitions=n) for n in (4, 8) * 4]
     outcomes = []
@@ -162,7 +164,7 @@ def test_two_nodes_that_start_together_agree(open_tier, table):
     assert outcomes.count(None) == 4
 
 
-def test_nothing_connects_before_the_first_use():
+def test_tier_connects_at_first_use():
     tier = RedisTier(settings(shared_server(), addresses=["127.0.0.1:1"]))
     assert tier.rows(EmbeddingTable.make("t", 2)) == 0
     with pytest.raises(TierError, match=r"127\.0\.0\.1:1 cannot be reached"):
@@ -189,7 +191,7 @@ def test_all_rows_are_scanned(open_tier, table):
     assert dead == dict.fromkeys(keys[:10].tolist(), versions_of(1, STARTED.ms + 1)[0])
 
 
-def test_a_table_is_measured(open_tier, table):
+def test_usage_reports_entries_and_bytes(open_tier, table):
     tier = open_tier()
     fill(tier, table, 0, 2000)
     assert tier.rows(table) == 2000
@@ -198,7 +200,7 @@ def test_a_table_is_measured(open_tier, table):
     assert 2000 * (9 + 4 * DIM + 8) < usage.bytes < 2000 * 500
 
 
-def test_rows_are_counted_in_the_background(server, open_tier, table, monkeypatch):
+def test_rows_are_counted_in_background(server, open_tier, table, monkeypatch):
     tier, other = open_tier(), open_tier()
     tier.check(table)
     fill(other, table, 0, 100)
@@ -207,7 +209,7 @@ def test_rows_are_counted_in_the_background(server, open_tier, table, monkeypatc
     until(lambda: tier.rows(table) == 100)
 
 
-def test_tables_are_found_and_erased(server, open_tier, table):
+def test_tables_are_listed_and_erased(server, open_tier, table):
     tier = open_tier()
     other = EmbeddingTable.make("user", DIM, model="ctr", version=3)
     for each in (table, other, EmbeddingTable.make("items", DIM, model="ctr2")):
@@ -227,7 +229,7 @@ def test_tables_are_found_and_erased(server, open_tier, table):
     assert not [k for k in server.ask("KEYS", "*") if k.startswith(b"hps:{ctr/")]
 
 
-def test_large_batches_go_in_slices_that_let_others_in(server, open_tier, table):
+def test_large_batches_are_sliced_to_let_other_clients_in(server, open_tier, table):
     tier = open_tier()
     before = commands(server)
     keys = fill(tier, table, 0, 60_000)
@@ -247,7 +249,7 @@ def commands(server):
 # -- age -------------------------------------------------------------------------------------------
 
 
-def test_rows_beyond_their_time_are_not_served_and_go(server, open_tier, table):
+def test_expired_rows_are_not_served_and_are_removed(server, open_tier, table):
     tier = open_tier(ttl_s=60)
     fill(tier, table, 0, 1000, STARTED.ms - 61_000)
     fill(tier, table, 1000, 2000)
@@ -262,7 +264,7 @@ def test_rows_beyond_their_time_are_not_served_and_go(server, open_tier, table):
     assert len(held(tier, table, np.arange(1000, 2000))) == 1000
 
 
-def test_rows_beyond_their_time_are_not_promoted(open_tier, table):
+def test_expired_rows_are_not_promoted(open_tier, table):
     """Or each lookup that finds them on the disk would write them again."""
     tier, keys = open_tier(ttl_s=60), np.arange(10)
     tier.promote(table, keys, rows_of(keys), versions_of(10, STARTED.ms - 61_000))
@@ -271,7 +273,7 @@ def test_rows_beyond_their_time_are_not_promoted(open_tier, table):
     assert len(held(tier, table, keys)) == 10
 
 
-def test_tables_may_have_a_time_of_their_own(open_tier, table):
+def test_time_to_live_is_set_per_table(open_tier, table):
     other = EmbeddingTable.make("items", DIM, model="ctr")
     tier = open_tier(ttl_s=60, table_ttl_s={"ctr/items": None})
     for each in (table, other):
@@ -280,7 +282,7 @@ def test_tables_may_have_a_time_of_their_own(open_tier, table):
     assert len(held(tier, other, np.arange(10))) == 10
 
 
-def test_forgotten_tombstones_go(open_tier):
+def test_expired_tombstones_are_removed(open_tier):
     table = EmbeddingTable.make("user", DIM, tombstone_ttl_s=60)
     tier = open_tier()
     tier.delete(table, np.arange(100), versions_of(100, STARTED.ms - 61_000))
@@ -289,7 +291,7 @@ def test_forgotten_tombstones_go(open_tier):
     assert tier.usage(table).entries == 50
 
 
-def test_what_is_too_old_goes_by_itself(open_tier, table):
+def test_expired_entries_are_removed_in_background(open_tier, table):
     tier = open_tier(ttl_s=40)
     fill(tier, table, 0, 1000, STARTED.ms - 61_000)
     tier._maintenance._last = -100.0
@@ -332,7 +334,7 @@ def overflowing(open_tier, policy, kind="native", **given):
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_partition_never_stays_beyond_its_margin(server, open_tier, table, policy, kind):
+def test_partition_never_stays_above_margin(server, open_tier, table, policy, kind):
     tier = overflowing(open_tier, policy, kind)
     for start in range(0, 40_000, 2000):
         fill(tier, table, start, start + 2000)
@@ -345,7 +347,7 @@ def test_a_partition_never_stays_beyond_its_margin(server, open_tier, table, pol
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("target", [0.25, 0.8])
-def test_it_is_resolved_down_to_its_target(server, open_tier, table, policy, target):
+def test_overflow_is_evicted_down_to_target(server, open_tier, table, policy, target):
     tier = overflowing(open_tier, policy, overflow_resolution_target=target)
     fill(tier, table, 0, 3000)
     assert max(entries(server, table, "native")) <= MARGIN
@@ -360,7 +362,7 @@ def test_it_is_resolved_down_to_its_target(server, open_tier, table, policy, tar
     raise AssertionError("it never overflowed")
 
 
-def test_without_a_margin_nothing_goes(server, open_tier, table):
+def test_nothing_is_evicted_without_margin(server, open_tier, table):
     tier = open_tier(overflow_policy="oldest")
     fill(tier, table, 0, 20_000)
     assert tier.usage(table).entries == 20_000
@@ -368,7 +370,7 @@ def test_without_a_margin_nothing_goes(server, open_tier, table):
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
-def test_what_was_used_last_stays(server, open_tier, table, kind):
+def test_recently_used_rows_are_kept(server, open_tier, table, kind):
     tier = overflowing(open_tier, "oldest", kind)
     keys = fill(tier, table, 0, 3600)
     for name in server.ask("KEYS", "hps*}t"):  # all used long ago
@@ -385,7 +387,7 @@ def test_what_was_used_last_stays(server, open_tier, table, kind):
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
-def test_what_is_used_often_stays(server, open_tier, table, kind):
+def test_frequently_used_rows_are_kept(server, open_tier, table, kind):
     tier = overflowing(open_tier, "least_used", kind)
     keys = fill(tier, table, 0, 3600)
     used = keys[::8].copy()
@@ -398,7 +400,7 @@ def test_what_is_used_often_stays(server, open_tier, table, kind):
     assert len(held(tier, table, keys)) < 0.9 * len(keys)
 
 
-def test_popularity_fades(server, open_tier, table):
+def test_use_counts_are_halved_by_eviction(server, open_tier, table):
     """Counts of rows that stay are halved, so that once popular rows do not stay for ever."""
     tier = overflowing(open_tier, "least_used")
     keys = fill(tier, table, 0, 3600)
@@ -413,7 +415,7 @@ def test_popularity_fades(server, open_tier, table):
     assert len(held(tier, table, keys)) < 0.5 * len(keys)
 
 
-def test_entries_without_stamps_go_first(server, open_tier, table):
+def test_entries_without_stamps_are_evicted_first(server, open_tier, table):
     """As with HPS's default, under which no row was ever evicted."""
     fill(open_tier(partitions=PARTITIONS), table, 0, 6000)
     assert not server.ask("KEYS", "hps*}t")
@@ -424,7 +426,7 @@ def test_entries_without_stamps_go_first(server, open_tier, table):
     assert max(entries(server, table, "native")) <= MARGIN
 
 
-def test_a_partition_far_beyond_is_resolved_in_steps(server, open_tier, table):
+def test_large_overflow_is_evicted_in_steps(server, open_tier, table):
     fill(open_tier(partitions=PARTITIONS), table, 0, 60_000)
     tier = overflowing(open_tier, "random")
     sizes = []
@@ -472,7 +474,7 @@ def write(tier, table, keys, verb, ms):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("verb", WRITES)
-def test_nothing_older_takes_the_place_of_what_was_evicted(open_tier, table, policy, verb):
+def test_older_write_does_not_replace_evicted_row(open_tier, table, policy, verb):
     """Neither a replay nor a node that lags behind, nor one that evicts nothing itself."""
     tier, keys = overflowing(open_tier, policy), np.arange(40)
     other = open_tier(partitions=PARTITIONS)
@@ -486,7 +488,7 @@ def test_nothing_older_takes_the_place_of_what_was_evicted(open_tier, table, pol
     assert (tier.get(table, keys).versions == later(5)[0]).all()
 
 
-def test_what_was_evicted_is_forgotten_with_the_tombstones(open_tier):
+def test_floors_expire_like_tombstones(open_tier):
     table = EmbeddingTable.make("user", DIM, model="ctr", version=2, tombstone_ttl_s=60)
     tier, keys = overflowing(open_tier, "random"), np.arange(40)
     evicted(tier, open_tier(partitions=PARTITIONS), table, keys, ms=-61_000)
@@ -494,7 +496,7 @@ def test_what_was_evicted_is_forgotten_with_the_tombstones(open_tier):
     assert len(held(tier, table, keys)) == 40
 
 
-def test_rows_that_are_merely_old_are_still_promoted(open_tier, table):
+def test_old_rows_not_below_floor_are_promoted(open_tier, table):
     """Most of them: those that share a bucket with a newer one that was evicted stay out."""
     tier = overflowing(open_tier, "random")
     evicted(tier, open_tier(partitions=PARTITIONS), table, np.arange(400), ms=0)
@@ -503,7 +505,7 @@ def test_rows_that_are_merely_old_are_still_promoted(open_tier, table):
     assert len(held(tier, table, cold)) > 350
 
 
-def test_versions_of_what_was_evicted_take_bounded_memory(server, open_tier, table):
+def test_floors_take_bounded_memory(server, open_tier, table):
     tier = overflowing(open_tier, "random")
     fill(tier, table, 0, 40_000)
     floors = [key for key in server.ask("KEYS", "hps*") if key.endswith(b"}f")]
@@ -526,7 +528,7 @@ def changes(upserts=(), deletions=(), ms=None):
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
-def test_positions_are_kept_with_the_rows(server, open_tier, table, kind):
+def test_positions_are_stored_with_rows(server, open_tier, table, kind):
     tier = open_tier(layout=kind)
     assert tier.applied(table, "ctr.user", 3) is None
     tier.apply(table, changes([1, 2, 3]), [StreamPosition("ctr.user", 3, 17)])
@@ -544,7 +546,7 @@ def test_positions_are_kept_with_the_rows(server, open_tier, table, kind):
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
-def test_position_of_another_topic_of_that_name_is_set_to_zero(server, open_tier, table, kind):
+def test_position_is_reset_for_recreated_topic(server, open_tier, table, kind):
     tier = open_tier(layout=kind)
     tier.apply(table, changes([1]), [StreamPosition("t", 0, 17), StreamPosition("t", 1, 4)])
     assert not tier.identify(table, "t", 0, "first id"), "written before ids were kept"
@@ -562,7 +564,7 @@ def test_position_of_another_topic_of_that_name_is_set_to_zero(server, open_tier
     assert held(tier, table, [1]).tolist() == [1]
 
 
-def test_identification_that_was_interrupted_is_completed(server, open_tier, table):
+def test_interrupted_identification_is_completed(server, open_tier, table):
     tier = open_tier(partitions=2)
     tier.apply(table, changes([1]), [StreamPosition("t", 0, 17)])
     tier.identify(table, "t", 0, "first id")
@@ -572,7 +574,7 @@ def test_identification_that_was_interrupted_is_completed(server, open_tier, tab
     assert server.ask("HMGET", second, "t/0/id", "t/0") == [b"second id", b"0"]
 
 
-def test_positions_are_gone_with_the_rows(server, open_tier, table):
+def test_positions_are_lost_with_rows(server, open_tier, table):
     tier = open_tier()
     tier.apply(table, changes([1, 2, 3]), [StreamPosition("t", 0, 17)])
     server.ask("DEL", "hps:{ctr/2/user/p5}o")
@@ -583,7 +585,7 @@ def test_positions_are_gone_with_the_rows(server, open_tier, table):
     assert tier.applied(table, "t", 0) is None
 
 
-def test_no_position_without_its_rows(server, open_tier, table):
+def test_position_is_not_stored_when_a_slice_fails(server, open_tier, table):
     """Of a batch in many slices, one fails: the position stays where it was."""
     tier = open_tier(partitions=2)
     tier.apply(table, changes([1]), [StreamPosition("t", 0, 1)])
@@ -601,7 +603,7 @@ def test_no_position_without_its_rows(server, open_tier, table):
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
-def test_of_an_upsert_and_a_deletion_the_higher_version_decides(open_tier, table, kind):
+def test_higher_version_of_upsert_and_deletion_wins(open_tier, table, kind):
     tier = open_tier(layout=kind)
     batch = changes([1, 2, 3], [1, 2, 3])
     batch.versions[:] += np.array([1, 0, 0], np.uint64)
@@ -610,7 +612,7 @@ def test_of_an_upsert_and_a_deletion_the_higher_version_decides(open_tier, table
     assert held(tier, table, [1, 2, 3]).tolist() == [1]
 
 
-def test_changes_that_do_not_fit_are_refused(open_tier, table):
+def test_changes_with_wrong_arrays_are_rejected(open_tier, table):
     batch = changes([1, 2])
     with pytest.raises(BadRequest, match="versions"):
         open_tier().apply(table, TableChanges(batch.keys, batch.vectors, batch.versions[:1],
@@ -626,7 +628,7 @@ def chunks_of(n, size=10_000):
         yield keys, rows_of(keys)
 
 
-def test_a_share_of_the_rows_is_loaded(open_tier, table):
+def test_load_inserts_a_share_of_rows(open_tier, table):
     tier = open_tier()
     seen = []
     loaded = tier.preload(
@@ -666,7 +668,7 @@ def test_killed_load_continues(open_tier, table, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
-def test_what_redis_lost_of_a_load_is_loaded_again(server, open_tier, table, kind):
+def test_rows_that_redis_lost_are_loaded_again(server, open_tier, table, kind):
     """And nothing else, whether a partition went as a whole or its rows alone."""
     tier, version, keys = open_tier(layout=kind), version_now(), np.arange(4000)
     assert tier.preload(table, RedisLoadSource(chunks_of(4000), version, mark="digest")) == 4000
@@ -710,7 +712,9 @@ def test_only_partitions_that_may_have_older_rows_are_read(server, open_tier, ta
     assert (tier.get(table, keys).out == rows_of(keys)).all()
 
 
-def test_a_writer_that_does_not_raise_the_mark(server, open_tier, table):
+def test_writer_that_does_not_raise_mark_is_overwritten_until_marks_are_removed(
+    server, open_tier, table
+):
     """As an earlier build: what it wrote last may be overwritten by older rows, until marks are removed as
     docs/redis.md says."""
     tier, keys = open_tier(), np.arange(1000)
@@ -746,7 +750,7 @@ RedisTier(RedisSettings(addresses=[sys.argv[1]])).preload(table, source)
 """
 
 
-def test_a_load_that_was_killed_is_finished(server, open_tier, table, monkeypatch):
+def test_load_continues_after_kill(server, open_tier, table, monkeypatch):
     """``kill -9`` of the process, in the middle."""
     monkeypatch.setattr("hps.tiers.redis.load._CHUNK", 1000)
 
@@ -778,14 +782,14 @@ def test_a_load_that_was_killed_is_finished(server, open_tier, table, monkeypatc
     assert (part.out == 1).all()
 
 
-def test_a_load_overwrites_nothing_newer(open_tier, table):
+def test_load_keeps_newer_rows(open_tier, table):
     tier = open_tier()
     tier.insert(table, np.array([5]), rows_of([500]), versions_of(1))
     tier.preload(table, RedisLoadSource(chunks_of(100), make_version(STARTED.ms - 1000)))
     assert tier.get(table, np.array([5])).out.tolist() == rows_of([500]).tolist()
 
 
-def test_of_a_key_that_stands_twice_the_last_row_is_loaded(open_tier, table, monkeypatch):
+def test_last_row_of_repeated_key_is_loaded(open_tier, table, monkeypatch):
     """Although two parts are in flight at a time; here the first one takes longer."""
     monkeypatch.setattr("hps.tiers.redis.load._CHUNK", 1000)
     insert = RedisTier.insert
@@ -802,7 +806,7 @@ def test_of_a_key_that_stands_twice_the_last_row_is_loaded(open_tier, table, mon
     assert (tier.get(table, np.arange(1000)).out == 2).all()
 
 
-def test_the_rows_are_looked_over_before_the_first_is_written(open_tier, table):
+def test_source_is_checked_before_first_write(open_tier, table):
     tier = open_tier()
     with pytest.raises(KeyboardInterrupt):
         tier.preload(

@@ -106,7 +106,7 @@ class Asking:
         until(well)
 
 
-def test_a_killed_server(server, open_tier, table):
+def test_killed_server_degrades_answers_until_restart(server, open_tier, table):
     tier = open_tier(server)
     keys = fill(tier, table)
     asking = Asking(tier, table)
@@ -123,7 +123,7 @@ def test_a_killed_server(server, open_tier, table):
     asking.until_well(keys)
 
 
-def test_a_server_that_was_restarted_empty(server, open_tier, table):
+def test_server_restarted_empty_loses_rows_but_fails_no_request(server, open_tier, table):
     """No request fails, but rows are missing; scripts and facts are restored."""
     tier = open_tier(server)
     keys = fill(tier, table)
@@ -139,7 +139,7 @@ def test_a_server_that_was_restarted_empty(server, open_tier, table):
 
 
 @pytest.mark.parametrize("cut_after", [0, 1, 7, 1000, 20_000, 100_000, 500_000])
-def test_a_connection_cut_in_the_middle_of_a_reply(server, proxy, open_tier, table, cut_after):
+def test_connection_cut_within_reply_is_retried(server, proxy, open_tier, table, cut_after):
     """The request is repeated on another connection."""
     tier = open_tier(server, addresses=[proxy.address])
     keys = fill(tier, table)
@@ -151,7 +151,7 @@ def test_a_connection_cut_in_the_middle_of_a_reply(server, proxy, open_tier, tab
     assert not asking.counts["degraded"]
 
 
-def test_a_reply_that_came_too_late_is_never_taken_for_another(server, proxy, open_tier, table):
+def test_late_reply_is_never_taken_for_another(server, proxy, open_tier, table):
     """After a timeout the connection is closed: its replies are discarded."""
     tier = open_tier(server, addresses=[proxy.address], connections=1)
     keys = fill(tier, table)
@@ -184,7 +184,7 @@ def test_unsolicited_bytes_close_a_connection(server, open_tier, table):
 
 
 @pytest.mark.parametrize("how", ["late", "paused"])
-def test_a_slow_server(server, proxy, open_tier, table, how):
+def test_slow_server_exceeds_deadline(server, proxy, open_tier, table, how):
     tier = open_tier(server, addresses=[proxy.address], timeout_ms=2000)
     keys = fill(tier, table)
     asking = Asking(tier, table, deadline_s=DEADLINE_S)
@@ -200,7 +200,7 @@ def test_a_slow_server(server, proxy, open_tier, table, how):
     asking.until_well(keys)
 
 
-def test_a_wrong_password(server, open_tier, table):
+def test_wrong_password_is_reported(server, open_tier, table):
     server.ask("ACL", "SETUSER", "hps", "on", ">right", "~hps*", "+@all")
     server.ask("ACL", "SETUSER", "reader", "on", ">right", "~hps*", "+@read", "+auth")
     tier = open_tier(server, username="hps", password="wrong")
@@ -218,7 +218,7 @@ def test_a_wrong_password(server, open_tier, table):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_user_that_may_only_read(server, open_tier, table, recorded):
+def test_read_only_user_reads_and_cannot_write(server, open_tier, table, recorded):
     """Even if no writer has recorded how the table is kept, as HPS does not."""
     keys = fill(open_tier(server), table)
     if not recorded:
@@ -230,7 +230,7 @@ def test_a_user_that_may_only_read(server, open_tier, table, recorded):
     assert server.ask("EXISTS", "hps:{ctr/1/user}m") == recorded
 
 
-def test_access_that_is_withdrawn_and_given_back(server, open_tier, table):
+def test_revoked_access_recovers_when_restored(server, open_tier, table):
     server.ask("ACL", "SETUSER", "hps", "on", ">right", "~hps*", "+@all")
     tier = open_tier(server, username="hps", password="right")
     keys = fill(tier, table)
@@ -244,7 +244,7 @@ def test_access_that_is_withdrawn_and_given_back(server, open_tier, table):
     asking.until_well(keys)
 
 
-def test_a_password_that_is_renewed_in_its_file(server, open_tier, table, tmp_path):
+def test_renewed_password_file_is_read_again(server, open_tier, table, tmp_path):
     """As Kubernetes does it: the file is a link that is changed to another target."""
     for name in ("first", "second"):
         (tmp_path / name).write_text(f"{name}\n")
@@ -267,7 +267,7 @@ def test_a_password_that_is_renewed_in_its_file(server, open_tier, table, tmp_pa
 
 
 @pytest.mark.parametrize("days", [-1])
-def test_an_expired_certificate(tmp_path, open_tier, table, days):
+def test_expired_certificate_is_reported(tmp_path, open_tier, table, days):
     need("redis-server", "openssl")
     made = certificates()
     options = {"port": 0, "tls-auth-clients": "no"}
@@ -293,7 +293,7 @@ def test_an_expired_certificate(tmp_path, open_tier, table, days):
         server.kill()
 
 
-def test_a_server_out_of_memory(server, open_tier, table):
+def test_server_out_of_memory_rejects_writes_and_answers_reads(server, open_tier, table):
     """It still answers reads; writes fail, and leave every row whole."""
     tier = open_tier(server)
     keys = fill(tier, table)
@@ -313,7 +313,7 @@ def test_a_server_out_of_memory(server, open_tier, table):
     asking.until_well(keys)
 
 
-def test_a_server_that_is_still_loading(server, open_tier, table):
+def test_loading_error_is_retryable(server, open_tier, table):
     tier = open_tier(server, timeout_ms=500)
     tier.check(table)
     wire = next(iter(tier._client._servers.all)).idle[0]
@@ -332,7 +332,7 @@ def resources():
 
 
 @pytest.mark.parametrize("fault", ["killed", "refuses", "silent", "cut"])
-def test_failing_requests_leave_nothing_behind(server, proxy, open_tier, table, fault):
+def test_failing_requests_leak_nothing(server, proxy, open_tier, table, fault):
     """10,000 in all, each of which could have leaked a thread, a socket and its arrays."""
     tier = open_tier(server, addresses=[proxy.address], password=None)
     fill(tier, table, 64)
@@ -367,7 +367,7 @@ def test_failing_requests_leave_nothing_behind(server, proxy, open_tier, table, 
     assert after[2] <= before[2] + 8
 
 
-def test_ten_thousand_failing_requests(server, open_tier, table):
+def test_ten_thousand_failing_requests_leak_nothing(server, open_tier, table):
     """Through a guard whose circuit opens and is probed all the time."""
     tier = open_tier(server)
     keys = fill(tier, table)
@@ -390,7 +390,7 @@ def test_ten_thousand_failing_requests(server, open_tier, table):
 
 # JAX, where another test imported it, warns of every fork; the child here runs nothing of it.
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_a_fork_does_not_use_its_parents_connections(server, open_tier, table):
+def test_fork_does_not_use_parents_connections(server, open_tier, table):
     tier = open_tier(server)
     fill(tier, table, 10)
     reader, writer = os.pipe()
@@ -409,7 +409,7 @@ def test_a_fork_does_not_use_its_parents_connections(server, open_tier, table):
     assert len(tier.get(table, np.arange(10)).missing) == 0
 
 
-def test_several_writers_and_a_restart_leave_no_wrong_row(server, open_tier, table):
+def test_concurrent_writers_and_restart_leave_no_wrong_row(server, open_tier, table):
     """Readers check every row while writers write and the server goes down and up."""
     tiers = [open_tier(server, timeout_ms=300) for _ in range(2)]
     stop, failures, seen = threading.Event(), [], Counter()

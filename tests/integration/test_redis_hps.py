@@ -89,7 +89,7 @@ def fetch(tier, table, *keys):
 
 
 @pytest.mark.parametrize("bits", [64, 32])
-def test_what_hps_wrote_is_read(server, open_tier, bits):
+def test_rows_written_by_hps_are_read(server, open_tier, bits):
     hps = Hps(server, bits)
     hps.insert()
     keys = hps.keys()
@@ -100,7 +100,7 @@ def test_what_hps_wrote_is_read(server, open_tier, bits):
 
 
 @pytest.mark.parametrize("bits", [64, 32])
-def test_what_we_write_hps_reads(server, open_tier, bits):
+def test_written_rows_are_readable_by_hps(server, open_tier, bits):
     hps, tier, table = Hps(server, bits), open_tier(server), table_of(bits)
     keys = np.array(hps.keys())
     tier.insert(table, keys, rows_of(keys), np.full(len(keys), version_now(), np.uint64))
@@ -111,7 +111,7 @@ def test_what_we_write_hps_reads(server, open_tier, bits):
     assert hps.fetch(keys[0]) is None
 
 
-def test_the_last_write_wins(server, open_tier):
+def test_last_write_wins_without_versions(server, open_tier):
     hps, tier, table = Hps(server), open_tier(server), table_of()
     hps.insert()
     new = rows_of([50])
@@ -121,7 +121,7 @@ def test_the_last_write_wins(server, open_tier):
     assert fetch(tier, table, 42).out.tolist() == rows_of([42]).tolist()
 
 
-def test_a_promotion_overwrites_nothing(server, open_tier):
+def test_promotion_overwrites_nothing(server, open_tier):
     """Its row was read a while ago; the stored one may be newer, and rows have no versions."""
     hps, tier, table = Hps(server), open_tier(server), table_of()
     hps.insert()
@@ -132,7 +132,7 @@ def test_a_promotion_overwrites_nothing(server, open_tier):
     ]  # fmt: skip
 
 
-def test_another_number_of_partitions_is_seen_in_the_rows(server, open_tier):
+def test_other_partition_count_is_detected_from_rows(server, open_tier):
     """HPS records it nowhere."""
     Hps(server, partitions=16).insert()
     with pytest.raises(TierError, match=r"partitions in Redis: 16, here: 8"):
@@ -151,7 +151,7 @@ def test_another_number_of_partitions_is_seen_in_the_rows(server, open_tier):
         (table_of(32), "bytes per key in Redis: 8, here: 4"),
     ],
 )
-def test_rows_of_another_shape_are_refused(server, open_tier, table, named):
+def test_rows_of_another_shape_are_rejected(server, open_tier, table, named):
     hps = Hps(server)
     hps.insert()
     tier = open_tier(server)
@@ -166,7 +166,7 @@ def test_rows_of_another_shape_are_refused(server, open_tier, table, named):
     assert hps.fetch(1) == rows_of([1]).tobytes()
 
 
-def test_a_row_of_another_length_is_no_row(server, open_tier):
+def test_row_of_wrong_length_is_missing(server, open_tier):
     """A row that was written after the table was checked."""
     hps, tier, table = Hps(server), open_tier(server), table_of()
     hps.insert()
@@ -195,7 +195,7 @@ def test_uses_are_counted_as_hps_does(server, open_tier, bits):
     assert server.ask("HLEN", name(PARTITIONS[42][0], "t")) == 2  # 42 and 1000, not 77
 
 
-def test_the_use_of_what_is_gone_leaves_no_stamp(server, open_tier):
+def test_use_of_removed_row_leaves_no_stamp(server, open_tier):
     hps = Hps(server, policy="least_used")
     hps.insert()
     tier, table = open_tier(server, overflow_margin=100, overflow_policy="least_used"), table_of()
@@ -206,7 +206,7 @@ def test_the_use_of_what_is_gone_leaves_no_stamp(server, open_tier):
 
 
 @pytest.mark.parametrize("bits", [64, 32])
-def test_the_last_use_is_kept_as_hps_does(server, open_tier, bits):
+def test_last_use_is_stored_as_hps_does(server, open_tier, bits):
     hps = Hps(server, bits, "oldest")
     hps.insert()
     tier = open_tier(server, overflow_margin=100, overflow_policy="oldest")
@@ -218,7 +218,7 @@ def test_the_last_use_is_kept_as_hps_does(server, open_tier, bits):
     assert struct.unpack("<q", hps.stamp(1))[0] == 1_700_000_000
 
 
-def test_what_is_removed_leaves_no_stamp(server, open_tier):
+def test_removed_row_leaves_no_stamp(server, open_tier):
     hps = Hps(server, policy="least_used")
     hps.insert()
     tier = open_tier(server, overflow_margin=100, overflow_policy="least_used")
@@ -230,7 +230,7 @@ def test_what_is_removed_leaves_no_stamp(server, open_tier):
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def test_a_model_is_found_and_erased(server, open_tier):
+def test_model_is_listed_and_erased(server, open_tier):
     hps, tier = Hps(server, policy="least_used"), open_tier(server)
     hps.insert()
     other = EmbeddingTable.make("user", DIM, model="wdl2")

@@ -68,7 +68,7 @@ def hang_up(server):
     server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
-def test_a_look_up_that_hangs_has_a_deadline(names, server):
+def test_hanging_resolution_ends_at_deadline(names, server):
     """It takes one thread, however many callers there are."""
     tier = RedisTier(settings(server, addresses=[f"{NAME}:{server.port}"], timeout_ms=300))
     names.awake.clear()
@@ -85,7 +85,7 @@ def test_a_look_up_that_hangs_has_a_deadline(names, server):
     tier.close()
 
 
-def test_what_was_found_before_is_used_while_a_look_up_hangs(names, tier, server, monkeypatch):
+def test_known_address_is_used_while_resolution_hangs(names, tier, server, monkeypatch):
     fill(tier)
     monkeypatch.setattr("hps.tiers.redis.host_resolver._FRESH_S", 0.0)
     names.awake.clear()
@@ -97,7 +97,7 @@ def test_what_was_found_before_is_used_while_a_look_up_hangs(names, tier, server
     assert names.asked == 2
 
 
-def test_a_name_that_moves_is_followed(names, tier, server):
+def test_changed_address_is_found(names, tier, server):
     """Although the last answer has not expired yet."""
     names.at = "127.0.0.3"  # nobody there: the server listens on 127.0.0.1 alone
     with pytest.raises(TierError):

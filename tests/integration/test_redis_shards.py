@@ -111,7 +111,7 @@ def refilled(shards):
 
 @pytest.mark.alone
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_the_rows_of_the_other_shards_are_served(shards, how):
+def test_rows_of_other_shards_are_served(shards, how):
     until(shards.all_found)
     hit(shards, how)
     try:
@@ -131,7 +131,7 @@ def test_the_rows_of_the_other_shards_are_served(shards, how):
     until(shards.all_found)
 
 
-def test_promotions_wait_for_no_shard(shards):
+def test_promotions_do_not_wait_for_unavailable_shard(shards):
     """Rows of other shards are written; the caller gets an error for the rest immediately."""
     hit(shards, "stopped")
     try:
@@ -148,7 +148,7 @@ def test_promotions_wait_for_no_shard(shards):
     until(shards.all_found)
 
 
-def test_a_node_that_starts_while_a_shard_is_gone(cluster, shards):
+def test_node_starts_while_shard_is_unavailable(cluster, shards):
     """It serves the tables whose facts it can see."""
     holder = cluster.holder(TableLayout(shards.table, "native", 8).metadata_key)
     hit(shards, "stopped")
@@ -213,7 +213,7 @@ def test_rows_lost_by_a_shard_are_detected(cluster, shards, again, monkeypatch):
     until(cluster.complete)
 
 
-def test_a_shard_out_of_memory(shards):
+def test_shard_out_of_memory_rejects_only_its_writes(shards):
     """It still answers reads, and the other shards still accept writes."""
     victim, rows = shards.victim, rows_of(shards.keys)
     victim.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
@@ -234,7 +234,7 @@ def test_a_shard_out_of_memory(shards):
     until(shards.all_found)
 
 
-def test_a_shard_whose_certificate_has_expired(cluster, shards):
+def test_shard_with_expired_certificate_keeps_open_connections(cluster, shards):
     """New connections fail; open ones continue."""
     options, server = shards.victim.options, shards.victim
     stale, _ = certificates().make("stale", days=-1, key=options["tls-key-file"])
@@ -257,7 +257,7 @@ def test_a_shard_whose_certificate_has_expired(cluster, shards):
 
 
 @pytest.mark.parametrize("gone", ["one", "all"])
-def test_ten_thousand_failing_requests_leave_nothing_behind(shards, gone):
+def test_ten_thousand_failing_requests_leak_nothing(shards, gone):
     """Through a guard whose circuit opens, if all shards are unavailable, and is probed all the time."""
     victims = [shards.victim] if gone == "one" else shards.cluster.servers
     shards.guarded = GuardedTier(shards.tier, DEADLINE_S, 3, 0.02)
@@ -283,7 +283,7 @@ def test_ten_thousand_failing_requests_leave_nothing_behind(shards, gone):
     until(shards.cluster.complete)
 
 
-def test_every_shard_gone_is_a_failure(shards):
+def test_all_shards_unavailable_is_a_failure(shards):
     for server in shards.cluster.servers[:3]:
         os.kill(server.pid, signal.SIGSTOP)
     try:

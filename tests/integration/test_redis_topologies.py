@@ -66,7 +66,7 @@ def open_tier():
 # -- cluster ---------------------------------------------------------------------------------------
 
 
-def test_a_table_is_spread_over_the_nodes(cluster, open_tier, table):
+def test_table_is_spread_over_nodes(cluster, open_tier, table):
     tier = open_tier(cluster.settings())
     keys = fill(tier, table)
     assert right(tier, table, keys) == N
@@ -79,7 +79,7 @@ def test_a_table_is_spread_over_the_nodes(cluster, open_tier, table):
     assert right(tier, table, keys) == 0
 
 
-def test_overflow_and_positions_in_a_cluster(cluster, open_tier, table):
+def test_overflow_and_positions_work_in_cluster(cluster, open_tier, table):
     from tests.integration.test_redis import changes
 
     tier = open_tier(cluster.settings(overflow_margin=500, overflow_policy="oldest"))
@@ -104,7 +104,7 @@ def test_overflow_and_positions_in_a_cluster(cluster, open_tier, table):
         ({"tls": {"certificate": None, "key": None}}, "cannot be reached|certificate"),
     ],
 )
-def test_access_is_refused_with_the_reason(cluster, open_tier, table, given, named):
+def test_rejected_access_names_reason(cluster, open_tier, table, given, named):
     wanted = cluster.settings(timeout_ms=60_000)
     update = dict(given)
     if update.get("tls"):
@@ -116,14 +116,14 @@ def test_access_is_refused_with_the_reason(cluster, open_tier, table, given, nam
     assert time.monotonic() - start < 30
 
 
-def test_certificates_that_are_no_files_are_refused(cluster, tmp_path):
+def test_missing_certificate_files_are_rejected(cluster, tmp_path):
     wanted = cluster.settings()
     tls = wanted.tls.model_copy(update={"ca": tmp_path / "none.pem"})
     with pytest.raises(ConfigError, match=r"tiers\.redis\.tls: .*none.pem cannot be used: No such"):
         RedisTier(wanted.model_copy(update={"tls": tls}))
 
 
-def test_a_server_of_a_cluster_is_named_as_that(cluster, open_tier, table):
+def test_cluster_server_in_single_mode_is_reported(cluster, open_tier, table):
     wanted = cluster.settings(addresses=[cluster.servers[0].address], mode="single")
     with pytest.raises(TierError, match="mode: cluster"):
         fill(open_tier(wanted), table)
@@ -175,7 +175,7 @@ def test_moving_slots_are_followed(cluster, open_tier, table):
     until(cluster.complete)
 
 
-def test_a_script_whose_hashes_are_at_two_places_waits(cluster, open_tier, table):
+def test_script_with_split_hashes_is_retried(cluster, open_tier, table):
     """TRYAGAIN; reads of one hash continue meanwhile."""
     tier = open_tier(cluster.settings(overflow_margin=N, overflow_policy="oldest"))
     keys = fill(tier, table)
@@ -209,7 +209,7 @@ def test_a_script_whose_hashes_are_at_two_places_waits(cluster, open_tier, table
     until(cluster.complete)
 
 
-def test_a_primary_is_killed_and_its_replica_takes_over(tmp_path, open_tier, table):
+def test_replica_takes_over_for_killed_primary(tmp_path, open_tier, table):
     """Requests are answered in time all along, rows are right or missing, and all come back."""
     need("openssl")
     cluster = Cluster(tmp_path, failover=True)
@@ -269,7 +269,7 @@ def watched(tmp_path):
         made.kill()
 
 
-def test_sentinels_name_the_primary_and_the_next_one(watched, open_tier, table):
+def test_sentinels_report_primary_and_its_successor(watched, open_tier, table):
     tier = open_tier(watched.settings(timeout_ms=20_000))
     keys = fill(tier, table)
     assert right(tier, table, keys) == N
@@ -289,7 +289,7 @@ def test_sentinels_name_the_primary_and_the_next_one(watched, open_tier, table):
     assert right(tier, table, np.arange(N + 10)) == N + 10
 
 
-def test_a_demoted_primary_is_left(watched, open_tier, table):
+def test_demoted_primary_is_abandoned(watched, open_tier, table):
     """It still answers, and rejects writes."""
     tier = open_tier(watched.settings())
     fill(tier, table)
@@ -301,7 +301,7 @@ def test_a_demoted_primary_is_left(watched, open_tier, table):
     assert right(tier, table, np.arange(N + 10)) == N + 10
 
 
-def test_a_service_nobody_watches_is_named(watched, open_tier, table):
+def test_unknown_sentinel_service_is_reported(watched, open_tier, table):
     tier = open_tier(watched.settings(sentinel_service="other"))
     with pytest.raises(TierError, match="knows no service 'other'"):
         tier.check(table)

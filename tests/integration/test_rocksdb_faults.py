@@ -86,7 +86,7 @@ def small_disk(tmp_path) -> Iterator[SmallDisk]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
-def test_a_checkpoint_onto_a_full_disk_names_that_disk(small_disk, tmp_path):
+def test_checkpoint_to_full_disk_names_that_disk(small_disk, tmp_path):
     """Not the database's, which has room; and leaves nothing there."""
     tier = RocksDbTier(tmp_path / "db")
     tier.insert(ITEMS, np.arange(20_000), np.ones((20_000, 64), np.float32), np.ones(20_000, "u8"))
@@ -103,7 +103,7 @@ def test_a_checkpoint_onto_a_full_disk_names_that_disk(small_disk, tmp_path):
     tier.close()
 
 
-def test_little_space_stops_writes_before_the_disk_is_full(small_disk):
+def test_writes_stop_before_disk_is_full(small_disk):
     tier = RocksDbTier(small_disk.path / "db", tuning=RocksDbTuning(min_free_bytes=16 << 20))
     insert(tier, ITEMS, range(100))
     small_disk.fill(leave=12 << 20)
@@ -125,14 +125,14 @@ def test_little_space_stops_writes_before_the_disk_is_full(small_disk):
     tier.close()
 
 
-def test_a_load_larger_than_the_disk_is_refused_before_it_begins(small_disk):
+def test_load_larger_than_disk_is_rejected_before_start(small_disk):
     tier = RocksDbTier(small_disk.path / "db", tuning=RocksDbTuning(min_free_bytes=1))
     with pytest.raises(TierError, match=r"the disk is full: .* 2,650,000,001 bytes are needed"):
         tier.bulk_load(ITEMS, iter(()), LoadRecord("x", 10_000_000))
     tier.close()
 
 
-def test_a_full_disk_keeps_serving_and_recovers(small_disk):
+def test_full_disk_keeps_serving_and_recovers(small_disk):
     tier = RocksDbTier(small_disk.path / "db", tuning=RocksDbTuning(min_free_bytes=0))
     acknowledged = 0
     small_disk.fill(leave=4 << 20)
@@ -212,7 +212,7 @@ def test_only_writes_wait_for_compactions(tmp_path):
     tier.close()
 
 
-def test_writes_that_wait_too_long_are_refused(tmp_path, monkeypatch):
+def test_writes_stalled_too_long_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(space, "STALL_SECONDS", 0.0)
     tier = RocksDbTier(tmp_path)
     with pytest.raises(TierError, match=r"writes have been stopped for .*tiers.rocksdb.threads"):
@@ -251,7 +251,7 @@ def broken(tmp_path) -> Iterator[tuple[RocksDbTier, Path]]:
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated"])
-def test_a_bad_block_costs_its_own_rows_and_nothing_else(broken, how, caplog):
+def test_damaged_block_loses_only_its_rows(broken, how, caplog):
     tier, file = broken
     fetch(tier, ITEMS, [0, 4999])
     data = file.read_bytes()
@@ -282,7 +282,7 @@ def test_a_bad_block_costs_its_own_rows_and_nothing_else(broken, how, caplog):
     assert (degraded, len(part.missing)) == ([], 0), "it recovers by itself"
 
 
-def test_rows_in_a_bad_block_can_be_written_again(broken):
+def test_rows_in_damaged_block_can_be_rewritten(broken):
     tier, file = broken
     flip(file, 1000)
     lost = fetch(tier, ITEMS, np.arange(20))[0].missing
@@ -293,7 +293,7 @@ def test_rows_in_a_bad_block_can_be_written_again(broken):
     assert part.source[lost].tolist() == [0] + [4] * (len(lost) - 1)
 
 
-def test_ten_thousand_requests_for_a_bad_block_leak_nothing(broken):
+def test_ten_thousand_requests_for_damaged_block_leak_nothing(broken):
     tier, file = broken
     guarded = GuardedTier(tier, 60.0, 5, 0.01, threads=2)
     flip(file, 1000)

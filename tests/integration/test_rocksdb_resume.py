@@ -85,7 +85,7 @@ def load(models: Path, db: Path, monkeypatch) -> tuple[int, np.ndarray]:
     return sum(written), part.out[:, 0]
 
 
-def test_goes_on_where_it_was_and_ends_with_every_row(tmp_path, models, monkeypatch):
+def test_killed_load_continues_and_completes(tmp_path, models, monkeypatch):
     db, left = tmp_path / "db", ROWS
     for at in (20, 30):
         kill_a_load(models, db, at)
@@ -94,7 +94,7 @@ def test_goes_on_where_it_was_and_ends_with_every_row(tmp_path, models, monkeypa
     assert (values == np.arange(ROWS)).all()
 
 
-def test_is_not_served_before_it_has_ended(tmp_path, models):
+def test_incomplete_load_is_not_served(tmp_path, models):
     kill_a_load(models, tmp_path / "db", 30)
     store = RocksDbTier(tmp_path / "db")
     (table,) = Repository(models).open("m").embedding_tables().values()
@@ -103,9 +103,7 @@ def test_is_not_served_before_it_has_ended(tmp_path, models):
 
 
 @pytest.mark.parametrize("change", ["others", "touched"])
-def test_files_that_changed_meanwhile_are_loaded_from_the_start(
-    tmp_path, models, monkeypatch, change
-):
+def test_changed_files_are_loaded_from_start(tmp_path, models, monkeypatch, change):
     kill_a_load(models, tmp_path / "db", 30)
     if change == "others":
         write(models, 2.0)
@@ -116,7 +114,7 @@ def test_files_that_changed_meanwhile_are_loaded_from_the_start(
     assert (values == np.arange(ROWS) * (2 if change == "others" else 1)).all()
 
 
-def test_a_table_that_was_written_to_meanwhile_is_not_continued(tmp_path, models, monkeypatch):
+def test_load_of_table_written_meanwhile_is_not_continued(tmp_path, models, monkeypatch):
     kill_a_load(models, tmp_path / "db", 30)
     store = RocksDbTier(tmp_path / "db")
     (table,) = Repository(models).open("m").embedding_tables().values()

@@ -85,7 +85,7 @@ def row(key: int, dim: int = 4) -> list[float]:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def test_tables_before_and_after_a_load(config: Path) -> None:
+def test_tables_lists_state_before_and_after_load(config: Path) -> None:
     warned = run("ls", "--config", config)
     assert warned.exit_code == 1
     assert "there is no database" in warned.stderr
@@ -115,7 +115,7 @@ def test_tables_before_and_after_a_load(config: Path) -> None:
     assert run("ls", "nobody", "--config", config, "--tier", "rocksdb").exit_code == 2
 
 
-def test_get_shows_the_store_that_has_the_table(config: Path) -> None:
+def test_get_shows_store_that_has_table(config: Path) -> None:
     printed("load", "words", "--config", config)  # so that there is a database
     printed("load", "clicks", "users", "--config", config, "--tier", "redis")
     shown = run("get", "clicks", "users", 5, "--config", config, "--output", "json")
@@ -130,9 +130,7 @@ def test_get_shows_the_store_that_has_the_table(config: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["missing", "empty"])
-def test_get_shows_the_row_in_redis_when_there_is_no_database(
-    config: Path, tmp_path: Path, folder: str
-) -> None:
+def test_get_shows_redis_row_without_database(config: Path, tmp_path: Path, folder: str) -> None:
     if folder == "empty":
         (tmp_path / "db").mkdir()
     printed("load", "clicks", "users", "--config", config, "--tier", "redis")
@@ -146,7 +144,7 @@ def test_get_shows_the_row_in_redis_when_there_is_no_database(
     assert "holds no table" in refused("get", "clicks", "items", 5, "--config", config)
 
 
-def test_a_version_that_a_node_may_serve_is_not_called_unconfigured(
+def test_version_that_node_may_serve_is_listed_as_configured(
     tmp_path: Path, small_repository: Path
 ) -> None:
     """The newest version is what a start serves; a load by the API may have put back the former one."""
@@ -171,7 +169,7 @@ def test_a_version_that_a_node_may_serve_is_not_called_unconfigured(
     assert entry["state"] == "not configured"
 
 
-def test_tables_that_are_not_configured_are_listed_and_erased(loaded: Any, tmp_path: Path) -> None:
+def test_unconfigured_tables_are_listed_and_erased(loaded: Any, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     elsewhere = (*loaded, "--set", f"models.repository={empty}")
@@ -205,7 +203,7 @@ def test_rows_are_scanned(loaded: Any) -> None:
     )
 
 
-def test_rows_by_every_way_to_write_a_key(loaded: Any) -> None:
+def test_rows_are_found_for_every_notation_of_key(loaded: Any) -> None:
     biggest = 2**64 - 1
     printed("put", "clicks", "users", "0xFFFFFFFFFFFFFFFF", "--vector", V4, *loaded)
     found = printed("get", "clicks", "users", biggest, -1, 99, "0x7", 1000, *loaded)["rows"]
@@ -220,7 +218,7 @@ def test_rows_by_every_way_to_write_a_key(loaded: Any) -> None:
     assert "… (8 values)" not in run("get", "words", "words", 1, *loaded).stdout
 
 
-def test_a_put_and_a_delete_reach_both_stores(loaded: Any) -> None:
+def test_put_and_delete_reach_both_stores(loaded: Any) -> None:
     printed("put", "clicks", "users", 5, "--vector", f"[{V4}]", *loaded)
     printed("del", "clicks", "users", "-3", 6, *loaded)
     for entry in printed("get", "clicks", "users", 5, 6, *loaded)["rows"]:
@@ -245,7 +243,7 @@ def test_newer_row_is_kept_and_reported(loaded: Any) -> None:
     assert [r["vector"] for r in rows] == [[1, 2, 3, 4]] * 2
 
 
-def test_a_row_that_rocksdb_has_newer_is_not_put_into_redis_either(loaded: Any) -> None:
+def test_put_skips_redis_when_rocksdb_has_newer_row(loaded: Any) -> None:
     """Redis is asked first, so lookups would get the older row."""
     newer = ("--version", "2400-01-01", "--tier", "rocksdb")
     printed("put", "clicks", "users", 7000, "--vector", V4, *newer, *loaded)
@@ -288,7 +286,7 @@ def test_a_row_that_rocksdb_has_newer_is_not_put_into_redis_either(loaded: Any) 
         (["load", "--rebuild", "--tier", "redis"], "erase the model first"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_done(
+def test_mistakes_are_reported_before_any_change(
     loaded: Any, words: list[str], message: str
 ) -> None:
     before = printed("get", "clicks", "users", 1, *loaded)
@@ -299,7 +297,7 @@ def test_mistakes_are_named_before_anything_is_done(
 # -- comparing -------------------------------------------------------------------------------------
 
 
-def test_differences_between_stores_and_files(loaded: Any) -> None:
+def test_compare_reports_differences_between_stores_and_files(loaded: Any) -> None:
     assert all(entry["rows"] for entry in printed("load", "--tier", "redis", *loaded))
     for words in ((), ("--tier", "redis"), ("--tier", "redis", "--against", "rocksdb")):
         assert all(e["equal"] == e["compared"] > 0 for e in printed("diff", *words, *loaded))
@@ -359,7 +357,7 @@ def test_verify_reports_a_table_that_is_not_loaded_and_checks_the_others(
 
 
 @pytest.mark.parametrize("tier", ["redis", "rocksdb"])
-def test_what_changed_since_the_last_export(loaded: Any, tmp_path: Path, tier: str) -> None:
+def test_export_contains_changes_since_last_export(loaded: Any, tmp_path: Path, tier: str) -> None:
     out = tmp_path / "all.parquet"
     words = ("export", "clicks", "users", "--tier", tier, *loaded)
     first = printed(*words, "--out", out)
@@ -380,7 +378,7 @@ def test_what_changed_since_the_last_export(loaded: Any, tmp_path: Path, tier: s
 @pytest.mark.parametrize(
     ("tier", "name"), [("redis", "clicks.users.1.npz"), ("rocksdb", "any.parquet")]
 )
-def test_another_node_takes_what_changed_from_a_folder(
+def test_exported_changes_are_applied_by_another_node(
     loaded: Any, small_repository: Path, tmp_path: Path, tier: str, name: str
 ) -> None:
     words = ("export", "clicks", "users", "--tier", tier, *loaded)
@@ -414,7 +412,7 @@ def test_another_node_takes_what_changed_from_a_folder(
     assert both[0]["rows"] == both[1]["rows"] == 100
 
 
-def test_a_checkpoint_and_the_way_back(loaded: Any, tmp_path: Path) -> None:
+def test_checkpoint_is_restored(loaded: Any, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     printed("checkpoint", folder, *loaded)
     printed("del", "clicks", "users", 5, *loaded)
@@ -427,7 +425,7 @@ def test_a_checkpoint_and_the_way_back(loaded: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", ["redis", "rocksdb"])
-def test_dumps_go_out_and_in(loaded: Any, tmp_path: Path, tier: str) -> None:
+def test_dumps_are_exported_and_imported(loaded: Any, tmp_path: Path, tier: str) -> None:
     file = tmp_path / "users.bin"
     assert printed("dump", "clicks", "users", file, "--tier", tier, *loaded)["rows"] == 100
     data = file.read_bytes()
@@ -444,7 +442,7 @@ def test_dumps_go_out_and_in(loaded: Any, tmp_path: Path, tier: str) -> None:
     )
 
 
-def test_a_dump_comes_into_a_table_that_was_erased(loaded: Any, tmp_path: Path) -> None:
+def test_dump_is_imported_into_erased_table(loaded: Any, tmp_path: Path) -> None:
     file = tmp_path / "users.bin"
     printed("dump", "clicks", "users", file, *loaded)
     for tier in ("redis", "rocksdb"):
@@ -463,7 +461,7 @@ def test_a_dump_comes_into_a_table_that_was_erased(loaded: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("tier", ["redis", "rocksdb"])
-def test_an_sst_dump_comes_in(config: Path, tmp_path: Path, tier: str) -> None:
+def test_sst_dump_is_imported(config: Path, tmp_path: Path, tier: str) -> None:
     file = tmp_path / "users.sst"
     writer = SstFileWriter(Options(raw_mode=True))
     writer.open(str(file))
@@ -478,7 +476,7 @@ def test_an_sst_dump_comes_in(config: Path, tmp_path: Path, tier: str) -> None:
     assert "name the table it was dumped from" in message
 
 
-def test_rows_that_the_next_start_writes_over_are_named(config: Path, tmp_path: Path) -> None:
+def test_import_warns_of_rows_that_next_start_overwrites(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "users.bin"
     file.write_bytes(b"bin\0" + struct.pack("<IIIq4f", 1, 8, 16, 5, 9, 9, 9, 9))
     given = ("--config", config, "--set", "tiers.redis=null", "--set", "tiers.rocksdb.layout=hps")
@@ -493,7 +491,7 @@ def test_rows_that_the_next_start_writes_over_are_named(config: Path, tmp_path: 
 # -- faults ----------------------------------------------------------------------------------------
 
 
-def test_another_layout_is_named(loaded: Any) -> None:
+def test_other_layout_is_reported(loaded: Any) -> None:
     other = ("--set", "tiers.redis.layout=hps", "--set", "tiers.rocksdb.layout=hps")
     for tier in ("redis", "rocksdb"):
         message = refused("scan", "words", "words", "--tier", tier, *loaded, *other)
@@ -506,7 +504,7 @@ def test_another_layout_is_named(loaded: Any) -> None:
     assert "keeps no versions" in refused(*since, *loaded, *hps_only)
 
 
-def test_a_wrong_shape_is_named(loaded: Any, server: RedisServer) -> None:
+def test_wrong_shape_is_reported(loaded: Any, server: RedisServer) -> None:
     wrong = ("--set", "tiers.redis.partitions=4", "--tier", "redis")
     message = "partitions in Redis: 3, here: 4"
     assert message in refused("diff", *loaded, *wrong)
@@ -516,7 +514,7 @@ def test_a_wrong_shape_is_named(loaded: Any, server: RedisServer) -> None:
     assert "not there" in {e["state"] for e in printed("ls", *loaded, "--tier", "redis")}
 
 
-def test_a_redis_that_is_away(loaded: Any) -> None:
+def test_unavailable_redis_is_reported(loaded: Any) -> None:
     away = (*loaded, "--set", 'tiers.redis.addresses=["127.0.0.1:1"]')
     for only in ([], ["--tier", "redis"]):
         got = run("get", "clicks", "users", 1, *away, *only, "--output", "json")
@@ -535,7 +533,7 @@ def test_a_redis_that_is_away(loaded: Any) -> None:
     )
 
 
-def test_beside_a_running_node(loaded: Any) -> None:
+def test_reads_work_and_writes_name_holder_while_node_runs(loaded: Any) -> None:
     """Reading works; writing names the process that holds the database."""
 
     def elsewhere(*words: object) -> tuple[int, str]:
@@ -554,7 +552,7 @@ def test_beside_a_running_node(loaded: Any) -> None:
             assert "stop that process" in told
 
 
-def test_no_room_on_the_disk(config: Path) -> None:
+def test_full_disk_is_reported(config: Path) -> None:
     full = ("--set", f"tiers.rocksdb.min_free_bytes={10**15}")
     message = refused("load", "--config", config, *full, code=1)
     assert "the disk is full" in message

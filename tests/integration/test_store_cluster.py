@@ -37,7 +37,7 @@ def config(folder: Path, repository: Path, cluster: Cluster, layout: str, **give
     return path
 
 
-def test_from_hps_hashes_to_native_ones(
+def test_hps_hashes_are_converted_to_native(
     tmp_path: Path, small_repository: Path, cluster: Cluster
 ) -> None:
     rows = (KEYS[:, None] + np.arange(4, dtype=np.float32) / 8).astype("<f4")  # as in the files

@@ -95,7 +95,7 @@ def entries(server: RedisServer, pattern: str) -> int:
     return sum(server.ask("HLEN", name) for name in server.ask("KEYS", pattern))
 
 
-def test_a_load_into_redis(folder: Path, server: RedisServer) -> None:
+def test_killed_load_into_redis_continues(folder: Path, server: RedisServer) -> None:
     words = ("load", "--config", "native.yaml", "--tier", "redis")
     there = killed_in_part(folder, server, *words)
     (again,) = printed(folder, *words)
@@ -105,7 +105,7 @@ def test_a_load_into_redis(folder: Path, server: RedisServer) -> None:
     assert entries(server, "hps:{*}v") == ROWS
 
 
-def test_a_load_into_rocksdb(folder: Path, server: RedisServer) -> None:
+def test_killed_load_into_rocksdb_continues(folder: Path, server: RedisServer) -> None:
     words = ("load", "--config", "native.yaml")
     started = folder / "new" / "hps-ingest"
     for _ in range(10):
@@ -120,7 +120,7 @@ def test_a_load_into_rocksdb(folder: Path, server: RedisServer) -> None:
     assert not list(started.glob("*"))
 
 
-def test_a_conversion(folder: Path, server: RedisServer) -> None:
+def test_killed_conversion_continues(folder: Path, server: RedisServer) -> None:
     for tier in ("redis", "rocksdb"):
         printed(folder, "load", "--config", "hps.yaml", "--tier", tier)
     partition = int(partition_hash(np.array([-5]))[0]) % 8  # a row that came after the files
@@ -140,7 +140,7 @@ def test_a_conversion(folder: Path, server: RedisServer) -> None:
     assert entries(server, "hps:{*}v") == entries(server, "hps_et{*}v") == ROWS + 1
 
 
-def test_a_part_is_not_written_again(folder: Path, server: RedisServer) -> None:
+def test_rows_written_before_kill_are_not_written_again(folder: Path, server: RedisServer) -> None:
     """After a kill the rows that are there are read only."""
     printed(folder, "load", "--config", "hps.yaml", "--tier", "redis")
     words = ("convert", "--config", "hps.yaml", "--into", "native.yaml", "--tier", "redis")

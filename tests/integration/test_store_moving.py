@@ -179,7 +179,7 @@ def in_rocksdb(path: Path) -> dict[str, dict[bytes, bytes]]:
     return found
 
 
-def test_the_page_is_followed(folder: Path, server: RedisServer) -> None:
+def test_commands_of_migration_page_work(folder: Path, server: RedisServer) -> None:
     before, on_disk = contents(server, "hps_et{*}v"), in_rocksdb(folder / "rocksdb")
     seen = set()
     for words in commands():
@@ -231,7 +231,7 @@ def takes_the_place_of_hps(folder: Path) -> None:
     assert ours.instance_group[0].count == 2
 
 
-def test_the_program_of_the_page(folder: Path) -> None:
+def test_program_of_migration_page_works(folder: Path) -> None:
     (program,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     names: dict[str, Any] = {"hps": hps, "keys": KEYS}
     exec(program, names)
@@ -240,7 +240,7 @@ def test_the_program_of_the_page(folder: Path) -> None:
         np.testing.assert_array_equal(names["vectors"], expected)
 
 
-def test_a_password_is_carried_over_unseen_by_others(folder: Path) -> None:
+def test_password_is_converted_into_private_file(folder: Path) -> None:
     document = json.loads((folder / "ps.json").read_text())
     document["volatile_db"] = {"type": "redis_cluster", "password": "planted-secret"}
     (folder / "ps.json").write_text(json.dumps(document))
@@ -252,7 +252,7 @@ def test_a_password_is_carried_over_unseen_by_others(folder: Path) -> None:
     assert (converted / "hps.yaml").stat().st_mode & 0o077 == 0
 
 
-def test_the_updates_of_the_page_are_a_configuration(folder: Path) -> None:
+def test_updates_of_migration_page_are_valid_configuration(folder: Path) -> None:
     (updates,) = configurations("updates")
     page = folder / "updates.yaml"
     page.write_text((folder / "hps.yaml").read_text() + updates)
@@ -262,7 +262,7 @@ def test_the_updates_of_the_page_are_a_configuration(folder: Path) -> None:
     assert kafka.hps_offsets
 
 
-def test_what_is_converted_is_what_hps_held(folder: Path, server: RedisServer) -> None:
+def test_converted_rows_equal_rows_of_hps(folder: Path, server: RedisServer) -> None:
     run("model", "import", "ps.json")
     converted = printed("store", "convert", "--config", "hps.yaml", "--into", "native.yaml")
     rows = len(KEYS) + 1
@@ -284,7 +284,7 @@ def test_what_is_converted_is_what_hps_held(folder: Path, server: RedisServer) -
     assert version > 0
 
 
-def test_again_it_brings_over_what_is_new_and_keeps_what_is_newer(
+def test_second_conversion_adds_new_rows_and_keeps_newer_ones(
     folder: Path, server: RedisServer
 ) -> None:
     run("model", "import", "ps.json")
@@ -310,7 +310,7 @@ def test_again_it_brings_over_what_is_new_and_keeps_what_is_newer(
     assert [c["written"] for c in printed(*convert, "--tier", "redis")] == [0, 0]
 
 
-def test_keys_of_32_bits(folder: Path, server: RedisServer, monkeypatch: Any) -> None:
+def test_keys_of_32_bits_are_converted(folder: Path, server: RedisServer, monkeypatch: Any) -> None:
     """``supportlonglong: false``: HPS's keys have 4 bytes."""
     small = KEYS[(KEYS >= 0) & (KEYS < 2**32)]
     monkeypatch.setattr(f"{__name__}.KEYS", small)
@@ -333,7 +333,7 @@ def test_keys_of_32_bits(folder: Path, server: RedisServer, monkeypatch: Any) ->
         assert {d["equal"] for d in found} == {len(small) + 1}
 
 
-def test_a_ps_json_stands_for_the_old_configuration(folder: Path, server: RedisServer) -> None:
+def test_ps_json_is_accepted_as_source_configuration(folder: Path, server: RedisServer) -> None:
     run("model", "import", "ps.json")
     document = json.loads((folder / "ps.json").read_text())
     document["persistent_db"] = {"type": "rocks_db", "path": "rocksdb", "read_only": True}
@@ -356,7 +356,9 @@ def test_a_ps_json_stands_for_the_old_configuration(folder: Path, server: RedisS
         ),
     ],
 )
-def test_what_cannot_be_converted(folder: Path, words: list[str], message: str) -> None:
+def test_unconvertible_configurations_are_reported(
+    folder: Path, words: list[str], message: str
+) -> None:
     run("model", "import", "ps.json")
     native = (folder / "native.yaml").read_text()
     (folder / "here.yaml").write_text(native.replace("path: native", "path: rocksdb"))

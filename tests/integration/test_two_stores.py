@@ -129,7 +129,7 @@ def test_rows_found_in_rocksdb_are_promoted_to_redis_and_defaults_are_not(server
     assert sources(other, keys) == [Source.REDIS] * 3 + [Source.DEFAULT]
 
 
-def test_without_versions_what_came_meanwhile_stays(server, open_node, monkeypatch):
+def test_promotion_without_versions_keeps_row_written_meanwhile(server, open_node, monkeypatch):
     """Another process writes a row into Redis between the promotion's read and its write."""
     promote, promoted = RedisTier.promote, threading.Event()
     newer = rows_of([5]) + 100
@@ -155,7 +155,7 @@ def test_no_row_is_promoted_to_redis_when_disabled(server, open_node):
     assert sum(server.ask("HLEN", f"hps:{{ctr/1/user/p{i}}}v") for i in range(8)) == 0
 
 
-def test_rows_whose_defaults_were_served_meanwhile_go_there_too(server, folder, open_node):
+def test_rows_served_as_defaults_are_promoted_to_redis(server, folder, open_node):
     policy = MissPolicySpec(kind="default_then_promote", min_hit_rate=0.0)
     spec = SPEC.model_copy(
         update={"tables": [SPEC.tables[0].model_copy(update={"miss_policy": policy})]}
@@ -168,7 +168,7 @@ def test_rows_whose_defaults_were_served_meanwhile_go_there_too(server, folder, 
     assert sources(node, [5, 6]) == [Source.CPU] * 2
 
 
-def test_a_share_of_the_rows_is_put_there_when_the_model_is_loaded(server, open_node):
+def test_share_of_rows_is_preloaded_into_redis(server, open_node):
     redis = {"addresses": [server.address], "initial_cache_rate": 0.25}
     node = open_node({**redis, "cache_missed_embeddings": False})
     found = Counter(sources(node, np.arange(KEYS)))
@@ -176,7 +176,7 @@ def test_a_share_of_the_rows_is_put_there_when_the_model_is_loaded(server, open_
     assert found[Source.REDIS] + found[Source.ROCKSDB] == KEYS
 
 
-def test_redis_may_be_the_only_store(server, folder, open_node):
+def test_redis_works_as_only_store(server, folder, open_node):
     node = open_node({"addresses": [server.address]}, rocksdb={"enabled": False}, cache=True)
     assert not (folder / "db0").exists()
     keys = [3, KEYS + 1, 1999]
@@ -187,7 +187,7 @@ def test_redis_may_be_the_only_store(server, folder, open_node):
     assert ask(node, np.arange(KEYS)).degraded == ()
 
 
-def test_the_cpu_cache_is_warmed_with_what_redis_knows_better(server, open_node):
+def test_cpu_cache_is_warmed_with_newer_rows_of_redis(server, open_node):
     """Other processes may have written to Redis; the files may be older."""
     first = open_node({"addresses": [server.address], "initial_cache_rate": 1.0})
     tier = RedisTier(settings(server))
@@ -200,7 +200,7 @@ def test_the_cpu_cache_is_warmed_with_what_redis_knows_better(server, open_node)
     assert result.vectors["user"].tolist() == [rows_of([4])[0].tolist(), [77.0] * DIM]
 
 
-def test_a_newer_row_in_redis_is_served_and_promoted(server, open_node):
+def test_newer_row_in_redis_is_served_and_promoted(server, open_node):
     node = open_node({"addresses": [server.address]}, cache=True)
     assert sources(node, [9]) == [Source.ROCKSDB]
     tier = RedisTier(settings(server))
@@ -214,7 +214,7 @@ def test_a_newer_row_in_redis_is_served_and_promoted(server, open_node):
         assert node.writer.flush(60)
 
 
-def test_a_ps_json_is_served_from_its_redis_cluster(folder, tmp_path):
+def test_ps_json_is_served_from_redis_cluster(folder, tmp_path):
     """With TLS and a user; rows that HPS's layout holds already are read in place."""
     cluster = shared_cluster()
     files = folder / "models/ctr/1/tables/user"
@@ -316,13 +316,13 @@ def test_table_of_another_shape_is_skipped_and_reported(server, open_node):
     assert result.sources["user"].tolist() == [Source.ROCKSDB] * 2
 
 
-def test_the_only_store_must_fit(server, open_node):
+def test_mismatching_only_store_fails_start(server, open_node):
     open_node({"addresses": [server.address], "partitions": 4, "initial_cache_rate": 1.0})
     with pytest.raises(TierMisfit, match="partitions in Redis: 4, here: 8"):
         open_node({"addresses": [server.address], "partitions": 8}, rocksdb={"enabled": False})
 
 
-def test_files_that_were_damaged_are_not_loaded(server, folder, open_node):
+def test_damaged_files_are_not_loaded(server, folder, open_node):
     """Neither into Redis nor into RocksDB; Redis is shared, so other nodes would serve them immediately."""
     (file,) = (folder / "models").rglob("emb_vector")
     data = bytearray(file.read_bytes())
@@ -333,7 +333,7 @@ def test_files_that_were_damaged_are_not_loaded(server, folder, open_node):
     assert not server.ask("EXISTS", "hps:{ctr/1/user/p0}v")
 
 
-def test_a_single_server_that_is_taken_for_a_cluster_is_named(server, open_node):
+def test_single_server_in_cluster_mode_is_reported(server, open_node):
     with pytest.raises(ConfigError, match=r"set tiers\.redis\.mode to single"):
         open_node({"addresses": [server.address], "mode": "cluster"})
 
@@ -341,7 +341,7 @@ def test_a_single_server_that_is_taken_for_a_cluster_is_named(server, open_node)
 # -- Redis is missing, dies, is slow ---------------------------------------------------------------
 
 
-def test_a_node_starts_without_redis_and_uses_it_when_it_comes(server, open_node):
+def test_node_starts_without_redis_and_uses_it_later(server, open_node):
     server.kill()
     start = time.monotonic()
     redis = {"addresses": [server.address], "initial_cache_rate": 1.0}
@@ -412,7 +412,7 @@ GUARD = {"guard": {"retry_after_s": 0.2}}
 
 @pytest.mark.alone
 @pytest.mark.parametrize("how", ["killed", "silent", "slow", "cut"])
-def test_a_redis_in_trouble_costs_its_rows_and_nothing_else(server, proxy, open_node, how):
+def test_failing_redis_loses_only_its_rows(server, proxy, open_node, how):
     address = server.address if how == "killed" else proxy.address
     node = open_node({"addresses": [address], **GUARD})
     ask(node, np.arange(KEYS))
@@ -455,7 +455,7 @@ def test_a_redis_in_trouble_costs_its_rows_and_nothing_else(server, proxy, open_
     assert metric(node, "hps_tier_skipped_total", tier="redis") > 0
 
 
-def test_an_outage_is_no_hit_rate_of_zero(server, open_node):
+def test_outage_does_not_count_as_misses(server, open_node):
     guard = {"retry_after_s": 0.2, "deadline_ms": 10_000}
     redis = {"addresses": [server.address], "cache_missed_embeddings": False, "guard": guard}
     node = open_node(redis)
@@ -472,7 +472,7 @@ def test_an_outage_is_no_hit_rate_of_zero(server, open_node):
     assert skips[0] > 0
 
 
-def test_ten_thousand_failing_requests_leave_nothing_behind(server, open_node):
+def test_ten_thousand_failing_requests_leak_nothing(server, open_node):
     node = open_node({"addresses": [server.address], "guard": {"retry_after_s": 0.01}})
     ask(node, [1])
     server.kill()

@@ -171,7 +171,7 @@ class SmallCacheMachine(RuleBasedStateMachine):
         assert held <= self.cache.capacity(self.table)
 
 
-def test_a_cache_too_small_never_answers_wrongly():
+def test_cache_too_small_never_returns_wrong_rows():
     for capacity in (1, 16, 40):
         run_state_machine_as_test(
             lambda capacity=capacity: SmallCacheMachine(capacity),

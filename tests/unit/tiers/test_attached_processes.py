@@ -64,7 +64,7 @@ def started(node, version=2, model="words", check=lambda: None):
     return thread, ended
 
 
-def test_all_open_a_version_before_any_serves_it(node):
+def test_all_processes_open_version_before_any_serves_it(node):
     first, second = Process(node), Process(node, 2)
     first.obey()
     second.obey()
@@ -122,7 +122,7 @@ def test_reloaded_version_gets_new_token(node):
 
 
 @pytest.mark.parametrize(("refused", "raised"), [(False, Unavailable), (True, Unsupported)])
-def test_one_that_cannot_open_it_fails_the_load(node, refused, raised):
+def test_process_that_cannot_open_version_fails_load(node, refused, raised):
     process = Process(node, 77)
     process.obey()
     thread, ended = started(node)
@@ -137,7 +137,7 @@ def test_one_that_cannot_open_it_fails_the_load(node, refused, raised):
     assert process.orders["serve"][0][:2] == ("words", 1)
 
 
-def test_one_that_is_killed_is_waited_for_to_be_replaced(node):
+def test_load_waits_for_replacement_of_killed_process(node):
     killed = Process(node)
     thread, ended = started(node)
     killed.end()
@@ -148,7 +148,7 @@ def test_one_that_is_killed_is_waited_for_to_be_replaced(node):
     assert ended == [None]
 
 
-def test_one_that_is_killed_may_have_no_successor(node, monkeypatch):
+def test_load_completes_without_successor_of_killed_process(node, monkeypatch):
     monkeypatch.setattr(followers, "_REPLACED_S", 0.0)
     killed = Process(node)
     thread, ended = started(node)
@@ -172,14 +172,14 @@ def test_load_fails_when_version_kills_processes_but_not_when_they_leave(node):
     assert "attached processes 3 and 4 ended before" in str(ended[0])
 
 
-def test_one_that_hangs_fails_the_load_in_the_end(node, monkeypatch):
+def test_hanging_process_fails_load(node, monkeypatch):
     monkeypatch.setattr(followers, "_OPEN_S", 0.0)
     Process(node, 5)
     with pytest.raises(Unavailable, match=r"process 5.*has not opened version 2 of model 'words'"):
         node.open("words", 2, lambda: None)
 
 
-def test_the_end_of_the_node_ends_the_wait(node):
+def test_closing_node_ends_wait(node):
     Process(node)
 
     def check():
@@ -191,7 +191,7 @@ def test_the_end_of_the_node_ends_the_wait(node):
         node.settle(check)
 
 
-def test_a_change_is_waited_for_but_not_for_ever(node, monkeypatch, caplog):
+def test_settle_waits_for_switch_with_limit(node, monkeypatch, caplog):
     process, comes = Process(node, 9), Process(node)
     process.obey()
     former = node.drop("clicks")

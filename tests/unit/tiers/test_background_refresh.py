@@ -21,7 +21,7 @@ def remember():
         each.close()
 
 
-def test_asking_never_waits(remember):
+def test_reading_value_never_waits(remember):
     gate = threading.Event()
     slow = remember(lambda: gate.wait(60) and 7)
     start = time.monotonic()
@@ -31,7 +31,7 @@ def test_asking_never_waits(remember):
     until(lambda: slow.value == 7)
 
 
-def test_it_is_renewed_when_it_is_old_and_not_before(remember):
+def test_value_is_refreshed_only_when_old(remember):
     looked = []
     young = remember(lambda: looked.append(1) or len(looked), every_s=1000)
     young.refresh()

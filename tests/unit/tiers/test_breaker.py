@@ -25,7 +25,7 @@ def fail(breaker, times):
         breaker.failed(breaker.admit())
 
 
-def test_opens_after_so_many_failures_in_a_row(breaker):
+def test_circuit_opens_after_failures_in_a_row(breaker):
     fail(breaker, 2)
     breaker.succeeded(breaker.admit())
     fail(breaker, 2)
@@ -35,7 +35,7 @@ def test_opens_after_so_many_failures_in_a_row(breaker):
     assert breaker.admit() is None
 
 
-def test_one_probe_after_the_pause(breaker, clock):
+def test_one_probe_is_admitted_after_pause(breaker, clock):
     fail(breaker, 3)
     clock.now = 9.9
     assert breaker.admit() is None
@@ -49,7 +49,7 @@ def test_one_probe_after_the_pause(breaker, clock):
     assert breaker.admit() is not None
 
 
-def test_a_failed_probe_opens_again_at_once(breaker, clock):
+def test_failed_probe_reopens_circuit(breaker, clock):
     fail(breaker, 3)
     clock.now = 10.0
     breaker.failed(breaker.admit())
@@ -60,7 +60,7 @@ def test_a_failed_probe_opens_again_at_once(breaker, clock):
     assert breaker.admit() is not None
 
 
-def test_an_undecided_probe_makes_room_for_the_next(breaker, clock):
+def test_inconclusive_probe_admits_next_probe(breaker, clock):
     fail(breaker, 3)
     clock.now = 10.0
     breaker.inconclusive(breaker.admit())

@@ -53,7 +53,7 @@ def bound_pages():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_cache_lies_on_its_node(tmp_path, shared):
+def test_cache_memory_is_on_its_numa_node(tmp_path, shared):
     if not Path("/proc/self/numa_maps").exists():
         pytest.skip("this kernel knows no nodes")
     assert bound_pages() == 0
@@ -62,7 +62,7 @@ def test_the_cache_lies_on_its_node(tmp_path, shared):
     assert bound_pages() * 4096 >= 0.95 * cache.stats(TABLE).bytes
 
 
-def test_transparent_huge_pages():
+def test_transparent_huge_pages_are_used():
     before = advised_kib()
     if "[never]" in TRANSPARENT.read_text():
         with pytest.raises(ConfigError, match="transparent huge pages are disabled"):
@@ -76,7 +76,7 @@ def test_transparent_huge_pages():
     assert plain.size(TABLE) == cache.size(TABLE) == ROWS
 
 
-def test_reserved_huge_pages():
+def test_reserved_huge_pages_are_used():
     free = int(re.search(r"HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
     if free < 4:
         with pytest.raises(ConfigError, match=r"vm\.nr_hugepages"):
@@ -87,7 +87,7 @@ def test_reserved_huge_pages():
 
 
 @pytest.mark.parametrize("huge", ["never", "advise"])
-def test_huge_pages_of_files_follow_their_file_system(tmp_path, huge):
+def test_huge_pages_of_files_depend_on_file_system(tmp_path, huge):
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_cache_memory import *\n"

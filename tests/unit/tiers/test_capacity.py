@@ -17,7 +17,7 @@ def total_bytes(plan):
 
 
 @pytest.mark.parametrize("budget", [0, 1_000, 1 << 20, 64 << 20])
-def test_bytes_are_shared_out_by_size_and_never_exceeded(budget):
+def test_bytes_are_divided_by_size_and_never_exceeded(budget):
     plan = plan_capacity(ROWS, capacity_bytes=budget)
     assert plan.keys() == ROWS.keys()
     spent = total_bytes(plan)
@@ -28,7 +28,7 @@ def test_bytes_are_shared_out_by_size_and_never_exceeded(budget):
         assert all(share * ROWS[table] - plan[table] <= 1 for table in ROWS)
 
 
-def test_everything_fits_and_no_more():
+def test_plan_gives_all_rows_when_they_fit():
     assert plan_capacity(ROWS, capacity_bytes=1 << 40) == ROWS
 
 
@@ -50,12 +50,12 @@ def test_empty_table_gets_capacity_for_later_rows():
     assert plan_capacity(empty, capacity_bytes=1 << 20, rows={SMALL: 0}) == {SMALL: 0}
 
 
-def test_the_share_of_one_table_gives_way_to_its_stated_rows():
+def test_stated_rows_override_share_of_table():
     plan = plan_capacity(ROWS, capacity_bytes=0, shares={SMALL: 0.1, LARGE: 0.1}, rows={LARGE: 5})
     assert plan == {SMALL: 100, LARGE: 5, HALF: 0}
 
 
-def test_a_share_of_the_rows():
+def test_share_gives_that_share_of_rows():
     plan = plan_capacity(ROWS, capacity_bytes=0, share=0.1, rows={HALF: 7})
     assert plan == {SMALL: 100, LARGE: 100_000, HALF: 7}
     assert plan_capacity({SMALL: 3}, capacity_bytes=0, share=0.1) == {SMALL: 1}
@@ -77,7 +77,7 @@ def test_contradictory_settings_are_rejected(wrong, message):
 
 
 @pytest.mark.parametrize("rows", [10, 1_000, 50_000])
-def test_a_cache_planned_whole_holds_the_whole_table(rows):
+def test_cache_planned_for_all_rows_holds_whole_table(rows):
     table = EmbeddingTable.make("items", 1)
     cache = CpuCache({table: rows})
     keys = np.random.default_rng(rows).permutation(rows)

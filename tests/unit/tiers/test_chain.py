@@ -73,7 +73,7 @@ def test_each_tier_gets_misses_of_those_above(tiers, log):
     assert log == [("top", [[1, 2, 3, 4], [7]]), ("middle", [[3, 4], [7]]), ("bottom", [[4]])]
 
 
-def test_the_search_stops_when_nothing_is_missing(tiers, log):
+def test_search_stops_when_nothing_is_missing(tiers, log):
     insert(tiers[0], TABLE, 1)
     tiers[0].delete(TABLE, np.array([2]), np.array([version_now()], np.uint64))
     insert(tiers[1], TABLE, 2)
@@ -84,7 +84,7 @@ def test_the_search_stops_when_nothing_is_missing(tiers, log):
     assert part.source.tolist() == [Source.MEMORY, 0]
 
 
-def test_writes_walk_up_from_the_bottom(tiers, log):
+def test_writes_go_from_bottom_to_top(tiers, log):
     chain, keys = TierChain(tiers), np.array([1])
     rows, versions = np.ones((1, 2), np.float32), np.array([version_now()], np.uint64)
     chain.insert(TABLE, keys, rows, versions)
@@ -95,21 +95,21 @@ def test_writes_walk_up_from_the_bottom(tiers, log):
     assert log == [(name, verb) for verb in verbs for name in ("bottom", "middle", "top")]
 
 
-def test_a_refused_write_does_not_reach_the_tiers_above(tiers, log):
+def test_rejected_write_does_not_reach_upper_tiers(tiers, log):
     tiers[1].broken = True
     with pytest.raises(TierError, match="middle: broken"):
         insert(TierChain(tiers), TABLE, 1)
     assert log == [("bottom", "insert")]
 
 
-def test_every_tier_is_closed_although_one_raises(tiers, log):
+def test_every_tier_is_closed_when_one_raises(tiers, log):
     tiers[1].broken = True
     with pytest.raises(TierError, match="middle: broken"):
         TierChain(tiers).close()
     assert sorted(log) == [("bottom", "close"), ("top", "close")]
 
 
-def test_an_empty_chain_holds_nothing():
+def test_empty_chain_holds_nothing():
     chain = TierChain([])
     insert(chain, TABLE, 1)
     chain.update(TABLE, np.array([1]), np.ones((1, 2), np.float32), np.ones(1, np.uint64))
@@ -136,7 +136,7 @@ def test_info_of_chain_combines_its_tiers(log):
     assert not info.cache
 
 
-def test_tiers_of_different_memories_are_refused(log):
+def test_tiers_of_different_memories_are_rejected(log):
     tiers = [Recorder("gpu", log, memory="cuda"), Recorder("cpu", log)]
     with pytest.raises(ConfigError, match=r"gpu in cuda memory, cpu in host memory"):
         TierChain(tiers)

@@ -38,7 +38,7 @@ def read(path, of):
     [(64, GOLDEN_64, [42, -1]), (32, GOLDEN_32, [42, 0xFFFF_FFFF])],
 )
 class TestGolden:
-    def test_is_read(self, tmp_path, bits, golden, keys):
+    def test_dump_of_hps_is_read(self, tmp_path, bits, golden, keys):
         (tmp_path / "t.bin").write_bytes(golden)
         dump = open_dump(tmp_path / "t.bin")
         assert (dump.key_bytes, dump.value_bytes, dump.rows) == (bits // 8, 8, 2)
@@ -47,14 +47,14 @@ class TestGolden:
         assert vectors.tolist() == ROWS.tolist()
         assert (found.dtype, vectors.dtype) == (np.int64, np.float32)
 
-    def test_is_written(self, tmp_path, bits, golden, keys):
+    def test_dump_equals_that_of_hps(self, tmp_path, bits, golden, keys):
         rows = [(np.array(keys[:1]), ROWS[:1]), (np.array(keys[1:]), ROWS[1:])]
         progress = []
         assert write_dump(tmp_path / "t.bin", table(bits), rows, progress.append) == 2
         assert (tmp_path / "t.bin").read_bytes() == golden
         assert progress == [1, 1]
 
-    def test_every_truncation_is_refused_with_its_numbers(self, tmp_path, bits, golden, keys):
+    def test_every_truncation_is_rejected_with_its_numbers(self, tmp_path, bits, golden, keys):
         path = tmp_path / "t.bin"
         row = bits // 8 + 8
         for length in range(len(golden)):
@@ -71,7 +71,7 @@ class TestGolden:
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_an_empty_table_has_no_value_size(tmp_path, bits):
+def test_empty_table_dump_has_no_value_size(tmp_path, bits):
     path = tmp_path / "t.bin"
     assert write_dump(path, table(bits), [(np.empty(0, np.int64), np.empty((0, 2)))]) == 0
     assert path.read_bytes() == b"bin\0" + struct.pack("<II", 1, bits // 8)
@@ -88,13 +88,13 @@ def test_an_empty_table_has_no_value_size(tmp_path, bits):
         (b"bin\0" + struct.pack("<III", 1, 8, 0) + bytes(8), "values of 0 bytes, but 8 bytes"),
     ],
 )
-def test_other_files_are_refused(tmp_path, data, said):
+def test_other_files_are_rejected(tmp_path, data, said):
     (tmp_path / "t.bin").write_bytes(data)
     with pytest.raises(ModelError, match=said):
         open_dump(tmp_path / "t.bin")
 
 
-def test_a_missing_file_and_a_table_of_another_shape(tmp_path):
+def test_missing_file_and_table_of_another_shape_are_reported(tmp_path):
     with pytest.raises(ModelError, match="cannot read"):
         open_dump(tmp_path / "none.bin")
     (tmp_path / "t.bin").write_bytes(GOLDEN_64)
@@ -106,7 +106,7 @@ def test_a_missing_file_and_a_table_of_another_shape(tmp_path):
         write_dump(tmp_path / "no" / "t.bin", table(), [])
 
 
-def test_a_failed_dump_leaves_the_old_one(tmp_path):
+def test_failed_dump_keeps_old_file(tmp_path):
     (tmp_path / "t.bin").write_bytes(GOLDEN_64)
 
     def broken():
@@ -134,7 +134,7 @@ def test_large_dumps_are_streamed(tmp_path):
 
 @pytest.mark.parametrize("layout", ["native", "hps"])
 @pytest.mark.parametrize("bits", [32, 64])
-def test_from_a_store_and_back(tmp_path, layout, bits):
+def test_dump_of_store_round_trips(tmp_path, layout, bits):
     of = table(bits)
     keys = np.array([3, 2**31, 258, 0, 1])
     rows = np.arange(10, dtype=np.float32).reshape(-1, 2)

@@ -36,7 +36,7 @@ def gather(cache, table, keys):
 
 
 @pytest.mark.parametrize("n", [0, 1, 26, 8192, 8193, ROWS])
-def test_every_row_lands_in_its_place(cache, table, n):
+def test_gather_writes_each_row_to_its_position(cache, table, n):
     keys = np.random.default_rng(n).integers(0, ROWS, n)
     found, out = gather(cache, table, keys)
     assert found
@@ -45,13 +45,13 @@ def test_every_row_lands_in_its_place(cache, table, n):
 
 @pytest.mark.parametrize("key", [-1, ROWS, 2**63 - 1])
 @pytest.mark.parametrize("at", [0, 9000, 9999])
-def test_one_key_that_is_not_there_is_noticed(cache, table, key, at):
+def test_one_missing_key_fails_gather(cache, table, key, at):
     keys = np.arange(10_000)
     keys[at] = key
     assert not gather(cache, table, keys)[0]
 
 
-def test_deleted_and_evicted_keys_are_not_there(cache, table):
+def test_deleted_and_evicted_keys_are_missing(cache, table):
     cache.delete(table, np.array([5]), np.array([2], np.uint64))
     cache.evict(table, np.array([6]))
     assert not gather(cache, table, [4, 5])[0]
@@ -59,11 +59,11 @@ def test_deleted_and_evicted_keys_are_not_there(cache, table):
     assert gather(cache, table, [4, 7])[0]
 
 
-def test_an_unknown_table_is_not_there(cache):
+def test_gather_of_unknown_table_fails(cache):
     assert not gather(cache, EmbeddingTable.make("other", 3), [1])[0]
 
 
-def test_all_tables_of_a_request_at_once(cache, table):
+def test_one_gather_reads_all_tables_of_request(cache, table):
     other = EmbeddingTable.make("other", 1)
     cache.add_table(other, 100)
     cache.insert(other, np.array([7]), np.array([[70]], np.float32), np.ones(1, np.uint64))
@@ -75,7 +75,7 @@ def test_all_tables_of_a_request_at_once(cache, table):
     assert not cache.gather([pair, (other, np.array([8]), outs[1])])
 
 
-def test_a_gather_keeps_its_keys_in_the_cache():
+def test_gather_counts_as_use_of_keys():
     """As a fetch does: keys that are asked for again and again outlive a flood of others."""
     table = EmbeddingTable.make("t", 1)
     cache = CpuCache({table: 1600})
@@ -98,7 +98,7 @@ def test_a_gather_keeps_its_keys_in_the_cache():
         (np.zeros(2, np.int64), np.zeros((1, 3), np.float32)),
     ],
 )
-def test_arrays_that_do_not_fit_are_named(cache, table, keys, out):
+def test_wrong_arrays_are_reported(cache, table, keys, out):
     with pytest.raises(BadRequest, match="table model/1/t"):
         cache.gather([(table, keys, out)])
 
@@ -119,7 +119,7 @@ def pooled(cache, table, keys, **options):
     return cache.gather([], [bags]), bags
 
 
-def test_bags_and_rows_in_one_gather(cache, table):
+def test_one_gather_reads_rows_and_pools_bags(cache, table):
     out = np.empty((1, 3), np.float32)
     bags = Bags(table, np.array([1, 2, 3, 4]), np.empty((2, 3), np.float32))
     assert cache.gather([(table, np.array([7]), out)], [bags])
@@ -139,7 +139,7 @@ def test_missing_keys_of_bags_are_listed_and_completed(cache, table):
     assert not cache.complete(bags, np.full((1, 3), 5, np.float32))
 
 
-def test_bags_of_a_table_that_is_not_held_are_not_pooled(cache):
+def test_bags_of_uncached_table_are_not_pooled(cache):
     found, bags = pooled(cache, EmbeddingTable.make("other", 3), [1, 2])
     assert not found
     assert not cache.complete(bags, bags.out)
@@ -158,6 +158,6 @@ def test_bags_of_a_table_that_is_not_held_are_not_pooled(cache):
         ({"divisors": np.ones(3, np.float32)}, r"divisors must be \(2,\) float32"),
     ],
 )
-def test_bags_that_do_not_fit_are_named(cache, table, wrong, words):
+def test_wrong_bags_are_reported(cache, table, wrong, words):
     with pytest.raises(BadRequest, match=words):
         pooled(cache, table, **{"keys": [1, 2]} | wrong)

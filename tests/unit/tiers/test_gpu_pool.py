@@ -50,7 +50,7 @@ def asked(table, keys, combiner):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("dim", [1, 3, 8, 32, 128, 200])
-def test_it_is_the_hosts_pooling(dim, dtype, weighted, combiner):
+def test_device_pooling_equals_host_pooling(dim, dtype, weighted, combiner):
     cache = GpuCache({})
     table = filled(cache, dim, dtype)
     keys = jagged(np.random.default_rng(1), 300, weighted=weighted)
@@ -69,7 +69,7 @@ def test_sums_of_negative_zeros_keep_their_sign():
     assert np.signbit(ask.out.get()).all()
 
 
-def test_fetch_of_all_tables_with_keys_on_host_or_device():
+def test_fetch_reads_all_tables_with_keys_on_host_or_device():
     cache = GpuCache({})
     rng, asks = np.random.default_rng(3), []
     for i, dim in enumerate(range(2, 42)):
@@ -107,7 +107,7 @@ def test_empty_bags_need_no_table():
     assert cache.pool([])
 
 
-def test_pooling_is_a_use():
+def test_pooling_counts_as_use():
     cache = GpuCache({})
     table = filled(cache, 8)
     held = cache.held(table)
@@ -127,7 +127,7 @@ def test_pooling_is_a_use():
         (JaggedKeys(np.arange(5, dtype=np.int32), 1), "keys must be"),
     ],
 )
-def test_bad_bags_are_refused(keys, message):
+def test_wrong_bags_are_rejected(keys, message):
     cache = GpuCache({})
     table = filled(cache, 8)
     with pytest.raises(BadRequest, match=message):

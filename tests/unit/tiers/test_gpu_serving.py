@@ -35,7 +35,7 @@ def filled(tables, held=5000):
 @pytest.mark.parametrize("dim", [1, 3, 8, 32, 200])
 @pytest.mark.parametrize("hotness", [0, 1, 5, None])
 @pytest.mark.parametrize("mean", [False, True])
-def test_bags_of_fetched_rows_are_the_hosts_pooling(dim, dtype, hotness, mean):
+def test_pooling_of_fetched_rows_equals_host_pooling(dim, dtype, hotness, mean):
     cp, rng = cupy(), np.random.default_rng(dim)
     table = EmbeddingTable.make("t", dim, dtype=dtype, default=3.0)
     cache, asks, expected = filled([table]), [], []
@@ -67,7 +67,7 @@ def test_bags_of_fetched_rows_are_the_hosts_pooling(dim, dtype, hotness, mean):
 
 
 @pytest.mark.parametrize("count", [1, 26, 70])
-def test_a_prepared_pooling_is_a_pooling(count):
+def test_prepared_pooling_equals_pooling(count):
     cp, rng = cupy(), np.random.default_rng(count)
     tables = [EmbeddingTable.make(f"t{i}", [32, 16, 3][i % 3]) for i in range(count)]
     cache, batch = filled(tables, 500), 60
@@ -92,7 +92,7 @@ def test_a_prepared_pooling_is_a_pooling(count):
             assert outs[i].get().tobytes() == expected.tobytes()
 
 
-def test_a_prepared_pooling_is_a_use_of_its_rows():
+def test_prepared_pooling_counts_as_use():
     table = EmbeddingTable.make("t", 4)
     cache = filled([table], 64)
     held = cache.held(table)
@@ -153,7 +153,7 @@ def test_bridge_fetches_repeated_key_once():
     cp.cuda.get_current_stream().synchronize()
 
 
-def test_the_hosts_view_of_a_cache():
+def test_replicas_answer_host_parts():
     table, other = EmbeddingTable.make("t", 8), EmbeddingTable.make("out", 8)
     replicas = GpuReplicas([filled([table], 100), filled([table], 100)])
     for cache in replicas.caches:

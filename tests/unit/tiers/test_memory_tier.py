@@ -43,7 +43,7 @@ def test_tombstones_expire_by_clock():
         (float("inf"), 5_000.0, 0),
     ],
 )
-def test_oldest_tombstone(ttl_s, unix_s, oldest):
+def test_oldest_tombstone_follows_ttl(ttl_s, unix_s, oldest):
     table = EmbeddingTable.make("items", 2, tombstone_ttl_s=ttl_s)
     assert oldest_tombstone(table, unix_s) == oldest
 
@@ -58,7 +58,7 @@ def test_tables_are_distinguished_by_identity():
     assert missing(tier) == [0, 1]
 
 
-def test_it_stands_for_any_tier():
+def test_memory_tier_takes_any_tier_info():
     info = TierInfo("redis", Source.REDIS, blocking=True, shared=True)
     tier = MemoryTier(info)
     assert tier.info is info
@@ -71,7 +71,7 @@ def test_it_stands_for_any_tier():
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def test_arrays_that_fit_pass():
+def test_valid_arrays_are_accepted():
     versions = np.zeros(2, np.uint64)
     check_keys(TABLE, KEYS)
     check_keys(TABLE, KEYS, versions)

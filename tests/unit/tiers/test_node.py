@@ -95,12 +95,12 @@ def ends(folder, store):
     opened.close()
 
 
-def test_the_socket_is_for_this_user_alone(ends, folder):
+def test_socket_is_private_to_user(ends, folder):
     assert ends.server.path.stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_second_node_is_refused_and_one_that_was_killed_leaves_room(ends, folder, store):
+def test_second_node_is_rejected_unless_first_was_killed(ends, folder, store):
     with pytest.raises(ConfigError, match="another running node"):
         Ends(folder, store)
     ends.server.close()
@@ -110,13 +110,13 @@ def test_a_second_node_is_refused_and_one_that_was_killed_leaves_room(ends, fold
     other.close()
 
 
-def test_a_folder_that_others_may_enter_is_refused(folder, store):
+def test_folder_open_to_others_is_rejected(folder, store):
     folder.chmod(0o750)
     with pytest.raises(ConfigError, match="chmod 700"):
         Ends(folder, store)
 
 
-def test_a_path_too_long_for_a_socket_says_so(folder, store):
+def test_path_too_long_for_socket_is_reported(folder, store):
     with pytest.raises(ConfigError, match=r"too long for a socket.*server\.runtime"):
         Ends(folder / ("x" * 100), store)
 
@@ -140,7 +140,7 @@ def test_dropped_promotion_is_counted(ends):
     until(lambda: ends.dropped == [2])
 
 
-def test_large_fetches_go_in_portions(ends, monkeypatch):
+def test_large_fetches_are_split(ends, monkeypatch):
     monkeypatch.setattr(tier, "_ANSWER_BYTES", 100)
     wanted = np.arange(50, 150)
     parts = [Part.make(table, wanted) for table in TABLES]
@@ -151,7 +151,7 @@ def test_large_fetches_go_in_portions(ends, monkeypatch):
     assert len(ends.promoted) > 10
 
 
-def test_more_than_a_frame_may_hold_is_refused_before_it_is_read():
+def test_frame_too_large_is_rejected_before_reading():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         with pytest.raises(ValueError, match="a frame of"):
@@ -171,7 +171,7 @@ def test_fetch_with_too_large_answer_is_rejected_before_allocation(monkeypatch):
         frames.read_fetch(payload, TABLES)
 
 
-def test_a_folder_that_another_node_removes_just_now_is_made_again(folder, store, monkeypatch):
+def test_folder_removed_by_another_node_is_created_again(folder, store, monkeypatch):
     def removed_first(path, *given):
         monkeypatch.setattr(os, "open", opened)
         path.parent.rmdir()
@@ -186,7 +186,7 @@ def test_a_folder_that_another_node_removes_just_now_is_made_again(folder, store
     assert not (folder / "run").exists()
 
 
-def test_a_connection_without_a_thread_is_refused_and_the_next_is_answered(ends, monkeypatch):
+def test_connection_without_thread_is_rejected_and_next_is_answered(ends, monkeypatch):
     class NoThread:
         def __init__(self, **_given):
             monkeypatch.undo()
@@ -201,7 +201,7 @@ def test_a_connection_without_a_thread_is_refused_and_the_next_is_answered(ends,
     assert ends.server.status()["connections"] == 1
 
 
-def test_a_node_that_came_back_is_found_again(ends):
+def test_restarted_node_is_used_again(ends):
     assert ends.fetch(ITEMS, [1]).source.tolist() == [Source.ROCKSDB]
     ends.server.close()
     with pytest.raises(TierError, match="is it running"):
@@ -210,14 +210,14 @@ def test_a_node_that_came_back_is_found_again(ends):
     assert ends.fetch(ITEMS, [1]).source.tolist() == [Source.ROCKSDB]
 
 
-def test_a_request_on_a_connection_that_went_stale_is_sent_again(ends):
+def test_request_on_stale_connection_is_sent_again(ends):
     ends.fetch(ITEMS, [1])
     ends.server.close()
     ends.serve(TABLES)
     assert ends.fetch(ITEMS, [2]).source.tolist() == [Source.ROCKSDB]
 
 
-def test_a_node_that_serves_other_tables_now_says_so(ends):
+def test_node_serving_other_tables_is_reported(ends):
     ends.server.close()
     ends.serve([ITEMS])
     with pytest.raises(TierMisfit, match=r"no longer serves model/1/quick"):
@@ -257,7 +257,7 @@ def test_tiers_skipped_by_node_are_reported(folder):
     ends.close()
 
 
-def test_the_deadline_holds_on_both_sides(folder, monkeypatch):
+def test_deadline_holds_on_both_sides(folder, monkeypatch):
     slow = Slow()
     ends = Ends(folder, slow, threads=1)
     submit, deadlines = ends.pool.submit, []
@@ -284,7 +284,7 @@ def test_the_deadline_holds_on_both_sides(folder, monkeypatch):
     ends.close()
 
 
-def test_an_overloaded_node_refuses(folder):
+def test_overloaded_node_rejects(folder):
     slow = Slow()
     ends = Ends(folder, slow, threads=1, queued=0)
     waiting = threading.Thread(target=ends.fetch, args=(ITEMS, [1]))
@@ -297,7 +297,7 @@ def test_an_overloaded_node_refuses(folder):
     ends.close()
 
 
-def test_questions_are_answered_by_name(ends):
+def test_handlers_are_called_by_name(ends):
     assert ends.connections.ask("sum", of=[1, 2]) == 3
     with pytest.raises(Unavailable, match="no handler for 'age'"):
         ends.connections.ask("age")
@@ -315,7 +315,7 @@ def test_questions_are_answered_by_name(ends):
         b"\x03\0\0\0\x03\0\0\0{,}",  # no JSON
     ],
 )
-def test_a_damaged_frame_ends_its_connection_alone(ends, frame):
+def test_damaged_frame_closes_only_its_connection(ends, frame):
     ends.fetch(ITEMS, [1])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as damaged:
         damaged.settimeout(60)

@@ -28,14 +28,14 @@ def tier(promoted):
     )
 
 
-def test_rows_are_handed_on(tier, promoted):
+def test_returned_rows_are_promoted(tier, promoted):
     part = Part.make(TABLE, np.array([9, 3, 77, 1]))
     tier.fetch([part], FetchContext())
     assert part.missing.tolist() == [2]
     assert promoted == [(TABLE, [9, 1])]
 
 
-def test_rows_found_further_up_are_not(tier, promoted):
+def test_rows_of_upper_tiers_are_not_promoted(tier, promoted):
     part = Part.make(TABLE, np.array([9, 5, 1]))
     part.source[:] = [3, 0, 3]
     part.missing = np.array([1])
@@ -55,7 +55,7 @@ def test_no_promotion_without_hits(tier, promoted):
     assert promoted == []
 
 
-def test_writes_pass(tier):
+def test_writes_pass_through(tier):
     tier.insert(TABLE, np.array([50]), np.ones((1, 2), np.float32), np.full(1, NOW, np.uint64))
     part = Part.make(TABLE, np.array([50]))
     tier.fetch([part], FetchContext())

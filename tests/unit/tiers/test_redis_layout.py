@@ -38,7 +38,7 @@ def keys_of(*keys):
 
 
 @pytest.mark.parametrize(("partitions", "column"), [(8, 0), (16, 1)])
-def test_partitions_are_those_of_hps(partitions, column):
+def test_partitions_equal_those_of_hps(partitions, column):
     layout = TableLayout(EmbeddingTable.make("t", 2), "hps", partitions)
     wanted = [both[column] for both in PARTITIONS.values()]
     assert layout.partition_of(keys_of(*PARTITIONS)).tolist() == wanted
@@ -49,7 +49,7 @@ def test_narrow_keys_are_hashed_without_their_sign():
     assert layout.partition_of(keys_of(-1, 42, 2**32 + 42)).tolist() == [3, 5, 5]
 
 
-def test_names_of_hps():
+def test_key_names_of_hps_layout():
     layout = TableLayout(EmbeddingTable.make("user-id", 2, model="wdl_1", version=7), "hps", 2)
     assert layout.rows_keys == [
         b"hps_et{hps_et.wdl_1.user-id/p0}v",
@@ -60,7 +60,7 @@ def test_names_of_hps():
     assert layout.metadata_key == b"hps_et{hps_et.wdl_1.user-id}m"
 
 
-def test_names_of_our_own():
+def test_key_names_of_native_layout():
     layout = TableLayout(EmbeddingTable.make("user-id", 2, model="wdl_1", version=7), "native", 1)
     assert layout.rows_keys == [b"hps:{wdl_1/7/user-id/p0}v"]
     assert layout.stamps_keys == [b"hps:{wdl_1/7/user-id/p0}t"]
@@ -69,7 +69,7 @@ def test_names_of_our_own():
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
-def test_names_are_taken_apart_again(kind):
+def test_key_names_are_parsed(kind):
     table = EmbeddingTable.make("t-1", 2, model="m_2", version=3)
     layout = TableLayout(table, kind, 12)
     name = TableName("m_2", 3 if kind == "native" else 0, "t-1")
@@ -82,13 +82,13 @@ def test_names_are_taken_apart_again(kind):
     assert parse_key(other, layout.rows_keys[0]) is None
 
 
-def test_scan_pattern():
+def test_scan_pattern_matches_keys_of_model():
     assert scan_pattern("native") == "hps:{*/*}[vtomuf]"
     assert scan_pattern("native", "wdl") == "hps:{wdl/*}[vtomuf]"
     assert scan_pattern("hps", "wdl") == "hps_et{hps_et.wdl.*}[vtomuf]"
 
 
-def test_reads_as_hps_packs_them():
+def test_reads_are_packed_as_by_hps():
     table = EmbeddingTable.make("t", 2, model="m")
     wide = TableLayout(table, "hps", 8)
     narrow = TableLayout(EmbeddingTable.make("t", 2, model="m", key_bits=32), "hps", 8)
@@ -118,7 +118,7 @@ def test_reads_are_sliced():
         assert all(struct.pack("<q", key) in request for key in keys[at[:3]].tolist())
 
 
-def test_the_native_layout_keeps_narrow_keys_in_8_bytes():
+def test_native_layout_stores_narrow_keys_in_8_bytes():
     layout = TableLayout(EmbeddingTable.make("t", 2, key_bits=32), "native", 8)
     assert layout.stored_keys(keys_of(-2)).tobytes() == b"\xfe\xff\xff\xff\0\0\0\0"
 
@@ -131,7 +131,7 @@ def test_fields_decode_to_keys(kind, bits):
     assert layout.keys(fields).tolist() == keys.tolist()
 
 
-def test_values():
+def test_values_are_encoded_per_layout():
     table = EmbeddingTable.make("t", 2)
     row = np.array([[1.0, -2.0]], np.float32)
     native = TableLayout(table, "native", 1).values.records(row, np.array([258], np.uint64))
@@ -140,7 +140,7 @@ def test_values():
     assert hps.tobytes() == b"\0\0\x80\x3f\0\0\0\xc0"
 
 
-def test_every_key_has_one_share():
+def test_each_key_is_in_one_partition_share():
     layout = TableLayout(EmbeddingTable.make("t", 2), "native", 5)
     keys = np.arange(-500, 500)
     shares = layout.shares(keys)
@@ -152,7 +152,7 @@ def test_every_key_has_one_share():
     assert [s.partition for s in layout.shares(keys[:1])] == layout.partition_of(keys[:1]).tolist()
 
 
-def test_stamps_are_those_of_hps():
+def test_stamps_equal_those_of_hps():
     assert entry_stamp(None) == b""
     assert entry_stamp("random") == b""
     assert entry_stamp("least_used") == b"n"
@@ -164,5 +164,5 @@ def test_stamps_are_those_of_hps():
         assert stamp_value(policy, b"x") == 0
 
 
-def test_commands_are_packed():
+def test_commands_are_packed_for_the_wire():
     assert pack("SET", b"k\r\n", 12) == b"*3\r\n$3\r\nSET\r\n$3\r\nk\r\n\r\n$2\r\n12\r\n"

@@ -58,7 +58,7 @@ def reply(*rows):
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 10**9])
 @pytest.mark.parametrize("dim", [2, 300])
-def test_rows_of_any_size_in_pieces_of_any_size(piece, dim):
+def test_rows_of_any_size_are_read_in_pieces_of_any_size(piece, dim):
     read, commands = asked(dim, (3, 0), (2,))
     row = np.arange(dim)
     wire = ScriptedConnection(reply((5, row), None) + reply((6, row + 1)), piece)
@@ -85,7 +85,7 @@ def test_hits_of_interrupted_attempt_are_ignored():
     assert read.part.out[1].tolist() == [5, 6]
 
 
-def test_an_error_is_its_commands_reply():
+def test_error_becomes_reply_of_its_command():
     read, commands = asked(2, (0,), (1,))
     wire = ScriptedConnection(b"-MOVED 7 10.0.0.1:7001\r\n" + reply((5, [1, 2])))
     receive_rows(wire, commands, 0.0)
@@ -106,7 +106,7 @@ def test_excess_reply_bytes_close_connection(extra):
         receive_rows(ScriptedConnection(reply((5, [1, 2])) + extra), commands, 0.0)
 
 
-def test_another_answer_ends_the_connection():
+def test_unexpected_reply_type_closes_connection():
     _, commands = asked(2, (0, 1))
     with pytest.raises(ConnectionLost, match="does not match the request"):
         receive_rows(ScriptedConnection(reply((5, [1, 2]))), commands, 0.0)

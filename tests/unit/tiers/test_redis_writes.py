@@ -75,7 +75,7 @@ def written(requests):
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
-def test_a_small_batch_takes_one_call_per_partition(kind):
+def test_small_batch_takes_one_call_per_partition(kind):
     (run,) = apply(kind, 100)
     assert len(run) == PARTITIONS
     assert all(b"rows/3" in request for request in run)
@@ -84,14 +84,14 @@ def test_a_small_batch_takes_one_call_per_partition(kind):
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
 @pytest.mark.parametrize("upserts", [0, 1])
-def test_partitions_without_rows_note_the_position_too(kind, upserts):
+def test_partitions_without_rows_store_position_too(kind, upserts):
     (run,) = apply(kind, upserts)
     assert sum(b"rows/3" in request for request in run) == PARTITIONS
     assert written(run) == upserts
 
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
-def test_the_position_waits_for_all_other_rows(kind):
+def test_position_is_written_after_all_other_rows(kind):
     n = 50 * WRITE_SLICE
     *early, last = apply(kind, n, 10 if kind == "native" else 0)
     assert len(last) == PARTITIONS
@@ -101,7 +101,7 @@ def test_the_position_waits_for_all_other_rows(kind):
 
 
 @pytest.mark.parametrize(("kind", "upserts", "deletions"), [("native", 5000, 0), ("hps", 10, 10)])
-def test_no_position_when_something_before_it_failed(kind, upserts, deletions):
+def test_position_is_not_written_after_failed_slice(kind, upserts, deletions):
     recording = Recording(kind, fails=1)
     with pytest.raises(TierError):
         apply(kind, upserts, deletions, recording)

@@ -47,7 +47,7 @@ def raw(path: Path, family: str) -> dict[bytes, bytes]:
 
 
 class TestOnDisk:
-    def test_native_rows_carry_version_and_flags_and_stand_in_key_order(self, tmp_path):
+    def test_native_rows_have_version_and_flags_in_key_order(self, tmp_path):
         items = table()
         tier = RocksDbTier(tmp_path, clock=lambda: 0.0)
         tier.insert(items, KEYS, VECTORS, VERSIONS)
@@ -62,7 +62,7 @@ class TestOnDisk:
         assert found[struct.pack(">Q", 5 + 2**63)] == struct.pack("<QB", 11, 1)
 
     @pytest.mark.parametrize(("bits", "form"), [(64, "<q"), (32, "<I")])
-    def test_hps_layout_is_bare_keys_and_bare_rows(self, tmp_path, bits, form):
+    def test_hps_layout_stores_bare_keys_and_rows(self, tmp_path, bits, form):
         keys = KEYS if bits == 64 else np.array([5, 2**32 - 1, 2**31, 0, 258, 70_000])
         tier = RocksDbTier(tmp_path, layout="hps")
         tier.insert(table(key_bits=bits), keys, VECTORS, VERSIONS)
@@ -73,7 +73,7 @@ class TestOnDisk:
         }
 
     @pytest.mark.parametrize(("bits", "form"), [(64, "<q"), (32, "<I")])
-    def test_reads_a_database_that_hps_wrote(self, tmp_path, bits, form):
+    def test_database_written_by_hps_is_read(self, tmp_path, bits, form):
         options = Options(raw_mode=True)
         db = Rdict(str(tmp_path), options)
         family = db.create_column_family("hps_et.ctr.items", options)
@@ -107,7 +107,7 @@ class TestRows:
     """Number of rows: exact until something is written after the load."""
 
     @pytest.mark.parametrize("layout", ["native", "hps"])
-    def test_rows_are_exact_until_the_table_is_written_to(self, tmp_path, monkeypatch, layout):
+    def test_rows_are_exact_until_table_is_written(self, tmp_path, monkeypatch, layout):
         monkeypatch.setattr("hps.tiers.rocksdb.load._FILE_BYTES", 20_000)
         items = EmbeddingTable.make("items", 64)
         keys = np.arange(3000)
@@ -132,7 +132,7 @@ class TestRows:
         assert tier.rows(items) == tier.entries(items) == 3001
         tier.close()
 
-    def test_rows_of_a_table_that_was_never_loaded(self, tmp_path):
+    def test_rows_of_table_never_loaded_are_not_exact(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         tier.insert(table(), KEYS, VECTORS, VERSIONS)
         assert (tier.rows(table()), tier.rows_exact(table())) == (len(KEYS), False)
@@ -140,7 +140,7 @@ class TestRows:
 
 
 class TestRestart:
-    def test_rows_versions_and_tombstones_are_kept(self, tmp_path):
+    def test_rows_versions_and_tombstones_survive_restart(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         now = version_now()
         tier.insert(table(), KEYS, VECTORS, VERSIONS)
@@ -199,7 +199,7 @@ class TestRestart:
         assert not len(fetch(tier, items, KEYS).missing)
         tier.close()
 
-    def test_more_tables_can_be_opened_while_rows_are_held(self, tmp_path):
+    def test_tables_can_be_opened_while_rows_are_in_use(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         first = [table(f"t{i}") for i in range(5)]
         tier.open_tables(first)
@@ -214,7 +214,7 @@ class TestRestart:
         tier.close()
 
 
-def test_rows_in_memory_are_bounded_over_all_tables(tmp_path, monkeypatch):
+def test_write_buffers_are_bounded_over_all_tables(tmp_path, monkeypatch):
     """With buffers an eighth of ours; each table's last one is full in part."""
     monkeypatch.setattr(options, "_WRITE_BUFFERS", bound := options._WRITE_BUFFERS // 8)
     monkeypatch.setattr(options, "_WRITE_BUFFER", buffer := options._WRITE_BUFFER // 8)
@@ -267,7 +267,7 @@ class TestTombstonesOnDisk:
         entries = [key for key in raw(path, "default") if key.startswith(b"dead:")]
         return [struct.unpack(">Q", key)[0] - 2**63 for key in stored], len(entries)
 
-    def test_later_writes_remove_them(self, tmp_path, opened, clock):
+    def test_later_writes_remove_expired_tombstones(self, tmp_path, opened, clock):
         tier, items = opened(), self.items()
         self.insert(tier, items, range(10), 0)
         tier.delete(items, np.arange(10), self.at(1, 10))
@@ -281,7 +281,7 @@ class TestTombstonesOnDisk:
         self.insert(tier, items, range(27, 31), self.TTL)
         assert self.left(tmp_path, tier) == (list(range(20, 31)), 0)
 
-    def test_no_write_removes_many(self, tmp_path, opened, clock):
+    def test_one_write_removes_few_expired_tombstones(self, tmp_path, opened, clock):
         tier, items = opened(), self.items()
         for seconds in range(10):
             tier.delete(items, np.arange(100) + 100 * seconds, self.at(seconds, 100))
@@ -295,7 +295,7 @@ class TestTombstonesOnDisk:
         keys, entries = self.left(tmp_path, tier)
         assert (min(keys), len(keys), entries) == (900, 300, 100)
 
-    def test_rows_and_later_tombstones_of_the_same_keys_stay(self, tmp_path, opened, clock):
+    def test_rows_and_later_tombstones_of_same_keys_are_kept(self, tmp_path, opened, clock):
         tier, items = opened(), self.items()
         tier.delete(items, np.arange(3), self.at(0, 3))
         self.insert(tier, items, [0], 1)
@@ -312,7 +312,7 @@ class TestTombstonesOnDisk:
         assert fetch(tier, items, np.array([0, 1])).missing.tolist() == [0]
         assert self.left(tmp_path, tier) == ([1], 0)
 
-    def test_tables_do_not_mix(self, tmp_path, opened, clock):
+    def test_tombstones_of_tables_do_not_mix(self, tmp_path, opened, clock):
         tier, items = opened(), self.items()
         other = table("items:2", tombstone_ttl_s=self.TTL)
         tier.delete(items, np.arange(5), self.at(0, 5))
@@ -321,7 +321,7 @@ class TestTombstonesOnDisk:
         self.insert(tier, other, range(5, 10), 60)
         assert self.left(tmp_path, tier) == ([0, 1, 2, 3, 4], 5)
 
-    def test_a_dropped_table_leaves_none(self, tmp_path, opened):
+    def test_dropped_table_leaves_no_tombstones(self, tmp_path, opened):
         tier, items = opened(), self.items()
         tier.delete(items, np.arange(5), self.at(0, 5))
         tier.drop(items)
@@ -330,7 +330,7 @@ class TestTombstonesOnDisk:
 
 
 class TestForgetting:
-    def test_a_full_disk_lets_tables_go(self, tmp_path, monkeypatch):
+    def test_tables_can_be_dropped_on_full_disk(self, tmp_path, monkeypatch):
         tier, items = RocksDbTier(tmp_path), table()
         tier.insert(items, KEYS, VECTORS, VERSIONS)
         monkeypatch.setattr(tier._database.throttle, "free_bytes", lambda: 0)
@@ -349,7 +349,7 @@ class TestForgetting:
         assert tier.streamed(items)
         tier.close()
 
-    def test_a_table_with_two_names_is_counted_once(self, tmp_path):
+    def test_table_with_two_objects_is_counted_once(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         tier.insert(table(), KEYS, VECTORS, VERSIONS)
         tier.flush()
@@ -369,7 +369,7 @@ class TestBulkLoad:
 
     @pytest.mark.parametrize("expected", [0, 4, 1_000_000], ids="expects {}".format)
     @pytest.mark.parametrize("layout", ["native", "hps"])
-    def test_rows_have_the_records_version(self, tmp_path, layout, expected):
+    def test_loaded_rows_have_version_of_record(self, tmp_path, layout, expected):
         tier = RocksDbTier(tmp_path, layout=layout)
         items = table()
         assert tier.loaded(items) is None
@@ -398,7 +398,7 @@ class TestBulkLoad:
         assert tier.loaded(items).digest == "two"
         tier.close()
 
-    def test_hps_layout_keeps_rows_that_are_not_in_the_files(self, tmp_path):
+    def test_hps_layout_keeps_rows_not_in_files(self, tmp_path):
         tier = RocksDbTier(tmp_path, layout="hps")
         items = table()
         tier.insert(items, np.array([3, 4]), VECTORS[:2], VERSIONS[:2])
@@ -406,7 +406,7 @@ class TestBulkLoad:
         assert fetch(tier, items, [1, 2, 3, 4]).out[:, 0].tolist() == [1, 2, 3, VECTORS[1, 0]]
         tier.close()
 
-    def test_other_tables_are_written_meanwhile(self, tmp_path):
+    def test_other_tables_are_writable_during_load(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         items, users = table(), table("users")
         tier.open_tables([items, users])
@@ -422,7 +422,7 @@ class TestBulkLoad:
         assert fetch(tier, users, KEYS).out.tolist() == VECTORS.tolist()
         tier.close()
 
-    def test_streamed_is_remembered_over_a_restart(self, tmp_path):
+    def test_streamed_mark_survives_restart(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         self.load(tier, table(), [1, 2, 3])
         tier.close()
@@ -435,7 +435,7 @@ class TestBulkLoad:
         assert tier.streamed(table())
         tier.close()
 
-    def test_a_failed_load_counts_as_none_and_leaves_no_files(self, tmp_path):
+    def test_failed_load_counts_as_not_loaded_and_leaves_no_files(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         items = table()
         self.load(tier, items, [1, 2, 3])
@@ -452,7 +452,7 @@ class TestBulkLoad:
         tier.close()
 
     @pytest.mark.parametrize("expected", [0, 2])
-    def test_unsorted_codes_are_refused(self, tmp_path, expected):
+    def test_unsorted_codes_are_rejected(self, tmp_path, expected):
         tier = RocksDbTier(tmp_path)
         items = table()
         code = tier.codes(items, np.array([2, 1]))
@@ -461,7 +461,7 @@ class TestBulkLoad:
         assert tier.loaded(items) is None
         tier.close()
 
-    def test_leftover_files_are_removed_at_the_next_start(self, tmp_path):
+    def test_leftover_files_are_removed_at_start(self, tmp_path):
         RocksDbTier(tmp_path).close()
         (tmp_path / "hps-ingest").mkdir()
         (tmp_path / "hps-ingest" / "1.sst").write_bytes(b"half")
@@ -470,7 +470,7 @@ class TestBulkLoad:
 
 
 class TestFetch:
-    def test_thousands_of_keys_in_any_order(self, tmp_path):
+    def test_thousands_of_unsorted_keys_are_fetched(self, tmp_path):
         rng = np.random.default_rng(5)
         keys = np.unique(rng.integers(-(2**63), 2**63 - 1, 20_000))
         rng.shuffle(keys)
@@ -486,7 +486,7 @@ class TestFetch:
         assert len(part.missing) == 100
         tier.close()
 
-    def test_a_row_of_another_dim_is_an_error_that_names_both_lengths(self, tmp_path):
+    def test_row_of_another_dim_is_rejected_with_both_lengths(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         tier.insert(table(), KEYS, VECTORS, VERSIONS)
         wider = EmbeddingTable.make("items", 8, model="ctr", version=7)
@@ -494,7 +494,7 @@ class TestFetch:
             fetch(tier, wider, KEYS)
         tier.close()
 
-    def test_readers_beside_a_writer_see_whole_rows(self, tmp_path):
+    def test_concurrent_readers_see_whole_rows(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         items = EmbeddingTable.make("items", 64)
         keys = np.arange(300)
@@ -522,7 +522,7 @@ class TestFetch:
         assert not torn
         tier.close()
 
-    def test_after_close_every_call_says_so(self, tmp_path):
+    def test_calls_after_close_are_rejected(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         items = table()
         tier.insert(items, KEYS, VECTORS, VERSIONS)
@@ -538,7 +538,7 @@ class TestFetch:
 
 
 class TestReadOnly:
-    def test_reads_and_never_touches_the_folder(self, tmp_path):
+    def test_read_only_never_changes_folder(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         tier.insert(table(), KEYS, VECTORS, VERSIONS)
         tier.close()
@@ -561,7 +561,7 @@ class TestReadOnly:
         after = {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.iterdir()}
         assert after == before
 
-    def test_beside_the_owner(self, tmp_path):
+    def test_read_only_opens_while_primary_runs(self, tmp_path):
         owner = RocksDbTier(tmp_path)
         owner.insert(table(), KEYS, VECTORS, VERSIONS)
         reader = RocksDbTier(tmp_path, access="read_only")
@@ -569,14 +569,14 @@ class TestReadOnly:
         reader.close()
         owner.close()
 
-    def test_needs_a_database(self, tmp_path):
+    def test_read_only_requires_a_database(self, tmp_path):
         with pytest.raises(TierError, match="holds no database"):
             RocksDbTier(tmp_path / "none", access="read_only")
         assert not (tmp_path / "none").exists()
 
 
 class TestBrokenFolders:
-    def test_opened_twice_in_one_process(self, tmp_path):
+    def test_opening_twice_in_one_process_is_rejected(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         with pytest.raises(TierError, match="already open in this process"):
             RocksDbTier(tmp_path)
@@ -584,7 +584,7 @@ class TestBrokenFolders:
         assert "locked by process" in in_another_process(f"RocksDbTier({str(tmp_path)!r})")
         tier.close()
 
-    def test_locked_by_another_process_names_it(self, tmp_path):
+    def test_lock_of_another_process_is_named(self, tmp_path):
         tier = RocksDbTier(tmp_path)
         said = in_another_process(f"RocksDbTier({str(tmp_path)!r})")
         assert f"{tmp_path} is locked by process {os.getpid()} (" in said
@@ -592,7 +592,7 @@ class TestBrokenFolders:
         tier.close()
 
     @pytest.mark.parametrize("file", ["CURRENT", "MANIFEST-*", "*.sst"])
-    def test_damaged_files(self, tmp_path, file):
+    def test_damaged_files_are_reported(self, tmp_path, file):
         tier = RocksDbTier(tmp_path)
         items = table()
         keys = np.arange(1000)
@@ -606,7 +606,7 @@ class TestBrokenFolders:
         ):
             fetch(RocksDbTier(tmp_path), table(), keys)
 
-    def test_a_creation_that_was_killed_is_begun_again(self, tmp_path):
+    def test_killed_creation_is_repeated(self, tmp_path):
         RocksDbTier(tmp_path / "other").close()
         (manifest,) = (tmp_path / "other").glob("MANIFEST-*")
         folder = tmp_path / "db"
@@ -619,7 +619,7 @@ class TestBrokenFolders:
         assert len(fetch(tier, table(), KEYS).missing) == 0
         tier.close()
 
-    def test_a_flipped_bit_is_a_missing_row_and_not_a_wrong_one(self, tmp_path, caplog):
+    def test_flipped_bit_makes_row_missing_not_wrong(self, tmp_path, caplog):
         tier = RocksDbTier(tmp_path, tuning=RocksDbTuning())
         items = table()
         keys = np.arange(1000)
@@ -638,12 +638,12 @@ class TestBrokenFolders:
         assert "is damaged: Corruption: block checksum mismatch" in caplog.text
         tier.close()
 
-    def test_a_file_in_the_place_of_the_folder(self, tmp_path):
+    def test_file_instead_of_folder_is_reported(self, tmp_path):
         (tmp_path / "db").write_text("")
         with pytest.raises(TierError, match="is not a folder"):
             RocksDbTier(tmp_path / "db")
 
-    def test_no_permission(self, tmp_path):
+    def test_missing_permission_is_reported(self, tmp_path):
         RocksDbTier(tmp_path / "db").close()
         said = in_another_process(
             f"os.chmod({str(tmp_path / 'db')!r}, 0)\n"
@@ -653,7 +653,7 @@ class TestBrokenFolders:
         (tmp_path / "db").chmod(0o700)
         assert "TierError: rocksdb: no permission for" in said
 
-    def test_a_full_disk(self, tmp_path):
+    def test_full_disk_is_reported(self, tmp_path):
         """A file size limit stands in for the device: the write fails at the same place."""
         said = in_another_process(
             f"tier = RocksDbTier({str(tmp_path)!r})\n"
@@ -681,7 +681,7 @@ class TestBrokenFolders:
             ("Something else", "db: Something else"),
         ],
     )
-    def test_messages(self, text, said):
+    def test_messages_name_cause_and_remedy(self, text, said):
         assert said in str(translate_rocksdb_error(Exception(text), Path("/data/db")))
 
 
@@ -717,7 +717,7 @@ def test_open_files_are_bounded(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_rows_are_private_to_this_user(tmp_path):
+def test_files_are_private_to_user(tmp_path):
     path = tmp_path / "above" / "db"
     tier = RocksDbTier(path)
     tier.checkpoint(tmp_path / "saved" / "one")
@@ -727,7 +727,7 @@ def test_rows_are_private_to_this_user(tmp_path):
         assert folder.stat().st_mode & 0o007 == 0, folder
 
 
-def test_a_folder_that_cannot_be_made():
+def test_folder_that_cannot_be_created_is_reported():
     """The error does not report damage."""
     path = Path("/proc/self/none/db")
     with pytest.raises(

@@ -66,14 +66,14 @@ class TestSecondary:
         secondary.catch_up()
         assert fetch(secondary, table(), [1, 2, 3]) == [2.0, -1.0, 2.0]
 
-    def test_a_fetch_catches_up_by_itself_when_it_is_time(self, primary):
+    def test_fetch_catches_up_when_due(self, primary):
         tier = RocksDbTier(primary.path, access="secondary", tuning=AT_ONCE)
         for value in (2.0, 3.0):
             put(primary, table(), [1], value)
             assert fetch(tier, table(), [1]) == [value]
         tier.close()
 
-    def test_sees_bulk_loads_flushes_and_compactions(self, primary, secondary):
+    def test_secondary_sees_bulk_loads_flushes_and_compactions(self, primary, secondary):
         load(primary, table(), list(range(3000)), 5.0)
         primary.flush()
         secondary.catch_up()
@@ -89,7 +89,7 @@ class TestSecondary:
         secondary.catch_up()
         assert secondary.streamed(table())
 
-    def test_a_table_made_after_it_opened_is_found(self, primary, secondary):
+    def test_secondary_finds_table_created_later(self, primary, secondary):
         with pytest.raises(TierError, match="holds no table ctr/7/new, and access: secondary"):
             secondary.open_tables([table("new")])
         assert fetch(secondary, table("new"), [1]) == [-1.0]
@@ -102,7 +102,7 @@ class TestSecondary:
         assert fetch(secondary, table("newer"), [1]) == [5.0]
         assert fetch(secondary, table(), [1]) == [1.0]
 
-    def test_in_another_process_beside_a_writer(self, primary):
+    def test_secondary_follows_writer_in_another_process(self, primary):
         put(primary, table(), [1], 9.0)
         code = (
             "import numpy as np\nfrom hps.tiers.rocksdb import RocksDbTier\n"
@@ -114,7 +114,7 @@ class TestSecondary:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout == "9.0\n", done.stderr
 
-    def test_readers_while_it_catches_up_see_whole_rows(self, primary):
+    def test_readers_see_whole_rows_during_catch_up(self, primary):
         tier = RocksDbTier(primary.path, access="secondary", tuning=AT_ONCE)
         stop, wrong = threading.Event(), []
 
@@ -138,7 +138,7 @@ class TestSecondary:
         tier.close()
         assert not wrong
 
-    def test_after_its_database_was_replaced_it_finds_the_new_one(self, primary, tmp_path):
+    def test_secondary_finds_replaced_database(self, primary, tmp_path):
         tier = RocksDbTier(primary.path, access="secondary", tuning=ON_DEMAND)
         assert fetch(tier, table(), [1]) == [1.0]
         primary.close()
@@ -163,7 +163,7 @@ class TestReadOnly:
         assert fetch(reader, table(), [1, 3]) == [1.0, -1.0]
         reader.close()
 
-    def test_opens_beside_a_writer_that_replaces_files(self, primary):
+    def test_reader_opens_while_writer_replaces_files(self, primary):
         stop, failed = threading.Event(), []
 
         def write() -> None:
@@ -186,7 +186,7 @@ class TestReadOnly:
 
 @pytest.mark.parametrize("access", ["read_only", "secondary"])
 @pytest.mark.parametrize(("bits", "form"), [(64, "<q"), (32, "<I")])
-def test_a_database_that_hps_has_open_is_read_in_place(tmp_path, access, bits, form):
+def test_database_opened_by_hps_is_read_in_place(tmp_path, access, bits, form):
     """With HPS's options and family name; its rows are in the log, in table files, or both."""
     options = Options(raw_mode=True)
     options.optimize_for_point_lookup(8)
@@ -229,7 +229,7 @@ def test_rejected_writes_leave_no_change(primary, access):
 
 
 @pytest.mark.parametrize("access", ["read_only", "secondary"])
-def test_a_reader_needs_a_database(tmp_path: Path, access):
+def test_reader_requires_a_database(tmp_path: Path, access):
     with pytest.raises(
         TierError, match=rf"holds no database, and access: {access} does not create"
     ):

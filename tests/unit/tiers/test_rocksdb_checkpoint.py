@@ -52,7 +52,7 @@ def tier(tmp_path):
     tier.close()
 
 
-def test_rows_tombstones_and_records_travel(tier, tmp_path):
+def test_checkpoint_contains_rows_tombstones_and_records(tier, tmp_path):
     tier.checkpoint(tmp_path / "saved")
     put(tier, ITEMS, [1, 5000], 3.0)
     restore(tmp_path / "saved", tmp_path / "back")
@@ -71,14 +71,14 @@ def test_rows_tombstones_and_records_travel(tier, tmp_path):
     again.close()
 
 
-def test_table_files_are_linked_and_no_temporary_file_is_left(tier, tmp_path):
+def test_table_files_are_linked_without_temporary_files(tier, tmp_path):
     tier.checkpoint(tmp_path / "saved")
     restore(tmp_path / "saved", tmp_path / "back")
     assert all(file.stat().st_nlink == 3 for file in (tmp_path / "back").glob("*.sst"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "db", "saved"]
 
 
-def test_across_file_systems_files_are_copied(tier, tmp_path, monkeypatch):
+def test_files_are_copied_across_file_systems(tier, tmp_path, monkeypatch):
     tier.checkpoint(tmp_path / "saved")
 
     def refuse(*_: object) -> None:
@@ -91,7 +91,7 @@ def test_across_file_systems_files_are_copied(tier, tmp_path, monkeypatch):
     back.close()
 
 
-def test_is_one_moment_of_all_tables(tier, tmp_path):
+def test_checkpoint_is_consistent_across_tables(tier, tmp_path):
     """The writer writes items, then users: no checkpoint has users ahead of items."""
     stop = threading.Event()
 
@@ -119,7 +119,7 @@ def test_is_one_moment_of_all_tables(tier, tmp_path):
         assert users in (items, items - 1) or (items, users) == (1.0, 0.0)
 
 
-def test_a_target_with_contents_is_refused(tier, tmp_path):
+def test_target_with_contents_is_rejected(tier, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
@@ -153,7 +153,7 @@ def test_damaged_checkpoint_is_rejected_without_files(tier, tmp_path, damage):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["db", "saved"]
 
 
-def test_readers_cannot_make_one(tier, tmp_path):
+def test_readers_cannot_make_checkpoint(tier, tmp_path):
     reader = RocksDbTier(tier.path, access="secondary")
     with pytest.raises(TierError, match="access: secondary; writing is off"):
         reader.checkpoint(tmp_path / "saved")
@@ -174,7 +174,7 @@ tier.close()
 """
 
 
-def test_kill_leaves_complete_folders_or_none(tier, tmp_path: Path):
+def test_kill_leaves_complete_checkpoints_or_none(tier, tmp_path: Path):
     tier.close()
     killed = 0
     # Also without a delay: a fast machine is done before the shortest of the other delays.
@@ -216,7 +216,7 @@ def kept_in(request, tmp_path):
         yield Path(folder) / "kept"
 
 
-def test_the_newest_are_kept_and_a_new_node_begins_with_the_last(tier, tmp_path, kept_in):
+def test_newest_checkpoints_are_kept_and_last_one_is_restored(tier, tmp_path, kept_in):
     checkpoints = CheckpointFolder(kept_in, tier.path, tier.checkpoint)
     for day in range(3):
         put(tier, ITEMS, [1], 10.0 + day)
@@ -233,7 +233,7 @@ def test_the_newest_are_kept_and_a_new_node_begins_with_the_last(tier, tmp_path,
     assert bootstrap(kept_in, tmp_path / "new") is None, "the database that is there stays"
 
 
-def test_a_damaged_checkpoint_is_passed_over(tier, tmp_path, kept_in):
+def test_bootstrap_skips_damaged_checkpoint(tier, tmp_path, kept_in):
     checkpoints = CheckpointFolder(kept_in, tier.path, tier.checkpoint)
     first, second = (checkpoints.add(2, lambda day=day: day * 86400.0) for day in range(2))
     next(second.glob("*.sst")).unlink()
@@ -243,12 +243,12 @@ def test_a_damaged_checkpoint_is_passed_over(tier, tmp_path, kept_in):
         bootstrap(kept_in, tmp_path / "another")
 
 
-def test_without_checkpoints_a_node_begins_by_itself(tmp_path):
+def test_bootstrap_without_checkpoints_restores_nothing(tmp_path):
     assert bootstrap(tmp_path / "none", tmp_path / "new") is None
     assert not (tmp_path / "new").exists()
 
 
-def test_one_checkpoint_at_a_time(tier, tmp_path):
+def test_parallel_checkpoint_is_rejected(tier, tmp_path):
     def make(folder):
         with pytest.raises(Unavailable, match="another checkpoint is in progress"):
             checkpoints.add(1)

@@ -61,7 +61,7 @@ def load(tier, version, keys=(1, 2)):
     tier.bulk_load(ITEMS, [chunk], LoadRecord("x", len(keys), version))
 
 
-def test_newest_versions_are_written_without_read(tier, reads):
+def test_newest_versions_are_written_without_reads(tier, reads):
     for version in range(1, 20):
         insert(tier, range(500), [version] * 500)
     tier.delete(ITEMS, np.arange(10), np.full(10, version_now(), np.uint64))
@@ -72,7 +72,7 @@ def test_newest_versions_are_written_without_read(tier, reads):
     assert not part.source.any()
 
 
-def test_version_older_than_another_keys_costs_a_read_and_is_written(tier, reads):
+def test_version_older_than_another_keys_is_read_and_written(tier, reads):
     keys = list(range(5000))
     insert(tier, keys, [50] * 5000)
     insert(tier, [k + 5000 for k in keys], [7] * 5000)
@@ -81,7 +81,7 @@ def test_version_older_than_another_keys_costs_a_read_and_is_written(tier, reads
     assert stored(tier, [3, 4999, 5000, 9999]) == [50, 50, 7, 7]
 
 
-def test_an_older_deletion_is_not_taken(tier):
+def test_older_deletion_is_ignored(tier):
     insert(tier, [1], [5])
     tier.delete(ITEMS, np.array([1]), np.array([4], np.uint64))
     assert stored(tier, [1]) == [5]
@@ -95,7 +95,7 @@ def test_rows_written_before_restart_are_kept(tier):
     again.close()
 
 
-def test_after_a_restart_a_stream_is_soon_written_without_looks(tier, reads):
+def test_stream_is_soon_written_without_reads_after_restart(tier, reads):
     now = version_now()
     later = now + (60_000 << 20)
     tier.insert(ITEMS, np.arange(9), np.zeros((9, DIM), np.float32), np.full(9, now, np.uint64))
@@ -116,7 +116,7 @@ def test_marks_are_unknown_without_stored_bound(tier):
     again.close()
 
 
-def test_rows_that_are_loaded_count(tier):
+def test_loaded_rows_raise_marks(tier):
     load(tier, 5)
     insert(tier, [1], [4])
     assert stored(tier, [1, 2]) == [5, 5]
@@ -129,7 +129,7 @@ def test_rows_that_are_loaded_count(tier):
     again.close()
 
 
-def test_a_dropped_table_begins_anew(tier, reads):
+def test_dropped_table_resets_marks(tier, reads):
     insert(tier, [1], [1000])
     tier.drop(ITEMS)
     insert(tier, [1], [3])
@@ -138,7 +138,7 @@ def test_a_dropped_table_begins_anew(tier, reads):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_writes_in_any_order_end_by_the_version_rule(tmp_path, seed):
+def test_writes_in_any_order_follow_version_rule(tmp_path, seed):
     """Against a model, over restarts; a tombstone is a row of 0 here."""
     random = np.random.default_rng(seed)
     tier = RocksDbTier(tmp_path)

@@ -42,7 +42,7 @@ def tier(request, tmp_path):
     tier.close()
 
 
-def test_rows_and_positions_are_there_after_a_restart(tier, tmp_path):
+def test_rows_and_positions_survive_restart(tier, tmp_path):
     assert tier.applied(ITEMS, "updates", 0) is None
     tier.apply(ITEMS, changes({1: 1, 2: 2}), [at(10), at(7, 3)])
     tier.apply(USERS, changes({1: 1}), [at(99)])
@@ -61,7 +61,7 @@ def test_rows_and_positions_are_there_after_a_restart(tier, tmp_path):
     back.close()
 
 
-def test_positions_never_go_back(tier):
+def test_positions_never_decrease(tier):
     for offset in (10, 4, 12, 11):
         tier.apply(ITEMS, changes({}), [at(offset)])
     assert tier.applied(ITEMS, "updates", 0) == 12
@@ -69,7 +69,7 @@ def test_positions_never_go_back(tier):
     assert tier.applied(ITEMS, "updates", 0) == 30
 
 
-def test_position_of_another_topic_of_that_name_is_set_to_zero(tier):
+def test_position_is_reset_for_recreated_topic(tier):
     tier.apply(ITEMS, changes({1: 1}), [at(10), at(7, 3)])
     assert not tier.identify(ITEMS, "updates", 0, "first id"), "written before ids were kept"
     assert not tier.identify(ITEMS, "updates", 0, "first id")
@@ -93,20 +93,20 @@ def test_restarted_position_grows_again(tier):
     assert tier.applied(ITEMS, "updates", 0) == 4
 
 
-def test_of_insertion_and_deletion_the_higher_version_decides(tier):
+def test_higher_version_of_insertion_and_deletion_wins(tier):
     tier.apply(ITEMS, changes({4: 1}), [])
     tier.apply(ITEMS, changes({1: 5, 2: 5, 3: 5}, {1: 4, 2: 5, 3: 6, 4: 2}), [at(1)])
     assert first_values(tier, [1, 2, 3, 4]) == [5.0, -1.0, -1.0, -1.0]
 
 
-def test_a_replay_is_harmless(tier):
+def test_replay_is_harmless(tier):
     replayed = changes({1: 1, 2: 2}, {3: 3})
     for _ in range(2):
         tier.apply(ITEMS, replayed, [at(10)])
         assert first_values(tier, [1, 2, 3]) == [1.0, 2.0, -1.0]
 
 
-def test_a_new_load_forgets_them_and_a_merge_does_not(tier):
+def test_new_load_removes_positions_and_merge_keeps_them(tier):
     tier.apply(ITEMS, changes({1: 1}), [at(10)])
     tier.apply(USERS, changes({1: 1}), [at(20)])
     tier.identify(ITEMS, "updates", 0, "id")
@@ -122,7 +122,7 @@ def test_a_new_load_forgets_them_and_a_merge_does_not(tier):
     assert tier.applied(USERS, "updates", 0) is None
 
 
-def test_a_failed_write_notes_no_position(tier, monkeypatch):
+def test_failed_write_stores_no_position(tier, monkeypatch):
     def fail(*_args, **_given):
         raise TierError("rocksdb", "the disk is full")
 
@@ -132,7 +132,7 @@ def test_a_failed_write_notes_no_position(tier, monkeypatch):
     assert tier.applied(ITEMS, "updates", 0) is None
 
 
-def test_readers_may_ask_but_not_apply(tier):
+def test_readers_read_positions_but_cannot_apply(tier):
     tier.apply(ITEMS, changes({1: 1}), [at(10)])
     reader = RocksDbTier(tier.path, access="secondary", layout=tier.layout)
     assert reader.applied(ITEMS, "updates", 0) == 10

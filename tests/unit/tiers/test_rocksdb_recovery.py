@@ -125,7 +125,7 @@ NEWEST, OLDER = -1, 3
         *[("many logs", OLDER, how) for how in ("cut", "flipped", "deleted")],
     ],
 )
-def test_start_refuses_when_the_log_lost_acknowledged_writes(folder, kind, which, how):
+def test_start_fails_when_log_lost_acknowledged_writes(folder, kind, which, how):
     path = folder(kind)
     DAMAGE[how](logs(path)[which])
     left = contents(path)
@@ -139,7 +139,7 @@ def test_start_refuses_when_the_log_lost_acknowledged_writes(folder, kind, which
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_accepted_loss_is_counted_and_positions_stay_behind_the_rows(folder, how, caplog):
+def test_accepted_loss_is_counted_and_positions_stay_behind_rows(folder, how, caplog):
     path = folder()
     DAMAGE[how](logs(path)[NEWEST])
     tier = RocksDbTier(path, on_lost_writes="accept")
@@ -177,7 +177,7 @@ def test_positions_are_reset_when_rows_after_the_lost_ones_exist(folder, how):
     tier.close()
 
 
-def test_a_part_of_an_unacknowledged_write_is_no_loss(folder):
+def test_partial_unacknowledged_write_is_no_loss(folder):
     path = folder()
     log = logs(path)[-1]
     with log.open("ab") as file:
@@ -196,7 +196,7 @@ def test_unneeded_log_files_may_be_missing(folder):
     tier.close()
 
 
-def test_after_a_power_failure_an_earlier_state_is_opened_and_reported(folder, monkeypatch, caplog):
+def test_earlier_state_is_opened_and_reported_after_power_failure(folder, monkeypatch, caplog):
     path = folder()
     cut(logs(path)[-1])
     monkeypatch.setattr(acknowledged, "_BOOT", path / "IDENTITY")  # another one
@@ -210,7 +210,7 @@ def test_after_a_power_failure_an_earlier_state_is_opened_and_reported(folder, m
 
 
 @pytest.mark.parametrize("how", ["torn", "flipped"])
-def test_without_a_record_of_acknowledged_writes_only_damage_is_refused(folder, how):
+def test_only_damage_is_rejected_without_record(folder, how):
     """As a database of an earlier version has none."""
     path = folder()
     (path / "hps-acknowledged").unlink()
@@ -226,7 +226,7 @@ def test_without_a_record_of_acknowledged_writes_only_damage_is_refused(folder, 
             RocksDbTier(path)
 
 
-def test_a_record_of_the_earlier_format_counts_as_none(folder):
+def test_record_of_earlier_format_is_ignored(folder):
     """20 decimal digits, a newline and the list of log files."""
     path = folder()
     record = path / "hps-acknowledged"
@@ -241,7 +241,7 @@ def test_a_record_of_the_earlier_format_counts_as_none(folder):
     assert ROWS < noted.sequence < 10 * ROWS
 
 
-def test_a_file_system_without_shared_memory_is_reported_and_written_to(
+def test_file_system_without_shared_mappings_is_reported_and_writable(
     tmp_path, monkeypatch, caplog
 ):
     def refuse(*_):
@@ -257,7 +257,7 @@ def test_a_file_system_without_shared_memory_is_reported_and_written_to(
     assert "mapping hps-acknowledged into memory failed (" in caplog.text
 
 
-def test_a_reader_refuses_a_damaged_log(folder):
+def test_reader_rejects_damaged_log(folder):
     path = folder()
     flip(logs(path)[-1])
     with pytest.raises(TierError, match="damaged: Corruption: checksum mismatch"):
@@ -266,7 +266,7 @@ def test_a_reader_refuses_a_damaged_log(folder):
 
 @pytest.mark.parametrize("access", ["read_only", "secondary"])
 @pytest.mark.parametrize("how", [os.unlink, cut_between_records, cut])
-def test_a_reader_refuses_a_log_that_lost_its_end(folder, access, how, caplog):
+def test_reader_rejects_log_without_its_end(folder, access, how, caplog):
     path = folder()
     RocksDbTier(path, access=access).close()
     assert not caplog.records
@@ -293,7 +293,7 @@ def test_reader_opens_beside_primary_regardless_of_record(tmp_path, access):
     assert not is_locked(record)
 
 
-def test_another_database_put_in_place_is_not_held_against_the_record(folder, tmp_path):
+def test_record_of_another_database_is_ignored(folder, tmp_path):
     path = folder()
     other = RocksDbTier(tmp_path / "other")
     other.open_tables([A])

@@ -31,7 +31,7 @@ def test_scan_yields_every_row_once_without_deleted(tmp_path):
     tier.close()
 
 
-def test_sees_the_rows_of_the_moment_it_began(tmp_path):
+def test_scan_sees_rows_as_of_its_start(tmp_path):
     tier = RocksDbTier(tmp_path)
     keys, ones = np.arange(9000), np.ones((9000, 4), np.float32)
     tier.insert(ITEMS, keys, ones, np.ones(9000, np.uint64))
@@ -45,7 +45,7 @@ def test_sees_the_rows_of_the_moment_it_began(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["native", "hps"])
-def test_from_a_key_on(tmp_path, layout):
+def test_scan_starts_at_key(tmp_path, layout):
     tier = RocksDbTier(tmp_path, layout=layout)
     keys = np.array([-5, 1, 2, 200])
     tier.insert(ITEMS, keys, np.ones((4, 4), np.float32), np.ones(4, np.uint64))
@@ -56,7 +56,7 @@ def test_from_a_key_on(tmp_path, layout):
     tier.close()
 
 
-def test_an_empty_table(tmp_path):
+def test_scan_of_empty_table_yields_nothing(tmp_path):
     tier = RocksDbTier(tmp_path)
     tier.open_tables([ITEMS])
     assert list(tier.scan(ITEMS)) == []
@@ -64,7 +64,7 @@ def test_an_empty_table(tmp_path):
 
 
 @pytest.mark.parametrize("where", [0.0, 0.5, 0.9])
-def test_a_damaged_block_is_an_error_and_never_the_end(tmp_path, where):
+def test_damaged_block_raises_instead_of_ending_scan(tmp_path, where):
     tier = RocksDbTier(tmp_path)
     code = tier.codes(ITEMS, np.arange(20_000))
     tier.bulk_load(ITEMS, [(code, np.ones((20_000, 4), np.float32))], LoadRecord("x"))
@@ -79,7 +79,7 @@ def test_a_damaged_block_is_an_error_and_never_the_end(tmp_path, where):
     tier.close()
 
 
-def test_deletions_that_are_remembered(tmp_path):
+def test_scan_yields_unexpired_tombstones(tmp_path):
     now = 1_700_000_000
     tier = RocksDbTier(tmp_path, clock=lambda: now)
     versions = np.full(3, make_version(now * 1000), np.uint64)

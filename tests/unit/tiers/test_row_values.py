@@ -12,7 +12,7 @@ ROWS = np.array([[1, -2.5], [3, 0]], np.float32)
 VERSIONS = np.array([2**63 + 1, 7], np.uint64)
 
 
-def test_a_native_value_is_version_flags_row():
+def test_native_value_is_version_flags_row():
     values = RowValueCodec(EmbeddingTable.make("t", 2), "native")
     encoded = values.encode(ROWS, VERSIONS)
     assert encoded == [
@@ -24,7 +24,7 @@ def test_a_native_value_is_version_flags_row():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-def test_an_hps_value_is_the_bare_row(dtype):
+def test_hps_value_is_bare_row(dtype):
     values = RowValueCodec(EmbeddingTable.make("t", 2, dtype=dtype), "hps")
     rows = ROWS.astype(dtype)
     assert values.encode(rows, VERSIONS) == [row.tobytes() for row in rows]
@@ -48,7 +48,7 @@ def test_rows_tombstones_and_absent_keys_are_distinguished():
 
 @pytest.mark.parametrize("layout", ["native", "hps"])
 @pytest.mark.parametrize("by", [-1, 1])
-def test_a_value_of_another_length_is_refused(layout, by):
+def test_value_of_another_length_is_rejected(layout, by):
     values = RowValueCodec(EmbeddingTable.make("t", 2), layout)
     with pytest.raises(WrongLength) as caught:
         values.decode([b"", bytes(values.value_bytes + by)])

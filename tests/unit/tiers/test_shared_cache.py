@@ -86,7 +86,7 @@ def needs_pid_namespaces():
     return pytest.mark.skipif(done.returncode != 0, reason="unshare --pid is not allowed here")
 
 
-def test_killed_writers_and_readers_leave_it_usable():
+def test_killed_writers_and_readers_leave_cache_usable():
     done = subprocess.run(
         [sys.executable, SCRIPT, "100"], capture_output=True, text=True, timeout=240
     )
@@ -148,7 +148,7 @@ def test_reader_follows_added_and_removed_tables_and_owners(tmp_path, monkeypatc
     assert held(reader, [2]) == []
 
 
-def test_a_closed_reader_does_not_attach_again(tmp_path, monkeypatch):
+def test_closed_reader_does_not_attach_again(tmp_path, monkeypatch):
     monkeypatch.setattr("hps.tiers.cpu.attached_cache.POLL_S", 0)
     cache, reader = owned(tmp_path), attached(tmp_path)
     reader.close()
@@ -159,7 +159,7 @@ def test_a_closed_reader_does_not_attach_again(tmp_path, monkeypatch):
     cache.close()
 
 
-def test_tables_may_be_dropped_while_others_are_added(tmp_path):
+def test_tables_can_be_dropped_while_others_are_added(tmp_path):
     """A separate thread frees a version while the next one may be loaded."""
     cache = CpuCache({}, memory=CacheMemory(Segments("c", tmp_path)))
     stay, failed = set(), []
@@ -186,14 +186,14 @@ def test_tables_may_be_dropped_while_others_are_added(tmp_path):
     cache.close()
 
 
-def test_a_table_of_another_shape_is_not_read(tmp_path, caplog):
+def test_table_of_another_shape_is_not_read(tmp_path, caplog):
     cache = owned(tmp_path)
     attached(tmp_path, table=EmbeddingTable.make("items", 5))
     assert "dim 4" in caplog.text
     cache.close()
 
 
-def test_it_has_one_owner(tmp_path):
+def test_shared_cache_has_one_owner(tmp_path):
     cache = owned(tmp_path)
     with pytest.raises(ConfigError, match=rf"process {os.getpid()}.*shared\.name"):
         owned(tmp_path)
@@ -203,7 +203,7 @@ def test_it_has_one_owner(tmp_path):
     owned(tmp_path).close()
 
 
-def test_a_killed_owner_is_replaced_though_its_fork_lives(tmp_path):
+def test_killed_owner_is_replaced_while_its_fork_lives(tmp_path):
     script = [sys.executable, "-c", KILLED_OWNER, tmp_path]
     done = subprocess.run(script, stdout=subprocess.PIPE, check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
@@ -213,7 +213,7 @@ def test_a_killed_owner_is_replaced_though_its_fork_lives(tmp_path):
         os.kill(int(done.stdout), signal.SIGKILL)
 
 
-def test_an_owner_killed_in_another_pid_namespace_is_replaced(tmp_path):
+def test_owner_killed_in_another_pid_namespace_is_replaced(tmp_path):
     """A container that is killed and started again: /dev/shm stays, process numbers begin anew."""
     (tmp_path / "hps.c").mkdir(mode=0o700)
     left = {"pid": 1, "start": 1, "space": 1, "claim": "former"}  # as another container's
@@ -222,7 +222,7 @@ def test_an_owner_killed_in_another_pid_namespace_is_replaced(tmp_path):
 
 
 @needs_pid_namespaces()
-def test_an_owner_alive_in_another_pid_namespace_is_left_alone(tmp_path):
+def test_owner_alive_in_another_pid_namespace_is_kept(tmp_path):
     script = [*UNSHARED, sys.executable, "-c", OWNER, tmp_path]
     with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as there:
         assert there.stdout.readline() == b"owns it\n"
@@ -232,7 +232,7 @@ def test_an_owner_alive_in_another_pid_namespace_is_left_alone(tmp_path):
     owned(tmp_path).close()
 
 
-def test_a_killed_reader_is_not_counted(tmp_path):
+def test_killed_reader_is_not_counted(tmp_path):
     cache = owned(tmp_path)
     script = f"""
 import os, signal
@@ -268,7 +268,7 @@ def test_files_of_dead_owner_are_removed_or_taken_over(tmp_path, take_over, monk
     cache.close()
 
 
-def test_a_table_of_another_capacity_is_not_taken_over(tmp_path):
+def test_table_of_another_capacity_is_not_taken_over(tmp_path):
     dead = owned(tmp_path)
     insert(dead, [1])
     abandon(dead)
@@ -278,7 +278,7 @@ def test_a_table_of_another_capacity_is_not_taken_over(tmp_path):
     cache.close()
 
 
-def test_facts_report_size_owner_and_readers(tmp_path):
+def test_status_reports_size_owner_and_readers(tmp_path):
     cache, reader = owned(tmp_path), attached(tmp_path)
     facts = cache.status()["shared_memory"]
     assert facts["path"] == str(tmp_path / "hps.c")
@@ -291,7 +291,7 @@ def test_facts_report_size_owner_and_readers(tmp_path):
     cache.close()
 
 
-def test_facts_are_available_while_tables_and_readers_change(tmp_path):
+def test_status_works_while_tables_and_readers_change(tmp_path):
     cache, reader = owned(tmp_path), attached(tmp_path)
     before = cache.status()
     # Removed between listing and checking; and the file of a reader that is being written.

@@ -103,7 +103,7 @@ def assert_all_forgotten(tier):
     assert (tier._flights, len(tier._in_flight)) == ({}, 0)
 
 
-def test_many_fetches_of_the_same_keys_ask_once(flights):
+def test_parallel_fetches_of_same_keys_read_once(flights):
     first = flights.start(3, 1, 2)
     others = [flights.start(2, 3, 1, asks=False) for _ in range(20)]
     flights.land()
@@ -141,7 +141,7 @@ def test_rows_are_published_before_waiting_for_others(flights):
     assert rows(first) == ([1], [])
 
 
-def test_of_fetches_with_few_keys_in_common_the_oldest_is_followed(flights):
+def test_oldest_fetch_with_few_common_keys_is_followed(flights):
     """And all of those with many."""
     first = flights.start(*range(100, 200))
     second = flights.start(*range(200, 300))
@@ -156,7 +156,7 @@ def test_of_fetches_with_few_keys_in_common_the_oldest_is_followed(flights):
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_answer_is_kept_while_it_is_copied(flights, monkeypatch, in_time):
+def test_answer_is_reused_while_it_is_copied(flights, monkeypatch, in_time):
     """For a while: not for ever, where there is always one who copies it."""
     copy, copying, go_on = SingleFlight._copy, threading.Event(), threading.Event()
 
@@ -187,7 +187,7 @@ def test_answer_is_kept_while_it_is_copied(flights, monkeypatch, in_time):
     assert_all_forgotten(flights.tier)
 
 
-def test_few_keys_do_not_wait_for_a_read_of_very_many(flights):
+def test_small_fetch_does_not_wait_for_much_larger_read(flights):
     first = flights.start(*range(8001))
     flights.start(5, *range(9000, 9999))
     assert flights.store.asked[1] == {"items": [5, *range(9000, 9999)]}
@@ -209,7 +209,7 @@ def test_keys_not_in_flight_are_fetched_immediately(flights):
     assert rows(first) == ([1, 2, 3], [])
 
 
-def test_tables_are_kept_apart(flights):
+def test_keys_of_different_tables_are_not_shared(flights):
     first = flights.start(1, 2, more=[Part.make(OTHER, np.array([7, 8]))])
     second = flights.start(8, 1, table=OTHER)
     flights.land()
@@ -219,7 +219,7 @@ def test_tables_are_kept_apart(flights):
     assert users.out[:, 0].tolist() == [7, 8]
 
 
-def test_only_missing_keys_are_shared_and_other_rows_stay(flights):
+def test_only_missing_keys_are_shared_and_other_rows_unchanged(flights):
     first = flights.start(1, 2, 3)
     part = Part.make(TABLE, np.array([1, 2, 3]), np.full((3, 2), -7, np.float32))
     part.missing = np.array([0, 2])
@@ -233,7 +233,7 @@ def test_only_missing_keys_are_shared_and_other_rows_stay(flights):
     assert len(flights.store.asked) == 1
 
 
-def test_tombstones_and_misses_are_answers_too(flights):
+def test_followers_take_tombstones_and_misses(flights):
     flights.store.delete(TABLE, np.array([2]), np.array([NOW + 1], np.uint64))
     first = flights.start(1, 2, 777)
     second = flights.start(777, 2, asks=False)
@@ -247,7 +247,7 @@ def test_tombstones_and_misses_are_answers_too(flights):
     assert len(flights.store.asked) == 1
 
 
-def test_followers_get_arrays_of_their_own(flights):
+def test_followers_get_separate_arrays(flights):
     """The caller of the first fetch writes to its arrays as soon as it has them."""
     part = Part.make(TABLE, np.array([1, 2]))
 
@@ -264,7 +264,7 @@ def test_followers_get_arrays_of_their_own(flights):
     assert all(rows(other) == ([1, 2], []) for other in others)
 
 
-def test_a_follower_waits_no_longer_than_its_deadline(flights):
+def test_follower_waits_until_its_deadline(flights):
     first = flights.start(1, 2)
     start = time.monotonic()
     second = flights.start(1, timeout=0.2, asks=False)
@@ -274,7 +274,7 @@ def test_a_follower_waits_no_longer_than_its_deadline(flights):
     assert rows(first) == ([1, 2], [])
 
 
-def test_a_deadline_that_has_passed_does_not_wait(flights):
+def test_follower_with_exceeded_deadline_does_not_wait(flights):
     first = flights.start(1)
     start = time.monotonic()
     second = flights.pool.submit(
@@ -286,7 +286,7 @@ def test_a_deadline_that_has_passed_does_not_wait(flights):
     first.result(30)
 
 
-def test_a_degraded_fetch_degrades_its_followers(flights):
+def test_degraded_fetch_degrades_its_followers(flights):
     def skip(_call, parts, ctx):
         ctx.degraded.append("redis")
 
@@ -299,7 +299,7 @@ def test_a_degraded_fetch_degrades_its_followers(flights):
     assert len(flights.store.asked) == 1
 
 
-def test_followers_of_a_fetch_without_time_ask_themselves(flights):
+def test_followers_read_when_followed_fetch_was_cut_short(flights):
     """Its own deadline cut it short; that says nothing of the store."""
 
     def out_of_time(call, parts, ctx):
@@ -320,7 +320,7 @@ def test_followers_of_a_fetch_without_time_ask_themselves(flights):
 
 
 @pytest.mark.parametrize("error", [TierError("store", "on fire"), BadRequest("odd"), KeyError("x")])
-def test_followers_of_a_fetch_that_raised_ask_themselves(flights, error):
+def test_followers_read_when_followed_fetch_raised(flights, error):
     def fail_first(call, _parts, _ctx):
         if call == 0:
             raise error
@@ -350,7 +350,7 @@ def test_own_error_is_raised_and_ends_fetch(flights):
     assert_all_forgotten(flights.tier)
 
 
-def test_a_fetch_after_the_end_asks_again(flights):
+def test_fetch_after_end_reads_again(flights):
     flights.land()
     for _ in range(2):
         (part,), _ = flights.run([Part.make(TABLE, np.array([1]))], FetchContext())
@@ -358,7 +358,7 @@ def test_a_fetch_after_the_end_asks_again(flights):
     assert len(flights.store.asked) == 2
 
 
-def test_writes_pass_and_keys_left_to_others_are_counted(store, pool):
+def test_writes_pass_through_and_followed_keys_are_counted(store, pool):
     flights = Flights(store, pool)
     put(flights.tier, TABLE, np.array([500]))
     first = flights.start(500, 1)

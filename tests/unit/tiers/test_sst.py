@@ -35,7 +35,7 @@ def write(path: Path, keys: range, form: str = "<q") -> Path:
 @pytest.mark.parametrize(
     ("keys", "form", "bits"), [(range(-3000, 9000), "<q", 64), (range(5, 300), "<I", 32)]
 )
-def test_every_row_is_read_and_the_file_stays(
+def test_every_row_is_read_and_file_is_unchanged(
     tmp_path: Path, keys: range, form: str, bits: int
 ) -> None:
     path = write(tmp_path / "t.sst", keys, form)
@@ -51,9 +51,7 @@ def test_every_row_is_read_and_the_file_stays(
     assert [each.name for each in tmp_path.iterdir()] == ["t.sst"]
 
 
-def test_a_folder_that_cannot_be_written_is_no_hindrance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_in_read_only_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "t.sst", range(10))
     monkeypatch.setattr("os.access", lambda *_: False)
     with open_sst(path) as dump:
@@ -67,7 +65,7 @@ def test_a_folder_that_cannot_be_written_is_no_hindrance(
         (table(bits=32), "keys of 8 bytes, expected 4"),
     ],
 )
-def test_rows_of_another_table_are_refused(
+def test_rows_of_another_table_are_rejected(
     tmp_path: Path, of: EmbeddingTable, message: str
 ) -> None:
     with (
@@ -78,7 +76,7 @@ def test_rows_of_another_table_are_refused(
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "flipped", "other", "missing"])
-def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
+def test_damaged_file_is_rejected(tmp_path: Path, damage: str) -> None:
     path = write(tmp_path / "t.sst", range(9000))
     data = path.read_bytes()
     broken = bytearray(data)

@@ -87,7 +87,7 @@ def hang_until(gate):
     return lambda _part: gate.wait(60)
 
 
-def test_answers_pass(store):
+def test_answers_pass_through(store):
     part, degraded = fetch(guard(store))
     assert degraded == []
     assert part.missing.tolist() == [5]
@@ -96,7 +96,7 @@ def test_answers_pass(store):
     assert part.source.tolist() == [4, 0, 4, 4, 0, 0]
 
 
-def test_a_tombstone_passes_without_a_row(store):
+def test_tombstone_passes_without_row(store):
     store.delete(TABLE, KEYS[:1], np.array([time.time_ns() // 10**6 << 20], np.uint64))
     part, _ = fetch(guard(store))
     assert part.missing.tolist() == [5]
@@ -105,14 +105,14 @@ def test_a_tombstone_passes_without_a_row(store):
     assert (part.out[0] == 7).all()
 
 
-def test_failure_half_way_leaves_no_files(store):
+def test_failure_half_way_leaves_no_rows(store):
     store.fault = fail
     part, degraded = fetch(guard(store))
     assert_untouched(part)
     assert degraded == ["store"]
 
 
-def test_the_tier_below_answers_for_a_broken_one(store):
+def test_lower_tier_answers_for_broken_tier(store):
     store.fault = fail
     below = Store(blocking=False)
     part, degraded = fetch(TierChain([guard(store), below]))
@@ -120,7 +120,7 @@ def test_the_tier_below_answers_for_a_broken_one(store):
     assert degraded == ["store"]
 
 
-def test_a_broken_tier_is_skipped_and_recovers(store):
+def test_broken_tier_is_skipped_and_recovers(store):
     store.fault = fail
     guarded = guard(store, failures=2)
     fetch(guarded)
@@ -140,7 +140,7 @@ def test_a_broken_tier_is_skipped_and_recovers(store):
 
 
 @pytest.mark.parametrize("error", [TypeError, KeyError, ZeroDivisionError, BadRequest])
-def test_faults_of_the_program_pass_through(store, error):
+def test_program_errors_pass_through(store, error):
     def raise_it(_part):
         raise error("a fault of the program")
 
@@ -154,7 +154,7 @@ def test_faults_of_the_program_pass_through(store, error):
     assert guarded.state == "closed"
 
 
-def test_a_fault_of_the_program_in_a_probe_lets_the_next_call_probe(store):
+def test_program_error_in_probe_lets_next_call_probe(store):
     store.fault = fail
     guarded = guard(store, failures=1)
     fetch(guarded)
@@ -168,7 +168,7 @@ def test_a_fault_of_the_program_in_a_probe_lets_the_next_call_probe(store):
     assert part.missing.tolist() == [5]
 
 
-def test_a_deadline_that_has_passed_skips_the_tier(store):
+def test_exceeded_deadline_skips_tier(store):
     guarded = guard(store, failures=1)
     part, degraded = fetch(guarded, FetchContext(deadline=time.monotonic() - 0.001))
     assert store.calls == 0
@@ -177,7 +177,7 @@ def test_a_deadline_that_has_passed_skips_the_tier(store):
     assert guarded.state == "closed"
 
 
-def test_tier_gets_nearer_deadline(store):
+def test_tier_gets_earlier_deadline(store):
     before = time.monotonic()
     fetch(guard(store, deadline_s=30.0))
     assert before + 30 <= store.deadline <= time.monotonic() + 30
@@ -186,7 +186,7 @@ def test_tier_gets_nearer_deadline(store):
     assert store.deadline == near
 
 
-def test_a_large_fetch_has_more_time():
+def test_large_fetch_gets_more_time():
     """Ten times the keys take ten times as long, in a tier that is well."""
     store = Store(blocking=True)
     store.fault = lambda _part: time.sleep(0.2)
@@ -202,7 +202,7 @@ def test_a_large_fetch_has_more_time():
     assert (degraded, guarded.state) == (["store"], "open")
 
 
-def test_a_name_is_reported_once(store):
+def test_skipped_tier_is_reported_once(store):
     store.fault = fail
     _, degraded = fetch(guard(store), FetchContext(degraded=["store"]))
     assert degraded == ["store"]
@@ -231,7 +231,7 @@ def test_writes_are_never_skipped(store):
 # -- late answers: only of tiers that block --------------------------------------------------------
 
 
-def test_a_late_answer_is_dropped_and_never_written():
+def test_late_answer_is_dropped_and_never_written():
     store, gate = Store(blocking=True), threading.Event()
     store.fault = hang_until(gate)
     guarded = guard(store, deadline_s=0.1, failures=2)
@@ -247,7 +247,7 @@ def test_a_late_answer_is_dropped_and_never_written():
     assert ctx.degraded == ["store"]
 
 
-def test_lateness_opens_the_circuit():
+def test_timeouts_open_circuit():
     store, gate = Store(blocking=True), threading.Event()
     store.fault = hang_until(gate)
     guarded = guard(store, deadline_s=0.1, failures=2)
@@ -259,7 +259,7 @@ def test_lateness_opens_the_circuit():
     gate.set()
 
 
-def test_impatient_requests_do_not_open_the_circuit():
+def test_short_request_deadlines_do_not_open_circuit():
     store, gate = Store(blocking=True), threading.Event()
     store.fault = hang_until(gate)
     guarded = guard(store, deadline_s=60.0, failures=1)
@@ -289,7 +289,7 @@ def test_circuit_opens_for_hanging_tier_with_short_deadlines():
     gate.set()
 
 
-def test_a_timeout_of_the_tiers_own_counts_unless_the_request_was_short_of_time():
+def test_timeout_of_tier_counts_unless_request_deadline_was_short():
     store = Store(blocking=True)
 
     def time_out(_part):
@@ -303,7 +303,7 @@ def test_a_timeout_of_the_tiers_own_counts_unless_the_request_was_short_of_time(
     assert guarded.state == "open"
 
 
-def test_hanging_calls_do_not_pile_up():
+def test_hanging_calls_are_bounded():
     store, gate = Store(blocking=True), threading.Event()
     store.fault = hang_until(gate)
     guarded = guard(store, deadline_s=0.05, failures=100, threads=2)
@@ -331,7 +331,7 @@ def test_every_skip_reason_is_reported(store):
     assert reasons == ["no_time", "failed", "open"]
 
 
-def test_a_tier_that_passes_over_a_table_itself_is_counted_and_stays_closed(store):
+def test_tier_that_skips_a_table_is_counted_and_circuit_stays_closed(store):
     reasons = []
     guarded = guard(store, failures=1, on_skip=reasons.append)
     inner = store.fetch
@@ -348,7 +348,7 @@ def test_a_tier_that_passes_over_a_table_itself_is_counted_and_stays_closed(stor
     assert reasons == ["refused"]
 
 
-def test_a_busy_tier_is_skipped_without_being_called_broken():
+def test_busy_tier_is_skipped_without_opening_circuit():
     store, gate, reasons = Store(blocking=True), threading.Event(), []
     store.fault = hang_until(gate)
     guarded = guard(store, deadline_s=10.0, failures=1, threads=2, on_skip=reasons.append)
@@ -398,7 +398,7 @@ def test_circuit_opens_when_every_call_hangs():
     gate.set()
 
 
-def test_skipped_fetches_leave_no_work_and_no_threads_behind():
+def test_skipped_fetches_leak_no_work_and_no_threads():
     store, gate = Store(blocking=True), threading.Event()
     store.fault = hang_until(gate)
     guarded = guard(store, deadline_s=0.01, failures=1_000_000, threads=2)
@@ -413,7 +413,7 @@ def test_skipped_fetches_leave_no_work_and_no_threads_behind():
     assert store.calls == 2
 
 
-def test_only_one_of_many_callers_probes():
+def test_only_one_of_parallel_callers_probes():
     store, gate = Store(blocking=True), threading.Event()
     store.fault = fail
     guarded = guard(store, failures=1)
@@ -439,7 +439,7 @@ def test_close_waits_for_calls_and_is_idempotent(store):
     assert store.closed.is_set()
 
 
-def test_a_call_that_hangs_closes_the_tier_when_it_returns():
+def test_hanging_call_closes_tier_when_it_returns():
     store, gate = Store(blocking=True), threading.Event()
     store.fault = hang_until(gate)
     guarded = guard(store, deadline_s=0.01, failures=1_000)
@@ -451,7 +451,7 @@ def test_a_call_that_hangs_closes_the_tier_when_it_returns():
     assert store.closed.wait(60)
 
 
-def test_close_takes_the_time_the_tiers_own_close_takes(store):
+def test_close_waits_for_close_of_tier(store):
     store.close = lambda: (time.sleep(0.2), store.closed.set())
     guarded = guard(store)
     fetch(guarded)
@@ -463,7 +463,7 @@ def test_close_takes_the_time_the_tiers_own_close_takes(store):
     assert store.closed.is_set()
 
 
-def test_after_close_the_tier_is_skipped():
+def test_tier_is_skipped_after_close():
     guarded = guard(Store(blocking=True))
     guarded.close()
     part, degraded = fetch(guarded)
@@ -471,7 +471,7 @@ def test_after_close_the_tier_is_skipped():
     assert degraded == ["store"]
 
 
-def test_an_error_of_close_is_raised(store):
+def test_error_of_close_is_raised(store):
     def refuse():
         raise TierError("store", "can't close")
 
@@ -483,7 +483,7 @@ def test_an_error_of_close_is_raised(store):
 # -- Metered ---------------------------------------------------------------------------------------
 
 
-def test_the_parts_of_a_fetch_are_observed_at_once():
+def test_parts_of_fetch_are_observed_together():
     store, seen = Store(blocking=False), []
     other = EmbeddingTable.make("users", 2)
     metered = MeteredTier(store, lambda *what: seen.append(what))
@@ -495,7 +495,7 @@ def test_the_parts_of_a_fetch_are_observed_at_once():
     assert seconds > 0
 
 
-def test_tombstones_count_as_found():
+def test_tombstones_count_as_hits():
     store, seen = Store(blocking=False), []
     store.delete(TABLE, np.array([5]), np.array([time.time_ns() // 10**6 << 20], np.uint64))
     fetch(MeteredTier(store, lambda *what: seen.append(what)))
@@ -518,7 +518,7 @@ def test_keys_of_skipped_tier_are_not_counted_as_misses(store):
     assert (seen[2][0], seen[2][2]) == ([(TABLE, 4, 3)], False)
 
 
-def test_a_fetch_that_raises_is_not_observed():
+def test_fetch_that_raises_is_not_observed():
     store, seen = Store(blocking=False), []
     store.fault = fail
     with pytest.raises(TierError):

@@ -48,7 +48,7 @@ def delete(cache, keys, version=NOW):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 31, 100, 1000, 4096])
-def test_capacity_is_kept_and_used(rows):
+def test_cache_fills_to_capacity(rows):
     cache = CpuCache({TABLE: rows})
     assert cache.capacity(TABLE) == rows
     insert(cache, np.arange(20 * rows))
@@ -57,7 +57,7 @@ def test_capacity_is_kept_and_used(rows):
     assert len(held(cache, range(20 * rows))) == cache.size(TABLE)
 
 
-def test_a_table_without_capacity_is_kept_out():
+def test_table_without_capacity_is_not_cached():
     other = EmbeddingTable.make("others", 4)
     cache = CpuCache({TABLE: 0})
     for table in (TABLE, other):
@@ -82,19 +82,19 @@ def test_tables_are_added_and_dropped():
         cache.add_table(TABLE, -1)
 
 
-def test_too_little_memory_is_a_clear_error():
+def test_too_little_memory_is_reported():
     with pytest.raises(ConfigError, match=r"MiB.* model/1/items.* lower"):
         CpuCache({TABLE: 1 << 55})
 
 
-def test_bytes_are_accounted():
+def test_stats_report_bytes():
     table = EmbeddingTable.make("halves", 8, dtype=np.float16)
     cache = CpuCache({TABLE: 1600, table: 1600})
     assert 1600 * (16 + 8 + 26) < cache.stats(TABLE).bytes < 1600 * (16 + 8 + 28)
     assert cache.stats(table).bytes == cache.stats(TABLE).bytes
 
 
-def test_memory_is_little_more_than_the_raw_bytes():
+def test_memory_overhead_is_small():
     for dim in (32, 128):
         table, rows = EmbeddingTable.make("wide", dim), 200_000
         cache, keys = CpuCache({table: rows}), np.random.default_rng(1).permutation(rows)
@@ -108,7 +108,7 @@ def test_memory_is_little_more_than_the_raw_bytes():
 # -- recency ---------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_row_goes_first():
+def test_least_recently_used_row_is_evicted_first():
     cache, order = CpuCache({TABLE: 8}), [3, 0, 5, 1, 2, 6, 4]
     insert(cache, sorted(order))
     for key in order:
@@ -126,7 +126,7 @@ def held_keys(cache):
     return sorted(cache.top_k(TABLE, 10_000)[0].tolist())
 
 
-def test_hits_protect_rows_and_refreshes_do_not():
+def test_hits_protect_rows_from_eviction_and_refreshes_do_not():
     cache = CpuCache({TABLE: 16})
     insert(cache, range(16))
     for n in range(100, 160):
@@ -138,7 +138,7 @@ def test_hits_protect_rows_and_refreshes_do_not():
     assert held(cache, range(146, 160)) == list(range(146, 160))
 
 
-def test_one_insertion_larger_than_the_cache():
+def test_insertion_larger_than_cache_fills_it():
     cache = CpuCache({TABLE: 64})
     insert(cache, range(10_000))
     assert cache.size(TABLE) == 64
@@ -146,7 +146,7 @@ def test_one_insertion_larger_than_the_cache():
     assert held(cache, [5, 6, 7]) == [5, 6, 7]
 
 
-def test_clock_may_wrap_around():
+def test_lru_clock_wraps_around():
     """A stamp has a byte; with 16 rows the clock ticks once per insertion."""
     cache = CpuCache({TABLE: 16})
     insert(cache, range(16))
@@ -164,7 +164,7 @@ def test_clock_may_wrap_around():
 # -- other policies --------------------------------------------------------------------------------
 
 
-def test_lfu_keeps_rows_used_often_but_not_lately():
+def test_lfu_keeps_rows_used_often_but_not_recently():
     cache = CpuCache({TABLE: 64}, eviction="lfu")
     insert(cache, range(8))
     for _ in range(200):
@@ -178,7 +178,7 @@ def test_lfu_keeps_rows_used_often_but_not_lately():
     assert held(lru, range(8)) == []
 
 
-def test_lfu_forgets_in_time():
+def test_lfu_use_counts_decay():
     cache = CpuCache({TABLE: 64}, eviction="lfu")
     insert(cache, [1])
     for _ in range(100):
@@ -188,7 +188,7 @@ def test_lfu_forgets_in_time():
     assert held(cache, [1]) == []
 
 
-def test_fifo_does_not_care_for_uses():
+def test_fifo_ignores_uses():
     cache = CpuCache({TABLE: 16}, eviction="fifo")
     insert(cache, range(16))
     for n in range(100, 116):
@@ -197,7 +197,7 @@ def test_fifo_does_not_care_for_uses():
         assert held_keys(cache) == [*range(n - 99, 16), *range(100, n + 1)]
 
 
-def test_random_takes_no_side():
+def test_random_evicts_old_and_new_rows_alike():
     """Of a table filled once over, old and new rows survive alike."""
     cache = CpuCache({TABLE: 20_000}, eviction="random")
     insert(cache, range(40_000))
@@ -206,7 +206,7 @@ def test_random_takes_no_side():
     assert 20_000 / np.e * 0.9 < first < 20_000 / np.e * 1.1
 
 
-def test_a_policy_for_a_single_table():
+def test_eviction_policy_is_set_per_table():
     other = EmbeddingTable.make("others", 4)
     cache = CpuCache({TABLE: 16, other: 16}, eviction="fifo", evictions={other: "lru"})
     for table in (TABLE, other):
@@ -221,7 +221,7 @@ def test_a_policy_for_a_single_table():
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
-def test_the_hottest_keys_can_be_listed(eviction):
+def test_hottest_keys_are_listed(eviction):
     cache = CpuCache({TABLE: 4096}, eviction=eviction)
     insert(cache, range(4000))
     delete(cache, [4000])
@@ -245,7 +245,7 @@ def test_the_hottest_keys_can_be_listed(eviction):
 # -- tombstones ------------------------------------------------------------------------------------
 
 
-def test_tombstones_are_entries_that_are_evicted_in_turn():
+def test_tombstones_are_evicted_in_turn():
     cache = CpuCache({TABLE: 16})
     delete(cache, range(100, 116))
     assert cache.stats(TABLE).tombstones == 16
@@ -255,7 +255,7 @@ def test_tombstones_are_entries_that_are_evicted_in_turn():
     assert (stats.rows, stats.tombstones, stats.evictions) == (16, 0, 0)
 
 
-def test_a_flood_of_deletions_drives_out_few_rows():
+def test_flood_of_deletions_evicts_few_rows():
     cache = CpuCache({TABLE: 1600})
     insert(cache, range(1600))
     before = cache.size(TABLE)
@@ -264,7 +264,7 @@ def test_a_flood_of_deletions_drives_out_few_rows():
     assert cache.stats(TABLE).tombstones == 1600 - cache.size(TABLE)
 
 
-def test_fetched_tombstone_stays():
+def test_fetched_tombstone_is_kept():
     cache = CpuCache({TABLE: 16})
     insert(cache, range(15))
     delete(cache, [50])
@@ -291,7 +291,7 @@ def test_tombstones_expire_by_clock():
 # -- readers beside the writer ---------------------------------------------------------------------
 
 
-def test_large_batches_beside_a_writer():
+def test_large_batches_read_whole_rows_during_writes():
     """From 4,096 keys on the table lets other threads run: here only sequence numbers keep rows whole."""
     table, keys = EmbeddingTable.make("wide", 128), np.arange(6_000)
     cache = CpuCache({table: 4_000})
@@ -325,7 +325,7 @@ def test_large_batches_beside_a_writer():
         sys.setswitchinterval(usual)
 
 
-def test_a_key_that_stays_is_never_missed():
+def test_resident_key_is_never_missed():
     """While it is refreshed, and while others come and go around it."""
     table, keys = EmbeddingTable.make("wide", 256), np.arange(50)
     cache = CpuCache({table: 200})
@@ -353,7 +353,7 @@ def test_a_key_that_stays_is_never_missed():
     assert missed < 50
 
 
-def test_an_older_version_after_its_key_was_driven_out():
+def test_highest_version_of_a_call_wins_after_eviction():
     """Within one call the highest version wins, however small the cache."""
     cache = CpuCache({TABLE: 1})
     keys, versions = np.array([1, 2, 1]), NOW + np.array([5, 5, 3], np.uint64)
@@ -363,7 +363,7 @@ def test_an_older_version_after_its_key_was_driven_out():
 
 
 @pytest.mark.skipif(not COMPILED, reason="the twin is slower by nature")
-def test_a_fetch_is_few_calls_however_many_keys():
+def test_fetch_makes_few_calls_for_any_number_of_keys():
     """Of Python and from Python; so work per key, or much more for each fetch, shows without a clock."""
     table = EmbeddingTable.make("ads", 16)
     cache, ctx = CpuCache({table: 1000}), FetchContext()

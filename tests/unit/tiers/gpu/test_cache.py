@@ -132,7 +132,7 @@ def test_single_key_operations_match_twin(policy):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("dim", [1, 3, 4, 8, 32, 64, 100, 128])
 @pytest.mark.parametrize("keys_on_device", [False, True])
-def test_rows_of_every_shape(dim, dtype, keys_on_device):
+def test_rows_of_every_shape_round_trip(dim, dtype, keys_on_device):
     table = EmbeddingTable.make("t", dim, dtype=dtype)
     cache = GpuCache({table: 20_000})
     rng = np.random.default_rng(dim)
@@ -151,7 +151,7 @@ def test_rows_of_every_shape(dim, dtype, keys_on_device):
     check(cache.held(table))
 
 
-def test_duplicates_in_a_large_batch():
+def test_highest_version_of_duplicates_wins_in_large_batch():
     """The highest version of a key counts, on equal versions the last."""
     table = EmbeddingTable.make("t", 8)
     cache = GpuCache({table: 400_000})
@@ -172,7 +172,7 @@ def test_duplicates_in_a_large_batch():
         check(cache.held(table))
 
 
-def test_unique_keys_are_written_like_others():
+def test_unique_keys_are_written_like_other_keys():
     table = EmbeddingTable.make("t", 8)
     cache = GpuCache({table: 20_000})
     keys = np.random.default_rng(4).permutation(10_000)
@@ -186,7 +186,7 @@ def test_unique_keys_are_written_like_others():
         check(cache.held(table))
 
 
-def test_a_flood_fills_the_table_and_keeps_it_whole():
+def test_flood_of_rows_fills_table_and_keeps_it_consistent():
     table = EmbeddingTable.make("t", 16)
     cache = GpuCache({table: 50_000})
     keys = np.random.default_rng(3).permutation(400_000)
@@ -201,7 +201,7 @@ def test_a_flood_fills_the_table_and_keeps_it_whole():
     np.testing.assert_array_equal(part.out.get()[found], distinct_rows(table, keys[found]))
 
 
-def test_used_rows_stay():
+def test_used_rows_are_kept():
     table = EmbeddingTable.make("t", 4)
     cache = GpuCache({table: 10_000})
     hot = np.arange(3000)
@@ -216,7 +216,7 @@ def test_used_rows_stay():
 
 @pytest.mark.parametrize("tile", [2, 4, 8])
 @pytest.mark.parametrize("form", [launch.ROWS, launch.NUMBERS])
-def test_threads_of_every_number_find_the_same(tile, form):
+def test_every_thread_count_finds_the_same_rows(tile, form):
     """Two threads a key are chosen for many keys only."""
     table = EmbeddingTable.make("t", 8)
     cache, cp = GpuCache({table: 8000}), cupy()
@@ -242,7 +242,7 @@ def test_threads_of_every_number_find_the_same(tile, form):
         np.testing.assert_array_equal(out.get()[found], distinct_rows(table, keys[found]))
 
 
-def test_many_tables_in_more_than_one_launch():
+def test_many_tables_take_several_launches():
     tables = [EmbeddingTable.make(f"t{i}", 1 + i % 9) for i in range(70)]
     cache = GpuCache(dict.fromkeys(tables, 500))
     parts = []
@@ -264,7 +264,7 @@ def test_many_tables_in_more_than_one_launch():
         assert (part.out.get()[others] == -1).all()
 
 
-def test_all_tables_of_a_batch_take_one_launch_and_one_wait(monkeypatch):
+def test_tables_of_batch_take_one_launch_and_one_wait(monkeypatch):
     tables = [EmbeddingTable.make(f"t{i}", 8 + i % 3) for i in range(26)]
     cache, keys, launched, waited = GpuCache(dict.fromkeys(tables, 500)), np.arange(100), [], []
     for table in tables:
@@ -289,7 +289,7 @@ def test_all_tables_of_a_batch_take_one_launch_and_one_wait(monkeypatch):
         np.testing.assert_array_equal(part.missing, keys[1::2])
 
 
-def test_contains_row_numbers_and_export():
+def test_contains_row_numbers_and_export_agree():
     table = EmbeddingTable.make("t", 8)
     cache = GpuCache({table: 5000})
     keys = np.arange(-1000, 1000)
@@ -328,7 +328,7 @@ def test_export_can_omit_old_rows():
     assert not np.isin(old, exported).any()
 
 
-def test_callers_scores_count_to_the_last_of_64_bits():
+def test_scores_are_compared_in_all_64_bits():
     table, rng = EmbeddingTable.make("t", 4), np.random.default_rng(1)
     cache = GpuCache({})
     cache.add_table(table, 20_000, policy=EvictionPolicy.SCORE)
@@ -373,7 +373,7 @@ def test_scores_are_accepted_only_by_score_policy():
         cache.insert(table, keys, rows, versions, np.ones(3, np.uint32))
 
 
-def test_an_epoch_is_found_again_by_its_scores():
+def test_epoch_is_recovered_from_scores():
     table = EmbeddingTable.make("t", 4)
     for policy in (EvictionPolicy.EPOCH_LRU, EvictionPolicy.LFU):
         cache, keys = GpuCache({}), np.arange(2000)
@@ -430,7 +430,7 @@ def test_find_or_insert_returns_resident_rows_and_inserts_others():
 
 
 @pytest.mark.parametrize("unique", [False, True])
-def test_find_or_insert_takes_a_key_as_often_as_it_stands_there(unique):
+def test_find_or_insert_accepts_repeated_keys(unique):
     table, rng = EmbeddingTable.make("t", 8), np.random.default_rng(4)
     cache, held = GpuCache({table: 40_000}), np.arange(0, 10_000, 2)
     cache.insert(table, held, distinct_rows(table, held, 1), versions_of(held))
@@ -455,7 +455,7 @@ def test_find_or_insert_takes_a_key_as_often_as_it_stands_there(unique):
 @pytest.mark.parametrize("window_shift", [15, 18, 29])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("dim", [3, 32])
-def test_rows_in_pinned_host_memory_behave_like_others(share, dim, window_shift, monkeypatch):
+def test_rows_in_pinned_host_memory_behave_like_device_rows(share, dim, window_shift, monkeypatch):
     monkeypatch.setattr(layout, "WINDOW_SHIFT", window_shift)
     monkeypatch.setattr(layout, "KEYS_A_WINDOW", 1)
     table = EmbeddingTable.make("t", dim)
@@ -486,7 +486,7 @@ def test_rows_in_pinned_host_memory_behave_like_others(share, dim, window_shift,
     check(cache.held(table))
 
 
-def test_a_static_table_holds_every_row_and_nothing_else():
+def test_static_table_holds_exactly_its_rows():
     table = EmbeddingTable.make("t", 16)
     cache = GpuCache({})
     keys = np.random.default_rng(7).integers(-(2**63), 2**63 - 1, 300_000)
@@ -512,7 +512,7 @@ def test_a_static_table_holds_every_row_and_nothing_else():
             change()
 
 
-def test_a_static_table_that_does_not_fit_is_refused_with_both_sizes():
+def test_static_table_too_large_is_rejected_with_both_sizes():
     table = EmbeddingTable.make("t", 1024)
     with pytest.raises(
         ConfigError, match=r"needs [\d,]+ bytes for 100,000,000 rows.* [\d,]+ are free"
@@ -526,7 +526,7 @@ def test_cache_larger_than_device_is_rejected_with_fitting_size():
         GpuCache({table: 200_000_000})
 
 
-def test_another_dtype_is_refused():
+def test_other_dtype_is_rejected():
     with pytest.raises(ConfigError, match="float32 and float16"):
         GpuCache({EmbeddingTable.make("t", 4, dtype=np.float64): 100})
 
@@ -558,7 +558,7 @@ def test_torch_tensors_are_read_and_filled_in_place():
 
 
 @pytest.mark.parametrize("name", ["out", "versions", "source"])
-def test_answers_on_the_host_are_refused(name):
+def test_outputs_on_host_are_rejected(name):
     table = EmbeddingTable.make("t", 4)
     cache = GpuCache({table: 100})
     part = part_of(table, np.arange(3))
@@ -567,7 +567,7 @@ def test_answers_on_the_host_are_refused(name):
         cache.fetch([part], FetchContext())
 
 
-def test_a_fetch_waits_for_a_workspace_no_longer_than_its_deadline():
+def test_fetch_waits_for_workspace_until_deadline():
     table = EmbeddingTable.make("t", 4)
     cache = GpuCache({table: 100}, workspaces=0)
     with pytest.raises(TierTimeout):
@@ -686,7 +686,7 @@ SLOW = ("HPS_SLOW_READS=500000",)
 
 @pytest.mark.parametrize("defines", [(), SLOW], ids=["as shipped", "slow reads"])
 @pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
-def test_readers_beside_the_writer_see_whole_rows_of_their_keys(windows, defines, monkeypatch):
+def test_concurrent_readers_see_whole_rows_of_their_keys(windows, defines, monkeypatch):
     table = EmbeddingTable.make("t", DIM)
     cache = GpuCache({})
     if windows:
@@ -703,7 +703,7 @@ def test_readers_beside_the_writer_see_whole_rows_of_their_keys(windows, defines
 
 
 @pytest.mark.parametrize("defines", [(), SLOW], ids=["as shipped", "slow reads"])
-def test_readers_beside_the_writer_see_the_versions_of_their_rows(defines, monkeypatch):
+def test_concurrent_readers_see_versions_of_their_rows(defines, monkeypatch):
     """In a table whose versions a multiprocessor could keep in its first-level cache."""
     slow = partial(fetch_module.FetchKernels, defines=defines)
     monkeypatch.setattr(fetch_module, "FetchKernels", slow)

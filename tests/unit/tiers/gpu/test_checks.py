@@ -44,7 +44,7 @@ def part(**others):
 
 
 @pytest.mark.parametrize("keys", [np.arange(3), Array(np.arange(3))], ids=["host", "device"])
-def test_a_part_that_will_do(keys):
+def test_valid_part_is_accepted(keys):
     check_part(part(keys=keys), 0)
 
 
@@ -63,7 +63,7 @@ def test_a_part_that_will_do(keys):
         ({"missing": np.arange(3, dtype=np.int32)}, "missing must be .* int64"),
     ],
 )
-def test_a_part_that_will_not_do(others, message):
+def test_invalid_part_is_rejected(others, message):
     with pytest.raises(BadRequest, match=message):
         check_part(part(**others), 0)
 

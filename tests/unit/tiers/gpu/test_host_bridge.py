@@ -84,7 +84,7 @@ def test_misses_are_fetched_from_lower_tier_in_one_call(n, dtype):
         assert (source[others] == 0).all()
 
 
-def test_many_tables_at_once():
+def test_many_tables_are_fetched_together():
     tables = [EmbeddingTable.make(f"t{i}", 1 + i % 5) for i in range(70)]
     below = store()
     keys = np.arange(20)
@@ -105,7 +105,7 @@ def test_no_fetch_when_nothing_is_missing():
     assert below.calls == []
 
 
-def test_a_deleted_key_ends_the_search():
+def test_deleted_key_ends_search():
     table = EmbeddingTable.make("t", 4)
     below = store()
     keys = np.arange(4)
@@ -119,7 +119,7 @@ def test_a_deleted_key_ends_the_search():
     assert (part.out.get()[0] == -1).all()
 
 
-def test_the_cache_above_keeps_a_chain_on_the_device():
+def test_cache_above_bridge_keeps_chain_on_device():
     table = EmbeddingTable.make("t", 8)
     below = Counting(store())
     chain = TierChain([GpuCache({table: 1000}), HostBridge(below)])
@@ -134,7 +134,7 @@ def test_the_cache_above_keeps_a_chain_on_the_device():
     np.testing.assert_array_equal(part.source.get(), [1] * 60 + [4] * 40)
 
 
-def test_writes_from_the_device_reach_the_host():
+def test_device_writes_reach_host_tier():
     table = EmbeddingTable.make("t", 4)
     below = store()
     bridge = HostBridge(below)
@@ -178,7 +178,7 @@ def test_many_threads_share_few_workspaces():
     assert wrong == []
 
 
-def test_a_fetch_waits_for_a_workspace_no_longer_than_its_deadline():
+def test_fetch_waits_for_workspace_until_deadline():
     table = EmbeddingTable.make("t", 4)
     bridge = HostBridge(store(), workspaces=0)
     with pytest.raises(TierTimeout):
@@ -197,7 +197,7 @@ def test_failed_fetch_returns_its_workspace():
             bridge.fetch([part_of(table, np.arange(3))], FetchContext(time.monotonic() + 5))
 
 
-def test_answers_on_the_host_are_refused():
+def test_outputs_on_host_are_rejected():
     table = EmbeddingTable.make("t", 4)
     part = part_of(table, np.arange(3))
     part.out = part.out.get()

@@ -19,7 +19,7 @@ SMALL, LARGE = EmbeddingTable.make("small", 8), EmbeddingTable.make("large", 64)
     st.integers(0, 1 << 28),
     st.integers(0, 1 << 24),
 )
-def test_it_fits_and_leaves_little(sizes, capacity, host):
+def test_plan_fits_and_leaves_little_unused(sizes, capacity, host):
     tables = {EmbeddingTable.make(f"t{i}", d): GpuTableRequest(n) for i, (n, d) in enumerate(sizes)}
     plan = plan_gpu(tables, capacity_bytes=capacity, host_bytes=host)
     assert device_bytes(plan) <= capacity
@@ -30,7 +30,7 @@ def test_it_fits_and_leaves_little(sizes, capacity, host):
     assert whole or device_bytes(plan) >= min(capacity, 0.98 * capacity - floor)
 
 
-def test_shares_and_rows_of_single_tables_go_first():
+def test_own_shares_and_rows_take_precedence():
     tables = {SMALL: GpuTableRequest(10_000, rows=500), LARGE: GpuTableRequest(10_000, share=0.25)}
     plan = plan_gpu(tables, capacity_bytes=0, share=0.9)
     assert [place.rows for place in plan.values()] == [500, 2500]
@@ -41,7 +41,7 @@ def test_shares_and_rows_of_single_tables_go_first():
     assert plan_gpu({SMALL: GpuTableRequest(0)}, capacity_bytes=0, share=1.0)[SMALL].rows == 1024
 
 
-def test_pinned_memory_is_split_alike():
+def test_pinned_memory_is_split_in_proportion():
     tables = {SMALL: GpuTableRequest(100_000), LARGE: GpuTableRequest(100_000)}
     plan = plan_gpu(tables, capacity_bytes=1 << 30, host_bytes=100_000 * 144)
     assert [place.host_rows for place in plan.values()] == [50_000, 50_000]
@@ -49,7 +49,7 @@ def test_pinned_memory_is_split_alike():
     assert [place.host_rows for place in plan.values()] == [100_000, 100_000]
 
 
-def test_static_tables_are_complete_and_on_the_device():
+def test_static_tables_are_complete_and_on_device():
     tables = {SMALL: GpuTableRequest(10_000, static=True), LARGE: GpuTableRequest(10_000)}
     plan = plan_gpu(tables, capacity_bytes=2 << 20, host_bytes=1 << 20)
     assert (plan[SMALL].rows, plan[SMALL].host_rows, plan[SMALL].static) == (10_000, 0, True)
@@ -59,7 +59,7 @@ def test_static_tables_are_complete_and_on_the_device():
     assert (empty[SMALL].rows, empty[SMALL].static) == (0, False)
 
 
-def test_wishes_beyond_the_capacity_are_refused_with_both_sizes():
+def test_settings_beyond_capacity_are_rejected_with_both_sizes():
     with pytest.raises(ConfigError, match=r"take [\d,]+ bytes .*capacity_bytes is 1,000;"):
         plan_gpu({SMALL: GpuTableRequest(10_000, static=True)}, capacity_bytes=1000)
 
@@ -75,7 +75,7 @@ def test_error_names_free_bytes():
     check_fits(plan, device_bytes(plan), 0)
 
 
-def test_float16_rows_take_half():
+def test_float16_rows_take_half_the_bytes():
     half = EmbeddingTable.make("half", 64, dtype=np.float16)
     places = [
         plan_gpu({t: GpuTableRequest(10**7)}, capacity_bytes=1 << 28)[t].rows for t in (half, LARGE)
