@@ -79,9 +79,9 @@ BAD_ARRAYS = {
 }
 COMBINED = [
     pytest.param(verb, *bad, id=f"{verb}, {name}")
-    for verb, taken in VERBS.items()
+    for verb, accepted in VERBS.items()
     for name, bad in BAD_ARRAYS.items()
-    if bad[0] in taken
+    if bad[0] in accepted
 ]
 
 
@@ -96,7 +96,7 @@ def test_rows_with_wrong_arrays_are_rejected(under_test, verb, name, spoil, name
     }
     arrays[name] = spoil(arrays[name])
     with pytest.raises(BadRequest) as error:
-        getattr(tier, verb)(table, **{taken: arrays[taken] for taken in VERBS[verb]})
+        getattr(tier, verb)(table, **{accepted: arrays[accepted] for accepted in VERBS[verb]})
     assert named in str(error.value)
     assert table.id in str(error.value)
     part = part_of_two(table)

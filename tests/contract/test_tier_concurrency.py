@@ -25,7 +25,7 @@ def rows_of(table, keys, sequences):
 
 
 @pytest.fixture
-def hasty_switches():
+def frequent_thread_switches():
     """Threads take turns fifty times as often as usual."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -70,7 +70,7 @@ def read(tier, table, writer, *, versioned):
     return found
 
 
-def test_concurrent_reads_see_no_torn_or_foreign_rows(under_test, hasty_switches):
+def test_concurrent_reads_see_no_torn_or_foreign_rows(under_test, frequent_thread_switches):
     tier, table = under_test.tier, under_test.tables[2]
     versioned = under_test.case.versioned
     with ThreadPoolExecutor(4) as pool:

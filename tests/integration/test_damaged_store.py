@@ -20,10 +20,10 @@ ROWS, DIM = 20_000, 64
 KEYS = np.arange(0, ROWS, 7)
 
 
-def flip_bits(file: Path, places: int) -> None:
+def flip_bits(file: Path, offsets: int) -> None:
     """In place: the file stays the one that is open."""
     with file.open("r+b") as opened:
-        for at in np.linspace(1000, 4_000_000, places).astype(int).tolist():
+        for at in np.linspace(1000, 4_000_000, offsets).astype(int).tolist():
             opened.seek(at)
             byte = opened.read(1)[0]
             opened.seek(at)

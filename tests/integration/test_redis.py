@@ -119,13 +119,13 @@ def test_table_with_other_metadata_is_rejected_with_both_values(
 ):
     fill(open_tier(), table, 0, 100)
     kwargs = {"dim": DIM, **other}
-    mine = EmbeddingTable.make("user", kwargs.pop("dim"), model="ctr", version=2, **kwargs)
+    changed_table = EmbeddingTable.make("user", kwargs.pop("dim"), model="ctr", version=2, **kwargs)
     tier = open_tier(**given)
     with pytest.raises(TierError, match=named):
-        tier.check(mine)
-    beside = EmbeddingTable.make("items", DIM, model="ctr", version=2)
-    fill(tier, beside, 0, 10)
-    parts = [Part.make(mine, np.arange(10)), Part.make(beside, np.arange(10))]
+        tier.check(changed_table)
+    other_table = EmbeddingTable.make("items", DIM, model="ctr", version=2)
+    fill(tier, other_table, 0, 10)
+    parts = [Part.make(changed_table, np.arange(10)), Part.make(other_table, np.arange(10))]
     ctx = FetchContext()
     tier.fetch(parts, ctx)
     assert len(parts[0].missing) == 10
@@ -673,8 +673,8 @@ def test_rows_that_redis_lost_are_loaded_again(server, open_tier, table, kind):
     tier, version, keys = open_tier(layout=kind), version_now(), np.arange(4000)
     assert tier.preload(table, RedisLoadSource(chunks_of(4000), version, mark="digest")) == 4000
     names = tier._tables.opened()[0].layout
-    for gone in ([names.rows_keys[3]], [names.rows_keys[5], names.positions_keys[5]]):
-        server.ask("DEL", *gone)
+    for removed_keys in ([names.rows_keys[3]], [names.rows_keys[5], names.positions_keys[5]]):
+        server.ask("DEL", *removed_keys)
         lost = 4000 - len(held(tier, table, keys))
         assert 0 < lost < 1000
         assert (

@@ -71,7 +71,7 @@ def fill(tier, table, n=N):
     return keys
 
 
-class Asking:
+class GuardedRequests:
     """Requests through a guard, each checked for time and truth."""
 
     def __init__(self, tier, table, **guard):
@@ -80,7 +80,7 @@ class Asking:
         self.table = table
         self.counts = Counter()
 
-    def once(self, keys):
+    def send(self, keys):
         """Send one request; True if the tier was skipped."""
         part, ctx = Part.make(self.table, keys), FetchContext()
         start = time.monotonic()
@@ -95,13 +95,13 @@ class Asking:
             assert not len(at)
         return bool(ctx.degraded)
 
-    def until_well(self, keys, found=None):
+    def send_until_found(self, keys, found=None):
         """Ask until an answer finds all keys."""
         found = len(keys) if found is None else found
 
         def well():
             before = self.counts["found"]
-            return not self.once(keys) and self.counts["found"] - before == found
+            return not self.send(keys) and self.counts["found"] - before == found
 
         until(well)
 
@@ -109,18 +109,18 @@ class Asking:
 def test_killed_server_degrades_answers_until_restart(server, open_tier, table):
     tier = open_tier(server)
     keys = fill(tier, table)
-    asking = Asking(tier, table)
-    assert not asking.once(keys)
+    requests = GuardedRequests(tier, table)
+    assert not requests.send(keys)
     server.kill()
     for _ in range(10):
-        assert asking.once(keys)
-    assert asking.guarded.state != "closed"
+        assert requests.send(keys)
+    assert requests.guarded.state != "closed"
     with pytest.raises(TierError, match="cannot be reached"):
         fill(tier, table)
     server.start()
-    asking.until_well(keys, found=0)  # it came back empty
+    requests.send_until_found(keys, found=0)  # it came back empty
     fill(tier, table)
-    asking.until_well(keys)
+    requests.send_until_found(keys)
 
 
 def test_server_restarted_empty_loses_rows_but_fails_no_request(server, open_tier, table):
@@ -143,22 +143,22 @@ def test_connection_cut_within_reply_is_retried(server, proxy, open_tier, table,
     """The request is repeated on another connection."""
     tier = open_tier(server, addresses=[proxy.address])
     keys = fill(tier, table)
-    asking = Asking(tier, table)
-    asking.once(keys)
+    requests = GuardedRequests(tier, table)
+    requests.send(keys)
     proxy.cut_after = cut_after
-    asking.until_well(keys)
-    assert asking.counts["found"] == 2 * N
-    assert not asking.counts["degraded"]
+    requests.send_until_found(keys)
+    assert requests.counts["found"] == 2 * N
+    assert not requests.counts["degraded"]
 
 
 def test_late_reply_is_never_taken_for_another(server, proxy, open_tier, table):
     """After a timeout the connection is closed: its replies are discarded."""
     tier = open_tier(server, addresses=[proxy.address], connections=1)
     keys = fill(tier, table)
-    asking = Asking(tier, table, failures_to_open=10**6)
+    requests = GuardedRequests(tier, table, failures_to_open=10**6)
     for turn in range(8):
         some = np.random.default_rng(turn).permutation(keys)[: N // 2].copy()
-        asking.once(some)
+        requests.send(some)
         proxy.silent = True
         part = Part.make(table, some)
         with pytest.raises(TierTimeout):
@@ -166,8 +166,8 @@ def test_late_reply_is_never_taken_for_another(server, proxy, open_tier, table):
         assert not [w for node in tier._client._servers.all for w in node.idle]
         proxy.silent = False
         # As many of other keys: a reply left over would fit, and hold the wrong rows.
-        asking.until_well(np.setdiff1d(keys, some))
-    assert asking.counts["found"] >= 8 * N
+        requests.send_until_found(np.setdiff1d(keys, some))
+    assert requests.counts["found"] >= 8 * N
 
 
 def test_unsolicited_bytes_close_a_connection(server, open_tier, table):
@@ -178,8 +178,8 @@ def test_unsolicited_bytes_close_a_connection(server, open_tier, table):
     wire = node.idle[0]
     wire.send_command("PING")
     until(lambda: wire.stale)
-    asking = Asking(tier, table)
-    assert not asking.once(keys)
+    requests = GuardedRequests(tier, table)
+    assert not requests.send(keys)
     assert wire not in node.idle
 
 
@@ -187,17 +187,17 @@ def test_unsolicited_bytes_close_a_connection(server, open_tier, table):
 def test_slow_server_exceeds_deadline(server, proxy, open_tier, table, how):
     tier = open_tier(server, addresses=[proxy.address], timeout_ms=2000)
     keys = fill(tier, table)
-    asking = Asking(tier, table, deadline_s=DEADLINE_S)
-    asking.once(keys)
+    requests = GuardedRequests(tier, table, deadline_s=DEADLINE_S)
+    requests.send(keys)
     if how == "late":
         proxy.delay_s = 0.2
     else:
         server.ask("CLIENT", "PAUSE", 3000, "ALL")
     for _ in range(6):
-        assert asking.once(keys)
-    assert asking.guarded.state != "closed"
+        assert requests.send(keys)
+    assert requests.guarded.state != "closed"
     proxy.delay_s = 0.0
-    asking.until_well(keys)
+    requests.send_until_found(keys)
 
 
 def test_wrong_password_is_reported(server, open_tier, table):
@@ -206,13 +206,13 @@ def test_wrong_password_is_reported(server, open_tier, table):
     tier = open_tier(server, username="hps", password="wrong")
     with pytest.raises(TierError, match=r"refuses this user .*tiers\.redis\.username"):
         fill(tier, table)
-    asking = Asking(tier, table)
+    requests = GuardedRequests(tier, table)
     for _ in range(5):
-        assert asking.once(np.arange(10))
+        assert requests.send(np.arange(10))
     server.ask("ACL", "SETUSER", "hps", ">wrong")
-    asking.until_well(np.arange(10), found=0)
+    requests.send_until_found(np.arange(10), found=0)
     keys = fill(tier, table)
-    asking.until_well(keys)
+    requests.send_until_found(keys)
     with pytest.raises(TierError, match=r"may not do that .*EVALSHA"):
         fill(open_tier(server, username="reader", password="right"), table)
 
@@ -224,9 +224,9 @@ def test_read_only_user_reads_and_cannot_write(server, open_tier, table, recorde
     if not recorded:
         server.ask("DEL", "hps:{ctr/1/user}m")
     server.ask("ACL", "SETUSER", "reader", "on", ">right", "~hps*", "+@read")
-    asking = Asking(open_tier(server, username="reader", password="right"), table)
-    assert not asking.once(keys)
-    assert asking.counts["found"] == N
+    requests = GuardedRequests(open_tier(server, username="reader", password="right"), table)
+    assert not requests.send(keys)
+    assert requests.counts["found"] == N
     assert server.ask("EXISTS", "hps:{ctr/1/user}m") == recorded
 
 
@@ -234,14 +234,14 @@ def test_revoked_access_recovers_when_restored(server, open_tier, table):
     server.ask("ACL", "SETUSER", "hps", "on", ">right", "~hps*", "+@all")
     tier = open_tier(server, username="hps", password="right")
     keys = fill(tier, table)
-    asking = Asking(tier, table)
+    requests = GuardedRequests(tier, table)
     server.ask("ACL", "SETUSER", "hps", "-hmget")
-    assert asking.once(keys)
+    assert requests.send(keys)
     server.ask("ACL", "SETUSER", "hps", "+hmget", "resetpass", ">other")
     server.ask("CLIENT", "KILL", "USER", "hps")
-    assert asking.once(keys)
+    assert requests.send(keys)
     server.ask("ACL", "SETUSER", "hps", ">right")
-    asking.until_well(keys)
+    requests.send_until_found(keys)
 
 
 def test_renewed_password_file_is_read_again(server, open_tier, table, tmp_path):
@@ -253,17 +253,17 @@ def test_renewed_password_file_is_read_again(server, open_tier, table, tmp_path)
     server.ask("ACL", "SETUSER", "hps", "on", ">first", "~*", "+@all")
     tier = open_tier(server, username="hps", password_file=file)
     keys = fill(tier, table)
-    asking = Asking(tier, table)
-    assert not asking.once(keys)
+    requests = GuardedRequests(tier, table)
+    assert not requests.send(keys)
     server.ask("ACL", "SETUSER", "hps", "<first", ">second")
     server.ask("CLIENT", "KILL", "USER", "hps")
-    assert asking.once(keys)
+    assert requests.send(keys)
     (tmp_path / "new").symlink_to("second")
     (tmp_path / "new").rename(file)
-    asking.until_well(keys)
+    requests.send_until_found(keys)
     file.unlink()  # what was read last stays in use
     server.ask("CLIENT", "KILL", "USER", "hps")
-    asking.until_well(keys)
+    requests.send_until_found(keys)
 
 
 @pytest.mark.parametrize("days", [-1])
@@ -280,15 +280,15 @@ def test_expired_certificate_is_reported(tmp_path, open_tier, table, days):
         tier = open_tier(server, tls=made.client_settings())
         with pytest.raises(TierError, match=r"certificate is not trusted .*expired.*renew"):
             fill(tier, table)
-        asking = Asking(tier, table)
+        requests = GuardedRequests(tier, table)
         for _ in range(5):
-            assert asking.once(np.arange(10))
+            assert requests.send(np.arange(10))
         for name in ("tls-cert-file", "tls-key-file"):  # renewed, as its owner would
             server.options[name] = fresh[name]
         server.restart()
-        asking.until_well(np.arange(10), found=0)
+        requests.send_until_found(np.arange(10), found=0)
         keys = fill(tier, table)
-        asking.until_well(keys)
+        requests.send_until_found(keys)
     finally:
         server.kill()
 
@@ -304,13 +304,13 @@ def test_server_out_of_memory_rejects_writes_and_answers_reads(server, open_tier
             verb(table, keys, rows_of(keys) + 1, np.full(N, version_now(), np.uint64))
     with pytest.raises(TierError, match="out of memory"):
         tier.delete(table, keys, np.full(N, version_now(), np.uint64))
-    asking = Asking(tier, table)
-    assert not asking.once(keys)
-    assert asking.counts["found"] == N
+    requests = GuardedRequests(tier, table)
+    assert not requests.send(keys)
+    assert requests.counts["found"] == N
     tier.evict(table, keys[:100].copy())  # takes no memory
     server.ask("CONFIG", "SET", "maxmemory", 0)
     fill(tier, table)
-    asking.until_well(keys)
+    requests.send_until_found(keys)
 
 
 def test_loading_error_is_retryable(server, open_tier, table):
@@ -338,8 +338,10 @@ def test_failing_requests_leak_nothing(server, proxy, open_tier, table, fault):
     fill(tier, table, 64)
     keys = np.arange(64)
     guard = {"deadline_s": 0.002, "failures_to_open": 10**9} if fault == "silent" else {}
-    asking = Asking(tier, table, **({"failures_to_open": 10**9, "deadline_s": 0.1} | guard))
-    asking.once(keys)
+    requests = GuardedRequests(
+        tier, table, **({"failures_to_open": 10**9, "deadline_s": 0.1} | guard)
+    )
+    requests.send(keys)
     if fault == "killed":
         server.kill()
     elif fault == "refuses":
@@ -354,7 +356,7 @@ def test_failing_requests_leak_nothing(server, proxy, open_tier, table, fault):
             if fault == "cut":
                 proxy.cut_after = 50
             part, ctx = Part.make(table, keys), FetchContext()
-            asking.guarded.fetch([part], ctx)
+            requests.guarded.fetch([part], ctx)
 
     ask(number // 5)
     before = resources()
@@ -371,21 +373,21 @@ def test_ten_thousand_failing_requests_leak_nothing(server, open_tier, table):
     """Through a guard whose circuit opens and is probed all the time."""
     tier = open_tier(server)
     keys = fill(tier, table)
-    asking = Asking(tier, table, retry_after_s=0.02)
-    asking.once(keys)
+    requests = GuardedRequests(tier, table, retry_after_s=0.02)
+    requests.send(keys)
     server.kill()
     for _ in range(500):
-        asking.once(keys)
+        requests.send(keys)
     before = resources()
     for _ in range(10_000):
-        asking.once(keys)
+        requests.send(keys)
     after = resources()
-    assert asking.counts["degraded"] == 10_500
+    assert requests.counts["degraded"] == 10_500
     assert after[0] <= before[0] + 2
     assert after[1] <= before[1] + 2
     assert after[2] <= before[2] + 8
     server.start()
-    asking.until_well(keys, found=0)
+    requests.send_until_found(keys, found=0)
 
 
 # JAX, where another test imported it, warns of every fork; the child here runs nothing of it.
@@ -426,13 +428,13 @@ def test_concurrent_writers_and_restart_leave_no_wrong_row(server, open_tier, ta
                 seen["refused"] += 1
 
     def read(tier):
-        asking = Asking(tier, table)
+        requests = GuardedRequests(tier, table)
         try:
             while not stop.is_set():
-                asking.once(np.arange(500))
+                requests.send(np.arange(500))
         except BaseException as error:
             failures.append(error)
-        seen.update(asking.counts)
+        seen.update(requests.counts)
 
     threads = [threading.Thread(target=work, args=(t,)) for t in tiers for work in (write, read)]
     for thread in threads:

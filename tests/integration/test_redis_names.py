@@ -23,7 +23,7 @@ class NameServer:
 
     def __init__(self):
         self.at = "127.0.0.1"
-        self.asked = 0
+        self.queries = 0
         self.awake = threading.Event()
         self.awake.set()
         self._system = socket.getaddrinfo
@@ -31,7 +31,7 @@ class NameServer:
     def getaddrinfo(self, host, *args, **kwargs):
         if host != NAME:
             return self._system(host, *args, **kwargs)
-        self.asked += 1
+        self.queries += 1
         self.awake.wait(60)
         if self.at is None:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -78,7 +78,7 @@ def test_hanging_resolution_ends_at_deadline(names, server):
         with pytest.raises(TierTimeout, match=f"the name '{NAME}' was not resolved in time"):
             tier.get(TABLE, KEYS)
         assert time.monotonic() - start < 10
-    assert names.asked == 1
+    assert names.queries == 1
     assert threading.active_count() <= before + 2
     names.awake.set()
     until(lambda: filled(tier))
@@ -94,7 +94,7 @@ def test_known_address_is_used_while_resolution_hangs(names, tier, server, monke
         start = time.monotonic()
         assert len(tier.get(TABLE, KEYS).missing) == 0
         assert time.monotonic() - start < 10
-    assert names.asked == 2
+    assert names.queries == 2
 
 
 def test_changed_address_is_found(names, tier, server):

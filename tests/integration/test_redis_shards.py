@@ -203,11 +203,11 @@ def test_rows_lost_by_a_shard_are_detected(cluster, shards, again, monkeypatch):
     assert not shards.ask(shards.alive)[1]
     loading.set()
     if not again:  # a node that starts loads what is missing, and only that
-        mine = RedisTier(cluster.settings())
-        assert mine.preload(shards.table, RedisLoadSource(Rows(), version, mark="digest")) == len(
-            shards.dead
-        )
-        mine.close()
+        fresh_tier = RedisTier(cluster.settings())
+        assert fresh_tier.preload(
+            shards.table, RedisLoadSource(Rows(), version, mark="digest")
+        ) == len(shards.dead)
+        fresh_tier.close()
         tier._maintenance._last = -100.0
     until(shards.all_found)
     until(cluster.complete)
@@ -240,8 +240,8 @@ def test_shard_with_expired_certificate_keeps_open_connections(cluster, shards):
     stale, _ = certificates().make("stale", days=-1, key=options["tls-key-file"])
     server.ask("CONFIG", "SET", "tls-cert-file", str(stale))
     fresh = RedisTier(cluster.settings(timeout_ms=3000, guard={"deadline_ms": DEADLINE_S * 1e3}))
-    mine = copy(shards)
-    mine.guarded = GuardedTier(fresh, DEADLINE_S, 3, 0.2)
+    fresh_tier = copy(shards)
+    fresh_tier.guarded = GuardedTier(fresh, DEADLINE_S, 3, 0.2)
     try:
         until(shards.all_found)
         for _ in range(5):
@@ -252,14 +252,14 @@ def test_shard_with_expired_certificate_keeps_open_connections(cluster, shards):
             fill(fresh, shards.table, shards.dead)
     finally:
         server.ask("CONFIG", "SET", "tls-cert-file", str(options["tls-cert-file"]))
-    until(mine.all_found)
+    until(fresh_tier.all_found)
     fresh.close()
 
 
-@pytest.mark.parametrize("gone", ["one", "all"])
-def test_ten_thousand_failing_requests_leak_nothing(shards, gone):
+@pytest.mark.parametrize("unavailable", ["one", "all"])
+def test_ten_thousand_failing_requests_leak_nothing(shards, unavailable):
     """Through a guard whose circuit opens, if all shards are unavailable, and is probed all the time."""
-    victims = [shards.victim] if gone == "one" else shards.cluster.servers
+    victims = [shards.victim] if unavailable == "one" else shards.cluster.servers
     shards.guarded = GuardedTier(shards.tier, DEADLINE_S, 3, 0.02)
     keys = shards.keys[:64].copy()
     for server in victims:

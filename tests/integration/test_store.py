@@ -36,7 +36,7 @@ def printed(*words: object, code: int = 0) -> Any:
     return json.loads(result.stdout)
 
 
-def refused(*words: object, code: int = 2) -> str:
+def error_line(*words: object, code: int = 2) -> str:
     """The one line of the error."""
     result = run(*words)
     assert result.exit_code == code, (result.stdout, result.stderr)
@@ -123,8 +123,8 @@ def test_get_shows_store_that_has_table(config: Path) -> None:
     (row,) = json.loads(shown.stdout)["rows"]
     assert (row["tier"], row["found"]) == ("redis", True)
     assert "holds no table clicks/1/users" in shown.stderr
-    assert "holds no table" in refused("get", "clicks", "items", 5, "--config", config)
-    assert "holds no table" in refused(
+    assert "holds no table" in error_line("get", "clicks", "items", 5, "--config", config)
+    assert "holds no table" in error_line(
         "get", "clicks", "users", 5, "--config", config, "--tier", "rocksdb"
     )
 
@@ -139,9 +139,9 @@ def test_get_shows_redis_row_without_database(config: Path, tmp_path: Path, fold
     (row,) = json.loads(shown.stdout)["rows"]
     assert (row["tier"], row["found"]) == ("redis", True)
     assert f"there is no database in {tmp_path}/db" in shown.stderr
-    only = refused("get", "clicks", "users", 5, "--config", config, "--tier", "rocksdb")
+    only = error_line("get", "clicks", "users", 5, "--config", config, "--tier", "rocksdb")
     assert "there is no database" in only
-    assert "holds no table" in refused("get", "clicks", "items", 5, "--config", config)
+    assert "holds no table" in error_line("get", "clicks", "items", 5, "--config", config)
 
 
 def test_version_that_node_may_serve_is_listed_as_configured(
@@ -150,40 +150,40 @@ def test_version_that_node_may_serve_is_listed_as_configured(
     """The newest version is what a start serves; a load by the API may have put back the former one."""
     repository = tmp_path / "models"
     shutil.copytree(small_repository, repository)
-    given = (
+    options = (
         "--set",
         f"models.repository={repository}",
         "--set",
         f"tiers.rocksdb.path={tmp_path}/db",
     )
     (tmp_path / "hps.yaml").write_text("{}")
-    given = ("--config", tmp_path / "hps.yaml", *given)
-    printed("load", "words", *given)
+    options = ("--config", tmp_path / "hps.yaml", *options)
+    printed("load", "words", *options)
     shutil.copytree(repository / "words" / "1", repository / "words" / "2")
     manifest = repository / "words" / "2" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
-    found = {e["version"]: e["state"] for e in printed("ls", "words", *given)}
+    found = {e["version"]: e["state"] for e in printed("ls", "words", *options)}
     assert found == {1: "another version, a start serves 2", 2: "not there"}
     shutil.rmtree(repository / "words")
-    (entry,) = printed("ls", "words", *given)
+    (entry,) = printed("ls", "words", *options)
     assert entry["state"] == "not configured"
 
 
 def test_unconfigured_tables_are_listed_and_erased(loaded: Any, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    elsewhere = (*loaded, "--set", f"models.repository={empty}")
-    entries = printed("ls", *elsewhere)
+    other_process = (*loaded, "--set", f"models.repository={empty}")
+    entries = printed("ls", *other_process)
     assert {e["state"] for e in entries} == {"not configured"}
     assert sum(e["rows"] for e in entries) == 2 * 1200
-    asked = refused("erase", "clicks", *elsewhere)
-    assert "this would erase clicks/1/items in redis" in asked
-    assert asked.endswith("give --yes to confirm")
-    assert len(printed("erase", "clicks", "--table", "users", "--yes", *elsewhere)) == 2
-    assert len(printed("erase", "clicks", "--version", 1, "--yes", *elsewhere)) == 2
-    left = {(e["tier"], e["table"]): e["rows"] for e in printed("ls", *elsewhere)}
+    prompts = error_line("erase", "clicks", *other_process)
+    assert "this would erase clicks/1/items in redis" in prompts
+    assert prompts.endswith("give --yes to confirm")
+    assert len(printed("erase", "clicks", "--table", "users", "--yes", *other_process)) == 2
+    assert len(printed("erase", "clicks", "--version", 1, "--yes", *other_process)) == 2
+    left = {(e["tier"], e["table"]): e["rows"] for e in printed("ls", *other_process)}
     assert left == {("redis", "words"): 1000, ("rocksdb", "words"): 1000}
-    assert "no store holds that" in refused("erase", "clicks", "--yes", *elsewhere)
+    assert "no store holds that" in error_line("erase", "clicks", "--yes", *other_process)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_rows_are_scanned(loaded: Any) -> None:
     assert sorted(r["key"] for r in found["rows"]) == list(range(1000))
     shown = run("scan", "words", "words", "--limit", 2, *loaded).stdout
     assert "0 0.125 0.25" in shown
-    assert "Redis keeps rows in no order" in refused(
+    assert "Redis keeps rows in no order" in error_line(
         "scan", "words", "words", "--from", 0, "--tier", "redis", *loaded
     )
 
@@ -290,7 +290,7 @@ def test_mistakes_are_reported_before_any_change(
     loaded: Any, words: list[str], message: str
 ) -> None:
     before = printed("get", "clicks", "users", 1, *loaded)
-    assert message in refused(*words, *loaded)
+    assert message in error_line(*words, *loaded)
     assert printed("get", "clicks", "users", 1, *loaded) == before
 
 
@@ -401,8 +401,8 @@ def test_exported_changes_are_applied_by_another_node(
         until(lambda: (folder / "applied" / name).exists())
         found = node.lookup("clicks", {"user": keys}).vectors["user"].tolist()
         assert found == [row(4), [1, 2, 3, 4], [5, 6, 7, 8]]
-        gone, never = node.lookup("clicks", {"user": [6, 7777]}).vectors["user"].tolist()
-        assert gone == never
+        removed, never = node.lookup("clicks", {"user": [6, 7777]}).vectors["user"].tolist()
+        assert removed == never
     other = tmp_path / "other.yaml"
     other.write_text(json.dumps(settings))
     both = [
@@ -416,11 +416,11 @@ def test_checkpoint_is_restored(loaded: Any, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     printed("checkpoint", folder, *loaded)
     printed("del", "clicks", "users", 5, *loaded)
-    assert "is not an empty folder" in refused("checkpoint", folder, *loaded)
-    assert "is not an empty folder" in refused("restore", folder, *loaded)
-    elsewhere = (*loaded, "--set", f"tiers.rocksdb.path={tmp_path / 'restored'}")
-    printed("restore", folder, *elsewhere)
-    (entry,) = printed("get", "clicks", "users", 5, "--tier", "rocksdb", *elsewhere)["rows"]
+    assert "is not an empty folder" in error_line("checkpoint", folder, *loaded)
+    assert "is not an empty folder" in error_line("restore", folder, *loaded)
+    other_process = (*loaded, "--set", f"tiers.rocksdb.path={tmp_path / 'restored'}")
+    printed("restore", folder, *other_process)
+    (entry,) = printed("get", "clicks", "users", 5, "--tier", "rocksdb", *other_process)["rows"]
     assert entry["vector"] == row(5)
 
 
@@ -437,7 +437,7 @@ def test_dumps_are_exported_and_imported(loaded: Any, tmp_path: Path, tier: str)
     assert printed(*get)["rows"][0]["deleted"]
     printed("import-dump", "clicks", "users", file, "--tier", tier, *loaded)
     assert printed(*get)["rows"][0]["vector"] == row(5)
-    assert "name the table it was dumped from" in refused(
+    assert "name the table it was dumped from" in error_line(
         "import-dump", "clicks", "items", file, "--tier", tier, *loaded, code=2
     )
 
@@ -456,7 +456,7 @@ def test_dump_is_imported_into_erased_table(loaded: Any, tmp_path: Path) -> None
     (entry,) = printed("get", "clicks", "users", 5, "--tier", "rocksdb", *loaded)["rows"]
     assert entry["version"] == newest
     other = ("--set", "tiers.rocksdb.layout=hps", "--set", "tiers.redis.layout=hps")
-    message = refused("import-dump", "clicks", "users", file, *loaded, *other)
+    message = error_line("import-dump", "clicks", "users", file, *loaded, *other)
     assert "set tiers.rocksdb.layout to that" in message
 
 
@@ -468,23 +468,23 @@ def test_sst_dump_is_imported(config: Path, tmp_path: Path, tier: str) -> None:
     for key in range(100):
         writer[struct.pack("<q", key)] = np.array(row(key), "<f4").tobytes()
     writer.finish()
-    given = ("--config", config, "--tier", tier)
-    assert printed("import-dump", "clicks", "users", file, *given)["rows"] == 100
-    (entry,) = printed("get", "clicks", "users", 77, *given)["rows"]
+    options = ("--config", config, "--tier", tier)
+    assert printed("import-dump", "clicks", "users", file, *options)["rows"] == 100
+    (entry,) = printed("get", "clicks", "users", 77, *options)["rows"]
     assert entry["vector"] == row(77)
-    message = refused("import-dump", "clicks", "items", file, *given)
+    message = error_line("import-dump", "clicks", "items", file, *options)
     assert "name the table it was dumped from" in message
 
 
 def test_import_warns_of_rows_that_next_start_overwrites(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "users.bin"
     file.write_bytes(b"bin\0" + struct.pack("<IIIq4f", 1, 8, 16, 5, 9, 9, 9, 9))
-    given = ("--config", config, "--set", "tiers.redis=null", "--set", "tiers.rocksdb.layout=hps")
-    told = run("import-dump", "clicks", "users", file, *given)
-    assert told.exit_code == 0
-    assert "the next start writes them over these rows" in told.stderr
-    printed("load", "clicks", *given)
-    again = run("import-dump", "clicks", "users", file, *given)
+    options = ("--config", config, "--set", "tiers.redis=null", "--set", "tiers.rocksdb.layout=hps")
+    result = run("import-dump", "clicks", "users", file, *options)
+    assert result.exit_code == 0
+    assert "the next start writes them over these rows" in result.stderr
+    printed("load", "clicks", *options)
+    again = run("import-dump", "clicks", "users", file, *options)
     assert (again.exit_code, again.stderr) == (0, "")
 
 
@@ -494,20 +494,20 @@ def test_import_warns_of_rows_that_next_start_overwrites(config: Path, tmp_path:
 def test_other_layout_is_reported(loaded: Any) -> None:
     other = ("--set", "tiers.redis.layout=hps", "--set", "tiers.rocksdb.layout=hps")
     for tier in ("redis", "rocksdb"):
-        message = refused("scan", "words", "words", "--tier", tier, *loaded, *other)
+        message = error_line("scan", "words", "words", "--tier", tier, *loaded, *other)
         assert f"set tiers.{tier}.layout to that" in message
     states = {e["state"] for e in printed("ls", *loaded, *other)}
     assert states == {"there in the native layout"}
     printed("del", "clicks", "users", 6, *loaded)  # the read had no side effect
     since = ("export", "words", "words", "--out", "x.npz", "--since", 1)
     hps_only = ("--set", "tiers.rocksdb.layout=hps", "--set", "tiers.redis.layout=hps")
-    assert "keeps no versions" in refused(*since, *loaded, *hps_only)
+    assert "keeps no versions" in error_line(*since, *loaded, *hps_only)
 
 
 def test_wrong_shape_is_reported(loaded: Any, server: RedisServer) -> None:
     wrong = ("--set", "tiers.redis.partitions=4", "--tier", "redis")
     message = "partitions in Redis: 3, here: 4"
-    assert message in refused("diff", *loaded, *wrong)
+    assert message in error_line("diff", *loaded, *wrong)
     assert all(message in e["state"] for e in printed("ls", *loaded, *wrong))
     printed("erase", "clicks", "--tier", "redis", "--yes", *loaded)
     run("diff", *loaded, *wrong)  # the tables are gone by now
@@ -528,7 +528,7 @@ def test_unavailable_redis_is_reported(loaded: Any) -> None:
     assert listed.exit_code == 1
     assert {entry["tier"] for entry in json.loads(listed.stdout)} == {"rocksdb"}
     assert "127.0.0.1:1 cannot be reached" in listed.stderr
-    assert "tiers.redis is not configured" in refused(
+    assert "tiers.redis is not configured" in error_line(
         "ls", "--config", loaded[1], "--set", "tiers.redis=null", "--tier", "redis"
     )
 
@@ -536,24 +536,24 @@ def test_unavailable_redis_is_reported(loaded: Any) -> None:
 def test_reads_work_and_writes_name_holder_while_node_runs(loaded: Any) -> None:
     """Reading works; writing names the process that holds the database."""
 
-    def elsewhere(*words: object) -> tuple[int, str]:
+    def other_process(*words: object) -> tuple[int, str]:
         """In a separate process: within one, a database is opened once."""
         command = [sys.executable, "-m", "hps.cli.main", "store", *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         return done.returncode, done.stderr
 
     with hps.open(loaded[1]):
-        assert elsewhere("get", "clicks", "users", 5, *loaded) == (0, "")
-        assert elsewhere("diff", "clicks", *loaded) == (0, "")
+        assert other_process("get", "clicks", "users", 5, *loaded) == (0, "")
+        assert other_process("diff", "clicks", *loaded) == (0, "")
         for words in (["put", "clicks", "users", 5, "--vector", V4], ["erase", "clicks", "--yes"]):
-            code, told = elsewhere(*words, *loaded)
+            code, result = other_process(*words, *loaded)
             assert code == 2
-            assert f"is locked by process {os.getpid()}" in told
-            assert "stop that process" in told
+            assert f"is locked by process {os.getpid()}" in result
+            assert "stop that process" in result
 
 
 def test_full_disk_is_reported(config: Path) -> None:
     full = ("--set", f"tiers.rocksdb.min_free_bytes={10**15}")
-    message = refused("load", "--config", config, *full, code=1)
+    message = error_line("load", "--config", config, *full, code=1)
     assert "the disk is full" in message
     assert "tiers.rocksdb.min_free_bytes" in message

@@ -29,8 +29,8 @@ def cluster() -> Cluster:
     return shared_cluster()
 
 
-def config(folder: Path, repository: Path, cluster: Cluster, layout: str, **given: Any) -> Path:
-    redis = cluster.settings(layout=layout, **given).model_dump(mode="json")
+def config(folder: Path, repository: Path, cluster: Cluster, layout: str, **options: Any) -> Path:
+    redis = cluster.settings(layout=layout, **options).model_dump(mode="json")
     tiers = {"redis": redis, "rocksdb": {"enabled": False}}
     path = folder / f"{layout}.yaml"
     path.write_text(json.dumps({"models": {"repository": str(repository)}, "tiers": tiers}))
@@ -46,8 +46,8 @@ def test_hps_hashes_are_converted_to_native(
         cluster.holder(name.encode()).ask("HSET", name, struct.pack("<q", key), row.tobytes())
     old = config(tmp_path, small_repository, cluster, "hps")
     new = config(tmp_path, small_repository, cluster, "native", partitions=16)
-    there = [e for e in printed("ls", "--config", old) if e["state"] == "ok"]
-    assert [(e["table"], e["rows"]) for e in there] == [("users", 100)]
+    loaded_tables = [e for e in printed("ls", "--config", old) if e["state"] == "ok"]
+    assert [(e["table"], e["rows"]) for e in loaded_tables] == [("users", 100)]
     (same,) = printed("diff", "clicks", "users", "--config", old)
     assert same["equal"] == 100
     (done,) = printed("convert", "clicks", "users", "--config", old, "--into", new)

@@ -53,14 +53,14 @@ def command(*words: object) -> list[str]:
 
 
 def killed(
-    folder: Path, server: RedisServer, under_way: Callable[[], bool], *words: object
+    folder: Path, server: RedisServer, is_running: Callable[[], bool], *words: object
 ) -> None:
     """Run the command until ``under_way``, then ``kill -9`` it, and wait for its Redis commands."""
     others = clients(server)
     with subprocess.Popen(
         command(*words), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as process:
-        while not under_way():
+        while not is_running():
             assert process.poll() is None, (process.returncode, process.communicate()[1])
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
@@ -78,8 +78,8 @@ def killed_in_part(folder: Path, server: RedisServer, *words: object) -> int:
         for name in server.ask("KEYS", "hps:*"):
             server.ask("DEL", name)
         killed(folder, server, lambda: entries(server, "hps:{*}v") > ROWS // 3, *words)
-        if (there := entries(server, "hps:{*}v")) < ROWS:
-            return there
+        if (rows_written := entries(server, "hps:{*}v")) < ROWS:
+            return rows_written
     raise AssertionError("it was never killed in the middle")
 
 
@@ -97,9 +97,11 @@ def entries(server: RedisServer, pattern: str) -> int:
 
 def test_killed_load_into_redis_continues(folder: Path, server: RedisServer) -> None:
     words = ("load", "--config", "native.yaml", "--tier", "redis")
-    there = killed_in_part(folder, server, *words)
+    rows_written = killed_in_part(folder, server, *words)
     (again,) = printed(folder, *words)
-    assert 0 < again["rows"] <= ROWS - there + 2 * 65_536  # what was acknowledged is not repeated
+    assert (
+        0 < again["rows"] <= ROWS - rows_written + 2 * 65_536
+    )  # what was acknowledged is not repeated
     verified = printed(folder, "verify", "--config", "native.yaml", "--tier", "redis")
     assert {finding["result"] for finding in verified} == {"OK"}
     assert entries(server, "hps:{*}v") == ROWS
@@ -144,9 +146,9 @@ def test_rows_written_before_kill_are_not_written_again(folder: Path, server: Re
     """After a kill the rows that are there are read only."""
     printed(folder, "load", "--config", "hps.yaml", "--tier", "redis")
     words = ("convert", "--config", "hps.yaml", "--into", "native.yaml", "--tier", "redis")
-    there = killed_in_part(folder, server, *words)
+    rows_written = killed_in_part(folder, server, *words)
     (again,) = printed(folder, *words)
-    assert again["written"] == ROWS - there
+    assert again["written"] == ROWS - rows_written
 
 
 def test_help_shows_examples() -> None:

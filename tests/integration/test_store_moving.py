@@ -215,20 +215,20 @@ def takes_the_place_of_hps(folder: Path) -> None:
     for line in re.findall(r"^(?:mv|sed) .*", PAGE.read_text(), re.M):
         subprocess.run(["sh", "-c", line], cwd=folder, check=True)
     theirs = text_format.Parse(OF_TRITON, pb.ModelConfig())
-    ours = text_format.Parse(
+    written = text_format.Parse(
         (folder / "triton-models" / "ctr" / "config.pbtxt").read_text(), pb.ModelConfig()
     )
-    assert ours.name == theirs.name
-    assert ours.max_batch_size == theirs.max_batch_size
+    assert written.name == theirs.name
+    assert written.max_batch_size == theirs.max_batch_size
 
     def tensors(of: Any) -> dict[str, tuple[int, list[int]]]:
         return {each.name: (each.data_type, list(each.dims)) for each in of}
 
-    assert tensors(theirs.input).items() <= tensors(ours.input).items()
-    assert tensors(theirs.output).items() <= tensors(ours.output).items()
+    assert tensors(theirs.input).items() <= tensors(written.input).items()
+    assert tensors(theirs.output).items() <= tensors(written.output).items()
     # Parts that HPS's clients do not use need not match.
-    assert all(each.optional for each in ours.input)
-    assert ours.instance_group[0].count == 2
+    assert all(each.optional for each in written.input)
+    assert written.instance_group[0].count == 2
 
 
 def test_program_of_migration_page_works(folder: Path) -> None:

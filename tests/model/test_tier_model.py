@@ -92,12 +92,14 @@ class TierMachine(RuleBasedStateMachine):
         self.model.evict(table, keys)
 
     @rule(
-        asked=st.lists(st.tuples(TABLE, st.lists(st.sampled_from(KEYS), unique=True)), max_size=3)
+        requested=st.lists(
+            st.tuples(TABLE, st.lists(st.sampled_from(KEYS), unique=True)), max_size=3
+        )
     )
-    def fetch(self, asked):
-        asked = [(self.tables[n], np.array(keys, np.int64)) for n, keys in asked]
-        mine = fetch(self.tier, [Part.make(table, keys) for table, keys in asked])
-        model = fetch(self.model, [Part.make(table, keys) for table, keys in asked])
+    def fetch(self, requested):
+        requested = [(self.tables[n], np.array(keys, np.int64)) for n, keys in requested]
+        mine = fetch(self.tier, [Part.make(table, keys) for table, keys in requested])
+        model = fetch(self.model, [Part.make(table, keys) for table, keys in requested])
         for got, wanted in zip(mine, model, strict=True):
             for one, other in zip(got, wanted, strict=True):
                 np.testing.assert_array_equal(one, other)

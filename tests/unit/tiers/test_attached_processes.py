@@ -31,7 +31,7 @@ class Process:
         )
         return self.orders
 
-    def obey(self):
+    def follow_orders(self):
         """Open and serve the versions of the orders, close the others, and report."""
         serve, opened = ([token for _, _, token in self.orders[what]] for what in ("serve", "open"))
         self.serves, self.holds = serve, [*serve, *opened]
@@ -66,22 +66,22 @@ def started(node, version=2, model="words", check=lambda: None):
 
 def test_all_processes_open_version_before_any_serves_it(node):
     first, second = Process(node), Process(node, 2)
-    first.obey()
-    second.obey()
+    first.follow_orders()
+    second.follow_orders()
     thread, ended = started(node)
     first.report()
     assert [each[:2] for each in first.orders["open"]] == [("words", 2)]
     assert ("words", 1) in [each[:2] for each in first.orders["serve"]]
-    first.obey()
+    first.follow_orders()
     late = Process(node, 3)  # it must have the version too
     second.report()
-    second.obey()
+    second.follow_orders()
     assert not ended
-    late.obey()
+    late.follow_orders()
     thread.join()
     assert ended == [None]
-    former = node.switch()
-    assert (former.model, former.version) == ("words", 1)
+    replaced = node.switch()
+    assert (replaced.model, replaced.version) == ("words", 1)
     assert not first.report()["open"]
     assert [each[:2] for each in first.orders["serve"]] == [("words", 2), ("clicks", 1)]
 
@@ -89,30 +89,30 @@ def test_all_processes_open_version_before_any_serves_it(node):
 def test_version_that_a_process_may_use_is_kept(node):
     process = Process(node)  # it has the order, and may be opening the version now
     thread, _ = started(node)
-    process.obey()
-    process.obey()
+    process.follow_orders()
+    process.follow_orders()
     thread.join()
-    former = node.switch()
+    replaced = node.switch()
     other = node._served["words"]
-    assert node.uses(former)
+    assert node.uses(replaced)
     process.report()  # of the other version; a request is on the former one still
     process.serves = [token for _, _, token in process.orders["serve"]]
     process.report()
-    assert node.uses(former)
-    process.obey()
-    assert not node.uses(former)
+    assert node.uses(replaced)
+    process.follow_orders()
+    assert not node.uses(replaced)
     process.end()
     assert not node.uses(other)
 
 
 def test_reloaded_version_gets_new_token(node):
     process = Process(node)
-    process.obey()
+    process.follow_orders()
     first = node._served["words"]
     for version in (2, 1):
         thread, _ = started(node, version)
         process.report()
-        process.obey()
+        process.follow_orders()
         thread.join()
         node.switch()
     process.holds.append(first.token)  # a request has been on it all the while
@@ -121,13 +121,13 @@ def test_reloaded_version_gets_new_token(node):
     assert node._served["words"].token != first.token
 
 
-@pytest.mark.parametrize(("refused", "raised"), [(False, Unavailable), (True, Unsupported)])
-def test_process_that_cannot_open_version_fails_load(node, refused, raised):
+@pytest.mark.parametrize(("rejected", "raised"), [(False, Unavailable), (True, Unsupported)])
+def test_process_that_cannot_open_version_fails_load(node, rejected, raised):
     process = Process(node, 77)
-    process.obey()
+    process.follow_orders()
     thread, ended = started(node)
     ((_, _, token),) = process.report()["open"]
-    process.failed = {token: (refused, "no memory")}
+    process.failed = {token: (rejected, "no memory")}
     process.report()
     thread.join()
     assert type(ended[0]) is raised
@@ -143,7 +143,7 @@ def test_load_waits_for_replacement_of_killed_process(node):
     killed.end()
     successor = Process(node, 2)
     assert not ended
-    successor.obey()
+    successor.follow_orders()
     thread.join()
     assert ended == [None]
 
@@ -163,7 +163,7 @@ def test_load_fails_when_version_kills_processes_but_not_when_they_leave(node):
     leaves.report(leaves=True)
     leaves.end()
     stays.report()
-    stays.obey()
+    stays.follow_orders()
     stays.end()  # it had opened it
     dies.end()
     Process(node, 4).end()
@@ -192,18 +192,18 @@ def test_closing_node_ends_wait(node):
 
 
 def test_settle_waits_for_switch_with_limit(node, monkeypatch, caplog):
-    process, comes = Process(node, 9), Process(node)
-    process.obey()
-    former = node.drop("clicks")
+    process, starting = Process(node, 9), Process(node)
+    process.follow_orders()
+    replaced = node.drop("clicks")
     settled = threading.Thread(target=node.settle, args=(lambda: None,))
     settled.start()
     process.report()
     assert settled.is_alive()
-    process.obey()
+    process.follow_orders()
     settled.join()
-    assert node.uses(former)  # by the one that has not even begun
-    comes.end()
-    assert not node.uses(former)
+    assert node.uses(replaced)  # by the one that has not even begun
+    starting.end()
+    assert not node.uses(replaced)
     monkeypatch.setattr(followers, "_SERVE_S", 0.0)
     node.drop("words")
     node.settle(lambda: None)

@@ -93,6 +93,6 @@ def test_cache_planned_for_all_rows_holds_whole_table(rows):
 def test_slot_bytes_match_cache_size():
     for table in ROWS:
         for rows in (1, 7, 1600, 12_345):
-            taken = CpuCache({table: rows}).stats(table).bytes
-            assert taken <= rows * slot_bytes(table) + TABLE_BYTES
-            assert rows < 1000 or taken > 0.98 * rows * slot_bytes(table)
+            actual_bytes = CpuCache({table: rows}).stats(table).bytes
+            assert actual_bytes <= rows * slot_bytes(table) + TABLE_BYTES
+            assert rows < 1000 or actual_bytes > 0.98 * rows * slot_bytes(table)

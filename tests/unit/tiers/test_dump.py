@@ -65,8 +65,8 @@ class TestGolden:
             with pytest.raises(ModelError) as caught:
                 open_dump(path)
             if length > 16:
-                whole, left = divmod(length - 16, row)
-                said = f"truncated: {whole} whole rows of {row} bytes, then {left} bytes of another"
+                whole_rows, left = divmod(length - 16, row)
+                said = f"truncated: {whole_rows} whole rows of {row} bytes, then {left} bytes of another"
                 assert said in str(caught.value)
 
 
@@ -143,6 +143,6 @@ def test_dump_of_store_round_trips(tmp_path, layout, bits):
     write_dump(tmp_path / "t.bin", of, ((k, v) for k, v, _ in store.scan(of)))
     store.close()
     found, vectors = read(tmp_path / "t.bin", of)
-    order, there = np.argsort(keys), np.argsort(found)
-    assert found[there].tolist() == keys[order].tolist()
-    assert vectors[there].tolist() == rows[order].tolist()
+    order, stored_order = np.argsort(keys), np.argsort(found)
+    assert found[stored_order].tolist() == keys[order].tolist()
+    assert vectors[stored_order].tolist() == rows[order].tolist()

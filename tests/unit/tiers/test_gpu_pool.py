@@ -40,7 +40,7 @@ def jagged(rng, batch, *, weighted):
     return JaggedKeys(keys, batch, offsets, weights)
 
 
-def asked(table, keys, combiner):
+def requests(table, keys, combiner):
     return DevicePooling(
         table, keys, combiner, cupy().full((keys.batch, table.dim), 9, table.dtype)
     )
@@ -54,19 +54,19 @@ def test_device_pooling_equals_host_pooling(dim, dtype, weighted, combiner):
     cache = GpuCache({})
     table = filled(cache, dim, dtype)
     keys = jagged(np.random.default_rng(1), 300, weighted=weighted)
-    ask = asked(table, keys, combiner)
-    assert cache.pool([ask])
+    request = requests(table, keys, combiner)
+    assert cache.pool([request])
     expected = pool(rows_of(table)[keys.keys], keys, combiner)
-    assert ask.out.get().tobytes() == expected.tobytes()
-    assert (ask.out.get()[-1] == 0).all()
+    assert request.out.get().tobytes() == expected.tobytes()
+    assert (request.out.get()[-1] == 0).all()
 
 
 def test_sums_of_negative_zeros_keep_their_sign():
     cache = GpuCache({})
     table = filled(cache, 8)
-    ask = asked(table, JaggedKeys(np.full(6, 7), 3), "sum")
-    assert cache.pool([ask])
-    assert np.signbit(ask.out.get()).all()
+    request = requests(table, JaggedKeys(np.full(6, 7), 3), "sum")
+    assert cache.pool([request])
+    assert np.signbit(request.out.get()).all()
 
 
 def test_fetch_reads_all_tables_with_keys_on_host_or_device():
@@ -77,12 +77,12 @@ def test_fetch_reads_all_tables_with_keys_on_host_or_device():
         keys = JaggedKeys(rng.integers(0, HELD, 60 * (1 + i % 3)), 60)
         if i % 2:
             keys = JaggedKeys(cupy().asarray(keys.keys), 60)
-        asks.append(asked(table, keys, "sum"))
+        asks.append(requests(table, keys, "sum"))
     assert cache.pool(asks)
-    for ask in asks:
-        keys = JaggedKeys(cupy().asnumpy(ask.keys.keys), 60)
-        expected = pool(rows_of(ask.table)[keys.keys], keys, "sum")
-        assert ask.out.get().tobytes() == expected.tobytes()
+    for request in asks:
+        keys = JaggedKeys(cupy().asnumpy(request.keys.keys), 60)
+        expected = pool(rows_of(request.table)[keys.keys], keys, "sum")
+        assert request.out.get().tobytes() == expected.tobytes()
 
 
 def test_key_without_row_is_reported():
@@ -91,19 +91,19 @@ def test_key_without_row_is_reported():
     for missing in (HELD + 7, 0):
         if not missing:
             cache.delete(table, np.zeros(1, np.int64), np.full(1, NOW + 1, np.uint64))
-        assert not cache.pool([asked(table, JaggedKeys(np.array([5, missing]), 1), "sum")])
-        assert cache.pool([asked(table, JaggedKeys(np.array([5, 6]), 1), "sum")])
+        assert not cache.pool([requests(table, JaggedKeys(np.array([5, missing]), 1), "sum")])
+        assert cache.pool([requests(table, JaggedKeys(np.array([5, 6]), 1), "sum")])
     stranger = EmbeddingTable.make("stranger", 8)
-    assert not cache.pool([asked(stranger, JaggedKeys(np.array([5]), 1), "sum")])
+    assert not cache.pool([requests(stranger, JaggedKeys(np.array([5]), 1), "sum")])
 
 
 def test_empty_bags_need_no_table():
     cache = GpuCache({})
     table = EmbeddingTable.make("t", 8)
     none = JaggedKeys(np.zeros(0, np.int64), 3, np.zeros(4, np.int64))
-    ask = asked(table, none, "mean")
-    assert cache.pool([ask])
-    assert (ask.out.get() == 0).all()
+    request = requests(table, none, "mean")
+    assert cache.pool([request])
+    assert (request.out.get() == 0).all()
     assert cache.pool([])
 
 
@@ -112,7 +112,7 @@ def test_pooling_counts_as_use():
     table = filled(cache, 8)
     held = cache.held(table)
     held.clock += held.age
-    assert cache.pool([asked(table, JaggedKeys(np.arange(100), 10), "sum")])
+    assert cache.pool([requests(table, JaggedKeys(np.arange(100), 10), "sum")])
     exported = cache.export(table, least=held.clock)[0].get()
     assert set(exported.tolist()) == set(range(100))
 
@@ -131,4 +131,4 @@ def test_wrong_bags_are_rejected(keys, message):
     cache = GpuCache({})
     table = filled(cache, 8)
     with pytest.raises(BadRequest, match=message):
-        cache.pool([asked(table, keys, "sum")])
+        cache.pool([requests(table, keys, "sum")])

@@ -40,7 +40,7 @@ class Array(np.ndarray):
         return np.array(self)
 
 
-def there(array):
+def as_device_array(array):
     return array.view(Array)
 
 
@@ -91,11 +91,11 @@ def on_host(monkeypatch, tables):
     stream = SimpleNamespace(synchronize=lambda: None, ptr=0)
     copy = SimpleNamespace(memcpyAsync=lambda to, source, n, *_: ctypes.memmove(to, source, n))
     module = SimpleNamespace(
-        empty=lambda n, dtype: there(np.empty(n, dtype)),
-        zeros=lambda n, dtype: there(np.zeros(n, dtype)),
-        full=lambda n, value, dtype: there(np.full(n, value, dtype)),
+        empty=lambda n, dtype: as_device_array(np.empty(n, dtype)),
+        zeros=lambda n, dtype: as_device_array(np.zeros(n, dtype)),
+        full=lambda n, value, dtype: as_device_array(np.full(n, value, dtype)),
         cuda=SimpleNamespace(
-            alloc_pinned_memory=lambda n: there(np.empty(n, np.uint8)),
+            alloc_pinned_memory=lambda n: as_device_array(np.empty(n, np.uint8)),
             get_current_stream=lambda: stream,
             runtime=copy,
         ),
@@ -104,9 +104,9 @@ def on_host(monkeypatch, tables):
         monkeypatch.setattr(each, "cupy", lambda: module)
     monkeypatch.setattr(refill, "kernel", Scatter)
     fetch = SimpleNamespace(
-        rows=[there(np.zeros((N, t.dim), t.dtype)) for t in tables],
-        versions=[there(np.full(N, 5, np.uint64)) for _ in tables],
-        sources=[there(np.zeros(N, np.uint8)) for _ in tables],
+        rows=[as_device_array(np.zeros((N, t.dim), t.dtype)) for t in tables],
+        versions=[as_device_array(np.full(N, 5, np.uint64)) for _ in tables],
+        sources=[as_device_array(np.zeros(N, np.uint8)) for _ in tables],
     )
     return refill.PreparedMissFill(fetch, tables, Source.CPU), fetch, stream
 
@@ -145,14 +145,14 @@ def test_rows_are_scattered_to_their_positions(made, tables, share, staged, monk
             for rows, source in zip(fetch.rows, fetch.sources, strict=True)
         ]
         rooms = refilled.room(misses)
-        for table, left, room in zip(tables, misses, rooms, strict=True):
-            assert (room.shape, room.dtype) == ((len(left), table.dim), table.dtype)
-            room[:] = rng.integers(1, 99, room.shape)
+        for table, left, buffer in zip(tables, misses, rooms, strict=True):
+            assert (buffer.shape, buffer.dtype) == ((len(left), table.dim), table.dtype)
+            buffer[:] = rng.integers(1, 99, buffer.shape)
         refilled.launch(stream)
         stream.synchronize()
-        for i, (left, room) in enumerate(zip(misses, rooms, strict=True)):
+        for i, (left, buffer) in enumerate(zip(misses, rooms, strict=True)):
             rows, source = before[i]
-            rows[left], source[left] = room, Source.CPU
+            rows[left], source[left] = buffer, Source.CPU
             np.testing.assert_array_equal(fetch.rows[i].get(), rows)
             np.testing.assert_array_equal(fetch.sources[i].get(), source)
         assert Scatter.launched <= 2

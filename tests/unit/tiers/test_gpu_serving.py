@@ -62,8 +62,8 @@ def test_pooling_of_fetched_rows_equals_host_pooling(dim, dtype, hotness, mean):
         expected.append(pool(rows, keys, "mean" if mean else "sum"))
     cp.cuda.get_current_stream().synchronize()
     cache.pool_rows(asks, stream)
-    for ask, values in zip(asks, expected, strict=True):
-        assert ask.out.get().tobytes() == values.tobytes()
+    for request, values in zip(asks, expected, strict=True):
+        assert request.out.get().tobytes() == values.tobytes()
 
 
 @pytest.mark.parametrize("count", [1, 26, 70])
@@ -76,17 +76,17 @@ def test_prepared_pooling_equals_pooling(count):
     asks = [(table, batch * hot[i], hot[i], i % 2 == 0, outs[i]) for i, table in enumerate(tables)]
     prepared, stream = cache.prepare(asks), cache.space.take_stream()
     for turn in range(4):
-        asked = [rng.integers(0, 500, batch * h) for h in hot]
+        requested_keys = [rng.integers(0, 500, batch * h) for h in hot]
         if turn == 2:
-            asked[-1][5] = asked[0][0] = 777
-        for there, keys in zip(prepared.keys, asked, strict=True):
-            there[:] = keys
+            requested_keys[-1][5] = requested_keys[0][0] = 777
+        for resident, keys in zip(prepared.keys, requested_keys, strict=True):
+            resident[:] = keys
         prepared.launch(stream)
         stream.synchronize()
         assert prepared.missing() == (2 if turn == 2 else 0)
         if turn == 2:
             continue
-        for i, (table, keys) in enumerate(zip(tables, asked, strict=True)):
+        for i, (table, keys) in enumerate(zip(tables, requested_keys, strict=True)):
             bags = JaggedKeys(keys, batch)
             expected = pool(distinct_rows(table, keys), bags, "mean" if i % 2 == 0 else "sum")
             assert outs[i].get().tobytes() == expected.tobytes()
@@ -135,19 +135,21 @@ def test_bridge_fetches_repeated_key_once():
         )
     stream = cache.space.take_stream()
     for n in (0, 1, 2, 400):
-        asked = [rng.integers(0, 130, n) for _ in tables]
-        block = cache.space.parts(list(zip(tables, asked, strict=True)), stream)
+        requested_keys = [rng.integers(0, 130, n) for _ in tables]
+        block = cache.space.parts(list(zip(tables, requested_keys, strict=True)), stream)
         context = FetchContext(stream=stream)
         cache.fetch(block.parts, context)
         bridge.fetch(block.parts, context)
         versions, sources = block.reports(stream)
         for table, keys, part, seen, codes in zip(
-            tables, asked, block.parts, versions, sources, strict=True
+            tables, requested_keys, block.parts, versions, sources, strict=True
         ):
-            there = (keys >= 5) & (keys < 100)
+            resident = (keys >= 5) & (keys < 100)
             gpu = (keys >= 50) & (keys < 70)
-            np.testing.assert_array_equal(codes, np.where(gpu, Source.GPU, Source.CPU) * there)
-            np.testing.assert_array_equal(part.out.get()[there], distinct_rows(table, keys[there]))
+            np.testing.assert_array_equal(codes, np.where(gpu, Source.GPU, Source.CPU) * resident)
+            np.testing.assert_array_equal(
+                part.out.get()[resident], distinct_rows(table, keys[resident])
+            )
             np.testing.assert_array_equal(np.sort(part.missing), np.flatnonzero(keys >= 100))
             np.testing.assert_array_equal(seen[keys < 5], np.full((keys < 5).sum(), NOW + 1))
     cp.cuda.get_current_stream().synchronize()
@@ -183,8 +185,8 @@ def test_plan_takes_stated_bytes():
     for table, place in plan.items():
         cache.add_table(table, place.rows, policy=place.policy, host_rows=place.host_rows)
         assert cache.capacity(table) >= place.rows
-    taken = cp.get_default_memory_pool().used_bytes() - start
-    assert 0.95 * (40 << 20) < taken <= 1.01 * (40 << 20)
+    used_bytes = cp.get_default_memory_pool().used_bytes() - start
+    assert 0.95 * (40 << 20) < used_bytes <= 1.01 * (40 << 20)
     assert pool_before <= start
     with pytest.raises(ConfigError, match="are free there"):
         check_fits(plan, 1 << 20, 0)

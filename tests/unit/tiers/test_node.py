@@ -152,13 +152,13 @@ def test_large_fetches_are_split(ends, monkeypatch):
 
 
 def test_frame_too_large_is_rejected_before_reading():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
+    client_end, server_end = socket.socketpair()
+    with client_end, server_end:
         with pytest.raises(ValueError, match="a frame of"):
-            frames.send(ours, frames.FrameKind.ASK, [bytes(frames.MAX_PAYLOAD + 1)])
-        ours.sendall(b"\xff\xff\xff\xff\x03\0\0\0")
+            frames.send(client_end, frames.FrameKind.ASK, [bytes(frames.MAX_PAYLOAD + 1)])
+        client_end.sendall(b"\xff\xff\xff\xff\x03\0\0\0")
         with pytest.raises(frames.BadFrame, match="are allowed"):
-            frames.receive_head(theirs)
+            frames.receive_head(server_end)
 
 
 def test_fetch_with_too_large_answer_is_rejected_before_allocation(monkeypatch):

@@ -18,10 +18,10 @@ from hps.types import EmbeddingTable, Source
 class ScriptedConnection(RedisConnection):
     """A connection that receives prepared bytes, a piece at a time."""
 
-    def __init__(self, data, piece=10**9, room=64):
+    def __init__(self, data, piece=10**9, buffer_bytes=64):
         super().__init__(resolver=HostResolver())
         self.data, self.piece = data, piece
-        self.buffer = np.empty(room, np.uint8)
+        self.buffer = np.empty(buffer_bytes, np.uint8)
 
     def set_deadline(self, _deadline):
         if not self.data:
@@ -34,7 +34,7 @@ class ScriptedConnection(RedisConnection):
         return len(some)
 
 
-def asked(dim, *positions, n=4):
+def make_commands(dim, *positions, n=4):
     """A part of ``n`` keys and one command per tuple of positions."""
     table = EmbeddingTable.make("user", dim)
     part = Part.make(table, np.arange(n))
@@ -59,7 +59,7 @@ def reply(*rows):
 @pytest.mark.parametrize("piece", [1, 7, 64, 10**9])
 @pytest.mark.parametrize("dim", [2, 300])
 def test_rows_of_any_size_are_read_in_pieces_of_any_size(piece, dim):
-    read, commands = asked(dim, (3, 0), (2,))
+    read, commands = make_commands(dim, (3, 0), (2,))
     row = np.arange(dim)
     wire = ScriptedConnection(reply((5, row), None) + reply((6, row + 1)), piece)
     receive_rows(wire, commands, 0.0)
@@ -74,7 +74,7 @@ def test_rows_of_any_size_are_read_in_pieces_of_any_size(piece, dim):
 
 def test_hits_of_interrupted_attempt_are_ignored():
     """The row was deleted before the retry."""
-    read, commands = asked(2, (0, 1))
+    read, commands = make_commands(2, (0, 1))
     with pytest.raises(ConnectionLost):
         receive_rows(ScriptedConnection(reply((5, [1, 2]), (5, [3, 4]))[:-10]), commands, 0.0)
     assert read.part.source[0] == Source.REDIS
@@ -86,7 +86,7 @@ def test_hits_of_interrupted_attempt_are_ignored():
 
 
 def test_error_becomes_reply_of_its_command():
-    read, commands = asked(2, (0,), (1,))
+    read, commands = make_commands(2, (0,), (1,))
     wire = ScriptedConnection(b"-MOVED 7 10.0.0.1:7001\r\n" + reply((5, [1, 2])))
     receive_rows(wire, commands, 0.0)
     assert isinstance(commands[0].reply, MovedError)
@@ -101,21 +101,21 @@ def test_error_becomes_reply_of_its_command():
 
 @pytest.mark.parametrize("extra", [b"+OK\r\n", b"x"])
 def test_excess_reply_bytes_close_connection(extra):
-    _, commands = asked(2, (0,))
+    _, commands = make_commands(2, (0,))
     with pytest.raises(ConnectionLost, match="more bytes than expected"):
         receive_rows(ScriptedConnection(reply((5, [1, 2])) + extra), commands, 0.0)
 
 
 def test_unexpected_reply_type_closes_connection():
-    _, commands = asked(2, (0, 1))
+    _, commands = make_commands(2, (0, 1))
     with pytest.raises(ConnectionLost, match="does not match the request"):
         receive_rows(ScriptedConnection(reply((5, [1, 2]))), commands, 0.0)
 
 
 def test_misses_of_interrupted_attempt_count_once():
     """The first of two tables was read to its end before the connection broke; then its row was written."""
-    one, (first,) = asked(2, (0, 1))
-    two, (second,) = asked(2, (0,))
+    one, (first,) = make_commands(2, (0, 1))
+    two, (second,) = make_commands(2, (0,))
     with pytest.raises(ConnectionLost):
         receive_rows(ScriptedConnection(reply(None, None)), [first, second], 0.0)
     receive_rows(

@@ -22,15 +22,15 @@ def tier(tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """The number of keys of each read of stored versions."""
-    asked: list[int] = []
+    read_keys: list[int] = []
     read = VersionedRows.read
 
     def counted(self, family, code):
-        asked.append(len(code))
+        read_keys.append(len(code))
         return read(self, family, code)
 
     monkeypatch.setattr(VersionedRows, "read", counted)
-    return asked
+    return read_keys
 
 
 def rows(versions):

@@ -99,7 +99,7 @@ def flip(log: Path) -> None:
 DAMAGE = {"cut": cut, "cut between": cut_between_records, "flipped": flip, "deleted": Path.unlink}
 
 
-def there(tier: RocksDbTier) -> np.ndarray:
+def keys_with_rows(tier: RocksDbTier) -> np.ndarray:
     """Keys from 0 to 999 that have their row."""
     found = np.zeros(ROWS, bool)
     for of, keys in ((A, np.arange(0, ROWS, 2)), (B, np.arange(1, ROWS, 2))):
@@ -143,7 +143,7 @@ def test_accepted_loss_is_counted_and_positions_stay_behind_rows(folder, how, ca
     path = folder()
     DAMAGE[how](logs(path)[NEWEST])
     tier = RocksDbTier(path, on_lost_writes="accept")
-    found = there(tier)
+    found = keys_with_rows(tier)
     lost = int(np.count_nonzero(~found))
     assert lost > 10
     # Two writes a row: the row and its position.
@@ -156,7 +156,7 @@ def test_accepted_loss_is_counted_and_positions_stay_behind_rows(folder, how, ca
     tier.close()
     again = RocksDbTier(path)
     assert again.figures().lost_writes == 0
-    assert (there(again) == found).all()
+    assert (keys_with_rows(again) == found).all()
     again.close()
 
 
@@ -165,7 +165,7 @@ def test_positions_are_reset_when_rows_after_the_lost_ones_exist(folder, how):
     path = folder("many logs")
     DAMAGE[how](logs(path)[OLDER])
     tier = RocksDbTier(path, on_lost_writes="accept")
-    found = there(tier)
+    found = keys_with_rows(tier)
     assert 0 < np.count_nonzero(~found) < 100
     assert found[-1]
     assert [tier.applied(of, "stream", 0) for of in (A, B)] == [None, None]
@@ -183,7 +183,7 @@ def test_partial_unacknowledged_write_is_no_loss(folder):
     with log.open("ab") as file:
         file.write(log.read_bytes()[:30])
     tier = RocksDbTier(path)
-    assert there(tier).all()
+    assert keys_with_rows(tier).all()
     assert tier.figures().lost_writes == 0
     tier.close()
 
@@ -192,7 +192,7 @@ def test_unneeded_log_files_may_be_missing(folder):
     path = folder("flushed")
     assert set(acknowledged.read_acknowledged(path).logs) - {log.name for log in logs(path)}
     tier = RocksDbTier(path)
-    assert there(tier).all()
+    assert keys_with_rows(tier).all()
     tier.close()
 
 
@@ -201,7 +201,7 @@ def test_earlier_state_is_opened_and_reported_after_power_failure(folder, monkey
     cut(logs(path)[-1])
     monkeypatch.setattr(acknowledged, "_BOOT", path / "IDENTITY")  # another one
     tier = RocksDbTier(path)
-    found = there(tier)
+    found = keys_with_rows(tier)
     assert 100 < np.count_nonzero(found) < 900
     assert tier.figures().lost_writes > 200
     assert "after a restart of the machine, up to" in caplog.text
@@ -218,7 +218,7 @@ def test_only_damage_is_rejected_without_record(folder, how):
     if how == "torn":
         os.truncate(log, log.stat().st_size - 5)
         tier = RocksDbTier(path)
-        assert np.count_nonzero(there(tier)) >= ROWS - 1
+        assert np.count_nonzero(keys_with_rows(tier)) >= ROWS - 1
         tier.close()
     else:
         flip(log)
@@ -234,7 +234,7 @@ def test_record_of_earlier_format_is_ignored(folder):
     record.write_bytes(b"%020d\n" % 10**12 + about + b"\n")
     assert acknowledged.read_acknowledged(path) is None
     tier = RocksDbTier(path)
-    assert there(tier).all()
+    assert keys_with_rows(tier).all()
     tier.close()
     noted = acknowledged.read_acknowledged(path)
     assert noted is not None

@@ -116,11 +116,11 @@ def test_reader_sees_owners_writes_and_its_uses_keep_rows(tmp_path):
 
 
 def test_attached_cache_passes_inserts_to_owner_and_rejects_other_writes(tmp_path):
-    asked = []
+    promoted = []
     cache = owned(tmp_path)
-    reader = attached(tmp_path, lambda table, keys: asked.append((table, keys.tolist())))
+    reader = attached(tmp_path, lambda table, keys: promoted.append((table, keys.tolist())))
     insert(reader, [1, 2])
-    assert (asked, held(reader, [1])) == ([(TABLE, [1, 2])], [])
+    assert (promoted, held(reader, [1])) == ([(TABLE, [1, 2])], [])
     keys, versions = np.array([1]), np.ones(1, np.uint64)
     for refused in (
         lambda: reader.update(TABLE, keys, np.ones((1, 4), np.float32), versions),
@@ -224,11 +224,11 @@ def test_owner_killed_in_another_pid_namespace_is_replaced(tmp_path):
 @needs_pid_namespaces()
 def test_owner_alive_in_another_pid_namespace_is_kept(tmp_path):
     script = [*UNSHARED, sys.executable, "-c", OWNER, tmp_path]
-    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as there:
-        assert there.stdout.readline() == b"owns it\n"
+    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other_process:
+        assert other_process.stdout.readline() == b"owns it\n"
         with pytest.raises(ConfigError, match=r"process 1 .*runs.*shared\.name"):
             owned(tmp_path)
-        there.communicate(timeout=60)
+        other_process.communicate(timeout=60)
     owned(tmp_path).close()
 
 
@@ -242,11 +242,11 @@ reader = CacheReaderLock(Path({str(tmp_path / "hps.c")!r}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
-    mine = CacheReaderLock(tmp_path / "hps.c")
+    reader_lock = CacheReaderLock(tmp_path / "hps.c")
     assert len(list(tmp_path.glob("hps.c/readers/*"))) == 2
     assert cache.status()["shared_memory"]["readers"] == 1
     assert len(list(tmp_path.glob("hps.c/readers/*"))) == 1
-    mine.close()
+    reader_lock.close()
     assert cache.status()["shared_memory"]["readers"] == 0
     cache.close()
 

@@ -27,14 +27,14 @@ class Store(MemoryTier):
         super().__init__(TierInfo("store", Source.ROCKSDB, blocking=True))
         for table in (TABLE, OTHER):
             put(self, table, np.arange(100))
-        self.asked = []  # per call: the keys by table name
+        self.requested = []  # per call: the keys by table name
         self.inside = threading.Semaphore(0)
         self.gate = threading.Event()
         self.fault = lambda call, parts, ctx: None
 
     def fetch(self, parts, ctx):
-        call = len(self.asked)
-        self.asked.append({p.table.name: p.keys[p.missing].tolist() for p in parts})
+        call = len(self.requested)
+        self.requested.append({p.table.name: p.keys[p.missing].tolist() for p in parts})
         self.inside.release()
         assert self.gate.wait(30)
         super().fetch(parts, ctx)
@@ -109,7 +109,7 @@ def test_parallel_fetches_of_same_keys_read_once(flights):
     flights.land()
     assert rows(first) == ([3, 1, 2], [])
     assert all(rows(other) == ([2, 3, 1], []) for other in others)
-    assert flights.store.asked == [{"items": [3, 1, 2]}]
+    assert flights.store.requested == [{"items": [3, 1, 2]}]
     assert_all_forgotten(flights.tier)
 
 
@@ -121,7 +121,7 @@ def test_key_common_to_all_fetches_is_read_once(flights):
     for other in others:
         assert rows(other)[0][-1] == 7
     first.result(30)
-    assert sum(7 in asked["items"] for asked in flights.store.asked) == 1
+    assert sum(7 in requested["items"] for requested in flights.store.requested) == 1
 
 
 def test_rows_are_published_before_waiting_for_others(flights):
@@ -147,7 +147,7 @@ def test_oldest_fetch_with_few_common_keys_is_followed(flights):
     second = flights.start(*range(200, 300))
     third = flights.start(*range(300, 400))
     last = flights.start(150, 250, 251, *range(300, 332), *range(1000, 1100))
-    assert flights.store.asked[3] == {"items": [250, 251, *range(1000, 1100)]}
+    assert flights.store.requested[3] == {"items": [250, 251, *range(1000, 1100)]}
     put(flights.store, TABLE, np.arange(100, 400))
     flights.land()
     assert rows(last)[0] == [150, 250, 251, *range(300, 332)] + [None] * 100
@@ -178,9 +178,9 @@ def test_answer_is_reused_while_it_is_copied(flights, monkeypatch, in_time):
     assert rows(first) == ([1, 2], [])
     assert copying.wait(30)
     third = flights.pool.submit(flights.run, [Part.make(TABLE, np.array([1, 2]))], FetchContext())
-    asked = {"items": [1]} if in_time else {"items": [1, 2]}
+    requested = {"items": [1]} if in_time else {"items": [1, 2]}
     assert flights.store.inside.acquire(timeout=30)
-    assert flights.store.asked[1:] == [asked]
+    assert flights.store.requested[1:] == [requested]
     go_on.set()
     assert rows(second) == ([2], [])
     assert rows(third) == ([1, 2], [])
@@ -190,9 +190,9 @@ def test_answer_is_reused_while_it_is_copied(flights, monkeypatch, in_time):
 def test_small_fetch_does_not_wait_for_much_larger_read(flights):
     first = flights.start(*range(8001))
     flights.start(5, *range(9000, 9999))
-    assert flights.store.asked[1] == {"items": [5, *range(9000, 9999)]}
+    assert flights.store.requested[1] == {"items": [5, *range(9000, 9999)]}
     second = flights.start(5, *range(10000, 11001))
-    assert flights.store.asked[2] == {"items": list(range(10000, 11001))}
+    assert flights.store.requested[2] == {"items": list(range(10000, 11001))}
     flights.land()
     assert rows(second)[0][0] == 5
     first.result(30)
@@ -202,7 +202,7 @@ def test_keys_not_in_flight_are_fetched_immediately(flights):
     first = flights.start(1, 2, 3)
     second = flights.start(9, 3, 4, 1)
     third = flights.start(4, 2, 500, 5)
-    assert flights.store.asked == [{"items": k} for k in ([1, 2, 3], [9, 4], [500, 5])]
+    assert flights.store.requested == [{"items": k} for k in ([1, 2, 3], [9, 4], [500, 5])]
     flights.land()
     assert rows(third) == ([4, 2, None, 5], [])
     assert rows(second) == ([9, 3, 4, 1], [])
@@ -213,7 +213,7 @@ def test_keys_of_different_tables_are_not_shared(flights):
     first = flights.start(1, 2, more=[Part.make(OTHER, np.array([7, 8]))])
     second = flights.start(8, 1, table=OTHER)
     flights.land()
-    assert flights.store.asked[1] == {"users": [1]}
+    assert flights.store.requested[1] == {"users": [1]}
     assert rows(second) == ([8, 1], [])
     (_, users), _ = first.result(30)
     assert users.out[:, 0].tolist() == [7, 8]
@@ -230,7 +230,7 @@ def test_only_missing_keys_are_shared_and_other_rows_unchanged(flights):
     first.result(30)
     assert part.out[:, 0].tolist() == [1, -7, 3]
     assert part.missing.tolist() == []
-    assert len(flights.store.asked) == 1
+    assert len(flights.store.requested) == 1
 
 
 def test_followers_take_tombstones_and_misses(flights):
@@ -244,7 +244,7 @@ def test_followers_take_tombstones_and_misses(flights):
     assert part.versions.tolist() == [0, NOW + 1]
     assert degraded == []
     first.result(30)
-    assert len(flights.store.asked) == 1
+    assert len(flights.store.requested) == 1
 
 
 def test_followers_get_separate_arrays(flights):
@@ -296,7 +296,7 @@ def test_degraded_fetch_degrades_its_followers(flights):
     flights.land()
     assert rows(first) == ([1, None], ["redis"])
     assert rows(second) == ([None, 1], ["redis"])
-    assert len(flights.store.asked) == 1
+    assert len(flights.store.requested) == 1
 
 
 def test_followers_read_when_followed_fetch_was_cut_short(flights):
@@ -316,7 +316,7 @@ def test_followers_read_when_followed_fetch_was_cut_short(flights):
     flights.land()
     assert rows(second) == ([2], [])
     assert rows(first) == ([None, None], ["store"])
-    assert flights.store.asked == [{"items": [1, 2]}, {"items": [2]}]
+    assert flights.store.requested == [{"items": [1, 2]}, {"items": [2]}]
 
 
 @pytest.mark.parametrize("error", [TierError("store", "on fire"), BadRequest("odd"), KeyError("x")])
@@ -355,7 +355,7 @@ def test_fetch_after_end_reads_again(flights):
     for _ in range(2):
         (part,), _ = flights.run([Part.make(TABLE, np.array([1]))], FetchContext())
         assert part.out[0, 0] == 1
-    assert len(flights.store.asked) == 2
+    assert len(flights.store.requested) == 2
 
 
 def test_writes_pass_through_and_followed_keys_are_counted(store, pool):
@@ -394,4 +394,6 @@ def test_many_threads_with_overlapping_keys_get_their_rows(store, pool):
     for done in [pool.submit(work, seed) for seed in range(8)]:
         done.result(60)
     assert_all_forgotten(tier)
-    assert sum(len(keys) for asked in store.asked for keys in asked.values()) < 8 * 30 * 60
+    assert (
+        sum(len(keys) for requested in store.requested for keys in requested.values()) < 8 * 30 * 60
+    )

@@ -55,7 +55,7 @@ def guard(store, deadline_s=30.0, failures=2, retry_after_s=1e6, **more):
     return GuardedTier(store, deadline_s, failures, retry_after_s, **more)
 
 
-def let_the_pause_pass(guarded):
+def end_retry_pause(guarded):
     """The open circuit may be tried again."""
     guarded._breaker._retry_at = 0.0
 
@@ -132,7 +132,7 @@ def test_broken_tier_is_skipped_and_recovers(store):
     assert_untouched(part)
     assert degraded == ["store"]
     store.fault = lambda part: None
-    let_the_pause_pass(guarded)
+    end_retry_pause(guarded)
     part, degraded = fetch(guarded)
     assert part.missing.tolist() == [5]
     assert degraded == []
@@ -158,7 +158,7 @@ def test_program_error_in_probe_lets_next_call_probe(store):
     store.fault = fail
     guarded = guard(store, failures=1)
     fetch(guarded)
-    let_the_pause_pass(guarded)
+    end_retry_pause(guarded)
     store.fault = lambda part: 1 // 0
     with pytest.raises(ZeroDivisionError):
         fetch(guarded)
@@ -314,8 +314,8 @@ def test_hanging_calls_are_bounded():
     assert store.calls == 2
     gate.set()
     store.fault = lambda part: None
-    patient = guard(store)
-    assert fetch(patient)[1] == []
+    second_guard = guard(store)
+    assert fetch(second_guard)[1] == []
 
 
 # -- why a tier was skipped, and by whom -----------------------------------------------------------
@@ -419,7 +419,7 @@ def test_only_one_of_parallel_callers_probes():
     guarded = guard(store, failures=1)
     fetch(guarded)
     store.fault = hang_until(gate)
-    let_the_pause_pass(guarded)
+    end_retry_pause(guarded)
     probe = threading.Thread(target=fetch, args=(guarded,))
     probe.start()
     until(lambda: store.calls == 2)

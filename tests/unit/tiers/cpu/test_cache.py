@@ -341,11 +341,11 @@ def test_resident_key_is_never_missed():
             cache.evict(table, np.arange(1000 + n % 100, 1010 + n % 100))
         return n
 
-    asked = np.resize(keys, 5_000)
+    requested = np.resize(keys, 5_000)
     out = np.empty((5_000, 256), np.float32)
     with ThreadPoolExecutor(1) as pool:
         writer = pool.submit(write)
-        missed = sum(not cache.gather([(table, asked, out)]) for _ in range(100))
+        missed = sum(not cache.gather([(table, requested, out)]) for _ in range(100))
         stop.append(True)
         assert writer.result() > 100
     # A writer that is put to sleep in the middle of a row may cost a miss, on a busy machine now and then;

@@ -254,9 +254,9 @@ def test_many_tables_take_several_launches():
         part.missing = part.missing[i % 2 :: 1 + i % 2].copy()
         parts.append((part, part.missing, np.isin(keys, held)))
     cache.fetch([part for part, _, _ in parts], FetchContext())
-    for part, asked, is_held in parts:
-        np.testing.assert_array_equal(part.missing, asked[~is_held[asked]])
-        found = asked[is_held[asked]]
+    for part, requested, is_held in parts:
+        np.testing.assert_array_equal(part.missing, requested[~is_held[requested]])
+        found = requested[is_held[requested]]
         np.testing.assert_array_equal(
             part.out.get()[found], distinct_rows(part.table, part.keys[found])
         )
@@ -295,12 +295,12 @@ def test_contains_row_numbers_and_export_agree():
     keys = np.arange(-1000, 1000)
     cache.insert(table, keys, distinct_rows(table, keys), versions_of(keys))
     cache.delete(table, keys[:100].copy(), versions_of(keys[:100], 1))
-    asked = np.arange(-1500, 1500)
-    there = np.isin(asked, keys[100:])
-    np.testing.assert_array_equal(cache.contains(table, asked).get(), there)
-    numbers = cache.row_numbers(table, cupy().asarray(asked)).get()
-    assert (numbers[~there] == NO_ROW).all()
-    assert len(np.unique(numbers[there])) == there.sum()
+    requested = np.arange(-1500, 1500)
+    resident = np.isin(requested, keys[100:])
+    np.testing.assert_array_equal(cache.contains(table, requested).get(), resident)
+    numbers = cache.row_numbers(table, cupy().asarray(requested)).get()
+    assert (numbers[~resident] == NO_ROW).all()
+    assert len(np.unique(numbers[resident])) == resident.sum()
     exported, vectors, versions, scores = (array.get() for array in cache.export(table))
     np.testing.assert_array_equal(np.sort(exported), keys[100:])
     np.testing.assert_array_equal(vectors, distinct_rows(table, exported))
@@ -414,19 +414,23 @@ def test_top_k_lists_hottest_keys_first(policy, monkeypatch):
 def test_find_or_insert_returns_resident_rows_and_inserts_others():
     table = EmbeddingTable.make("t", 8)
     cache = GpuCache({table: 5000})
-    held, asked = np.arange(0, 1000, 2), np.arange(1000)
+    held, requested = np.arange(0, 1000, 2), np.arange(1000)
     cache.insert(table, held, distinct_rows(table, held, 1), versions_of(held))
-    vectors = cupy().asarray(distinct_rows(table, asked, 2))
-    found = cache.find_or_insert(table, asked, vectors, versions_of(asked))
+    vectors = cupy().asarray(distinct_rows(table, requested, 2))
+    found = cache.find_or_insert(table, requested, vectors, versions_of(requested))
     assert found == len(held)
     expected = np.where(
-        asked[:, None] % 2 == 0, distinct_rows(table, asked, 1), distinct_rows(table, asked, 2)
+        requested[:, None] % 2 == 0,
+        distinct_rows(table, requested, 1),
+        distinct_rows(table, requested, 2),
     )
     np.testing.assert_array_equal(vectors.get(), expected)
-    np.testing.assert_array_equal(fetch(cache, table, asked).out.get(), expected)
+    np.testing.assert_array_equal(fetch(cache, table, requested).out.get(), expected)
     check(cache.held(table))
     with pytest.raises(BadRequest, match="vectors must be on device 0"):
-        cache.find_or_insert(table, asked, distinct_rows(table, asked), versions_of(asked))
+        cache.find_or_insert(
+            table, requested, distinct_rows(table, requested), versions_of(requested)
+        )
 
 
 @pytest.mark.parametrize("unique", [False, True])
@@ -434,21 +438,21 @@ def test_find_or_insert_accepts_repeated_keys(unique):
     table, rng = EmbeddingTable.make("t", 8), np.random.default_rng(4)
     cache, held = GpuCache({table: 40_000}), np.arange(0, 10_000, 2)
     cache.insert(table, held, distinct_rows(table, held, 1), versions_of(held))
-    asked = rng.permutation(10_000) if unique else rng.integers(0, 10_000, 50_000)
-    versions = (NOW + rng.integers(0, 3, len(asked))).astype(np.uint64)
-    given = distinct_rows(table, asked, np.arange(len(asked))[:, None])
+    requested = rng.permutation(10_000) if unique else rng.integers(0, 10_000, 50_000)
+    versions = (NOW + rng.integers(0, 3, len(requested))).astype(np.uint64)
+    given = distinct_rows(table, requested, np.arange(len(requested))[:, None])
     vectors = cupy().asarray(given)
-    found = cache.find_or_insert(table, asked, vectors, versions, unique=unique)
-    assert found == (asked % 2 == 0).sum()
-    order = np.lexsort((np.arange(len(asked)), versions, asked))
-    last = order[np.append(np.flatnonzero(np.diff(asked[order])), len(asked) - 1)]
+    found = cache.find_or_insert(table, requested, vectors, versions, unique=unique)
+    assert found == (requested % 2 == 0).sum()
+    order = np.lexsort((np.arange(len(requested)), versions, requested))
+    last = order[np.append(np.flatnonzero(np.diff(requested[order])), len(requested) - 1)]
     winner = np.zeros(10_000, np.int64)
-    winner[asked[last]] = last
+    winner[requested[last]] = last
     expected = np.where(
-        asked[:, None] % 2 == 0, distinct_rows(table, asked, 1), given[winner[asked]]
+        requested[:, None] % 2 == 0, distinct_rows(table, requested, 1), given[winner[requested]]
     )
     np.testing.assert_array_equal(vectors.get(), expected)
-    np.testing.assert_array_equal(fetch(cache, table, asked).out.get(), expected)
+    np.testing.assert_array_equal(fetch(cache, table, requested).out.get(), expected)
     check(cache.held(table))
 
 
@@ -474,9 +478,9 @@ def test_rows_in_pinned_host_memory_behave_like_device_rows(share, dim, window_s
     expected[::3] = distinct_rows(table, keys[::3], 5)
     np.testing.assert_array_equal(part.out.get()[100:], expected[100:])
     assert (part.source.get()[:100] == 0).all()
-    there, out, misses = cupy().asarray(keys), part.out, cupy().zeros(4 + len(keys), np.uint32)
+    resident, out, misses = cupy().asarray(keys), part.out, cupy().zeros(4 + len(keys), np.uint32)
     out.fill(0)
-    cache.direct.fetch(cache.held(table), there, out, misses)
+    cache.direct.fetch(cache.held(table), resident, out, misses)
     np.testing.assert_array_equal(out.get()[100:], expected[100:])
     assert sorted(misses.get()[4:104].tolist()) == list(range(100))
     assert int(misses[0]) == 100
@@ -495,9 +499,9 @@ def test_static_table_holds_exactly_its_rows():
         cache.insert(table, some, distinct_rows(table, some), versions_of(some))
     assert cache.seal(table) == 0
     slots = slots_of(cache.held(table)).copy()
-    asked = np.concatenate([keys, keys + 1])
-    part = fetch(cache, table, asked)
-    np.testing.assert_array_equal(part.missing, np.flatnonzero(~np.isin(asked, keys)))
+    requested = np.concatenate([keys, keys + 1])
+    part = fetch(cache, table, requested)
+    np.testing.assert_array_equal(part.missing, np.flatnonzero(~np.isin(requested, keys)))
     np.testing.assert_array_equal(part.out.get()[: len(keys)], distinct_rows(table, keys))
     np.testing.assert_array_equal(slots_of(cache.held(table)), slots)  # no trace of the uses
     assert cache.size(table) == len(keys)
@@ -542,10 +546,10 @@ def test_torch_tensors_are_read_and_filled_in_place():
     cache.insert(table, on_device(keys), on_device(rows), versions_of(keys))
     cache.update(table, torch.from_numpy(keys), torch.from_numpy(rows + 1), versions_of(keys, 1))
     assert cache.contains(table, on_device(keys)).all()
-    for asked in (on_device(keys), torch.from_numpy(keys)):
+    for requested in (on_device(keys), torch.from_numpy(keys)):
         out = torch.zeros(1000, 8, device="cuda")
         part = part_of(table, keys)
-        part.keys, part.out = asked, out
+        part.keys, part.out = requested, out
         cache.fetch([part], FetchContext())
         assert len(part.missing) == 0
         np.testing.assert_array_equal(out.cpu().numpy(), rows + 1)

@@ -24,10 +24,10 @@ def test_plan_fits_and_leaves_little_unused(sizes, capacity, host):
     plan = plan_gpu(tables, capacity_bytes=capacity, host_bytes=host)
     assert device_bytes(plan) <= capacity
     assert host_bytes_of(plan) <= host
-    whole = all(p.rows >= (tables[t].table_rows or 1) for t, p in plan.items())
+    full_plan = all(p.rows >= (tables[t].table_rows or 1) for t, p in plan.items())
     # A table's least size can't be divided, nor can a row.
     floor = sum(200_000 + 1100 * table.row_bytes for table in tables)
-    assert whole or device_bytes(plan) >= min(capacity, 0.98 * capacity - floor)
+    assert full_plan or device_bytes(plan) >= min(capacity, 0.98 * capacity - floor)
 
 
 def test_own_shares_and_rows_take_precedence():
@@ -77,7 +77,7 @@ def test_error_names_free_bytes():
 
 def test_float16_rows_take_half_the_bytes():
     half = EmbeddingTable.make("half", 64, dtype=np.float16)
-    places = [
+    locations = [
         plan_gpu({t: GpuTableRequest(10**7)}, capacity_bytes=1 << 28)[t].rows for t in (half, LARGE)
     ]
-    assert 1.6 < places[0] / places[1] < 2
+    assert 1.6 < locations[0] / locations[1] < 2
