@@ -1,4 +1,4 @@
-"""Every tier refuses arrays that do not fit, before anything of theirs is written."""
+"""Every tier rejects arrays of a wrong shape or dtype before it writes anything."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.support.rows import rows_from
 
 
 def hold_two_rows(tier, table):
-    """Keys 1 and 2, a day from being the newest."""
+    """Insert keys 1 and 2 with versions a day old."""
     versions = np.full(2, version_now() - (86_400_000 << 20), np.uint64)
     tier.insert(table, np.array([1, 2]), rows_from(table, 1, 2), versions)
 

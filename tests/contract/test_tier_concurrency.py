@@ -1,4 +1,4 @@
-"""Readers beside the writer: a row that comes back belongs to its key and is of one piece."""
+"""Concurrent readers and a writer: each row read belongs to its key and is not torn."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ ROUNDS = 200
 
 
 def rows_of(table, keys, sequences):
-    """Rows that carry their key, their sequence and, in every other place, a checksum of both."""
+    """Make rows that hold their key, their sequence and, in all other columns, a checksum of both."""
     rows = np.empty((len(keys), table.dim), table.dtype)
     rows[:, 0] = keys
     rows[:, 1] = sequences % CYCLE
@@ -26,7 +26,7 @@ def rows_of(table, keys, sequences):
 
 @pytest.fixture
 def frequent_thread_switches():
-    """Threads take turns fifty times as often as usual."""
+    """Switch threads fifty times as often as usual."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield
@@ -49,7 +49,7 @@ def write(tier, table):
 
 
 def read(tier, table, writer, *, versioned):
-    """Check every row that comes back while ``writer`` is at work; returns how many did."""
+    """Check every row that is read while ``writer`` runs; return the number of rows."""
     rng = np.random.default_rng()
     found = 0
     while not writer.done() or not found:

@@ -1,4 +1,4 @@
-"""A server whose RocksDB goes bad under it: reported, answered degraded, not ready by policy, repaired."""
+"""A server with a damaged RocksDB: damage is reported, answers are degraded, verify repairs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = np.arange(0, ROWS, 7)
 
 
 def flip_bits(file: Path, offsets: int) -> None:
-    """In place: the file stays the one that is open."""
+    """Flip bits in place, in the file that is open."""
     with file.open("r+b") as opened:
         for at in np.linspace(1000, 4_000_000, offsets).astype(int).tolist():
             opened.seek(at)
@@ -31,7 +31,7 @@ def flip_bits(file: Path, offsets: int) -> None:
 
 
 def lookup(server: Hps) -> tuple[np.ndarray, str]:
-    """The first value of each row, and the tiers that were skipped."""
+    """Return the first value of each row, and the tiers that were skipped."""
     with Client(f"http://{server.address}") as client:
         found = client.lookup("m", {"word": KEYS})
     return found.vectors["word"][:, 0], ",".join(found.degraded)

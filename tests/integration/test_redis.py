@@ -71,7 +71,7 @@ def fill(tier, table, first, last, ms=None):
 
 
 def held(tier, table, keys):
-    """Keys that are stored with the right rows."""
+    """Return the keys that are stored with the right rows."""
     part = tier.get(table, np.ascontiguousarray(keys, np.int64))
     at = np.flatnonzero(part.source)
     np.testing.assert_array_equal(part.out[at], rows_of(part.keys[at], table.dim))
@@ -91,7 +91,7 @@ def test_table_metadata_is_recorded(server, open_tier, table):
 
 
 def test_reading_empty_table_writes_nothing(server, open_tier, table):
-    """So a reader with wrong settings does not decide how the table is kept."""
+    """A reader with wrong settings must not record the metadata."""
     wrong = open_tier(partitions=4)
     wrong.check(table)
     assert len(wrong.get(table, np.arange(10)).missing) == 10
@@ -265,7 +265,7 @@ def test_expired_rows_are_not_served_and_are_removed(server, open_tier, table):
 
 
 def test_expired_rows_are_not_promoted(open_tier, table):
-    """Or each lookup that finds them on the disk would write them again."""
+    """Otherwise each lookup that finds them on disk would write them again."""
     tier, keys = open_tier(ttl_s=60), np.arange(10)
     tier.promote(table, keys, rows_of(keys), versions_of(10, STARTED.ms - 61_000))
     assert tier.usage(table).entries == 0
@@ -299,7 +299,7 @@ def test_expired_entries_are_removed_in_background(open_tier, table):
 
 
 def test_small_partitions_are_checked_once_per_pass(server, open_tier, table, monkeypatch):
-    """Not every ten seconds: thousands of tables would keep the server busy with it."""
+    """With a check every ten seconds, thousands of tables would keep the server busy."""
     tier = open_tier()
     fill(tier, table, 0, 1000)
     (opened,), upkeep, steps = tier._tables.opened(), tier._maintenance, []
@@ -401,7 +401,7 @@ def test_frequently_used_rows_are_kept(server, open_tier, table, kind):
 
 
 def test_use_counts_are_halved_by_eviction(server, open_tier, table):
-    """Counts of rows that stay are halved, so that once popular rows do not stay for ever."""
+    """Counts of the remaining rows are halved, so that rows that were popular once can be evicted."""
     tier = overflowing(open_tier, "least_used")
     keys = fill(tier, table, 0, 3600)
     for name in server.ask("KEYS", "hps*}t"):
@@ -416,7 +416,7 @@ def test_use_counts_are_halved_by_eviction(server, open_tier, table):
 
 
 def test_entries_without_stamps_are_evicted_first(server, open_tier, table):
-    """As with HPS's default, under which no row was ever evicted."""
+    """Entries that HPS wrote with its default settings have no stamps."""
     fill(open_tier(partitions=PARTITIONS), table, 0, 6000)
     assert not server.ask("KEYS", "hps*}t")
     tier = overflowing(open_tier, "oldest")
@@ -475,7 +475,7 @@ def write(tier, table, keys, verb, ms):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("verb", WRITES)
 def test_older_write_does_not_replace_evicted_row(open_tier, table, policy, verb):
-    """Neither a replay nor a node that lags behind, nor one that evicts nothing itself."""
+    """This holds for a replay, for a node that lags behind, and for one that evicts nothing itself."""
     tier, keys = overflowing(open_tier, policy), np.arange(40)
     other = open_tier(partitions=PARTITIONS)
     evicted(tier, other, table, keys, ms=0)
@@ -497,7 +497,7 @@ def test_floors_expire_like_tombstones(open_tier):
 
 
 def test_old_rows_not_below_floor_are_promoted(open_tier, table):
-    """Most of them: those that share a bucket with a newer one that was evicted stay out."""
+    """Except those that share a bucket with a newer evicted row."""
     tier = overflowing(open_tier, "random")
     evicted(tier, open_tier(partitions=PARTITIONS), table, np.arange(400), ms=0)
     cold = np.arange(100_000, 100_500)
@@ -586,7 +586,7 @@ def test_positions_are_lost_with_rows(server, open_tier, table):
 
 
 def test_position_is_not_stored_when_a_slice_fails(server, open_tier, table):
-    """Of a batch in many slices, one fails: the position stays where it was."""
+    """One slice of the batch fails; the position is unchanged."""
     tier = open_tier(partitions=2)
     tier.apply(table, changes([1]), [StreamPosition("t", 0, 1)])
     server.ask("CONFIG", "SET", "maxmemory", server.ask("INFO", "memory")["used_memory"] + 300_000)
@@ -669,7 +669,7 @@ def test_killed_load_continues(open_tier, table, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["native", "hps"])
 def test_rows_that_redis_lost_are_loaded_again(server, open_tier, table, kind):
-    """And nothing else, whether a partition went as a whole or its rows alone."""
+    """Only the lost rows are loaded, whether a partition was lost as a whole or only its rows."""
     tier, version, keys = open_tier(layout=kind), version_now(), np.arange(4000)
     assert tier.preload(table, RedisLoadSource(chunks_of(4000), version, mark="digest")) == 4000
     names = tier._tables.opened()[0].layout
@@ -687,7 +687,7 @@ def test_rows_that_redis_lost_are_loaded_again(server, open_tier, table, kind):
 
 
 def test_only_partitions_that_may_have_older_rows_are_read(server, open_tier, table):
-    """Versions are compared by one kept for each partition; where none is kept, with each row's own."""
+    """A write is compared with the partition's highest version; without one, with each row's version."""
     tier, keys = open_tier(), np.arange(1000)
     fill(tier, table, 0, 1000)
     looks = server.ask("INFO", "commandstats").get("cmdstat_hmget", {"calls": 0})["calls"]
@@ -790,7 +790,7 @@ def test_load_keeps_newer_rows(open_tier, table):
 
 
 def test_last_row_of_repeated_key_is_loaded(open_tier, table, monkeypatch):
-    """Although two parts are in flight at a time; here the first one takes longer."""
+    """Two chunks are in flight at a time, and the first one takes longer."""
     monkeypatch.setattr("hps.tiers.redis.load._CHUNK", 1000)
     insert = RedisTier.insert
 

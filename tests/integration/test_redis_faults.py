@@ -1,4 +1,4 @@
-"""Redis faults: requests stay in time and right, skipped tiers are named, nothing leaks, and it recovers."""
+"""Redis faults: answers stay correct and in time, skipped tiers are named, nothing leaks."""
 
 import gc
 import itertools
@@ -72,7 +72,7 @@ def fill(tier, table, n=N):
 
 
 class GuardedRequests:
-    """Requests through a guard, each checked for time and truth."""
+    """Requests through a guard; checks the duration and the rows of each."""
 
     def __init__(self, tier, table, **guard):
         given = {"deadline_s": SLACK_S, "failures_to_open": 3, "retry_after_s": 0.05, **guard}
@@ -96,7 +96,7 @@ class GuardedRequests:
         return bool(ctx.degraded)
 
     def send_until_found(self, keys, found=None):
-        """Ask until an answer finds all keys."""
+        """Send requests until one finds all keys."""
         found = len(keys) if found is None else found
 
         def well():
@@ -124,7 +124,7 @@ def test_killed_server_degrades_answers_until_restart(server, open_tier, table):
 
 
 def test_server_restarted_empty_loses_rows_but_fails_no_request(server, open_tier, table):
-    """No request fails, but rows are missing; scripts and facts are restored."""
+    """Scripts and metadata are restored."""
     tier = open_tier(server)
     keys = fill(tier, table)
     server.restart()
@@ -171,7 +171,7 @@ def test_late_reply_is_never_taken_for_another(server, proxy, open_tier, table):
 
 
 def test_unsolicited_bytes_close_a_connection(server, open_tier, table):
-    """As if a reply had been left in the socket after all."""
+    """They simulate a reply left in the socket."""
     tier = open_tier(server, connections=1)
     keys = fill(tier, table)
     (node,) = tier._client._servers.all
@@ -219,7 +219,7 @@ def test_wrong_password_is_reported(server, open_tier, table):
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_read_only_user_reads_and_cannot_write(server, open_tier, table, recorded):
-    """Even if no writer has recorded how the table is kept, as HPS does not."""
+    """Also without recorded metadata, which HPS does not write."""
     keys = fill(open_tier(server), table)
     if not recorded:
         server.ask("DEL", "hps:{ctr/1/user}m")
@@ -294,7 +294,7 @@ def test_expired_certificate_is_reported(tmp_path, open_tier, table, days):
 
 
 def test_server_out_of_memory_rejects_writes_and_answers_reads(server, open_tier, table):
-    """It still answers reads; writes fail, and leave every row whole."""
+    """Failed writes leave no torn row."""
     tier = open_tier(server)
     keys = fill(tier, table)
     server.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
@@ -333,7 +333,7 @@ def resources():
 
 @pytest.mark.parametrize("fault", ["killed", "refuses", "silent", "cut"])
 def test_failing_requests_leak_nothing(server, proxy, open_tier, table, fault):
-    """10,000 in all, each of which could have leaked a thread, a socket and its arrays."""
+    """10,000 requests; each could leak a thread, a socket and its arrays."""
     tier = open_tier(server, addresses=[proxy.address], password=None)
     fill(tier, table, 64)
     keys = np.arange(64)
@@ -370,7 +370,7 @@ def test_failing_requests_leak_nothing(server, proxy, open_tier, table, fault):
 
 
 def test_ten_thousand_failing_requests_leak_nothing(server, open_tier, table):
-    """Through a guard whose circuit opens and is probed all the time."""
+    """The circuit of the guard opens and is probed repeatedly."""
     tier = open_tier(server)
     keys = fill(tier, table)
     requests = GuardedRequests(tier, table, retry_after_s=0.02)

@@ -1,4 +1,4 @@
-"""A Redis that HPS filled is read and written in place, byte by byte as HPS does it."""
+"""A Redis that HPS filled is read and written in place, with the same bytes as HPS."""
 
 import struct
 import time
@@ -133,7 +133,7 @@ def test_promotion_overwrites_nothing(server, open_tier):
 
 
 def test_other_partition_count_is_detected_from_rows(server, open_tier):
-    """HPS records it nowhere."""
+    """HPS does not record the number of partitions."""
     Hps(server, partitions=16).insert()
     with pytest.raises(TierError, match=r"partitions in Redis: 16, here: 8"):
         open_tier(server).check(table_of())

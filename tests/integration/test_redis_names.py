@@ -69,7 +69,7 @@ def hang_up(server):
 
 
 def test_hanging_resolution_ends_at_deadline(names, server):
-    """It takes one thread, however many callers there are."""
+    """All callers share one thread."""
     tier = RedisTier(settings(server, addresses=[f"{NAME}:{server.port}"], timeout_ms=300))
     names.awake.clear()
     before = threading.active_count()
@@ -98,7 +98,7 @@ def test_known_address_is_used_while_resolution_hangs(names, tier, server, monke
 
 
 def test_changed_address_is_found(names, tier, server):
-    """Although the last answer has not expired yet."""
+    """The known address has not expired yet."""
     names.at = "127.0.0.3"  # nobody there: the server listens on 127.0.0.1 alone
     with pytest.raises(TierError):
         fill(tier)

@@ -37,7 +37,7 @@ def table():
 
 
 def reshard(cluster, source, target):
-    """Key by key, so that for some time a partition's hashes are at two places."""
+    """Move key by key, so that a partition's hashes are on two servers for some time."""
     node = [each.ask("CLUSTER", "MYID").decode() for each in (source, target)]
     tls = ["--tls", "--cacert", cluster.tls.ca, "--cert", cluster.tls.certificate, "--key",
            cluster.tls.key]  # fmt: skip
@@ -71,7 +71,7 @@ class Writing:
         self.turn = turn
 
     def read(self, tier):
-        """Every row is there, whole, and none older than was acknowledged before."""
+        """Check that every row is present and whole, and not older than the last acknowledged one."""
         least = self.turn
         part = Part.make(self.table, self.keys)
         ctx = FetchContext(deadline=time.monotonic() + 60)

@@ -1,4 +1,4 @@
-"""A cluster without one shard: the other shards' rows are served in time, and all when it is back."""
+"""A cluster without one shard serves the other shards' rows in time, and all rows after its return."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def fill(tier, table, keys):
 
 @pytest.fixture
 def cluster():
-    """No replica takes over. Every test repairs what it broke: others use these servers, too."""
+    """A cluster without replicas. Tests share these servers, so each restores what it changed."""
     return shared_cluster()
 
 
@@ -61,7 +61,7 @@ class Shards:
         )
 
     def ask(self, keys):
-        """The keys that were found, whether the answer was degraded, and its seconds."""
+        """Return the keys found, whether the answer was degraded, and its duration in seconds."""
         part, ctx = Part.make(self.table, keys), FetchContext()
         start = time.monotonic()
         self.guarded.fetch([part], ctx)
@@ -149,7 +149,7 @@ def test_promotions_do_not_wait_for_unavailable_shard(shards):
 
 
 def test_node_starts_while_shard_is_unavailable(cluster, shards):
-    """It serves the tables whose facts it can see."""
+    """It serves the tables whose metadata is readable."""
     holder = cluster.holder(TableLayout(shards.table, "native", 8).metadata_key)
     hit(shards, "stopped")
     guard = {"deadline_ms": DEADLINE_S * 1e3, "failures_to_open": 1}
@@ -181,7 +181,7 @@ class Rows:
 
 @pytest.mark.parametrize("again", [True, False])
 def test_rows_lost_by_a_shard_are_detected(cluster, shards, again, monkeypatch):
-    """It comes back empty, while the others say that all was loaded."""
+    """The shard restarts empty, while the other shards record a complete load."""
     loading, repair = threading.Event(), RedisLoads._repair
     monkeypatch.setattr(RedisLoads, "_repair", lambda *a: loading.wait(60) and repair(*a))
     tier, version = shards.tier, version_now()
@@ -214,7 +214,7 @@ def test_rows_lost_by_a_shard_are_detected(cluster, shards, again, monkeypatch):
 
 
 def test_shard_out_of_memory_rejects_only_its_writes(shards):
-    """It still answers reads, and the other shards still accept writes."""
+    """The shard still answers reads."""
     victim, rows = shards.victim, rows_of(shards.keys)
     victim.ask("CONFIG", "SET", "maxmemory-policy", "noeviction")
     victim.ask("CONFIG", "SET", "maxmemory", 1_000_000)
@@ -258,7 +258,7 @@ def test_shard_with_expired_certificate_keeps_open_connections(cluster, shards):
 
 @pytest.mark.parametrize("unavailable", ["one", "all"])
 def test_ten_thousand_failing_requests_leak_nothing(shards, unavailable):
-    """Through a guard whose circuit opens, if all shards are unavailable, and is probed all the time."""
+    """If all shards are unavailable, the circuit of the guard opens and is probed repeatedly."""
     victims = [shards.victim] if unavailable == "one" else shards.cluster.servers
     shards.guarded = GuardedTier(shards.tier, DEADLINE_S, 3, 0.02)
     keys = shards.keys[:64].copy()

@@ -32,7 +32,7 @@ def fill(tier, table, n=N):
 
 
 def right(tier, table, keys):
-    """Number of keys found; every found row must be the right one."""
+    """Check the rows that were found; return their number."""
     part = Part.make(table, keys)
     tier.fetch([part], FetchContext(deadline=time.monotonic() + 60))
     at = np.flatnonzero(part.source)
@@ -210,7 +210,7 @@ def test_script_with_split_hashes_is_retried(cluster, open_tier, table):
 
 
 def test_replica_takes_over_for_killed_primary(tmp_path, open_tier, table):
-    """Requests are answered in time all along, rows are right or missing, and all come back."""
+    """Requests are answered in time, and no row is wrong."""
     need("openssl")
     cluster = Cluster(tmp_path, failover=True)
     try:
@@ -231,7 +231,7 @@ def test_replica_takes_over_for_killed_primary(tmp_path, open_tier, table):
 
 
 def replicated(primary):
-    """Wait until its replica has all that has been written to it."""
+    """Wait until the replica has every write."""
     written = primary.ask("ROLE")[1]
     until(lambda: [int(replica[2]) >= written for replica in primary.ask("ROLE")[2]] == [True])
 
@@ -290,7 +290,7 @@ def test_sentinels_report_primary_and_its_successor(watched, open_tier, table):
 
 
 def test_demoted_primary_is_abandoned(watched, open_tier, table):
-    """It still answers, and rejects writes."""
+    """The demoted primary answers reads and rejects writes."""
     tier = open_tier(watched.settings())
     fill(tier, table)
     watched.sentinels[0].ask("SENTINEL", "FAILOVER", watched.SERVICE)

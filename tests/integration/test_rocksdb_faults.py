@@ -87,7 +87,7 @@ def small_disk(tmp_path) -> Iterator[SmallDisk]:
 
 
 def test_checkpoint_to_full_disk_names_that_disk(small_disk, tmp_path):
-    """Not the database's, which has room; and leaves nothing there."""
+    """The disk of the database has space; no files are left on the full one."""
     tier = RocksDbTier(tmp_path / "db")
     tier.insert(ITEMS, np.arange(20_000), np.ones((20_000, 64), np.float32), np.ones(20_000, "u8"))
     small_disk.fill(leave=1 << 20)
@@ -224,7 +224,7 @@ def test_writes_stalled_too_long_are_rejected(tmp_path, monkeypatch):
 
 
 def flip(file: Path, at: int) -> None:
-    """In place: the file stays the one that is open."""
+    """Flip bits in place, in the file that is open."""
     with file.open("r+b") as opened:
         opened.seek(at)
         byte = opened.read(1)[0]

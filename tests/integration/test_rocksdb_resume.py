@@ -62,7 +62,7 @@ def kill_a_load(models: Path, db: Path, at: int) -> None:
 
 
 def load(models: Path, db: Path, monkeypatch) -> tuple[int, np.ndarray]:
-    """Number of rows that had to be written, and the first values of all rows afterwards."""
+    """Return the number of rows written, and the first values of all rows afterwards."""
     written = []
     append = load_module.BulkLoad._append
 

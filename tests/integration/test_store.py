@@ -37,7 +37,7 @@ def printed(*words: object, code: int = 0) -> Any:
 
 
 def error_line(*words: object, code: int = 2) -> str:
-    """The one line of the error."""
+    """Run a command that fails; return its one error line."""
     result = run(*words)
     assert result.exit_code == code, (result.stdout, result.stderr)
     assert "Traceback" not in result.stderr
@@ -78,7 +78,7 @@ def loaded(config: Path) -> tuple[str, Path]:
 
 
 def row(key: int, dim: int = 4) -> list[float]:
-    """As in the repository's files."""
+    """Return a row of the repository's files."""
     return (key + np.arange(dim) / 8).tolist()
 
 
@@ -147,7 +147,7 @@ def test_get_shows_redis_row_without_database(config: Path, tmp_path: Path, fold
 def test_version_that_node_may_serve_is_listed_as_configured(
     tmp_path: Path, small_repository: Path
 ) -> None:
-    """The newest version is what a start serves; a load by the API may have put back the former one."""
+    """A start serves the newest version; a load by the API may have restored the previous one."""
     repository = tmp_path / "models"
     shutil.copytree(small_repository, repository)
     options = (
@@ -537,7 +537,7 @@ def test_reads_work_and_writes_name_holder_while_node_runs(loaded: Any) -> None:
     """Reading works; writing names the process that holds the database."""
 
     def other_process(*words: object) -> tuple[int, str]:
-        """In a separate process: within one, a database is opened once."""
+        """Run in a separate process: one process opens a database only once."""
         command = [sys.executable, "-m", "hps.cli.main", "store", *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         return done.returncode, done.stderr

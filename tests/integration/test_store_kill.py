@@ -73,7 +73,7 @@ def clients(server: RedisServer) -> int:
 
 
 def killed_in_part(folder: Path, server: RedisServer, *words: object) -> int:
-    """How many native rows were there when the command was killed. Once more where it was done before."""
+    """Return the number of native rows when the command was killed; repeat if it had finished."""
     for _ in range(10):
         for name in server.ask("KEYS", "hps:*"):
             server.ask("DEL", name)
@@ -143,7 +143,7 @@ def test_killed_conversion_continues(folder: Path, server: RedisServer) -> None:
 
 
 def test_rows_written_before_kill_are_not_written_again(folder: Path, server: RedisServer) -> None:
-    """After a kill the rows that are there are read only."""
+    """Rows written before the kill are only read."""
     printed(folder, "load", "--config", "hps.yaml", "--tier", "redis")
     words = ("convert", "--config", "hps.yaml", "--into", "native.yaml", "--tier", "redis")
     rows_written = killed_in_part(folder, server, *words)

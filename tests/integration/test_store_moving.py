@@ -1,4 +1,4 @@
-"""docs/moving-from-hps.md, followed to the letter on data in HPS's bytes."""
+"""The commands of docs/moving-from-hps.md, run on data in the formats of HPS."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Command = Callable[..., Result]
 
 
 def partition_of(key: int) -> int:
-    """HPS's partition hash, written down once more."""
+    """A second implementation of HPS's partition hash."""
 
     def rotated(x: int, bits: int) -> int:
         return (x >> bits | x << 64 - bits) & MASK
@@ -69,7 +69,7 @@ def row(table: str, key: int) -> np.ndarray[Any, Any]:
 
 
 def stored(table: str) -> dict[int, bytes]:
-    """What HPS holds: the files' rows, one of them updated, and one that came later."""
+    """The rows in HPS: those of the files, one of them updated, and a later one."""
     rows = {int(key): row(table, int(key)).tobytes() for key in KEYS}
     return rows | {key: row(table, key + 1).tobytes() for key in (UPDATED, STREAMED)}
 
@@ -113,7 +113,7 @@ def packed(key_format: str, key: int) -> bytes:
 
 
 def write_redis(server: RedisServer, key_format: str = "<q") -> None:
-    """By the names and bytes of HPS's documentation, not by code of ours."""
+    """Write with names and bytes from HPS's documentation, without code of this repository."""
     client = server.client()
     for name in TABLES:
         for key, value in stored(name).items():
@@ -130,7 +130,7 @@ def server() -> RedisServer:
 
 @pytest.fixture
 def folder(tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Files of an owner of HPS, and the page's two configurations."""
+    """Files of an HPS deployment, and the page's two configurations."""
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
     write_rocksdb(tmp_path / "rocksdb")

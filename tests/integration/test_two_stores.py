@@ -1,4 +1,4 @@
-"""A node with Redis before RocksDB, on a real server: which rows go where, and Redis failures."""
+"""A node with Redis before RocksDB, on a real server: promotion, preloading, Redis failures."""
 
 import gc
 import json
@@ -84,7 +84,7 @@ def open_node(folder):
 
 
 def ask(node, keys, **options):
-    """Look up, and check every row."""
+    """Look up keys and check every row."""
     result = node.lookup("ctr", {"user": np.asarray(keys)}, want_source=True, **options)
     np.testing.assert_array_equal(result.vectors["user"], rows_of(keys))
     return result
@@ -323,7 +323,7 @@ def test_mismatching_only_store_fails_start(server, open_node):
 
 
 def test_damaged_files_are_not_loaded(server, folder, open_node):
-    """Neither into Redis nor into RocksDB; Redis is shared, so other nodes would serve them immediately."""
+    """Other nodes would serve rows of the shared Redis immediately."""
     (file,) = (folder / "models").rglob("emb_vector")
     data = bytearray(file.read_bytes())
     data[7] ^= 1

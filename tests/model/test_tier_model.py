@@ -1,4 +1,4 @@
-"""Random operations on every tier, and the same on MemoryTier, the specification: both answer alike."""
+"""Random operations on every tier give the same answers as on MemoryTier, the specification."""
 
 import time
 from pathlib import Path
@@ -57,7 +57,7 @@ class TierMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
     def rows(self, table, n):
-        """(n, dim) rows that differ from all before."""
+        """Return (n, dim) rows that differ from all previous ones."""
         firsts = np.arange(self.writes, self.writes + n)
         self.writes += n
         return ((firsts[:, None] * 3 + np.arange(table.dim)) % 2039).astype(table.dtype)

@@ -1,4 +1,4 @@
-"""Attached processes and their models: processes that a node waits for, and versions that it frees."""
+"""Attached processes: the versions that they open and serve, and those that the node may free."""
 
 import threading
 
@@ -11,7 +11,7 @@ from tests.support.waiting import until
 
 
 class Process:
-    """An attached process that follows its orders, a step at a time."""
+    """An attached process that opens and serves versions step by step."""
 
     def __init__(self, node, number=1):
         self._node, self.number = node, number

@@ -1,4 +1,4 @@
-"""The chain where the contract does not reach: order, stopping early, what it says of itself."""
+"""TierChain beyond the contract: order of calls, early end of a search, info."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ OTHER = EmbeddingTable.make("users", 2)
 
 
 class Recorder(MemoryTier):
-    """Notes which verbs were called, with the keys asked for."""
+    """Records the calls of the verbs with their keys."""
 
     def __init__(self, name, log, **info):
         super().__init__(TierInfo(name, Source.MEMORY, **info))

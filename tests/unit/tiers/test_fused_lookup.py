@@ -1,4 +1,4 @@
-"""Rows straight from the cache: the same as by fetch, or not at all."""
+"""Gathers from the CPU cache: the same rows as fetch, or none."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def test_one_gather_reads_all_tables_of_request(cache, table):
 
 
 def test_gather_counts_as_use_of_keys():
-    """As a fetch does: keys that are asked for again and again outlive a flood of others."""
+    """Like a fetch: keys that are read repeatedly survive a flood of insertions."""
     table = EmbeddingTable.make("t", 1)
     cache = CpuCache({table: 1600})
     hot = np.arange(200)

@@ -109,7 +109,7 @@ def test_prepared_pooling_counts_as_use():
 
 
 class Once(MemoryTier):
-    """Refuses keys that stand twice."""
+    """Rejects repeated keys."""
 
     def fetch(self, parts, ctx):
         for part in parts:

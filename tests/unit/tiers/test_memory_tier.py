@@ -1,4 +1,4 @@
-"""MemoryTier where the contract does not reach: its clock, its tables, what it stands for."""
+"""MemoryTier beyond the contract: clock, identity of tables, info; argument checks."""
 
 import numpy as np
 import pytest

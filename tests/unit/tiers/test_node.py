@@ -235,7 +235,7 @@ def test_guarded_node_that_ended_degrades_answer(ends):
 
 
 class Slow(MemoryTier):
-    """Answers on request, and skips one of its tiers."""
+    """Answers when released, and skips one of its tiers."""
 
     def __init__(self):
         super().__init__(TierInfo("memory", Source.ROCKSDB, blocking=True))

@@ -1,4 +1,4 @@
-"""Promoting: rows are handed on, defaults, deletions and what the tier above may hold are not."""
+"""PromotingTier: rows are promoted; defaults, deletions and rows of upper tiers are not."""
 
 import numpy as np
 import pytest

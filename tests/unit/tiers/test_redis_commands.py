@@ -33,7 +33,7 @@ RAN = "ERR Error running script (call to f_c2ea): @user_script:87: @user_script:
     ],
 )  # fmt: skip
 def test_errors_of_commands_in_scripts_are_distinguished(message, kind, text):
-    """As Redis 6 and as Redis 7 word it."""
+    """The messages are those of Redis 6 and Redis 7."""
     command = RedisCommand(0, b"")
     read_replies(Refusing(message), [command], 0.0)
     assert type(command.reply) is kind

@@ -1,4 +1,4 @@
-"""Replies into parts: attempts that broke off, rows larger than the buffer, bytes that do not belong."""
+"""Decoding of replies into parts: interrupted attempts, rows larger than the buffer, excess bytes."""
 
 import struct
 

@@ -20,7 +20,7 @@ POSITIONS = [StreamPosition("rows", 3, 17)]
 
 
 class Recording:
-    """Stands for the client and the tables: notes what is sent in one go; the ``fails``-th go fails."""
+    """Stands for the client and the tables; records the commands of each run. Run ``fails`` fails."""
 
     def __init__(self, kind, fails=None):
         self.runs, self.fails = [], fails

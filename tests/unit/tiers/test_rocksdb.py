@@ -38,7 +38,7 @@ def fetch(tier: RocksDbTier, of: EmbeddingTable, keys: np.ndarray) -> Part:
 
 
 def raw(path: Path, family: str) -> dict[bytes, bytes]:
-    """A column family's contents, read without our code."""
+    """Read a column family's contents with rocksdict alone."""
     families = dict.fromkeys(Rdict.list_cf(str(path)), Options(raw_mode=True))
     db = Rdict(str(path), Options(raw_mode=True), families)
     found = dict(db.get_column_family(family).items())
@@ -236,7 +236,7 @@ def test_write_buffers_are_bounded_over_all_tables(tmp_path, monkeypatch):
 
 
 class TestTombstonesOnDisk:
-    """Old deletions do not occupy space for ever."""
+    """Expired tombstones are removed from disk."""
 
     TTL = 60.0
     START = 1_000_000.0
@@ -261,7 +261,7 @@ class TestTombstonesOnDisk:
         tier.insert(items, keys, rows, self.at(seconds, len(keys)))
 
     def left(self, path, tier):
-        """The keys on disk, and the entries that say how old tombstones are."""
+        """Return the keys on disk, and the number of entries in the tombstone index."""
         tier.close()
         stored = raw(path, "ctr/7/items")
         entries = [key for key in raw(path, "default") if key.startswith(b"dead:")]

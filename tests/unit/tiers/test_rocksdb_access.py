@@ -30,7 +30,7 @@ def put(tier: RocksDbTier, of: EmbeddingTable, keys: list[int], value: float) ->
 
 
 def fetch(tier: RocksDbTier, of: EmbeddingTable, keys: list[int]) -> list[float]:
-    """The rows' first values, -1 for what was not found."""
+    """Return the rows' first values, -1 for missing rows."""
     part = Part.make(of, np.array(keys), np.full((len(keys), DIM), -1, np.float32))
     tier.fetch([part], FetchContext())
     return part.out[:, 0].tolist()
@@ -187,7 +187,7 @@ class TestReadOnly:
 @pytest.mark.parametrize("access", ["read_only", "secondary"])
 @pytest.mark.parametrize(("bits", "form"), [(64, "<q"), (32, "<I")])
 def test_database_opened_by_hps_is_read_in_place(tmp_path, access, bits, form):
-    """With HPS's options and family name; its rows are in the log, in table files, or both."""
+    """The database has HPS's options and family name; rows are in the log, in table files, or both."""
     options = Options(raw_mode=True)
     options.optimize_for_point_lookup(8)
     options.optimize_level_style_compaction(64 << 20)

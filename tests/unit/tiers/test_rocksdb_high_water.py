@@ -42,7 +42,7 @@ def insert(tier, keys, versions, of=ITEMS):
 
 
 def stored(tier, keys, of=ITEMS):
-    """The version of each key's row; 0 where there is none."""
+    """Return the version of each key's row; 0 without a row."""
     part = Part.make(of, np.array(keys))
     tier.fetch([part], FetchContext())
     found = part.source > 0

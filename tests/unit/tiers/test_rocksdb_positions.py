@@ -1,4 +1,4 @@
-"""Stream positions beside the rows: never ahead of them, never back, gone with the rows."""
+"""Stream positions in RocksDB: never ahead of the rows, never decreasing, removed with the rows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A write-ahead log that lost acknowledged writes: found at the next start, refused or accepted, counted."""
+"""A write-ahead log that lost acknowledged writes: detected at a start, rejected or accepted, counted."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ NONE, NO_VERSIONS = np.empty(0, np.int64), np.empty(0, np.uint64)
 
 
 def apply(tier: RocksDbTier, of: EmbeddingTable, key: int, offset: int) -> None:
-    """One row, and that the stream is applied up to ``offset``."""
+    """Apply one row, and the stream position ``offset``."""
     row, version = np.full((1, 8), key, np.float32), np.array([offset], np.uint64)
     changes = TableChanges(np.array([key]), row, version, NONE, NO_VERSIONS)
     tier.apply(of, changes, [StreamPosition("stream", 0, offset)])
@@ -100,7 +100,7 @@ DAMAGE = {"cut": cut, "cut between": cut_between_records, "flipped": flip, "dele
 
 
 def keys_with_rows(tier: RocksDbTier) -> np.ndarray:
-    """Keys from 0 to 999 that have their row."""
+    """Return a mask of the keys 0 to 999 that have their row."""
     found = np.zeros(ROWS, bool)
     for of, keys in ((A, np.arange(0, ROWS, 2)), (B, np.arange(1, ROWS, 2))):
         part = Part.make(of, keys)
@@ -211,7 +211,7 @@ def test_earlier_state_is_opened_and_reported_after_power_failure(folder, monkey
 
 @pytest.mark.parametrize("how", ["torn", "flipped"])
 def test_only_damage_is_rejected_without_record(folder, how):
-    """As a database of an earlier version has none."""
+    """A database of an earlier version has no record."""
     path = folder()
     (path / "hps-acknowledged").unlink()
     log = logs(path)[-1]

@@ -1,4 +1,4 @@
-"""Going through all rows of a table."""
+"""Scans of all rows of a table."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The bytes of stored rows, which both stores share: what is on disk and in Redis must stay readable."""
+"""The bytes of stored rows, as golden values: RocksDB and Redis hold them."""
 
 import struct
 

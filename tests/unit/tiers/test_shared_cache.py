@@ -51,7 +51,7 @@ def held(cache, keys):
 
 
 def abandon(cache):
-    """As a killed owner leaves it: nothing is tidied up, and the kernel has dropped its lock."""
+    """Leave the files as a killed owner does, with the lock released."""
     cache._memory.shared._lock.release()
 
 

@@ -1,4 +1,4 @@
-"""SingleFlight: keys that several fetches miss at the same time are read once, and no fetch suffers."""
+"""SingleFlight: keys that several fetches miss at the same time are read once."""
 
 import threading
 import time
@@ -91,7 +91,7 @@ class Flights:
 
 
 def rows(future):
-    """Per key its row's first value, or None, and what was skipped."""
+    """Return the first value of each key's row, or None, and the skipped tiers."""
     (part, *_), degraded = future.result(30)
     assert part.missing.tolist() == np.flatnonzero(part.source == 0).tolist()
     assert (part.versions[part.source != 0] == NOW).all()
@@ -114,7 +114,7 @@ def test_parallel_fetches_of_same_keys_read_once(flights):
 
 
 def test_key_common_to_all_fetches_is_read_once(flights):
-    """Even if it is a small share of their keys."""
+    """The key is a small share of each fetch."""
     first = flights.start(7, *range(1000, 1999))
     others = [flights.start(*range(n, n + 500), 7) for n in range(2000, 12000, 1000)]
     flights.land()
@@ -142,7 +142,7 @@ def test_rows_are_published_before_waiting_for_others(flights):
 
 
 def test_oldest_fetch_with_few_common_keys_is_followed(flights):
-    """And all of those with many."""
+    """All fetches with many common keys are followed."""
     first = flights.start(*range(100, 200))
     second = flights.start(*range(200, 300))
     third = flights.start(*range(300, 400))
@@ -157,7 +157,7 @@ def test_oldest_fetch_with_few_common_keys_is_followed(flights):
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_answer_is_reused_while_it_is_copied(flights, monkeypatch, in_time):
-    """For a while: not for ever, where there is always one who copies it."""
+    """The reuse is limited in time, even while followers copy continuously."""
     copy, copying, go_on = SingleFlight._copy, threading.Event(), threading.Event()
 
     class Landing(InFlight):
@@ -248,7 +248,7 @@ def test_followers_take_tombstones_and_misses(flights):
 
 
 def test_followers_get_separate_arrays(flights):
-    """The caller of the first fetch writes to its arrays as soon as it has them."""
+    """The caller of the first fetch may overwrite its arrays immediately."""
     part = Part.make(TABLE, np.array([1, 2]))
 
     def fetch_and_spoil():
@@ -300,7 +300,7 @@ def test_degraded_fetch_degrades_its_followers(flights):
 
 
 def test_followers_read_when_followed_fetch_was_cut_short(flights):
-    """Its own deadline cut it short; that says nothing of the store."""
+    """The followed fetch exceeded its own deadline; the store may be healthy."""
 
     def out_of_time(call, parts, ctx):
         if call == 0:

@@ -23,7 +23,7 @@ def row(key: int) -> bytes:
 
 
 def write(path: Path, keys: range, form: str = "<q") -> Path:
-    """As HPS does: raw keys and values, in the order of their bytes."""
+    """Write raw keys and values in the order of their bytes, like HPS."""
     writer = SstFileWriter(Options(raw_mode=True))
     writer.open(str(path))
     for stored, key in sorted((struct.pack(form, key), key) for key in keys):

@@ -1,4 +1,4 @@
-"""Guarded and Metered where the contract does not reach: failures, lateness, what is observed."""
+"""GuardedTier and MeteredTier beyond the contract: failures, timeouts, observations."""
 
 import threading
 import time
@@ -56,7 +56,7 @@ def guard(store, deadline_s=30.0, failures=2, retry_after_s=1e6, **more):
 
 
 def end_retry_pause(guarded):
-    """The open circuit may be tried again."""
+    """End the pause of the open circuit."""
     guarded._breaker._retry_at = 0.0
 
 
@@ -187,7 +187,7 @@ def test_tier_gets_earlier_deadline(store):
 
 
 def test_large_fetch_gets_more_time():
-    """Ten times the keys take ten times as long, in a tier that is well."""
+    """Ten times the keys take a healthy tier ten times as long."""
     store = Store(blocking=True)
     store.fault = lambda _part: time.sleep(0.2)
     guarded = guard(store, deadline_s=0.3, failures=1)
@@ -384,7 +384,7 @@ def test_fetch_waits_for_thread_that_becomes_free_in_time():
 
 
 def test_circuit_opens_when_every_call_hangs():
-    """Fewer threads than failures that open the circuit: it must open all the same."""
+    """There are fewer threads than failures that open the circuit."""
     store, gate, reasons = Store(blocking=True), threading.Event(), []
     store.fault = hang_until(gate)
     guarded = guard(store, deadline_s=0.01, failures=100, threads=2, on_skip=reasons.append)

@@ -122,7 +122,7 @@ def test_least_recently_used_row_is_evicted_first():
 
 
 def held_keys(cache):
-    """The keys that are held, found out without touching their recency."""
+    """Return the resident keys without changing their recency."""
     return sorted(cache.top_k(TABLE, 10_000)[0].tolist())
 
 
@@ -198,7 +198,7 @@ def test_fifo_ignores_uses():
 
 
 def test_random_evicts_old_and_new_rows_alike():
-    """Of a table filled once over, old and new rows survive alike."""
+    """After twice the capacity was inserted, old and new rows remain with the expected shares."""
     cache = CpuCache({TABLE: 20_000}, eviction="random")
     insert(cache, range(40_000))
     assert cache.size(TABLE) == 20_000
@@ -326,7 +326,7 @@ def test_large_batches_read_whole_rows_during_writes():
 
 
 def test_resident_key_is_never_missed():
-    """While it is refreshed, and while others come and go around it."""
+    """The key is refreshed, and others are inserted and evicted meanwhile."""
     table, keys = EmbeddingTable.make("wide", 256), np.arange(50)
     cache = CpuCache({table: 200})
     insert(cache, keys, table=table)
@@ -354,7 +354,7 @@ def test_resident_key_is_never_missed():
 
 
 def test_highest_version_of_a_call_wins_after_eviction():
-    """Within one call the highest version wins, however small the cache."""
+    """The cache is smaller than the batch."""
     cache = CpuCache({TABLE: 1})
     keys, versions = np.array([1, 2, 1]), NOW + np.array([5, 5, 3], np.uint64)
     cache.insert(TABLE, keys, rows_of(keys), versions)
@@ -364,7 +364,7 @@ def test_highest_version_of_a_call_wins_after_eviction():
 
 @pytest.mark.skipif(not COMPILED, reason="the twin is slower by nature")
 def test_fetch_makes_few_calls_for_any_number_of_keys():
-    """Of Python and from Python; so work per key, or much more for each fetch, shows without a clock."""
+    """Counts Python calls, which shows work per key without a clock."""
     table = EmbeddingTable.make("ads", 16)
     cache, ctx = CpuCache({table: 1000}), FetchContext()
     insert(cache, np.arange(1000), table=table)

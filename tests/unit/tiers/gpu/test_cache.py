@@ -1,4 +1,4 @@
-"""The GPU cache on a device: against its twin, at its limits, with readers beside the writer."""
+"""The GPU cache on a device: comparison with its twin, limits, concurrent readers and writer."""
 
 import threading
 import time
@@ -64,7 +64,7 @@ def scores_of(policy, rng):
 
 
 def check(held):
-    """Every row has one owner; every key occurs once, in its half; no slot stays claimed."""
+    """Check that each row has one owner, each key occurs once in its half, and no slot is claimed."""
     slots = slots_of(held)
     owned = np.concatenate([(slots["word"] & np.uint32(ROW_MASK)).reshape(-1), held.spare.get()])
     np.testing.assert_array_equal(np.sort(owned), np.arange(held.shape.rows))
