@@ -79,7 +79,7 @@ class ResponseEncoder(Protocol[Answer]):
 
 
 class InferencePort:
-    """What the requests of one kind and protocol share. Thread-safe.
+    """State shared by the requests of one kind and protocol. Thread-safe.
 
     ``protocol`` (``http`` or ``grpc``) and ``method`` (``infer`` or ``lookup``) are labels of the metrics.
     """

@@ -19,7 +19,7 @@ from hps.native.twin_codec import HEADER, MAGIC
 from hps.updates.codec import hps_table
 from hps.updates.kafka.brokers import Brokers, kafka_error_text
 from hps.updates.kafka.client import ATTEMPT_HEADER, LARGEST, SIZE_HEADER, attempt_of
-from hps.updates.kafka.kept_letters import Identity, Newest
+from hps.updates.kafka.kept_letters import LetterIdentity, Newest
 
 _REQUEUED = "hps-requeued"
 _HEADER_BYTES, _NAME_BYTES = 3, 11  # of HEADER's fields
@@ -59,10 +59,10 @@ class StoredDeadLetter:
         return self.unix_ms, self.place
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> LetterIdentity:
         """Equal for all letters of one message."""
         at = self.topic, self.from_partition, self.from_offset
-        return Identity(*at, self.timestamp_ms, self.attempt)
+        return LetterIdentity(*at, self.timestamp_ms, self.attempt)
 
 
 class DeadLetterReader:
@@ -83,9 +83,9 @@ class DeadLetterReader:
         """The newest letter of each message that was not sent again, oldest message first.
 
         ``again`` includes those that were. At most the newest ``MOST``."""
-        found: Newest[Identity, StoredDeadLetter] = Newest()
-        places: Newest[tuple[int, int], Identity] = Newest()
-        requeued: Newest[Identity, None] = Newest()
+        found: Newest[LetterIdentity, StoredDeadLetter] = Newest()
+        places: Newest[tuple[int, int], LetterIdentity] = Newest()
+        requeued: Newest[LetterIdentity, None] = Newest()
         for message in self._messages(self._bounds()):
             headers = dict(message.headers() or ())
             if (noted := headers.get(_REQUEUED)) is not None:

@@ -1,4 +1,4 @@
-"""Identity of dead letters, and the set of kept ones, so that a message is kept only once."""
+"""LetterIdentity of dead letters, and the set of kept ones, so that a message is kept only once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Identity(NamedTuple):
-    """Identity of a dead letter: its message's place in Kafka, timestamp and number of sends.
+class LetterIdentity(NamedTuple):
+    """LetterIdentity of a dead letter: its message's place in Kafka, timestamp and number of sends.
 
     The timestamp (Unix ms) differs where a topic was created again. ``attempt`` distinguishes repetitions:
     `hps updates dlq --requeue` keeps the timestamp."""
@@ -49,7 +49,7 @@ class KeptLetters:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._kept: Newest[tuple[Identity, Reason], None] = Newest()
+        self._kept: Newest[tuple[LetterIdentity, Reason], None] = Newest()
 
     def missing(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
         """The ``letters`` that are not known as kept."""
@@ -60,6 +60,6 @@ class KeptLetters:
             self._kept[identity(each), each.reason] = None
 
 
-def identity(letter: DeadLetter) -> Identity:
+def identity(letter: DeadLetter) -> LetterIdentity:
     at = letter.position
-    return Identity(at.topic, at.partition, at.offset, letter.timestamp_ms, letter.attempt)
+    return LetterIdentity(at.topic, at.partition, at.offset, letter.timestamp_ms, letter.attempt)

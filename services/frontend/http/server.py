@@ -85,7 +85,7 @@ def host_of(host: str) -> str:
 
 @dataclass(frozen=True)
 class HttpPortOptions:
-    """How a port serves its connections."""
+    """Options of the connections of one port."""
 
     drain_s: float
     """The time in which accepted requests are finished at shutdown."""
