@@ -395,7 +395,7 @@ def test_hanging_servers_are_awaited_in_parallel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One after the other, the first would time out before the second is asked."""
-    monkeypatch.setattr(servers, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(servers, "_TIMEOUT_S", 1.0)
     together = threading.Barrier(3)
     answers = servers._answers
 
@@ -476,7 +476,7 @@ def test_doctor_reports_a_port_that_cannot_be_bound_with_a_remedy() -> None:
 
 
 def test_port_of_an_unresponsive_server_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(ports, "_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         taken = HttpSettings(host="127.0.0.1", port=silent.getsockname()[1])
         found = ports.port("http port", taken, UNKNOWN)
