@@ -1,11 +1,11 @@
 """The lifecycle of one inference request, for every protocol.
 
-A protocol's subclass of `Inference` authenticates the caller, then calls in this order:
+Once the caller is authenticated, a protocol calls the methods of its subclass of `Inference` in this order:
 
     Inference.enter        limits of the client
     Inference.admit        admission queue and byte budget, before the request is decoded
     Inference.submit       decode, shared memory, trace context, deadline, the endpoint
-    PendingRequests.add    wait for the result up to the deadline
+    PendingRequests        wait for the result up to the deadline
     Inference.encode       the answer's tensors to the protocol's answer
     Inference.succeed      statistics, latency, trace, log
 
@@ -184,6 +184,10 @@ class Inference:
         """Return the client's address without its port; empty if unknown."""
         raise NotImplementedError
 
+    def remaining_s(self) -> float | None:
+        """Return the seconds until the client's deadline; None without one."""
+        return None
+
     def decode(self) -> InferenceRequest:
         """Decode the request. Raises ``BadRequest`` or ``RequestTooLarge``."""
         raise NotImplementedError
@@ -213,33 +217,23 @@ class Inference:
             self._reserved = size
         return rejection
 
-    def submit(self, remaining_s: float | None = None) -> None:
-        """Decode the request and start answering it; sets ``future``.
-
-        ``remaining_s``: until the client's deadline, None without one. Raises the request's fault.
-        """
+    def submit(self) -> None:
+        """Decode the request and start answering it; sets ``future``. Raises the request's fault."""
         assert self.entry is not None
-        endpoint = self.entry.endpoint
-        try:
-            self.call = call = self.decode()
-            if call.form.memory_refs is not None:
-                self._read_shared_memory(call)
-            call.id = self.decoded(call.id, call.form.timeout_us * 1e-6, remaining_s)
-            call.origin = self.origin
-        except BaseException:
-            if self._reserved is not None:
-                endpoint.cancel_reservation(self._reserved)
-            raise
-        self.future = endpoint.submit(call, self.deadline, reserved=self._reserved)
+        self.call = call = self.decode()
+        if call.form.memory_refs is not None:
+            self._read_shared_memory(call)
+        call.id = self.decoded(call.id, call.form.timeout_us * 1e-6)
+        call.origin = self.origin
+        reserved, self._reserved = self._reserved, None
+        self.future = self.entry.endpoint.submit(call, self.deadline, reserved=reserved)
 
-    def decoded(
-        self, request_id: str = "", timeout_s: float = 0.0, remaining_s: float | None = None
-    ) -> str:
+    def decoded(self, request_id: str = "", timeout_s: float = 0.0) -> str:
         """Note that the request is decoded; set its deadline, and begin its trace if it has an ID or is
         observed.
 
-        The deadline is ``timeout_s`` from now (0: the server's default), at most ``remaining_s``. Returns the
-        request's ID: the one in the message, else the one sent beside it.
+        The deadline is ``timeout_s`` from now (0: the server's default), or the client's if that is earlier.
+        Returns the request's ID: the one in the message, else the one sent beside it.
         """
         self._parsed = perf_counter_ns()
         identity, observer = self.identify(), self.port.state.observer
@@ -248,6 +242,7 @@ class Inference:
             assert self.entry is not None
             self.origin = observer.begin(self.entry.name, self.started, request_id, *identity[1:])
         allowed_s = timeout_s or self.port.timeout_s
+        remaining_s = self.remaining_s()
         if remaining_s is not None and remaining_s < allowed_s:
             allowed_s = remaining_s
         self.deadline = time.monotonic() + allowed_s
@@ -308,8 +303,15 @@ class Inference:
 
     def fail(self, error: BaseException) -> HpsError:
         """Count, log and trace the failure; return the error for the client."""
+        self._cancel_reservation()
         self.leave(error)
         return self.port.fail(error, self.started, self.identify, self.entry, self.origin)
+
+    def _cancel_reservation(self) -> None:
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            assert self.entry is not None
+            self.entry.endpoint.cancel_reservation(reserved)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the count of the client's request; further calls have no effect."""
@@ -318,7 +320,8 @@ class Inference:
             self.port.clients.leave(client, error)
 
     def undo(self) -> None:
-        """Undo `enter`: the request begins again."""
+        """Undo `enter` and `admit`: the caller handles the request again from its start."""
+        self._cancel_reservation()
         client, self._client = self._client, None
         if client is not None and self.port.clients is not None:
             self.port.clients.undo(client)

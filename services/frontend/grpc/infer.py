@@ -58,7 +58,7 @@ class _ModelInference(GrpcInference):
     def run(self) -> None:
         """Decode and submit the request."""
         try:
-            self.submit(self.reply.context.time_remaining())
+            self.submit()
         except Exception as error:
             self.reject(error)
         else:

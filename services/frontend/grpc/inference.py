@@ -25,6 +25,9 @@ class GrpcInference(Inference):
     def address(self) -> str:
         return address_of(self.reply.context)
 
+    def remaining_s(self) -> float | None:
+        return self.reply.context.time_remaining()
+
     def answer(self, future: Future[Any]) -> bytes:
         """Encode and count the answer with the result of ``future``."""
         raise NotImplementedError

