@@ -4,19 +4,20 @@ Once the caller is authenticated, a protocol calls the methods of its subclass o
 
     Inference.enter        limits of the client
     Inference.admit        admission queue and byte budget, before the request is decoded
-    Inference.submit       decode, shared memory, trace context, deadline, the endpoint
+    Inference.submit       shared memory, trace context, deadline, the endpoint; its argument is decoded first
     PendingRequests        wait for the result up to the deadline
     Inference.encode       the answer's tensors to the protocol's answer
     Inference.succeed      statistics, latency, trace, log
 
-Whatever fails on the way ends in ``Inference.fail``, which returns the error for the client. Subclasses know
-bytes and statuses: ``http/inference.py``, ``grpc/infer.py`` and, for lookups of other nodes,
+Failures end in ``Inference.fail``, which returns the error for the client. Subclasses know bytes and
+statuses: ``http/inference.py``, ``grpc/inference.py`` with ``grpc/infer.py`` and, for lookups of other nodes,
 ``grpc/lookup.py``.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from time import perf_counter_ns
@@ -143,10 +144,8 @@ class InferencePort:
             metrics.counter(m.REQUESTS_REFUSED, reason).add()
 
 
-class Inference:
-    """One inference request. Its methods are called one after the other, on any threads.
-
-    Subclasses implement `identify`, `address` and, for `submit`, `decode`."""
+class Inference(ABC):
+    """One inference request. Its methods are called one after the other, on any threads."""
 
     __slots__ = (
         "_client",
@@ -176,21 +175,17 @@ class Inference:
         self._client: str | None = None
         self._reserved: int | None = None
 
+    @abstractmethod
     def identify(self) -> RequestIdentity:
         """Return the request ID and trace context sent beside the message."""
-        raise NotImplementedError
 
+    @abstractmethod
     def address(self) -> str:
         """Return the client's address without its port; empty if unknown."""
-        raise NotImplementedError
 
     def remaining_s(self) -> float | None:
         """Return the seconds until the client's deadline; None without one."""
         return None
-
-    def decode(self) -> InferenceRequest:
-        """Decode the request. Raises ``BadRequest`` or ``RequestTooLarge``."""
-        raise NotImplementedError
 
     def enter(self, caller: str) -> None:
         """Count the request against its client's limits, until it succeeds or fails.
@@ -203,7 +198,7 @@ class Inference:
             self._client = client
 
     def admit(self, size: int) -> Overloaded | None:
-        """Return the error of a request of ``size`` bytes that the admission queue would reject.
+        """Return the error of a request of ``size`` bytes if the admission queue would reject it, else None.
 
         A request that takes long gets a reservation: without it, requests that arrive while it is decoded
         could fill the queue, and the decoding would be wasted.
@@ -217,19 +212,19 @@ class Inference:
             self._reserved = size
         return rejection
 
-    def submit(self) -> None:
-        """Decode the request and start answering it; sets ``future``. Raises the request's fault."""
+    def submit(self, call: InferenceRequest) -> None:
+        """Start answering the decoded request; sets ``future``. Raises the request's fault."""
         assert self.entry is not None
-        self.call = call = self.decode()
+        self.call = call
         if call.form.memory_refs is not None:
             self._read_shared_memory(call)
-        call.id = self.decoded(call.id, call.form.timeout_us * 1e-6)
+        call.id = self.mark_decoded(call.id, call.form.timeout_us * 1e-6)
         call.origin = self.origin
         reserved, self._reserved = self._reserved, None
         self.future = self.entry.endpoint.submit(call, self.deadline, reserved=reserved)
 
-    def decoded(self, request_id: str = "", timeout_s: float = 0.0) -> str:
-        """Note that the request is decoded; set its deadline, and begin its trace if it has an ID or is
+    def mark_decoded(self, request_id: str = "", timeout_s: float = 0.0) -> str:
+        """Record the end of decoding, set the deadline, and begin a trace if the request has an ID or is
         observed.
 
         The deadline is ``timeout_s`` from now (0: the server's default), or the client's if that is earlier.
@@ -259,8 +254,8 @@ class Inference:
         inputs, call.targets = self.port.state.regions.take(refs, self.address())
         call.inputs.update(inputs)
 
-    def stale_s(self, result: Any) -> int:
-        """Note that the result is there; return the age of the rows to report, 0 if they are fresh."""
+    def mark_inferred(self, result: Any) -> int:
+        """Record the end of the inference; return the age in seconds of the rows to report, 0 if fresh."""
         self._inferred = perf_counter_ns()
         assert self.entry is not None
         freshness = self.entry.freshness
@@ -272,7 +267,7 @@ class Inference:
         Raises ``BadRequest`` or ``NotFound`` if an output cannot be written or sent as requested.
         """
         assert self.entry is not None
-        call, stale_s = self.call, self.stale_s(result)
+        call, stale_s = self.call, self.mark_inferred(result)
         outputs = self.entry.endpoint.outputs(call, result)
         if call.targets:
             self.port.state.regions.put(outputs, call.targets)

@@ -467,8 +467,8 @@ UNKNOWN = ports.RunningServer(None, "its admin port does not report it")
 
 def test_doctor_reports_a_port_that_cannot_be_bound_with_a_remedy() -> None:
     (port,) = free_ports(1)
-    elsewhere = ports.port("http port", HttpSettings(host="203.0.113.7", port=port), UNKNOWN)
-    assert (elsewhere.verdict, "server.http.host" in elsewhere.remedy) == ("FAIL", True)
+    remote = ports.port("http port", HttpSettings(host="203.0.113.7", port=port), UNKNOWN)
+    assert (remote.verdict, "server.http.host" in remote.remedy) == ("FAIL", True)
     with answering(b"\x00") as address:
         taken = HttpSettings(host="127.0.0.1", port=int(address.rpartition(":")[2]))
         found = ports.port("http port", taken, UNKNOWN)

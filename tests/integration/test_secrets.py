@@ -120,7 +120,7 @@ def test_server_output_contains_no_secret(server: Hps) -> None:
     assert '"outputs"' in answers[-1]
     # Rejected: an unknown key, one whose role is too low, one in the wrong place.
     for answer in (
-        answer_text(f"{data}/v2/models/words/infer", f"{MARK}-of-nobody", lookup),
+        answer_text(f"{data}/v2/models/words/infer", f"{MARK}-of-an-unknown-caller", lookup),
         answer_text(f"{admin}/v1/updates/pause", KEYS["read"], {}),
         answer_text(f"{data}/v2/models/words/infer?api_key={MARK}-in-the-address", None, lookup),
         answer_text(f"{data}/v2/models/words/infer", None, {"key": f"{MARK}-in-the-body"}),
@@ -174,7 +174,7 @@ WRONG = {
     "an option of ours": {
         "updates": {"kafka": {"brokers": "x:1", "options": {"group.id": f"{MARK}-4"}}}
     },
-    "an option of nobody": {
+    "an unknown option": {
         "updates": {"kafka": {"brokers": "x:1", "options": {"sasl.pasword": f"{MARK}-5"}}}
     },
 }

@@ -17,7 +17,6 @@ from services.frontend.grpc.call_identity import address_of, caller_of, check
 from services.frontend.grpc.inference import GrpcInference
 from services.frontend.grpc.protobuf_wire import field
 from services.frontend.grpc.request import (
-    GrpcInferenceRequest,
     GrpcRequestParser,
     ModelReference,
     address,
@@ -46,9 +45,6 @@ class _ModelInference(GrpcInference):
     to: ModelReference
     route: GrpcRoute
 
-    def decode(self) -> GrpcInferenceRequest:
-        return self.route.parser.parse(self.message, self.to)
-
     def answer(self, future: Future[Any]) -> bytes:
         result, call = future.result(), self.call
         answer = self.encode(self.route.encoder, result)
@@ -58,7 +54,7 @@ class _ModelInference(GrpcInference):
     def run(self) -> None:
         """Decode and submit the request."""
         try:
-            self.submit()
+            self.submit(self.route.parser.parse(self.message, self.to))
         except Exception as error:
             self.reject(error)
         else:
@@ -150,7 +146,7 @@ class GrpcInferenceService:
 
     def _check(self, reply: UnaryResponder) -> str:
         """Return the caller of a stream. A rejection ends the stream."""
-        inference = GrpcInference(self._port, reply)
+        inference = _ModelInference(self._port, reply)
         try:
             return check(self._guard, reply.context, "read")
         except HpsError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,7 +12,7 @@ from services.frontend.inference import Inference, InferencePort, RequestIdentit
 
 
 class GrpcInference(Inference):
-    """A request that is answered through ``reply``. Subclasses implement `answer`."""
+    """A request that is answered through ``reply``."""
 
     __slots__ = ("reply",)
 
@@ -28,9 +29,9 @@ class GrpcInference(Inference):
     def remaining_s(self) -> float | None:
         return self.reply.context.time_remaining()
 
+    @abstractmethod
     def answer(self, future: Future[Any]) -> bytes:
         """Encode and count the answer with the result of ``future``."""
-        raise NotImplementedError
 
     def reject(self, error: BaseException) -> None:
         """Answer with a failure."""

@@ -54,7 +54,7 @@ class _LookupInference(GrpcInference):
 
     def answer(self, future: Future[LookupResult]) -> bytes:
         parser, result = self.parser, future.result()
-        answer = parser.answer(result, self.stale_s(result))
+        answer = parser.answer(result, self.mark_inferred(result))
         is_observed = self.origin is not None
         keys = {name: each.keys for name, each in self.features.items()} if is_observed else {}
         stages = self.succeed(result, future, parser.observe, parser.batch, keys)
@@ -148,7 +148,7 @@ class LookupService:
             entry = inference.entry = parser.entry
             entry.freshness.require()
             keys = parser.keys(request)
-            inference.decoded()
+            inference.mark_decoded()
             deadline, profile = inference.deadline, None
             if request.profile:
                 inference.profile = profile = Profile(began=inference.started)

@@ -21,9 +21,9 @@ from services.frontend.pending import failed_future
 class HttpInference(Inference):
     """A request of one connection; as an ASGI application, it waits for the result and answers.
 
-    ``outcome`` holds the result or the failure once it is done."""
+    ``outcome`` is answered: ``future``, or a failure in its place after a timeout or `abort`."""
 
-    __slots__ = ("_body", "_gone", "_head", "_peer", "_route", "outcome")
+    __slots__ = ("_encoded", "_gone", "_head", "_peer", "_route", "outcome")
 
     def __init__(
         self, port: InferencePort, route: HttpRoute, head: RequestHead, peer: ConnectionPeer
@@ -32,7 +32,7 @@ class HttpInference(Inference):
         self._route = route
         self._head = head
         self._peer = peer
-        self._body = b""
+        self._encoded: HttpReply | None = None  # still to be compressed
         self._gone = False
 
     def identify(self) -> RequestIdentity:
@@ -41,9 +41,8 @@ class HttpInference(Inference):
     def address(self) -> str:
         return self._peer.host
 
-    def decode(self) -> JsonInferenceRequest:
-        body, route = self._body, self._route
-        self._body = b""  # it may be large
+    def _decode(self, body: bytes) -> JsonInferenceRequest:
+        route = self._route
         size = header_size(self._head.headers.get(b"inference-header-content-length"), len(body))
         if size == 0:
             return route.parser.raw(body, route.entry.endpoint.raw_input)
@@ -57,14 +56,13 @@ class HttpInference(Inference):
                 raise rejection
         finally:
             del rejection  # break the reference cycle: the error's traceback refers to this frame
-        self._body = body
-        self.submit()
+        self.submit(self._decode(body))
         self.outcome = self.future
 
     def ready_reply(self) -> HttpReply | None:
-        """Return the answer if the request has ended; None: it must run as an application.
+        """Return the answer if it is ready.
 
-        The latter waits for the result, or compresses the answer.
+        None: run the request as an application, which waits for the result or compresses the answer.
         """
         future = self.outcome
         if not future.done():
@@ -76,6 +74,7 @@ class HttpInference(Inference):
             result = future.result()
             reply = self._encode(result)
             if self._is_compressed(reply):
+                self._encoded = reply
                 return None
             call = self.call
             self.succeed(result, future, self._route.observe, call.batch, call.inputs)
@@ -118,7 +117,7 @@ class HttpInference(Inference):
             result = await self.port.state.pending.result(future, self.deadline)
         else:
             result = future.result()
-        reply = self._encode(result)
+        reply = self._encoded or self._encode(result)
         if self._is_compressed(reply):
             reply = await _compressed(reply, self._head.coding)
         call = self.call
@@ -147,7 +146,9 @@ async def _compressed(reply: HttpReply, coding: str | None) -> HttpReply:
 
 
 def header_size(value: bytes | None, size: int) -> int | None:
-    """Parse ``Inference-Header-Content-Length``; None if it is absent."""
+    """Parse ``Inference-Header-Content-Length`` of a body of ``size`` bytes; None if it is absent.
+
+    Raises ``BadRequest`` unless it is a number up to ``size``."""
     if value is None:
         return None
     if not value.isdigit() or len(value) > 18 or int(value) > size:

@@ -126,7 +126,7 @@ class Reader:
 def test_former_offsets_count_while_partitions_are_reassigned():
     reader = Reader()
     waits = PendingMessages(KafkaCluster(KafkaSettings(brokers="127.0.0.1:9")), reader, [PLACE[0]])
-    assert waits.ages_s() == {PLACE: None}, "nobody knows what there is"
+    assert waits.ages_s() == {PLACE: None}, "the end of the stream is unknown"
     reader.at, reader.placed = {("topic", 3): 10}, True
     assert waits.ages_s() == {("topic", 3): None}
     waits._arrivals.record_ends({("topic", 3): 10}, time.monotonic())

@@ -293,13 +293,13 @@ def test_removed_file_is_skipped(harness):
 
 
 def test_missing_folder_is_polled_until_it_is_back(harness, caplog):
-    harness.folder.rename(harness.folder.with_name("elsewhere"))
+    harness.folder.rename(harness.folder.with_name("moved"))
     began = time.monotonic()
     assert harness.source.poll(0.1) is None
     assert time.monotonic() - began >= 0.1
     assert "cannot be read: No such file" in caplog.text
     assert "cannot be read" in harness.source.problem
-    harness.folder.with_name("elsewhere").rename(harness.folder)
+    harness.folder.with_name("moved").rename(harness.folder)
     harness.put("1.hpsu", GOOD)
     assert harness.run() == 1
     assert harness.source.problem is None

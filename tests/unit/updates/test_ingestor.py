@@ -357,7 +357,7 @@ def test_polling_starts_at_the_lowest_position_of_all_stores(harness, tmp_path):
             store.apply(table, _for(table, nothing), [StreamPosition("t", 0, offset)])
     assert harness.positions.start_offset("t", 0) == 6
     harness.make([], None)
-    assert harness.positions.start_offset("t", 0) is None, "nobody to ask"
+    assert harness.positions.start_offset("t", 0) is None, "no store to ask"
     second.close()
 
 
@@ -586,9 +586,9 @@ def test_store_that_lost_rows_is_filled_again(harness, monkeypatch, more):
 def test_topic_without_tables_is_not_read_again(harness, monkeypatch):
     """No store has any of it: its messages are dead letters."""
     monkeypatch.setattr("hps.updates.ingestor.RECORD_EVERY_S", 0.0)
-    assert harness.positions.start_offset("nobody", 0) is None
-    letter = DeadLetter(Reason.UNKNOWN_TABLE, 0, StreamPosition("nobody", 0, 0), b"")
-    harness.source.batches = [UpdateBatch((), [StreamPosition("nobody", 0, 1)], [letter])]
+    assert harness.positions.start_offset("unknown", 0) is None
+    letter = DeadLetter(Reason.UNKNOWN_TABLE, 0, StreamPosition("unknown", 0, 0), b"")
+    harness.source.batches = [UpdateBatch((), [StreamPosition("unknown", 0, 1)], [letter])]
     for _ in range(4):
         harness.ingestor.step()
     assert "again" not in harness.source.log

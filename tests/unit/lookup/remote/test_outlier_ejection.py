@@ -156,7 +156,7 @@ def test_ejections_of_removed_nodes_are_dropped(three):
     three.nodes[:] = others[:1]
     three.record(others[0], UNAVAILABLE, 3)
     assert three.picked() == {others[0].address}
-    three.record(gone, UNAVAILABLE)  # the last of what was under way there
+    three.record(gone, UNAVAILABLE)  # the last call that was in flight to it
     three.nodes[:] = [Node(f"later-{i}:8001") for i in range(2)]
     for each in three.nodes:
         three.record(each, UNAVAILABLE)

@@ -32,16 +32,13 @@ def port(small):
 
 
 class Request(Inference):
-    """A request to `ctr` that cannot be decoded, from ``10.0.0.1``."""
+    """A request to `ctr` from ``10.0.0.1``."""
 
     def identify(self):
         return NO_IDENTITY
 
     def address(self):
         return "10.0.0.1"
-
-    def decode(self):
-        raise ValueError("no tensors")
 
 
 def begin(port):
@@ -73,11 +70,16 @@ def test_undecodable_request_frees_its_reservation(port):
     assert endpoint.is_long
     assert request.admit(100) is None
     assert port.state.admission.byte_budget.held == 100
-    with pytest.raises(ValueError, match="no tensors"):
-        request.submit()
     request.fail(ValueError("no tensors"))
     assert port.state.admission.byte_budget.held == 0
     assert not endpoint.is_saturated
+
+
+def test_request_that_is_handled_again_frees_its_reservation(port):
+    request = begin(port)
+    assert request.admit(100) is None
+    request.undo()
+    assert port.state.admission.byte_budget.held == 0
 
 
 def test_failure_is_counted_with_status_and_reason(port, small):

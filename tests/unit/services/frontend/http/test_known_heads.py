@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hps.observability import metric_names as m
+from services.frontend.http.response import HttpResponseEncoder
 from services.frontend.http.routes import inference_paths
 
 pytestmark = pytest.mark.private_interface("http", "no head is known")
@@ -391,5 +392,29 @@ def test_request_in_pieces_caches_only_its_own_head(small, http, connect, size, 
                 assert (b"x-first" in head.headers) == (b"X-First" in text)
                 known.add(text)
         assert len(known) == 2
+
+    http.run(scenario)
+
+
+def test_answer_to_be_compressed_is_encoded_once(small, http, connect, monkeypatch):
+    encoded = []
+    encode = HttpResponseEncoder.encode
+
+    def count(*args):
+        encoded.append(args)
+        return encode(*args)
+
+    monkeypatch.setattr(HttpResponseEncoder, "encode", count)
+
+    async def scenario():
+        app = small.app()
+        data = http.binary([1] * 200, more="Accept-Encoding: gzip\r\n")
+        for requests in (1, 2):  # the second one's head is known
+            protocol, wire = connect(app)
+            await http.read(protocol, data)
+            await http.until(lambda wire=wire: wire.statuses == [200])
+            await http.until(lambda wire=wire: b"content-encoding: gzip" in wire.data)
+            assert len(app._heads) == 1
+            assert len(encoded) == requests
 
     http.run(scenario)
