@@ -138,3 +138,9 @@ def versioned(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierUn
 def open_tier(request: pytest.FixtureRequest) -> OpenTier:
     """Makes one kind of tier again and again, each time in the given empty folder."""
     return lambda path: open_case(request.param, path)
+
+
+@pytest.fixture
+def no_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ``grpc: null`` hold in `make test-fallbacks`, whose variable would open the default port."""
+    monkeypatch.delenv("HPS__SERVER__GRPC__CALLS", raising=False)

@@ -336,6 +336,7 @@ def serve(folder, **settings):
     )
 
 
+@pytest.mark.usefixtures("no_grpc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_the_process_with_exit_code_0(small_repository, tmp_path, number):
     http_port, admin_port = free_ports(2)
@@ -390,6 +391,7 @@ def test_sigterm_under_load_loses_no_request(small_repository, tmp_path):
     assert process.returncode == 0, errors
 
 
+@pytest.mark.usefixtures("no_grpc")
 def test_missing_certificates_end_the_process_with_exit_code_2(small_repository, tmp_path):
     tls = {"certificate_file": "no.crt", "key_file": "no.key"}
     server = {"http": {"port": 0}, "grpc": None, "admin": {"port": 0, "tls": tls}}
@@ -402,6 +404,7 @@ def test_missing_certificates_end_the_process_with_exit_code_2(small_repository,
     assert "Traceback" not in errors
 
 
+@pytest.mark.usefixtures("no_grpc")
 def test_taken_port_ends_the_process_with_exit_code_2(small_repository, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
