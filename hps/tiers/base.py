@@ -8,7 +8,8 @@ Rules for every tier (tests/contract/test_tier.py runs the same tests on all of 
 
 * ``fetch`` takes all parts of a batch together. For a key that the tier holds, it writes the row, its
   version and its source code, and removes the key's position from ``missing``. It leaves all other
-  positions unchanged, never raises for a miss and never fills in defaults.
+  positions unchanged, never raises for a miss and never fills in defaults. Only ``out`` may change at a
+  searched position without a row, if a writer works on that key in parallel: its content is undefined.
 * A deleted key (a tombstone) ends the search: its version is written, its source stays 0, its position
   is removed from ``missing``.
 * Tiers expect narrowed keys: code that receives keys from clients narrows them
